@@ -1,0 +1,14 @@
+"""Transformers in JAX and Flax: one model for every architecture, one command for every machine.
+
+    from transformer import ModelConfig, build_model
+    model  = build_model(ModelConfig(family="decoder", vocab_size=8192))
+    params = model.init(key, tokens)
+    logits = model.apply(params, tokens)
+"""
+
+from transformer.config import Experiment, ModelConfig, load_experiment
+from transformer.errors import UserError
+from transformer.model.network import build_model
+from transformer.version import __version__
+
+__all__ = ["Experiment", "ModelConfig", "UserError", "__version__", "build_model", "load_experiment"]

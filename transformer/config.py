@@ -1,0 +1,451 @@
+"""What an experiment is: frozen dataclasses, built from an experiment file's ConfigDict at the edge, validated once.
+
+An experiment file says only what differs from the defaults below; an unknown key, a value of another type or a
+combination that makes no sense is a UserError that names the field, the value and the way out.
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+
+from flax.core import FrozenDict
+
+from transformer.errors import UserError, nearest
+from transformer.model import feed_forward, positions
+from transformer.model.attention_backends import BACKENDS
+from transformer.model.initializers import INITIALIZERS
+from transformer.model.norms import NORMS, Norm
+from transformer.model.remat import REMAT_POLICIES
+from transformer.model.residual import Placement, build_placement
+
+Choice = str | FrozenDict
+"""A name, or a mapping with a `name` and the options of what it names."""
+
+
+def _one_of(field: str, value, names) -> None:
+    if value not in names:
+        raise UserError(f"{field}: no {value!r}; {nearest(str(value), names)}")
+
+
+def _at_least(section: str, config, minimum, *fields: str) -> None:
+    for field in fields:
+        if getattr(config, field) < minimum:
+            raise UserError(f"{section}.{field}: {getattr(config, field)} is too small; at least {minimum}")
+
+
+def _rate(section: str, config, *fields: str) -> None:
+    for field in fields:
+        if not 0 <= getattr(config, field) < 1:
+            raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One model of any family. Field names are the papers'."""
+
+    family: str  # encoder | decoder | encoder_decoder
+    vocab_size: int
+    d_model: int = 512
+    d_ff: int = 2048
+    num_heads: int = 8
+    num_kv_heads: int = 0  # 0: as many as num_heads; 1: multi-query; between: grouped-query
+    d_head: int = 0  # 0: d_model / num_heads
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    max_length: int = 512  # longest sequence, in tokens, on either side
+
+    position: Choice = "sinusoidal"  # none | learned | sinusoidal | rotary | alibi | t5, or dict(name=..., options)
+    norm_placement: Choice = "pre"  # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    norm_gain: bool = True
+    norm_offset: bool = True  # layernorm only
+    norm_epsilon: float = 1e-6
+    embedding_norm: bool = False  # normalise the sum of embeddings and positions
+
+    activation: str = "relu"  # relu | gelu | gelu_tanh | silu
+    glu: bool = False  # act(x W_gate) * (x W_in)
+    use_bias: bool = True  # in every projection
+    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
+    attention_backend: str = "auto"  # auto | reference | ...; "reference" forces the plain path
+
+    tie_embeddings: bool = True  # the unembedding is the (target) embedding, transposed
+    share_embeddings: bool = True  # encoder_decoder: source and target read one embedding
+    logit_bias: bool = False
+    embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
+
+    dropout: float = 0.0  # on every sublayer's output and on the sum of embeddings and positions
+    attention_dropout: float = 0.0  # on the attention weights
+    activation_dropout: float = 0.0  # inside the feed-forward
+
+    initializer: str = "xavier_uniform"  # xavier_uniform | lecun_normal | normal
+    init_std: float = 0.02  # of "normal"
+    embedding_init_std: float = 0.0  # 0: 1 / sqrt(d_model)
+    residual_init_scale: bool = False  # W_O and the feed-forward's output start 1 / sqrt(sublayers) smaller (GPT-2)
+
+    scan_layers: bool = True  # one compiled layer, looped; False: unrolled
+    remat: str = "none"  # none | full | dots: what the backward pass computes again
+    dtype: str = "float32"  # of activations; parameters and optimizer stay in param_dtype
+    param_dtype: str = "float32"
+    pad_id: int = 0
+
+    def __post_init__(self):
+        set_ = functools.partial(object.__setattr__, self)
+        _one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder"))
+        _at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
+        _rate("model", self, "dropout", "attention_dropout", "activation_dropout")
+        for field, names in {
+            "norm": NORMS, "activation": feed_forward.ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
+            "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
+        }.items():  # fmt: skip
+            _one_of(f"model.{field}", getattr(self, field), names)
+        if not self.d_head:
+            if self.d_model % self.num_heads:
+                raise UserError(
+                    f"model.d_model: {self.d_model} is not divisible by model.num_heads = {self.num_heads}; "
+                    f"change one, or set model.d_head"
+                )
+            set_("d_head", self.d_model // self.num_heads)
+        set_("num_kv_heads", self.num_kv_heads or self.num_heads)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}")
+        for side in ("encoder", "decoder"):
+            layers = f"num_{side}_layers"
+            if side not in self.family:
+                set_(layers, 0)
+            elif getattr(self, layers) < 1:
+                raise UserError(f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1")
+        if not 0 <= self.pad_id < self.vocab_size:
+            raise UserError(f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}")
+        for field in ("position", "norm_placement"):
+            if not isinstance(getattr(self, field), str):
+                set_(field, FrozenDict(getattr(self, field)))
+        for side in self.sides:
+            self.placement(side)
+            if problem := positions.build(self.position).check(self.stack_facts(side)):
+                raise UserError(problem)
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The stacks of this family."""
+        return tuple(side for side in ("encoder", "decoder") if side in self.family)
+
+    def num_layers(self, side: str) -> int:
+        return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
+
+    def placement(self, side: str) -> Placement:
+        """The parts of the residual formula in one stack."""
+        return build_placement(
+            self.norm_placement, is_decoder=side == "decoder",
+            encoder_layers=self.num_encoder_layers, decoder_layers=self.num_decoder_layers,
+        )  # fmt: skip
+
+    def stack_facts(self, side: str) -> positions.StackFacts:
+        """What a position scheme may know."""
+        return positions.StackFacts(
+            d_model=self.d_model, num_heads=self.num_heads, d_head=self.d_head, max_length=self.max_length,
+            causal=side == "decoder", param_dtype=self.param_dtype,
+        )  # fmt: skip
+
+    @property
+    def norm_module(self):
+        """The configured norm, to be named by whoever uses it."""
+        return functools.partial(
+            Norm, kind=self.norm, epsilon=self.norm_epsilon, gain=self.norm_gain, offset=self.norm_offset,
+            param_dtype=self.param_dtype,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """SentencePiece, trained from the run's own training text (both languages together) to `model.vocab_size` pieces."""
+
+    kind: str = "unigram"  # unigram | bpe
+    path: str = ""  # a SentencePiece .model to use instead of training one
+    byte_fallback: bool = True  # unknown characters become bytes, so nothing is lost
+    character_coverage: float = 0.9995
+    max_sentences: int = 1_000_000  # read at most so many lines for training
+
+    def __post_init__(self):
+        _one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe"))
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Text to batches of static shape."""
+
+    corpus: str = ""  # a known corpus (python -m transformer data), or "" to read the files below
+    format: str = "tsv"  # tsv | paired | text | jsonl | arrayrecord | huggingface
+    train: str = ""  # a path or glob, local or gs://; paired: "source,target"; huggingface: "name[/subset]:split"
+    valid: str = ""  # "": held out from train
+    test: str = ""
+    fields: tuple[str, ...] = ()  # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers
+    reverse: bool = False  # swap source and target
+    objective: Choice = "causal_lm"  # seq2seq | causal_lm
+    length: int = 128  # tokens in a row, on each side
+    batch_size: int = 32  # rows of `length`; a shorter bucket has more rows, so that batch_size * length tokens stay
+    packing: bool = True  # several documents a row, told apart by segment ids
+    buckets: tuple[int, ...] = ()  # without packing: row lengths, the last of which is `length`
+    too_long: str = "drop"  # drop | cut, counted and reported
+    held_out: int = 1000  # sources in each of valid and test, where no file is given
+    max_examples: int = 0  # train on so many only; 0: all
+    tokenizer: TokenizerConfig = TokenizerConfig()
+
+    def __post_init__(self):
+        if bool(self.corpus) == bool(self.train):
+            raise UserError("data.corpus or data.train: name one of them (python -m transformer data lists the corpora)")
+        _one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface"))
+        _one_of("data.too_long", self.too_long, ("drop", "cut"))
+        _at_least("data", self, 2, "length")
+        _at_least("data", self, 1, "batch_size", "held_out")
+        if self.buckets:
+            if self.packing:
+                raise UserError("data.buckets: rows are either packed or bucketed; set data.packing=False or leave out data.buckets")
+            if sorted(set(self.buckets)) != list(self.buckets) or self.buckets[-1] != self.length:
+                raise UserError(f"data.buckets: {self.buckets} must grow and end in data.length = {self.length}")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The update rule and its learning rate, a function of the step alone."""
+
+    name: str = "adamw"  # adamw | adafactor | lion | sgd
+    learning_rate: float = 1e-3  # the peak
+    schedule: str = "cosine"  # inverse_sqrt | cosine | linear | wsd | constant
+    warmup_steps: int = 1000  # linear, from 0
+    decay_fraction: float = 0.2  # wsd: the share of the steps in which it decays, at the end
+    final_fraction: float = 0.0  # cosine, linear, wsd: the last rate, as a share of the peak
+    b1: float = 0.9
+    b2: float = 0.98
+    epsilon: float = 1e-9
+    momentum: float = 0.9  # sgd
+    weight_decay: float = 0.0  # decoupled; not on norms, biases, positions' tables and gates
+    clip_norm: float = 0.0  # of the global gradient; 0: off
+
+    def __post_init__(self):
+        _one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd"))
+        _one_of("optimizer.schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "wsd", "constant"))
+        _at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm")
+        if self.schedule == "inverse_sqrt" and not self.warmup_steps:
+            raise UserError("optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' is measured in warm-ups; set it to 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; -1 takes the rest (one axis at most)."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        sizes = dataclasses.asdict(self)
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise UserError(f"mesh.{axis}: {size}; a positive number, or -1 for the rest")
+        if list(sizes.values()).count(-1) > 1:
+            raise UserError(f"mesh: {sizes} has more than one -1; only one axis can take the rest")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The loop: how long, which loss, how often what."""
+
+    steps: int = 1000
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0  # weight of log(Z)^2, which keeps logits from drifting
+    accumulate: int = 1  # micro-batches a step; same numbers, less memory
+    ema_decay: float = 0.0  # exponential moving average of the parameters, used for evaluation; 0: off
+    average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0 or 1: the last alone
+    log_every: int = 50
+    eval_every: int = 0  # 0: at the end only
+    eval_batches: int = 0  # of the validation side, during training; 0: all
+    checkpoint_every: int = 0  # 0: at the end only
+    keep_checkpoints: int = 2
+    tensorboard: bool = True
+    wandb: str = ""  # a Weights & Biases project; "": off
+    profile: int = 0  # trace so many steps, from the 10th, into the run directory; 0: off
+
+    def __post_init__(self):
+        _at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
+        _at_least("train", self, 0, "eval_every", "checkpoint_every", "average_checkpoints", "z_loss")
+        _rate("train", self, "label_smoothing", "ema_decay")
+        if self.average_checkpoints > self.keep_checkpoints:
+            raise UserError(
+                f"train.average_checkpoints: {self.average_checkpoints}, but train.keep_checkpoints = {self.keep_checkpoints} are kept; raise it"
+            )
+        if self.average_checkpoints > 1 and self.ema_decay:
+            raise UserError("train.average_checkpoints and train.ema_decay: two ways to average; set one of them to 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingConfig:
+    """How text is generated from the trained model."""
+
+    beam_size: int = 1  # 1: greedy, or sampling where temperature > 0
+    length_penalty: float = 0.6  # alpha of ((5 + |y|) / 6)^alpha
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    max_extra: int = 50  # a translation ends at source length + so many tokens
+    batch_size: int = 64
+
+    def __post_init__(self):
+        _at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")
+        _at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
+        if self.beam_size > 1 and self.temperature:
+            raise UserError("decoding.beam_size and decoding.temperature: beam search does not sample; set one of them back")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"decoding.top_p: {self.top_p} must lie in (0, 1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """Everything a run depends on."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    decoding: DecodingConfig = DecodingConfig()
+    mesh: MeshConfig = MeshConfig()
+    seed: int = 0  # of parameters, dropout and the order of the data
+    platform: str = "auto"  # auto | cpu | gpu | tpu | accelerator: training anywhere else is refused
+
+    def __post_init__(self):
+        _one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
+        if self.data.length > self.model.max_length:
+            raise UserError(f"data.length: {self.data.length} is longer than model.max_length = {self.model.max_length}")
+        if self.data.batch_size % self.train.accumulate:
+            raise UserError(f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}")
+        objective = self.data.objective if isinstance(self.data.objective, str) else self.data.objective.get("name")
+        families = {"seq2seq": "encoder_decoder", "causal_lm": "decoder"}
+        _one_of("data.objective", objective, families)
+        if self.model.family != families[objective]:
+            raise UserError(
+                f"data.objective: {objective!r} trains a model of family {families[objective]!r}, but model.family = {self.model.family!r}"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From mappings, files and the command line
+
+
+def from_mapping(cls, given: Mapping, path: str = ""):
+    """The dataclass `cls` from a (nested) mapping. Raises UserError for unknown keys and values of another type."""
+    if isinstance(given, cls):
+        return given
+    if not isinstance(given, Mapping):
+        raise UserError(f"{path.rstrip('.')}: expected a table of fields, got {given!r}")
+    fields = typing.get_type_hints(cls)
+    for key in given:
+        if key not in fields:
+            raise UserError(f"{path}{key}: no such field; {nearest(key, fields)}")
+    for field in dataclasses.fields(cls):
+        if field.default is dataclasses.MISSING and field.name not in given:
+            raise UserError(f"{path}{field.name}: must be set")
+    return cls(**{key: _coerce(value, fields[key], f"{path}{key}") for key, value in given.items()})
+
+
+def _coerce(value, kind, path: str):
+    """`value` as the annotated type `kind`, or a UserError."""
+    if dataclasses.is_dataclass(kind):
+        return from_mapping(kind, value, path + ".")
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if option is type(None) and value is None:
+            return None
+        if origin is tuple and isinstance(value, (tuple, list)):
+            return tuple(_coerce(v, typing.get_args(option)[0], path) for v in value)
+        if origin is FrozenDict and isinstance(value, Mapping):
+            return FrozenDict({k: v for k, v in value.items()})
+        if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if origin in (int, bool, str) and type(value) is origin:
+            return value
+        if origin is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+    names = " or ".join("nothing (None)" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    raise UserError(f"{path}: expected {names}, got {value!r}")
+
+
+def to_mapping(config) -> dict:
+    """Plain nested dicts and lists, ready for JSON; `from_mapping` reads them back."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_mapping(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {key: to_mapping(value) for key, value in config.items()}
+    return list(config) if isinstance(config, tuple) else config
+
+
+def load_experiment(file: str, overrides: Mapping[str, str] = types.MappingProxyType({})) -> Experiment:
+    """The experiment of `FILE.py[:ARG]`, with dotted overrides (`{"model.d_model": "256"}`) on top.
+
+    FILE.py defines `get_config()` or `get_config(arg)` and returns a ConfigDict (or a dict). A `config.json` of a run
+    is read too.
+    """
+    tree = load_tree(file)
+    for key, text in overrides.items():
+        _override(tree, key, text)
+    return from_mapping(Experiment, tree)
+
+
+def load_tree(file: str) -> dict:
+    """What an experiment file says, as nested dicts."""
+    name, _, arg = file.partition(":")
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"--config: no file {name!r}; experiments/ holds the shipped ones")
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise UserError(f"--config: {name!r} defines no get_config()")
+    config = module.get_config(arg) if arg else module.get_config()
+    return _thaw(config)
+
+
+def _thaw(value):
+    """ConfigDicts and dataclasses as plain dicts."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_mapping(value)
+    if hasattr(value, "items"):
+        return {key: _thaw(item) for key, item in value.items()}
+    return value
+
+
+def _override(tree: dict, dotted: str, text: str) -> None:
+    """Sets one dotted key from the command line's text; the types are checked when the dataclasses are built."""
+    cls, *parents, last = Experiment, *dotted.split(".")
+    node, path = tree, ""
+    for key in parents:
+        path += key
+        fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+        if key not in fields:
+            raise UserError(f"--config.{path}: no such field; {nearest(key, fields)}" if fields else f"--config.{dotted}: {path} has no fields")
+        cls = fields[key]
+        if isinstance(node.get(key), str):  # position="rotary" becomes dict(name="rotary", theta=...)
+            node[key] = {"name": node[key]}
+        node = node.setdefault(key, {})
+        path += "."
+    fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+    if fields and last not in fields:
+        raise UserError(f"--config.{dotted}: no such field; {nearest(last, fields)}")
+    node[last] = _parse(text, fields.get(last))
+
+
+def _parse(text: str, kind):
+    if kind is str:
+        return text
+    try:
+        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+    except (ValueError, SyntaxError):
+        return text

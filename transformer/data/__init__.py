@@ -1,0 +1,1 @@
+"""Text to batches: corpora, sources, split, tokenizer, token store, objectives, batching."""

@@ -1,0 +1,45 @@
+"""From a config to its data: the tokenizer, training batches, evaluation batches, held-out texts."""
+
+import dataclasses
+
+from transformer.config import Experiment
+from transformer.data.batching import Batches
+from transformer.data.objectives import OBJECTIVES, Objective
+from transformer.data.store import Store, open_store
+from transformer.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """All that a run reads."""
+
+    config: Experiment
+    objective: Objective
+    store: Store
+
+    @property
+    def tokenizer(self):
+        return self.store.tokenizer
+
+    def batches(self, part: str) -> Batches:
+        """Training: shuffled by the seed, for all steps. valid, test: every row once, in order."""
+        data, train = self.config.data, part == "train"
+        rows = self.objective.rows(self.store, part, data)
+        batches = Batches(
+            rows, length=data.length, batch_size=data.batch_size, buckets=data.buckets,
+            seed=self.config.seed if train else None, steps=self.config.train.steps if train else None,
+        )  # fmt: skip
+        if not batches.per_epoch:
+            raise UserError(f"data.batch_size: {data.batch_size} rows of {data.length} tokens are more than the {part} text holds; lower it")
+        return batches
+
+    def describe(self) -> dict:
+        """Counts and hashes for the manifest."""
+        return {"objective": type(self.objective).__name__, **self.store.meta}
+
+
+def open_data(config: Experiment) -> Data:
+    """Fetches, splits, tokenises what is not there yet."""
+    choice = config.data.objective
+    objective = OBJECTIVES[choice if isinstance(choice, str) else choice["name"]]
+    return Data(config, objective, open_store(config.data, config.model.vocab_size, objective.sides))

@@ -1,0 +1,151 @@
+"""Readers: files of any supported format to examples, one at a time.
+
+An example is a tuple of strings: (text,) or (source, target). Paths are local or gs:// (etils.epath); a path may be a
+glob. Every fault names its file and line.
+"""
+
+import fnmatch
+import json
+from collections.abc import Iterator
+
+from etils import epath
+
+from transformer.errors import UserError
+
+Example = tuple[str, ...]
+
+
+def read(format: str, path: str, fields: tuple[str, ...] = (), sides: int = 1) -> Iterator[Example]:
+    """Examples of `sides` strings each. Raises UserError for a missing or empty file and for a malformed line."""
+    if format == "huggingface":
+        yield from _huggingface(path, fields or _default_fields(sides))
+        return
+    count = 0
+    if format == "paired":
+        examples = _paired(path)
+    else:
+        reader = {"tsv": _tsv, "text": _text, "jsonl": _jsonl, "arrayrecord": _arrayrecord}[format]
+        examples = (example for file in expand(path) for example in reader(file, fields or _default_fields(sides)))
+    for example in examples:
+        if len(example) != sides:
+            raise UserError(
+                f"data.format: {format!r} gives {len(example)} text(s) an example, but the objective needs {sides}; see data.objective"
+            )
+        count += 1
+        yield example
+    if not count:
+        raise UserError(f"data: {path} holds no text")
+
+
+def _default_fields(sides: int) -> tuple[str, ...]:
+    return ("text",) if sides == 1 else ("source", "target")
+
+
+def expand(pattern: str) -> list[epath.Path]:
+    """The files of a path or glob, sorted."""
+    path = epath.Path(pattern)
+    if not any(c in path.name for c in "*?["):
+        if not path.exists():
+            raise UserError(f"data: no file {pattern}")
+        return [path]
+    files = sorted(f for f in path.parent.iterdir() if fnmatch.fnmatch(f.name, path.name)) if path.parent.exists() else []
+    if not files:
+        raise UserError(f"data: no file matches {pattern}")
+    return files
+
+
+def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line without its end), strict UTF-8."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                yield number, line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as e:
+                raise UserError(f"{file}:{number}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1}); convert the file") from None
+
+
+def _text(file: epath.Path, fields) -> Iterator[Example]:
+    """One document a line; empty lines are skipped."""
+    for _, line in _lines(file):
+        if line.strip():
+            yield (line,)
+
+
+def _tsv(file: epath.Path, fields) -> Iterator[Example]:
+    """Source, tab, target; further columns are ignored unless `fields` gives other column numbers (from 0)."""
+    columns = [int(f) for f in fields] if all(str(f).isdigit() for f in fields) else [0, 1]
+    for number, line in _lines(file):
+        if not line.strip():
+            continue
+        cells = line.split("\t")
+        if len(cells) <= max(columns):
+            raise UserError(f"{file}:{number}: expected source, tab, target; found {len(cells) - 1} tab(s) in {line[:60]!r}")
+        yield tuple(cells[c].strip() for c in columns)
+
+
+def _paired(path: str) -> Iterator[Example]:
+    """Two files, line by line."""
+    names = [name.strip() for name in path.split(",")]
+    if len(names) != 2:
+        raise UserError(f"data: format 'paired' needs two paths with a comma between, got {path!r}")
+    source, target = (expand(name)[0] for name in names)
+    left, right = _lines(source), _lines(target)
+    number = 0
+    for number, text in left:
+        other = next(right, None)
+        if other is None:
+            raise UserError(f"{target}: ends after line {number - 1}, but {source} goes on")
+        if text.strip() and other[1].strip():
+            yield text.strip(), other[1].strip()
+    if next(right, None) is not None:
+        raise UserError(f"{source}: ends after line {number}, but {target} goes on")
+
+
+def _record(text: str, fields, where: str) -> Example:
+    try:
+        record = json.loads(text)
+        return tuple(str(record[field]) for field in fields)
+    except (json.JSONDecodeError, TypeError):
+        raise UserError(f"{where}: not a JSON object: {text[:60]!r}") from None
+    except KeyError as e:
+        raise UserError(f"{where}: no field {e}; there is: {', '.join(record)}; set data.fields") from None
+
+
+def _jsonl(file: epath.Path, fields) -> Iterator[Example]:
+    """One JSON object a line."""
+    for number, line in _lines(file):
+        if line.strip():
+            yield _record(line, fields, f"{file}:{number}")
+
+
+def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
+    """Each record a JSON object or, with one field, plain UTF-8 text."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(str(file))
+    for number in range(reader.num_records()):
+        try:
+            text = reader.read().decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{file}: record {number} is not UTF-8") from None
+        yield _record(text, fields, f"{file}: record {number}") if text.startswith("{") or len(fields) > 1 else (text,)
+
+
+def _huggingface(path: str, fields) -> Iterator[Example]:
+    """`name:split`, `name/subset:split`, or a folder written by `save_to_disk`."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("data.format 'huggingface' needs the extra [hf]: pip install -e '.[hf]'") from None
+    name, _, split = path.partition(":")
+    if epath.Path(name).exists():
+        dataset = datasets.load_from_disk(name)
+        dataset = dataset[split or "train"] if isinstance(dataset, datasets.DatasetDict) else dataset
+    else:
+        repository, _, subset = name.rpartition("/") if name.count("/") > 1 else (name, "", "")
+        dataset = datasets.load_dataset(repository, subset or None, split=split or "train")
+    missing = [f for f in fields if f not in dataset.column_names]
+    if missing:
+        raise UserError(f"data: {path} has no column {missing[0]!r}; there is: {', '.join(dataset.column_names)}; set data.fields")
+    for row in dataset:
+        yield tuple(str(row[f]) for f in fields)

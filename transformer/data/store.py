@@ -1,0 +1,195 @@
+"""The token store: a corpus split, tokenised once, memory-mapped, addressed by index.
+
+Every text is stored as its ids followed by eos. A store lives under `$TRANSFORMER_DATA/tokens/KEY`; the key is a hash of
+all that it depends on, so experiments that read the same text share it, and another tokenizer never reads it.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from transformer.config import DataConfig, to_mapping
+from transformer.data import corpora, sources, split
+from transformer.data.sources import Example
+from transformer.data.tokenizer import EOS, Tokenizer, load_tokenizer, train_tokenizer
+from transformer.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """The texts of one side of one split, as ids."""
+
+    ids: np.ndarray  # all texts, one after another, each ended by eos
+    ends: np.ndarray  # int64, where each text ends
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.ids[self.ends[i - 1] if i else 0 : self.ends[i]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.ends, prepend=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """Tokens, texts and counts of every split."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    meta: dict  # sha256 of the text, and per split: examples, bytes, words of the target side
+
+    def texts(self, part: str, side: int) -> Texts:
+        return Texts(*(np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r") for kind in ("ids", "ends")))
+
+    def examples(self, part: str) -> list[Example]:
+        """The raw text of valid or test."""
+        with (self.folder / f"{part}.jsonl").open(encoding="utf-8") as lines:
+            return [tuple(json.loads(line)) for line in lines]
+
+
+def open_store(config: DataConfig, vocab_size: int, sides: int) -> Store:
+    """The store of a config, made if it is not there yet: split, train the tokenizer, tokenise."""
+    text = _Text(config, sides)
+    inputs = {k: v for k, v in to_mapping(config).items() if k in _DEPENDS_ON}
+    tokenizer_file = Path(config.tokenizer.path)
+    inputs["given"] = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() if tokenizer_file.is_file() else ""
+    inputs |= {"vocab_size": vocab_size, "sides": sides, "files": text.fingerprint(), "version": 1}
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
+    folder = corpora.data_home() / "tokens" / key
+    if not (folder / "meta.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch) / "store"
+            made.mkdir()
+            _make(made, text, config, vocab_size)
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)  # whole or not at all
+    return Store(folder, load_tokenizer(folder / "tokenizer.model"), json.loads((folder / "meta.json").read_text()))
+
+
+_DEPENDS_ON = ("corpus", "format", "train", "valid", "test", "fields", "reverse", "held_out", "max_examples", "tokenizer")
+
+
+class _Text:
+    """The examples of each split, read again from their files whenever they are asked for."""
+
+    def __init__(self, config: DataConfig, sides: int):
+        self.sides, self.reverse, self.fields = sides, config.reverse, config.fields
+        if config.corpus:
+            corpus, folder = corpora.fetch(config.corpus)
+            self.format, self.paths = corpus.format, {part: str(folder / file) for part, file in corpus.files.items()}
+        else:
+            paths = {"train": config.train, "valid": config.valid, "test": config.test}
+            self.format, self.paths = config.format, {part: path for part, path in paths.items() if path}
+        self.held_out, self.max_examples = config.held_out, config.max_examples
+        if config.reverse and sides == 1:
+            raise UserError("data.reverse: there is no source and target to swap in a language model's text")
+        self._assigned: np.ndarray | None = None
+
+    def fingerprint(self) -> list:
+        """Names, sizes and dates of all files, without reading them."""
+        if self.format == "huggingface":
+            return sorted(self.paths.items())
+        files = [f for path in self.paths.values() for name in path.split(",") for f in sources.expand(name.strip())]
+        return [[str(f), f.stat().length, f.stat().mtime] for f in files]
+
+    def read(self, part: str) -> Iterator[Example]:
+        """The examples of a split; those not given as files are held out from the training text."""
+        if part in self.paths and part != "train":
+            yield from self._file(part)
+            return
+        missing = [p for p in ("valid", "test") if p not in self.paths]
+        if not missing:
+            yield from self._file("train")
+            return
+        if self._assigned is None:
+            parts, components = split.assign(self._file("train"), self.held_out)
+            self._assigned = np.array([split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts], np.int8)
+            if components <= 2 * self.held_out:
+                raise UserError(
+                    f"data.held_out: {self.held_out} sources for each of valid and test leave nothing to train on: "
+                    f"the text has {components} parts that share no sentence; lower it"
+                )
+        wanted = split.SPLITS.index(part)
+        keep = self._assigned == wanted
+        for example, kept in zip(self._file("train"), keep, strict=True):
+            if kept:
+                yield example
+
+    def train(self) -> Iterator[Example]:
+        """The training examples, thinned evenly to `max_examples`."""
+        if not self.max_examples:
+            return self.read("train")
+        count = sum(1 for _ in self.read("train"))
+        chosen = np.zeros(count, bool)
+        chosen[np.random.default_rng(0).permutation(count)[: self.max_examples]] = True
+        return itertools.compress(self.read("train"), chosen)
+
+    def _file(self, part: str) -> Iterator[Example]:
+        for example in sources.read(self.format, self.paths[part], self.fields, self.sides):
+            yield example[::-1] if self.reverse else example
+
+
+def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
+    if config.tokenizer.path:
+        tokenizer = load_tokenizer(config.tokenizer.path)
+        if tokenizer.vocab_size > vocab_size:
+            raise UserError(f"model.vocab_size: {vocab_size}, but {config.tokenizer.path} has {tokenizer.vocab_size} pieces; raise it")
+    else:
+        tokenizer = train_tokenizer(config.tokenizer, vocab_size, itertools.chain.from_iterable(text.train()))
+    (folder / "tokenizer.model").write_bytes(tokenizer.model)
+    meta = {"tokenizer_sha256": tokenizer.sha256}
+    for part in split.SPLITS:
+        meta[part] = _tokenise(folder, part, text.train() if part == "train" else text.read(part), tokenizer, text.sides)
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _tokenise(folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, sides: int) -> dict:
+    """Writes one split; returns its counts. Streams, so that a corpus may be larger than memory."""
+    digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    ends: list[list[int]] = [[] for _ in range(sides)]
+    raw = [(folder / f"{part}.{side}.raw").open("wb") for side in range(sides)]
+    texts = None if part == "train" else (folder / f"{part}.jsonl").open("w", encoding="utf-8")
+    while block := list(itertools.islice(examples, 10_000)):
+        for example in block:
+            digest.update("\t".join(example).encode() + b"\n")
+            counts["examples"] += 1
+            counts["bytes"] += len(example[-1].encode())
+            counts["words"] += len(example[-1].split()) + example[-1].count("\n")
+            if texts:
+                texts.write(json.dumps(example, ensure_ascii=False) + "\n")
+        for side in range(sides):
+            for ids in tokenizer.encode([example[side] for example in block]):
+                ids.append(EOS)
+                raw[side].write(np.asarray(ids, dtype).tobytes())
+                ends[side].append(len(ids))
+    for side in range(sides):
+        raw[side].close()
+        np.save(folder / f"{part}.{side}.ends.npy", np.cumsum(ends[side], dtype=np.int64))
+        _as_npy(folder / f"{part}.{side}.raw", folder / f"{part}.{side}.ids.npy", dtype)
+    if texts:
+        texts.close()
+    return counts | {"tokens": int(sum(ends[-1])), "sha256": digest.hexdigest()}
+
+
+def _as_npy(raw: Path, file: Path, dtype) -> None:
+    """Raw numbers as an .npy file, copied in pieces."""
+    count = raw.stat().st_size // np.dtype(dtype).itemsize
+    out = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=(count,))
+    if count:
+        source = np.memmap(raw, dtype=dtype, mode="r")
+        for start in range(0, count, 1 << 24):
+            out[start : start + (1 << 24)] = source[start : start + (1 << 24)]
+    out.flush()
+    raw.unlink()

@@ -1,0 +1,92 @@
+"""SentencePiece, trained from the run's own text."""
+
+import hashlib
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from transformer.config import TokenizerConfig
+from transformer.errors import UserError
+
+PAD, BOS, EOS, UNK = 0, 1, 2, 3
+
+
+class Tokenizer:
+    """Text to ids and back. Lossless: nothing is normalised, unknown characters become bytes."""
+
+    def __init__(self, model: bytes, name: str = "tokenizer"):
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError:
+            raise UserError(f"data.tokenizer.path: {name} is no SentencePiece model") from None
+        found = tuple(getattr(self._processor, f"{which}_id")() for which in ("pad", "bos", "eos", "unk"))
+        if found != (PAD, BOS, EOS, UNK):
+            raise UserError(
+                f"data.tokenizer.path: {name} has pad, bos, eos, unk = {found}, expected {(PAD, BOS, EOS, UNK)}; "
+                "train it with --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3"
+            )
+        self.model = model
+
+    @property
+    def vocab_size(self) -> int:
+        return self._processor.vocab_size()
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.model).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without bos or eos."""
+        return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids up to the first eos; pad and bos are left out."""
+        ids = [int(i) for i in ids]
+        if EOS in ids:
+            ids = ids[: ids.index(EOS)]
+        return self._processor.decode([i for i in ids if i not in (PAD, BOS)])
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The pieces as SentencePiece spells them."""
+        return [self._processor.id_to_piece(int(i)) for i in ids]
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """A SentencePiece .model file."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"data.tokenizer.path: no file {str(path)!r}")
+    return Tokenizer(path.read_bytes(), str(path))
+
+
+def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterable[str]) -> Tokenizer:
+    """Trains to exactly `vocab_size` pieces. Lines are sentences; the line end is a piece of its own."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(_lines(sentences, config.max_sentences)), model_writer=model, vocab_size=vocab_size,
+            model_type=config.kind, byte_fallback=config.byte_fallback, character_coverage=config.character_coverage,
+            pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, user_defined_symbols=["\n"],
+            normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
+            num_threads=8, minloglevel=2,
+        )  # fmt: skip
+    except RuntimeError as e:
+        raise UserError(
+            f"model.vocab_size: SentencePiece cannot make {vocab_size} pieces of this text ({str(e).strip().splitlines()[-1]}); "
+            "choose another size, or more text"
+        ) from None
+    return Tokenizer(model.getvalue())
+
+
+def _lines(texts: Iterable[str], limit: int) -> Iterable[str]:
+    count = 0
+    for text in texts:
+        for line in text.split("\n"):
+            if line.strip():
+                yield line
+                count += 1
+                if count >= limit:
+                    return

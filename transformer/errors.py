@@ -1,0 +1,22 @@
+"""Mistakes a person can mend. The command line prints them as one line and exits with code 2."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something outside the code is wrong: a config, a file, a machine. The message is one line and names the way out."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a misspelled name: `did you mean 'd_model'?`, or the list of what there is."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(known)}"
+
+
+def look_up(table: dict, name: str, what: str):
+    """`table[name]`, or a UserError that names the nearest entry."""
+    if name not in table:
+        raise UserError(f"{what}: no {name!r}; {nearest(str(name), table)}")
+    return table[name]

@@ -1,0 +1,1 @@
+"""Evaluators, each yielding (name, value)."""

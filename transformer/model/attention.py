@@ -1,0 +1,71 @@
+"""Attention = projections + position + inner attention + output projection.
+
+Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key/value heads, H head size.
+Multi-head, grouped-query and multi-query attention are K = N, 1 < K < N and K = 1.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+from flax import linen as nn
+
+from transformer.model import attention_backends
+from transformer.model.cache import KeyValue
+from transformer.model.linear import Linear
+from transformer.model.masks import Mask, Tokens
+from transformer.model.positions import Position
+
+if TYPE_CHECKING:
+    from transformer.config import ModelConfig
+
+
+class Attention(nn.Module):
+    """softmax(Q K^T / sqrt(d_head)) V, then W_O; queries from `x`, keys and values from `y` (self-attention: y is x)."""
+
+    config: "ModelConfig"
+    gain: float  # of the initial W_V and W_O
+    out_gain: float  # of the initial W_O, on top
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        y_BxSxD: jax.Array | None,
+        mask: Mask,
+        q_tokens: Tokens,
+        k_tokens: Tokens,
+        position: Position | None,
+        deterministic: bool,
+        cached: KeyValue | None = None,
+        index: jax.Array | None = None,
+    ) -> tuple[jax.Array, KeyValue]:
+        """Returns the output and the keys and values it read.
+
+        With `cached` and `index` (self-attention) the new keys and values are written into the cache at slot `index`
+        before it is read; with `cached` and no `y` (cross-attention) they are read as they are.
+        """
+        cfg = self.config
+        rotate = (position or Position()).rotate  # in cross-attention no scheme acts
+        q_BxTxNxH = rotate(self._heads("query", cfg.num_heads)(x_BxTxD), q_tokens.positions_BxT)
+        if y_BxSxD is None:
+            kv = cached
+        else:
+            new_tokens = q_tokens if cached is not None else k_tokens
+            k = rotate(self._heads("key", cfg.num_kv_heads)(y_BxSxD), new_tokens.positions_BxT)
+            v = self._heads("value", cfg.num_kv_heads, self.gain)(y_BxSxD)
+            kv = KeyValue(k, v) if cached is None else cached.write(k, v, index)
+        given = attention_backends.Inputs(
+            mask, q_tokens, k_tokens, position, cfg.d_head**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+        )
+        if cfg.attention_dropout and not deterministic:
+            given = dataclasses.replace(given, dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
+        out_BxTxNxH = attention_backends.choose(cfg.attention_backend)(q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given)
+        out_BxTxNxH = nn.with_logical_constraint(out_BxTxNxH, ("batch", "length", "activation_heads", "head"))
+        out = Linear(cfg, (cfg.d_model,), ("heads", "head", "embed"), self.gain * self.out_gain, name="out")
+        return out(out_BxTxNxH), kv
+
+    def _heads(self, name: str, heads: int, gain: float = 1.0) -> Linear:
+        """A projection D -> heads x H."""
+        axis = "heads" if name == "query" else "kv_heads"
+        return Linear(self.config, (heads, self.config.d_head), ("embed", axis, "head"), gain, name=name)

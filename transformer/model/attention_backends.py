@@ -1,0 +1,59 @@
+"""The inner attention: from queries, keys, values, a mask and a position scheme to outputs.
+
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K, H head size.
+
+A backend is a function with the signature of `reference`, plus a line in BACKENDS that says when it applies. `reference`
+can do everything and is always there.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from transformer.model.dropout import keep_mask
+from transformer.model.masks import Mask, Tokens
+from transformer.model.positions import Position
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What every backend is given. `position` is None in cross-attention, `dropout_key` None without dropout."""
+
+    mask: Mask
+    q_tokens: Tokens
+    k_tokens: Tokens
+    position: Position | None
+    scale: float
+    dropout: float = 0.0
+    dropout_key: jax.Array | None = None
+
+
+def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
+    """softmax(scale q k^T + bias) v over the keys the mask allows, softmax in float32 (Vaswani et al. 2017, eq. 1).
+
+    Masked keys weigh exactly zero; a query with no key at all yields zeros, with finite gradients.
+    """
+    heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
+    q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
+    logits_BxKxGxTxS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BxTxKxGxH * given.scale, k_BxSxKxH, preferred_element_type=jnp.float32)
+    bias_BxNxTxS = given.position.bias(given.q_tokens.positions_BxT, given.k_tokens.positions_BxT) if given.position else None
+    if bias_BxNxTxS is not None:
+        logits_BxKxGxTxS += bias_BxNxTxS.reshape(bias_BxNxTxS.shape[0], kv_heads, -1, *bias_BxNxTxS.shape[2:])
+    mask_Bx1x1xTxS = given.mask(given.q_tokens, given.k_tokens)[:, None, None]
+    logits_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, logits_BxKxGxTxS, jnp.finfo(jnp.float32).min)
+    weights_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, jax.nn.softmax(logits_BxKxGxTxS, axis=-1), 0.0)
+    if given.dropout_key is not None:
+        keep = keep_mask(given.dropout_key, given.dropout, weights_BxKxGxTxS.shape)
+        weights_BxKxGxTxS = jnp.where(keep, weights_BxKxGxTxS / (1.0 - given.dropout), 0.0)
+    out_BxTxKxGxH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BxKxGxTxS.astype(v_BxSxKxH.dtype), v_BxSxKxH)
+    return out_BxTxKxGxH.reshape(*q_BxTxNxH.shape[:3], v_BxSxKxH.shape[-1])
+
+
+BACKENDS: dict[str, Callable[..., jax.Array]] = {"reference": reference}
+
+
+def choose(name: str) -> Callable[..., jax.Array]:
+    """The backend of a config; "auto" is the plain path, which every machine has."""
+    return BACKENDS["reference" if name == "auto" else name]

@@ -1,0 +1,60 @@
+"""The key/value cache of incremental decoding: an explicit value, passed in and returned, never hidden state.
+
+Shape suffixes: B batch, S slots, K key/value heads, H head size, L layers.
+"""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from transformer.model.masks import Tokens
+
+if TYPE_CHECKING:
+    from transformer.config import ModelConfig
+
+
+@struct.dataclass
+class KeyValue:
+    """Keys and values of one attention sublayer (with a leading L when layers are scanned)."""
+
+    k_BxSxKxH: jax.Array
+    v_BxSxKxH: jax.Array
+
+    def write(self, k_BxTxKxH: jax.Array, v_BxTxKxH: jax.Array, index: jax.Array) -> "KeyValue":
+        """Slots index .. index + T replaced."""
+        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), index, axis=1)  # noqa: E731
+        return KeyValue(put(self.k_BxSxKxH, k_BxTxKxH), put(self.v_BxSxKxH, v_BxTxKxH))
+
+
+@struct.dataclass
+class LayerCache:
+    """What one decoder layer remembers. `cross` is None in a decoder-only model and before the prefill has filled it."""
+
+    self_attention: KeyValue
+    cross_attention: KeyValue | None = None
+
+
+@struct.dataclass
+class Cache:
+    """A decoder's memory: its layers', and where the cached tokens stand. Empty slots have segment 0, so masks hide them."""
+
+    layers: LayerCache | tuple[LayerCache, ...]  # stacked on axis 0 when layers are scanned
+    tokens: Tokens
+    index: jax.Array  # int32[]: the next slot to be written, the same in all rows (prompts are padded on the left)
+
+    def append(self, tokens: Tokens) -> Tokens:
+        """The tokens of all slots, once `tokens` stand in the next ones."""
+        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)  # noqa: E731
+        return jax.tree.map(put, self.tokens, tokens)
+
+
+def empty_cache(config: "ModelConfig", batch: int, slots: int) -> Cache:
+    """A cache with room for `slots` tokens a row."""
+    blank = jnp.zeros((batch, slots, config.num_kv_heads, config.d_head), config.dtype)
+    layer = LayerCache(KeyValue(blank, blank))
+    depth = config.num_decoder_layers
+    layers = jax.tree.map(lambda x: jnp.zeros((depth, *x.shape), x.dtype), layer) if config.scan_layers else (layer,) * depth
+    nothing = jnp.zeros((batch, slots), jnp.int32)
+    return Cache(layers, Tokens(nothing, nothing), jnp.zeros((), jnp.int32))

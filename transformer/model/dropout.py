@@ -1,0 +1,30 @@
+"""Dropout (Srivastava et al. 2014)."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+
+class Dropout(nn.Module):
+    """Zeroes each number with probability `rate` and divides the others by 1 - rate.
+
+    The mask is drawn from 16-bit integers, two to a random word: random bits are the larger part of dropout's cost.
+    The rate is exact to 2^-16.
+    """
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        if deterministic or self.rate == 0.0:
+            return x
+        return jnp.where(keep_mask(self.make_rng("dropout"), self.rate, x.shape), x / (1.0 - self.rate), 0).astype(x.dtype)
+
+
+def keep_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
+    """bool[shape], false with probability `rate`."""
+    dropped = round(rate * 2**16)
+    if shape[-1] % 2:
+        return jax.random.bits(key, shape, jnp.uint16) >= dropped
+    words = jax.random.bits(key, (*shape[:-1], shape[-1] // 2), jnp.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(shape) >= dropped

@@ -1,0 +1,67 @@
+"""Tokens to vectors, vectors to logits.
+
+Shape suffixes: B batch, T length, D d_model, V vocabulary.
+"""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from transformer.model.initializers import matrix_init
+
+if TYPE_CHECKING:
+    from transformer.config import ModelConfig
+
+
+class Embedding(nn.Module):
+    """E[token], times sqrt(d_model) with `embedding_scale` (Vaswani et al. 2017, sec. 3.4)."""
+
+    config: "ModelConfig"
+
+    def setup(self):
+        cfg = self.config
+        init = nn.initializers.normal(cfg.embedding_init_std or cfg.d_model**-0.5)
+        init = nn.with_logical_partitioning(init, ("vocab", "embed"))
+        self.table_VxD = self.param("embedding", init, (cfg.vocab_size, cfg.d_model), cfg.param_dtype)
+
+    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+        x_BxTxD = self.table_VxD[tokens_BxT].astype(self.config.dtype)
+        if self.config.embedding_scale:
+            x_BxTxD *= self.config.d_model**0.5
+        return nn.with_logical_constraint(x_BxTxD, ("batch", "length", "activation_embed"))
+
+
+@struct.dataclass
+class Head:
+    """From the last hidden state to logits: h W^T + b, float32. An array-holding value, so that a loss can apply it in chunks."""
+
+    matrix_VxD: jax.Array
+    bias_V: jax.Array | None = None
+
+    def __call__(self, h_BxTxD: jax.Array) -> jax.Array:
+        logits_BxTxV = jnp.einsum("BTD,VD->BTV", h_BxTxD, self.matrix_VxD.astype(h_BxTxD.dtype), preferred_element_type=jnp.float32)
+        if self.bias_V is not None:
+            logits_BxTxV += self.bias_V
+        return nn.with_logical_constraint(logits_BxTxV, ("batch", "length", "activation_vocab"))
+
+
+class Unembedding(nn.Module):
+    """The head of a language model: the embedding itself (tied; J&M eq. 9.45) or a matrix of its own; an optional bias."""
+
+    config: "ModelConfig"
+
+    @nn.compact
+    def __call__(self, embedding_VxD: jax.Array) -> Head:
+        cfg = self.config
+        matrix_VxD, bias_V = embedding_VxD, None
+        if not cfg.tie_embeddings:
+            init = nn.with_logical_partitioning(matrix_init(cfg), ("embed", "vocab"))
+            kernel = self.param("kernel", init, (cfg.d_model, cfg.vocab_size), cfg.param_dtype)
+            matrix_VxD = kernel.T
+        if cfg.logit_bias:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab",))
+            bias_V = self.param("bias", zeros, (cfg.vocab_size,), cfg.param_dtype)
+        return Head(matrix_VxD, bias_V)

@@ -1,0 +1,45 @@
+"""The position-wise feed-forward sublayer.
+
+Shape suffixes: B batch, T length, D d_model, F d_ff.
+"""
+
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+from flax import linen as nn
+
+from transformer.model.dropout import Dropout
+from transformer.model.linear import Linear
+
+if TYPE_CHECKING:
+    from transformer.config import ModelConfig
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),  # x Phi(x)
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),  # GPT-2's form
+    "silu": jax.nn.silu,
+}
+
+
+class FeedForward(nn.Module):
+    """act(x W_in + b_in) W_out + b_out; with `glu`, (act(x W_gate + b) * (x W_in + b)) W_out + b (Shazeer 2020)."""
+
+    config: "ModelConfig"
+    gain: float  # of the initial W_in, W_gate, W_out
+    out_gain: float  # of the initial W_out, on top
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, deterministic: bool) -> jax.Array:
+        cfg = self.config
+        act = ACTIVATIONS[cfg.activation]
+        h_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), self.gain, name="in")(x_BxTxD)
+        if cfg.glu:
+            gate_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), self.gain, name="gate")(x_BxTxD)
+            h_BxTxF = act(gate_BxTxF) * h_BxTxF
+        else:
+            h_BxTxF = act(h_BxTxF)
+        h_BxTxF = nn.with_logical_constraint(h_BxTxF, ("batch", "length", "activation_ff"))
+        h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
+        return Linear(cfg, (cfg.d_model,), ("ff", "embed"), self.gain * self.out_gain, name="out")(h_BxTxF)

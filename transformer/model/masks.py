@@ -1,0 +1,70 @@
+"""Masks as functions of where the query and the key stand; materialised only when an attention backend asks.
+
+Shape suffixes: B batch (or 1), T query length, S key length.
+
+A mask never looks at shapes or offsets, only at the `Tokens` it is given, so the same `CAUSAL & SAME_SEGMENT` serves a
+padded batch, a packed one, a prefill and a single cached step.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Tokens:
+    """Where the tokens of one side stand.
+
+    positions_BxT: int32, the absolute position of each token within its own document.
+    segments_BxT: int32, which document of its row a token belongs to, from 1; 0 is padding (or an empty cache slot).
+    """
+
+    positions_BxT: jax.Array
+    segments_BxT: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """`rule(q, k)` is true where a query may attend to a key. Compose with `&` and `|`; call for bool[B, T, S]."""
+
+    rule: Callable[[Tokens, Tokens], jax.Array]
+    name: str
+
+    def __call__(self, q: Tokens, k: Tokens) -> jax.Array:
+        return self.rule(q, k)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return Mask(lambda q, k: self(q, k) & other(q, k), f"({self.name} & {other.name})")
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Mask(lambda q, k: self(q, k) | other(q, k), f"({self.name} | {other.name})")
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _causal(q: Tokens, k: Tokens) -> jax.Array:
+    return k.positions_BxT[:, None, :] <= q.positions_BxT[:, :, None]
+
+
+def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
+    return (q.segments_BxT[:, :, None] == k.segments_BxT[:, None, :]) & (k.segments_BxT[:, None, :] > 0)
+
+
+CAUSAL = Mask(_causal, "causal")
+"""A key no later than the query."""
+
+SAME_SEGMENT = Mask(_same_segment, "same_segment")
+"""Both in one document; padding belongs to none, so this is the padding mask too."""
+
+
+def window(size: int) -> Mask:
+    """Keys fewer than `size` positions away from the query, on either side."""
+
+    def near(q: Tokens, k: Tokens) -> jax.Array:
+        return jnp.abs(q.positions_BxT[:, :, None] - k.positions_BxT[:, None, :]) < size
+
+    return Mask(near, f"window({size})")

@@ -1,0 +1,124 @@
+"""The three families: the same parts, wired differently.
+
+Shape suffixes: B batch, S source length, T target length, D d_model, V vocabulary.
+
+Every family has `features`, the last hidden state and the head that turns it into logits, and `__call__`, the logits.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from transformer.config import ModelConfig
+from transformer.model.cache import Cache
+from transformer.model.embedding import Embedding, Head, Unembedding
+from transformer.model.masks import Tokens
+from transformer.model.stack import Stack
+
+
+def locate(tokens_BxT: jax.Array, pad_id: int, positions=None, segment_ids=None, padding_mask=None) -> Tokens:
+    """Where tokens stand: by default at 0, 1, 2, ... in one document a row, `pad_id` being padding."""
+    if positions is None:
+        positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]
+    if segment_ids is None:
+        segment_ids = (tokens_BxT != pad_id if padding_mask is None else padding_mask).astype(jnp.int32)
+    return Tokens(positions, segment_ids)
+
+
+class _Family(nn.Module):
+    config: ModelConfig
+
+    def _locate(self, tokens_BxT: jax.Array, **given) -> Tokens:
+        if tokens_BxT.shape[1] > self.config.max_length:
+            raise ValueError(f"sequence of {tokens_BxT.shape[1]} tokens, but model.max_length = {self.config.max_length}")
+        return locate(tokens_BxT, self.config.pad_id, **given)
+
+    def __call__(self, *tokens: jax.Array, **given) -> jax.Array:
+        """int32[B, T] (or int32[B, S], int32[B, T]) -> float32[B, T, V]. Options as for `features`."""
+        h_BxTxD, head = self.features(*tokens, **given)
+        return head(h_BxTxD)
+
+
+class Encoder(_Family):
+    """Encoder only: every token sees every other one."""
+
+    def setup(self):
+        self.embedding = Embedding(self.config)
+        self.encoder = Stack(self.config, "encoder")
+        self.unembedding = Unembedding(self.config)
+
+    def features(self, tokens_BxT, *, positions=None, segment_ids=None, padding_mask=None, deterministic=True) -> tuple[jax.Array, Head]:
+        """The last hidden state, [B, T, D], and the head of a masked language model."""
+        where = self._locate(tokens_BxT, positions=positions, segment_ids=segment_ids, padding_mask=padding_mask)
+        h_BxTxD, _ = self.encoder(self.embedding(tokens_BxT), where, deterministic=deterministic)
+        return h_BxTxD, self.unembedding(self.embedding.table_VxD)
+
+
+class Decoder(_Family):
+    """Decoder only: a token sees itself and what comes before."""
+
+    def setup(self):
+        self.embedding = Embedding(self.config)
+        self.decoder = Stack(self.config, "decoder")
+        self.unembedding = Unembedding(self.config)
+
+    def features(self, tokens_BxT, *, deterministic=True, **given) -> tuple[jax.Array, Head]:
+        """The last hidden state, [B, T, D], and the head. `given`: positions, segment_ids, padding_mask."""
+        where = self._locate(tokens_BxT, **given)
+        h_BxTxD, _ = self.decoder(self.embedding(tokens_BxT), where, deterministic=deterministic)
+        return h_BxTxD, self.unembedding(self.embedding.table_VxD)
+
+    def decode(self, tokens_BxT, cache: Cache, **given) -> tuple[jax.Array, Cache]:
+        """The logits of these tokens, which follow those in the cache, and the cache with them in it."""
+        where = self._locate(tokens_BxT, **given)
+        h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), where, cache=cache)
+        return self.unembedding(self.embedding.table_VxD)(h_BxTxD), cache
+
+
+class EncoderDecoder(_Family):
+    """The decoder attends to itself and, in every layer, to the encoder's output."""
+
+    def setup(self):
+        self.embedding = Embedding(self.config)
+        self.target_embedding = self.embedding if self.config.share_embeddings else Embedding(self.config)
+        self.encoder = Stack(self.config, "encoder")
+        self.decoder = Stack(self.config, "decoder")
+        self.unembedding = Unembedding(self.config)
+
+    def features(
+        self, source_BxS, target_BxT, *, source_positions=None, source_segment_ids=None, source_padding_mask=None, deterministic=True, **given
+    ) -> tuple[jax.Array, Head]:
+        """The decoder's last hidden state, [B, T, D], and the head. `given`: the target's positions, segment_ids, padding_mask."""
+        encoded = self.encode(
+            source_BxS, positions=source_positions, segment_ids=source_segment_ids,
+            padding_mask=source_padding_mask, deterministic=deterministic,
+        )  # fmt: skip
+        h_BxTxD, _ = self._decoder(target_BxT, *encoded, None, deterministic, **given)
+        return h_BxTxD, self.unembedding(self.target_embedding.table_VxD)
+
+    def encode(self, source_BxS, *, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
+        """The encoder's output, [B, S, D], and where its tokens stand."""
+        where = self._locate(source_BxS, **given)
+        encoded_BxSxD, _ = self.encoder(self.embedding(source_BxS), where, deterministic=deterministic)
+        return encoded_BxSxD, where
+
+    def decode(self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, **given) -> tuple[jax.Array, Cache]:
+        """The logits of these target tokens, which follow those in the cache, and the cache with them in it.
+
+        The first call is given the encoder's output and keeps its keys and values in the cache; later ones pass None for it.
+        """
+        h_BxTxD, cache = self._decoder(target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **given)
+        return self.unembedding(self.target_embedding.table_VxD)(h_BxTxD), cache
+
+    def _decoder(self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, **given):
+        where = self._locate(target_BxT, **given)
+        x_BxTxD = self.target_embedding(target_BxT)
+        return self.decoder(x_BxTxD, where, encoded_BxSxD, encoded_tokens, cache=cache, deterministic=deterministic)
+
+
+FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The Linen module of a config: `init(key, tokens)` and `apply(params, tokens)`, or with (source, target)."""
+    return FAMILIES[config.family](config)

@@ -1,0 +1,33 @@
+"""LayerNorm and RMSNorm, by name."""
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+NORMS = ("layernorm", "rmsnorm")
+
+
+class Norm(nn.Module):
+    """Normalises each token over d_model, in float32.
+
+    layernorm (Ba et al. 2016):       (x - mean) / sqrt(var + eps) * gain + offset
+    rmsnorm (Zhang & Sennrich 2019):  x / sqrt(mean(x^2) + eps) * gain
+    """
+
+    kind: str
+    epsilon: float
+    gain: bool
+    offset: bool
+    param_dtype: str
+
+    @nn.compact
+    def __call__(self, x_BxTxD):
+        x = x_BxTxD.astype(jnp.float32)
+        if self.kind == "layernorm":
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        size = (x.shape[-1],)
+        if self.gain:
+            x = x * self.param("gain", nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), size, self.param_dtype)
+        if self.offset and self.kind == "layernorm":
+            x = x + self.param("offset", nn.with_logical_partitioning(nn.initializers.zeros, ("norm",)), size, self.param_dtype)
+        return x.astype(x_BxTxD.dtype)

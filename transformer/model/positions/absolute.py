@@ -1,0 +1,63 @@
+"""Positions added to the token embeddings: learned, sinusoidal."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from transformer.model.positions.base import Position, StackFacts, option, register
+from flax import struct
+
+
+@register("learned")
+@struct.dataclass
+class Learned(Position):
+    """x_t + P[t + offset], with P: [max_length + offset, d_model] learned (Gehring et al. 2017; GPT-2, BERT, BART).
+
+    Parameters: max_length * d_model a stack. Cross-attention: nothing. Cache: the new token's own position is looked up.
+    Beyond the training length: there is no row for it; lengths over `max_length` are refused.
+    """
+
+    offset: int = option(0)
+    init_std: float = option(0.02)
+    table_MxD: jax.Array | None = None
+
+    def bind(self, scope: nn.Module, facts: StackFacts) -> "Learned":
+        init = nn.with_logical_partitioning(nn.initializers.normal(self.init_std), ("positions", "embed"))
+        shape = (facts.max_length + self.offset, facts.d_model)
+        return self.replace(table_MxD=scope.param("position_embedding", init, shape, facts.param_dtype))
+
+    def embed(self, x_BxTxD, positions_BxT):
+        return x_BxTxD + self.table_MxD[positions_BxT + self.offset].astype(x_BxTxD.dtype)
+
+
+@register("sinusoidal")
+@struct.dataclass
+class Sinusoidal(Position):
+    """x_t + PE(t), PE(t)_{2i} = sin(t / base^(2i/d)), PE(t)_{2i+1} = cos(t / base^(2i/d))  (Vaswani et al. 2017, sec. 3.5).
+
+    `layout="halves"` puts all sines before all cosines, as tensor2tensor and Marian do: the same numbers, permuted.
+    Parameters: none. Cross-attention: nothing. Cache: the phase of the new token's position.
+    Beyond the training length: defined, but models do not follow (perplexity rises at once; Press et al. 2022).
+    """
+
+    base: float = option(10_000.0)
+    layout: str = option("interleaved")
+
+    def check(self, facts: StackFacts) -> str | None:
+        if self.layout not in ("interleaved", "halves"):
+            return f"model.position.layout: no {self.layout!r}; there is: halves, interleaved"
+        return "model.position 'sinusoidal' needs an even model.d_model" if facts.d_model % 2 else None
+
+    def embed(self, x_BxTxD, positions_BxT):
+        d_model = x_BxTxD.shape[-1]
+        return x_BxTxD + sinusoids(positions_BxT, d_model, self.base, self.layout).astype(x_BxTxD.dtype)
+
+
+def sinusoids(positions_BxT: jax.Array, d_model: int, base: float, layout: str = "interleaved") -> jax.Array:
+    """float32[B, T, d_model]: the sines and cosines of Vaswani et al. 2017, section 3.5."""
+    frequency_D2 = base ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
+    phase = positions_BxT[..., None].astype(jnp.float32) * frequency_D2
+    parts = jnp.sin(phase), jnp.cos(phase)
+    if layout == "halves":
+        return jnp.concatenate(parts, axis=-1)
+    return jnp.stack(parts, axis=-1).reshape(*phase.shape[:-1], d_model)

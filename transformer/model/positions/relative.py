@@ -1,0 +1,87 @@
+"""Positions added to the attention logits, as a function of distance: ALiBi, T5's buckets."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from transformer.model.positions.base import Position, StackFacts, fact, option, register
+
+
+@register("alibi")
+@struct.dataclass
+class ALiBi(Position):
+    """logits - m_n * |t - s|, with head n's slope m_n = 2^(-8 n / N), n = 1..N  (Press et al. 2022).
+
+    Under a causal mask this is the paper's; without one it is the symmetric form (Hewitt's notes, eq. 13).
+    A number of heads that is no power of two takes the slopes of the next lower power, then every other slope of the
+    next higher one, as in the authors' code.
+    Parameters: none. Cross-attention: nothing. Cache: distances come from the positions that are stored with the keys.
+    Beyond the training length: holds. Cost: a float32[N, T, S] bias where the backend wants one.
+    """
+
+    num_heads: int = fact()
+
+    def bind(self, scope: nn.Module, facts: StackFacts) -> "ALiBi":
+        return self.replace(num_heads=facts.num_heads)
+
+    def bias(self, q_positions_BxT, k_positions_BxS):
+        slopes_N = jnp.asarray(alibi_slopes(self.num_heads), jnp.float32)
+        distance = jnp.abs(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
+        return -slopes_N[:, None, None] * distance[:, None]
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of each head, largest first for a power of two."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
+    between = [2.0 ** (-4.0 * (n + 1) / power) for n in range(0, 2 * (num_heads - power), 2)]
+    return slopes + between
+
+
+@register("t5")
+@struct.dataclass
+class T5Bias(Position):
+    """logits + b[n, bucket(s - t)]: one learned number per head and bucket of distance (Raffel et al. 2020).
+
+    Half the buckets are exact, the rest widen logarithmically up to `max_distance`; all longer distances share the last one.
+    Without a causal mask half of them are for keys that come after the query. One table a stack, shared by its layers.
+    Parameters: num_buckets * num_heads a stack. Cross-attention: nothing. Cache: distances come from the stored positions.
+    Beyond the training length: distances over `max_distance` are one bucket; holds for a while.
+    """
+
+    num_buckets: int = option(32)
+    max_distance: int = option(128)
+    causal: bool = fact(False)
+    table_RxN: jax.Array | None = None
+
+    def check(self, facts: StackFacts) -> str | None:
+        if self.num_buckets < 4 or self.num_buckets % 4 or self.max_distance <= self.num_buckets // 2:
+            return (f"model.position 't5' needs num_buckets a multiple of 4 and max_distance over half of it, "
+                    f"got {self.num_buckets} and {self.max_distance}")
+        return None
+
+    def bind(self, scope: nn.Module, facts: StackFacts) -> "T5Bias":
+        init = nn.with_logical_partitioning(nn.initializers.normal(facts.d_model**-0.5), ("buckets", "heads"))
+        table = scope.param("relative_bias", init, (self.num_buckets, facts.num_heads), facts.param_dtype)
+        return self.replace(causal=facts.causal, table_RxN=table)
+
+    def bias(self, q_positions_BxT, k_positions_BxS):
+        distance = k_positions_BxS[:, None, :] - q_positions_BxT[:, :, None]
+        bucket = t5_bucket(distance, self.num_buckets, self.max_distance, self.causal)
+        return jnp.moveaxis(self.table_RxN[bucket].astype(jnp.float32), -1, 1)
+
+
+def t5_bucket(distance: jax.Array, num_buckets: int, max_distance: int, causal: bool) -> jax.Array:
+    """The bucket of a distance (key minus query), int32 of the same shape, as in T5's `_relative_position_bucket`."""
+    if causal:
+        offset, distance = 0, jnp.maximum(-distance, 0)
+    else:
+        num_buckets //= 2
+        offset, distance = jnp.where(distance > 0, num_buckets, 0), jnp.abs(distance)
+    exact = num_buckets // 2
+    far = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(max_distance / exact)
+    far = exact + (far * (num_buckets - exact)).astype(jnp.int32)
+    return offset + jnp.where(distance < exact, distance, jnp.minimum(far, num_buckets - 1))

@@ -1,0 +1,45 @@
+"""Rotary position embedding: queries and keys turned by an angle proportional to their position."""
+
+import jax.numpy as jnp
+from flax import struct
+
+from transformer.model.positions.base import Position, StackFacts, option, register
+
+
+@register("rotary")
+@struct.dataclass
+class Rotary(Position):
+    """R_t q_t . R_s k_s depends on t - s alone (Su et al. 2021, "RoFormer"). R_t turns pair i by t / theta^(2i/d).
+
+    `fraction` < 1 turns only the first part of each head (GPT-NeoX). `layout`: a pair is (i, i + d/2) for "halves"
+    (GPT-NeoX, Llama in Transformers), (2i, 2i + 1) for "interleaved" (RoFormer's paper, GPT-J): the same function
+    under a permutation of the head, but weights do not carry over.
+    Parameters: none. Cross-attention: nothing. Cache: keys are stored turned.
+    Beyond the training length: degrades soon (Press et al. 2022; Kazemnejad et al. 2023).
+    """
+
+    theta: float = option(10_000.0)
+    fraction: float = option(1.0)
+    layout: str = option("halves")
+
+    def check(self, facts: StackFacts) -> str | None:
+        if self.layout not in ("halves", "interleaved"):
+            return f"model.position.layout: no {self.layout!r}; there is: halves, interleaved"
+        turned = int(facts.d_head * self.fraction)
+        if not 0 < self.fraction <= 1 or turned % 2 or turned == 0:
+            return f"model.position 'rotary' turns pairs: d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"
+        return None
+
+    def rotate(self, x_BxTxNxH, positions_BxT):
+        turned = int(x_BxTxNxH.shape[-1] * self.fraction)
+        frequency = self.theta ** (-jnp.arange(0, turned, 2, dtype=jnp.float32) / turned)
+        phase = positions_BxT[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, turned / 2]
+        sin, cos = jnp.sin(phase), jnp.cos(phase)
+        x, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [turned], axis=-1)
+        if self.layout == "halves":
+            a, b = jnp.split(x, 2, axis=-1)
+            x = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        else:
+            a, b = x[..., 0::2], x[..., 1::2]
+            x = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+        return jnp.concatenate([x, rest], axis=-1).astype(x_BxTxNxH.dtype)

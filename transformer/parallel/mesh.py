@@ -1,0 +1,66 @@
+"""The device mesh of a config, and the platform it must be on."""
+
+import contextlib
+import dataclasses
+import glob
+import math
+import shutil
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh
+
+from transformer.config import MeshConfig
+from transformer.errors import UserError
+from transformer.parallel.sharding import RULES
+
+
+def check_platform(wanted: str) -> str:
+    """The platform JAX runs on. Raises UserError where that is not what the config asks for: never train on CPU by accident."""
+    found = jax.default_backend()
+    found = "gpu" if found in ("cuda", "rocm") else found
+    if wanted == "auto" and found == "cpu" and (seen := _accelerator_on_this_machine()):
+        raise UserError(
+            f"platform: this machine has {seen}, but JAX found only the CPU (install the extra [gpu] or [tpu], "
+            "and see that no other process holds the device); to train on the CPU all the same: --config.platform=cpu"
+        )
+    allowed = {"auto": (found,), "accelerator": ("gpu", "tpu")}.get(wanted, (wanted,))
+    if found not in allowed:
+        raise UserError(f"platform: {wanted!r} is asked for, but JAX runs on {found!r} here; for that: --config.platform={found}")
+    return found
+
+
+def _accelerator_on_this_machine() -> str:
+    if glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi"):
+        return "an NVIDIA GPU"
+    return "a TPU" if glob.glob("/dev/accel*") else ""
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """The mesh, axes in the config's order. Raises UserError if it needs more devices than there are."""
+    devices = jax.devices()
+    sizes = dataclasses.asdict(config)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values():
+        if len(devices) % fixed:
+            raise UserError(f"mesh: the given axes take {fixed} devices, which does not divide the {len(devices)} there are; {_spell(sizes)}")
+        sizes = {axis: len(devices) // fixed if size == -1 else size for axis, size in sizes.items()}
+    needed = math.prod(sizes.values())
+    if needed > len(devices):
+        raise UserError(f"mesh: {_spell(sizes)} needs {needed} devices, but there are {len(devices)} ({devices[0].platform}); lower an axis or set it to -1")
+    if needed == len(devices):
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(np.asarray(devices[:needed]).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _spell(sizes: dict[str, int]) -> str:
+    return " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+
+
+@contextlib.contextmanager
+def use(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh and the rules in force: what is traced inside is sharded."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        yield mesh

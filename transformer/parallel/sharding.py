@@ -1,0 +1,117 @@
+"""The table from logical names to mesh axes, and what follows from it: shardings, checks, and a page to read at start.
+
+Parameters and activations carry logical names; this table alone says where they go. Megatron's layout on `tensor`
+(heads, feed-forward, vocabulary), ZeRO-3 on `fsdp` (every matrix along d_model), rows of the batch on `data` and `fsdp`.
+"""
+
+import math
+
+import jax
+from flax.core import meta
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from transformer.errors import UserError, nearest
+
+RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
+    # parameters
+    ("vocab", "tensor"),
+    ("embed", "fsdp"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("head", None),
+    ("ff", "tensor"),
+    ("layers", None),
+    ("positions", None),
+    ("buckets", None),
+    ("norm", None),
+    # activations
+    ("batch", ("data", "fsdp")),
+    ("length", None),
+    ("activation_embed", None),
+    ("activation_heads", "tensor"),
+    ("activation_ff", "tensor"),
+    ("activation_vocab", "tensor"),
+)
+
+BATCH = P(("data", "fsdp"))
+
+
+def _is_box(x) -> bool:
+    return isinstance(x, meta.AxisMetadata)
+
+
+def path_name(path) -> str:
+    """`params/decoder/layers/...` for a tree path."""
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def shardings(abstract_boxed, mesh: Mesh):
+    """A NamedSharding for every leaf of a boxed abstract tree. Raises UserError, with the parameter's name, for a logical name
+    the table does not know, for two dimensions on one mesh axis, and for a dimension that does not divide."""
+    table = dict(RULES)
+
+    def one(path, leaf):
+        if not _is_box(leaf):
+            return NamedSharding(mesh, P())
+        names, shape = leaf.names, leaf.value.shape
+        if len(names) != len(shape):  # a statistic with other dimensions than its parameter (Adafactor): small
+            return NamedSharding(mesh, P())
+        spec, used = [], set()
+        for name, size in zip(names, shape, strict=True):
+            if name is not None and name not in table:
+                raise UserError(f"{path_name(path)}: the sharding table has no logical name {name!r}; {nearest(name, table)}")
+            axes = table.get(name)
+            axes = (axes,) if isinstance(axes, str) else axes or ()
+            axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+            if clash := used & set(axes):
+                raise UserError(f"{path_name(path)}: two of its dimensions {names} go to mesh axis {clash.pop()!r}; see RULES")
+            if size % (parts := math.prod(mesh.shape[axis] for axis in axes)):
+                raise UserError(
+                    f"{path_name(path)}: dimension {name!r} of {size} does not divide over {parts} devices "
+                    f"({' x '.join(f'mesh.{a}={mesh.shape[a]}' for a in axes)}); change the size or the mesh"
+                )
+            used |= set(axes)
+            spec.append(axes if len(axes) > 1 else axes[0] if axes else None)
+        while spec and spec[-1] is None:
+            spec.pop()
+        return NamedSharding(mesh, P(*spec))
+
+    return jax.tree_util.tree_map_with_path(one, abstract_boxed, is_leaf=_is_box)
+
+
+def describe(abstract, placed, mesh: Mesh, most: int = 6) -> str:
+    """For a person: the mesh, the largest parameters with spec and bytes per device, and the total."""
+    leaves = jax.tree_util.tree_leaves_with_path(abstract)
+    specs = jax.tree.leaves(placed)
+    rows, total, here = [], 0, 0
+    for (path, leaf), sharding in zip(leaves, specs, strict=True):
+        local = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        total += math.prod(leaf.shape)
+        here += local
+        rows.append((math.prod(leaf.shape), path_name(path), leaf.shape, sharding.spec, local))
+    rows.sort(key=lambda row: -row[0])
+    mesh_line = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    kind = mesh.devices.flat[0].device_kind
+    lines = [f"mesh        {mesh_line}  ({mesh.size} {kind} device{'s' * (mesh.size > 1)})"]
+    lines.append(f"parameters  {total:,} ({human_bytes(here)} a device)")
+    for _, name, shape, spec, local in rows[:most]:
+        where = ", ".join("·" if s is None else str(s) for s in spec) or "replicated"
+        lines.append(f"            {name:<58} {'x'.join(map(str, shape)):>16}  {where:<18} {human_bytes(local):>8}")
+    if len(rows) > most:
+        lines.append(f"            and {len(rows) - most} more")
+    return "\n".join(lines)
+
+
+def human_bytes(n: float) -> str:
+    """1536 -> '1.5 KB'."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TB"
+
+
+def unbox(tree):
+    """The arrays (or their shapes) without their logical names."""
+    return jax.tree.map(lambda x: x.value if _is_box(x) else x, tree, is_leaf=_is_box)

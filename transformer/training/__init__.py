@@ -1,0 +1,1 @@
+"""Optimizer, state, step, loop, checkpoints, metrics."""

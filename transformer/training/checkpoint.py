@@ -1,0 +1,90 @@
+"""Checkpoints with Orbax: asynchronous, whole or absent, restored only into declared shapes and shardings."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from transformer.errors import UserError
+from transformer.parallel.sharding import path_name
+from transformer.training.state import TrainState
+
+
+@contextlib.contextmanager
+def disk_faults(path) -> Iterator[None]:
+    """A full disk as one line. What was saved before is untouched: Orbax renames a checkpoint into place when it is whole."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as e:
+        if getattr(e, "errno", None) == errno.ENOSPC or "No space left" in str(e) or "RESOURCE_EXHAUSTED" in str(e):
+            raise UserError(f"{path}: the disk is full; the last whole checkpoint is kept, free some space and start again") from None
+        raise
+
+
+class Checkpoints:
+    """The `checkpoints/` folder of a run."""
+
+    def __init__(self, workdir: str | Path, keep: int = 2):
+        self.folder = epath.Path(workdir) / "checkpoints"
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(self.folder.resolve(), options=options)
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: TrainState, step: int, host: dict) -> None:
+        """Starts saving; training goes on. A failure of an earlier save is raised here. `host` is what the loop itself
+        must know to go on (the data position, the open logging interval), as JSON."""
+        items = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
+        with disk_faults(self.folder):
+            self._manager.check_for_errors()
+            self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
+
+    def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict]:
+        """The state of a step (default: the latest), sharded as `abstract` says, and its `host`."""
+        step = self.steps[-1] if step is None else step
+        self._check_same("params", abstract.params, step)
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
+        found = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+        state = abstract.replace(params=found["params"], ema=found.get("ema"), **found["rest"])
+        return state, found["host"]
+
+    def restore_params(self, abstract_params, *, item: str = "params", mean_of: int = 1):
+        """Parameters alone: the latest, their moving average (`item="ema"`), or the mean over the last `mean_of` checkpoints."""
+        total, steps = None, self.steps[-max(mean_of, 1) :]
+        for step in steps:
+            self._check_same(item, abstract_params, step)
+            one = self._manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract_params)}))[item]
+            total = one if total is None else jax.tree.map(jnp.add, total, one)
+        return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
+
+    def close(self) -> None:
+        """Waits for the last save; raises if it failed."""
+        with disk_faults(self.folder):
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+            self._manager.close()
+
+    def _check_same(self, item: str, abstract_params, step: int) -> None:
+        """Raises UserError, with the first names that differ, if the checkpoint is of another architecture."""
+        shapes = lambda tree: {path_name(p): tuple(x.shape) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+        saved = self._manager.item_metadata(step)[item]
+        here, there = shapes(abstract_params), shapes(getattr(saved, "tree", saved))
+        spell = lambda shape: "absent" if shape is None else "x".join(map(str, shape))
+        wrong = [f"{name} is {spell(there.get(name))} there, {spell(here.get(name))} here"
+                 for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]  # fmt: skip
+        if wrong:
+            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise UserError(f"{self.folder}/{step} is a checkpoint of another architecture: {'; '.join(wrong[:3])}{more}")
+
+
+def _items(state: TrainState) -> dict:
+    """What is saved as an item of its own, so that it can be restored alone."""
+    items = {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state}}
+    return items if state.ema is None else items | {"ema": state.ema}

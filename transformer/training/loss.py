@@ -1,0 +1,117 @@
+"""Cross-entropy with label smoothing and z-loss, from the last hidden state, without ever holding all logits.
+
+Shape suffixes: B batch, T length, C length of a chunk, D d_model, V vocabulary.
+
+With logits l, log Z = logsumexp(l), target y and smoothing e, the loss of a token is
+
+    (1 - e) (log Z - l_y) + e (log Z - mean(l)) + z (log Z)^2
+
+(label smoothing: Szegedy et al. 2016, Vaswani et al. 2017 sec. 5.4; z-loss: Chowdhery et al. 2022). Its gradient by the
+logits, (1 + 2 z log Z) softmax(l) - (1 - e) onehot(y) - e / V, is at hand as soon as the loss is, so the forward pass
+turns each chunk of logits into gradients by the hidden state and the matrix and forgets it. That saves B*T*V numbers of
+memory and, on a CPU, a tenth of the step.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from transformer.model.embedding import Head
+
+
+@struct.dataclass
+class Sums:
+    """Sums over tokens, each weighted; divide by `weight` for a mean."""
+
+    loss: jax.Array  # what is minimised
+    nll: jax.Array  # -log p(target), in nats
+    correct: jax.Array  # the target is the most likely token
+    weight: jax.Array
+
+    @staticmethod
+    def zero() -> "Sums":
+        return Sums(*(jnp.zeros((), jnp.float32) for _ in range(4)))
+
+
+def _chunk(h_BxCxD, head: Head, targets_BxC, weights_BxC, smoothing: float, z_loss: float):
+    """The sums of one chunk, and what its gradient needs: logits, log Z and where the targets are."""
+    logits_BxCxV = head(h_BxCxD)
+    vocab = logits_BxCxV.shape[-1]
+    log_z_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
+    hit_BxCxV = jax.lax.broadcasted_iota(jnp.int32, logits_BxCxV.shape, 2) == targets_BxC[..., None]
+    nll_BxC = log_z_BxC - jnp.sum(jnp.where(hit_BxCxV, logits_BxCxV, 0.0), axis=-1)
+    loss_BxC = nll_BxC
+    if smoothing:
+        loss_BxC = (1 - smoothing) * nll_BxC + smoothing * (log_z_BxC - jnp.sum(logits_BxCxV, axis=-1) / vocab)
+    if z_loss:
+        loss_BxC = loss_BxC + z_loss * jnp.square(log_z_BxC)
+    correct_BxC = jnp.max(logits_BxCxV, axis=-1) <= log_z_BxC - nll_BxC
+    total = lambda x_BxC: jnp.sum(x_BxC * weights_BxC)
+    sums = Sums(total(loss_BxC), total(nll_BxC), total(correct_BxC.astype(jnp.float32)), jnp.sum(weights_BxC))
+    return sums, (logits_BxCxV, log_z_BxC, hit_BxCxV)
+
+
+def _chunk_gradient(kept, weights_BxC, smoothing: float, z_loss: float):
+    """d loss / d logits of one chunk."""
+    logits_BxCxV, log_z_BxC, hit_BxCxV = kept
+    p_BxCxV = jnp.exp(logits_BxCxV - log_z_BxC[..., None])
+    if z_loss:
+        p_BxCxV = p_BxCxV * (1 + 2 * z_loss * log_z_BxC[..., None])
+    d_BxCxV = p_BxCxV - jnp.where(hit_BxCxV, 1 - smoothing, 0.0)
+    if smoothing:
+        d_BxCxV = d_BxCxV - smoothing / logits_BxCxV.shape[-1]
+    return d_BxCxV * weights_BxC[..., None]
+
+
+def _chunks(x, count: int):
+    """[B, T, ...] -> [count, B, T / count, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def cross_entropy(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing: float = 0.0, z_loss: float = 0.0, chunks: int = 1) -> Sums:
+    """The loss's sums over a batch; differentiable in `h` and `head`, through `Sums.loss` alone. `chunks` divides T."""
+
+    def add(sums, chunk):
+        return jax.tree.map(jnp.add, sums, _chunk(chunk[0], head, *chunk[1:], smoothing, z_loss)[0]), None
+
+    parts = tuple(_chunks(x, chunks) for x in (h_BxTxD, targets_BxT, weights_BxT))
+    return jax.lax.scan(add, Sums.zero(), parts)[0]
+
+
+def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, chunks):
+    def add(carry, chunk):
+        sums, d_head = carry
+        h, targets, weights = chunk
+        own, kept = _chunk(h, head, targets, weights, smoothing, z_loss)
+        d_logits = _chunk_gradient(kept, weights, smoothing, z_loss)
+        _, pullback = jax.vjp(lambda h, head: head(h), h, head)
+        d_h, own_d_head = pullback(nn.with_logical_constraint(d_logits, ("batch", "length", "activation_vocab")))
+        return (jax.tree.map(jnp.add, sums, own), jax.tree.map(jnp.add, d_head, own_d_head)), d_h
+
+    parts = tuple(_chunks(x, chunks) for x in (h_BxTxD, targets_BxT, weights_BxT))
+    (sums, d_head), d_h = jax.lax.scan(add, (Sums.zero(), jax.tree.map(jnp.zeros_like, head)), parts)
+    return sums, (jnp.moveaxis(d_h, 0, 1).reshape(h_BxTxD.shape), d_head)
+
+
+def _backward(smoothing, z_loss, chunks, kept, cotangent: Sums):
+    d_h, d_head = jax.tree.map(lambda d: (cotangent.loss * d).astype(d.dtype), kept)
+    return d_h, d_head, None, None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def auto_chunks(batch: int, length: int, vocab: int, devices: int) -> int:
+    """How many chunks keep a chunk's logits near 2^23 numbers, but no fewer than 1,024 tokens.
+
+    On several devices one chunk: the gradient of the matrix is summed over devices once, not once a chunk.
+    """
+    if devices > 1:
+        return 1
+    wanted = batch * length / max(1024, 2**23 // vocab)
+    divisors = [n for n in range(1, length + 1) if length % n == 0]
+    return max((n for n in divisors if n <= max(1, wanted)), default=1)

@@ -1,0 +1,157 @@
+"""What a run says: a progress line for a person, metrics.jsonl for scripts, TensorBoard, Weights & Biases, loss.png."""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from transformer.errors import UserError
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one flat JSON object a line, `step` first. On resuming at step n, lines after n are dropped."""
+
+    def __init__(self, workdir: Path, resume_step: int, *, tensorboard: bool, wandb: str, config: dict):
+        self._path = workdir / "metrics.jsonl"
+        kept = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        scratch.replace(self._path)
+        self._file = self._path.open("a")
+        self._board = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
+        self._wandb = _start_wandb(wandb, workdir, config) if wandb else None
+
+    def write(self, step: int, **values: float) -> None:
+        self._file.write(json.dumps({"step": step} | values) + "\n")
+        self._file.flush()
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        if self._board:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _start_wandb(project: str, workdir: Path, config: dict):
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'") from None
+    return wandb.init(project=project, name=workdir.name, dir=str(workdir), config=config, resume="allow", id=workdir.name)
+
+
+def read_metrics(workdir: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl; a last line that was cut off is left out."""
+    path, lines = Path(workdir) / "metrics.jsonl", []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return lines
+
+
+class Progress:
+    """One line that a person likes. In a terminal it stays in place; in a log there is one every `log_every` steps."""
+
+    def __init__(self, steps: int, stream=None):
+        self._steps = steps
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._began: float | None = None  # after the first step, which compiles
+        self._began_step = 0
+        self._paused = 0.0
+
+    def first_step_done(self, step: int) -> None:
+        self._began, self._began_step = time.perf_counter(), step
+
+    def pause(self, seconds: float) -> None:
+        """Time that was no training: evaluation, saving."""
+        self._paused += seconds
+
+    def show(self, step: int, loss: float, rate: float, tokens_per_second: float) -> None:
+        line = f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}  loss {loss:6.3f}  lr {rate:.1e}"
+        line += f"  {human_count(tokens_per_second):>6} tok/s" if tokens_per_second else ""
+        if self._began and step > self._began_step:
+            spent = time.perf_counter() - self._began - self._paused
+            line += f"  {human_time(spent / (step - self._began_step) * (self._steps - step)):>7} left"
+        self._write(line)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        if self._live:
+            self._stream.write("\n")
+
+    def _write(self, line: str) -> None:
+        if self._live:
+            line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
+        else:
+            line += "\n"
+        self._stream.write(line)
+        self._stream.flush()
+
+
+def human_time(seconds: float) -> str:
+    """95 -> '1:35', 4000 -> '1:06 h'."""
+    seconds = round(seconds)
+    if seconds < 3600:
+        return f"{seconds // 60}:{seconds % 60:02d}"
+    if seconds < 48 * 3600:
+        return f"{seconds // 3600}:{seconds % 3600 // 60:02d} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+def human_count(n: float) -> str:
+    """38200 -> '38.2k'."""
+    for unit in ("", "k", "M", "G"):
+        if abs(n) < 1000:
+            return f"{n:.3g}{unit}" if unit == "" else f"{n:.1f}{unit}"
+        n /= 1000
+    return f"{n:.1f}T"
+
+
+def plot_loss(workdir: Path) -> Path | None:
+    """loss.png: training loss (mean of each logging interval) and validation loss against the step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = read_metrics(workdir)
+    curve = lambda name: tuple(zip(*[(line["step"], line[name]) for line in lines if name in line], strict=True)) or ((), ())
+    train, valid = curve("train/nll"), curve("eval/loss")
+    if not train[0]:
+        return None
+    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
+    axes.plot(*train, color="#0072b2", linewidth=1.2, label="training")
+    if valid[0]:
+        axes.plot(*valid, color="#d55e00", marker="o", markersize=3.5, linewidth=1.2, label="validation")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.resolve().name)
+    low = min(*train[1], *valid[1]) if valid[0] else min(train[1])
+    axes.set_ylim(max(0, low * 0.93), sorted(train[1])[int(len(train[1]) * 0.98)] * 1.03)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    file = workdir / "loss.png"
+    figure.savefig(file)
+    plt.close(figure)
+    return file

@@ -1,0 +1,61 @@
+"""The update rule and its learning rate; both functions of the step alone, so a run resumes without a memory of its own."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from transformer.config import OptimizerConfig
+
+
+def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Update number (from 0) -> learning rate. All start with a linear warm-up to the peak over `warmup_steps`.
+
+    inverse_sqrt   peak * min(n / w, sqrt(w / n)), n = update + 1, w = warm-up: Vaswani et al. 2017, eq. 3, whose peak
+                   is (d_model * w)^(-1/2)
+    cosine, linear from the peak down to final_fraction * peak at the last step
+    wsd            at the peak, then linear over the last decay_fraction of all steps (warmup-stable-decay)
+    constant       at the peak
+    """
+    peak, final, warmup = config.learning_rate, config.learning_rate * config.final_fraction, config.warmup_steps
+    if config.schedule == "inverse_sqrt":
+
+        def inverse_sqrt(update):
+            n = jnp.asarray(update, jnp.float32) + 1
+            return peak * jnp.minimum(n / warmup, jnp.sqrt(warmup / n))
+
+        return inverse_sqrt
+    rest = max(steps - warmup, 1)
+    decay = max(round(steps * config.decay_fraction), 1)
+    after = {
+        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction),
+        "linear": optax.linear_schedule(peak, final, rest),
+        "wsd": optax.linear_schedule(peak, final, decay, transition_begin=max(rest - decay, 0)),
+        "constant": optax.constant_schedule(peak),
+    }[config.schedule]
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
+
+
+def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping by global norm, then the rule with decoupled weight decay on matrices (never on norms, biases, positions, gates)."""
+    rate = schedule(config, steps)
+    decay = {"weight_decay": config.weight_decay, "mask": decayed}
+    rule = {
+        "adamw": lambda: optax.adamw(rate, b1=config.b1, b2=config.b2, eps=config.epsilon, **decay),
+        "lion": lambda: optax.lion(rate, b1=config.b1, b2=config.b2, **decay),
+        "adafactor": lambda: optax.adafactor(
+            rate, multiply_by_parameter_scale=False, clipping_threshold=1.0, decay_rate=0.8,
+            weight_decay_rate=config.weight_decay or None, weight_decay_mask=decayed,
+        ),  # fmt: skip
+        "sgd": lambda: optax.chain(
+            optax.add_decayed_weights(config.weight_decay, decayed) if config.weight_decay else optax.identity(),
+            optax.sgd(rate, momentum=config.momentum or None),
+        ),
+    }[config.name]()
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
+
+
+def decayed(params):
+    """True for projections and embeddings."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: any(getattr(k, "key", None) in ("kernel", "embedding") for k in path[-2:]), params)

@@ -1,0 +1,81 @@
+"""Between the device and the logs: takes each step's metrics one step late, averages, times, writes."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+
+from transformer.errors import UserError
+from transformer.training.metrics import MetricsLog, Progress
+
+
+class Diverged(UserError):
+    """The loss is not a number any more. A result, recorded as one."""
+
+
+class Recorder:
+    """Feeds the log and the progress line with token-weighted means over each `every` steps.
+
+    `push(step, metrics)` looks at the metrics of the step before, which the device has finished by then: the host never
+    waits for the step it has just started. `window` holds the sums since the last line; saved with a checkpoint, it makes
+    a resumed curve the same as an uninterrupted one.
+    """
+
+    def __init__(self, log: MetricsLog, progress: Progress, rate: Callable, every: int, steps: int, window: dict[str, float]):
+        self._log, self._progress, self._rate, self._every, self._steps = log, progress, rate, every, steps
+        self.window = dict(window)
+        self._late: tuple[int, dict] | None = None
+        self._mark: float | None = None  # when the open interval began; None until the first step, which compiles, is over
+        self._timed_tokens = 0.0
+
+    def push(self, step: int, metrics: dict) -> None:
+        """Metrics of a step just started. Raises Diverged for those of an earlier one."""
+        self.flush()
+        self._late = step, metrics
+
+    def flush(self) -> None:
+        """Waits for the last step pushed and takes its metrics in."""
+        if self._late is None:
+            return
+        (step, metrics), self._late = self._late, None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not math.isfinite(values["loss"]):
+            self._log.write(step, **{"train/diverged": True})
+            raise Diverged(
+                f"training diverged: the loss is {values['loss']} at step {step:,}; lower optimizer.learning_rate, "
+                "lengthen optimizer.warmup_steps or set optimizer.clip_norm"
+            )
+        for name, value in values.items():
+            self.window[name] = self.window.get(name, 0.0) + (value if name == "tokens" else value * values["tokens"])
+        if self._mark is None:
+            self._mark = time.perf_counter()
+            self._progress.first_step_done(step)
+        else:
+            self._timed_tokens += values["tokens"]
+        if step % self._every == 0 or step == self._steps:
+            self._line(step)
+
+    def _line(self, step: int) -> None:
+        now = time.perf_counter()
+        tokens = self.window.pop("tokens")
+        means = {f"train/{name}": value / max(tokens, 1.0) for name, value in self.window.items()}
+        self.window = {}
+        speed = self._timed_tokens / max(now - self._mark, 1e-9)
+        self._mark, self._timed_tokens = now, 0.0
+        lr = float(self._rate(step - 1))
+        timing = {"time/tokens_per_second": round(speed, 1)} if speed else {}
+        self._log.write(step, **means, **{"train/tokens": tokens, "train/learning_rate": lr}, **timing)
+        self._progress.show(step, means["train/nll"], lr, speed)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Evaluation, saving: time that is no training."""
+        self.flush()
+        began = time.perf_counter()
+        yield
+        spent = time.perf_counter() - began
+        self._progress.pause(spent)
+        if self._mark is not None:
+            self._mark += spent

@@ -1,0 +1,79 @@
+"""One training step and one evaluation step, the same for every family and objective.
+
+The loss is the sum over tokens divided by the sum of weights over the global batch, whatever the number of micro-batches
+or devices.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding
+
+from transformer.config import Experiment
+from transformer.parallel.sharding import BATCH
+from transformer.training.loss import Sums, auto_chunks, cross_entropy
+from transformer.training.state import TrainState
+
+
+def batch_sums(model: nn.Module, params, batch: dict, config: Experiment, *, dropout_key=None, smoothing=0.0, z_loss=0.0, devices=1) -> Sums:
+    """The loss's sums over one batch (fields as in `data.batching`)."""
+    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "deterministic": dropout_key is None}
+    tokens = (batch["inputs"],)
+    if "source" in batch:
+        tokens = (batch["source"], batch["inputs"])
+        given |= {"source_positions": batch["source_positions"], "source_segment_ids": batch["source_segments"]}
+    rngs = None if dropout_key is None else {"dropout": dropout_key}
+    h_BxTxD, head = model.apply({"params": params}, *tokens, **given, rngs=rngs, method="features")
+    chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, devices)
+    return cross_entropy(h_BxTxD, head, batch["targets"], batch["weights"], smoothing, z_loss, chunks)
+
+
+def make_train_step(config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh, placed: TrainState) -> Callable:
+    """jit(state, batch) -> (state, metrics); the old state is given up (donated)."""
+    train, count = config.train, config.train.accumulate
+
+    def gradients(params, batch, key) -> tuple[Sums, dict]:
+        def loss(params):
+            sums = batch_sums(
+                model, params, batch, config, dropout_key=key, smoothing=train.label_smoothing, z_loss=train.z_loss, devices=mesh.size
+            )
+            return sums.loss, sums
+
+        grads, sums = jax.grad(loss, has_aux=True)(params)
+        return sums, grads
+
+    def step(state: TrainState, batch):
+        key = jax.random.fold_in(jax.random.key(config.seed + 1), state.step)
+        if count == 1:
+            sums, grads = gradients(state.params, batch, key)
+        else:
+            # Row r goes to micro-batch r mod count, so that every device keeps its own rows.
+            micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
+            add = lambda total, one: (jax.tree.map(jnp.add, total, gradients(state.params, one[0], jax.random.fold_in(key, one[1]))), None)
+            zero = Sums.zero(), jax.tree.map(jnp.zeros_like, state.params)
+            (sums, grads), _ = jax.lax.scan(add, zero, (micro, jnp.arange(count)))
+        weight = jnp.maximum(sums.weight, 1.0)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema = state.ema
+        if ema is not None:  # a short memory at first, so that the initial values are forgotten
+            decay = jnp.minimum(train.ema_decay, (1.0 + state.step) / (10.0 + state.step))
+            ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
+        metrics = {
+            "loss": sums.loss / weight, "nll": sums.nll / weight, "accuracy": sums.correct / weight, "tokens": sums.weight,
+            "grad_norm": optax.global_norm(grads),
+        }  # fmt: skip
+        return TrainState(state.step + 1, params, opt_state, ema), metrics
+
+    rows = NamedSharding(mesh, BATCH)
+    return jax.jit(step, in_shardings=(placed, rows), out_shardings=(placed, None), donate_argnums=0)
+
+
+def make_eval_step(config: Experiment, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
+    """jit(params, batch) -> Sums without smoothing or z-loss."""
+    rows = NamedSharding(mesh, BATCH)
+    return jax.jit(lambda params, batch: batch_sums(model, params, batch, config, devices=mesh.size), in_shardings=(placed_params, rows))
