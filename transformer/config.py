@@ -390,7 +390,15 @@ def load_experiment(file: str, overrides: Mapping[str, str] = types.MappingProxy
     FILE.py defines `get_config()` or `get_config(arg)` and returns a ConfigDict (or a dict). A `config.json` of a run
     is read too.
     """
-    tree = load_tree(file)
+    return _with_overrides(load_tree(file), overrides)
+
+
+def apply_overrides(config: Experiment, overrides: Mapping[str, str]) -> Experiment:
+    """The experiment with dotted fields changed, checked as if it had been written so."""
+    return _with_overrides(to_mapping(config), overrides)
+
+
+def _with_overrides(tree: dict, overrides: Mapping[str, str]) -> Experiment:
     for key, text in overrides.items():
         _override(tree, key, text)
     return from_mapping(Experiment, tree)

@@ -32,7 +32,8 @@ class Checkpoints:
     def __init__(self, workdir: str | Path, keep: int = 2):
         self.folder = epath.Path(workdir) / "checkpoints"
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(self.folder.resolve(), options=options)
+        handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "ema", "rest")} | {"host": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.folder.resolve(), options=options, item_handlers=handlers)
 
     @property
     def steps(self) -> list[int]:

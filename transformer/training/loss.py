@@ -16,7 +16,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import struct
 
 from transformer.model.embedding import Head
@@ -87,9 +86,8 @@ def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, c
         sums, d_head = carry
         h, targets, weights = chunk
         own, kept = _chunk(h, head, targets, weights, smoothing, z_loss)
-        d_logits = _chunk_gradient(kept, weights, smoothing, z_loss)
-        _, pullback = jax.vjp(lambda h, head: head(h), h, head)
-        d_h, own_d_head = pullback(nn.with_logical_constraint(d_logits, ("batch", "length", "activation_vocab")))
+        d_logits = jax.lax.optimization_barrier(_chunk_gradient(kept, weights, smoothing, z_loss))  # computed once, read twice
+        d_h, own_d_head = head.pull_back(h, d_logits)
         return (jax.tree.map(jnp.add, sums, own), jax.tree.map(jnp.add, d_head, own_d_head)), d_h
 
     parts = tuple(_chunks(x, chunks) for x in (h_BxTxD, targets_BxT, weights_BxT))

@@ -1,0 +1,218 @@
+"""python -m transformer VERB: the command line, thin over the package."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from transformer.errors import UserError, nearest
+
+ABOUT = """Transformers in JAX: train, evaluate and use any architecture, from one experiment file, on any machine.
+
+  python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
+  python -m transformer evaluate --workdir=runs/quickstart
+  echo "Where is the library?" | python -m transformer generate --workdir=runs/quickstart
+"""
+
+TRAIN = """Train an experiment; or go on with it: the same command on the same --workdir resumes at the last checkpoint,
+bit for bit, after Ctrl-C, a crash or a preemption.
+
+  --config=FILE.py            an experiment file; experiments/ holds the shipped ones
+  --config=FILE.py:ARG        with an argument, for files that hold several arms (norm_placement.py:post)
+  --config.a.b=VALUE          change one field: --config.model.d_model=256 --config.optimizer.learning_rate=3e-4
+                              a choice with options: --config.model.position.theta=500000
+
+In the run directory: config.json, manifest.json (versions, hashes, devices), metrics.jsonl, tensorboard/, checkpoints/,
+tokenizer.model, loss.png.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Mistakes of the user's print one line and return 2."""
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m transformer", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(metavar="VERB", title="verbs")
+
+    def verb(name, run, about, detail=""):
+        sub = verbs.add_parser(name, help=about, description=detail or about, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub.set_defaults(run=run)
+        return sub
+
+    data = verb("data", _data, "fetch, verify and cache a known corpus; without a name, list them")
+    data.add_argument("name", nargs="?", metavar="NAME")
+
+    train = verb("train", _train, "train an experiment, or go on with it", TRAIN)
+    train.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
+    train.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="where the run lives")
+
+    evaluate = verb("evaluate", _evaluate, "loss, perplexity, BLEU, chrF, bits per byte of a run on its held-out text")
+    evaluate.add_argument("--workdir", required=True, type=Path, metavar="DIR")
+    evaluate.add_argument("--part", default="test", choices=("valid", "test"))
+
+    generate = verb(
+        "generate", _generate, "translate or continue text, a line per line",
+        "Translate (encoder-decoder) or continue (decoder) text: a line in, a line out.\n\n"
+        "  --config.decoding.beam_size=4 and other --config.decoding.* change how, for this call.",
+    )  # fmt: skip
+    generate.add_argument("--workdir", required=True, type=Path, metavar="DIR")
+    generate.add_argument("--input", default="-", metavar="FILE", help="a text file; - (the default) is standard input")
+    generate.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
+    generate.add_argument("--interactive", action="store_true", help="type a sentence, read the answer")
+
+    if argv and not argv[0].startswith("-") and argv[0] not in verbs.choices:
+        raise UserError(f"no verb {argv[0]!r}; {nearest(argv[0], verbs.choices)}")
+    args, rest = parser.parse_known_args(argv)
+    if "run" not in args:
+        parser.print_help()
+        return 0
+    return args.run(args, _overrides(rest)) or 0
+
+
+def _overrides(rest: list[str]) -> dict[str, str]:
+    """`--config.a.b=v` arguments as {"a.b": "v"}."""
+    found, rest = {}, list(rest)
+    while rest:
+        arg = rest.pop(0)
+        if not arg.startswith("--config."):
+            raise UserError(f"no argument {arg!r}; fields of the experiment are set with --config.SECTION.FIELD=VALUE, and --help shows the rest")
+        key, equals, value = arg.removeprefix("--config.").partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(f"{arg}: no value; write {arg}=VALUE")
+            value = rest.pop(0)
+        found[key] = value
+    return found
+
+
+def _data(args, overrides) -> int:
+    from transformer.data.corpora import CORPORA, fetch
+
+    if args.name is None:
+        for name, corpus in CORPORA.items():
+            print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.licence}; {corpus.attribution}")
+        return 0
+    corpus, folder = fetch(args.name)
+    print(f"{args.name}: {corpus.about}\nlicence      {corpus.licence}\nattribution  {corpus.attribution}")
+    for file in sorted(folder.iterdir()):
+        print(f"             {file}  {file.stat().st_size:,} bytes")
+    return 0
+
+
+def _train(args, overrides) -> int:
+    from transformer.config import load_experiment
+
+    config = load_experiment(args.config, overrides)
+    _start_jax()
+    from transformer.training.loop import train
+
+    done = train(config, args.workdir)
+    if done < config.train.steps:
+        print(f"stopped at step {done:,} of {config.train.steps:,}; the same command goes on from there", file=sys.stderr)
+        return 143
+    print(f"trained {done:,} steps; next: python -m transformer evaluate --workdir={args.workdir}", file=sys.stderr)
+    return 0
+
+
+def _open(args, overrides):
+    """The config of a run, with overrides, and its mesh: whatever devices are here."""
+    from transformer.config import Experiment, MeshConfig, apply_overrides
+    from transformer.training.rundir import load_config
+
+    for key in overrides:
+        if key.split(".")[0] not in ("decoding", "mesh", "platform", "seed"):
+            raise UserError(f"--config.{key}: a trained run keeps its config; only decoding, mesh, platform and seed can be set here")
+    config: Experiment = apply_overrides(load_config(args.workdir), overrides)
+    _start_jax()
+    from transformer.parallel.mesh import check_platform, make_mesh
+
+    if "platform" in overrides:
+        check_platform(config.platform)
+    chosen = config.mesh if any(key.startswith("mesh") for key in overrides) else MeshConfig(data=1)
+    return dataclasses.replace(config, mesh=chosen), make_mesh(chosen)
+
+
+def _evaluate(args, overrides) -> int:
+    from transformer.evaluation.evaluate import evaluate, load_trained
+    from transformer.parallel.mesh import use
+
+    config, mesh = _open(args, overrides)
+    with use(mesh):
+        found = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
+    for name, value in found.items():
+        print(f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}")
+    return 0
+
+
+def _generate(args, overrides) -> int:
+    from transformer.decoding.generate import Generator
+    from transformer.evaluation.evaluate import load_trained
+    from transformer.parallel.mesh import use
+
+    lines = None if args.interactive else _read_lines(args.input)
+    config, mesh = _open(args, overrides)
+    with use(mesh):
+        trained = load_trained(args.workdir, config, mesh)
+        generate = Generator(config, trained.params, trained.tokenizer)
+        if args.interactive:
+            return _converse(generate, config)
+        answers = generate(lines)
+    if generate.cut:
+        print(f"{generate.cut} of {len(lines)} lines were longer than the model can read and were cut", file=sys.stderr)
+    text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
+    if args.output == "-":
+        sys.stdout.write(text)
+    else:
+        Path(args.output).write_text(text, encoding="utf-8")
+    return 0
+
+
+def _read_lines(name: str) -> list[str]:
+    if name != "-" and not Path(name).is_file():
+        raise UserError(f"--input: no file {name!r}")
+    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    try:
+        return data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as e:
+        raise UserError(f"--input: {name} is not UTF-8 (line {data[: e.start].count(10) + 1})") from None
+
+
+def _converse(generate, config) -> int:
+    """One line at a time, until an empty end."""
+    import readline  # noqa: F401  (arrow keys and history at the prompt)
+
+    does = "translates" if config.model.family == "encoder_decoder" else "continues"
+    print(f"The model {does} what you type. An empty line or Ctrl-D ends.")
+    while True:
+        try:
+            line = input("\n> ")
+        except EOFError:
+            print()
+            return 0
+        if not line.strip():
+            return 0
+        print("  " + generate([line])[0].replace("\n", "\n  "))
+
+
+def _start_jax() -> None:
+    """Settings that must stand before the first computation: the persistent compilation cache."""
+    import jax
+
+    from transformer.data.corpora import data_home
+
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(data_home() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

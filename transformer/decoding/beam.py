@@ -1,0 +1,110 @@
+"""Beam search with the paper's length penalty.
+
+Shape suffixes: B batch, K beams, L generated length, V vocabulary.
+
+A hypothesis y that has ended scores log p(y) / ((5 + |y|) / 6)^alpha (Wu et al. 2016, eq. 14; Vaswani et al. 2017, sec. 6.1),
+|y| counting its eos. Ended hypotheses are kept apart and frozen; a row stops when no live beam can still beat the worst of
+the K it keeps. So the result for a row does not depend on the rows beside it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from transformer.decoding.prefill import Memory, advance, prefill, rearrange
+
+NEVER = -1e9
+"""The score of what does not exist."""
+
+
+@struct.dataclass
+class Beams:
+    """Hypotheses of every row: live ones that go on, ended ones that compete."""
+
+    step: jax.Array
+    live_BxKxL: jax.Array
+    live_logp_BxK: jax.Array  # sorted, best first
+    ended_BxKxL: jax.Array
+    ended_score_BxK: jax.Array  # sorted, best first
+    memory: Memory
+
+
+def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
+    """((5 + length) / 6)^alpha."""
+    return ((5.0 + length) / 6.0) ** alpha
+
+
+def beam_search(
+    model: nn.Module,
+    params: Any,
+    prompt_BxP: jax.Array,
+    limits_B: jax.Array,
+    *,
+    beam_size: int,
+    alpha: float,
+    max_new: int,
+    eos_id: int,
+    source_BxS: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(int32[B, K, max_new], float32[B, K]): the best hypotheses of each row and their scores, best first.
+
+    `limits_B` bounds each row's length, eos included. A row none of whose hypotheses has ended by then yields its live ones, so
+    scored. Places that no hypothesis fills score -1e9.
+    """
+    rows, k, pad_id, scanned = prompt_BxP.shape[0], beam_size, model.config.pad_id, model.config.scan_layers
+    logits_BxV, memory = prefill(model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS)
+    vocab = logits_BxV.shape[-1]
+    memory = rearrange(memory, lambda x: jnp.repeat(x, k, axis=0), scanned, source_too=True)
+
+    def grow(beams: Beams, logits_BxKxV: jax.Array) -> tuple[Beams, jax.Array, jax.Array]:
+        """One token more. Returns the beams, which old beam each new live one continues, and its new token."""
+        open_B = beams.step < limits_B
+        logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1).at[..., pad_id].set(NEVER) + beams.live_logp_BxK[..., None]
+        top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(rows, -1), 2 * k)  # at most k of them end
+        from_beam, token = flat // vocab, flat % vocab
+        text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1).at[:, :, beams.step].set(token)
+        real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
+        ends = token == eos_id
+
+        score = jnp.where(ends & (real_logp > NEVER / 2), real_logp / length_penalty(beams.step + 1, alpha), NEVER)
+        all_scores, all_text = jnp.concatenate([beams.ended_score_BxK, score], 1), jnp.concatenate([beams.ended_BxKxL, text], 1)
+        ended_score, best = jax.lax.top_k(all_scores, k)
+        ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
+
+        live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)
+        pick = lambda x: jnp.take_along_axis(x, best.reshape(best.shape + (1,) * (x.ndim - 2)), axis=1)
+        keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        grown = beams.replace(
+            step=beams.step + 1, live_BxKxL=keep(pick(text), beams.live_BxKxL), live_logp_BxK=keep(live_logp, beams.live_logp_BxK),
+            ended_BxKxL=ended, ended_score_BxK=ended_score,
+        )  # fmt: skip
+        return grown, pick(from_beam), pick(token)
+
+    def can_win(beams: Beams) -> jax.Array:
+        """Whether some row is open and has a live beam that might beat the worst hypothesis it keeps. Log-probabilities only fall,
+        so the best a live beam can reach is its own at the largest penalty still possible."""
+        best_B = beams.live_logp_BxK[:, 0] / length_penalty(limits_B, alpha)
+        return jnp.any((beams.step < limits_B) & (beams.live_logp_BxK[:, 0] > NEVER / 2) & (best_B > beams.ended_score_BxK[:, -1]))
+
+    def body(carry):
+        beams, logits_BxKxV = carry
+        beams, from_beam, token = grow(beams, logits_BxKxV)
+        old_rows = (jnp.arange(rows)[:, None] * k + from_beam).reshape(-1)
+        memory = rearrange(beams.memory, lambda x: x[old_rows], scanned, source_too=False)
+        logits, memory = advance(model, params, token.reshape(-1), memory)
+        return beams.replace(memory=memory), logits.reshape(rows, k, vocab)
+
+    blank = jnp.full((rows, k, max_new), pad_id, jnp.int32)
+    one_live = jnp.broadcast_to(jnp.where(jnp.arange(k) == 0, 0.0, NEVER), (rows, k))  # all beams are the same at first
+    beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, jnp.full((rows, k), NEVER), memory)
+    start = beams, jnp.broadcast_to(logits_BxV[:, None], (rows, k, vocab))
+    beams, _ = jax.lax.while_loop(lambda carry: can_win(carry[0]), body, start)
+    none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
+    live_score = jnp.where(beams.live_logp_BxK > NEVER / 2, beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha), NEVER)
+    return (
+        jnp.where(none_ended_B[..., None], beams.live_BxKxL, beams.ended_BxKxL),
+        jnp.where(none_ended_B, live_score, beams.ended_score_BxK),
+    )

@@ -1,0 +1,98 @@
+"""Text in, text out: translation with an encoder-decoder, continuation with a decoder. One compile for all inputs of a bucket."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config import DecodingConfig, Experiment
+from transformer.data.tokenizer import BOS, EOS, PAD, Tokenizer
+from transformer.decoding.beam import beam_search
+from transformer.decoding.sampling import sample
+from transformer.model.network import build_model
+
+
+@dataclasses.dataclass
+class Generator:
+    """A trained model that answers. `cut` counts inputs that were longer than the model can read, and were cut."""
+
+    config: Experiment
+    params: Any
+    tokenizer: Tokenizer
+    cut: int = 0
+
+    def __post_init__(self):
+        self._model = build_model(self.config.model)
+        self._translates = self.config.model.family == "encoder_decoder"
+        self._compiled: dict[int, Callable] = {}
+
+    def __call__(self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> list[str]:
+        """One output a text, in order: its translation, or what the model writes after it. `progress` is told how many are done."""
+        ids = self.tokenizer.encode(texts)
+        out: list[str] = [""] * len(texts)
+        done = 0
+        for width, members in self._batches([len(i) for i in ids]).items():
+            rows = self.config.decoding.batch_size
+            for start in range(0, len(members), rows):
+                batch = members[start : start + rows]
+                for i, tokens in zip(batch, self._run(width, [ids[i] for i in batch], batch), strict=True):
+                    out[i] = self.tokenizer.decode(tokens)
+                done += len(batch)
+                progress(done)
+        return out
+
+    def _room(self) -> int:
+        """The longest input the model can read, leaving a decoder half its length to write."""
+        longest = self.config.model.max_length
+        return longest if self._translates else max(longest // 2, 1)
+
+    def _batches(self, lengths: list[int]) -> dict[int, list[int]]:
+        """Which texts go together: bucket width (a power of two from 16) -> indices, shortest first."""
+        widths: dict[int, list[int]] = {}
+        for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+            needed = lengths[i] + 1  # the source's eos, or the prompt's bos
+            self.cut += needed > self._room()
+            width = min(max(16, 1 << (needed - 1).bit_length()), self._room())
+            widths.setdefault(width, []).append(i)
+        return widths
+
+    def _run(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> np.ndarray:
+        """int32[len(ids), ...]: generated tokens of one batch, filled up with empty rows."""
+        decoding, max_length = self.config.decoding, self.config.model.max_length
+        rows = decoding.batch_size
+        read = np.full((rows, width), PAD, np.int32)
+        limits = np.zeros(rows, np.int32)
+        for r, tokens in enumerate(ids):
+            if self._translates:
+                tokens = [*tokens[: width - 1], EOS]
+                read[r, : len(tokens)] = tokens
+                limits[r] = min(len(tokens) + decoding.max_extra, max_length)
+            else:
+                tokens = [BOS, *tokens[-(width - 1) :]] if width > 1 else [BOS]
+                read[r, width - len(tokens) :] = tokens
+                limits[r] = min(decoding.max_extra, max_length - len(tokens))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), np.resize(np.asarray(numbers, np.uint32), rows))
+        if width not in self._compiled:
+            self._compiled[width] = jax.jit(functools.partial(self._decode, max_new=self._max_new(width)))
+        return np.asarray(self._compiled[width](self.params, read, limits, keys))[: len(ids)]
+
+    def _max_new(self, width: int) -> int:
+        decoding, max_length = self.config.decoding, self.config.model.max_length
+        return min(width + decoding.max_extra, max_length) if self._translates else min(decoding.max_extra, max_length - 1)
+
+    def _decode(self, params, read, limits, keys, *, max_new: int) -> jax.Array:
+        decoding: DecodingConfig = self.config.decoding
+        source = read if self._translates else None
+        prompt = jnp.full((read.shape[0], 1), BOS, jnp.int32) if self._translates else read
+        given = {"max_new": max_new, "eos_id": EOS, "source_BxS": source}
+        if decoding.beam_size > 1:
+            texts, _ = beam_search(
+                self._model, params, prompt, limits, beam_size=decoding.beam_size, alpha=decoding.length_penalty, **given
+            )
+            return texts[:, 0]
+        options = {"temperature": decoding.temperature, "top_k": decoding.top_k, "top_p": decoding.top_p}
+        return sample(self._model, params, prompt, limits, keys, **options, **given)

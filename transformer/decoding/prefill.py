@@ -1,0 +1,70 @@
+"""How decoding starts and takes a step, for both families that decode.
+
+Shape suffixes: B batch (rows), S source length, P prompt length, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from transformer.model.cache import Cache, KeyValue, LayerCache, empty_cache
+from transformer.model.masks import Tokens
+
+
+@struct.dataclass
+class Memory:
+    """What the decoder has read: its own tokens and, in an encoder-decoder, where the source's stand."""
+
+    cache: Cache
+    source: Tokens | None
+
+
+def prefill(model: nn.Module, params: Any, prompt_BxP: jax.Array, slots: int, source_BxS: jax.Array | None = None) -> tuple[jax.Array, Memory]:
+    """Reads the prompts (padded on the left with `pad_id`) and returns the logits, [B, V], of what follows, and the memory.
+
+    The memory has room for `slots` tokens, prompt included.
+    """
+    pad_id, given = model.config.pad_id, {"params": params}
+    real_BxP = prompt_BxP != pad_id
+    where = {"positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0), "segment_ids": real_BxP.astype(jnp.int32)}
+    cache = empty_cache(model.config, prompt_BxP.shape[0], slots)
+    if source_BxS is None:
+        logits, cache = model.apply(given, prompt_BxP, cache, **where, method="decode")
+        return logits[:, -1], Memory(cache, None)
+    encoded = model.apply(given, source_BxS, method="encode")
+    logits, cache = model.apply(given, prompt_BxP, cache, *encoded, **where, method="decode")
+    return logits[:, -1], Memory(cache, encoded[1])
+
+
+def advance(model: nn.Module, params: Any, tokens_B: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+    """Reads one more token a row: the logits, [B, V], of what follows it, and the memory with it."""
+    before = memory.cache.tokens
+    position_B = jnp.max(jnp.where(before.segments_BxT > 0, before.positions_BxT, -1), axis=1) + 1
+    where = {"positions": position_B[:, None], "segment_ids": jnp.ones((tokens_B.shape[0], 1), jnp.int32)}
+    encoder = () if memory.source is None else (None, memory.source)
+    logits, cache = model.apply({"params": params}, tokens_B[:, None], memory.cache, *encoder, **where, method="decode")
+    return logits[:, -1], memory.replace(cache=cache)
+
+
+def rearrange(memory: Memory, rows: Callable[[jax.Array], jax.Array], scanned: bool, *, source_too: bool) -> Memory:
+    """`rows` (an indexing of axis 0) applied to the batch axis of everything in the memory.
+
+    Beams of one sentence share its source, so reordering beams can leave the source's part alone (`source_too=False`).
+    """
+    layers = (lambda x: jnp.swapaxes(rows(jnp.swapaxes(x, 0, 1)), 0, 1)) if scanned else rows
+    cache, source = memory.cache, memory.source
+
+    def one(layer: LayerCache) -> LayerCache:
+        cross: KeyValue | None = layer.cross_attention
+        if source_too and cross is not None:
+            cross = jax.tree.map(layers, cross)
+        return LayerCache(jax.tree.map(layers, layer.self_attention), cross)
+
+    moved = jax.tree.map(one, cache.layers, is_leaf=lambda x: isinstance(x, LayerCache))
+    if source_too and source is not None:
+        source = jax.tree.map(lambda x: rows(x) if x.shape[0] > 1 else x, source)
+    return Memory(Cache(moved, jax.tree.map(rows, cache.tokens), cache.index), source)

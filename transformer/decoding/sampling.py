@@ -1,0 +1,72 @@
+"""Greedy decoding and sampling: one token after another, each row until its end or its limit.
+
+Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from transformer.decoding.prefill import advance, prefill
+
+
+def sample(
+    model: nn.Module,
+    params: Any,
+    prompt_BxP: jax.Array,
+    limits_B: jax.Array,
+    keys_B: jax.Array,
+    *,
+    max_new: int,
+    eos_id: int,
+    source_BxS: jax.Array | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> jax.Array:
+    """int32[B, max_new]: what follows each prompt, up to eos or `limits_B` tokens, then pad.
+
+    temperature 0 takes the most likely token; otherwise logits are divided by it, and only the `top_k` likeliest tokens, or the
+    fewest that hold `top_p` of the probability, may be drawn. Each row has its own key: what is drawn for it does not depend on
+    the rows beside it.
+    """
+    pad_id = model.config.pad_id
+
+    def draw(logits_BxV, step):
+        if temperature == 0.0:
+            return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
+        kept_BxV = truncate(logits_BxV / temperature, top_k, top_p)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)
+        return jax.vmap(jax.random.categorical)(keys, kept_BxV).astype(jnp.int32)
+
+    def cond(carry):
+        step, _, _, done_B, _ = carry
+        return (step < max_new) & ~jnp.all(done_B)
+
+    def body(carry):
+        step, out_BxL, logits_BxV, done_B, memory = carry
+        token_B = jnp.where(done_B, pad_id, draw(logits_BxV, step))
+        out_BxL = out_BxL.at[:, step].set(token_B)
+        done_B |= (token_B == eos_id) | (step + 1 >= limits_B)
+        logits_BxV, memory = advance(model, params, token_B, memory)
+        return step + 1, out_BxL, logits_BxV, done_B, memory
+
+    logits_BxV, memory = prefill(model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS)
+    blank = jnp.full((prompt_BxP.shape[0], max_new), pad_id, jnp.int32)
+    carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory
+    return jax.lax.while_loop(cond, body, carry)[1]
+
+
+def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """Logits with all but the allowed tokens at -inf; the likeliest token is always allowed."""
+    if top_k:
+        smallest = jax.lax.top_k(logits_BxV, min(top_k, logits_BxV.shape[-1]))[0][:, -1:]
+        logits_BxV = jnp.where(logits_BxV >= smallest, logits_BxV, -jnp.inf)
+    if top_p < 1.0:
+        ordered_BxV = jnp.flip(jnp.sort(logits_BxV, axis=-1), axis=-1)
+        before_BxV = jnp.cumsum(jax.nn.softmax(ordered_BxV, axis=-1), axis=-1) - jax.nn.softmax(ordered_BxV, axis=-1)
+        smallest = jnp.min(jnp.where(before_BxV < top_p, ordered_BxV, jnp.inf), axis=-1, keepdims=True)
+        logits_BxV = jnp.where(logits_BxV >= smallest, logits_BxV, -jnp.inf)
+    return logits_BxV
