@@ -137,12 +137,11 @@ def _open(args, overrides):
             raise UserError(f"--config.{key}: a trained run keeps its config; only decoding, mesh, platform and seed can be set here")
     config: Experiment = apply_overrides(load_config(args.workdir), overrides)
     _start_jax()
-    from transformer.parallel.mesh import check_platform, make_mesh
+    from transformer.parallel.mesh import start
 
-    if "platform" in overrides:
-        check_platform(config.platform)
     chosen = config.mesh if any(key.startswith("mesh") for key in overrides) else MeshConfig(data=1)
-    return dataclasses.replace(config, mesh=chosen), make_mesh(chosen)
+    platform = config.platform if "platform" in overrides else "auto"
+    return dataclasses.replace(config, mesh=chosen), start(platform, chosen)
 
 
 def _evaluate(args, overrides) -> int:

@@ -14,7 +14,16 @@ from jax.sharding import AxisType, Mesh
 
 from transformer.config import MeshConfig
 from transformer.errors import UserError
+from transformer.parallel.host import keep_freed_memory
 from transformer.parallel.sharding import RULES
+
+
+def start(platform: str, config: MeshConfig) -> Mesh:
+    """Everything about the machine, before the first computation: the platform checked, the host set, the mesh made."""
+    if not _accelerator_on_this_machine():
+        keep_freed_memory()  # before JAX starts its threads, each of which would take an arena of its own
+    check_platform(platform)
+    return make_mesh(config)
 
 
 def check_platform(wanted: str) -> str:

@@ -18,7 +18,7 @@ from transformer.data.pipeline import Data, open_data
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.model.network import build_model
-from transformer.parallel.mesh import check_platform, make_mesh, use
+from transformer.parallel.mesh import start, use
 from transformer.parallel.sharding import BATCH, describe
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints
@@ -32,8 +32,7 @@ from transformer.training.step import make_eval_step, make_train_step
 def train(config: Experiment, workdir: str | Path) -> int:
     """Trains in `workdir`, or goes on where a run of the same experiment stopped. Returns the steps done, which are fewer
     than `train.steps` after SIGTERM or Ctrl-C; the same call goes on from there."""
-    check_platform(config.platform)
-    with use(make_mesh(config.mesh)) as mesh:
+    with use(start(config.platform, config.mesh)) as mesh:
         run = _start(config, Path(workdir), mesh)
         with _stop_signals() as stopped, _profile(run.workdir, config.train.profile, run.step) as profile:
             for batch in run.batches.stream(run.step, config.train.steps):

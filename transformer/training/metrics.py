@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from transformer.errors import UserError
@@ -71,23 +70,16 @@ class Progress:
         self._steps = steps
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
-        self._began: float | None = None  # after the first step, which compiles
-        self._began_step = 0
-        self._paused = 0.0
+        self._seconds_per_step = 0.0
 
-    def first_step_done(self, step: int) -> None:
-        self._began, self._began_step = time.perf_counter(), step
-
-    def pause(self, seconds: float) -> None:
-        """Time that was no training: evaluation, saving."""
-        self._paused += seconds
-
-    def show(self, step: int, loss: float, rate: float, tokens_per_second: float) -> None:
+    def show(self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float) -> None:
+        """`seconds_per_step` is of the last interval; the time left follows it, smoothed."""
         line = f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}  loss {loss:6.3f}  lr {rate:.1e}"
-        line += f"  {human_count(tokens_per_second):>6} tok/s" if tokens_per_second else ""
-        if self._began and step > self._began_step:
-            spent = time.perf_counter() - self._began - self._paused
-            line += f"  {human_time(spent / (step - self._began_step) * (self._steps - step)):>7} left"
+        if tokens_per_second:
+            before = self._seconds_per_step or seconds_per_step
+            self._seconds_per_step = 0.7 * before + 0.3 * seconds_per_step
+            left = human_time(self._seconds_per_step * (self._steps - step))
+            line += f"  {human_count(tokens_per_second):>6} tok/s  {left:>7} left"
         self._write(line)
 
     def note(self, text: str) -> None:

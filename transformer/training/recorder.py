@@ -28,7 +28,7 @@ class Recorder:
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
         self._mark: float | None = None  # when the open interval began; None until the first step, which compiles, is over
-        self._timed_tokens = 0.0
+        self._timed_tokens, self._timed_steps = 0.0, 0
 
     def push(self, step: int, metrics: dict) -> None:
         """Metrics of a step just started. Raises Diverged for those of an earlier one."""
@@ -51,9 +51,9 @@ class Recorder:
             self.window[name] = self.window.get(name, 0.0) + (value if name == "tokens" else value * values["tokens"])
         if self._mark is None:
             self._mark = time.perf_counter()
-            self._progress.first_step_done(step)
         else:
             self._timed_tokens += values["tokens"]
+            self._timed_steps += 1
         if step % self._every == 0 or step == self._steps:
             self._line(step)
 
@@ -62,12 +62,13 @@ class Recorder:
         tokens = self.window.pop("tokens")
         means = {f"train/{name}": value / max(tokens, 1.0) for name, value in self.window.items()}
         self.window = {}
-        speed = self._timed_tokens / max(now - self._mark, 1e-9)
-        self._mark, self._timed_tokens = now, 0.0
+        spent, steps = max(now - self._mark, 1e-9), max(self._timed_steps, 1)
+        speed = self._timed_tokens / spent
+        self._mark, self._timed_tokens, self._timed_steps = now, 0.0, 0
         lr = float(self._rate(step - 1))
         timing = {"time/tokens_per_second": round(speed, 1)} if speed else {}
         self._log.write(step, **means, **{"train/tokens": tokens, "train/learning_rate": lr}, **timing)
-        self._progress.show(step, means["train/nll"], lr, speed)
+        self._progress.show(step, means["train/nll"], lr, speed, spent / steps)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -75,7 +76,5 @@ class Recorder:
         self.flush()
         began = time.perf_counter()
         yield
-        spent = time.perf_counter() - began
-        self._progress.pause(spent)
         if self._mark is not None:
-            self._mark += spent
+            self._mark += time.perf_counter() - began

@@ -1,0 +1,36 @@
+# make run    install, fetch the text, train a small translator, evaluate it, translate
+# make test   install what tests need, run them
+# make lint   what the tests also check: style and imports
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+WORKDIR ?= runs/quickstart
+
+run: .venv/installed
+	$(BIN)/python -m transformer data tatoeba_en_es
+	$(BIN)/python -m transformer train --config=experiments/quickstart.py --workdir=$(WORKDIR)
+	$(BIN)/python -m transformer evaluate --workdir=$(WORKDIR)
+	@printf 'Where is the library?\nI have never seen such a beautiful house.\nShe told me that she was going to buy a new car.\n' > $(WORKDIR)/examples.txt
+	$(BIN)/python -m transformer generate --workdir=$(WORKDIR) --input=$(WORKDIR)/examples.txt
+
+test: .venv/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -n 2
+
+lint: .venv/installed-test
+	$(BIN)/ruff check .
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11, 3.12 or 3.13 found; name one with make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/installed-test: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	@touch $@ .venv/installed
+
+.PHONY: run test lint

@@ -1,0 +1,173 @@
+"""Training throughput against the same model in PyTorch (Hugging Face), step by step in turn, on this machine's CPU.
+
+    pip install torch transformers        (CPU PyTorch 2.13 was used)
+    python experiments/benchmarks/throughput.py [encoder_decoder] [decoder] [--rounds=8] [--same-allocator]
+
+Each side runs in a process of its own and takes a step when told to, so that the two never compute at the same time and a
+drift of the machine's speed meets both. Printed: seconds a step (median), the ratio round by round (median, min, max), and
+which share of this machine's own matrix-multiply rate (the best of some products of float32 matrices) the step reaches,
+counting 6 multiply-adds per parameter and token plus attention. `--same-allocator` gives PyTorch the allocator setting that
+transformer.parallel.host makes for JAX.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+CASES = {
+    # name: tokens a step and the sizes of both models
+    "encoder_decoder": {"layers": 6, "d_model": 512, "d_ff": 2048, "heads": 8, "vocab": 16384, "rows": 64, "length": 32},
+    "decoder": {"layers": 6, "d_model": 256, "d_ff": 1024, "heads": 4, "vocab": 8192, "rows": 16, "length": 256},
+}
+
+
+def jax_side(case: str) -> None:
+    from transformer.parallel.host import keep_freed_memory
+
+    keep_freed_memory()
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from transformer.config import Experiment, from_mapping
+    from transformer.model.network import build_model
+    from transformer.parallel.mesh import make_mesh, use
+    from transformer.training.optimizer import build_optimizer
+    from transformer.training.state import abstract_state, init_state
+    from transformer.training.step import make_train_step
+
+    c = CASES[case]
+    two_sides = case == "encoder_decoder"
+    model = {
+        "family": case, "vocab_size": c["vocab"], "d_model": c["d_model"], "d_ff": c["d_ff"], "num_heads": c["heads"],
+        "num_encoder_layers": c["layers"], "num_decoder_layers": c["layers"], "max_length": c["length"], "dropout": 0.1, "scan_layers": False,
+    }  # fmt: skip
+    if two_sides:
+        model |= {"position": "sinusoidal", "norm_placement": "post", "activation": "relu", "embedding_scale": True, "logit_bias": True}
+    else:
+        model |= {"position": "learned", "norm_placement": "pre", "activation": "gelu_tanh", "attention_dropout": 0.1}
+    config = from_mapping(Experiment, {
+        "model": model, "data": {"corpus": "pydoc", "objective": "seq2seq" if two_sides else "causal_lm", "length": c["length"], "batch_size": c["rows"]},
+        "optimizer": {"learning_rate": 1e-4, "schedule": "constant", "warmup_steps": 0},
+    })  # fmt: skip
+    rng, shape = np.random.default_rng(0), (c["rows"], c["length"])
+    ids = lambda: rng.integers(3, c["vocab"], shape).astype(np.int32)
+    where = {"segments": np.ones(shape, np.int32), "positions": np.tile(np.arange(c["length"], dtype=np.int32), (c["rows"], 1))}
+    batch = {"inputs": ids(), "targets": ids(), "weights": np.ones(shape, np.float32), **where}
+    if two_sides:
+        batch |= {"source": ids()} | {f"source_{k}": v for k, v in where.items()}
+    with use(make_mesh(config.mesh)) as mesh:
+        module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
+        _, placed = abstract_state(config, module, optimizer, mesh)
+        state = init_state(config, module, optimizer, placed)
+        parameters = sum(x.size for x in jax.tree.leaves(state.params))
+        step = make_train_step(config, module, optimizer, mesh, placed)
+
+        def once():
+            nonlocal state
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+
+        serve(once, {"parameters": parameters, "matmul_flops": matmul_rate(jax, jnp)})
+
+
+def matmul_rate(jax, jnp) -> float:
+    """The best rate of a few float32 products, in FLOP/s."""
+    best = 0.0
+    for m, k, n in ((2048, 512, 2048), (2048, 2048, 2048), (4096, 1024, 1024), (4096, 256, 1024)):
+        a, b, f = jnp.ones((m, k)), jnp.ones((k, n)), jax.jit(jnp.matmul)
+        f(a, b).block_until_ready()
+        for _ in range(10):
+            began = time.perf_counter()
+            f(a, b).block_until_ready()
+            best = max(best, 2 * m * k * n / (time.perf_counter() - began))
+    return best
+
+
+def torch_side(case: str) -> None:
+    import torch
+    import transformers
+
+    c = CASES[case]
+    torch.manual_seed(0)
+    ids = lambda: torch.randint(3, c["vocab"], (c["rows"], c["length"]))
+    if case == "encoder_decoder":
+        model = transformers.MarianMTModel(transformers.MarianConfig(
+            vocab_size=c["vocab"], d_model=c["d_model"], encoder_layers=c["layers"], decoder_layers=c["layers"], encoder_ffn_dim=c["d_ff"],
+            decoder_ffn_dim=c["d_ff"], encoder_attention_heads=c["heads"], decoder_attention_heads=c["heads"], max_position_embeddings=c["length"],
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, scale_embedding=True, activation_function="relu", dropout=0.1,
+        ))  # fmt: skip
+        given = {"input_ids": ids(), "labels": ids()}
+    else:
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=c["vocab"], n_positions=c["length"], n_embd=c["d_model"], n_layer=c["layers"], n_head=c["heads"], bos_token_id=1, eos_token_id=2,
+        ))  # fmt: skip
+        tokens = ids()
+        given = {"input_ids": tokens, "labels": tokens}
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def once():
+        optimizer.zero_grad()
+        model(**given).loss.backward()
+        optimizer.step()
+
+    serve(once, {"parameters": sum(p.numel() for p in model.parameters()), "threads": torch.get_num_threads()})
+
+
+def serve(once, facts: dict) -> None:
+    """Says its facts, then takes a step for every line it reads and answers with its seconds."""
+    for _ in range(2):
+        once()
+    print(json.dumps(facts), flush=True)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        once()
+        print(time.perf_counter() - began, flush=True)
+
+
+def compare(case: str, rounds: int, same_allocator: bool) -> None:
+    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"} if same_allocator else {}
+    environments = {"jax": os.environ | {"JAX_PLATFORMS": "cpu"}, "torch": os.environ | keep | {"TRANSFORMERS_VERBOSITY": "error"}}
+    sides = {
+        side: subprocess.Popen([sys.executable, __file__, f"--side={side}", case], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        for side, env in environments.items()
+    }  # fmt: skip
+    facts = {side: json.loads(process.stdout.readline()) for side, process in sides.items()}
+    times: dict[str, list[float]] = {"jax": [], "torch": []}
+    for _ in range(rounds):
+        for side, process in sides.items():
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            times[side].append(float(process.stdout.readline()))
+    for process in sides.values():
+        process.stdin.close()
+        process.wait()
+    c = CASES[case]
+    ratios = [t / j for j, t in zip(times["jax"], times["torch"], strict=True)]
+    ours, theirs = (statistics.median(times[side]) for side in ("jax", "torch"))
+    tokens, attentions = c["rows"] * c["length"], (3 if case == "encoder_decoder" else 1) * c["layers"]
+    flops = 6 * facts["jax"]["parameters"] * tokens + 12 * attentions * c["length"] * c["d_model"] * tokens
+    print(f"{case}: {c['layers']} layers, d_model {c['d_model']}, {c['rows']} x {c['length']} tokens, vocabulary {c['vocab']:,}")
+    print(f"  parameters     ours {facts['jax']['parameters']:,}, PyTorch {facts['torch']['parameters']:,}; PyTorch on {facts['torch']['threads']} threads")
+    print(f"  seconds a step ours {ours:.3f}, PyTorch {theirs:.3f}")
+    print(f"  ratio          {statistics.median(ratios):.2f} (rounds: {min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"  tokens/s       {tokens / ours:,.0f}")
+    print(f"  of this machine's matrix-multiply rate ({facts['jax']['matmul_flops'] / 1e9:.0f} GFLOP/s): {flops / ours / facts['jax']['matmul_flops']:.0%}")
+
+
+def main() -> None:
+    cases = [a for a in sys.argv[1:] if not a.startswith("-")] or list(CASES)
+    options = dict(a.removeprefix("--").partition("=")[::2] for a in sys.argv[1:] if a.startswith("-"))
+    if "side" in options:
+        {"jax": jax_side, "torch": torch_side}[options["side"]](cases[0])
+        return
+    for case in cases:
+        compare(case, int(options.get("rounds", 8)), "same-allocator" in options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Configs: unknown keys, wrong types, combinations that make no sense; experiment files; overrides."""
+
+from pathlib import Path
+
+import ml_collections
+import pytest
+
+from transformer import ModelConfig, UserError, load_experiment
+from transformer.config import Experiment, apply_overrides, from_mapping, to_mapping
+
+EXPERIMENTS = sorted(p for p in (Path(__file__).parent.parent / "experiments").glob("*.py"))
+MODEL = {"family": "decoder", "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"family": "decodr"}, r"model.family: no 'decodr'; did you mean 'decoder'"),
+        ({"d_model": 100, "num_heads": 8}, r"model.d_model: 100 is not divisible by model.num_heads = 8; change one, or set model.d_head"),
+        ({"num_heads": 8, "num_kv_heads": 3}, r"model.num_kv_heads: 3 does not divide"),
+        ({"position": "rotory"}, r"model.position: no 'rotory'; did you mean 'rotary'"),
+        ({"position": {"name": "rotary", "thea": 1.0}}, r"model.position: 'rotary' has no option 'thea'; did you mean 'theta'"),
+        ({"position": {"name": "none", "x": 1.0}}, r"takes no options"),
+        ({"position": {"name": "rotary", "layout": "x"}}, r"model.position.layout: no 'x'"),
+        ({"position": "rotary", "d_head": 5}, r"turns pairs"),
+        ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
+        ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
+        ({"norm_placement": "prenorm"}, r"model.norm_placement: no 'prenorm'"),
+        ({"norm_placement": {"name": "pre", "outnorm": True}}, r"no part 'outnorm'; did you mean 'out_norm'"),
+        ({"norm_placement": {"name": "pre", "out_norm": 3}}, r"model.norm_placement.out_norm: expected bool, got 3"),
+        ({"activation": "relu2"}, r"model.activation: no 'relu2'; did you mean 'relu'"),
+        ({"dropout": 1.0}, r"model.dropout: 1.0 must lie in \[0, 1\)"),
+        ({"num_decoder_layers": 0}, r"a family with a decoder needs at least 1"),
+        ({"pad_id": 50}, r"model.pad_id: 50 is no token"),
+        ({"dtype": "float16"}, r"model.dtype: no 'float16'"),
+    ],
+)
+def test_a_model_that_makes_no_sense_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        ModelConfig(**{**MODEL, **fields})
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"modle": {}}, r"modle: no such field; did you mean 'model'"),
+        ({"model": {**MODEL, "d_modle": 3}}, r"model.d_modle: no such field; did you mean 'd_model'"),
+        ({"model": {**MODEL, "d_model": "wide"}}, r"model.d_model: expected int, got 'wide'"),
+        ({"model": {**MODEL, "use_bias": 1}}, r"model.use_bias: expected bool, got 1"),
+        ({"model": {"vocab_size": 3}}, r"model.family: must be set"),
+        ({"model": 3}, r"model: expected a table of fields"),
+        ({"model": {**MODEL, "max_length": 64}, "data": {"corpus": "pydoc", "length": 128}}, r"data.length: 128 is longer than model.max_length"),
+        ({"model": {**MODEL, "family": "encoder_decoder"}}, r"'causal_lm' trains a model of family 'decoder'"),
+        ({"model": MODEL, "train": {"accumulate": 3}}, r"train.accumulate: 3 does not divide data.batch_size = 32"),
+        ({"model": MODEL, "mesh": {"data": -1, "fsdp": -1}}, r"only one axis"),
+        ({"model": MODEL, "mesh": {"data": 0}}, r"mesh.data: 0"),
+        ({"model": MODEL, "optimizer": {"name": "adam"}}, r"did you mean 'adamw'"),
+        ({"model": MODEL, "optimizer": {"schedule": "inverse_sqrt", "warmup_steps": 0}}, r"optimizer.warmup_steps"),
+        ({"model": MODEL, "train": {"average_checkpoints": 5}}, r"train.keep_checkpoints = 2"),
+        ({"model": MODEL, "train": {"average_checkpoints": 2, "ema_decay": 0.9}}, r"two ways to average"),
+        ({"model": MODEL, "decoding": {"beam_size": 4, "temperature": 1.0}}, r"beam search does not sample"),
+        ({"model": MODEL, "platform": "tpus"}, r"did you mean 'tpu'"),
+    ],
+)
+def test_an_experiment_that_makes_no_sense_is_refused(tree, message):
+    with pytest.raises(UserError, match=message):
+        from_mapping(Experiment, {"data": {"corpus": "pydoc"}, **tree})
+
+
+def test_what_is_written_is_read_back():
+    tree = {"model": {**MODEL, "position": {"name": "rotary", "theta": 5e5}, "attention_scale": 1.0}, "data": {"corpus": "pydoc"}}
+    config = from_mapping(Experiment, ml_collections.ConfigDict(tree))
+    assert config.model.position["theta"] == 5e5
+    assert from_mapping(Experiment, to_mapping(config)) == config
+    assert hash(config.model) == hash(from_mapping(Experiment, to_mapping(config)).model)
+
+
+def test_overrides_change_one_field_and_keep_their_types():
+    config = from_mapping(Experiment, {"model": {**MODEL, "position": "rotary"}, "data": {"corpus": "pydoc"}})
+    changed = apply_overrides(config, {
+        "model.d_model": "256", "model.position.theta": "5e5", "model.use_bias": "false", "optimizer.learning_rate": "3e-4", "train.wandb": "007",
+        "data.tokenizer.kind": "bpe", "model.attention_scale": "none",
+    })  # fmt: skip
+    assert (changed.model.d_model, changed.model.use_bias, changed.optimizer.learning_rate) == (256, False, 3e-4)
+    assert dict(changed.model.position) == {"name": "rotary", "theta": 5e5}
+    assert changed.train.wandb == "007"
+    assert changed.data.tokenizer.kind == "bpe"
+    for key, message in [("model.d_modle", "did you mean 'd_model'"), ("modl.d_model", "did you mean 'model'"), ("seed.x", "seed"), ("nope", "no such field")]:
+        with pytest.raises(UserError, match=message):
+            apply_overrides(config, {key: "3"})
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.stem)
+def test_every_experiment_file_builds_in_every_arm(file):
+    """And opens with its question, its command, and what to expect."""
+    import importlib.util
+
+    import jax
+
+    from transformer.parallel.mesh import make_mesh, use
+    from transformer.model.network import build_model
+    from transformer.training.optimizer import build_optimizer
+    from transformer.training.state import abstract_state
+
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert f"--config=experiments/{file.name}" in module.__doc__
+    for arm in getattr(module, "ARMS", [""]):
+        config = load_experiment(f"{file}:{arm}" if arm else str(file))
+        with use(make_mesh(config.mesh)) as mesh:
+            abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, config.train.steps), mesh)
+        assert len(jax.tree.leaves(abstract.params)) > 5
+
+
+def test_a_config_file_that_is_none(tmp_path):
+    with pytest.raises(UserError, match="no file"):
+        load_experiment(str(tmp_path / "none.py"))
+    (tmp_path / "x.py").write_text("a = 1\n")
+    with pytest.raises(UserError, match=r"defines no get_config"):
+        load_experiment(str(tmp_path / "x.py"))

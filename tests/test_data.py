@@ -1,0 +1,271 @@
+"""From text to batches: every token where it belongs, once."""
+
+import json
+
+import numpy as np
+import pytest
+
+from transformer.config import DataConfig, Experiment, TokenizerConfig, from_mapping
+from transformer.data import sources, split
+from transformer.data.batching import Batches
+from transformer.data.objectives import pack
+from transformer.data.pipeline import open_data
+from transformer.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
+from transformer.errors import UserError
+
+ENGLISH = ["the cat sat on the mat", "a dog ran home", "we saw the sea", "rain fell all night", "the bird sings", "she reads a book"]
+SPANISH = ["el gato se sentó en la alfombra", "un perro corrió a casa", "vimos el mar", "llovió toda la noche", "el pájaro canta", "lee un libro"]
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """300 distinct pairs with some shared sources."""
+    lines = [f"{e} number {i}.\t{s} número {i}." for i in range(50) for e, s in zip(ENGLISH, SPANISH, strict=True)]
+    lines += [f"{ENGLISH[0]} number {i}!\tel gato {i}" for i in range(20)]  # the same source but for punctuation
+    file = tmp_path / "pairs.tsv"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def experiment(file, **data):
+    seq2seq = data.get("objective", "seq2seq") == "seq2seq"
+    data = {"train": str(file), "objective": "seq2seq", "length": 32, "batch_size": 4, "held_out": 20, **data}
+    model = {"family": "encoder_decoder" if seq2seq else "decoder", "vocab_size": 300, "d_model": 16, "num_heads": 2, "max_length": 64}
+    return from_mapping(Experiment, {"model": model, "data": data, "train": {"steps": 40}})
+
+
+def texts_of(batch, tokenizer, field="targets", segments="segments"):
+    out = []
+    for ids, numbers in zip(batch[field], batch[segments], strict=True):
+        out += [tokenizer.decode(ids[numbers == n]) for n in range(1, numbers.max() + 1)]
+    return out
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_an_epoch_of_pairs_holds_every_pair_once(pairs, packing):
+    data = open_data(experiment(pairs, packing=packing, batch_size=1, **({} if packing else {"buckets": (8, 16, 32)})))
+    batches, tokenizer = data.batches("train"), data.tokenizer
+    seen = []
+    for step in range(batches.per_epoch):
+        batch = batches[step]
+        source, target = texts_of(batch, tokenizer, "source", "source_segments"), texts_of(batch, tokenizer)
+        seen += list(zip(source, target, strict=True))
+        assert (batch["weights"] == (batch["segments"] > 0)).all()
+        for row in range(len(batch["inputs"])):
+            for n in range(1, batch["segments"][row].max() + 1):
+                here = batch["segments"][row] == n
+                assert batch["inputs"][row][here][0] == BOS
+                np.testing.assert_array_equal(batch["inputs"][row][here][1:], batch["targets"][row][here][:-1])
+                assert batch["targets"][row][here][-1] == EOS
+                np.testing.assert_array_equal(batch["positions"][row][here], np.arange(here.sum()))
+    store = data.store
+    ids = [tokenizer.decode(i) for i in store.texts("train", 0)], [tokenizer.decode(i) for i in store.texts("train", 1)]
+    expected = list(zip(*ids, strict=True))
+    if packing:
+        assert sorted(seen) == sorted(expected)
+    else:  # what does not fill a batch is left out
+        assert set(seen) <= set(expected)
+        assert len(seen) > 0.8 * len(expected)
+
+
+def test_the_held_out_side_shares_no_sentence_with_training(pairs):
+    data = open_data(experiment(pairs))
+    lines = [tuple(line.split("\t")) for line in pairs.read_text(encoding="utf-8").splitlines()]
+    held = set(data.store.examples("valid")) | set(data.store.examples("test"))
+    train = [line for line in lines if line not in held]
+    assert len(train) + len(held) == len(lines)
+    assert len({s for s, _ in data.store.examples("test")}) >= 20
+    for side in (0, 1):
+        assert not {split.normalise(p[side]) for p in held} & {split.normalise(p[side]) for p in train}
+    together = [e for e in data.store.examples("test") if "mat number" in e[0]] + [e for e in data.store.examples("valid") if "mat number" in e[0]]
+    numbers = [e[0].rstrip("!.") for e in together]
+    assert all(numbers.count(n) == 2 for n in numbers if int(n.split()[-1]) < 20)  # "..." and "...!" stay together
+
+
+def test_the_split_depends_on_the_text_alone():
+    examples = [(f"a {i}", f"b {i % 40}") for i in range(60)]
+    one, components = split.assign(examples, 8)
+    two, _ = split.assign(examples[::-1], 8)
+    assert components == 40
+    assert one == two[::-1]
+    assert set(one) == {"train", "valid", "test"}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_language_model_is_asked_for_every_token_once(tmp_path, packing):
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(f"{e} number {i}" * (1 + i % 9) for i in range(30) for e in ENGLISH))
+    data = open_data(experiment(file, objective="causal_lm", format="text", packing=packing, batch_size=3, length=16))
+    store, batches = data.store, data.batches("test")
+    stream = store.texts("test", 0)
+    asked = []
+    for batch in batches.stream():
+        assert batch["inputs"].shape == (3, 16)
+        for row in range(3):
+            here = batch["weights"][row] > 0
+            inputs, targets = batch["inputs"][row][here], batch["targets"][row][here]
+            first = np.flatnonzero(np.diff(batch["segments"][row][here], prepend=0))
+            inner = np.setdiff1d(np.arange(len(inputs)), first)
+            np.testing.assert_array_equal(inputs[inner], targets[inner - 1])
+            asked += targets.tolist()
+    assert asked == stream.ids.tolist()
+    assert len(asked) == store.meta["test"]["tokens"]
+    starts = sum((b["inputs"] == BOS).sum() for b in batches.stream())
+    assert starts == len(stream)
+
+
+def test_packing_wastes_little_and_never_overflows():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(2, 20, 5000), rng.integers(2, 20, 5000)
+    rows = pack(a, b, room=64)
+    assert sorted(np.concatenate(rows).tolist()) == list(range(5000))
+    assert max(max(a[r].sum(), b[r].sum()) for r in rows) <= 64
+    assert max(a.sum(), b.sum()) / (64 * len(rows)) > 0.88
+
+
+def test_batches_are_a_function_of_seed_and_step(pairs):
+    config = experiment(pairs)
+    batches, again = open_data(config).batches("train"), open_data(config).batches("train")
+    order = [7, 0, 21, 3]
+    for step in order:
+        for field, value in batches[step].items():
+            np.testing.assert_array_equal(value, again[step][field])
+    streamed = list(again.stream(5, 9))
+    for k, batch in enumerate(streamed):
+        np.testing.assert_array_equal(batch["inputs"], batches[5 + k]["inputs"])
+    n = batches.per_epoch
+    assert n < 21
+    first, second = ([batches[e * n + i]["inputs"].tobytes() for i in range(n)] for e in (0, 1))
+    assert first != second
+    other = Batches(batches._rows, length=32, batch_size=4, seed=1, steps=40)
+    assert not np.array_equal(other[0]["inputs"], batches[0]["inputs"])
+
+
+def test_too_long_pairs_are_dropped_or_cut_and_counted(pairs):
+    for policy in ("drop", "cut"):
+        data = open_data(experiment(pairs, length=12, too_long=policy, packing=False))
+        batches = data.batches("train")
+        lengths = np.maximum(data.store.texts("train", 0).lengths, data.store.texts("train", 1).lengths)
+        assert 0 < (lengths > 12).sum() < len(lengths)
+        assert list(batches.report.values()) == [(lengths > 12).sum()]
+        assert len(batches._rows.lengths) == (len(lengths) if policy == "cut" else (lengths <= 12).sum())
+        assert all((batches[i]["targets"] == EOS).sum() == 4 for i in range(5))  # a cut text keeps its end
+
+
+def test_max_examples_and_reverse(pairs):
+    data = open_data(experiment(pairs, max_examples=100, reverse=True))
+    assert data.store.meta["train"]["examples"] == 100
+    assert "el " in data.store.examples("test")[0][0] or data.store.examples("test")[0][0].split()[0] in " ".join(SPANISH)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_the_tokenizer_is_lossless_and_has_its_ids(kind):
+    tokenizer = train_tokenizer(TokenizerConfig(kind=kind), 320, ENGLISH + SPANISH)
+    for text in [*ENGLISH, " two  spaces ", "línea\nnueva", "日本語 🙂", "", " \n = Title = \n"]:
+        assert tokenizer.decode([*tokenizer.encode([text])[0], EOS, 7, 7]) == text
+    assert tokenizer.vocab_size == 320
+    assert Tokenizer(tokenizer.model).sha256 == tokenizer.sha256
+    assert EOS not in tokenizer.encode(["</s> <s>"])[0]
+
+
+def test_every_format_reads_the_same_pairs(tmp_path):
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    rows = list(zip(ENGLISH, SPANISH, strict=True))
+    (tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\textra\n" for a, b in rows[:3]), encoding="utf-8")
+    (tmp_path / "b.tsv").write_text("".join(f"{a}\t{b}\r\n" for a, b in rows[3:]), encoding="utf-8")
+    (tmp_path / "x.en").write_text("\n".join(ENGLISH), encoding="utf-8")
+    (tmp_path / "x.es").write_text("\n".join(SPANISH), encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"en": a, "es": b, "n": 1}) + "\n" for a, b in rows), encoding="utf-8")
+    writer = ArrayRecordWriter(str(tmp_path / "x.array_record"), "group_size:1")
+    for a, b in rows:
+        writer.write(json.dumps({"en": a, "es": b}).encode())
+    writer.close()
+    read = lambda format, path, *fields: list(sources.read(format, path, fields, sides=2))
+    assert read("tsv", f"{tmp_path}/*.tsv") == rows
+    assert read("tsv", f"{tmp_path}/*.tsv", "1", "0") == [r[::-1] for r in rows]
+    assert read("paired", f"{tmp_path}/x.en,{tmp_path}/x.es") == rows
+    assert read("jsonl", f"{tmp_path}/x.jsonl", "en", "es") == rows
+    assert read("arrayrecord", f"{tmp_path}/x.array_record", "en", "es") == rows
+    assert list(sources.read("text", f"{tmp_path}/x.en")) == [(e,) for e in ENGLISH]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "config", "message"),
+    [
+        ("a.tsv", b"one\ttwo\nthree\n", {}, r"a\.tsv:2: expected source, tab, target"),
+        ("a.tsv", b"one\ttwo\nth\xffree\tx\n", {}, r"a\.tsv:2: not UTF-8"),
+        ("a.tsv", b"", {}, "holds no text"),
+        ("a.jsonl", b'{"source": "a"}\n', {"format": "jsonl"}, r"a\.jsonl:1: no field 'target'; there is: source"),
+        ("a.jsonl", b"oops\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
+        ("a.txt", b"one\n", {"format": "text"}, "gives 1 text"),
+        ("a.tsv", b"one\ttwo\nthree\tfour\n", {}, "held_out"),
+        ("a.tsv", b"one\ttwo\n", {"format": "paired"}, "two paths with a comma"),
+    ],
+)
+def test_a_fault_in_the_text_names_its_place(tmp_path, name, content, config, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        open_data(experiment(tmp_path / name, **config))
+
+
+def test_paired_files_of_unequal_length(tmp_path):
+    (tmp_path / "x.en").write_text("a\nb\nc\n")
+    (tmp_path / "x.es").write_text("a\nb\n")
+    for order in ("x.en,x.es", "x.es,x.en"):
+        path = ",".join(str(tmp_path / n) for n in order.split(","))
+        with pytest.raises(UserError, match=r"ends after line 2"):
+            list(sources.read("paired", path, sides=2))
+
+
+def test_a_missing_file_and_a_glob_without_a_match(tmp_path):
+    for path, message in ((tmp_path / "no.tsv", "no file"), (tmp_path / "*.tsv", "no file matches")):
+        with pytest.raises(UserError, match=message):
+            open_data(experiment(path))
+
+
+def test_a_store_is_made_whole_or_not_at_all(pairs, tmp_path):
+    from transformer.data.corpora import data_home
+
+    config = experiment(pairs)
+    before = {f for f in (data_home() / "tokens").glob("*")} if (data_home() / "tokens").exists() else set()
+    with pytest.raises(UserError, match="vocab_size"):
+        open_data(from_mapping(Experiment, {"model": {**vars(config.model), "vocab_size": 50_000}, "data": config.data}))
+    after = {f for f in (data_home() / "tokens").glob("*")}
+    assert after == before
+
+
+def test_a_foreign_tokenizer_is_checked(pairs, tmp_path):
+    import sentencepiece
+
+    foreign = tmp_path / "foreign"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(ENGLISH), model_prefix=str(foreign), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    for path, message in ((f"{foreign}.model", "pad, bos, eos, unk"), (pairs, "no SentencePiece model"), (tmp_path / "none", "no file")):
+        with pytest.raises(UserError, match=message):
+            open_data(experiment(pairs, tokenizer={"path": str(path)}))
+
+
+def test_the_known_corpora_say_their_licence_and_the_built_in_one_needs_no_network():
+    from transformer.data.corpora import CORPORA, fetch
+
+    corpus, folder = fetch("pydoc")
+    assert "PSF" in (folder / "LICENCE.txt").read_text()
+    documents = [json.loads(line)["text"] for line in (folder / "train.jsonl").open(encoding="utf-8")]
+    assert len("".join(documents)) > 400_000
+    assert all(c.licence and c.attribution and (not c.package or c.sha256[""]) for c in CORPORA.values())
+    with pytest.raises(UserError, match="did you mean 'wikitext2'"):
+        fetch("wikitext")
+
+
+def test_data_config_refuses_what_makes_no_sense():
+    for fields, message in [
+        ({"corpus": "pydoc", "buckets": (8, 128)}, "packed or bucketed"),
+        ({"corpus": "pydoc", "packing": False, "buckets": (8, 64)}, "end in data.length"),
+        ({"corpus": "pydoc", "train": "x"}, "name one of them"),
+        ({}, "name one of them"),
+        ({"corpus": "pydoc", "too_long": "keep"}, "too_long"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            DataConfig(**fields)

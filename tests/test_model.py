@@ -1,0 +1,314 @@
+"""Properties of every family, position scheme and placement."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make, small, tokens
+
+from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
+from transformer.model.network import build_model
+from transformer.model.positions import SCHEMES
+from transformer.model.residual import PLACEMENTS
+
+FAMILIES = ("encoder", "decoder", "encoder_decoder")
+
+
+def inputs(config, batch=2, seed=0):
+    if config.family == "encoder_decoder":
+        return tokens(seed, batch, 7), tokens(seed + 1, batch, 5)
+    return (tokens(seed, batch, 6),)
+
+
+def influence(config):
+    """bool[T, T]: does the input vector at column j reach the output at row i? Shown by gradients with respect to embeddings."""
+    model, params = make(config)
+    (x,) = inputs(config, batch=1)
+
+    def out(table):
+        p = jax.tree.map(lambda a: a, params)
+        p["params"]["embedding"]["embedding"] = table
+        return model.apply(p, x, method="features")[0][0].sum(-1)
+
+    table = params["params"]["embedding"]["embedding"]
+    assert len(set(np.asarray(x[0]).tolist())) == x.shape[1], "tokens must differ, for a row of the table to be one position"
+    rows = jax.jacobian(out)(table)[:, x[0]]
+    return np.abs(np.asarray(rows)).sum(-1) > 0
+
+
+@pytest.mark.parametrize("position", SCHEMES)
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_a_decoder_is_causal_and_an_encoder_is_not(position, placement):
+    sees = influence(small("decoder", position=position, norm_placement=placement))
+    np.testing.assert_array_equal(sees, np.tril(np.ones_like(sees)))
+    assert influence(small("encoder", position=position, norm_placement=placement)).all()
+
+
+def test_the_decoder_of_an_encoder_decoder_is_causal_and_reads_all_of_the_source():
+    model, params = make(small("encoder_decoder"))
+    source, target = inputs(model.config)
+    base = model.apply(params, source, target)
+    for t in range(target.shape[1]):
+        moved = np.abs(np.asarray(model.apply(params, source, target.at[:, t].set(5)) - base)).max((0, 2)) > 0
+        np.testing.assert_array_equal(moved, np.arange(target.shape[1]) >= t)
+    for s in range(source.shape[1]):
+        assert (np.abs(np.asarray(model.apply(params, source.at[:, s].set(5), target) - base)).max((0, 2)) > 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("position", SCHEMES)
+def test_padding_and_the_rows_beside_never_change_a_result(family, position):
+    config = small(family, position=position)
+    model, params = make(config)
+    sides = inputs(config, batch=3)
+    base = np.asarray(model.apply(params, *sides))
+    alone = np.concatenate([np.asarray(model.apply(params, *(x[i : i + 1] for x in sides))) for i in range(3)])
+    np.testing.assert_allclose(base, alone, atol=2e-5)
+    padded = [jnp.pad(x, ((0, 0), (0, 4))) for x in sides]
+    assert padded[0].shape != sides[0].shape
+    np.testing.assert_allclose(np.asarray(model.apply(params, *padded))[:, : base.shape[1]], base, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("position", SCHEMES)
+def test_packed_documents_do_not_see_each_other(family, position):
+    """Two documents in one row give the logits of each alone; and the second does not move when the first changes."""
+    config = small(family, position=position)
+    model, params = make(config)
+    sides = inputs(config, batch=2)
+    alone = np.asarray(model.apply(params, *sides))
+    names = ("source_", "") if family == "encoder_decoder" else ("",)
+    packed, given = [], {}
+    for name, x in zip(names, sides, strict=True):
+        length = x.shape[1]
+        packed.append(x.reshape(1, -1))
+        given[f"{name}segment_ids"] = jnp.repeat(jnp.array([[1, 2]]), length, axis=1)
+        given[f"{name}positions"] = jnp.tile(jnp.arange(length), 2)[None]
+    together = np.asarray(model.apply(params, *packed, **given)).reshape(alone.shape)
+    np.testing.assert_allclose(together, alone, atol=2e-5)
+    changed = [x.at[:, 0].set(5) for x in packed]
+    moved = np.asarray(model.apply(params, *changed, **given)).reshape(alone.shape)
+    assert np.abs(moved[0] - together[0]).max() > 1e-3
+    np.testing.assert_array_equal(moved[1], together[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_scanned_layers_equal_unrolled_ones(family, placement):
+    config = small(family, norm_placement=placement, position="t5", scan_layers=False)
+    unrolled, params = make(config)
+    scanned = build_model(dataclasses.replace(config, scan_layers=True))
+
+    def stack(tree):
+        layers = sorted(key for key in tree if key.startswith("layers_"))
+        if layers:
+            tree = {k: v for k, v in tree.items() if k not in layers} | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *(tree[k] for k in layers))}
+        return {k: stack(v) if isinstance(v, dict) else v for k, v in tree.items()}
+
+    sides = inputs(config)
+    stacked = stack(params)
+    assert jax.tree.structure(stacked) != jax.tree.structure(params)
+    np.testing.assert_allclose(scanned.apply(stacked, *sides), unrolled.apply(params, *sides), atol=2e-5)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_remat_changes_no_gradient(remat, scan):
+    config = small("encoder_decoder", dropout=0.2, attention_dropout=0.1, scan_layers=scan)
+    model, params = make(config)
+    again = build_model(dataclasses.replace(config, remat=remat))
+    assert again.config != model.config
+
+    def gradient(m):
+        def loss(p):
+            return jnp.square(m.apply(p, *inputs(config), deterministic=False, rngs={"dropout": jax.random.key(3)})).mean()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    assert "remat" in str(jax.make_jaxpr(lambda p: again.apply(p, *inputs(config)))(params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient(model), gradient(again))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_compute_keeps_float32_parameters_and_logits(family):
+    config = small(family, dtype="bfloat16")
+    model, params = make(config)
+    exact = build_model(dataclasses.replace(config, dtype="float32")).apply(params, *inputs(config))
+    rough = model.apply(params, *inputs(config))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+    assert rough.dtype == jnp.float32
+    assert 0 < np.abs(np.asarray(rough - exact)).max() < 0.15 * np.abs(np.asarray(exact)).max()
+
+
+def test_multi_query_attention_is_multi_head_attention_with_its_heads_repeated():
+    config = small("decoder", num_kv_heads=1)
+    model, params = make(config)
+    wide = build_model(dataclasses.replace(config, num_kv_heads=4))
+
+    def repeat(path, x):
+        names = [getattr(k, "key", "") for k in path]
+        if "key" in names or "value" in names:
+            return jnp.repeat(x, 4, axis=-2)
+        return x
+
+    repeated = jax.tree_util.tree_map_with_path(repeat, params)
+    assert sum(x.size for x in jax.tree.leaves(repeated)) > sum(x.size for x in jax.tree.leaves(params))
+    np.testing.assert_allclose(model.apply(params, *inputs(config)), wide.apply(repeated, *inputs(config)), atol=1e-5)
+
+
+@pytest.mark.parametrize("position", [s for s in SCHEMES if s in ("rotary", "alibi", "t5")])
+def test_relative_schemes_do_not_move_when_all_positions_shift(position):
+    model, params = make(small("decoder", position=position))
+    (x,) = inputs(model.config)
+    at = jnp.arange(x.shape[1])[None]
+    np.testing.assert_allclose(model.apply(params, x, positions=at), model.apply(params, x, positions=at + 11), atol=2e-4)
+
+
+@pytest.mark.parametrize("position", SCHEMES)
+def test_only_a_position_scheme_makes_an_encoder_see_order(position):
+    model, params = make(small("encoder", position=position))
+    (x,) = inputs(model.config)
+    order = np.array([3, 1, 5, 0, 4, 2])
+    permuted = np.abs(np.asarray(model.apply(params, x[:, order]) - model.apply(params, x)[:, order])).max()
+    assert permuted < 2e-5 if position == "none" else permuted > 1e-3
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_placement_has_exactly_its_norms(placement):
+    expected = {
+        "pre": ({"in_norm"}, True), "post": ({"out_norm"}, False), "peri": ({"in_norm", "res_norm"}, True), "res_post": ({"res_norm"}, True),
+        "deepnorm": ({"out_norm"}, False), "none": (set(), False), "rezero": ({"gate"}, False),
+    }  # fmt: skip
+    assert set(expected) == set(PLACEMENTS)
+    _, params = make(small("encoder_decoder", norm_placement=placement))
+    for side in ("encoder", "decoder"):
+        stack = params["params"][side]
+        parts = {part for name, tree in stack["layers"].items() if name.endswith("_residual") for part in tree}
+        assert (parts, "final_norm" in stack) == expected[placement]
+
+
+def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
+    config = small("encoder_decoder", norm_placement="deepnorm", num_encoder_layers=3, num_decoder_layers=5)
+    encoder, decoder = config.placement("encoder"), config.placement("decoder")
+    assert encoder.residual_scale == pytest.approx(0.81 * (3**4 * 5) ** (1 / 16))
+    assert decoder.residual_scale == pytest.approx(15**0.25)
+    alone = small("decoder", norm_placement="deepnorm", num_decoder_layers=5).placement("decoder")
+    assert (alone.residual_scale, alone.branch_gain) == (pytest.approx(10**0.25), pytest.approx(40**-0.25))
+    plain, scaled = (
+        make(small("decoder", norm_placement=p, num_decoder_layers=5), noise=0)[1]["params"]["decoder"]["layers"] for p in ("post", "deepnorm")
+    )
+    for part, gain in {"value": alone.branch_gain, "out": alone.branch_gain, "query": 1.0, "key": 1.0}.items():
+        np.testing.assert_allclose(scaled["self_attention"][part]["kernel"], gain * plain["self_attention"][part]["kernel"], rtol=1e-5)
+    np.testing.assert_allclose(scaled["feed_forward"]["in"]["kernel"], alone.branch_gain * plain["feed_forward"]["in"]["kernel"], rtol=1e-5)
+
+
+def test_rezero_starts_as_the_identity():
+    model, params = make(small("decoder", norm_placement="rezero", position="none"), noise=0)
+    (x,) = inputs(model.config)
+    h, head = model.apply(params, x, method="features")
+    np.testing.assert_array_equal(h, head.matrix_VxD[x])
+
+
+@pytest.mark.parametrize("position", SCHEMES)
+def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(position):
+    from transformer.model.attention_backends import BACKENDS, Inputs
+
+    from transformer.model import positions
+
+    config = small("decoder", position=position)
+    where = Tokens(jnp.arange(3)[None], jnp.array([[0, 1, 1]]))  # the first is padding
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, 3, n, 4)) for key, n in zip(keys, (4, 2, 2), strict=True))
+    scheme = positions.build(position)
+    scheme = scheme.replace(table_RxN=jnp.ones((32, 4))) if position == "t5" else scheme.replace(num_heads=4) if position == "alibi" else scheme
+    given = Inputs(CAUSAL & SAME_SEGMENT, where, where, scheme, config.d_head**-0.5)
+    for attend in BACKENDS.values():
+        out = attend(q, k, v, given)
+        np.testing.assert_array_equal(out[0, 0], 0)
+        assert np.abs(np.asarray(out[0, 1:])).min() > 0
+        grads = jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v, given) ** 2), (0, 1, 2))(q, k, v)  # noqa: B023
+        assert all(np.isfinite(g).all() for g in grads)
+
+
+def test_whatever_stands_in_a_padded_position_reaches_nothing():
+    config = small("encoder")
+    model, params = make(config)
+    x = jnp.pad(tokens(0, 1, 5), ((0, 0), (0, 2)))
+    base = model.apply(params, x)
+    poisoned = jax.tree.map(lambda a: a, params)
+    poisoned["params"]["embedding"]["embedding"] = params["params"]["embedding"]["embedding"].at[0].set(1e30)
+    np.testing.assert_array_equal(model.apply(poisoned, x, method="features")[0][:, :5], model.apply(params, x, method="features")[0][:, :5])
+    assert base.shape == (1, 7, 37)
+
+
+def test_masks_compose():
+    at = Tokens(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 0]]))
+    both = np.asarray((CAUSAL & SAME_SEGMENT)(at, at)[0])
+    expected = np.zeros((5, 5), bool)
+    expected[:3, :3] = np.tril(np.ones((3, 3)))
+    expected[3, 3] = True
+    np.testing.assert_array_equal(both, expected)
+    near = np.asarray((CAUSAL & window(2))(at, at)[0][:3, :3])
+    np.testing.assert_array_equal(near, [[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+    either = (window(1) | SAME_SEGMENT)(at, at)[0]
+    assert bool(either[4, 1])  # the same position, though in no segment
+    assert not bool(either[4, 2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "adds"),
+    [
+        ({"glu": True}, 2 * (16 * 32 + 32)),
+        ({"use_bias": False}, -2 * (16 + 8 + 8 + 16 + 32 + 16)),
+        ({"tie_embeddings": False}, 16 * 37),
+        ({"logit_bias": True}, 37),
+        ({"norm": "rmsnorm"}, -5 * 16),
+        ({"norm_offset": False}, -5 * 16),
+        ({"norm_gain": False, "norm_offset": False}, -5 * 32),
+        ({"embedding_norm": True}, 32),
+        ({"position": "learned"}, 24 * 16),
+        ({"position": "t5"}, 32 * 4),
+        ({"num_kv_heads": 1}, -2 * 2 * (16 * 4 + 4)),
+    ],
+)
+def test_a_field_adds_the_parameters_it_governs(fields, adds):
+    count = lambda config: sum(x.size for x in jax.tree.leaves(make(config)[1]))
+    assert count(small("decoder", **fields)) - count(small("decoder")) == adds
+
+
+def test_dropout_drops_at_its_rate_and_keeps_the_mean():
+    from transformer.model.dropout import Dropout, keep_mask
+
+    for shape in ((400, 64), (400, 63)):
+        x = jnp.ones(shape)
+        y = Dropout(0.3).apply({}, x, False, rngs={"dropout": jax.random.key(0)})
+        assert float((y == 0).mean()) == pytest.approx(0.3, abs=0.01)
+        assert float(y.mean()) == pytest.approx(1.0, abs=0.02)
+    rows = np.asarray(keep_mask(jax.random.key(0), 0.5, (200, 64)))
+    assert np.abs(np.corrcoef(rows.T) - np.eye(64)).max() < 0.35
+
+
+@pytest.mark.parametrize("field", ["dropout", "attention_dropout", "activation_dropout"])
+def test_each_dropout_acts_in_training_alone(field):
+    config = small("encoder_decoder", **{field: 0.3})
+    model, params = make(config)
+    sides = inputs(config)
+    quiet = model.apply(params, *sides)
+    np.testing.assert_array_equal(quiet, build_model(small("encoder_decoder")).apply(params, *sides))
+    noisy = model.apply(params, *sides, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    assert np.abs(np.asarray(noisy - quiet)).max() > 1e-3
+
+
+def test_compile_time_does_not_grow_with_depth():
+    """The scanned program is of one size, whatever the depth."""
+
+    def size(depth, scan):
+        config = small("decoder", num_decoder_layers=depth, scan_layers=scan)
+        model, (x,) = build_model(config), inputs(config)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
+        return len(jax.jit(jax.grad(lambda p: model.apply(p, x).sum())).lower(params).as_text().splitlines())
+
+    assert size(12, True) < 1.05 * size(3, True)
+    assert size(12, False) > 2 * size(3, False)
