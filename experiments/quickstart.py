@@ -1,8 +1,8 @@
 """A translator in a few minutes: English to Spanish on two CPU cores.
 
-    python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
-    python -m transformer evaluate --workdir=runs/quickstart
-    python -m transformer generate --workdir=runs/quickstart --interactive
+python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
+python -m transformer evaluate --workdir=runs/quickstart
+python -m transformer generate --workdir=runs/quickstart --interactive
 """
 
 import ml_collections

@@ -16,10 +16,16 @@ MODEL = {"family": "decoder", "vocab_size": 50}
     ("fields", "message"),
     [
         ({"family": "decodr"}, r"model.family: no 'decodr'; did you mean 'decoder'"),
-        ({"d_model": 100, "num_heads": 8}, r"model.d_model: 100 is not divisible by model.num_heads = 8; change one, or set model.d_head"),
+        (
+            {"d_model": 100, "num_heads": 8},
+            r"model.d_model: 100 is not divisible by model.num_heads = 8; change one, or set model.d_head",
+        ),
         ({"num_heads": 8, "num_kv_heads": 3}, r"model.num_kv_heads: 3 does not divide"),
         ({"position": "rotory"}, r"model.position: no 'rotory'; did you mean 'rotary'"),
-        ({"position": {"name": "rotary", "thea": 1.0}}, r"model.position: 'rotary' has no option 'thea'; did you mean 'theta'"),
+        (
+            {"position": {"name": "rotary", "thea": 1.0}},
+            r"model.position: 'rotary' has no option 'thea'; did you mean 'theta'",
+        ),
         ({"position": {"name": "none", "x": 1.0}}, r"takes no options"),
         ({"position": {"name": "rotary", "layout": "x"}}, r"model.position.layout: no 'x'"),
         ({"position": "rotary", "d_head": 5}, r"turns pairs"),
@@ -49,7 +55,10 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
         ({"model": {**MODEL, "use_bias": 1}}, r"model.use_bias: expected bool, got 1"),
         ({"model": {"vocab_size": 3}}, r"model.family: must be set"),
         ({"model": 3}, r"model: expected a table of fields"),
-        ({"model": {**MODEL, "max_length": 64}, "data": {"corpus": "pydoc", "length": 128}}, r"data.length: 128 is longer than model.max_length"),
+        (
+            {"model": {**MODEL, "max_length": 64}, "data": {"corpus": "pydoc", "length": 128}},
+            r"data.length: 128 is longer than model.max_length",
+        ),
         ({"model": {**MODEL, "family": "encoder_decoder"}}, r"'causal_lm' trains a model of family 'decoder'"),
         ({"model": MODEL, "train": {"accumulate": 3}}, r"train.accumulate: 3 does not divide data.batch_size = 32"),
         ({"model": MODEL, "mesh": {"data": -1, "fsdp": -1}}, r"only one axis"),
@@ -68,7 +77,10 @@ def test_an_experiment_that_makes_no_sense_is_refused(tree, message):
 
 
 def test_what_is_written_is_read_back():
-    tree = {"model": {**MODEL, "position": {"name": "rotary", "theta": 5e5}, "attention_scale": 1.0}, "data": {"corpus": "pydoc"}}
+    tree = {
+        "model": {**MODEL, "position": {"name": "rotary", "theta": 5e5}, "attention_scale": 1.0},
+        "data": {"corpus": "pydoc"},
+    }
     config = from_mapping(Experiment, ml_collections.ConfigDict(tree))
     assert config.model.position["theta"] == 5e5
     assert from_mapping(Experiment, to_mapping(config)) == config
@@ -85,7 +97,12 @@ def test_overrides_change_one_field_and_keep_their_types():
     assert dict(changed.model.position) == {"name": "rotary", "theta": 5e5}
     assert changed.train.wandb == "007"
     assert changed.data.tokenizer.kind == "bpe"
-    for key, message in [("model.d_modle", "did you mean 'd_model'"), ("modl.d_model", "did you mean 'model'"), ("seed.x", "seed"), ("nope", "no such field")]:
+    for key, message in [
+        ("model.d_modle", "did you mean 'd_model'"),
+        ("modl.d_model", "did you mean 'model'"),
+        ("seed.x", "seed"),
+        ("nope", "no such field"),
+    ]:
         with pytest.raises(UserError, match=message):
             apply_overrides(config, {key: "3"})
 
@@ -97,8 +114,8 @@ def test_every_experiment_file_builds_in_every_arm(file):
 
     import jax
 
-    from transformer.parallel.mesh import make_mesh, use
     from transformer.model.network import build_model
+    from transformer.parallel.mesh import make_mesh, use
     from transformer.training.optimizer import build_optimizer
     from transformer.training.state import abstract_state
 
@@ -109,7 +126,9 @@ def test_every_experiment_file_builds_in_every_arm(file):
     for arm in getattr(module, "ARMS", [""]):
         config = load_experiment(f"{file}:{arm}" if arm else str(file))
         with use(make_mesh(config.mesh)) as mesh:
-            abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, config.train.steps), mesh)
+            abstract, _ = abstract_state(
+                config, build_model(config.model), build_optimizer(config.optimizer, config.train.steps), mesh
+            )
         assert len(jax.tree.leaves(abstract.params)) > 5
 
 

@@ -13,8 +13,22 @@ from transformer.data.pipeline import open_data
 from transformer.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 from transformer.errors import UserError
 
-ENGLISH = ["the cat sat on the mat", "a dog ran home", "we saw the sea", "rain fell all night", "the bird sings", "she reads a book"]
-SPANISH = ["el gato se sentó en la alfombra", "un perro corrió a casa", "vimos el mar", "llovió toda la noche", "el pájaro canta", "lee un libro"]
+ENGLISH = [
+    "the cat sat on the mat",
+    "a dog ran home",
+    "we saw the sea",
+    "rain fell all night",
+    "the bird sings",
+    "she reads a book",
+]
+SPANISH = [
+    "el gato se sentó en la alfombra",
+    "un perro corrió a casa",
+    "vimos el mar",
+    "llovió toda la noche",
+    "el pájaro canta",
+    "lee un libro",
+]
 
 
 @pytest.fixture
@@ -30,7 +44,13 @@ def pairs(tmp_path):
 def experiment(file, **data):
     seq2seq = data.get("objective", "seq2seq") == "seq2seq"
     data = {"train": str(file), "objective": "seq2seq", "length": 32, "batch_size": 4, "held_out": 20, **data}
-    model = {"family": "encoder_decoder" if seq2seq else "decoder", "vocab_size": 300, "d_model": 16, "num_heads": 2, "max_length": 64}
+    model = {
+        "family": "encoder_decoder" if seq2seq else "decoder",
+        "vocab_size": 300,
+        "d_model": 16,
+        "num_heads": 2,
+        "max_length": 64,
+    }
     return from_mapping(Experiment, {"model": model, "data": data, "train": {"steps": 40}})
 
 
@@ -77,7 +97,9 @@ def test_the_held_out_side_shares_no_sentence_with_training(pairs):
     assert len({s for s, _ in data.store.examples("test")}) >= 20
     for side in (0, 1):
         assert not {split.normalise(p[side]) for p in held} & {split.normalise(p[side]) for p in train}
-    together = [e for e in data.store.examples("test") if "mat number" in e[0]] + [e for e in data.store.examples("valid") if "mat number" in e[0]]
+    together = [e for e in data.store.examples("test") if "mat number" in e[0]] + [
+        e for e in data.store.examples("valid") if "mat number" in e[0]
+    ]
     numbers = [e[0].rstrip("!.") for e in together]
     assert all(numbers.count(n) == 2 for n in numbers if int(n.split()[-1]) < 20)  # "..." and "...!" stay together
 
@@ -155,7 +177,9 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(pairs):
 def test_max_examples_and_reverse(pairs):
     data = open_data(experiment(pairs, max_examples=100, reverse=True))
     assert data.store.meta["train"]["examples"] == 100
-    assert "el " in data.store.examples("test")[0][0] or data.store.examples("test")[0][0].split()[0] in " ".join(SPANISH)
+    assert "el " in data.store.examples("test")[0][0] or data.store.examples("test")[0][0].split()[0] in " ".join(
+        SPANISH
+    )
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
@@ -176,7 +200,9 @@ def test_every_format_reads_the_same_pairs(tmp_path):
     (tmp_path / "b.tsv").write_text("".join(f"{a}\t{b}\r\n" for a, b in rows[3:]), encoding="utf-8")
     (tmp_path / "x.en").write_text("\n".join(ENGLISH), encoding="utf-8")
     (tmp_path / "x.es").write_text("\n".join(SPANISH), encoding="utf-8")
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"en": a, "es": b, "n": 1}) + "\n" for a, b in rows), encoding="utf-8")
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"en": a, "es": b, "n": 1}) + "\n" for a, b in rows), encoding="utf-8"
+    )
     writer = ArrayRecordWriter(str(tmp_path / "x.array_record"), "group_size:1")
     for a, b in rows:
         writer.write(json.dumps({"en": a, "es": b}).encode())
@@ -230,7 +256,9 @@ def test_a_store_is_made_whole_or_not_at_all(pairs, tmp_path):
     config = experiment(pairs)
     before = {f for f in (data_home() / "tokens").glob("*")} if (data_home() / "tokens").exists() else set()
     with pytest.raises(UserError, match="vocab_size"):
-        open_data(from_mapping(Experiment, {"model": {**vars(config.model), "vocab_size": 50_000}, "data": config.data}))
+        open_data(
+            from_mapping(Experiment, {"model": {**vars(config.model), "vocab_size": 50_000}, "data": config.data})
+        )
     after = {f for f in (data_home() / "tokens").glob("*")}
     assert after == before
 
@@ -242,7 +270,11 @@ def test_a_foreign_tokenizer_is_checked(pairs, tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(ENGLISH), model_prefix=str(foreign), vocab_size=60, hard_vocab_limit=False, minloglevel=2
     )
-    for path, message in ((f"{foreign}.model", "pad, bos, eos, unk"), (pairs, "no SentencePiece model"), (tmp_path / "none", "no file")):
+    for path, message in (
+        (f"{foreign}.model", "pad, bos, eos, unk"),
+        (pairs, "no SentencePiece model"),
+        (tmp_path / "none", "no file"),
+    ):
         with pytest.raises(UserError, match=message):
             open_data(experiment(pairs, tokenizer={"path": str(path)}))
 
@@ -250,7 +282,7 @@ def test_a_foreign_tokenizer_is_checked(pairs, tmp_path):
 def test_the_known_corpora_say_their_licence_and_the_built_in_one_needs_no_network():
     from transformer.data.corpora import CORPORA, fetch
 
-    corpus, folder = fetch("pydoc")
+    _corpus, folder = fetch("pydoc")
     assert "PSF" in (folder / "LICENCE.txt").read_text()
     documents = [json.loads(line)["text"] for line in (folder / "train.jsonl").open(encoding="utf-8")]
     assert len("".join(documents)) > 400_000

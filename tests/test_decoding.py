@@ -41,11 +41,15 @@ def brute_force(model, params, source, limit, alpha):
     """Every sequence of up to `limit` tokens that ends in eos, scored one by one."""
     vocab, best = model.config.vocab_size, []
     for length in range(1, limit + 1):
-        bodies = np.array(list(itertools.product([t for t in range(1, vocab) if t != EOS], repeat=length - 1)), np.int32).reshape(-1, length - 1)
+        bodies = np.array(
+            list(itertools.product([t for t in range(1, vocab) if t != EOS], repeat=length - 1)), np.int32
+        ).reshape((vocab - 2) ** (length - 1), length - 1)
         texts = np.concatenate([bodies, np.full((len(bodies), 1), EOS, np.int32)], 1)
         inputs = np.concatenate([np.ones((len(texts), 1), np.int32), texts[:, :-1]], 1)
         where = {"segment_ids": jnp.ones(inputs.shape, jnp.int32)}
-        logp = jax.nn.log_softmax(model.apply(params, jnp.broadcast_to(source, (len(texts), source.shape[1])), jnp.asarray(inputs), **where))
+        logp = jax.nn.log_softmax(
+            model.apply(params, jnp.broadcast_to(source, (len(texts), source.shape[1])), jnp.asarray(inputs), **where)
+        )
         total = np.take_along_axis(np.asarray(logp), texts[..., None], -1)[..., 0].sum(-1)
         best += [(s, tuple(t)) for s, t in zip(total / ((5 + length) / 6) ** alpha, texts.tolist(), strict=True)]
     return sorted(best, reverse=True)
@@ -60,7 +64,15 @@ def test_beam_search_equals_brute_force(alpha, seed):
     beam = 64  # as wide as the search can get: exhaustive
     texts, scores = jax.jit(
         lambda p: beam_search(
-            model, p, jnp.ones((2, 1), jnp.int32), limits, beam_size=beam, alpha=alpha, max_new=5, eos_id=EOS, source_BxS=source
+            model,
+            p,
+            jnp.ones((2, 1), jnp.int32),
+            limits,
+            beam_size=beam,
+            alpha=alpha,
+            max_new=5,
+            eos_id=EOS,
+            source_BxS=source,
         )
     )(params["params"])
     for row in range(2):
@@ -76,9 +88,26 @@ def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
     model, params = make(small("encoder_decoder"))
     source, prompt, limits = tokens(0, 3, 6), jnp.ones((3, 1), jnp.int32), jnp.array([7, 4, 7])
     search = lambda rows, k: beam_search(
-        model, params["params"], prompt[rows], limits[rows], beam_size=k, alpha=0.6, max_new=8, eos_id=EOS, source_BxS=source[rows]
+        model,
+        params["params"],
+        prompt[rows],
+        limits[rows],
+        beam_size=k,
+        alpha=0.6,
+        max_new=8,
+        eos_id=EOS,
+        source_BxS=source[rows],
     )
-    greedy = sample(model, params["params"], prompt, limits, jax.random.split(jax.random.key(0), 3), max_new=8, eos_id=EOS, source_BxS=source)
+    greedy = sample(
+        model,
+        params["params"],
+        prompt,
+        limits,
+        jax.random.split(jax.random.key(0), 3),
+        max_new=8,
+        eos_id=EOS,
+        source_BxS=source,
+    )
     np.testing.assert_array_equal(search(slice(None), 1)[0][:, 0], greedy)
     together = search(slice(None), 4)
     assert len({tuple(t) for t in np.asarray(together[0][:, 0]).tolist()}) > 1
@@ -91,7 +120,15 @@ def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
 def test_greedy_decoding_takes_the_likeliest_token_of_the_whole_model():
     model, params = make(small("decoder"))
     prompt = tokens(3, 2, 3)
-    out = sample(model, params["params"], prompt, jnp.array([6, 2]), jax.random.split(jax.random.key(0), 2), max_new=6, eos_id=EOS)
+    out = sample(
+        model,
+        params["params"],
+        prompt,
+        jnp.array([6, 2]),
+        jax.random.split(jax.random.key(0), 2),
+        max_new=6,
+        eos_id=EOS,
+    )
     assert (np.asarray(out[1, 2:]) == 0).all()
     text = np.asarray(prompt)
     for k in range(6):

@@ -26,12 +26,20 @@ def plain(h, head, targets, weights, smoothing, z_loss):
 @pytest.mark.parametrize("bias", [True, False])
 def test_value_and_gradient(smoothing, z_loss, chunks, bias):
     k = jax.random.split(jax.random.key(0), 5)
-    h, head = jax.random.normal(k[0], (B, T, D)), Head(jax.random.normal(k[1], (V, D)), jax.random.normal(k[2], (V,)) if bias else None)
-    targets, weights = jax.random.randint(k[3], (B, T), 0, V), jax.random.bernoulli(k[4], 0.7, (B, T)).astype(jnp.float32)
+    h, head = (
+        jax.random.normal(k[0], (B, T, D)),
+        Head(jax.random.normal(k[1], (V, D)), jax.random.normal(k[2], (V,)) if bias else None),
+    )
+    targets, weights = (
+        jax.random.randint(k[3], (B, T), 0, V),
+        jax.random.bernoulli(k[4], 0.7, (B, T)).astype(jnp.float32),
+    )
     assert 0 < float(weights.mean()) < 1
     ours = lambda h, head: 3 * cross_entropy(h, head, targets, weights, smoothing, z_loss, chunks).loss
     value, grads = jax.value_and_grad(ours, (0, 1))(h, head)
-    expected, expected_grads = jax.value_and_grad(lambda h, head: 3 * plain(h, head, targets, weights, smoothing, z_loss), (0, 1))(h, head)
+    expected, expected_grads = jax.value_and_grad(
+        lambda h, head: 3 * plain(h, head, targets, weights, smoothing, z_loss), (0, 1)
+    )(h, head)
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
     assert float(ours(h, head)) == pytest.approx(float(expected), rel=1e-5)  # the path without gradients
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)

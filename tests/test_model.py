@@ -33,7 +33,9 @@ def influence(config):
         return model.apply(p, x, method="features")[0][0].sum(-1)
 
     table = params["params"]["embedding"]["embedding"]
-    assert len(set(np.asarray(x[0]).tolist())) == x.shape[1], "tokens must differ, for a row of the table to be one position"
+    assert len(set(np.asarray(x[0]).tolist())) == x.shape[1], (
+        "tokens must differ, for a row of the table to be one position"
+    )
     rows = jax.jacobian(out)(table)[:, x[0]]
     return np.abs(np.asarray(rows)).sum(-1) > 0
 
@@ -104,7 +106,9 @@ def test_scanned_layers_equal_unrolled_ones(family, placement):
     def stack(tree):
         layers = sorted(key for key in tree if key.startswith("layers_"))
         if layers:
-            tree = {k: v for k, v in tree.items() if k not in layers} | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *(tree[k] for k in layers))}
+            tree = {k: v for k, v in tree.items() if k not in layers} | {
+                "layers": jax.tree.map(lambda *x: jnp.stack(x), *(tree[k] for k in layers))
+            }
         return {k: stack(v) if isinstance(v, dict) else v for k, v in tree.items()}
 
     sides = inputs(config)
@@ -123,7 +127,9 @@ def test_remat_changes_no_gradient(remat, scan):
 
     def gradient(m):
         def loss(p):
-            return jnp.square(m.apply(p, *inputs(config), deterministic=False, rngs={"dropout": jax.random.key(3)})).mean()
+            return jnp.square(
+                m.apply(p, *inputs(config), deterministic=False, rngs={"dropout": jax.random.key(3)})
+            ).mean()
 
         return jax.jit(jax.grad(loss))(params)
 
@@ -163,7 +169,9 @@ def test_relative_schemes_do_not_move_when_all_positions_shift(position):
     model, params = make(small("decoder", position=position))
     (x,) = inputs(model.config)
     at = jnp.arange(x.shape[1])[None]
-    np.testing.assert_allclose(model.apply(params, x, positions=at), model.apply(params, x, positions=at + 11), atol=2e-4)
+    np.testing.assert_allclose(
+        model.apply(params, x, positions=at), model.apply(params, x, positions=at + 11), atol=2e-4
+    )
 
 
 @pytest.mark.parametrize("position", SCHEMES)
@@ -197,11 +205,16 @@ def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
     alone = small("decoder", norm_placement="deepnorm", num_decoder_layers=5).placement("decoder")
     assert (alone.residual_scale, alone.branch_gain) == (pytest.approx(10**0.25), pytest.approx(40**-0.25))
     plain, scaled = (
-        make(small("decoder", norm_placement=p, num_decoder_layers=5), noise=0)[1]["params"]["decoder"]["layers"] for p in ("post", "deepnorm")
+        make(small("decoder", norm_placement=p, num_decoder_layers=5), noise=0)[1]["params"]["decoder"]["layers"]
+        for p in ("post", "deepnorm")
     )
     for part, gain in {"value": alone.branch_gain, "out": alone.branch_gain, "query": 1.0, "key": 1.0}.items():
-        np.testing.assert_allclose(scaled["self_attention"][part]["kernel"], gain * plain["self_attention"][part]["kernel"], rtol=1e-5)
-    np.testing.assert_allclose(scaled["feed_forward"]["in"]["kernel"], alone.branch_gain * plain["feed_forward"]["in"]["kernel"], rtol=1e-5)
+        np.testing.assert_allclose(
+            scaled["self_attention"][part]["kernel"], gain * plain["self_attention"][part]["kernel"], rtol=1e-5
+        )
+    np.testing.assert_allclose(
+        scaled["feed_forward"]["in"]["kernel"], alone.branch_gain * plain["feed_forward"]["in"]["kernel"], rtol=1e-5
+    )
 
 
 def test_rezero_starts_as_the_identity():
@@ -213,16 +226,21 @@ def test_rezero_starts_as_the_identity():
 
 @pytest.mark.parametrize("position", SCHEMES)
 def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(position):
-    from transformer.model.attention_backends import BACKENDS, Inputs
-
     from transformer.model import positions
+    from transformer.model.attention_backends import BACKENDS, Inputs
 
     config = small("decoder", position=position)
     where = Tokens(jnp.arange(3)[None], jnp.array([[0, 1, 1]]))  # the first is padding
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (1, 3, n, 4)) for key, n in zip(keys, (4, 2, 2), strict=True))
     scheme = positions.build(position)
-    scheme = scheme.replace(table_RxN=jnp.ones((32, 4))) if position == "t5" else scheme.replace(num_heads=4) if position == "alibi" else scheme
+    scheme = (
+        scheme.replace(table_RxN=jnp.ones((32, 4)))
+        if position == "t5"
+        else scheme.replace(num_heads=4)
+        if position == "alibi"
+        else scheme
+    )
     given = Inputs(CAUSAL & SAME_SEGMENT, where, where, scheme, config.d_head**-0.5)
     for attend in BACKENDS.values():
         out = attend(q, k, v, given)
@@ -239,7 +257,9 @@ def test_whatever_stands_in_a_padded_position_reaches_nothing():
     base = model.apply(params, x)
     poisoned = jax.tree.map(lambda a: a, params)
     poisoned["params"]["embedding"]["embedding"] = params["params"]["embedding"]["embedding"].at[0].set(1e30)
-    np.testing.assert_array_equal(model.apply(poisoned, x, method="features")[0][:, :5], model.apply(params, x, method="features")[0][:, :5])
+    np.testing.assert_array_equal(
+        model.apply(poisoned, x, method="features")[0][:, :5], model.apply(params, x, method="features")[0][:, :5]
+    )
     assert base.shape == (1, 7, 37)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from transformer.config import Experiment, MeshConfig, OptimizerConfig, from_mapping
-from transformer.data.objectives import Segment
 from transformer.data.batching import assemble
+from transformer.data.objectives import Segment
 from transformer.errors import UserError
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
@@ -61,7 +61,14 @@ def one_device():
     return {family: train_steps(experiment(family)) for family in ("decoder", "encoder_decoder")}
 
 
-MESHES = [{"data": 2}, {"data": 8}, {"fsdp": 8, "data": 1}, {"tensor": 4, "data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": -1, "tensor": 2}]
+MESHES = [
+    {"data": 2},
+    {"data": 8},
+    {"fsdp": 8, "data": 1},
+    {"tensor": 4, "data": 1},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": -1, "tensor": 2},
+]
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
@@ -80,7 +87,10 @@ def test_every_mesh_gives_the_losses_of_one_device(one_device, family, mesh):
 
 def test_dropout_is_the_same_on_every_mesh():
     """Random bits belong to positions in the global array, not to devices."""
-    losses = [train_steps(experiment(mesh=mesh, model={"dropout": 0.3, "attention_dropout": 0.2}))[0] for mesh in ({"data": 1}, {"data": 4, "tensor": 2})]
+    losses = [
+        train_steps(experiment(mesh=mesh, model={"dropout": 0.3, "attention_dropout": 0.2}))[0]
+        for mesh in ({"data": 1}, {"data": 4, "tensor": 2})
+    ]
     assert losses[0] != train_steps(experiment())[0]
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
 
@@ -104,7 +114,12 @@ def test_training_is_deterministic():
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
 def test_every_optimizer_learns_and_shards(name):
     base = experiment("decoder", {"data": 2, "fsdp": 4})
-    config = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, name=name, learning_rate={"sgd": 0.5, "lion": 3e-3}.get(name, 0.02)))
+    config = dataclasses.replace(
+        base,
+        optimizer=dataclasses.replace(
+            base.optimizer, name=name, learning_rate={"sgd": 0.5, "lion": 3e-3}.get(name, 0.02)
+        ),
+    )
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
         _, placed = abstract_state(config, model, optimizer, mesh)
@@ -118,7 +133,9 @@ def test_every_optimizer_learns_and_shards(name):
 
 def test_adamw_is_the_textbooks_update():
     """One parameter, three steps, by hand; decay on matrices alone."""
-    config = OptimizerConfig(schedule="constant", learning_rate=0.1, warmup_steps=0, b1=0.9, b2=0.99, epsilon=1e-8, weight_decay=0.5)
+    config = OptimizerConfig(
+        schedule="constant", learning_rate=0.1, warmup_steps=0, b1=0.9, b2=0.99, epsilon=1e-8, weight_decay=0.5
+    )
     optimizer = build_optimizer(config, 10)
     params = {"kernel": jnp.array([[2.0]]), "bias": jnp.array([2.0])}
     state, m, v, expected = optimizer.init(params), 0.0, 0.0, {"kernel": 2.0, "bias": 2.0}
@@ -177,7 +194,11 @@ def boxed(names, shape):
 @pytest.mark.parametrize(
     ("names", "shape", "message"),
     [
-        (("embed", "hedas"), (16, 4), "layer/kernel: the sharding table has no logical name 'hedas'; did you mean 'heads'"),
+        (
+            ("embed", "hedas"),
+            (16, 4),
+            "layer/kernel: the sharding table has no logical name 'hedas'; did you mean 'heads'",
+        ),
         (("heads", "ff"), (16, 4), "layer/kernel: two of its dimensions"),
         (("embed", "heads"), (16, 3), "layer/kernel: dimension 'heads' of 3 does not divide over 2 devices"),
     ],
@@ -190,21 +211,40 @@ def test_the_table_is_checked_and_names_the_parameter(names, shape, message):
 
 def test_every_parameter_of_every_family_has_names_that_the_table_knows():
     for family in ("encoder", "decoder", "encoder_decoder"):
-        for fields in ({"position": "learned", "tie_embeddings": False, "logit_bias": True, "glu": True}, {"position": "t5", "norm_placement": "rezero"}):
-            config = from_mapping(Experiment, {"model": {"family": "decoder", **SMALL}, "data": {"corpus": "pydoc", "length": 8}})
-            config = dataclasses.replace(experiment(), model=dataclasses.replace(config.model, family=family, num_encoder_layers=2, num_decoder_layers=2, **fields))
+        for fields in (
+            {"position": "learned", "tie_embeddings": False, "logit_bias": True, "glu": True},
+            {"position": "t5", "norm_placement": "rezero"},
+        ):
+            config = from_mapping(
+                Experiment, {"model": {"family": "decoder", **SMALL}, "data": {"corpus": "pydoc", "length": 8}}
+            )
+            config = dataclasses.replace(
+                experiment(),
+                model=dataclasses.replace(
+                    config.model, family=family, num_encoder_layers=2, num_decoder_layers=2, **fields
+                ),
+            )
             mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-            abstract, placed = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 10), mesh)
+            abstract, placed = abstract_state(
+                config, build_model(config.model), build_optimizer(config.optimizer, 10), mesh
+            )
             for path, sharding in jax.tree_util.tree_leaves_with_path(placed.params):
                 matrix = path[-1].key in ("kernel", "embedding")
-                assert bool(sharding.spec) == matrix or path[-1].key in ("bias", "relative_bias", "position_embedding"), path
+                assert bool(sharding.spec) == matrix or path[-1].key in (
+                    "bias",
+                    "relative_bias",
+                    "position_embedding",
+                ), path
             text = describe(abstract.params, placed.params, mesh)
             assert "data 2 x fsdp 2 x tensor 2" in text
     assert len({name for name, _ in RULES}) == len(RULES)
 
 
 def test_a_mesh_larger_than_the_machine_is_refused():
-    for sizes, message in [({"data": 16}, "needs 16 devices, but there are 8"), ({"data": -1, "tensor": 3}, "take 3 devices, which does not divide the 8")]:
+    for sizes, message in [
+        ({"data": 16}, "needs 16 devices, but there are 8"),
+        ({"data": -1, "tensor": 3}, "take 3 devices, which does not divide the 8"),
+    ]:
         with pytest.raises(UserError, match=message):
             make_mesh(MeshConfig(**sizes))
 
@@ -258,7 +298,9 @@ def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypat
     states = []
     for name in ("whole", "parts"):
         with use(make_mesh(run_config.mesh)) as mesh:
-            abstract, _ = abstract_state(run_config, build_model(run_config.model), build_optimizer(run_config.optimizer, 12), mesh)
+            abstract, _ = abstract_state(
+                run_config, build_model(run_config.model), build_optimizer(run_config.optimizer, 12), mesh
+            )
             states.append(jax.device_get(Checkpoints(tmp_path / name).restore(abstract, 12)[0]))
     jax.tree.map(np.testing.assert_array_equal, *states)
 
@@ -270,7 +312,10 @@ def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
     train(dataclasses.replace(shorter, train=dataclasses.replace(shorter.train, steps=6)), tmp_path / "run")
     assert train(dataclasses.replace(shorter, mesh=MeshConfig(data=2, fsdp=2, tensor=2)), tmp_path / "run") == 12
     assert train(shorter, tmp_path / "one") == 12
-    losses = [[line["train/loss"] for line in curve(tmp_path / name) if "train/loss" in line and line["step"] in (4, 12)] for name in ("run", "one")]
+    losses = [
+        [line["train/loss"] for line in curve(tmp_path / name) if "train/loss" in line and line["step"] in (4, 12)]
+        for name in ("run", "one")
+    ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
@@ -291,7 +336,10 @@ def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config
     claim(tmp_path / "run", run_config)
     claim(tmp_path / "run", dataclasses.replace(run_config, mesh=MeshConfig(data=1)))
     with pytest.raises(UserError, match=r"model.d_ff was 32, is 64; seed was 0, is 3"):
-        claim(tmp_path / "run", dataclasses.replace(run_config, seed=3, model=dataclasses.replace(run_config.model, d_ff=64)))
+        claim(
+            tmp_path / "run",
+            dataclasses.replace(run_config, seed=3, model=dataclasses.replace(run_config.model, d_ff=64)),
+        )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="no run of ours"):
@@ -303,7 +351,10 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp
     from transformer.training.loop import train
 
     train(run_config, tmp_path / "run")
-    for fields, message in [({"d_ff": 64}, r"feed_forward/in/bias is 2x32 there, 2x64 here"), ({"position": "learned"}, "position_embedding is absent there")]:
+    for fields, message in [
+        ({"d_ff": 64}, r"feed_forward/in/bias is 2x32 there, 2x64 here"),
+        ({"position": "learned"}, "position_embedding is absent there"),
+    ]:
         other = dataclasses.replace(run_config, model=dataclasses.replace(run_config.model, **fields))
         with use(make_mesh(run_config.mesh)) as mesh, pytest.raises(UserError, match=message):
             load_trained(tmp_path / "run", other, mesh)
@@ -314,7 +365,9 @@ def test_the_mean_of_checkpoints(run_config, tmp_path):
     from transformer.training.checkpoint import Checkpoints
     from transformer.training.loop import train
 
-    config = dataclasses.replace(run_config, train=dataclasses.replace(run_config.train, ema_decay=0.0, average_checkpoints=2))
+    config = dataclasses.replace(
+        run_config, train=dataclasses.replace(run_config.train, ema_decay=0.0, average_checkpoints=2)
+    )
     train(config, tmp_path / "run")
     with use(make_mesh(config.mesh)) as mesh:
         abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 12), mesh)
@@ -322,14 +375,18 @@ def test_the_mean_of_checkpoints(run_config, tmp_path):
         assert folder.steps == [5, 10, 12]
         a, b = (folder.restore(abstract, step)[0].params for step in (10, 12))
         mean = load_trained(tmp_path / "run", config, mesh).params
-        assert any(np.abs(np.asarray(x - y)).max() > 0 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+        assert any(
+            np.abs(np.asarray(x - y)).max() > 0 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        )
         jax.tree.map(lambda m, x, y: np.testing.assert_allclose(m, (x + y) / 2, atol=1e-7), mean, a, b)
 
 
 def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
     from transformer.training.loop import train
 
-    wild = dataclasses.replace(run_config, optimizer=OptimizerConfig(name="sgd", learning_rate=1e30, schedule="constant", warmup_steps=0))
+    wild = dataclasses.replace(
+        run_config, optimizer=OptimizerConfig(name="sgd", learning_rate=1e30, schedule="constant", warmup_steps=0)
+    )
     with pytest.raises(UserError, match="training diverged: the loss is (nan|inf) at step"):
         train(wild, tmp_path / "run")
     assert curve(tmp_path / "run")[-1]["train/diverged"] is True

@@ -1,9 +1,9 @@
 """Transformers in JAX and Flax: one model for every architecture, one command for every machine.
 
-    from transformer import ModelConfig, build_model
-    model  = build_model(ModelConfig(family="decoder", vocab_size=8192))
-    params = model.init(key, tokens)
-    logits = model.apply(params, tokens)
+from transformer import ModelConfig, build_model
+model  = build_model(ModelConfig(family="decoder", vocab_size=8192))
+params = model.init(key, tokens)
+logits = model.apply(params, tokens)
 """
 
 from transformer.config import Experiment, ModelConfig, load_experiment

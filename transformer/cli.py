@@ -44,11 +44,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m transformer", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m transformer", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(metavar="VERB", title="verbs")
 
     def verb(name, run, about, detail=""):
-        sub = verbs.add_parser(name, help=about, description=detail or about, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = verbs.add_parser(
+            name, help=about, description=detail or about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         sub.set_defaults(run=run)
         return sub
 
@@ -88,7 +92,9 @@ def _overrides(rest: list[str]) -> dict[str, str]:
     while rest:
         arg = rest.pop(0)
         if not arg.startswith("--config."):
-            raise UserError(f"no argument {arg!r}; fields of the experiment are set with --config.SECTION.FIELD=VALUE, and --help shows the rest")
+            raise UserError(
+                f"no argument {arg!r}; fields of the experiment are set with --config.SECTION.FIELD=VALUE, and --help shows the rest"
+            )
         key, equals, value = arg.removeprefix("--config.").partition("=")
         if not equals:
             if not rest or rest[0].startswith("--"):
@@ -121,7 +127,9 @@ def _train(args, overrides) -> int:
 
     done = train(config, args.workdir)
     if done < config.train.steps:
-        print(f"stopped at step {done:,} of {config.train.steps:,}; the same command goes on from there", file=sys.stderr)
+        print(
+            f"stopped at step {done:,} of {config.train.steps:,}; the same command goes on from there", file=sys.stderr
+        )
         return 143
     print(f"trained {done:,} steps; next: python -m transformer evaluate --workdir={args.workdir}", file=sys.stderr)
     return 0
@@ -134,7 +142,9 @@ def _open(args, overrides):
 
     for key in overrides:
         if key.split(".")[0] not in ("decoding", "mesh", "platform", "seed"):
-            raise UserError(f"--config.{key}: a trained run keeps its config; only decoding, mesh, platform and seed can be set here")
+            raise UserError(
+                f"--config.{key}: a trained run keeps its config; only decoding, mesh, platform and seed can be set here"
+            )
     config: Experiment = apply_overrides(load_config(args.workdir), overrides)
     _start_jax()
     from transformer.parallel.mesh import start

@@ -113,13 +113,17 @@ class ModelConfig:
             set_("d_head", self.d_model // self.num_heads)
         set_("num_kv_heads", self.num_kv_heads or self.num_heads)
         if self.num_heads % self.num_kv_heads:
-            raise UserError(f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}")
+            raise UserError(
+                f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
+            )
         for side in ("encoder", "decoder"):
             layers = f"num_{side}_layers"
             if side not in self.family:
                 set_(layers, 0)
             elif getattr(self, layers) < 1:
-                raise UserError(f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1")
+                raise UserError(
+                    f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
+                )
         if not 0 <= self.pad_id < self.vocab_size:
             raise UserError(f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}")
         for field in ("position", "norm_placement"):
@@ -184,7 +188,9 @@ class DataConfig:
     train: str = ""  # a path or glob, local or gs://; paired: "source,target"; huggingface: "name[/subset]:split"
     valid: str = ""  # "": held out from train
     test: str = ""
-    fields: tuple[str, ...] = ()  # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers
+    fields: tuple[
+        str, ...
+    ] = ()  # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers
     reverse: bool = False  # swap source and target
     objective: Choice = "causal_lm"  # seq2seq | causal_lm
     length: int = 128  # tokens in a row, on each side
@@ -198,14 +204,18 @@ class DataConfig:
 
     def __post_init__(self):
         if bool(self.corpus) == bool(self.train):
-            raise UserError("data.corpus or data.train: name one of them (python -m transformer data lists the corpora)")
+            raise UserError(
+                "data.corpus or data.train: name one of them (python -m transformer data lists the corpora)"
+            )
         _one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface"))
         _one_of("data.too_long", self.too_long, ("drop", "cut"))
         _at_least("data", self, 2, "length")
         _at_least("data", self, 1, "batch_size", "held_out")
         if self.buckets:
             if self.packing:
-                raise UserError("data.buckets: rows are either packed or bucketed; set data.packing=False or leave out data.buckets")
+                raise UserError(
+                    "data.buckets: rows are either packed or bucketed; set data.packing=False or leave out data.buckets"
+                )
             if sorted(set(self.buckets)) != list(self.buckets) or self.buckets[-1] != self.length:
                 raise UserError(f"data.buckets: {self.buckets} must grow and end in data.length = {self.length}")
 
@@ -232,7 +242,9 @@ class OptimizerConfig:
         _one_of("optimizer.schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "wsd", "constant"))
         _at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm")
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
-            raise UserError("optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' is measured in warm-ups; set it to 1 or more")
+            raise UserError(
+                "optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' is measured in warm-ups; set it to 1 or more"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +311,9 @@ class DecodingConfig:
         _at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")
         _at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
         if self.beam_size > 1 and self.temperature:
-            raise UserError("decoding.beam_size and decoding.temperature: beam search does not sample; set one of them back")
+            raise UserError(
+                "decoding.beam_size and decoding.temperature: beam search does not sample; set one of them back"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"decoding.top_p: {self.top_p} must lie in (0, 1]")
 
@@ -320,9 +334,13 @@ class Experiment:
     def __post_init__(self):
         _one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
         if self.data.length > self.model.max_length:
-            raise UserError(f"data.length: {self.data.length} is longer than model.max_length = {self.model.max_length}")
+            raise UserError(
+                f"data.length: {self.data.length} is longer than model.max_length = {self.model.max_length}"
+            )
         if self.data.batch_size % self.train.accumulate:
-            raise UserError(f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}")
+            raise UserError(
+                f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}"
+            )
         objective = self.data.objective if isinstance(self.data.objective, str) else self.data.objective.get("name")
         families = {"seq2seq": "encoder_decoder", "causal_lm": "decoder"}
         _one_of("data.objective", objective, families)
@@ -438,7 +456,11 @@ def _override(tree: dict, dotted: str, text: str) -> None:
         path += key
         fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
         if key not in fields:
-            raise UserError(f"--config.{path}: no such field; {nearest(key, fields)}" if fields else f"--config.{dotted}: {path} has no fields")
+            raise UserError(
+                f"--config.{path}: no such field; {nearest(key, fields)}"
+                if fields
+                else f"--config.{dotted}: {path} has no fields"
+            )
         cls = fields[key]
         if isinstance(node.get(key), str):  # position="rotary" becomes dict(name="rotary", theta=...)
             node[key] = {"name": node[key]}

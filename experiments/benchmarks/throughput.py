@@ -19,7 +19,15 @@ import time
 
 CASES = {
     # name: tokens a step and the sizes of both models
-    "encoder_decoder": {"layers": 6, "d_model": 512, "d_ff": 2048, "heads": 8, "vocab": 16384, "rows": 64, "length": 32},
+    "encoder_decoder": {
+        "layers": 6,
+        "d_model": 512,
+        "d_ff": 2048,
+        "heads": 8,
+        "vocab": 16384,
+        "rows": 64,
+        "length": 32,
+    },
     "decoder": {"layers": 6, "d_model": 256, "d_ff": 1024, "heads": 4, "vocab": 8192, "rows": 16, "length": 256},
 }
 
@@ -46,7 +54,13 @@ def jax_side(case: str) -> None:
         "num_encoder_layers": c["layers"], "num_decoder_layers": c["layers"], "max_length": c["length"], "dropout": 0.1, "scan_layers": False,
     }  # fmt: skip
     if two_sides:
-        model |= {"position": "sinusoidal", "norm_placement": "post", "activation": "relu", "embedding_scale": True, "logit_bias": True}
+        model |= {
+            "position": "sinusoidal",
+            "norm_placement": "post",
+            "activation": "relu",
+            "embedding_scale": True,
+            "logit_bias": True,
+        }
     else:
         model |= {"position": "learned", "norm_placement": "pre", "activation": "gelu_tanh", "attention_dropout": 0.1}
     config = from_mapping(Experiment, {
@@ -55,7 +69,10 @@ def jax_side(case: str) -> None:
     })  # fmt: skip
     rng, shape = np.random.default_rng(0), (c["rows"], c["length"])
     ids = lambda: rng.integers(3, c["vocab"], shape).astype(np.int32)
-    where = {"segments": np.ones(shape, np.int32), "positions": np.tile(np.arange(c["length"], dtype=np.int32), (c["rows"], 1))}
+    where = {
+        "segments": np.ones(shape, np.int32),
+        "positions": np.tile(np.arange(c["length"], dtype=np.int32), (c["rows"], 1)),
+    }
     batch = {"inputs": ids(), "targets": ids(), "weights": np.ones(shape, np.float32), **where}
     if two_sides:
         batch |= {"source": ids()} | {f"source_{k}": v for k, v in where.items()}
@@ -130,8 +147,15 @@ def serve(once, facts: dict) -> None:
 
 
 def compare(case: str, rounds: int, same_allocator: bool) -> None:
-    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"} if same_allocator else {}
-    environments = {"jax": os.environ | {"JAX_PLATFORMS": "cpu"}, "torch": os.environ | keep | {"TRANSFORMERS_VERBOSITY": "error"}}
+    keep = (
+        {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"}
+        if same_allocator
+        else {}
+    )
+    environments = {
+        "jax": os.environ | {"JAX_PLATFORMS": "cpu"},
+        "torch": os.environ | keep | {"TRANSFORMERS_VERBOSITY": "error"},
+    }
     sides = {
         side: subprocess.Popen([sys.executable, __file__, f"--side={side}", case], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         for side, env in environments.items()
@@ -151,12 +175,18 @@ def compare(case: str, rounds: int, same_allocator: bool) -> None:
     ours, theirs = (statistics.median(times[side]) for side in ("jax", "torch"))
     tokens, attentions = c["rows"] * c["length"], (3 if case == "encoder_decoder" else 1) * c["layers"]
     flops = 6 * facts["jax"]["parameters"] * tokens + 12 * attentions * c["length"] * c["d_model"] * tokens
-    print(f"{case}: {c['layers']} layers, d_model {c['d_model']}, {c['rows']} x {c['length']} tokens, vocabulary {c['vocab']:,}")
-    print(f"  parameters     ours {facts['jax']['parameters']:,}, PyTorch {facts['torch']['parameters']:,}; PyTorch on {facts['torch']['threads']} threads")
+    print(
+        f"{case}: {c['layers']} layers, d_model {c['d_model']}, {c['rows']} x {c['length']} tokens, vocabulary {c['vocab']:,}"
+    )
+    print(
+        f"  parameters     ours {facts['jax']['parameters']:,}, PyTorch {facts['torch']['parameters']:,}; PyTorch on {facts['torch']['threads']} threads"
+    )
     print(f"  seconds a step ours {ours:.3f}, PyTorch {theirs:.3f}")
     print(f"  ratio          {statistics.median(ratios):.2f} (rounds: {min(ratios):.2f} to {max(ratios):.2f})")
     print(f"  tokens/s       {tokens / ours:,.0f}")
-    print(f"  of this machine's matrix-multiply rate ({facts['jax']['matmul_flops'] / 1e9:.0f} GFLOP/s): {flops / ours / facts['jax']['matmul_flops']:.0%}")
+    print(
+        f"  of this machine's matrix-multiply rate ({facts['jax']['matmul_flops'] / 1e9:.0f} GFLOP/s): {flops / ours / facts['jax']['matmul_flops']:.0%}"
+    )
 
 
 def main() -> None:

@@ -24,7 +24,16 @@ class Batches:
     with rows of weight zero.
     """
 
-    def __init__(self, rows: Rows, *, length: int, batch_size: int, buckets: Sequence[int] = (), seed: int | None, steps: int | None = None):
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        length: int,
+        batch_size: int,
+        buckets: Sequence[int] = (),
+        seed: int | None,
+        steps: int | None = None,
+    ):
         self._rows, self._seed, self.report = rows, seed, rows.report
         self._widths = list(buckets) or [length]
         self._sizes = [batch_size * length // width for width in self._widths]
@@ -43,7 +52,9 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         epoch, index = divmod(step, self.per_epoch)
         bucket, rows = self._plan(epoch)[index]
-        rng = lambda row: np.random.Generator(np.random.Philox(key=[self._seed or 0, step], counter=[0, 0, 0, int(row)]))
+        rng = lambda row: np.random.Generator(
+            np.random.Philox(key=[self._seed or 0, step], counter=[0, 0, 0, int(row)])
+        )
         segments = [self._rows.segments(int(row), rng(row)) for row in rows]
         segments += [[]] * (self._sizes[bucket] - len(rows))
         return assemble(segments, self._widths[bucket])
@@ -52,7 +63,11 @@ class Batches:
         """(bucket, rows) of every batch of an epoch; the last plan is kept."""
         current = self._epoch
         if current is None or current[0] != epoch:
-            shuffle = np.random.Generator(np.random.Philox(key=[self._seed, epoch])).permutation if self._seed is not None else np.asarray
+            shuffle = (
+                np.random.Generator(np.random.Philox(key=[self._seed, epoch])).permutation
+                if self._seed is not None
+                else np.asarray
+            )
             pools = [iter(_chunks(shuffle(m), size)) for m, size in zip(self._members, self._sizes, strict=True)]
             current = self._epoch = epoch, [(int(b), next(pools[b])) for b in shuffle(self._order)]
         return current[1]

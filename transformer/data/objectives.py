@@ -5,6 +5,7 @@ rows to batches, is the same for all. A new objective is a new class here, and o
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -73,7 +74,7 @@ class LMRows:
         inner = self._ends[np.searchsorted(self._ends, start, "right") : np.searchsorted(self._ends, stop, "left")]
         bounds = [start, *map(int, inner), stop]
         out = []
-        for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+        for a, b in itertools.pairwise(bounds):
             targets = np.asarray(self._ids[a:b], np.int32)
             before = BOS if a == 0 or self._ids[a - 1] == EOS else int(self._ids[a - 1])
             out.append(Segment(np.concatenate([[before], targets[:-1]]).astype(np.int32), targets))
@@ -97,7 +98,9 @@ class PairRows:
         self._source, self._target, self._length = source, target, config.length
         needed = np.maximum(source.lengths, target.lengths)
         long = needed > config.length
-        self.report = {"too long: " + ("dropped" if config.too_long == "drop" else "cut"): int(long.sum())} if long.any() else {}
+        self.report = (
+            {"too long: " + ("dropped" if config.too_long == "drop" else "cut"): int(long.sum())} if long.any() else {}
+        )
         pairs = np.flatnonzero(~long) if config.too_long == "drop" else np.arange(len(needed))
         if config.packing:
             sizes = [np.minimum(texts.lengths[pairs], config.length) for texts in (source, target)]

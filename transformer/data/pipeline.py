@@ -30,7 +30,9 @@ class Data:
             seed=self.config.seed if train else None, steps=self.config.train.steps if train else None,
         )  # fmt: skip
         if not batches.per_epoch:
-            raise UserError(f"data.batch_size: {data.batch_size} rows of {data.length} tokens are more than the {part} text holds; lower it")
+            raise UserError(
+                f"data.batch_size: {data.batch_size} rows of {data.length} tokens are more than the {part} text holds; lower it"
+            )
         return batches
 
     def describe(self) -> dict:

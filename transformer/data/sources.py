@@ -48,7 +48,9 @@ def expand(pattern: str) -> list[epath.Path]:
         if not path.exists():
             raise UserError(f"data: no file {pattern}")
         return [path]
-    files = sorted(f for f in path.parent.iterdir() if fnmatch.fnmatch(f.name, path.name)) if path.parent.exists() else []
+    files = (
+        sorted(f for f in path.parent.iterdir() if fnmatch.fnmatch(f.name, path.name)) if path.parent.exists() else []
+    )
     if not files:
         raise UserError(f"data: no file matches {pattern}")
     return files
@@ -61,7 +63,9 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
             try:
                 yield number, line.decode("utf-8").rstrip("\r\n")
             except UnicodeDecodeError as e:
-                raise UserError(f"{file}:{number}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1}); convert the file") from None
+                raise UserError(
+                    f"{file}:{number}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1}); convert the file"
+                ) from None
 
 
 def _text(file: epath.Path, fields) -> Iterator[Example]:
@@ -79,7 +83,9 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
             continue
         cells = line.split("\t")
         if len(cells) <= max(columns):
-            raise UserError(f"{file}:{number}: expected source, tab, target; found {len(cells) - 1} tab(s) in {line[:60]!r}")
+            raise UserError(
+                f"{file}:{number}: expected source, tab, target; found {len(cells) - 1} tab(s) in {line[:60]!r}"
+            )
         yield tuple(cells[c].strip() for c in columns)
 
 
@@ -146,6 +152,8 @@ def _huggingface(path: str, fields) -> Iterator[Example]:
         dataset = datasets.load_dataset(repository, subset or None, split=split or "train")
     missing = [f for f in fields if f not in dataset.column_names]
     if missing:
-        raise UserError(f"data: {path} has no column {missing[0]!r}; there is: {', '.join(dataset.column_names)}; set data.fields")
+        raise UserError(
+            f"data: {path} has no column {missing[0]!r}; there is: {', '.join(dataset.column_names)}; set data.fields"
+        )
     for row in dataset:
         yield tuple(str(row[f]) for f in fields)

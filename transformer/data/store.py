@@ -77,7 +77,18 @@ def open_store(config: DataConfig, vocab_size: int, sides: int) -> Store:
     return Store(folder, load_tokenizer(folder / "tokenizer.model"), json.loads((folder / "meta.json").read_text()))
 
 
-_DEPENDS_ON = ("corpus", "format", "train", "valid", "test", "fields", "reverse", "held_out", "max_examples", "tokenizer")
+_DEPENDS_ON = (
+    "corpus",
+    "format",
+    "train",
+    "valid",
+    "test",
+    "fields",
+    "reverse",
+    "held_out",
+    "max_examples",
+    "tokenizer",
+)
 
 
 class _Text:
@@ -114,7 +125,9 @@ class _Text:
             return
         if self._assigned is None:
             parts, components = split.assign(self._file("train"), self.held_out)
-            self._assigned = np.array([split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts], np.int8)
+            self._assigned = np.array(
+                [split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts], np.int8
+            )
             if components <= 2 * self.held_out:
                 raise UserError(
                     f"data.held_out: {self.held_out} sources for each of valid and test leave nothing to train on: "
@@ -144,13 +157,17 @@ def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> Non
     if config.tokenizer.path:
         tokenizer = load_tokenizer(config.tokenizer.path)
         if tokenizer.vocab_size > vocab_size:
-            raise UserError(f"model.vocab_size: {vocab_size}, but {config.tokenizer.path} has {tokenizer.vocab_size} pieces; raise it")
+            raise UserError(
+                f"model.vocab_size: {vocab_size}, but {config.tokenizer.path} has {tokenizer.vocab_size} pieces; raise it"
+            )
     else:
         tokenizer = train_tokenizer(config.tokenizer, vocab_size, itertools.chain.from_iterable(text.train()))
     (folder / "tokenizer.model").write_bytes(tokenizer.model)
     meta = {"tokenizer_sha256": tokenizer.sha256}
     for part in split.SPLITS:
-        meta[part] = _tokenise(folder, part, text.train() if part == "train" else text.read(part), tokenizer, text.sides)
+        meta[part] = _tokenise(
+            folder, part, text.train() if part == "train" else text.read(part), tokenizer, text.sides
+        )
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 

@@ -62,7 +62,9 @@ def beam_search(
     def grow(beams: Beams, logits_BxKxV: jax.Array) -> tuple[Beams, jax.Array, jax.Array]:
         """One token more. Returns the beams, which old beam each new live one continues, and its new token."""
         open_B = beams.step < limits_B
-        logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1).at[..., pad_id].set(NEVER) + beams.live_logp_BxK[..., None]
+        logp_BxKxV = (
+            jax.nn.log_softmax(logits_BxKxV, axis=-1).at[..., pad_id].set(NEVER) + beams.live_logp_BxK[..., None]
+        )
         top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(rows, -1), 2 * k)  # at most k of them end
         from_beam, token = flat // vocab, flat % vocab
         text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1).at[:, :, beams.step].set(token)
@@ -70,7 +72,10 @@ def beam_search(
         ends = token == eos_id
 
         score = jnp.where(ends & (real_logp > NEVER / 2), real_logp / length_penalty(beams.step + 1, alpha), NEVER)
-        all_scores, all_text = jnp.concatenate([beams.ended_score_BxK, score], 1), jnp.concatenate([beams.ended_BxKxL, text], 1)
+        all_scores, all_text = (
+            jnp.concatenate([beams.ended_score_BxK, score], 1),
+            jnp.concatenate([beams.ended_BxKxL, text], 1),
+        )
         ended_score, best = jax.lax.top_k(all_scores, k)
         ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
 
@@ -87,7 +92,9 @@ def beam_search(
         """Whether some row is open and has a live beam that might beat the worst hypothesis it keeps. Log-probabilities only fall,
         so the best a live beam can reach is its own at the largest penalty still possible."""
         best_B = beams.live_logp_BxK[:, 0] / length_penalty(limits_B, alpha)
-        return jnp.any((beams.step < limits_B) & (beams.live_logp_BxK[:, 0] > NEVER / 2) & (best_B > beams.ended_score_BxK[:, -1]))
+        return jnp.any(
+            (beams.step < limits_B) & (beams.live_logp_BxK[:, 0] > NEVER / 2) & (best_B > beams.ended_score_BxK[:, -1])
+        )
 
     def body(carry):
         beams, logits_BxKxV = carry
@@ -103,7 +110,9 @@ def beam_search(
     start = beams, jnp.broadcast_to(logits_BxV[:, None], (rows, k, vocab))
     beams, _ = jax.lax.while_loop(lambda carry: can_win(carry[0]), body, start)
     none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
-    live_score = jnp.where(beams.live_logp_BxK > NEVER / 2, beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha), NEVER)
+    live_score = jnp.where(
+        beams.live_logp_BxK > NEVER / 2, beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha), NEVER
+    )
     return (
         jnp.where(none_ended_B[..., None], beams.live_BxKxL, beams.ended_BxKxL),
         jnp.where(none_ended_B, live_score, beams.ended_score_BxK),

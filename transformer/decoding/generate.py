@@ -75,14 +75,18 @@ class Generator:
                 tokens = [BOS, *tokens[-(width - 1) :]] if width > 1 else [BOS]
                 read[r, width - len(tokens) :] = tokens
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), np.resize(np.asarray(numbers, np.uint32), rows))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(
+            jax.random.key(self.config.seed), np.resize(np.asarray(numbers, np.uint32), rows)
+        )
         if width not in self._compiled:
             self._compiled[width] = jax.jit(functools.partial(self._decode, max_new=self._max_new(width)))
         return np.asarray(self._compiled[width](self.params, read, limits, keys))[: len(ids)]
 
     def _max_new(self, width: int) -> int:
         decoding, max_length = self.config.decoding, self.config.model.max_length
-        return min(width + decoding.max_extra, max_length) if self._translates else min(decoding.max_extra, max_length - 1)
+        return (
+            min(width + decoding.max_extra, max_length) if self._translates else min(decoding.max_extra, max_length - 1)
+        )
 
     def _decode(self, params, read, limits, keys, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
@@ -91,7 +95,13 @@ class Generator:
         given = {"max_new": max_new, "eos_id": EOS, "source_BxS": source}
         if decoding.beam_size > 1:
             texts, _ = beam_search(
-                self._model, params, prompt, limits, beam_size=decoding.beam_size, alpha=decoding.length_penalty, **given
+                self._model,
+                params,
+                prompt,
+                limits,
+                beam_size=decoding.beam_size,
+                alpha=decoding.length_penalty,
+                **given,
             )
             return texts[:, 0]
         options = {"temperature": decoding.temperature, "top_k": decoding.top_k, "top_p": decoding.top_p}

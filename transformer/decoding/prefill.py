@@ -23,7 +23,9 @@ class Memory:
     source: Tokens | None
 
 
-def prefill(model: nn.Module, params: Any, prompt_BxP: jax.Array, slots: int, source_BxS: jax.Array | None = None) -> tuple[jax.Array, Memory]:
+def prefill(
+    model: nn.Module, params: Any, prompt_BxP: jax.Array, slots: int, source_BxS: jax.Array | None = None
+) -> tuple[jax.Array, Memory]:
     """Reads the prompts (padded on the left with `pad_id`) and returns the logits, [B, V], of what follows, and the memory.
 
     The memory has room for `slots` tokens, prompt included.

@@ -46,7 +46,9 @@ def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained
         raise UserError(f"--workdir: {workdir} has no checkpoint yet; go on training it, or set train.checkpoint_every")
     item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
-    return Trained(workdir, config, params, placed.params, load_tokenizer(workdir / "tokenizer.model"), checkpoints.steps[-1])
+    return Trained(
+        workdir, config, params, placed.params, load_tokenizer(workdir / "tokenizer.model"), checkpoints.steps[-1]
+    )
 
 
 def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict[str, float]:
@@ -61,10 +63,17 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict[str, floa
     if not language_model:
         began = time.perf_counter()
         generate = Generator(config, trained.params, trained.tokenizer)
-        show = lambda done, total: print(f"\rtranslating {done:,}/{total:,}", end="", file=sys.stderr) if sys.stderr.isatty() else None
-        sources, hypotheses, references, scores, signatures = translate_and_score(generate, data.store.examples(part), show)
+        show = lambda done, total: (
+            print(f"\rtranslating {done:,}/{total:,}", end="", file=sys.stderr) if sys.stderr.isatty() else None
+        )
+        sources, hypotheses, references, scores, signatures = translate_and_score(
+            generate, data.store.examples(part), show
+        )
         print("\r\x1b[K" if sys.stderr.isatty() else "", end="", file=sys.stderr)
-        found |= scores | {"sentences": len(sources), "sentences_per_second": len(sources) / (time.perf_counter() - began)}
+        found |= scores | {
+            "sentences": len(sources),
+            "sentences_per_second": len(sources) / (time.perf_counter() - began),
+        }
         _write_samples(trained.workdir / "samples.txt", sources, hypotheses, references)
     report = {"step": trained.step, "part": part} | found | {"signatures": signatures}
     (trained.workdir / f"{part}.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -74,6 +83,6 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict[str, floa
 def _write_samples(file: Path, sources, hypotheses, references) -> None:
     with file.open("w", encoding="utf-8") as out:
         for source, hypothesis, refs in zip(sources, hypotheses, references, strict=True):
-            out.write(f"source     {source}\nmodel      {hypothesis}\n" + "".join(f"reference  {r}\n" for r in refs) + "\n")
-
-
+            out.write(
+                f"source     {source}\nmodel      {hypothesis}\n" + "".join(f"reference  {r}\n" for r in refs) + "\n"
+            )

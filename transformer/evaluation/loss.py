@@ -10,7 +10,9 @@ from transformer.data.batching import Batches
 from transformer.training.loss import Sums
 
 
-def evaluate_loss(eval_step: Callable, params, batches: Batches, rows: NamedSharding, *, most: int = 0, text: dict | None = None) -> dict[str, float]:
+def evaluate_loss(
+    eval_step: Callable, params, batches: Batches, rows: NamedSharding, *, most: int = 0, text: dict | None = None
+) -> dict[str, float]:
     """Every row of `batches` once (or the first `most` batches), as means over tokens:
 
     loss        -log p(target), nats per token

@@ -24,7 +24,7 @@ class KeyValue:
 
     def write(self, k_BxTxKxH: jax.Array, v_BxTxKxH: jax.Array, index: jax.Array) -> "KeyValue":
         """Slots index .. index + T replaced."""
-        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), index, axis=1)  # noqa: E731
+        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), index, axis=1)
         return KeyValue(put(self.k_BxSxKxH, k_BxTxKxH), put(self.v_BxSxKxH, v_BxTxKxH))
 
 
@@ -46,7 +46,7 @@ class Cache:
 
     def append(self, tokens: Tokens) -> Tokens:
         """The tokens of all slots, once `tokens` stand in the next ones."""
-        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)  # noqa: E731
+        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)
         return jax.tree.map(put, self.tokens, tokens)
 
 
@@ -55,6 +55,8 @@ def empty_cache(config: "ModelConfig", batch: int, slots: int) -> Cache:
     blank = jnp.zeros((batch, slots, config.num_kv_heads, config.d_head), config.dtype)
     layer = LayerCache(KeyValue(blank, blank))
     depth = config.num_decoder_layers
-    layers = jax.tree.map(lambda x: jnp.zeros((depth, *x.shape), x.dtype), layer) if config.scan_layers else (layer,) * depth
+    layers = (
+        jax.tree.map(lambda x: jnp.zeros((depth, *x.shape), x.dtype), layer) if config.scan_layers else (layer,) * depth
+    )
     nothing = jnp.zeros((batch, slots), jnp.int32)
     return Cache(layers, Tokens(nothing, nothing), jnp.zeros((), jnp.int32))

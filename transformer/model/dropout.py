@@ -18,7 +18,9 @@ class Dropout(nn.Module):
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
         if deterministic or self.rate == 0.0:
             return x
-        return jnp.where(keep_mask(self.make_rng("dropout"), self.rate, x.shape), x / (1.0 - self.rate), 0).astype(x.dtype)
+        return jnp.where(keep_mask(self.make_rng("dropout"), self.rate, x.shape), x / (1.0 - self.rate), 0).astype(
+            x.dtype
+        )
 
 
 def keep_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:

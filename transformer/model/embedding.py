@@ -42,7 +42,9 @@ class Head:
     bias_V: jax.Array | None = None
 
     def __call__(self, h_BxTxD: jax.Array) -> jax.Array:
-        logits_BxTxV = jnp.einsum("BTD,VD->BTV", h_BxTxD, self.matrix_VxD.astype(h_BxTxD.dtype), preferred_element_type=jnp.float32)
+        logits_BxTxV = jnp.einsum(
+            "BTD,VD->BTV", h_BxTxD, self.matrix_VxD.astype(h_BxTxD.dtype), preferred_element_type=jnp.float32
+        )
         if self.bias_V is not None:
             logits_BxTxV += self.bias_V
         return nn.with_logical_constraint(logits_BxTxV, ("batch", "length", "activation_vocab"))
@@ -53,7 +55,9 @@ class Head:
         d_BxTxV = nn.with_logical_constraint(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxD.dtype)
         d_h_BxTxD = jnp.einsum("BTV,VD->BTD", d_BxTxV, self.matrix_VxD.astype(h_BxTxD.dtype))
         d_matrix_DxV = jnp.einsum("BTD,BTV->DV", h_BxTxD, d_BxTxV, preferred_element_type=jnp.float32)
-        d_bias_V = None if self.bias_V is None else jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32).astype(self.bias_V.dtype)
+        d_bias_V = (
+            None if self.bias_V is None else jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32).astype(self.bias_V.dtype)
+        )
         return d_h_BxTxD, Head(d_matrix_DxV.T.astype(self.matrix_VxD.dtype), d_bias_V)
 
 

@@ -32,7 +32,9 @@ class Linear(nn.Module):
         def init(key, shape, dtype):
             return matrix_init(cfg, self.gain)(key, (math.prod(inputs), math.prod(self.outputs)), dtype).reshape(shape)
 
-        kernel = self.param("kernel", nn.with_logical_partitioning(init, self.names), (*inputs, *self.outputs), cfg.param_dtype)
+        kernel = self.param(
+            "kernel", nn.with_logical_partitioning(init, self.names), (*inputs, *self.outputs), cfg.param_dtype
+        )
         y = jnp.tensordot(x.astype(cfg.dtype), kernel.astype(cfg.dtype), axes=contracted)
         if cfg.use_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.names[contracted:])

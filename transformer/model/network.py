@@ -30,7 +30,9 @@ class _Family(nn.Module):
 
     def _locate(self, tokens_BxT: jax.Array, **given) -> Tokens:
         if tokens_BxT.shape[1] > self.config.max_length:
-            raise ValueError(f"sequence of {tokens_BxT.shape[1]} tokens, but model.max_length = {self.config.max_length}")
+            raise ValueError(
+                f"sequence of {tokens_BxT.shape[1]} tokens, but model.max_length = {self.config.max_length}"
+            )
         return locate(tokens_BxT, self.config.pad_id, **given)
 
     def __call__(self, *tokens: jax.Array, **given) -> jax.Array:
@@ -47,7 +49,9 @@ class Encoder(_Family):
         self.encoder = Stack(self.config, "encoder")
         self.unembedding = Unembedding(self.config)
 
-    def features(self, tokens_BxT, *, positions=None, segment_ids=None, padding_mask=None, deterministic=True) -> tuple[jax.Array, Head]:
+    def features(
+        self, tokens_BxT, *, positions=None, segment_ids=None, padding_mask=None, deterministic=True
+    ) -> tuple[jax.Array, Head]:
         """The last hidden state, [B, T, D], and the head of a masked language model."""
         where = self._locate(tokens_BxT, positions=positions, segment_ids=segment_ids, padding_mask=padding_mask)
         h_BxTxD, _ = self.encoder(self.embedding(tokens_BxT), where, deterministic=deterministic)
@@ -86,7 +90,15 @@ class EncoderDecoder(_Family):
         self.unembedding = Unembedding(self.config)
 
     def features(
-        self, source_BxS, target_BxT, *, source_positions=None, source_segment_ids=None, source_padding_mask=None, deterministic=True, **given
+        self,
+        source_BxS,
+        target_BxT,
+        *,
+        source_positions=None,
+        source_segment_ids=None,
+        source_padding_mask=None,
+        deterministic=True,
+        **given,
     ) -> tuple[jax.Array, Head]:
         """The decoder's last hidden state, [B, T, D], and the head. `given`: the target's positions, segment_ids, padding_mask."""
         encoded = self.encode(
@@ -102,7 +114,9 @@ class EncoderDecoder(_Family):
         encoded_BxSxD, _ = self.encoder(self.embedding(source_BxS), where, deterministic=deterministic)
         return encoded_BxSxD, where
 
-    def decode(self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, **given) -> tuple[jax.Array, Cache]:
+    def decode(
+        self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, **given
+    ) -> tuple[jax.Array, Cache]:
         """The logits of these target tokens, which follow those in the cache, and the cache with them in it.
 
         The first call is given the encoder's output and keeps its keys and values in the cache; later ones pass None for it.

@@ -27,7 +27,11 @@ class Norm(nn.Module):
         x = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
         size = (x.shape[-1],)
         if self.gain:
-            x = x * self.param("gain", nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), size, self.param_dtype)
+            x = x * self.param(
+                "gain", nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), size, self.param_dtype
+            )
         if self.offset and self.kind == "layernorm":
-            x = x + self.param("offset", nn.with_logical_partitioning(nn.initializers.zeros, ("norm",)), size, self.param_dtype)
+            x = x + self.param(
+                "offset", nn.with_logical_partitioning(nn.initializers.zeros, ("norm",)), size, self.param_dtype
+            )
         return x.astype(x_BxTxD.dtype)

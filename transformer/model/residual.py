@@ -16,7 +16,6 @@ from flax.core import FrozenDict
 
 from transformer.errors import UserError, look_up, nearest
 from transformer.model.dropout import Dropout
-from transformer.model.norms import Norm
 
 if TYPE_CHECKING:
     from transformer.config import ModelConfig
@@ -73,7 +72,9 @@ PLACEMENTS: dict[str, Callable[..., Placement]] = {
 
 def build_placement(spec: str | FrozenDict, *, encoder_layers: int, decoder_layers: int, is_decoder: bool) -> Placement:
     """The placement of a config for one stack: `"post"`, or a preset taken apart, `dict(name="post", final_norm=True)`."""
-    name, given = (spec, {}) if isinstance(spec, str) else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
+    name, given = (
+        (spec, {}) if isinstance(spec, str) else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
+    )
     make = look_up(PLACEMENTS, name, "model.norm_placement")
     fields = {f.name: f.type for f in dataclasses.fields(Placement)}
     for key, value in given.items():
@@ -84,7 +85,9 @@ def build_placement(spec: str | FrozenDict, *, encoder_layers: int, decoder_laye
             raise UserError(f"model.norm_placement.{key}: expected {kind.__name__}, got {value!r}")
     preset = make(
         layers=decoder_layers if is_decoder else encoder_layers,
-        encoder_layers=encoder_layers, decoder_layers=decoder_layers, is_decoder=is_decoder,
+        encoder_layers=encoder_layers,
+        decoder_layers=decoder_layers,
+        is_decoder=is_decoder,
     )
     return dataclasses.replace(preset, **given)
 
@@ -102,7 +105,9 @@ class Residual(nn.Module):
         h = Dropout(self.config.dropout)(f(h), deterministic)
         h = norm(name="res_norm")(h) if p.res_norm else h
         if p.gate:
-            gate = self.param("gate", nn.with_logical_partitioning(nn.initializers.zeros, ()), (), self.config.param_dtype)
+            gate = self.param(
+                "gate", nn.with_logical_partitioning(nn.initializers.zeros, ()), (), self.config.param_dtype
+            )
             h = gate.astype(h.dtype) * h
         y = p.residual_scale * x_BxTxD + h if p.residual_scale else h
         y = norm(name="out_norm")(y) if p.out_norm else y

@@ -62,14 +62,23 @@ class Layer(nn.Module):
 
         def read_encoder(h):
             out, kept["cross_attention"] = cross_attention(
-                h, encoded_BxSxD, SAME_SEGMENT, tokens, encoded_tokens, None, self.deterministic, cache and cache.cross_attention
+                h,
+                encoded_BxSxD,
+                SAME_SEGMENT,
+                tokens,
+                encoded_tokens,
+                None,
+                self.deterministic,
+                cache and cache.cross_attention,
             )
             return out
 
         x_BxTxD = residual(name="self_attention_residual")(x_BxTxD, read_own, self.deterministic)
         if cross:
             x_BxTxD = residual(name="cross_attention_residual")(x_BxTxD, read_encoder, self.deterministic)
-        x_BxTxD = residual(name="feed_forward_residual")(x_BxTxD, lambda h: feed_forward(h, self.deterministic), self.deterministic)
+        x_BxTxD = residual(name="feed_forward_residual")(
+            x_BxTxD, lambda h: feed_forward(h, self.deterministic), self.deterministic
+        )
         return x_BxTxD, LayerCache(**kept) if cache is not None else None
 
 
@@ -120,6 +129,8 @@ class Stack(nn.Module):
             return scan(cfg, self.side, deterministic, name="layers")(x_BxTxD, caches, *shared)
         written = []
         for i in range(depth):
-            x_BxTxD, one = layer(cfg, self.side, deterministic, name=f"layers_{i}")(x_BxTxD, caches and caches[i], *shared)
+            x_BxTxD, one = layer(cfg, self.side, deterministic, name=f"layers_{i}")(
+                x_BxTxD, caches and caches[i], *shared
+            )
             written.append(one)
         return x_BxTxD, tuple(written) if caches is not None else None

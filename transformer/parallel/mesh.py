@@ -37,7 +37,9 @@ def check_platform(wanted: str) -> str:
         )
     allowed = {"auto": (found,), "accelerator": ("gpu", "tpu")}.get(wanted, (wanted,))
     if found not in allowed:
-        raise UserError(f"platform: {wanted!r} is asked for, but JAX runs on {found!r} here; for that: --config.platform={found}")
+        raise UserError(
+            f"platform: {wanted!r} is asked for, but JAX runs on {found!r} here; for that: --config.platform={found}"
+        )
     return found
 
 
@@ -54,14 +56,20 @@ def make_mesh(config: MeshConfig) -> Mesh:
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
         if len(devices) % fixed:
-            raise UserError(f"mesh: the given axes take {fixed} devices, which does not divide the {len(devices)} there are; {_spell(sizes)}")
+            raise UserError(
+                f"mesh: the given axes take {fixed} devices, which does not divide the {len(devices)} there are; {_spell(sizes)}"
+            )
         sizes = {axis: len(devices) // fixed if size == -1 else size for axis, size in sizes.items()}
     needed = math.prod(sizes.values())
     if needed > len(devices):
-        raise UserError(f"mesh: {_spell(sizes)} needs {needed} devices, but there are {len(devices)} ({devices[0].platform}); lower an axis or set it to -1")
+        raise UserError(
+            f"mesh: {_spell(sizes)} needs {needed} devices, but there are {len(devices)} ({devices[0].platform}); lower an axis or set it to -1"
+        )
     if needed == len(devices):
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    return Mesh(np.asarray(devices[:needed]).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(
+        np.asarray(devices[:needed]).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def _spell(sizes: dict[str, int]) -> str:

@@ -60,12 +60,16 @@ def shardings(abstract_boxed, mesh: Mesh):
         spec, used = [], set()
         for name, size in zip(names, shape, strict=True):
             if name is not None and name not in table:
-                raise UserError(f"{path_name(path)}: the sharding table has no logical name {name!r}; {nearest(name, table)}")
+                raise UserError(
+                    f"{path_name(path)}: the sharding table has no logical name {name!r}; {nearest(name, table)}"
+                )
             axes = table.get(name)
             axes = (axes,) if isinstance(axes, str) else axes or ()
             axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
             if clash := used & set(axes):
-                raise UserError(f"{path_name(path)}: two of its dimensions {names} go to mesh axis {clash.pop()!r}; see RULES")
+                raise UserError(
+                    f"{path_name(path)}: two of its dimensions {names} go to mesh axis {clash.pop()!r}; see RULES"
+                )
             if size % (parts := math.prod(mesh.shape[axis] for axis in axes)):
                 raise UserError(
                     f"{path_name(path)}: dimension {name!r} of {size} does not divide over {parts} devices "

@@ -22,7 +22,9 @@ def disk_faults(path) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError) as e:
         if getattr(e, "errno", None) == errno.ENOSPC or "No space left" in str(e) or "RESOURCE_EXHAUSTED" in str(e):
-            raise UserError(f"{path}: the disk is full; the last whole checkpoint is kept, free some space and start again") from None
+            raise UserError(
+                f"{path}: the disk is full; the last whole checkpoint is kept, free some space and start again"
+            ) from None
         raise
 
 
@@ -32,7 +34,9 @@ class Checkpoints:
     def __init__(self, workdir: str | Path, keep: int = 2):
         self.folder = epath.Path(workdir) / "checkpoints"
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-        handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "ema", "rest")} | {"host": ocp.JsonCheckpointHandler()}
+        handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "ema", "rest")} | {
+            "host": ocp.JsonCheckpointHandler()
+        }
         self._manager = ocp.CheckpointManager(self.folder.resolve(), options=options, item_handlers=handlers)
 
     @property
@@ -61,7 +65,9 @@ class Checkpoints:
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
             self._check_same(item, abstract_params, step)
-            one = self._manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract_params)}))[item]
+            one = self._manager.restore(
+                step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract_params)})
+            )[item]
             total = one if total is None else jax.tree.map(jnp.add, total, one)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
 
@@ -82,7 +88,9 @@ class Checkpoints:
                  for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)]  # fmt: skip
         if wrong:
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise UserError(f"{self.folder}/{step} is a checkpoint of another architecture: {'; '.join(wrong[:3])}{more}")
+            raise UserError(
+                f"{self.folder}/{step} is a checkpoint of another architecture: {'; '.join(wrong[:3])}{more}"
+            )
 
 
 def _items(state: TrainState) -> dict:

@@ -77,7 +77,9 @@ class _Run:
     def evaluate(self) -> None:
         """Loss on the validation side, into the log and onto a line of its own."""
         with self.recorder.aside():
-            found = evaluate_loss(self.eval_step, self.state.eval_params, self.valid, self.rows, most=self.config.train.eval_batches)
+            found = evaluate_loss(
+                self.eval_step, self.state.eval_params, self.valid, self.rows, most=self.config.train.eval_batches
+            )
             self.log.write(self.step, **{f"eval/{name}": value for name, value in found.items()})
             self.progress.note(
                 f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {found['perplexity']:.2f}, accuracy {found['accuracy']:.1%}"
@@ -119,8 +121,12 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
         state, host = init_state(config, model, optimizer, placed), {"data_step": 0, "window": {}}
     step, text_sha256 = host["data_step"], data.store.meta["train"]["sha256"]
     if host.get("text_sha256", text_sha256) != text_sha256:
-        raise UserError(f"--workdir: the training text of {workdir} has changed since its checkpoint; choose another directory, or the old text")
-    log = MetricsLog(workdir, step, tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config))
+        raise UserError(
+            f"--workdir: the training text of {workdir} has changed since its checkpoint; choose another directory, or the old text"
+        )
+    log = MetricsLog(
+        workdir, step, tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config)
+    )
     rate = schedule(config.optimizer, config.train.steps)
     return _Run(
         config, workdir, state, step, batches, valid, NamedSharding(mesh, BATCH),
@@ -148,7 +154,13 @@ def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:
         f"tokenizer   {config.data.tokenizer.kind}, {data.tokenizer.vocab_size:,} pieces, sha256 {data.tokenizer.sha256[:12]}",
         f"batches     of {config.data.batch_size * config.data.length:,} tokens, {batches.per_epoch:,} an epoch, {epochs:.1f} epochs",
     ]
-    return "\n".join(lines + [f"            {count:,} examples {what} (over {config.data.length} tokens)" for what, count in batches.report.items()])
+    return "\n".join(
+        lines
+        + [
+            f"            {count:,} examples {what} (over {config.data.length} tokens)"
+            for what, count in batches.report.items()
+        ]
+    )
 
 
 @contextlib.contextmanager

@@ -71,7 +71,9 @@ def _chunks(x, count: int):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def cross_entropy(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing: float = 0.0, z_loss: float = 0.0, chunks: int = 1) -> Sums:
+def cross_entropy(
+    h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing: float = 0.0, z_loss: float = 0.0, chunks: int = 1
+) -> Sums:
     """The loss's sums over a batch; differentiable in `h` and `head`, through `Sums.loss` alone. `chunks` divides T."""
 
     def add(sums, chunk):
@@ -86,7 +88,9 @@ def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, c
         sums, d_head = carry
         h, targets, weights = chunk
         own, kept = _chunk(h, head, targets, weights, smoothing, z_loss)
-        d_logits = jax.lax.optimization_barrier(_chunk_gradient(kept, weights, smoothing, z_loss))  # computed once, read twice
+        d_logits = jax.lax.optimization_barrier(
+            _chunk_gradient(kept, weights, smoothing, z_loss)
+        )  # computed once, read twice
         d_h, own_d_head = head.pull_back(h, d_logits)
         return (jax.tree.map(jnp.add, sums, own), jax.tree.map(jnp.add, d_head, own_d_head)), d_h
 

@@ -22,7 +22,9 @@ class MetricsLog:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
+            self._board = SummaryWriter(
+                str(workdir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None
+            )
         self._wandb = _start_wandb(wandb, workdir, config) if wandb else None
 
     def write(self, step: int, **values: float) -> None:
@@ -48,7 +50,9 @@ def _start_wandb(project: str, workdir: Path, config: dict):
         import wandb
     except ImportError:
         raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'") from None
-    return wandb.init(project=project, name=workdir.name, dir=str(workdir), config=config, resume="allow", id=workdir.name)
+    return wandb.init(
+        project=project, name=workdir.name, dir=str(workdir), config=config, resume="allow", id=workdir.name
+    )
 
 
 def read_metrics(workdir: Path) -> list[dict]:
@@ -127,7 +131,9 @@ def plot_loss(workdir: Path) -> Path | None:
     import matplotlib.pyplot as plt
 
     lines = read_metrics(workdir)
-    curve = lambda name: tuple(zip(*[(line["step"], line[name]) for line in lines if name in line], strict=True)) or ((), ())
+    curve = lambda name: (
+        tuple(zip(*[(line["step"], line[name]) for line in lines if name in line], strict=True)) or ((), ())
+    )
     train, valid = curve("train/nll"), curve("eval/loss")
     if not train[0]:
         return None

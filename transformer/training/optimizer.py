@@ -45,9 +45,13 @@ def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransf
         "adamw": lambda: optax.adamw(rate, b1=config.b1, b2=config.b2, eps=config.epsilon, **decay),
         "lion": lambda: optax.lion(rate, b1=config.b1, b2=config.b2, **decay),
         "adafactor": lambda: optax.adafactor(
-            rate, multiply_by_parameter_scale=False, clipping_threshold=1.0, decay_rate=0.8,
-            weight_decay_rate=config.weight_decay or None, weight_decay_mask=decayed,
-        ),  # fmt: skip
+            rate,
+            multiply_by_parameter_scale=False,
+            clipping_threshold=1.0,
+            decay_rate=0.8,
+            weight_decay_rate=config.weight_decay or None,
+            weight_decay_mask=decayed,
+        ),
         "sgd": lambda: optax.chain(
             optax.add_decayed_weights(config.weight_decay, decayed) if config.weight_decay else optax.identity(),
             optax.sgd(rate, momentum=config.momentum or None),
@@ -58,4 +62,6 @@ def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransf
 
 def decayed(params):
     """True for projections and embeddings."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: any(getattr(k, "key", None) in ("kernel", "embedding") for k in path[-2:]), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: any(getattr(k, "key", None) in ("kernel", "embedding") for k in path[-2:]), params
+    )

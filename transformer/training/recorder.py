@@ -23,11 +23,15 @@ class Recorder:
     a resumed curve the same as an uninterrupted one.
     """
 
-    def __init__(self, log: MetricsLog, progress: Progress, rate: Callable, every: int, steps: int, window: dict[str, float]):
+    def __init__(
+        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, steps: int, window: dict[str, float]
+    ):
         self._log, self._progress, self._rate, self._every, self._steps = log, progress, rate, every, steps
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
-        self._mark: float | None = None  # when the open interval began; None until the first step, which compiles, is over
+        self._mark: float | None = (
+            None  # when the open interval began; None until the first step, which compiles, is over
+        )
         self._timed_tokens, self._timed_steps = 0.0, 0
 
     def push(self, step: int, metrics: dict) -> None:

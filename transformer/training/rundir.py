@@ -19,7 +19,16 @@ from transformer.data.pipeline import Data
 from transformer.errors import UserError
 from transformer.version import __version__
 
-FREE = ("mesh", "platform", "decoding", "train.log_every", "train.tensorboard", "train.wandb", "train.profile", "train.keep_checkpoints")
+FREE = (
+    "mesh",
+    "platform",
+    "decoding",
+    "train.log_every",
+    "train.tensorboard",
+    "train.wandb",
+    "train.profile",
+    "train.keep_checkpoints",
+)
 """What may differ when a run goes on: nothing of this changes a number that training computes."""
 
 
@@ -28,15 +37,21 @@ def claim(workdir: Path, config: Experiment) -> None:
     file = workdir / "config.json"
     if file.exists():
         old, new = (_flat(to_mapping(c)) for c in (load_config(workdir), config))
-        differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not key.startswith(FREE)]
+        differ = [
+            key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not key.startswith(FREE)
+        ]
         if differ == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             differ = []  # these schedules do not know where they end: a run may be extended
         if differ:
             what = "; ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ[:6])
             more = f"; and {len(differ) - 6} more" if len(differ) > 6 else ""
-            raise UserError(f"--workdir: {workdir} holds a different experiment: {what}{more}; choose another directory, or the old values")
+            raise UserError(
+                f"--workdir: {workdir} holds a different experiment: {what}{more}; choose another directory, or the old values"
+            )
     elif workdir.exists() and any(workdir.iterdir()):
-        raise UserError(f"--workdir: {workdir} is not empty and no run of ours (no config.json); choose another directory")
+        raise UserError(
+            f"--workdir: {workdir} is not empty and no run of ours (no config.json); choose another directory"
+        )
     workdir.mkdir(parents=True, exist_ok=True)
     _write(file, to_mapping(config))
 
@@ -45,7 +60,9 @@ def load_config(workdir: Path) -> Experiment:
     """The experiment of a run directory."""
     file = Path(workdir) / "config.json"
     if not file.exists():
-        raise UserError(f"--workdir: no run in {workdir} (no config.json); train one with: python -m transformer train --workdir={workdir} --config=...")
+        raise UserError(
+            f"--workdir: no run in {workdir} (no config.json); train one with: python -m transformer train --workdir={workdir} --config=..."
+        )
     return from_mapping(Experiment, json.loads(file.read_text()))
 
 
@@ -63,7 +80,9 @@ def write_manifest(workdir: Path, config: Experiment, mesh: Mesh, data: Data, pa
         "platform": mesh.devices.flat[0].platform,
         "processes": jax.process_count(),
         "mesh": dict(mesh.shape),
-        "attention_backend": config.model.attention_backend if config.model.attention_backend != "auto" else "reference",
+        "attention_backend": config.model.attention_backend
+        if config.model.attention_backend != "auto"
+        else "reference",
         "parameters": parameters,
         "data": data.describe(),
     }

@@ -46,7 +46,9 @@ def state_maker(config: Experiment, model: nn.Module, optimizer: optax.GradientT
     return make
 
 
-def abstract_state(config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh) -> tuple[TrainState, TrainState]:
+def abstract_state(
+    config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> tuple[TrainState, TrainState]:
     """(shapes with shardings, shardings): what a checkpoint is restored into, nothing allocated."""
     boxed = jax.eval_shape(state_maker(config, model, optimizer), jax.random.key(config.seed))
     placed = shardings(boxed, mesh)
@@ -54,7 +56,9 @@ def abstract_state(config: Experiment, model: nn.Module, optimizer: optax.Gradie
     return shapes, placed
 
 
-def init_state(config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, placed: TrainState) -> TrainState:
+def init_state(
+    config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, placed: TrainState
+) -> TrainState:
     """The state of step 0, born sharded."""
     make = state_maker(config, model, optimizer)
     return jax.jit(lambda key: unbox(make(key)), out_shardings=placed)(jax.random.key(config.seed))

@@ -18,7 +18,9 @@ from transformer.training.loss import Sums, auto_chunks, cross_entropy
 from transformer.training.state import TrainState
 
 
-def batch_sums(model: nn.Module, params, batch: dict, config: Experiment, *, dropout_key=None, smoothing=0.0, z_loss=0.0, devices=1) -> Sums:
+def batch_sums(
+    model: nn.Module, params, batch: dict, config: Experiment, *, dropout_key=None, smoothing=0.0, z_loss=0.0, devices=1
+) -> Sums:
     """The loss's sums over one batch (fields as in `data.batching`)."""
     given = {"positions": batch["positions"], "segment_ids": batch["segments"], "deterministic": dropout_key is None}
     tokens = (batch["inputs"],)
@@ -31,14 +33,23 @@ def batch_sums(model: nn.Module, params, batch: dict, config: Experiment, *, dro
     return cross_entropy(h_BxTxD, head, batch["targets"], batch["weights"], smoothing, z_loss, chunks)
 
 
-def make_train_step(config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh, placed: TrainState) -> Callable:
+def make_train_step(
+    config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh, placed: TrainState
+) -> Callable:
     """jit(state, batch) -> (state, metrics); the old state is given up (donated)."""
     train, count = config.train, config.train.accumulate
 
     def gradients(params, batch, key) -> tuple[Sums, dict]:
         def loss(params):
             sums = batch_sums(
-                model, params, batch, config, dropout_key=key, smoothing=train.label_smoothing, z_loss=train.z_loss, devices=mesh.size
+                model,
+                params,
+                batch,
+                config,
+                dropout_key=key,
+                smoothing=train.label_smoothing,
+                z_loss=train.z_loss,
+                devices=mesh.size,
             )
             return sums.loss, sums
 
@@ -52,7 +63,10 @@ def make_train_step(config: Experiment, model: nn.Module, optimizer: optax.Gradi
         else:
             # Row r goes to micro-batch r mod count, so that every device keeps its own rows.
             micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
-            add = lambda total, one: (jax.tree.map(jnp.add, total, gradients(state.params, one[0], jax.random.fold_in(key, one[1]))), None)
+            add = lambda total, one: (
+                jax.tree.map(jnp.add, total, gradients(state.params, one[0], jax.random.fold_in(key, one[1]))),
+                None,
+            )
             zero = Sums.zero(), jax.tree.map(jnp.zeros_like, state.params)
             (sums, grads), _ = jax.lax.scan(add, zero, (micro, jnp.arange(count)))
         weight = jnp.maximum(sums.weight, 1.0)
@@ -76,4 +90,7 @@ def make_train_step(config: Experiment, model: nn.Module, optimizer: optax.Gradi
 def make_eval_step(config: Experiment, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
     """jit(params, batch) -> Sums without smoothing or z-loss."""
     rows = NamedSharding(mesh, BATCH)
-    return jax.jit(lambda params, batch: batch_sums(model, params, batch, config, devices=mesh.size), in_shardings=(placed_params, rows))
+    return jax.jit(
+        lambda params, batch: batch_sums(model, params, batch, config, devices=mesh.size),
+        in_shardings=(placed_params, rows),
+    )

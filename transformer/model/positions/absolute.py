@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import struct
 
 from transformer.model.positions.base import Position, StackFacts, option, register
-from flax import struct
 
 
 @register("learned")

@@ -86,7 +86,9 @@ register("none")(Position)
 
 def build(spec: str | FrozenDict) -> Position:
     """The scheme of a config: `"rotary"`, or `dict(name="rotary", theta=500_000.0)`. Raises UserError."""
-    name, given = (spec, {}) if isinstance(spec, str) else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
+    name, given = (
+        (spec, {}) if isinstance(spec, str) else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
+    )
     cls = look_up(SCHEMES, name, "model.position")
     options = {f.name for f in dataclasses.fields(cls) if f.metadata.get("option")}
     for key in given:

@@ -59,8 +59,10 @@ class T5Bias(Position):
 
     def check(self, facts: StackFacts) -> str | None:
         if self.num_buckets < 4 or self.num_buckets % 4 or self.max_distance <= self.num_buckets // 2:
-            return (f"model.position 't5' needs num_buckets a multiple of 4 and max_distance over half of it, "
-                    f"got {self.num_buckets} and {self.max_distance}")
+            return (
+                f"model.position 't5' needs num_buckets a multiple of 4 and max_distance over half of it, "
+                f"got {self.num_buckets} and {self.max_distance}"
+            )
         return None
 
     def bind(self, scope: nn.Module, facts: StackFacts) -> "T5Bias":
