@@ -358,6 +358,7 @@ def from_mapping(cls, given: Mapping, path: str = ""):
     """The dataclass `cls` from a (nested) mapping. Raises UserError for unknown keys and values of another type."""
     if isinstance(given, cls):
         return given
+    given = _thaw(given)
     if not isinstance(given, Mapping):
         raise UserError(f"{path.rstrip('.')}: expected a table of fields, got {given!r}")
     fields = typing.get_type_hints(cls)
@@ -465,6 +466,8 @@ def _override(tree: dict, dotted: str, text: str) -> None:
         if isinstance(node.get(key), str):  # position="rotary" becomes dict(name="rotary", theta=...)
             node[key] = {"name": node[key]}
         node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise UserError(f"--config.{dotted}: {path} is a single value, it has no fields")
         path += "."
     fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
     if fields and last not in fields:

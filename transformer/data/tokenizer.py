@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -74,9 +75,16 @@ def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterabl
             num_threads=8, minloglevel=2,
         )  # fmt: skip
     except RuntimeError as e:
+        most, least = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
+        way_out = (
+            f"it allows at most {most[1]}"
+            if most
+            else f"its characters and bytes need at least {least[1]}"
+            if least
+            else str(e)
+        )
         raise UserError(
-            f"model.vocab_size: SentencePiece cannot make {vocab_size} pieces of this text ({str(e).strip().splitlines()[-1]}); "
-            "choose another size, or more text"
+            f"model.vocab_size: SentencePiece cannot make {vocab_size} pieces of this text; {way_out}"
         ) from None
     return Tokenizer(model.getvalue())
 
