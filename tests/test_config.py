@@ -6,7 +6,8 @@ import ml_collections
 import pytest
 
 from transformer import ModelConfig, UserError, load_experiment
-from transformer.config import Experiment, apply_overrides, from_mapping, to_mapping
+from transformer.config import Experiment
+from transformer.config_io import apply_overrides, from_mapping, to_mapping
 
 EXPERIMENTS = sorted(p for p in (Path(__file__).parent.parent / "experiments").glob("*.py"))
 MODEL = {"family": "decoder", "vocab_size": 50}
@@ -93,6 +94,7 @@ def test_overrides_change_one_field_and_keep_their_types():
         "model.d_model": "256", "model.position.theta": "5e5", "model.use_bias": "false", "optimizer.learning_rate": "3e-4", "train.wandb": "007",
         "data.tokenizer.kind": "bpe", "model.attention_scale": "none",
     })  # fmt: skip
+    assert (changed.model.d_head, changed.model.num_kv_heads) == (32, 8)
     assert (changed.model.d_model, changed.model.use_bias, changed.optimizer.learning_rate) == (256, False, 3e-4)
     assert dict(changed.model.position) == {"name": "rotary", "theta": 5e5}
     assert changed.train.wandb == "007"

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from transformer.config import DataConfig, Experiment, TokenizerConfig, from_mapping
+from transformer.config import DataConfig, Experiment, TokenizerConfig
+from transformer.config_io import from_mapping
 from transformer.data import sources, split
 from transformer.data.batching import Batches
 from transformer.data.objectives import pack

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.config import Experiment, MeshConfig, ModelConfig, OptimizerConfig, from_mapping
+from transformer.config import Experiment, MeshConfig, ModelConfig, OptimizerConfig
+from transformer.config_io import from_mapping
 from transformer.data.batching import assemble
 from transformer.data.objectives import Segment
 from transformer.errors import UserError

@@ -6,7 +6,8 @@ params = model.init(key, tokens)
 logits = model.apply(params, tokens)
 """
 
-from transformer.config import Experiment, ModelConfig, load_experiment
+from transformer.config import Experiment, ModelConfig
+from transformer.config_io import load_experiment
 from transformer.errors import UserError
 from transformer.model.network import build_model
 from transformer.version import __version__

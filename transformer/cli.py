@@ -119,7 +119,7 @@ def _data(args, overrides) -> int:
 
 
 def _train(args, overrides) -> int:
-    from transformer.config import load_experiment
+    from transformer.config_io import load_experiment
 
     config = load_experiment(args.config, overrides)
     _start_jax()
@@ -137,7 +137,8 @@ def _train(args, overrides) -> int:
 
 def _open(args, overrides):
     """The config of a run, with overrides, and its mesh: whatever devices are here."""
-    from transformer.config import Experiment, MeshConfig, apply_overrides
+    from transformer.config import Experiment, MeshConfig
+    from transformer.config_io import apply_overrides
     from transformer.training.rundir import load_config
 
     for key in overrides:
@@ -171,8 +172,8 @@ def _generate(args, overrides) -> int:
     from transformer.evaluation.evaluate import load_trained
     from transformer.parallel.mesh import use
 
-    lines = None if args.interactive else _read_lines(args.input)
     config, mesh = _open(args, overrides)
+    lines = None if args.interactive else _read_lines(args.input)
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
         generate = Generator(config, trained.params, trained.tokenizer)

@@ -1,18 +1,11 @@
-"""What an experiment is: frozen dataclasses, built from an experiment file's ConfigDict at the edge, validated once.
+"""What an experiment is: frozen dataclasses, validated when they are built.
 
-An experiment file says only what differs from the defaults below; an unknown key, a value of another type or a
-combination that makes no sense is a UserError that names the field, the value and the way out.
+A combination that makes no sense is a UserError that names the field, the value and the way out. How an experiment is read
+from a file and the command line stands in config_io.py.
 """
 
-import ast
 import dataclasses
 import functools
-import importlib.util
-import json
-import types
-import typing
-from collections.abc import Mapping
-from pathlib import Path
 
 from flax.core import FrozenDict
 
@@ -348,137 +341,3 @@ class Experiment:
             raise UserError(
                 f"data.objective: {objective!r} trains a model of family {families[objective]!r}, but model.family = {self.model.family!r}"
             )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From mappings, files and the command line
-
-
-def from_mapping(cls, given: Mapping, path: str = ""):
-    """The dataclass `cls` from a (nested) mapping. Raises UserError for unknown keys and values of another type."""
-    if isinstance(given, cls):
-        return given
-    given = _thaw(given)
-    if not isinstance(given, Mapping):
-        raise UserError(f"{path.rstrip('.')}: expected a table of fields, got {given!r}")
-    fields = typing.get_type_hints(cls)
-    for key in given:
-        if key not in fields:
-            raise UserError(f"{path}{key}: no such field; {nearest(key, fields)}")
-    for field in dataclasses.fields(cls):
-        if field.default is dataclasses.MISSING and field.name not in given:
-            raise UserError(f"{path}{field.name}: must be set")
-    return cls(**{key: _coerce(value, fields[key], f"{path}{key}") for key, value in given.items()})
-
-
-def _coerce(value, kind, path: str):
-    """`value` as the annotated type `kind`, or a UserError."""
-    if dataclasses.is_dataclass(kind):
-        return from_mapping(kind, value, path + ".")
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    for option in options:
-        origin = typing.get_origin(option) or option
-        if option is type(None) and value is None:
-            return None
-        if origin is tuple and isinstance(value, (tuple, list)):
-            return tuple(_coerce(v, typing.get_args(option)[0], path) for v in value)
-        if origin is FrozenDict and isinstance(value, Mapping):
-            return FrozenDict({k: v for k, v in value.items()})
-        if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if origin in (int, bool, str) and type(value) is origin:
-            return value
-        if origin is int and isinstance(value, float) and value.is_integer():
-            return int(value)
-    names = " or ".join("nothing (None)" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
-    raise UserError(f"{path}: expected {names}, got {value!r}")
-
-
-def to_mapping(config) -> dict:
-    """Plain nested dicts and lists, ready for JSON; `from_mapping` reads them back."""
-    if dataclasses.is_dataclass(config):
-        return {f.name: to_mapping(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    if isinstance(config, Mapping):
-        return {key: to_mapping(value) for key, value in config.items()}
-    return list(config) if isinstance(config, tuple) else config
-
-
-def load_experiment(file: str, overrides: Mapping[str, str] = types.MappingProxyType({})) -> Experiment:
-    """The experiment of `FILE.py[:ARG]`, with dotted overrides (`{"model.d_model": "256"}`) on top.
-
-    FILE.py defines `get_config()` or `get_config(arg)` and returns a ConfigDict (or a dict). A `config.json` of a run
-    is read too.
-    """
-    return _with_overrides(load_tree(file), overrides)
-
-
-def apply_overrides(config: Experiment, overrides: Mapping[str, str]) -> Experiment:
-    """The experiment with dotted fields changed, checked as if it had been written so."""
-    return _with_overrides(to_mapping(config), overrides)
-
-
-def _with_overrides(tree: dict, overrides: Mapping[str, str]) -> Experiment:
-    for key, text in overrides.items():
-        _override(tree, key, text)
-    return from_mapping(Experiment, tree)
-
-
-def load_tree(file: str) -> dict:
-    """What an experiment file says, as nested dicts."""
-    name, _, arg = file.partition(":")
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(f"--config: no file {name!r}; experiments/ holds the shipped ones")
-    if path.suffix == ".json":
-        return json.loads(path.read_text())
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise UserError(f"--config: {name!r} defines no get_config()")
-    config = module.get_config(arg) if arg else module.get_config()
-    return _thaw(config)
-
-
-def _thaw(value):
-    """ConfigDicts and dataclasses as plain dicts."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_mapping(value)
-    if hasattr(value, "items"):
-        return {key: _thaw(item) for key, item in value.items()}
-    return value
-
-
-def _override(tree: dict, dotted: str, text: str) -> None:
-    """Sets one dotted key from the command line's text; the types are checked when the dataclasses are built."""
-    cls, *parents, last = Experiment, *dotted.split(".")
-    node, path = tree, ""
-    for key in parents:
-        path += key
-        fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
-        if key not in fields:
-            raise UserError(
-                f"--config.{path}: no such field; {nearest(key, fields)}"
-                if fields
-                else f"--config.{dotted}: {path} has no fields"
-            )
-        cls = fields[key]
-        if isinstance(node.get(key), str):  # position="rotary" becomes dict(name="rotary", theta=...)
-            node[key] = {"name": node[key]}
-        node = node.setdefault(key, {})
-        if not isinstance(node, dict):
-            raise UserError(f"--config.{dotted}: {path} is a single value, it has no fields")
-        path += "."
-    fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
-    if fields and last not in fields:
-        raise UserError(f"--config.{dotted}: no such field; {nearest(last, fields)}")
-    node[last] = _parse(text, fields.get(last))
-
-
-def _parse(text: str, kind):
-    if kind is str:
-        return text
-    try:
-        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
-    except (ValueError, SyntaxError):
-        return text

@@ -40,7 +40,8 @@ def jax_side(case: str) -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from transformer.config import Experiment, from_mapping
+    from transformer.config import Experiment
+    from transformer.config_io import from_mapping
     from transformer.model.network import build_model
     from transformer.parallel.mesh import make_mesh, use
     from transformer.training.optimizer import build_optimizer

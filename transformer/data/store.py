@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer.config import DataConfig, to_mapping
+from transformer.config import DataConfig
+from transformer.config_io import to_mapping
 from transformer.data import corpora, sources, split
 from transformer.data.sources import Example
 from transformer.data.tokenizer import EOS, Tokenizer, load_tokenizer, train_tokenizer

@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from transformer.config import Experiment, to_mapping
+from transformer.config import Experiment
+from transformer.config_io import to_mapping
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
 from transformer.errors import UserError

@@ -14,7 +14,8 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from transformer.config import Experiment, from_mapping, to_mapping
+from transformer.config import Experiment
+from transformer.config_io import from_mapping, to_mapping
 from transformer.data.pipeline import Data
 from transformer.errors import UserError
 from transformer.version import __version__

@@ -1,0 +1,67 @@
+"""Compile time of the train step against depth, layers scanned and unrolled.
+
+    python experiments/benchmarks/compile_time.py [--depths=6,48]
+
+A decoder of d_model 256 with 8 x 128 tokens; each compile in a fresh process, without the persistent cache.
+"""
+
+import subprocess
+import sys
+import time
+
+
+def one(depth: int, scan: bool) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from transformer.config import Experiment
+    from transformer.config_io import from_mapping
+    from transformer.model.network import build_model
+    from transformer.parallel.mesh import make_mesh, use
+    from transformer.training.optimizer import build_optimizer
+    from transformer.training.state import abstract_state
+    from transformer.training.step import make_train_step
+
+    model = {
+        "family": "decoder",
+        "vocab_size": 8192,
+        "d_model": 256,
+        "d_ff": 1024,
+        "num_heads": 4,
+        "num_decoder_layers": depth,
+        "scan_layers": scan,
+    }
+    config = from_mapping(Experiment, {"model": model, "data": {"corpus": "pydoc", "length": 128, "batch_size": 8}})
+    with use(make_mesh(config.mesh)) as mesh:
+        module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
+        abstract, placed = abstract_state(config, module, optimizer, mesh)
+        step = make_train_step(config, module, optimizer, mesh, placed)
+        shape = (8, 128)
+        batch = {
+            name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets", "segments", "positions")
+        }
+        batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        began = time.perf_counter()
+        step.lower(abstract, batch).compile()
+        print(time.perf_counter() - began)
+
+
+def main() -> None:
+    options = dict(a.removeprefix("--").partition("=")[::2] for a in sys.argv[1:])
+    if "depth" in options:
+        one(int(options["depth"]), options["scan"] == "True")
+        return
+    depths = [int(d) for d in options.get("depths", "6,48").split(",")]
+    for scan in (True, False):
+        seconds = {}
+        for depth in depths:
+            command = [sys.executable, __file__, f"--depth={depth}", f"--scan={scan}"]
+            seconds[depth] = min(
+                float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)
+            )
+        spelled = ", ".join(f"{depth} layers {s:.1f} s" for depth, s in seconds.items())
+        print(f"{'scanned ' if scan else 'unrolled'}  {spelled}: {seconds[depths[-1]] / seconds[depths[0]]:.2f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Post-norm or pre-norm, and what else? One small translator, its norms placed in every way.
+
+    for arm in pre post peri res_post deepnorm none rezero; do
+        python -m transformer train    --config=experiments/norm_placement.py:$arm --workdir=runs/norm_placement/$arm
+        python -m transformer evaluate --workdir=runs/norm_placement/$arm
+    done
+
+One arm: --config=experiments/norm_placement.py:post
+
+Arms differ in `model.norm_placement` alone: same text, same order, same initial seed, same schedule. Six layers a side, deep
+enough for placement to matter (Xiong et al. 2020 used 6 + 6): post-norm is expected to need the warm-up, pre-norm not
+(--config.optimizer.warmup_steps=1 shows it).
+
+Hardware  two CPU cores, about 12 minutes an arm
+"""
+
+import ml_collections
+
+ARMS = ("pre", "post", "peri", "res_post", "deepnorm", "none", "rezero")
+
+
+def get_config(arm: str = "pre"):
+    config = ml_collections.ConfigDict()
+    config.model = dict(
+        family="encoder_decoder",
+        vocab_size=4096,
+        num_encoder_layers=6,
+        num_decoder_layers=6,
+        d_model=128,
+        d_ff=512,
+        num_heads=4,
+        max_length=128,
+        position="sinusoidal",
+        norm_placement=arm,
+        activation="relu",
+        embedding_scale=True,
+        dropout=0.1,
+    )
+    config.data = dict(corpus="tatoeba_en_es", objective="seq2seq", length=64, batch_size=16)
+    config.optimizer = dict(name="adamw", learning_rate=1e-3, schedule="inverse_sqrt", warmup_steps=500)
+    config.train = dict(steps=3000, label_smoothing=0.1, eval_every=500)
+    return config

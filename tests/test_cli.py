@@ -1,0 +1,165 @@
+"""The command line from end to end, in processes of their own; and what it says to mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from transformer import cli
+
+ROOT = Path(__file__).parent.parent
+
+TRANSLATOR = """
+import ml_collections
+
+def get_config():
+    config = ml_collections.ConfigDict()
+    config.model = dict(family="encoder_decoder", vocab_size=300, d_model=16, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, max_length=64)
+    config.data = dict(train="pairs.tsv", objective="seq2seq", length=64, batch_size=4, held_out=10)
+    config.optimizer = dict(warmup_steps=2)
+    config.train = dict(steps=6, log_every=2, eval_every=3, checkpoint_every=3)
+    config.mesh = dict(data=1)
+    config.decoding = dict(beam_size=2, max_extra=4, batch_size=8)
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A trained translator, made through the command line alone."""
+    folder = tmp_path_factory.mktemp("cli")
+    subjects, verbs = ["the cat", "a dog", "the bird", "my friend"], ["sleeps", "eats", "runs", "sings", "reads"]
+    lines = [f"{s} {v} {n}\tX {s[::-1]} {v[::-1]} {n}" for s in subjects for v in verbs for n in range(6)]
+    (folder / "pairs.tsv").write_text("\n".join(lines) + "\n")
+    (folder / "config.py").write_text(TRANSLATOR)
+    done = run(folder, "train", "--config=config.py", "--workdir=run")
+    assert done.returncode == 0, done.stderr
+    (folder / "train.log").write_text(done.stderr)
+    return folder
+
+
+def run(folder, *args, stdin=""):
+    env = os.environ | {
+        "TRANSFORMER_DATA": str(folder / "data"),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "",
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "transformer", *args],
+        cwd=folder,
+        env=env,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_run_directory_tells_the_whole_story(folder):
+    files = {f.name for f in (folder / "run").iterdir()}
+    assert files >= {
+        "config.json",
+        "manifest.json",
+        "tokenizer.model",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "loss.png",
+    }
+    manifest = json.loads((folder / "run" / "manifest.json").read_text())
+    assert (
+        manifest["versions"]["jax"]
+        and manifest["data"]["train"]["sha256"]
+        and manifest["attention_backend"] == "reference"
+    )
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
+    log = (folder / "train.log").read_text()
+    assert "step 6/6  100%  loss" in log
+    assert "mesh        data 1 x fsdp 1 x tensor 1" in log
+
+
+def test_evaluate_and_generate(folder):
+    done = run(folder, "evaluate", "--workdir=run")
+    assert done.returncode == 0, done.stderr
+    assert "bleu_signature         nrefs:" in done.stdout
+    found = json.loads((folder / "run" / "test.json").read_text())
+    assert found["step"] == 6 and found["sentences"] >= 10 and 0 <= found["bleu"] <= 100
+    assert (folder / "run" / "samples.txt").read_text().count("source  ") == found["sentences"]
+
+    text = "the cat sleeps 3\n\na dog runs 1 and eats 2\n" + "long " * 100 + "\n"
+    done = run(folder, "generate", "--workdir=run", stdin=text)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 4
+    assert "1 of 4 lines were longer than the model can read and were cut" in done.stderr
+    (folder / "input.txt").write_text(text)
+    again = run(folder, "generate", "--workdir=run", "--input=input.txt", "--output=out.txt")
+    assert (folder / "out.txt").read_text() == done.stdout and again.stdout == ""
+    talk = run(folder, "generate", "--workdir=run", "--interactive", stdin="the cat sleeps 3\n")
+    assert talk.returncode == 0 and "The model translates" in talk.stdout
+
+
+def test_the_same_command_again_has_nothing_to_do(folder):
+    before = (folder / "run" / "metrics.jsonl").read_text()
+    done = run(folder, "train", "--config=config.py", "--workdir=run")
+    assert done.returncode == 0, done.stderr
+    assert "resumed     at step 6" in done.stderr
+    assert (folder / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["trian"], "no verb 'trian'; did you mean 'train'?"),
+        (["train", "--config=none.py", "--workdir=x"], "no file 'none.py'"),
+        (["train", "--config=config.py", "--workdir=x", "--config.model.d_modle=3"], "config.model.d_modle: no such field; did you mean 'd_model'?"),
+        (["train", "--config=config.py", "--workdir=x", "--steps=3"], "no argument '--steps=3'"),
+        (["train", "--config=config.py", "--workdir=x", "--config.model.num_heads=3"], "model.d_model: 16 is not divisible by model.num_heads = 3"),
+        (["train", "--config=config.py", "--workdir=x", "--config.mesh.data=64"], "mesh: mesh.data=64 mesh.fsdp=1 mesh.tensor=1 needs 64 devices"),
+        (["train", "--config=config.py", "--workdir=x", "--config.platform=tpu"], "platform: 'tpu' is asked for, but JAX runs on 'cpu' here"),
+        (["train", "--config=config.py", "--workdir=x", "--config.platform=accelerator"], "JAX runs on 'cpu' here"),
+        (["train", "--config=config.py", "--workdir=x", "--config.data.train=no.tsv"], "data: no file no.tsv"),
+        (["train", "--config=config.py", "--workdir=run", "--config.seed=4"], "holds a different experiment: seed was 0, is 4"),
+        (["evaluate", "--workdir=nothing"], "no run in nothing"),
+        (["generate", "--workdir=run", "--input=no.txt"], "--input: no file 'no.txt'"),
+        (["generate", "--workdir=run", "--config.model.d_model=8"], "a trained run keeps its config"),
+        (["data", "wikitext"], "data.corpus: no 'wikitext'; did you mean 'wikitext2'?"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(folder, args, message, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("transformer.parallel.mesh._accelerator_on_this_machine", lambda: "")
+    before = sorted(folder.rglob("*"))
+    assert cli.main(args) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert sorted(f for f in folder.rglob("*") if "/data/" not in str(f)) == [
+        f for f in before if "/data/" not in str(f)
+    ]
+
+
+def test_never_on_a_cpu_by_accident(monkeypatch):
+    from transformer.errors import UserError
+    from transformer.parallel import mesh
+
+    monkeypatch.setattr(mesh, "_accelerator_on_this_machine", lambda: "an NVIDIA GPU")
+    with pytest.raises(UserError, match="this machine has an NVIDIA GPU, but JAX found only the CPU"):
+        mesh.check_platform("auto")
+    assert mesh.check_platform("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["train", "--help"], ["generate", "--help"], ["data"]])
+def test_help_teaches(args, capsys):
+    if "--help" in args:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(args)
+    else:
+        assert cli.main(args) == 0
+    out = capsys.readouterr().out
+    assert "python -m transformer" in out or "tatoeba" in out
