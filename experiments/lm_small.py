@@ -14,7 +14,7 @@ def get_config():
     config.model = dict(
         family="decoder",
         vocab_size=8192,
-        num_decoder_layers=6,
+        num_decoder_layers=4,
         d_model=256,
         d_ff=1024,
         num_heads=4,
@@ -24,7 +24,7 @@ def get_config():
         norm="rmsnorm",
         activation="relu",
         use_bias=False,
-        dropout=0.1,
+        dropout=0.05,
         initializer="normal",
         residual_init_scale=True,
         scan_layers=False,
@@ -33,13 +33,13 @@ def get_config():
         corpus="wikitext2",
         objective="causal_lm",
         length=256,
-        batch_size=8,
+        batch_size=4,
     )
     config.optimizer = dict(
         name="adamw",
-        learning_rate=2e-3,
+        learning_rate=3e-3,
         schedule="cosine",
-        warmup_steps=300,
+        warmup_steps=500,
         final_fraction=0.02,
         b1=0.9,
         b2=0.98,
@@ -47,9 +47,10 @@ def get_config():
         clip_norm=1.0,
     )
     config.train = dict(
-        steps=6500,
-        log_every=50,
-        eval_every=1000,
+        steps=19000,
+        log_every=100,
+        eval_every=2000,
+        eval_batches=60,
         checkpoint_every=1000,
     )
     config.decoding = dict(temperature=0.8, top_p=0.95, max_extra=100)

@@ -10,8 +10,8 @@ from conftest import make, small, tokens
 
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.network import build_model
+from transformer.model.placements import PLACEMENTS
 from transformer.model.positions import SCHEMES
-from transformer.model.residual import PLACEMENTS
 
 FAMILIES = ("encoder", "decoder", "encoder_decoder")
 

@@ -10,12 +10,13 @@ import functools
 from flax.core import FrozenDict
 
 from transformer.errors import UserError, nearest
-from transformer.model import feed_forward, positions
+from transformer.model import positions
+from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.norms import NORMS, Norm
+from transformer.model.placements import Placement, build_placement
 from transformer.model.remat import REMAT_POLICIES
-from transformer.model.residual import Placement, build_placement
 
 Choice = str | FrozenDict
 """A name, or a mapping with a `name` and the options of what it names."""
@@ -93,7 +94,7 @@ class ModelConfig:
         _at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
         _rate("model", self, "dropout", "attention_dropout", "activation_dropout")
         for field, names in {
-            "norm": NORMS, "activation": feed_forward.ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
+            "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
             "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
         }.items():  # fmt: skip
             _one_of(f"model.{field}", getattr(self, field), names)

@@ -5,25 +5,22 @@ Multi-head, grouped-query and multi-query attention are K = N, 1 < K < N and K =
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 from flax import linen as nn
 
+from transformer.config import ModelConfig
 from transformer.model import attention_backends
 from transformer.model.cache import KeyValue
 from transformer.model.linear import Linear
 from transformer.model.masks import Mask, Tokens
 from transformer.model.positions import Position
 
-if TYPE_CHECKING:
-    from transformer.config import ModelConfig
-
 
 class Attention(nn.Module):
     """softmax(Q K^T / sqrt(d_head)) V, then W_O; queries from `x`, keys and values from `y` (self-attention: y is x)."""
 
-    config: "ModelConfig"
+    config: ModelConfig
     gain: float  # of the initial W_V and W_O
     out_gain: float  # of the initial W_O, on top
 

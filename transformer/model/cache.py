@@ -3,16 +3,12 @@
 Shape suffixes: B batch, S slots, K key/value heads, H head size, L layers.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from transformer.config import ModelConfig
 from transformer.model.masks import Tokens
-
-if TYPE_CHECKING:
-    from transformer.config import ModelConfig
 
 
 @struct.dataclass
@@ -50,7 +46,7 @@ class Cache:
         return jax.tree.map(put, self.tokens, tokens)
 
 
-def empty_cache(config: "ModelConfig", batch: int, slots: int) -> Cache:
+def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """A cache with room for `slots` tokens a row."""
     blank = jnp.zeros((batch, slots, config.num_kv_heads, config.d_head), config.dtype)
     layer = LayerCache(KeyValue(blank, blank))

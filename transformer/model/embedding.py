@@ -3,23 +3,19 @@
 Shape suffixes: B batch, T length, D d_model, V vocabulary.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from transformer.config import ModelConfig
 from transformer.model.initializers import matrix_init
-
-if TYPE_CHECKING:
-    from transformer.config import ModelConfig
 
 
 class Embedding(nn.Module):
     """E[token], times sqrt(d_model) with `embedding_scale` (Vaswani et al. 2017, sec. 3.4)."""
 
-    config: "ModelConfig"
+    config: ModelConfig
 
     def setup(self):
         cfg = self.config
@@ -64,14 +60,14 @@ class Head:
 class Unembedding(nn.Module):
     """The head of a language model: the embedding itself (tied; J&M eq. 9.45) or a matrix of its own; an optional bias."""
 
-    config: "ModelConfig"
+    config: ModelConfig
 
     @nn.compact
     def __call__(self, embedding_VxD: jax.Array) -> Head:
         cfg = self.config
         matrix_VxD, bias_V = embedding_VxD, None
         if not cfg.tie_embeddings:
-            init = nn.with_logical_partitioning(matrix_init(cfg), ("embed", "vocab"))
+            init = nn.with_logical_partitioning(matrix_init(cfg.initializer, cfg.init_std), ("embed", "vocab"))
             kernel = self.param("kernel", init, (cfg.d_model, cfg.vocab_size), cfg.param_dtype)
             matrix_VxD = kernel.T
         if cfg.logit_bias:

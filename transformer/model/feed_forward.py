@@ -3,30 +3,19 @@
 Shape suffixes: B batch, T length, D d_model, F d_ff.
 """
 
-import functools
-from typing import TYPE_CHECKING
-
 import jax
 from flax import linen as nn
 
+from transformer.config import ModelConfig
+from transformer.model.activations import ACTIVATIONS
 from transformer.model.dropout import Dropout
 from transformer.model.linear import Linear
-
-if TYPE_CHECKING:
-    from transformer.config import ModelConfig
-
-ACTIVATIONS = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),  # x Phi(x)
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),  # GPT-2's form
-    "silu": jax.nn.silu,
-}
 
 
 class FeedForward(nn.Module):
     """act(x W_in + b_in) W_out + b_out; with `glu`, (act(x W_gate + b) * (x W_in + b)) W_out + b (Shazeer 2020)."""
 
-    config: "ModelConfig"
+    config: ModelConfig
     gain: float  # of the initial W_in, W_gate, W_out
     out_gain: float  # of the initial W_out, on top
 

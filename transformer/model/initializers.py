@@ -1,20 +1,17 @@
 """Initial values of the projection matrices, by name."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from flax import linen as nn
 
-if TYPE_CHECKING:
-    from transformer.config import ModelConfig
-
-INITIALIZERS = {
-    "xavier_uniform": lambda config: nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
-    "lecun_normal": lambda config: nn.initializers.variance_scaling(1.0, "fan_in", "normal"),
-    "normal": lambda config: nn.initializers.normal(config.init_std),
+INITIALIZERS: dict[str, Callable] = {
+    "xavier_uniform": lambda std: nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+    "lecun_normal": lambda std: nn.initializers.variance_scaling(1.0, "fan_in", "normal"),
+    "normal": nn.initializers.normal,
 }
 
 
-def matrix_init(config: "ModelConfig", gain: float = 1.0):
-    """The configured initialiser times `gain`, for a matrix [inputs, outputs]."""
-    base = INITIALIZERS[config.initializer](config)
+def matrix_init(name: str, std: float, gain: float = 1.0):
+    """The named initialiser times `gain`, for a matrix [inputs, outputs]; `std` is that of "normal"."""
+    base = INITIALIZERS[name](std)
     return lambda key, shape, dtype: gain * base(key, shape, dtype)

@@ -1,16 +1,13 @@
 """Projections: x W + b, from one or more input axes to one or more output axes."""
 
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from transformer.config import ModelConfig
 from transformer.model.initializers import matrix_init
-
-if TYPE_CHECKING:
-    from transformer.config import ModelConfig
 
 
 class Linear(nn.Module):
@@ -19,7 +16,7 @@ class Linear(nn.Module):
     Initialised as the matrix [all inputs, all outputs] that it is, whatever axes it is laid out in.
     """
 
-    config: "ModelConfig"
+    config: ModelConfig
     outputs: tuple[int, ...]
     names: tuple[str, ...]
     gain: float = 1.0
@@ -30,7 +27,9 @@ class Linear(nn.Module):
         inputs = x.shape[x.ndim - contracted :]
 
         def init(key, shape, dtype):
-            return matrix_init(cfg, self.gain)(key, (math.prod(inputs), math.prod(self.outputs)), dtype).reshape(shape)
+            return matrix_init(cfg.initializer, cfg.init_std, self.gain)(
+                key, (math.prod(inputs), math.prod(self.outputs)), dtype
+            ).reshape(shape)
 
         kernel = self.param(
             "kernel", nn.with_logical_partitioning(init, self.names), (*inputs, *self.outputs), cfg.param_dtype

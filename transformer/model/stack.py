@@ -4,11 +4,11 @@ Shape suffixes: B batch, T length of this stack's tokens, S length of the encode
 """
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 from flax import linen as nn
 
+from transformer.config import ModelConfig
 from transformer.model import positions
 from transformer.model.attention import Attention
 from transformer.model.cache import Cache, LayerCache
@@ -18,14 +18,11 @@ from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual
 
-if TYPE_CHECKING:
-    from transformer.config import ModelConfig
-
 
 class Layer(nn.Module):
     """Self-attention, cross-attention (where there is an encoder to read), feed-forward; each wrapped by the residual formula."""
 
-    config: "ModelConfig"
+    config: ModelConfig
     side: str
     deterministic: bool
 
@@ -85,7 +82,7 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Positions, dropout, layers (scanned or unrolled), and a final norm where the placement asks for one."""
 
-    config: "ModelConfig"
+    config: ModelConfig
     side: str  # encoder | decoder
 
     @nn.compact
