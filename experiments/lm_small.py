@@ -3,6 +3,8 @@
     python -m transformer train    --config=experiments/lm_small.py --workdir=runs/lm_small
     python -m transformer evaluate --workdir=runs/lm_small
 
+Hardware  two CPU cores, an hour
+Expected  1.5 bits per byte or less on the test side
 Floors on the test side, bits per byte: xz conditioned on the training text 2.00, byte 6-gram (Witten-Bell) 2.12.
 """
 

@@ -1,8 +1,10 @@
-"""A translator in a few minutes: English to Spanish on two CPU cores.
+"""How good a translator do a few minutes give? English to Spanish.
 
 python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
 python -m transformer evaluate --workdir=runs/quickstart
 python -m transformer generate --workdir=runs/quickstart --interactive
+
+Hardware  two CPU cores, about 6 minutes
 """
 
 import ml_collections

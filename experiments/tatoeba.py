@@ -3,7 +3,9 @@
     python -m transformer train    --config=experiments/tatoeba.py --workdir=runs/tatoeba
     python -m transformer evaluate --workdir=runs/tatoeba
 
-The quickstart's text and recipe, with a model of three times its size and ten times its steps.
+Hardware  two CPU cores, an hour
+
+The quickstart's text and recipe, with a model of three times its size and four times its steps.
 """
 
 import ml_collections

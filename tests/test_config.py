@@ -109,6 +109,42 @@ def test_overrides_change_one_field_and_keep_their_types():
             apply_overrides(config, {key: "3"})
 
 
+def test_the_name_none_nested_options_and_tuples_on_the_command_line():
+    config = from_mapping(Experiment, {"model": MODEL, "data": {"train": "x.jsonl", "packing": False}})
+    changed = apply_overrides(
+        config,
+        {
+            "model.position": "none",
+            "model.norm_placement.final_norm": "true",
+            "data.fields": "en,es",
+            "data.buckets": "32,128",
+        },
+    )
+    assert changed.model.position == "none"
+    assert dict(changed.model.norm_placement) == {"name": "pre", "final_norm": True}
+    assert changed.data.fields == ("en", "es") and changed.data.buckets == (32, 128)
+
+
+def test_an_unknown_field_in_python_names_the_nearest():
+    with pytest.raises(UserError, match=r"ModelConfig.d_modle: no such field; did you mean 'd_model'"):
+        ModelConfig(**MODEL, d_modle=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.py", "def get_config(:\n", r"x.py:1: SyntaxError"),
+        ("x.py", "def get_config():\n    return 1 / 0\n", r"x.py:2: ZeroDivisionError"),
+        ("x.txt", "", "no Python file"),
+        ("x.json", "{", "damaged"),
+    ],
+)
+def test_a_broken_config_file_names_its_line(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_experiment(str(tmp_path / name))
+
+
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.stem)
 def test_every_experiment_file_builds_in_every_arm(file):
     """And opens with its question, its command, and what to expect."""
@@ -125,6 +161,7 @@ def test_every_experiment_file_builds_in_every_arm(file):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert f"--config=experiments/{file.name}" in module.__doc__
+    assert "?" in module.__doc__ and "Hardware" in module.__doc__
     for arm in getattr(module, "ARMS", [""]):
         config = load_experiment(f"{file}:{arm}" if arm else str(file))
         with use(make_mesh(config.mesh)) as mesh:

@@ -84,6 +84,52 @@ def test_beam_search_equals_brute_force(alpha, seed):
             assert text == expected[k][1] or expected[k][0] == pytest.approx(expected[k + 1][0], abs=1e-5)
 
 
+def plain_beam(model, params, source, limit, alpha, k):
+    """Beam search as one would write it for a single sentence, with lists, scoring every prefix anew."""
+    live, ended = [(0.0, (1,))], []
+    for step in range(1, limit + 1):
+        grown = []
+        for logp, text in live:
+            ids = jnp.asarray([text])
+            out = jax.nn.log_softmax(
+                model.apply(params, source, ids, segment_ids=jnp.ones(ids.shape, jnp.int32))[0, -1]
+            )
+            grown += [(logp + float(out[t]), (*text, t)) for t in range(1, model.config.vocab_size)]
+        grown = sorted(grown, reverse=True)[: 2 * k]
+        ended += [(s / ((5 + step) / 6) ** alpha, t) for s, t in grown if t[-1] == EOS]
+        ended = sorted(ended, reverse=True)[:k]
+        live = [(s, t) for s, t in grown if t[-1] != EOS][:k]
+        if len(ended) == k and live[0][0] / ((5 + limit) / 6) ** alpha <= ended[-1][0]:
+            break
+    return ended or [(s / ((5 + limit) / 6) ** alpha, t) for s, t in live]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_a_narrow_beam_equals_a_plain_one(alpha):
+    """Pruning, freezing and stopping, where the beam is too narrow to be exhaustive."""
+    model, params = make(small("encoder_decoder", vocab_size=9), noise=0.5)
+    source, limits = tokens(5, 3, 5, vocab=9), jnp.array([6, 6, 4])
+    search = jax.jit(
+        lambda p: beam_search(
+            model,
+            p,
+            jnp.ones((3, 1), jnp.int32),
+            limits,
+            beam_size=3,
+            alpha=alpha,
+            max_new=6,
+            eos_id=EOS,
+            source_BxS=source,
+        )
+    )
+    texts, scores = search(params["params"])
+    for row in range(3):
+        expected = plain_beam(model, params, source[row : row + 1], int(limits[row]), alpha, 3)
+        for (score, text), found, found_score in zip(expected, np.asarray(texts[row]), scores[row], strict=False):
+            assert float(found_score) == pytest.approx(score, abs=1e-4)
+            assert tuple(t for t in found.tolist() if t) == text[1:]
+
+
 def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
     model, params = make(small("encoder_decoder"))
     source, prompt, limits = tokens(0, 3, 6), jnp.ones((3, 1), jnp.int32), jnp.array([7, 4, 7])
@@ -146,7 +192,8 @@ def test_sampling_draws_from_the_distribution_and_each_row_by_its_own_key():
     keys = jax.random.split(jax.random.key(1), rows)
     draw = jax.jit(lambda p, k, n: sample(model, params["params"], p, n, k, max_new=1, eos_id=EOS, temperature=0.7))
     out = np.asarray(draw(prompt, keys, jnp.ones(rows, jnp.int32)))[:, 0]
-    expected = np.asarray(jax.nn.softmax(model.apply(params, prompt[:1])[0, -1] / 0.7))
+    logits = model.apply(params, prompt[:1])[0, -1].at[0].set(-jnp.inf)  # pad is never written
+    expected = np.asarray(jax.nn.softmax(logits / 0.7))
     seen = np.bincount(out, minlength=37) / rows
     assert np.abs(seen - expected).max() < 4 * np.sqrt(expected.max() / rows)
     np.testing.assert_array_equal(np.asarray(draw(prompt[:10], keys[:10], jnp.ones(10, jnp.int32)))[:, 0], out[:10])

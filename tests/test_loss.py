@@ -54,6 +54,14 @@ def test_the_other_sums():
     assert float(sums.nll) == pytest.approx(2 * (z - 4) + z, rel=1e-5)
 
 
+def test_accuracy_counts_every_target_that_is_the_likeliest():
+    h, head = jax.random.normal(jax.random.key(0), (4, 64, 32)), Head(jax.random.normal(jax.random.key(1), (4096, 32)))
+    best = jnp.argmax(head(h), -1)
+    targets = best.at[:, ::2].add(1) % 4096
+    sums = jax.jit(lambda: cross_entropy(h, head, targets, jnp.ones((4, 64)), 0.0, 0.0, 4))()
+    assert float(sums.correct) == 4 * 32
+
+
 def test_chunks_divide_the_length_and_bound_the_logits():
     assert auto_chunks(64, 32, 16384, devices=1) == 2
     assert auto_chunks(16, 64, 4096, devices=1) == 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -129,8 +130,33 @@ def test_every_optimizer_learns_and_shards(name):
         step, losses = make_train_step(config, model, optimizer, mesh, placed), []
         for _ in range(8):
             state, metrics = step(state, batch)
-            losses.append(float(metrics["nll"]))
+            losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("fields", [{"num_kv_heads": 1}, {"scan_layers": False, "logit_bias": True}])
+def test_adafactor_and_multi_query_attention_live_on_a_tensor_mesh(fields):
+    """Statistics of other shapes than their parameter, and the one key/value head, are replicated."""
+    base = experiment("decoder", {"data": 2, "tensor": 4}, fields)
+    losses = [
+        train_steps(dataclasses.replace(c, optimizer=dataclasses.replace(base.optimizer, name="adafactor")), 2)[0]
+        for c in (base, dataclasses.replace(base, mesh=MeshConfig(data=1)))
+    ]
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+def test_weight_decay_is_decoupled_in_every_rule(name):
+    """Without a gradient, a matrix shrinks by rate * decay a step and nothing else moves."""
+    config = OptimizerConfig(name=name, schedule="constant", learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
+    optimizer = build_optimizer(config, 10)
+    params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
+    state = optimizer.init(params)
+    for step in range(1, 4):
+        updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, params), state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        np.testing.assert_allclose(params["kernel"], 0.95**step, rtol=1e-5)
+        np.testing.assert_array_equal(params["bias"], 1)
 
 
 def test_adamw_is_the_textbooks_update():
@@ -283,7 +309,7 @@ def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypat
 
     monkeypatch.setattr(jax, "device_put", kill)
     assert loop.train(run_config, tmp_path / "parts") == stop_at
-    assert Checkpoints(tmp_path / "parts").steps[-1] == stop_at
+    assert Checkpoints(tmp_path / "parts", run_config.train).steps[-1] == stop_at
     monkeypatch.setattr(jax, "device_put", device_put)
     assert loop.train(run_config, tmp_path / "parts") == 12
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
@@ -294,7 +320,7 @@ def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypat
             abstract, _ = abstract_state(
                 run_config, build_model(run_config.model), build_optimizer(run_config.optimizer, 12), mesh
             )
-            states.append(jax.device_get(Checkpoints(tmp_path / name).restore(abstract, 12)[0]))
+            states.append(jax.device_get(Checkpoints(tmp_path / name, run_config.train).restore(abstract, 12)[0]))
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
@@ -324,19 +350,68 @@ def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch
 
 
 def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config, tmp_path):
-    from transformer.training.rundir import claim
+    from transformer.config_io import to_mapping
+    from transformer.training.rundir import check
 
-    claim(tmp_path / "run", run_config)
-    claim(tmp_path / "run", dataclasses.replace(run_config, mesh=MeshConfig(data=1)))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(to_mapping(run_config)))
+    check(tmp_path / "run", run_config)
+    check(tmp_path / "run", dataclasses.replace(run_config, mesh=MeshConfig(data=1)))
+    other = dataclasses.replace(run_config, seed=3, model=dataclasses.replace(run_config.model, d_ff=64))
     with pytest.raises(UserError, match=r"model.d_ff was 32, is 64; seed was 0, is 3"):
-        claim(
-            tmp_path / "run",
-            dataclasses.replace(run_config, seed=3, model=dataclasses.replace(run_config.model, d_ff=64)),
-        )
+        check(tmp_path / "run", other)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="no run of ours"):
-        claim(tmp_path / "other", run_config)
+    for workdir, message in [
+        (tmp_path / "other", "no run of ours"),
+        (tmp_path / "other" / "thesis.tex", "is a file"),
+        ("gs://bucket/run", "no local folder"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            check(Path(workdir), run_config)
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json: damaged"):
+        check(tmp_path / "run", run_config)
+
+
+def test_changed_text_is_refused_and_the_run_left_as_it_was(run_config, tmp_path):
+    from transformer.evaluation.evaluate import evaluate, load_trained
+    from transformer.training.loop import train
+
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"line {i} says {i * i} and {i % 7}\n" for i in range(400)))
+    data = dataclasses.replace(run_config.data, corpus="", train=str(file), format="text", held_out=20)
+    config = dataclasses.replace(run_config, data=data, model=dataclasses.replace(run_config.model, vocab_size=300))
+    assert train(config, tmp_path / "run") == 12
+    files = {f.name: f.read_bytes() for f in (tmp_path / "run").iterdir() if f.is_file()}
+    file.write_text("".join(f"row {i} tells {i * i} or {i % 7}\n" for i in range(400)))
+    with pytest.raises(UserError, match="the training text has changed"):
+        train(config, tmp_path / "run")
+    with use(make_mesh(MeshConfig(data=1))) as mesh, pytest.raises(UserError, match="the test text has changed"):
+        evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
+    assert files == {f.name: f.read_bytes() for f in (tmp_path / "run").iterdir() if f.is_file()}
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(run_config, tmp_path, monkeypatch):
+    """No signal, no goodbye: the metrics written after the checkpoint are dropped and written again."""
+    from transformer.training import loop
+
+    loop.train(run_config, tmp_path / "whole")
+    device_put, calls = jax.device_put, []
+
+    def die(x, *args, **kwargs):
+        calls.append(isinstance(x, dict) and len(x["inputs"]) == 8)
+        if sum(calls) == 13:  # step 10; three batches were evaluated at step 6
+            raise SystemExit("power cut")
+        return device_put(x, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", die)
+    with pytest.raises(SystemExit):
+        loop.train(run_config, tmp_path / "parts")
+    monkeypatch.setattr(jax, "device_put", device_put)
+    assert [line["step"] for line in curve(tmp_path / "parts")][-1] > 5
+    assert loop.train(run_config, tmp_path / "parts") == 12
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
 
 
 def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp_path):
@@ -364,7 +439,7 @@ def test_the_mean_of_checkpoints(run_config, tmp_path):
     train(config, tmp_path / "run")
     with use(make_mesh(config.mesh)) as mesh:
         abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 12), mesh)
-        folder = Checkpoints(tmp_path / "run")
+        folder = Checkpoints(tmp_path / "run", config.train)
         assert folder.steps == [5, 10, 12]
         a, b = (folder.restore(abstract, step)[0].params for step in (10, 12))
         mean = load_trained(tmp_path / "run", config, mesh).params

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import errno
 import os
 import sys
 from pathlib import Path
@@ -35,12 +36,16 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as e:
+        reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
+        print(f"error: {e.filename or type(e).__name__}: {reason}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
 
 def _main(argv: list[str]) -> int:
@@ -136,7 +141,7 @@ def _train(args, overrides) -> int:
 
 
 def _open(args, overrides):
-    """The config of a run, with overrides, and its mesh: whatever devices are here."""
+    """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more."""
     from transformer.config import Experiment, MeshConfig
     from transformer.config_io import apply_overrides
     from transformer.training.rundir import load_config
@@ -174,12 +179,14 @@ def _generate(args, overrides) -> int:
 
     config, mesh = _open(args, overrides)
     lines = None if args.interactive else _read_lines(args.input)
+    if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
+        raise UserError(f"--output: no folder {Path(args.output).parent}")
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
-        generate = Generator(config, trained.params, trained.tokenizer)
         if args.interactive:
-            return _converse(generate, config)
-        answers = generate(lines)
+            return _converse(trained)
+        generate = Generator(config, trained.params, trained.tokenizer)
+        answers = generate(lines, _progress(len(lines)))
     if generate.cut:
         print(f"{generate.cut} of {len(lines)} lines were longer than the model can read and were cut", file=sys.stderr)
     text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
@@ -195,17 +202,33 @@ def _read_lines(name: str) -> list[str]:
         raise UserError(f"--input: no file {name!r}")
     data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     try:
-        return data.decode("utf-8").splitlines()
+        text = data.decode("utf-8").removesuffix("\n")
+        return [line.removesuffix("\r") for line in text.split("\n")] if data else []
     except UnicodeDecodeError as e:
         raise UserError(f"--input: {name} is not UTF-8 (line {data[: e.start].count(10) + 1})") from None
 
 
-def _converse(generate, config) -> int:
-    """One line at a time, until an empty end."""
+def _progress(total: int):
+    """Tells how many lines are done, in a terminal that is not also showing the answers."""
+    if not sys.stderr.isatty() or sys.stdout.isatty():
+        return lambda done: None
+    end = lambda done: "\n" if done == total else ""
+    return lambda done: print(f"\r{done:,}/{total:,} lines", end=end(done), file=sys.stderr, flush=True)
+
+
+def _converse(trained) -> int:
+    """One line at a time, until an empty one or the end of input."""
     import readline  # noqa: F401  (arrow keys and history at the prompt)
 
+    from transformer.decoding.generate import Generator
+
+    one = dataclasses.replace(trained.config.decoding, batch_size=1)
+    config = dataclasses.replace(trained.config, decoding=one)
+    generate = Generator(config, trained.params, trained.tokenizer)
     does = "translates" if config.model.family == "encoder_decoder" else "continues"
-    print(f"The model {does} what you type. An empty line or Ctrl-D ends.")
+    print("Getting ready ...", end="", flush=True)
+    generate(["."])  # compiles
+    print(f"\rThe model {does} what you type. An empty line or Ctrl-D ends.")
     while True:
         try:
             line = input("\n> ")
@@ -214,7 +237,11 @@ def _converse(generate, config) -> int:
             return 0
         if not line.strip():
             return 0
-        print("  " + generate([line])[0].replace("\n", "\n  "))
+        cut = generate.cut
+        answer = generate([line])[0]
+        print("  " + answer.strip("\n").replace("\n", "\n  "))
+        if generate.cut > cut:
+            print("  (cut: longer than the model can read)")
 
 
 def _start_jax() -> None:

@@ -39,6 +39,22 @@ def _rate(section: str, config, *fields: str) -> None:
             raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
 
 
+def _strict(cls):
+    """An unknown keyword is a UserError with the nearest name."""
+    init, names = cls.__init__, [f.name for f in dataclasses.fields(cls)]
+
+    @functools.wraps(init)
+    def checked(self, *args, **fields):
+        for name in fields:
+            if name not in names:
+                raise UserError(f"{cls.__name__}.{name}: no such field; {nearest(name, names)}")
+        init(self, *args, **fields)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_strict
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One model of any family. Field names are the papers'."""
@@ -106,7 +122,7 @@ class ModelConfig:
                 )
             set_("d_head", self.d_model // self.num_heads)
         set_("num_kv_heads", self.num_kv_heads or self.num_heads)
-        if self.num_heads % self.num_kv_heads:
+        if self.num_kv_heads < 0 or self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
             )
@@ -186,7 +202,7 @@ class DataConfig:
         str, ...
     ] = ()  # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers
     reverse: bool = False  # swap source and target
-    objective: Choice = "causal_lm"  # seq2seq | causal_lm
+    objective: str = "causal_lm"  # seq2seq | causal_lm
     length: int = 128  # tokens in a row, on each side
     batch_size: int = 32  # rows of `length`; a shorter bucket has more rows, so that batch_size * length tokens stay
     packing: bool = True  # several documents a row, told apart by segment ids
@@ -201,10 +217,15 @@ class DataConfig:
             raise UserError(
                 "data.corpus or data.train: name one of them (python -m transformer data lists the corpora)"
             )
+        if self.corpus and (self.valid or self.test or self.fields):
+            raise UserError(
+                "data.corpus: a known corpus has its own files; data.valid, data.test and data.fields go with data.train"
+            )
         _one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface"))
         _one_of("data.too_long", self.too_long, ("drop", "cut"))
         _at_least("data", self, 2, "length")
         _at_least("data", self, 1, "batch_size", "held_out")
+        _at_least("data", self, 0, "max_examples")
         if self.buckets:
             if self.packing:
                 raise UserError(
@@ -234,7 +255,10 @@ class OptimizerConfig:
     def __post_init__(self):
         _one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd"))
         _one_of("optimizer.schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "wsd", "constant"))
-        _at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm")
+        _at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "final_fraction")
+        _rate("optimizer", self, "b1", "b2", "momentum")
+        if not 0 < self.decay_fraction <= 1:
+            raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
             raise UserError(
                 "optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' is measured in warm-ups; set it to 1 or more"
@@ -265,7 +289,7 @@ class TrainConfig:
     steps: int = 1000
     label_smoothing: float = 0.0
     z_loss: float = 0.0  # weight of log(Z)^2, which keeps logits from drifting
-    accumulate: int = 1  # micro-batches a step; same numbers, less memory
+    accumulate: int = 1  # micro-batches a step: less memory, the same loss (dropout draws other masks)
     ema_decay: float = 0.0  # exponential moving average of the parameters, used for evaluation; 0: off
     average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0 or 1: the last alone
     log_every: int = 50
@@ -279,7 +303,7 @@ class TrainConfig:
 
     def __post_init__(self):
         _at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
-        _at_least("train", self, 0, "eval_every", "checkpoint_every", "average_checkpoints", "z_loss")
+        _at_least("train", self, 0, "eval_every", "eval_batches", "checkpoint_every", "average_checkpoints", "z_loss")
         _rate("train", self, "label_smoothing", "ema_decay")
         if self.average_checkpoints > self.keep_checkpoints:
             raise UserError(
@@ -335,8 +359,9 @@ class Experiment:
             raise UserError(
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}"
             )
-        objective = self.data.objective if isinstance(self.data.objective, str) else self.data.objective.get("name")
-        families = {"seq2seq": "encoder_decoder", "causal_lm": "decoder"}
+        if self.model.pad_id != 0:
+            raise UserError(f"model.pad_id: {self.model.pad_id}, but the tokenizer's padding is 0; leave it at 0")
+        objective, families = self.data.objective, {"seq2seq": "encoder_decoder", "causal_lm": "decoder"}
         _one_of("data.objective", objective, families)
         if self.model.family != families[objective]:
             raise UserError(

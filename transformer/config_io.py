@@ -7,7 +7,9 @@ UserError that names the field, the value and the nearest right one.
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import json
+import traceback
 import types
 import typing
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from flax.core import FrozenDict
 
-from transformer.config import Experiment, ModelConfig
+from transformer.config import Choice, Experiment, ModelConfig
 from transformer.errors import UserError, nearest
 
 
@@ -95,14 +97,34 @@ def load_tree(file: str) -> dict:
     if not path.is_file():
         raise UserError(f"--config: no file {name!r}; experiments/ holds the shipped ones")
     if path.suffix == ".json":
-        return json.loads(path.read_text())
+        return _thaw(from_mapping(Experiment, read_json(path)))
     spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None:
+        raise UserError(f"--config: {name!r} is no Python file and no config.json")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise UserError(f"--config: {name!r} defines no get_config()")
-    config = module.get_config(arg) if arg else module.get_config()
-    return _thaw(config)
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise UserError(f"--config: {name!r} defines no get_config()")
+        if arg and not inspect.signature(module.get_config).parameters:
+            raise UserError(f"--config: {name!r} takes no argument; leave out :{arg}")
+        return _thaw(module.get_config(arg) if arg else module.get_config())
+    except UserError:
+        raise
+    except Exception as e:
+        where = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename == str(path)]
+        line = getattr(e, "lineno", None) or (where[-1].lineno if where else 0)
+        raise UserError(
+            f"--config: {path}:{line}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        ) from e
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file; UserError if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path}: damaged ({e})") from None
 
 
 def _thaw(value):
@@ -131,9 +153,11 @@ def _override(tree: dict, dotted: str, text: str) -> None:
                 if fields
                 else f"--config.{dotted}: {path} has no fields"
             )
+        default = {f.name: f.default for f in dataclasses.fields(cls)}[key]
         cls = fields[key]
-        if isinstance(node.get(key), str):  # position="rotary" becomes dict(name="rotary", theta=...)
-            node[key] = {"name": node[key]}
+        if cls is Choice:  # position="rotary" becomes dict(name="rotary", theta=...)
+            chosen = node.get(key, default)
+            node[key] = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise UserError(f"--config.{dotted}: {path} is a single value, it has no fields")
@@ -145,8 +169,11 @@ def _override(tree: dict, dotted: str, text: str) -> None:
 
 
 def _parse(text: str, kind):
-    if kind is str:
+    """The value that a command line's text means for a field of that type."""
+    if kind is str or (text.lower() == "none" and type(None) not in typing.get_args(kind)):
         return text
+    if typing.get_origin(kind) is tuple and not text.startswith(("(", "[")):
+        return tuple(_parse(part.strip(), typing.get_args(kind)[0]) for part in text.split(",") if part.strip())
     try:
         return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
     except (ValueError, SyntaxError):

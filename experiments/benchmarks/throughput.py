@@ -6,7 +6,7 @@
 Each side runs in a process of its own and takes a step when told to, so that the two never compute at the same time and a
 drift of the machine's speed meets both. Printed: seconds a step (median), the ratio round by round (median, min, max), and
 which share of this machine's own matrix-multiply rate (the best of some products of float32 matrices) the step reaches,
-counting 6 multiply-adds per parameter and token plus attention. `--same-allocator` gives PyTorch the allocator setting that
+counting 6 FLOPs per parameter and token plus attention. `--same-allocator` gives PyTorch the allocator setting that
 transformer.parallel.host makes for JAX.
 """
 

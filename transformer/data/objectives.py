@@ -31,12 +31,11 @@ class Rows(Protocol):
     lengths: np.ndarray
     report: dict[str, int]  # what was dropped or cut
 
-    def segments(self, row: int, rng: np.random.Generator) -> Sequence[Segment]: ...
+    def segments(self, row: int) -> Sequence[Segment]: ...
 
 
 class Objective(Protocol):
     sides: int  # texts an example has
-    family: str  # the family of models it trains
 
     def rows(self, store: Store, part: str, config: DataConfig) -> Rows: ...
 
@@ -48,7 +47,7 @@ class CausalLM:
     once, and a row's segments never see each other. Unpacked, a row holds one text or, of a longer text, one part.
     """
 
-    sides, family = 1, "decoder"
+    sides = 1
 
     def rows(self, store: Store, part: str, config: DataConfig) -> "LMRows":
         return LMRows(store.texts(part, 0), config.length, config.packing)
@@ -69,7 +68,7 @@ class LMRows:
         self._stops = np.minimum(np.append(self._starts[1:], total), self._starts + length)
         self.lengths = self._stops - self._starts
 
-    def segments(self, row: int, rng: np.random.Generator) -> list[Segment]:
+    def segments(self, row: int) -> list[Segment]:
         start, stop = int(self._starts[row]), int(self._stops[row])
         inner = self._ends[np.searchsorted(self._ends, start, "right") : np.searchsorted(self._ends, stop, "left")]
         bounds = [start, *map(int, inner), stop]
@@ -87,7 +86,7 @@ class Seq2Seq:
     A pair with a side longer than `length` is dropped or, with `too_long="cut"`, cut (its eos is kept).
     """
 
-    sides, family = 2, "encoder_decoder"
+    sides = 2
 
     def rows(self, store: Store, part: str, config: DataConfig) -> "PairRows":
         return PairRows(store.texts(part, 0), store.texts(part, 1), config)
@@ -110,7 +109,7 @@ class PairRows:
             self._rows = pairs[:, None]
             self.lengths = np.minimum(needed[pairs], config.length)
 
-    def segments(self, row: int, rng: np.random.Generator) -> list[Segment]:
+    def segments(self, row: int) -> list[Segment]:
         out = []
         for pair in self._rows[row]:
             source, targets = (self._cut(texts[pair]) for texts in (self._source, self._target))

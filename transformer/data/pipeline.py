@@ -1,6 +1,7 @@
 """From a config to its data: the tokenizer, training batches, evaluation batches, held-out texts."""
 
 import dataclasses
+from pathlib import Path
 
 from transformer.config import Experiment
 from transformer.data.batching import Batches
@@ -40,8 +41,12 @@ class Data:
         return {"objective": type(self.objective).__name__, **self.store.meta}
 
 
-def open_data(config: Experiment) -> Data:
-    """Fetches, splits, tokenises what is not there yet."""
-    choice = config.data.objective
-    objective = OBJECTIVES[choice if isinstance(choice, str) else choice["name"]]
-    return Data(config, objective, open_store(config.data, config.model.vocab_size, objective.sides))
+def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
+    """Fetches, splits, tokenises what is not there yet. With `tokenizer`, that of an existing run: the text is tokenised
+    by that one, even if training anew (by another version of SentencePiece, say) would give another."""
+    objective = OBJECTIVES[config.data.objective]
+    store = open_store(config.data, config.model.vocab_size, objective.sides)
+    if tokenizer is not None and tokenizer.exists() and store.tokenizer.model != tokenizer.read_bytes():
+        own = dataclasses.replace(config.data.tokenizer, path=str(tokenizer))
+        store = open_store(dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size, objective.sides)
+    return Data(config, objective, store)

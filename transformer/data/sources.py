@@ -47,6 +47,8 @@ def expand(pattern: str) -> list[epath.Path]:
     if not any(c in path.name for c in "*?["):
         if not path.exists():
             raise UserError(f"data: no file {pattern}")
+        if path.is_dir():
+            raise UserError(f"data: {pattern} is a folder; name its files: {pattern.rstrip('/')}/*")
         return [path]
     files = (
         sorted(f for f in path.parent.iterdir() if fnmatch.fnmatch(f.name, path.name)) if path.parent.exists() else []
@@ -86,7 +88,9 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
             raise UserError(
                 f"{file}:{number}: expected source, tab, target; found {len(cells) - 1} tab(s) in {line[:60]!r}"
             )
-        yield tuple(cells[c].strip() for c in columns)
+        example = tuple(cells[c].strip() for c in columns)
+        if all(example):  # a pair with an empty side teaches nothing
+            yield example
 
 
 def _paired(path: str) -> Iterator[Example]:
@@ -110,11 +114,26 @@ def _paired(path: str) -> Iterator[Example]:
 def _record(text: str, fields, where: str) -> Example:
     try:
         record = json.loads(text)
-        return tuple(str(record[field]) for field in fields)
-    except (json.JSONDecodeError, TypeError):
-        raise UserError(f"{where}: not a JSON object: {text[:60]!r}") from None
-    except KeyError as e:
-        raise UserError(f"{where}: no field {e}; there is: {', '.join(record)}; set data.fields") from None
+    except json.JSONDecodeError:
+        record = None
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: not a JSON object: {text[:60]!r}")
+    return tuple(_field(record, field, where) for field in fields)
+
+
+def _field(record: dict, field: str, where: str) -> str:
+    """`record["a"]["b"]` for the field "a.b"; it must be text."""
+    value = record
+    for key in field.split("."):
+        if not isinstance(value, dict) or key not in value:
+            there = ", ".join(value) if isinstance(value, dict) else "no further field"
+            raise UserError(f"{where}: no field {field!r}; there is: {there}; set data.fields")
+        value = value[key]
+    if not isinstance(value, str):
+        raise UserError(f"{where}: field {field!r} is {json.dumps(value)[:40]}, not text")
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
+        raise UserError(f"{where}: field {field!r} holds half of a surrogate pair, which is no character")
+    return value
 
 
 def _jsonl(file: epath.Path, fields) -> Iterator[Example]:
@@ -138,7 +157,7 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
 
 
 def _huggingface(path: str, fields) -> Iterator[Example]:
-    """`name:split`, `name/subset:split`, or a folder written by `save_to_disk`."""
+    """`organisation/name[/subset]:split`, or a folder written by `save_to_disk`."""
     try:
         import datasets
     except ImportError:
@@ -150,10 +169,5 @@ def _huggingface(path: str, fields) -> Iterator[Example]:
     else:
         repository, _, subset = name.rpartition("/") if name.count("/") > 1 else (name, "", "")
         dataset = datasets.load_dataset(repository, subset or None, split=split or "train")
-    missing = [f for f in fields if f not in dataset.column_names]
-    if missing:
-        raise UserError(
-            f"data: {path} has no column {missing[0]!r}; there is: {', '.join(dataset.column_names)}; set data.fields"
-        )
-    for row in dataset:
-        yield tuple(str(row[f]) for f in fields)
+    for number, row in enumerate(dataset):
+        yield tuple(_field(row, field, f"{path}: row {number}") for field in fields)

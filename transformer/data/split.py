@@ -18,8 +18,8 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
     """The split of each example, and the number of components.
 
     Components are taken in the order of a hash of their content, first for test, then for valid, until each has
-    `held_out` distinct sources; all others are for training. So the split depends on the text and on nothing else:
-    not on a seed, nor on the order of the lines.
+    `held_out` distinct sources; one too large for what is still wanted, and all others, are for training. So the split
+    depends on the text and on nothing else: not on a seed, nor on the order of the lines.
     """
     parent: list[int] = []
     nodes: dict[tuple[int, str], int] = {}
@@ -43,19 +43,19 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
         first_nodes.append(own[0])
         for other in own[1:]:
             parent[root(other)] = root(own[0])
-    names: dict[int, str] = {}  # each component by its smallest key
+    names: dict[int, tuple[int, str]] = {}  # each component by its smallest key
     sources: dict[int, int] = {}
     for (side, text), i in nodes.items():
         r = root(i)
-        names[r] = min(names.get(r, text), text)
+        names[r] = min(names.get(r, (side, text)), (side, text))
         sources[r] = sources.get(r, 0) + (side == 0)
-    order = sorted(names, key=lambda r: hashlib.sha256(names[r].encode()).digest())
+    order = sorted(names, key=lambda r: hashlib.sha256(repr(names[r]).encode()).digest())
     split_of, taken = {}, dict.fromkeys(("test", "valid"), 0)
     for split in taken:
         for r in order:
             if taken[split] >= held_out:
                 break
-            if r not in split_of:
+            if r not in split_of and sources[r] <= held_out - taken[split]:
                 split_of[r] = split
                 taken[split] += sources[r]
     return [split_of.get(root(i), "train") for i in first_nodes], len(names)

@@ -8,12 +8,14 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from etils import epath
 
 from transformer.config import DataConfig
 from transformer.config_io import to_mapping
@@ -73,8 +75,8 @@ def open_store(config: DataConfig, vocab_size: int, sides: int) -> Store:
             made = Path(scratch) / "store"
             made.mkdir()
             _make(made, text, config, vocab_size)
-            shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)  # whole or not at all
+            if not folder.exists():  # another process may have been faster
+                made.rename(folder)  # whole or not at all
     return Store(folder, load_tokenizer(folder / "tokenizer.model"), json.loads((folder / "meta.json").read_text()))
 
 
@@ -113,7 +115,7 @@ class _Text:
         if self.format == "huggingface":
             return sorted(self.paths.items())
         files = [f for path in self.paths.values() for name in path.split(",") for f in sources.expand(name.strip())]
-        return [[str(f), f.stat().length, f.stat().mtime] for f in files]
+        return [[str(f), f.stat().length, _modified(f)] for f in files]
 
     def read(self, part: str) -> Iterator[Example]:
         """The examples of a split; those not given as files are held out from the training text."""
@@ -149,9 +151,24 @@ class _Text:
         chosen[np.random.default_rng(0).permutation(count)[: self.max_examples]] = True
         return itertools.compress(self.read("train"), chosen)
 
+    def overlap(self) -> dict[str, int]:
+        """Of each held-out file that was given: how many of its examples share a sentence, on either side, with training."""
+        given = [part for part in ("valid", "test") if part in self.paths]
+        if not given:
+            return {}
+        keys = lambda example: [hash((side, split.normalise(text))) for side, text in enumerate(example)]
+        known = {key for example in self.train() for key in keys(example)}
+        shares = lambda example: any(key in known for key in keys(example))
+        return {part: sum(map(shares, self._file(part))) for part in given}
+
     def _file(self, part: str) -> Iterator[Example]:
         for example in sources.read(self.format, self.paths[part], self.fields, self.sides):
             yield example[::-1] if self.reverse else example
+
+
+def _modified(file: epath.Path) -> float:
+    """When a file was changed, as exactly as its file system tells."""
+    return os.stat(file).st_mtime_ns if os.path.exists(file) else file.stat().mtime
 
 
 def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
@@ -164,7 +181,7 @@ def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> Non
     else:
         tokenizer = train_tokenizer(config.tokenizer, vocab_size, itertools.chain.from_iterable(text.train()))
     (folder / "tokenizer.model").write_bytes(tokenizer.model)
-    meta = {"tokenizer_sha256": tokenizer.sha256}
+    meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
     for part in split.SPLITS:
         meta[part] = _tokenise(
             folder, part, text.train() if part == "train" else text.read(part), tokenizer, text.sides
@@ -202,12 +219,10 @@ def _tokenise(folder: Path, part: str, examples: Iterator[Example], tokenizer: T
 
 
 def _as_npy(raw: Path, file: Path, dtype) -> None:
-    """Raw numbers as an .npy file, copied in pieces."""
+    """Raw numbers as an .npy file, copied in pieces (and not through a map of the file: a full disk must be an error)."""
     count = raw.stat().st_size // np.dtype(dtype).itemsize
-    out = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=(count,))
-    if count:
-        source = np.memmap(raw, dtype=dtype, mode="r")
-        for start in range(0, count, 1 << 24):
-            out[start : start + (1 << 24)] = source[start : start + (1 << 24)]
-    out.flush()
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (count,)}
+    with raw.open("rb") as source, file.open("wb") as out:
+        np.lib.format.write_array_header_1_0(out, header)
+        shutil.copyfileobj(source, out)
     raw.unlink()

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import random
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ PAD, BOS, EOS, UNK = 0, 1, 2, 3
 
 
 class Tokenizer:
-    """Text to ids and back. Lossless: nothing is normalised, unknown characters become bytes."""
+    """Text to ids and back, without loss: nothing is normalised, unknown characters become bytes. (One exception, which
+    is SentencePiece's: its own sign for a space, U+2581, comes back as a space.)"""
 
     def __init__(self, model: bytes, name: str = "tokenizer"):
         try:
@@ -44,15 +46,11 @@ class Tokenizer:
         return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids up to the first eos; pad and bos are left out."""
+        """The text of ids up to the first eos; pad, bos and ids that no piece has are left out."""
         ids = [int(i) for i in ids]
         if EOS in ids:
             ids = ids[: ids.index(EOS)]
-        return self._processor.decode([i for i in ids if i not in (PAD, BOS)])
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The pieces as SentencePiece spells them."""
-        return [self._processor.id_to_piece(int(i)) for i in ids]
+        return self._processor.decode([i for i in ids if i not in (PAD, BOS) and i < self.vocab_size])
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
@@ -64,11 +62,12 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterable[str]) -> Tokenizer:
-    """Trains to exactly `vocab_size` pieces. Lines are sentences; the line end is a piece of its own."""
-    model = io.BytesIO()
+    """Trains to exactly `vocab_size` pieces. Lines are sentences; the line end is a piece of its own. Of more than
+    `max_sentences` lines, an even sample (always the same) is read."""
+    model, lines = io.BytesIO(), _sample(sentences, config.max_sentences)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(_lines(sentences, config.max_sentences)), model_writer=model, vocab_size=vocab_size,
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size,
             model_type=config.kind, byte_fallback=config.byte_fallback, character_coverage=config.character_coverage,
             pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, user_defined_symbols=["\n"],
             normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
@@ -89,12 +88,14 @@ def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterabl
     return Tokenizer(model.getvalue())
 
 
-def _lines(texts: Iterable[str], limit: int) -> Iterable[str]:
-    count = 0
-    for text in texts:
-        for line in text.split("\n"):
-            if line.strip():
-                yield line
-                count += 1
-                if count >= limit:
-                    return
+def _sample(texts: Iterable[str], most: int) -> list[str]:
+    """All lines, or a reservoir sample of `most` of them."""
+    kept: list[str] = []
+    draw = random.Random(0)
+    lines = (line for text in texts for line in text.split("\n") if line.strip())
+    for count, line in enumerate(lines):
+        if count < most:
+            kept.append(line)
+        elif (place := draw.randrange(count + 1)) < most:
+            kept[place] = line
+    return kept

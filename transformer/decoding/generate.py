@@ -29,6 +29,7 @@ class Generator:
         self._model = build_model(self.config.model)
         self._translates = self.config.model.family == "encoder_decoder"
         self._compiled: dict[int, Callable] = {}
+        self._calls = 0  # texts answered before: each is sampled with a key of its own
 
     def __call__(self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> list[str]:
         """One output a text, in order: its translation, or what the model writes after it. `progress` is told how many are done."""
@@ -40,10 +41,17 @@ class Generator:
             for start in range(0, len(members), rows):
                 batch = members[start : start + rows]
                 for i, tokens in zip(batch, self._run(width, [ids[i] for i in batch], batch), strict=True):
-                    out[i] = self.tokenizer.decode(tokens)
+                    out[i] = self._text(ids[i], tokens)
                 done += len(batch)
                 progress(done)
+        self._calls += len(texts)
         return out
+
+    def _text(self, read: list[int], written: np.ndarray) -> str:
+        """What was written, as text; a continuation keeps the space it may begin with."""
+        if self._translates:
+            return self.tokenizer.decode(written)
+        return self.tokenizer.decode([*read, *written])[len(self.tokenizer.decode(read)) :]
 
     def _room(self) -> int:
         """The longest input the model can read, leaving a decoder half its length to write."""
@@ -76,7 +84,7 @@ class Generator:
                 read[r, width - len(tokens) :] = tokens
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(
-            jax.random.key(self.config.seed), np.resize(np.asarray(numbers, np.uint32), rows)
+            jax.random.key(self.config.seed), np.resize(np.asarray(numbers, np.uint32), rows) + self._calls
         )
         if width not in self._compiled:
             self._compiled[width] = jax.jit(functools.partial(self._decode, max_new=self._max_new(width)))

@@ -35,6 +35,7 @@ def sample(
     pad_id = model.config.pad_id
 
     def draw(logits_BxV, step):
+        logits_BxV = logits_BxV.at[:, pad_id].set(-jnp.inf)  # never written: it would read as the end
         if temperature == 0.0:
             return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
         kept_BxV = truncate(logits_BxV / temperature, top_k, top_p)

@@ -10,15 +10,18 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from transformer.config import Experiment
-from transformer.data.pipeline import open_data
+from transformer.config_io import read_json
+from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import Tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.translation import translate_and_score
 from transformer.model.network import build_model
+from transformer.parallel.mesh import check_rows
 from transformer.parallel.sharding import BATCH
 from transformer.training.checkpoint import Checkpoints
+from transformer.training.metrics import append_metrics
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step
@@ -41,8 +44,8 @@ def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained
     workdir, train = Path(workdir), config.train
     optimizer = build_optimizer(config.optimizer, train.steps)
     abstract, placed = abstract_state(config, build_model(config.model), optimizer, mesh)
-    checkpoints = Checkpoints(workdir, train.keep_checkpoints)
-    if not checkpoints.steps:
+    has_any = (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, train)).steps
+    if not has_any:
         raise UserError(f"--workdir: {workdir} has no checkpoint yet; go on training it, or set train.checkpoint_every")
     item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
@@ -51,38 +54,57 @@ def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained
     )
 
 
-def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict[str, float]:
-    """Loss on a held-out side, and for translators BLEU and chrF; written to `PART.json` and, with translations, `samples.txt`."""
-    config = trained.config
-    data = open_data(config)
+def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
+    """Loss on a held-out side; for translators BLEU and chrF, for language models bits per byte and word perplexity.
+
+    Written to `PART.json`, to `metrics.jsonl` (as `PART/loss` and so on) and, with what the model wrote, to `samples.txt`
+    (`samples.valid.txt`). Raises UserError if the held-out text is not the one this run was trained beside.
+    """
+    config, workdir = trained.config, trained.workdir
+    check_rows(config, mesh)
+    data = open_data(config, workdir / "tokenizer.model")
+    _check_text(workdir, data, part)
     language_model = data.objective.sides == 1
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)
-    text = data.store.meta[part] if language_model else None
-    found = evaluate_loss(eval_step, trained.params, data.batches(part), NamedSharding(mesh, BATCH), text=text)
-    signatures: dict[str, str] = {}
-    if not language_model:
+    batches, text = data.batches(part), data.store.meta[part] if language_model else None
+    found = evaluate_loss(eval_step, trained.params, batches, NamedSharding(mesh, BATCH), text=text)
+    generate, report = Generator(config, trained.params, trained.tokenizer), {"step": trained.step, "part": part}
+    examples, blocks, signatures = data.store.examples(part), [], {}
+    if language_model:
+        prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]
+        blocks = [f"prompt  {p}\nmodel   {a.strip()}\n" for p, a in zip(prompts, generate(prompts), strict=True)]
+    else:
         began = time.perf_counter()
-        generate = Generator(config, trained.params, trained.tokenizer)
-        show = lambda done, total: (
-            print(f"\rtranslating {done:,}/{total:,}", end="", file=sys.stderr) if sys.stderr.isatty() else None
-        )
-        sources, hypotheses, references, scores, signatures = translate_and_score(
-            generate, data.store.examples(part), show
-        )
-        print("\r\x1b[K" if sys.stderr.isatty() else "", end="", file=sys.stderr)
-        found |= scores | {
-            "sentences": len(sources),
-            "sentences_per_second": len(sources) / (time.perf_counter() - began),
-        }
-        _write_samples(trained.workdir / "samples.txt", sources, hypotheses, references)
-    report = {"step": trained.step, "part": part} | found | {"signatures": signatures}
-    (trained.workdir / f"{part}.json").write_text(json.dumps(report, indent=2) + "\n")
-    return found | {f"{name}_signature": signature for name, signature in signatures.items()}
-
-
-def _write_samples(file: Path, sources, hypotheses, references) -> None:
-    with file.open("w", encoding="utf-8") as out:
+        sources, hypotheses, references, scores, signatures = translate_and_score(generate, examples, _show_progress)
+        speed = len(sources) / (time.perf_counter() - began)
+        found |= scores | {"sentences": len(sources), "sentences_per_second": speed}
         for source, hypothesis, refs in zip(sources, hypotheses, references, strict=True):
-            out.write(
-                f"source     {source}\nmodel      {hypothesis}\n" + "".join(f"reference  {r}\n" for r in refs) + "\n"
-            )
+            lines = [f"source     {source}", f"model      {hypothesis}", *(f"reference  {r}" for r in refs)]
+            blocks.append("\n".join(lines) + "\n")
+    left_out = batches.report | ({"cut for translation": generate.cut} if generate.cut and not language_model else {})
+    (workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt")).write_text(
+        "\n".join(blocks), encoding="utf-8"
+    )
+    report |= found | {"signatures": signatures, "left_out": left_out}
+    (workdir / f"{part}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    append_metrics(workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()})
+    return found | {f"{name}_signature": s for name, s in signatures.items()} | left_out
+
+
+def _check_text(workdir: Path, data: Data, part: str) -> None:
+    was, found = (meta[part]["sha256"] for meta in (read_json(workdir / "manifest.json")["data"], data.store.meta))
+    if was != found:
+        raise UserError(
+            f"--workdir: the {part} text has changed since {workdir} was trained; restore it to compare numbers"
+        )
+
+
+def _show_progress(done: int, total: int) -> None:
+    """A line in a terminal, gone when all is done; nothing in a log."""
+    if sys.stderr.isatty():
+        print(
+            "\r\x1b[K" + (f"translating {done:,}/{total:,}" if done < total else ""),
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )

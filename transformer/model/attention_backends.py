@@ -37,8 +37,8 @@ def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, 
     """
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
-    logits_BxKxGxTxS = jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q_BxTxKxGxH * given.scale, k_BxSxKxH, preferred_element_type=jnp.float32
+    logits_BxKxGxTxS = given.scale * jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
     )
     bias_BxNxTxS = (
         given.position.bias(given.q_tokens.positions_BxT, given.k_tokens.positions_BxT) if given.position else None

@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh
 
-from transformer.config import MeshConfig
+from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.parallel.host import keep_freed_memory
 from transformer.parallel.sharding import RULES
@@ -28,7 +28,13 @@ def start(platform: str, config: MeshConfig) -> Mesh:
 
 def check_platform(wanted: str) -> str:
     """The platform JAX runs on. Raises UserError where that is not what the config asks for: never train on CPU by accident."""
-    found = jax.default_backend()
+    try:
+        found = jax.default_backend()
+    except RuntimeError as e:
+        reason = str(e).splitlines()[0]
+        raise UserError(
+            f"platform: JAX cannot start ({reason}); see JAX_PLATFORMS, and the extras [gpu] and [tpu]"
+        ) from None
     found = "gpu" if found in ("cuda", "rocm") else found
     if wanted == "auto" and found == "cpu" and (seen := _accelerator_on_this_machine()):
         raise UserError(
@@ -46,7 +52,7 @@ def check_platform(wanted: str) -> str:
 def _accelerator_on_this_machine() -> str:
     if glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi"):
         return "an NVIDIA GPU"
-    return "a TPU" if glob.glob("/dev/accel*") else ""
+    return "a TPU" if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") else ""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -70,6 +76,17 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return Mesh(
         np.asarray(devices[:needed]).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
+
+
+def check_rows(config: Experiment, mesh: Mesh) -> None:
+    """A batch must divide over devices and micro-batches, in every bucket."""
+    for width in config.data.buckets or (config.data.length,):
+        rows = config.data.batch_size * config.data.length // width
+        if rows % (mesh.shape["data"] * mesh.shape["fsdp"] * config.train.accumulate):
+            raise UserError(
+                f"data.batch_size: {rows} rows of {width} tokens do not divide over mesh.data * mesh.fsdp * train.accumulate = "
+                f"{mesh.shape['data']} * {mesh.shape['fsdp']} * {config.train.accumulate}"
+            )
 
 
 def _spell(sizes: dict[str, int]) -> str:

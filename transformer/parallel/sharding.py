@@ -65,7 +65,7 @@ def shardings(abstract_boxed, mesh: Mesh):
                 )
             axes = table.get(name)
             axes = (axes,) if isinstance(axes, str) else axes or ()
-            axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+            axes = tuple(axis for axis in axes if mesh.shape[axis] > 1) if size > 1 else ()  # one head: replicated
             if clash := used & set(axes):
                 raise UserError(
                     f"{path_name(path)}: two of its dimensions {names} go to mesh axis {clash.pop()!r}; see RULES"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from transformer.config import TrainConfig
 from transformer.errors import UserError
 from transformer.parallel.sharding import path_name
 from transformer.training.state import TrainState
@@ -21,7 +22,7 @@ def disk_faults(path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as e:
-        if getattr(e, "errno", None) == errno.ENOSPC or "No space left" in str(e) or "RESOURCE_EXHAUSTED" in str(e):
+        if getattr(e, "errno", None) == errno.ENOSPC or "No space left" in str(e):
             raise UserError(
                 f"{path}: the disk is full; the last whole checkpoint is kept, free some space and start again"
             ) from None
@@ -31,9 +32,10 @@ def disk_faults(path) -> Iterator[None]:
 class Checkpoints:
     """The `checkpoints/` folder of a run."""
 
-    def __init__(self, workdir: str | Path, keep: int = 2):
+    def __init__(self, workdir: str | Path, config: TrainConfig):
+        self._config = config
         self.folder = epath.Path(workdir) / "checkpoints"
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True)
         handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "ema", "rest")} | {
             "host": ocp.JsonCheckpointHandler()
         }
@@ -49,6 +51,7 @@ class Checkpoints:
         items = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
         with disk_faults(self.folder):
             self._manager.check_for_errors()
+            self._prune()
             self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
 
     def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict]:
@@ -76,7 +79,17 @@ class Checkpoints:
         with disk_faults(self.folder):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+            self._prune()
             self._manager.close()
+
+    def _prune(self) -> None:
+        """Of what is whole, keeps the last `keep_checkpoints`. A checkpoint between two regular ones, saved because the run was
+        stopped there, does not count and goes as soon as there is a newer one: what is kept, and averaged, is what it would
+        be without the stop."""
+        every, steps = self._config.checkpoint_every, self.steps
+        regular = [s for s in steps if s == self._config.steps or (every and s % every == 0)]
+        for step in set(steps[:-1]) - set(regular[-self._config.keep_checkpoints :]):
+            self._manager.delete(step)
 
     def _check_same(self, item: str, abstract_params, step: int) -> None:
         """Raises UserError, with the first names that differ, if the checkpoint is of another architecture."""

@@ -19,7 +19,7 @@ from transformer.data.pipeline import Data, open_data
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.model.network import build_model
-from transformer.parallel.mesh import start, use
+from transformer.parallel.mesh import check_rows, start, use
 from transformer.parallel.sharding import BATCH, describe
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints
@@ -35,20 +35,19 @@ def train(config: Experiment, workdir: str | Path) -> int:
     than `train.steps` after SIGTERM or Ctrl-C; the same call goes on from there."""
     with use(start(config.platform, config.mesh)) as mesh:
         run = _start(config, Path(workdir), mesh)
-        with _stop_signals() as stopped, _profile(run.workdir, config.train.profile, run.step) as profile:
+        with run, _stop_signals() as stopped, _profile(run.workdir, config.train.profile, run.step) as profile:
             for batch in run.batches.stream(run.step, config.train.steps):
                 run.state, metrics = run.train_step(run.state, jax.device_put(batch, run.rows))
                 run.step += 1
                 run.recorder.push(run.step, metrics)
                 profile(run.step)
-                last = stopped() or run.step == config.train.steps
-                if _due(run.step, config.train.eval_every) or run.step == config.train.steps:
-                    run.evaluate()
-                if _due(run.step, config.train.checkpoint_every) or last:
+                if stopped():  # a preemption leaves little time: an evaluation that is due comes with the resumption
                     run.save()
-                if last:
                     break
-        run.close()
+                if run.evaluation_due():
+                    run.evaluate()
+                if _due(run.step, config.train.checkpoint_every) or run.step == config.train.steps:
+                    run.save()
     return run.step
 
 
@@ -75,6 +74,25 @@ class _Run:
     recorder: Recorder
     text_sha256: str
 
+    def __enter__(self) -> "_Run":
+        if self.step and self.evaluation_due() and self.log.last("eval/loss") != self.step:
+            self.evaluate()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Ends the logs in any case, and waits for the last checkpoint."""
+        try:
+            if kind is None:
+                self.recorder.flush()
+            self.checkpoints.close()
+        finally:
+            self.progress.close()
+            self.log.close()
+            plot_loss(self.workdir)
+
+    def evaluation_due(self) -> bool:
+        return _due(self.step, self.config.train.eval_every) or self.step == self.config.train.steps
+
     def evaluate(self) -> None:
         """Loss on the validation side, into the log and onto a line of its own."""
         with self.recorder.aside():
@@ -92,39 +110,35 @@ class _Run:
             host = {"data_step": self.step, "window": self.recorder.window, "text_sha256": self.text_sha256}
             self.checkpoints.save(self.state, self.step, host)
 
-    def close(self) -> None:
-        self.recorder.flush()
-        self.progress.close()
-        self.checkpoints.close()
-        self.log.close()
-        plot_loss(self.workdir)
-
 
 def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     """Everything before the first step: checks first, then data, then the state, new or as it was left."""
-    _check_rows(config, mesh)
+    check_rows(config, mesh)
+    rundir.check(workdir, config)
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     abstract, placed = abstract_state(config, model, optimizer, mesh)
-    data = open_data(config)
+    data = open_data(config, workdir / "tokenizer.model")
     batches, valid = data.batches("train"), data.batches("valid")
-    rundir.claim(workdir, config)
-    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
-    rundir.write_manifest(workdir, config, mesh, data, parameters)
+    text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
     progress = Progress(config.train.steps)
-    progress.note(describe(abstract.params, placed.params, mesh) + "\n" + _describe_data(data, batches, config))
-
-    checkpoints = Checkpoints(workdir, config.train.keep_checkpoints)
-    if checkpoints.steps:
+    if (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, config.train)).steps:
         state, host = checkpoints.restore(abstract)
-        progress.note(f"resumed     at step {host['data_step']:,} from {checkpoints.folder}")
+        step, window = host["data_step"], host["window"]
+        if host["text_sha256"] != text_sha256:
+            raise UserError(
+                f"--workdir: the training text has changed since {workdir} was trained on it; choose another directory, or restore the text"
+            )
     else:
-        state, host = init_state(config, model, optimizer, placed), {"data_step": 0, "window": {}}
-    step, text_sha256 = host["data_step"], data.store.meta["train"]["sha256"]
-    if host.get("text_sha256", text_sha256) != text_sha256:
-        raise UserError(
-            f"--workdir: the training text of {workdir} has changed since its checkpoint; choose another directory, or the old text"
-        )
+        state = init_state(config, model, optimizer, placed)
+    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
+    rundir.claim(workdir, config, mesh, data, parameters)
+    checkpoints = Checkpoints(workdir, config.train)
+    progress.note(describe(abstract.params, placed.params, mesh) + "\n" + _describe_data(data, batches, config))
+    for line in _advice(config, data):
+        progress.note(f"note        {line}")
+    if step:
+        progress.note(f"resumed     at step {step:,} from {checkpoints.folder}")
     log = MetricsLog(
         workdir, step, tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config)
     )
@@ -132,19 +146,21 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     return _Run(
         config, workdir, state, step, batches, valid, NamedSharding(mesh, BATCH),
         make_train_step(config, model, optimizer, mesh, placed), make_eval_step(config, model, mesh, placed.params),
-        checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, host["window"]), text_sha256,
+        checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window), text_sha256,
     )  # fmt: skip
 
 
-def _check_rows(config: Experiment, mesh: Mesh) -> None:
-    """A batch must divide over devices and micro-batches, in every bucket."""
-    for width in config.data.buckets or (config.data.length,):
-        rows = config.data.batch_size * config.data.length // width
-        if rows % (mesh.shape["data"] * mesh.shape["fsdp"] * config.train.accumulate):
-            raise UserError(
-                f"data.batch_size: {rows} rows of {width} tokens do not divide over mesh.data * mesh.fsdp * train.accumulate = "
-                f"{mesh.shape['data']} * {mesh.shape['fsdp']} * {config.train.accumulate}"
-            )
+def _advice(config: Experiment, data: Data) -> list[str]:
+    """What a person should know before waiting for the result."""
+    lines = [
+        f"{count:,} examples of the {part} file share a sentence with training: its scores flatter"
+        for part, count in data.store.meta["overlap"].items()
+        if count
+    ]
+    hint = max(config.model.placement(side).warmup_hint for side in config.model.sides)
+    if config.optimizer.warmup_steps < hint:
+        lines.append(f"norm_placement {config.model.norm_placement!r} is known to need about {hint:,} steps of warm-up")
+    return lines
 
 
 def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:

@@ -1,4 +1,4 @@
-"""Cross-entropy with label smoothing and z-loss, from the last hidden state, without ever holding all logits.
+"""Cross-entropy with label smoothing and z-loss, from the last hidden state, a chunk of logits at a time.
 
 Shape suffixes: B batch, T length, C length of a chunk, D d_model, V vocabulary.
 
@@ -41,13 +41,14 @@ def _chunk(h_BxCxD, head: Head, targets_BxC, weights_BxC, smoothing: float, z_lo
     vocab = logits_BxCxV.shape[-1]
     log_z_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     hit_BxCxV = jax.lax.broadcasted_iota(jnp.int32, logits_BxCxV.shape, 2) == targets_BxC[..., None]
-    nll_BxC = log_z_BxC - jnp.sum(jnp.where(hit_BxCxV, logits_BxCxV, 0.0), axis=-1)
+    target_BxC = jnp.sum(jnp.where(hit_BxCxV, logits_BxCxV, 0.0), axis=-1)
+    nll_BxC = log_z_BxC - target_BxC
     loss_BxC = nll_BxC
     if smoothing:
         loss_BxC = (1 - smoothing) * nll_BxC + smoothing * (log_z_BxC - jnp.sum(logits_BxCxV, axis=-1) / vocab)
     if z_loss:
         loss_BxC = loss_BxC + z_loss * jnp.square(log_z_BxC)
-    correct_BxC = jnp.max(logits_BxCxV, axis=-1) <= log_z_BxC - nll_BxC
+    correct_BxC = jnp.max(logits_BxCxV, axis=-1) <= target_BxC
     total = lambda x_BxC: jnp.sum(x_BxC * weights_BxC)
     sums = Sums(total(loss_BxC), total(nll_BxC), total(correct_BxC.astype(jnp.float32)), jnp.sum(weights_BxC))
     return sums, (logits_BxCxV, log_z_BxC, hit_BxCxV)
@@ -110,7 +111,8 @@ cross_entropy.defvjp(_forward, _backward)
 def auto_chunks(batch: int, length: int, vocab: int, devices: int) -> int:
     """How many chunks keep a chunk's logits near 2^23 numbers, but no fewer than 1,024 tokens.
 
-    On several devices one chunk: the gradient of the matrix is summed over devices once, not once a chunk.
+    On several devices one chunk, so all of a device's logits are held: the gradient of the matrix is then summed over
+    devices once, not once a chunk.
     """
     if devices > 1:
         return 1

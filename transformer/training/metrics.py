@@ -1,5 +1,6 @@
 """What a run says: a progress line for a person, metrics.jsonl for scripts, TensorBoard, Weights & Biases, loss.png."""
 
+import hashlib
 import json
 import shutil
 import sys
@@ -14,6 +15,7 @@ class MetricsLog:
     def __init__(self, workdir: Path, resume_step: int, *, tensorboard: bool, wandb: str, config: dict):
         self._path = workdir / "metrics.jsonl"
         kept = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
+        self._last = {name: line["step"] for line in kept for name in line}
         scratch = self._path.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
         scratch.replace(self._path)
@@ -22,12 +24,15 @@ class MetricsLog:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._board = SummaryWriter(
-                str(workdir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None
-            )
+            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_step + 1)
         self._wandb = _start_wandb(wandb, workdir, config) if wandb else None
 
+    def last(self, name: str) -> int | None:
+        """The last step that wrote this value."""
+        return self._last.get(name)
+
     def write(self, step: int, **values: float) -> None:
+        self._last |= dict.fromkeys(values, step)
         self._file.write(json.dumps({"step": step} | values) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
@@ -51,7 +56,12 @@ def _start_wandb(project: str, workdir: Path, config: dict):
     except ImportError:
         raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'") from None
     return wandb.init(
-        project=project, name=workdir.name, dir=str(workdir), config=config, resume="allow", id=workdir.name
+        project=project,
+        name=workdir.name,
+        dir=str(workdir),
+        config=config,
+        resume="allow",
+        id=hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:16],
     )
 
 
@@ -65,6 +75,14 @@ def read_metrics(workdir: Path) -> list[dict]:
             except json.JSONDecodeError:
                 break
     return lines
+
+
+def append_metrics(workdir: Path, step: int, values: dict[str, float]) -> None:
+    """One more line for a finished run, unless its last line says the same already."""
+    line, known = {"step": step} | values, read_metrics(workdir)
+    if known[-1:] != [json.loads(json.dumps(line))]:
+        with (workdir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class Progress:
@@ -134,7 +152,7 @@ def plot_loss(workdir: Path) -> Path | None:
     curve = lambda name: (
         tuple(zip(*[(line["step"], line[name]) for line in lines if name in line], strict=True)) or ((), ())
     )
-    train, valid = curve("train/nll"), curve("eval/loss")
+    train, valid = curve("train/loss"), curve("eval/loss")
     if not train[0]:
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)

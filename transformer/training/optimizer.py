@@ -40,23 +40,14 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Clipping by global norm, then the rule with decoupled weight decay on matrices (never on norms, biases, positions, gates)."""
     rate = schedule(config, steps)
-    decay = {"weight_decay": config.weight_decay, "mask": decayed}
-    rule = {
-        "adamw": lambda: optax.adamw(rate, b1=config.b1, b2=config.b2, eps=config.epsilon, **decay),
-        "lion": lambda: optax.lion(rate, b1=config.b1, b2=config.b2, **decay),
-        "adafactor": lambda: optax.adafactor(
-            rate,
-            multiply_by_parameter_scale=False,
-            clipping_threshold=1.0,
-            decay_rate=0.8,
-            weight_decay_rate=config.weight_decay or None,
-            weight_decay_mask=decayed,
-        ),
-        "sgd": lambda: optax.chain(
-            optax.add_decayed_weights(config.weight_decay, decayed) if config.weight_decay else optax.identity(),
-            optax.sgd(rate, momentum=config.momentum or None),
-        ),
+    direction = {
+        "adamw": lambda: optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon),
+        "lion": lambda: optax.scale_by_lion(b1=config.b1, b2=config.b2),
+        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(decay_rate=0.8), optax.clip_by_block_rms(1.0)),
+        "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
     }[config.name]()
+    decay = optax.add_decayed_weights(config.weight_decay, decayed) if config.weight_decay else optax.identity()
+    rule = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
 
 

@@ -45,10 +45,10 @@ class Recorder:
             return
         (step, metrics), self._late = self._late, None
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not math.isfinite(values["loss"]):
+        if not math.isfinite(values["objective"]):
             self._log.write(step, **{"train/diverged": True})
             raise Diverged(
-                f"training diverged: the loss is {values['loss']} at step {step:,}; lower optimizer.learning_rate, "
+                f"training diverged: the loss is {values['objective']} at step {step:,}; lower optimizer.learning_rate, "
                 "lengthen optimizer.warmup_steps or set optimizer.clip_norm"
             )
         for name, value in values.items():
@@ -72,7 +72,7 @@ class Recorder:
         lr = float(self._rate(step - 1))
         timing = {"time/tokens_per_second": round(speed, 1)} if speed else {}
         self._log.write(step, **means, **{"train/tokens": tokens, "train/learning_rate": lr}, **timing)
-        self._progress.show(step, means["train/nll"], lr, speed, spent / steps)
+        self._progress.show(step, means["train/loss"], lr, speed, spent / steps)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from transformer.config import Experiment
-from transformer.config_io import from_mapping, to_mapping
+from transformer.config_io import from_mapping, read_json, to_mapping
 from transformer.data.pipeline import Data
 from transformer.errors import UserError
 from transformer.version import __version__
@@ -25,6 +25,8 @@ FREE = (
     "platform",
     "decoding",
     "train.log_every",
+    "train.eval_every",
+    "train.eval_batches",
     "train.tensorboard",
     "train.wandb",
     "train.profile",
@@ -33,10 +35,15 @@ FREE = (
 """What may differ when a run goes on: nothing of this changes a number that training computes."""
 
 
-def claim(workdir: Path, config: Experiment) -> None:
-    """Makes the directory this experiment's own. Raises UserError, listing what differs, if it holds another one."""
-    file = workdir / "config.json"
-    if file.exists():
+def check(workdir: Path, config: Experiment) -> None:
+    """Raises UserError, listing what differs, if the directory holds another experiment; writes nothing."""
+    if "://" in str(workdir) or str(workdir).startswith("gs:/"):
+        raise UserError(
+            f"--workdir: {workdir} is no local folder; a run directory must be one (text may stand on gs://)"
+        )
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir: {workdir} is a file; name a folder")
+    if (workdir / "config.json").exists():
         old, new = (_flat(to_mapping(c)) for c in (load_config(workdir), config))
         differ = [
             key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not key.startswith(FREE)
@@ -49,12 +56,10 @@ def claim(workdir: Path, config: Experiment) -> None:
             raise UserError(
                 f"--workdir: {workdir} holds a different experiment: {what}{more}; choose another directory, or the old values"
             )
-    elif workdir.exists() and any(workdir.iterdir()):
+    elif workdir.exists() and any(file.suffix != ".tmp" for file in workdir.iterdir()):
         raise UserError(
             f"--workdir: {workdir} is not empty and no run of ours (no config.json); choose another directory"
         )
-    workdir.mkdir(parents=True, exist_ok=True)
-    _write(file, to_mapping(config))
 
 
 def load_config(workdir: Path) -> Experiment:
@@ -64,11 +69,14 @@ def load_config(workdir: Path) -> Experiment:
         raise UserError(
             f"--workdir: no run in {workdir} (no config.json); train one with: python -m transformer train --workdir={workdir} --config=..."
         )
-    return from_mapping(Experiment, json.loads(file.read_text()))
+    return from_mapping(Experiment, read_json(file))
 
 
-def write_manifest(workdir: Path, config: Experiment, mesh: Mesh, data: Data, parameters: int) -> None:
-    """What the numbers came from: versions, commit, devices, mesh, hashes of data and tokenizer, attention backend."""
+def claim(workdir: Path, config: Experiment, mesh: Mesh, data: Data, parameters: int) -> None:
+    """Makes the directory this experiment's own: config.json, tokenizer.model and, in manifest.json, what the numbers come
+    from (versions, commit, devices, mesh, hashes of data and tokenizer, attention backend), one entry for every start."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    _write(workdir / "config.json", to_mapping(config))
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "numpy", "sacrebleu")
     manifest = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -88,14 +96,23 @@ def write_manifest(workdir: Path, config: Experiment, mesh: Mesh, data: Data, pa
         "data": data.describe(),
     }
     (workdir / "tokenizer.model").write_bytes(data.tokenizer.model)
-    _write(workdir / "manifest.json", manifest)
+    file = workdir / "manifest.json"
+    before = read_json(file) if file.exists() else {}
+    earlier = [*before.get("earlier_starts", []), {k: before[k] for k in _OF_A_START}] if before else []
+    _write(file, manifest | {"earlier_starts": earlier})
+
+
+_OF_A_START = ("started", "command", "commit", "versions", "devices", "platform", "processes", "mesh")
 
 
 def _commit() -> str:
     """The commit of the code, with `+` where it was changed since; "" outside a checkout."""
     here = Path(__file__).parent
     git = lambda *args: subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True)
-    head = git("rev-parse", "HEAD")
+    try:
+        head = git("rev-parse", "HEAD")
+    except OSError:  # no git on this machine
+        return ""
     if head.returncode:
         return ""
     return head.stdout.strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").stdout.strip() else "")
@@ -110,5 +127,8 @@ def _flat(tree: dict, prefix: str = "") -> dict:
 
 def _write(file: Path, content: dict) -> None:
     scratch = file.with_suffix(".tmp")
-    scratch.write_text(json.dumps(content, indent=2) + "\n")
-    scratch.replace(file)
+    try:
+        scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)

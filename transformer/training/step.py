@@ -78,8 +78,9 @@ def make_train_step(
             decay = jnp.minimum(train.ema_decay, (1.0 + state.step) / (10.0 + state.step))
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
         metrics = {
-            "loss": sums.loss / weight, "nll": sums.nll / weight, "accuracy": sums.correct / weight, "tokens": sums.weight,
-            "grad_norm": optax.global_norm(grads),
+"loss": sums.nll / weight,
+            "objective": sums.loss / weight, "accuracy": sums.correct / weight, "tokens": sums.weight,
+            "grad_norm": optax.tree.norm(grads),
         }  # fmt: skip
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 

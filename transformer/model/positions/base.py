@@ -90,9 +90,12 @@ def build(spec: str | FrozenDict) -> Position:
         (spec, {}) if isinstance(spec, str) else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
     )
     cls = look_up(SCHEMES, name, "model.position")
-    options = {f.name for f in dataclasses.fields(cls) if f.metadata.get("option")}
+    options = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get("option")}
     for key in given:
         if key not in options:
             way_out = nearest(key, options) if options else "it takes no options"
             raise UserError(f"model.position: {name!r} has no option {key!r}; {way_out}")
+        kind = type(options[key])
+        if not isinstance(given[key], (int, float) if kind is float else kind) or isinstance(given[key], bool):
+            raise UserError(f"model.position.{key}: expected {kind.__name__}, got {given[key]!r}")
     return cls(**given)
