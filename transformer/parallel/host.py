@@ -9,7 +9,7 @@ def keep_freed_memory() -> bool:
 
     XLA's CPU backend allocates and frees its buffers every step; by default each comes from a fresh mapping, and touching it
     costs a page fault per 4 KB: 28,000 faults and a third of the time of a step of the quickstart. One arena, no mappings, no
-    trimming: 81 -> 57 ms a step (python experiments/benchmarks/host_memory.py, 2 cores of an AMD EPYC 9005). False where the
+    trimming: 95 -> 60 ms a step (python experiments/benchmarks/host_memory.py, 2 cores of an AMD EPYC 9005). False where the
     allocator is not glibc's.
     """
     if not sys.platform.startswith("linux"):
