@@ -21,6 +21,11 @@ SMALL = {
     "vocab_size": 37, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_kv_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 24,
 }  # fmt: skip
 
+TINY = {
+    "vocab_size": 40, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 16,
+}  # fmt: skip
+"""The sizes of models that tests train: divisible by every mesh of eight devices."""
+
 
 def small(family: str, **fields) -> ModelConfig:
     """A model of a few thousand parameters."""

@@ -37,6 +37,46 @@ def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
     return ((5.0 + length) / 6.0) ** alpha
 
 
+def _grow(
+    beams: Beams, logits_BxKxV: jax.Array, limits_B: jax.Array, alpha: float, eos_id: int, pad_id: int
+) -> tuple[Beams, jax.Array, jax.Array]:
+    """One token more. Returns the beams, which old beam each new live one continues, and its new token."""
+    rows, k, vocab = logits_BxKxV.shape
+    open_B = beams.step < limits_B
+    logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1).at[..., pad_id].set(NEVER) + beams.live_logp_BxK[..., None]
+    top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(rows, -1), 2 * k)  # at most k of them end
+    from_beam, token = flat // vocab, flat % vocab
+    text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1).at[:, :, beams.step].set(token)
+    real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
+    ends = token == eos_id
+
+    score = jnp.where(ends & (real_logp > NEVER / 2), real_logp / length_penalty(beams.step + 1, alpha), NEVER)
+    all_scores, all_text = (
+        jnp.concatenate([beams.ended_score_BxK, score], 1),
+        jnp.concatenate([beams.ended_BxKxL, text], 1),
+    )
+    ended_score, best = jax.lax.top_k(all_scores, k)
+    ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
+
+    live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)
+    pick = lambda x: jnp.take_along_axis(x, best.reshape(best.shape + (1,) * (x.ndim - 2)), axis=1)
+    keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+    grown = beams.replace(
+        step=beams.step + 1, live_BxKxL=keep(pick(text), beams.live_BxKxL), live_logp_BxK=keep(live_logp, beams.live_logp_BxK),
+        ended_BxKxL=ended, ended_score_BxK=ended_score,
+    )  # fmt: skip
+    return grown, pick(from_beam), pick(token)
+
+
+def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
+    """Whether some row is open and has a live beam that might beat the worst hypothesis it keeps. Log-probabilities only fall,
+    so the best a live beam can reach is its own at the largest penalty still possible."""
+    best_B = beams.live_logp_BxK[:, 0] / length_penalty(limits_B, alpha)
+    return jnp.any(
+        (beams.step < limits_B) & (beams.live_logp_BxK[:, 0] > NEVER / 2) & (best_B > beams.ended_score_BxK[:, -1])
+    )
+
+
 def beam_search(
     model: nn.Module,
     params: Any,
@@ -59,46 +99,9 @@ def beam_search(
     vocab = logits_BxV.shape[-1]
     memory = rearrange(memory, lambda x: jnp.repeat(x, k, axis=0), scanned, source_too=True)
 
-    def grow(beams: Beams, logits_BxKxV: jax.Array) -> tuple[Beams, jax.Array, jax.Array]:
-        """One token more. Returns the beams, which old beam each new live one continues, and its new token."""
-        open_B = beams.step < limits_B
-        logp_BxKxV = (
-            jax.nn.log_softmax(logits_BxKxV, axis=-1).at[..., pad_id].set(NEVER) + beams.live_logp_BxK[..., None]
-        )
-        top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(rows, -1), 2 * k)  # at most k of them end
-        from_beam, token = flat // vocab, flat % vocab
-        text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1).at[:, :, beams.step].set(token)
-        real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
-        ends = token == eos_id
-
-        score = jnp.where(ends & (real_logp > NEVER / 2), real_logp / length_penalty(beams.step + 1, alpha), NEVER)
-        all_scores, all_text = (
-            jnp.concatenate([beams.ended_score_BxK, score], 1),
-            jnp.concatenate([beams.ended_BxKxL, text], 1),
-        )
-        ended_score, best = jax.lax.top_k(all_scores, k)
-        ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
-
-        live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)
-        pick = lambda x: jnp.take_along_axis(x, best.reshape(best.shape + (1,) * (x.ndim - 2)), axis=1)
-        keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-        grown = beams.replace(
-            step=beams.step + 1, live_BxKxL=keep(pick(text), beams.live_BxKxL), live_logp_BxK=keep(live_logp, beams.live_logp_BxK),
-            ended_BxKxL=ended, ended_score_BxK=ended_score,
-        )  # fmt: skip
-        return grown, pick(from_beam), pick(token)
-
-    def can_win(beams: Beams) -> jax.Array:
-        """Whether some row is open and has a live beam that might beat the worst hypothesis it keeps. Log-probabilities only fall,
-        so the best a live beam can reach is its own at the largest penalty still possible."""
-        best_B = beams.live_logp_BxK[:, 0] / length_penalty(limits_B, alpha)
-        return jnp.any(
-            (beams.step < limits_B) & (beams.live_logp_BxK[:, 0] > NEVER / 2) & (best_B > beams.ended_score_BxK[:, -1])
-        )
-
     def body(carry):
         beams, logits_BxKxV = carry
-        beams, from_beam, token = grow(beams, logits_BxKxV)
+        beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, eos_id, pad_id)
         old_rows = (jnp.arange(rows)[:, None] * k + from_beam).reshape(-1)
         memory = rearrange(beams.memory, lambda x: x[old_rows], scanned, source_too=False)
         logits, memory = advance(model, params, token.reshape(-1), memory)
@@ -108,7 +111,7 @@ def beam_search(
     one_live = jnp.broadcast_to(jnp.where(jnp.arange(k) == 0, 0.0, NEVER), (rows, k))  # all beams are the same at first
     beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, jnp.full((rows, k), NEVER), memory)
     start = beams, jnp.broadcast_to(logits_BxV[:, None], (rows, k, vocab))
-    beams, _ = jax.lax.while_loop(lambda carry: can_win(carry[0]), body, start)
+    beams, _ = jax.lax.while_loop(lambda carry: _can_win(carry[0], limits_B, alpha), body, start)
     none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
     live_score = jnp.where(
         beams.live_logp_BxK > NEVER / 2, beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha), NEVER

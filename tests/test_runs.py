@@ -1,0 +1,217 @@
+"""Whole runs: resuming, refusing, diverging, averaging."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+
+from transformer.config import Experiment, MeshConfig, OptimizerConfig
+from transformer.config_io import from_mapping
+from transformer.errors import UserError
+from transformer.model.network import build_model
+from transformer.parallel.mesh import make_mesh, use
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state
+
+
+@pytest.fixture
+def run_config():
+    return from_mapping(Experiment, {
+        "model": {"family": "decoder", **TINY, "vocab_size": 512, "dropout": 0.1, "max_length": 32},
+        "data": {"corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "optimizer": {"warmup_steps": 5}, "mesh": {"data": 2},
+        "train": {"steps": 12, "log_every": 4, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5, "keep_checkpoints": 4, "tensorboard": False, "ema_decay": 0.9},
+    })  # fmt: skip
+
+
+def curve(workdir):
+    """The lines of metrics.jsonl, without times."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+@pytest.mark.parametrize("stop_at", [5, 7])
+def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypatch, stop_at):
+    """Stopped by a signal inside a logging interval, or (step 5) right after a checkpoint."""
+    import os
+    import signal
+
+    from transformer.training import loop
+    from transformer.training.checkpoint import Checkpoints
+
+    assert loop.train(run_config, tmp_path / "whole") == 12
+    device_put, calls = jax.device_put, []
+
+    def kill(x, *args, **kwargs):
+        if isinstance(x, dict) and len(x["inputs"]) == 8:
+            calls.append(1)
+            if len(calls) == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return device_put(x, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", kill)
+    assert loop.train(run_config, tmp_path / "parts") == stop_at
+    assert Checkpoints(tmp_path / "parts", run_config.train).steps[-1] == stop_at
+    monkeypatch.setattr(jax, "device_put", device_put)
+    assert loop.train(run_config, tmp_path / "parts") == 12
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert len(curve(tmp_path / "whole")) == 5
+    states = []
+    for name in ("whole", "parts"):
+        with use(make_mesh(run_config.mesh)) as mesh:
+            abstract, _ = abstract_state(
+                run_config, build_model(run_config.model), build_optimizer(run_config.optimizer, 12), mesh
+            )
+            states.append(jax.device_get(Checkpoints(tmp_path / name, run_config.train).restore(abstract, 12)[0]))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
+    from transformer.training.loop import train
+
+    shorter = dataclasses.replace(run_config, optimizer=dataclasses.replace(run_config.optimizer, schedule="constant"))
+    train(dataclasses.replace(shorter, train=dataclasses.replace(shorter.train, steps=6)), tmp_path / "run")
+    assert train(dataclasses.replace(shorter, mesh=MeshConfig(data=2, fsdp=2, tensor=2)), tmp_path / "run") == 12
+    assert train(shorter, tmp_path / "one") == 12
+    losses = [
+        [line["train/loss"] for line in curve(tmp_path / name) if "train/loss" in line and line["step"] in (4, 12)]
+        for name in ("run", "one")
+    ]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch):
+    from transformer.training import loop
+
+    made = []
+    for name in ("make_train_step", "make_eval_step"):
+        original = getattr(loop, name)
+        monkeypatch.setattr(loop, name, lambda *a, original=original: made.append(original(*a)) or made[-1])
+    loop.train(run_config, tmp_path / "run")
+    assert [step._cache_size() for step in made] == [1, 1]
+
+
+def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config, tmp_path):
+    from transformer.config_io import to_mapping
+    from transformer.training.rundir import check
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(to_mapping(run_config)))
+    check(tmp_path / "run", run_config)
+    check(tmp_path / "run", dataclasses.replace(run_config, mesh=MeshConfig(data=1)))
+    other = dataclasses.replace(run_config, seed=3, model=dataclasses.replace(run_config.model, d_ff=64))
+    with pytest.raises(UserError, match=r"model.d_ff was 32, is 64; seed was 0, is 3"):
+        check(tmp_path / "run", other)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    for workdir, message in [
+        (tmp_path / "other", "no run of ours"),
+        (tmp_path / "other" / "thesis.tex", "is a file"),
+        ("gs://bucket/run", "no local folder"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            check(Path(workdir), run_config)
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json: damaged"):
+        check(tmp_path / "run", run_config)
+
+
+def test_changed_text_is_refused_and_the_run_left_as_it_was(run_config, tmp_path):
+    from transformer.evaluation.evaluate import evaluate, load_trained
+    from transformer.training.loop import train
+
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"line {i} says {i * i} and {i % 7}\n" for i in range(400)))
+    data = dataclasses.replace(run_config.data, corpus="", train=str(file), format="text", held_out=20)
+    config = dataclasses.replace(run_config, data=data, model=dataclasses.replace(run_config.model, vocab_size=300))
+    assert train(config, tmp_path / "run") == 12
+    files = {f.name: f.read_bytes() for f in (tmp_path / "run").iterdir() if f.is_file()}
+    file.write_text("".join(f"row {i} tells {i * i} or {i % 7}\n" for i in range(400)))
+    with pytest.raises(UserError, match="the training text has changed"):
+        train(config, tmp_path / "run")
+    with use(make_mesh(MeshConfig(data=1))) as mesh, pytest.raises(UserError, match="the test text has changed"):
+        evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
+    assert files == {f.name: f.read_bytes() for f in (tmp_path / "run").iterdir() if f.is_file()}
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(run_config, tmp_path, monkeypatch):
+    """No signal, no goodbye: the metrics written after the checkpoint are dropped and written again."""
+    from transformer.training import loop
+
+    loop.train(run_config, tmp_path / "whole")
+    device_put, calls = jax.device_put, []
+
+    def die(x, *args, **kwargs):
+        calls.append(isinstance(x, dict) and len(x["inputs"]) == 8)
+        if sum(calls) == 13:  # step 10; three batches were evaluated at step 6
+            raise SystemExit("power cut")
+        return device_put(x, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", die)
+    with pytest.raises(SystemExit):
+        loop.train(run_config, tmp_path / "parts")
+    monkeypatch.setattr(jax, "device_put", device_put)
+    assert [line["step"] for line in curve(tmp_path / "parts")][-1] > 5
+    assert loop.train(run_config, tmp_path / "parts") == 12
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp_path):
+    from transformer.evaluation.evaluate import load_trained
+    from transformer.training.loop import train
+
+    train(run_config, tmp_path / "run")
+    for fields, message in [
+        ({"d_ff": 64}, r"feed_forward/in/bias is 2x32 there, 2x64 here"),
+        ({"position": "learned"}, "position_embedding is absent there"),
+    ]:
+        other = dataclasses.replace(run_config, model=dataclasses.replace(run_config.model, **fields))
+        with use(make_mesh(run_config.mesh)) as mesh, pytest.raises(UserError, match=message):
+            load_trained(tmp_path / "run", other, mesh)
+
+
+def test_the_mean_of_checkpoints(run_config, tmp_path):
+    from transformer.evaluation.evaluate import load_trained
+    from transformer.training.checkpoint import Checkpoints
+    from transformer.training.loop import train
+
+    config = dataclasses.replace(
+        run_config, train=dataclasses.replace(run_config.train, ema_decay=0.0, average_checkpoints=2)
+    )
+    train(config, tmp_path / "run")
+    with use(make_mesh(config.mesh)) as mesh:
+        abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 12), mesh)
+        folder = Checkpoints(tmp_path / "run", config.train)
+        assert folder.steps == [5, 10, 12]
+        a, b = (folder.restore(abstract, step)[0].params for step in (10, 12))
+        mean = load_trained(tmp_path / "run", config, mesh).params
+        assert any(
+            np.abs(np.asarray(x - y)).max() > 0 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        )
+        jax.tree.map(lambda m, x, y: np.testing.assert_allclose(m, (x + y) / 2, atol=1e-7), mean, a, b)
+
+
+def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
+    from transformer.training.loop import train
+
+    wild = dataclasses.replace(
+        run_config, optimizer=OptimizerConfig(name="sgd", learning_rate=1e30, schedule="constant", warmup_steps=0)
+    )
+    with pytest.raises(UserError, match="training diverged: the loss is (nan|inf) at step"):
+        train(wild, tmp_path / "run")
+    assert curve(tmp_path / "run")[-1]["train/diverged"] is True
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    import errno
+
+    from transformer.training.checkpoint import disk_faults
+
+    with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(ValueError, match="another"), disk_faults("x"):
+        raise ValueError("another")
