@@ -30,6 +30,7 @@ def get_config():
         initializer="normal",
         residual_init_scale=True,
         scan_layers=False,
+        dtype="bfloat16",
     )
     config.data = dict(
         corpus="wikitext2",
@@ -49,7 +50,7 @@ def get_config():
         clip_norm=1.0,
     )
     config.train = dict(
-        steps=19000,
+        steps=22000,
         log_every=100,
         eval_every=2000,
         eval_batches=60,

@@ -43,15 +43,14 @@ class Attention(nn.Module):
         before it is read; with `cached` and no `y` (cross-attention) they are read as they are.
         """
         cfg = self.config
-        rotate = (position or Position()).rotate  # in cross-attention no scheme acts
-        q_BxTxNxH = rotate(self._heads("query", cfg.num_heads)(x_BxTxD), q_tokens.positions_BxT)
-        if y_BxSxD is None:
-            kv = cached
-        else:
-            new_tokens = q_tokens if cached is not None else k_tokens
-            k = rotate(self._heads("key", cfg.num_kv_heads)(y_BxSxD), new_tokens.positions_BxT)
-            v = self._heads("value", cfg.num_kv_heads, self.gain)(y_BxSxD)
-            kv = KeyValue(k, v) if cached is None else cached.write(k, v, index)
+        q_BxTxNxH, kv = self._heads("query", cfg.num_heads)(x_BxTxD), cached
+        if y_BxSxD is not None:
+            k_BxSxKxH = self._heads("key", cfg.num_kv_heads)(y_BxSxD)
+            v_BxSxKxH = self._heads("value", cfg.num_kv_heads, self.gain)(y_BxSxD)
+            if position is not None:
+                q_BxTxNxH, k_BxSxKxH = position.rotate(q_BxTxNxH, k_BxSxKxH)
+            new = KeyValue(k_BxSxKxH, v_BxSxKxH)
+            kv = new if cached is None else cached.write(new, index)
         given = attention_backends.Inputs(
             mask, q_tokens, k_tokens, position, cfg.d_head**-0.5 if cfg.attention_scale is None else cfg.attention_scale
         )

@@ -18,10 +18,10 @@ class KeyValue:
     k_BxSxKxH: jax.Array
     v_BxSxKxH: jax.Array
 
-    def write(self, k_BxTxKxH: jax.Array, v_BxTxKxH: jax.Array, index: jax.Array) -> "KeyValue":
-        """Slots index .. index + T replaced."""
-        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), index, axis=1)
-        return KeyValue(put(self.k_BxSxKxH, k_BxTxKxH), put(self.v_BxSxKxH, v_BxTxKxH))
+    def write(self, new: "KeyValue", index: jax.Array) -> "KeyValue":
+        """With slots index, index + 1, ... replaced by those of `new`."""
+        put = lambda slots, x: jax.lax.dynamic_update_slice_in_dim(slots, x.astype(slots.dtype), index, axis=1)
+        return jax.tree.map(put, self, new)
 
 
 @struct.dataclass

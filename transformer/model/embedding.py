@@ -51,6 +51,9 @@ class Head:
         d_BxTxV = nn.with_logical_constraint(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxD.dtype)
         d_h_BxTxD = jnp.einsum("BTV,VD->BTD", d_BxTxV, self.matrix_VxD.astype(h_BxTxD.dtype))
         d_matrix_DxV = jnp.einsum("BTD,BTV->DV", h_BxTxD, d_BxTxV, preferred_element_type=jnp.float32)
+        d_matrix_DxV = jax.lax.optimization_barrier(
+            d_matrix_DxV
+        )  # folded with the transpose, XLA's CPU has no bfloat16 for it
         d_bias_V = (
             None if self.bias_V is None else jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32).astype(self.bias_V.dtype)
         )

@@ -97,7 +97,8 @@ class Stack(nn.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """The stream after the last layer, and the cache with these tokens in it (None without one)."""
         cfg = self.config
-        position = positions.build(cfg.position).bind(self, cfg.stack_facts(self.side))
+        facts = cfg.stack_facts(self.side)
+        position = positions.build(cfg.position).bind(self, facts).at(tokens.positions_BxT, facts)
         x_BxTxD = position.embed(x_BxTxD, tokens.positions_BxT)
         if cfg.embedding_norm:
             x_BxTxD = cfg.norm_module(name="embedding_norm")(x_BxTxD)

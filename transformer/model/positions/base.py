@@ -58,13 +58,17 @@ class Position:
         """The scheme with its parameters, which are declared in `scope` (once a stack, shared by its layers)."""
         return self
 
+    def at(self, positions_BxT: jax.Array, facts: StackFacts) -> "Position":
+        """The scheme with what depends on the tokens' positions alone: computed once a stack, not in every layer."""
+        return self
+
     def embed(self, x_BxTxD: jax.Array, positions_BxT: jax.Array) -> jax.Array:
         """The token embeddings with position added."""
         return x_BxTxD
 
-    def rotate(self, x_BxTxNxH: jax.Array, positions_BxT: jax.Array) -> jax.Array:
-        """Queries or keys, turned by their position."""
-        return x_BxTxNxH
+    def rotate(self, q_BxTxNxH: jax.Array, k_BxTxKxH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys of the stack's tokens, turned by their position."""
+        return q_BxTxNxH, k_BxTxKxH
 
     def bias(self, q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array | None:
         """float32[B, N, T, S] added to the scaled logits, or None."""

@@ -1,5 +1,9 @@
-"""Rotary position embedding: queries and keys turned by an angle proportional to their position."""
+"""Rotary position embedding: queries and keys turned by an angle proportional to their position.
 
+Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs of a head that are turned.
+"""
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -21,6 +25,8 @@ class Rotary(Position):
     theta: float = option(10_000.0)
     fraction: float = option(1.0)
     layout: str = option("halves")
+    sin_BxTx1xP: jax.Array | None = None
+    cos_BxTx1xP: jax.Array | None = None
 
     def check(self, facts: StackFacts) -> str | None:
         if self.layout not in ("halves", "interleaved"):
@@ -30,12 +36,20 @@ class Rotary(Position):
             return f"model.position 'rotary' turns pairs: d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"
         return None
 
-    def rotate(self, x_BxTxNxH, positions_BxT):
-        turned = int(x_BxTxNxH.shape[-1] * self.fraction)
+    def at(self, positions_BxT, facts):
+        turned = int(facts.d_head * self.fraction)
         frequency = self.theta ** (-jnp.arange(0, turned, 2, dtype=jnp.float32) / turned)
-        phase = positions_BxT[:, :, None, None].astype(jnp.float32) * frequency  # [B, T, 1, turned / 2]
-        sin, cos = jnp.sin(phase), jnp.cos(phase)
-        x, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [turned], axis=-1)
+        phase = positions_BxT[:, :, None, None].astype(jnp.float32) * frequency
+        # Without the barrier XLA computes the sines again in every layer and for every head.
+        sin, cos = jax.lax.optimization_barrier((jnp.sin(phase), jnp.cos(phase)))
+        return self.replace(sin_BxTx1xP=sin, cos_BxTx1xP=cos)
+
+    def rotate(self, q_BxTxNxH, k_BxTxKxH):
+        return self._turn(q_BxTxNxH), self._turn(k_BxTxKxH)
+
+    def _turn(self, x_BxTxNxH):
+        sin, cos = self.sin_BxTx1xP, self.cos_BxTx1xP
+        x, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [2 * sin.shape[-1]], axis=-1)
         if self.layout == "halves":
             a, b = jnp.split(x, 2, axis=-1)
             x = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
