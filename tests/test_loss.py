@@ -13,7 +13,9 @@ B, T, D, V = 3, 8, 5, 11
 
 def plain(h, head, targets, weights, smoothing, z_loss):
     """From the definition, by one-hot targets."""
-    logits = h @ head.matrix_VxD.T + (0 if head.bias_V is None else head.bias_V)
+    logits = h @ head.matrix_VxE.T + (0 if head.bias_V is None else head.bias_V)
+    if head.soft_cap:
+        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
     logp = jax.nn.log_softmax(logits)
     q = (1 - smoothing) * jax.nn.one_hot(targets, V) + smoothing / V
     token = -(q * logp).sum(-1) + z_loss * jax.nn.logsumexp(logits, -1) ** 2
@@ -23,12 +25,12 @@ def plain(h, head, targets, weights, smoothing, z_loss):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("bias", [True, False])
-def test_value_and_gradient(smoothing, z_loss, chunks, bias):
+@pytest.mark.parametrize(("bias", "soft_cap"), [(True, 0.0), (False, 2.0)])
+def test_value_and_gradient(smoothing, z_loss, chunks, bias, soft_cap):
     k = jax.random.split(jax.random.key(0), 5)
     h, head = (
         jax.random.normal(k[0], (B, T, D)),
-        Head(jax.random.normal(k[1], (V, D)), jax.random.normal(k[2], (V,)) if bias else None),
+        Head(jax.random.normal(k[1], (V, D)), jax.random.normal(k[2], (V,)) if bias else None, soft_cap),
     )
     targets, weights = (
         jax.random.randint(k[3], (B, T), 0, V),

@@ -221,7 +221,7 @@ def test_rezero_starts_as_the_identity():
     model, params = make(small("decoder", norm_placement="rezero", position="none"), noise=0)
     (x,) = inputs(model.config)
     h, head = model.apply(params, x, method="features")
-    np.testing.assert_array_equal(h, head.matrix_VxD[x])
+    np.testing.assert_array_equal(h, head.matrix_VxE[x])
 
 
 @pytest.mark.parametrize("position", SCHEMES)

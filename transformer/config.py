@@ -1,178 +1,26 @@
 """What an experiment is: frozen dataclasses, validated when they are built.
 
-A combination that makes no sense is a UserError that names the field, the value and the way out. How an experiment is read
-from a file and the command line stands in config_io.py.
+A combination that makes no sense is a UserError that names the field, the value and the way out. The model's part stands in
+model/config.py; how an experiment is read from a file and the command line in config_io.py.
 """
 
 import dataclasses
-import functools
 
-from flax.core import FrozenDict
+from transformer.checks import at_least, in_unit_interval, one_of
+from transformer.errors import UserError
+from transformer.model.config import Choice, ModelConfig
 
-from transformer.errors import UserError, nearest
-from transformer.model import positions
-from transformer.model.activations import ACTIVATIONS
-from transformer.model.attention_backends import BACKENDS
-from transformer.model.initializers import INITIALIZERS
-from transformer.model.norms import NORMS, Norm
-from transformer.model.placements import Placement, build_placement
-from transformer.model.remat import REMAT_POLICIES
-
-Choice = str | FrozenDict
-"""A name, or a mapping with a `name` and the options of what it names."""
-
-
-def _one_of(field: str, value, names) -> None:
-    if value not in names:
-        raise UserError(f"{field}: no {value!r}; {nearest(str(value), names)}")
-
-
-def _at_least(section: str, config, minimum, *fields: str) -> None:
-    for field in fields:
-        if getattr(config, field) < minimum:
-            raise UserError(f"{section}.{field}: {getattr(config, field)} is too small; at least {minimum}")
-
-
-def _rate(section: str, config, *fields: str) -> None:
-    for field in fields:
-        if not 0 <= getattr(config, field) < 1:
-            raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
-
-
-def _strict(cls):
-    """An unknown keyword is a UserError with the nearest name."""
-    init, names = cls.__init__, [f.name for f in dataclasses.fields(cls)]
-
-    @functools.wraps(init)
-    def checked(self, *args, **fields):
-        for name in fields:
-            if name not in names:
-                raise UserError(f"{cls.__name__}.{name}: no such field; {nearest(name, names)}")
-        init(self, *args, **fields)
-
-    cls.__init__ = checked
-    return cls
-
-
-@_strict
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """One model of any family. Field names are the papers'."""
-
-    family: str  # encoder | decoder | encoder_decoder
-    vocab_size: int
-    d_model: int = 512
-    d_ff: int = 2048
-    num_heads: int = 8
-    num_kv_heads: int = 0  # 0: as many as num_heads; 1: multi-query; between: grouped-query
-    d_head: int = 0  # 0: d_model / num_heads
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
-    max_length: int = 512  # longest sequence, in tokens, on either side
-
-    position: Choice = "sinusoidal"  # none | learned | sinusoidal | rotary | alibi | t5, or dict(name=..., options)
-    norm_placement: Choice = "pre"  # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
-    norm: str = "layernorm"  # layernorm | rmsnorm
-    norm_gain: bool = True
-    norm_offset: bool = True  # layernorm only
-    norm_epsilon: float = 1e-6
-    embedding_norm: bool = False  # normalise the sum of embeddings and positions
-
-    activation: str = "relu"  # relu | gelu | gelu_tanh | silu
-    glu: bool = False  # act(x W_gate) * (x W_in)
-    use_bias: bool = True  # in every projection
-    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
-    attention_backend: str = "auto"  # auto | reference | ...; "reference" forces the plain path
-
-    tie_embeddings: bool = True  # the unembedding is the (target) embedding, transposed
-    share_embeddings: bool = True  # encoder_decoder: source and target read one embedding
-    logit_bias: bool = False
-    embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
-
-    dropout: float = 0.0  # on every sublayer's output and on the sum of embeddings and positions
-    attention_dropout: float = 0.0  # on the attention weights
-    activation_dropout: float = 0.0  # inside the feed-forward
-
-    initializer: str = "xavier_uniform"  # xavier_uniform | lecun_normal | normal
-    init_std: float = 0.02  # of "normal"
-    embedding_init_std: float = 0.0  # 0: 1 / sqrt(d_model)
-    residual_init_scale: bool = False  # W_O and the feed-forward's output start 1 / sqrt(sublayers) smaller (GPT-2)
-
-    scan_layers: bool = True  # one compiled layer, looped; False: unrolled
-    remat: str = "none"  # none | full | dots: what the backward pass computes again
-    dtype: str = "float32"  # of activations; parameters and optimizer stay in param_dtype
-    param_dtype: str = "float32"
-    pad_id: int = 0
-
-    def __post_init__(self):
-        set_ = functools.partial(object.__setattr__, self)
-        _one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder"))
-        _at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
-        _rate("model", self, "dropout", "attention_dropout", "activation_dropout")
-        for field, names in {
-            "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
-            "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
-        }.items():  # fmt: skip
-            _one_of(f"model.{field}", getattr(self, field), names)
-        if not self.d_head:
-            if self.d_model % self.num_heads:
-                raise UserError(
-                    f"model.d_model: {self.d_model} is not divisible by model.num_heads = {self.num_heads}; "
-                    f"change one, or set model.d_head"
-                )
-            set_("d_head", self.d_model // self.num_heads)
-        set_("num_kv_heads", self.num_kv_heads or self.num_heads)
-        if self.num_kv_heads < 0 or self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
-            )
-        for side in ("encoder", "decoder"):
-            layers = f"num_{side}_layers"
-            if side not in self.family:
-                set_(layers, 0)
-            elif getattr(self, layers) < 1:
-                raise UserError(
-                    f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
-                )
-        if not 0 <= self.pad_id < self.vocab_size:
-            raise UserError(f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}")
-        for field in ("position", "norm_placement"):
-            if not isinstance(getattr(self, field), str):
-                set_(field, FrozenDict(getattr(self, field)))
-        for side in self.sides:
-            self.placement(side)
-            if problem := positions.build(self.position).check(self.stack_facts(side)):
-                raise UserError(problem)
-
-    @property
-    def sides(self) -> tuple[str, ...]:
-        """The stacks of this family."""
-        return tuple(side for side in ("encoder", "decoder") if side in self.family)
-
-    def num_layers(self, side: str) -> int:
-        return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
-
-    def placement(self, side: str) -> Placement:
-        """The parts of the residual formula in one stack."""
-        return build_placement(
-            self.norm_placement, is_decoder=side == "decoder",
-            encoder_layers=self.num_encoder_layers, decoder_layers=self.num_decoder_layers,
-        )  # fmt: skip
-
-    def stack_facts(self, side: str) -> positions.StackFacts:
-        """What a position scheme may know."""
-        return positions.StackFacts(
-            d_model=self.d_model, num_heads=self.num_heads, d_head=self.d_head, max_length=self.max_length,
-            causal=side == "decoder", param_dtype=self.param_dtype,
-        )  # fmt: skip
-
-    @property
-    def norm_module(self):
-        """The configured norm, to be named by whoever uses it."""
-        return functools.partial(
-            Norm, kind=self.norm, epsilon=self.norm_epsilon, gain=self.norm_gain, offset=self.norm_offset,
-            param_dtype=self.param_dtype,
-        )  # fmt: skip
+__all__ = [
+    "Choice",
+    "DataConfig",
+    "DecodingConfig",
+    "Experiment",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +34,7 @@ class TokenizerConfig:
     max_sentences: int = 1_000_000  # read at most so many lines for training
 
     def __post_init__(self):
-        _one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe"))
+        one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,11 +69,11 @@ class DataConfig:
             raise UserError(
                 "data.corpus: a known corpus has its own files; data.valid, data.test and data.fields go with data.train"
             )
-        _one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface"))
-        _one_of("data.too_long", self.too_long, ("drop", "cut"))
-        _at_least("data", self, 2, "length")
-        _at_least("data", self, 1, "batch_size", "held_out")
-        _at_least("data", self, 0, "max_examples")
+        one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface"))
+        one_of("data.too_long", self.too_long, ("drop", "cut"))
+        at_least("data", self, 2, "length")
+        at_least("data", self, 1, "batch_size", "held_out")
+        at_least("data", self, 0, "max_examples")
         if self.buckets:
             if self.packing:
                 raise UserError(
@@ -253,10 +101,10 @@ class OptimizerConfig:
     clip_norm: float = 0.0  # of the global gradient; 0: off
 
     def __post_init__(self):
-        _one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd"))
-        _one_of("optimizer.schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "wsd", "constant"))
-        _at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "final_fraction")
-        _rate("optimizer", self, "b1", "b2", "momentum")
+        one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd"))
+        one_of("optimizer.schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "wsd", "constant"))
+        at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "final_fraction")
+        in_unit_interval("optimizer", self, "b1", "b2", "momentum")
         if not 0 < self.decay_fraction <= 1:
             raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
@@ -302,9 +150,9 @@ class TrainConfig:
     profile: int = 0  # trace so many steps, from the 10th, into the run directory; 0: off
 
     def __post_init__(self):
-        _at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
-        _at_least("train", self, 0, "eval_every", "eval_batches", "checkpoint_every", "average_checkpoints", "z_loss")
-        _rate("train", self, "label_smoothing", "ema_decay")
+        at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
+        at_least("train", self, 0, "eval_every", "eval_batches", "checkpoint_every", "average_checkpoints", "z_loss")
+        in_unit_interval("train", self, "label_smoothing", "ema_decay")
         if self.average_checkpoints > self.keep_checkpoints:
             raise UserError(
                 f"train.average_checkpoints: {self.average_checkpoints}, but train.keep_checkpoints = {self.keep_checkpoints} are kept; raise it"
@@ -326,8 +174,8 @@ class DecodingConfig:
     batch_size: int = 64
 
     def __post_init__(self):
-        _at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")
-        _at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
+        at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")
+        at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
         if self.beam_size > 1 and self.temperature:
             raise UserError(
                 "decoding.beam_size and decoding.temperature: beam search does not sample; set one of them back"
@@ -350,7 +198,7 @@ class Experiment:
     platform: str = "auto"  # auto | cpu | gpu | tpu | accelerator: training anywhere else is refused
 
     def __post_init__(self):
-        _one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
+        one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
         if self.data.length > self.model.max_length:
             raise UserError(
                 f"data.length: {self.data.length} is longer than model.max_length = {self.model.max_length}"
@@ -362,7 +210,7 @@ class Experiment:
         if self.model.pad_id != 0:
             raise UserError(f"model.pad_id: {self.model.pad_id}, but the tokenizer's padding is 0; leave it at 0")
         objective, families = self.data.objective, {"seq2seq": "encoder_decoder", "causal_lm": "decoder"}
-        _one_of("data.objective", objective, families)
+        one_of("data.objective", objective, families)
         if self.model.family != families[objective]:
             raise UserError(
                 f"data.objective: {objective!r} trains a model of family {families[objective]!r}, but model.family = {self.model.family!r}"

@@ -1,6 +1,6 @@
 """Attention = projections + position + inner attention + output projection.
 
-Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key/value heads, H head size.
+Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key/value heads, H head size (of values: d_value).
 Multi-head, grouped-query and multi-query attention are K = N, 1 < K < N and K = 1.
 """
 
@@ -9,9 +9,9 @@ import dataclasses
 import jax
 from flax import linen as nn
 
-from transformer.config import ModelConfig
 from transformer.model import attention_backends
 from transformer.model.cache import KeyValue
+from transformer.model.config import ModelConfig
 from transformer.model.linear import Linear
 from transformer.model.masks import Mask, Tokens
 from transformer.model.positions import Position
@@ -44,24 +44,34 @@ class Attention(nn.Module):
         """
         cfg = self.config
         q_BxTxNxH, kv = self._heads("query", cfg.num_heads)(x_BxTxD), cached
+        if cfg.qk_norm:
+            q_BxTxNxH = cfg.norm_module(name="query_norm")(q_BxTxNxH)
         if y_BxSxD is not None:
             k_BxSxKxH = self._heads("key", cfg.num_kv_heads)(y_BxSxD)
+            if cfg.qk_norm:
+                k_BxSxKxH = cfg.norm_module(name="key_norm")(k_BxSxKxH)
             v_BxSxKxH = self._heads("value", cfg.num_kv_heads, self.gain)(y_BxSxD)
             if position is not None:
                 q_BxTxNxH, k_BxSxKxH = position.rotate(q_BxTxNxH, k_BxSxKxH)
             new = KeyValue(k_BxSxKxH, v_BxSxKxH)
             kv = new if cached is None else cached.write(new, index)
-        given = attention_backends.Inputs(
-            mask, q_tokens, k_tokens, position, cfg.d_head**-0.5 if cfg.attention_scale is None else cfg.attention_scale
-        )
+        sink_N = None
+        if cfg.attention_sink:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
+            sink_N = self.param("sink", zeros, (cfg.num_heads,), cfg.param_dtype)
+        scale = cfg.d_head**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+        given = attention_backends.Inputs(mask, q_tokens, k_tokens, position, scale, cfg.attention_soft_cap, sink_N)
         if cfg.attention_dropout and not deterministic:
             given = dataclasses.replace(given, dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
         out_BxTxNxH = attention_backends.choose(cfg.attention_backend)(q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given)
         out_BxTxNxH = nn.with_logical_constraint(out_BxTxNxH, ("batch", "length", "activation_heads", "head"))
-        out = Linear(cfg, (cfg.d_model,), ("heads", "head", "embed"), self.gain * self.out_gain, name="out")
+        out = Linear(
+            cfg, (cfg.d_model,), ("heads", "head", "embed"), cfg.attention_bias, self.gain * self.out_gain, name="out"
+        )
         return out(out_BxTxNxH), kv
 
     def _heads(self, name: str, heads: int, gain: float = 1.0) -> Linear:
         """A projection D -> heads x H."""
-        axis = "heads" if name == "query" else "kv_heads"
-        return Linear(self.config, (heads, self.config.d_head), ("embed", axis, "head"), gain, name=name)
+        cfg, axis = self.config, "heads" if name == "query" else "kv_heads"
+        size = cfg.d_value if name == "value" else cfg.d_head
+        return Linear(cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_bias, gain, name=name)

@@ -26,6 +26,8 @@ class Inputs:
     k_tokens: Tokens
     position: Position | None
     scale: float
+    soft_cap: float = 0.0
+    sink_N: jax.Array | None = None
     dropout: float = 0.0
     dropout_key: jax.Array | None = None
 
@@ -33,6 +35,7 @@ class Inputs:
 def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
     """softmax(scale q k^T + bias) v over the keys the mask allows, softmax in float32 (Vaswani et al. 2017, eq. 1).
 
+    With `soft_cap` c the logits become c tanh(logits / c); with `sink_N` each head has one logit more, whose value is zero.
     Masked keys weigh exactly zero; a query with no key at all yields zeros, with finite gradients.
     """
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
@@ -45,14 +48,27 @@ def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, 
     )
     if bias_BxNxTxS is not None:
         logits_BxKxGxTxS += bias_BxNxTxS.reshape(bias_BxNxTxS.shape[0], kv_heads, -1, *bias_BxNxTxS.shape[2:])
+    if given.soft_cap:
+        logits_BxKxGxTxS = given.soft_cap * jnp.tanh(logits_BxKxGxTxS / given.soft_cap)
     mask_Bx1x1xTxS = given.mask(given.q_tokens, given.k_tokens)[:, None, None]
     logits_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, logits_BxKxGxTxS, jnp.finfo(jnp.float32).min)
-    weights_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, jax.nn.softmax(logits_BxKxGxTxS, axis=-1), 0.0)
+    weights_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, _softmax(logits_BxKxGxTxS, given.sink_N), 0.0)
     if given.dropout_key is not None:
         keep = keep_mask(given.dropout_key, given.dropout, weights_BxKxGxTxS.shape)
         weights_BxKxGxTxS = jnp.where(keep, weights_BxKxGxTxS / (1.0 - given.dropout), 0.0)
     out_BxTxKxGxH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BxKxGxTxS.astype(v_BxSxKxH.dtype), v_BxSxKxH)
     return out_BxTxKxGxH.reshape(*q_BxTxNxH.shape[:3], v_BxSxKxH.shape[-1])
+
+
+def _softmax(logits_BxKxGxTxS: jax.Array, sink_N: jax.Array | None) -> jax.Array:
+    """Over the keys, and the sink where there is one."""
+    if sink_N is None:
+        return jax.nn.softmax(logits_BxKxGxTxS, axis=-1)
+    kv_heads, group = logits_BxKxGxTxS.shape[1:3]
+    sink = jnp.broadcast_to(
+        sink_N.astype(jnp.float32).reshape(kv_heads, group, 1, 1), (*logits_BxKxGxTxS.shape[:-1], 1)
+    )
+    return jax.nn.softmax(jnp.concatenate([logits_BxKxGxTxS, sink], axis=-1), axis=-1)[..., :-1]
 
 
 BACKENDS: dict[str, Callable[..., jax.Array]] = {"reference": reference}

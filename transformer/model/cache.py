@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from transformer.config import ModelConfig
+from transformer.model.config import ModelConfig
 from transformer.model.masks import Tokens
 
 
@@ -48,8 +48,8 @@ class Cache:
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """A cache with room for `slots` tokens a row."""
-    blank = jnp.zeros((batch, slots, config.num_kv_heads, config.d_head), config.dtype)
-    layer = LayerCache(KeyValue(blank, blank))
+    blank = lambda size: jnp.zeros((batch, slots, config.num_kv_heads, size), config.dtype)
+    layer = LayerCache(KeyValue(blank(config.d_head), blank(config.d_value)))
     depth = config.num_decoder_layers
     layers = (
         jax.tree.map(lambda x: jnp.zeros((depth, *x.shape), x.dtype), layer) if config.scan_layers else (layer,) * depth

@@ -1,6 +1,6 @@
 """Tokens to vectors, vectors to logits.
 
-Shape suffixes: B batch, T length, D d_model, V vocabulary.
+Shape suffixes: B batch, T length, D d_model, E d_embedding (usually d_model), V vocabulary, Y token types.
 """
 
 import jax
@@ -8,72 +8,105 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.config import ModelConfig
+from transformer.model.activations import ACTIVATIONS
+from transformer.model.config import ModelConfig
 from transformer.model.initializers import matrix_init
+from transformer.model.linear import Linear
 
 
 class Embedding(nn.Module):
-    """E[token], times sqrt(d_model) with `embedding_scale` (Vaswani et al. 2017, sec. 3.4)."""
+    """E[token], times sqrt(d_model) with `embedding_scale` (Vaswani et al. 2017, sec. 3.4); plus E_type[type] where tokens have
+    types (Devlin et al. 2019); a table narrower than the model is projected (Lan et al. 2020)."""
 
     config: ModelConfig
 
     def setup(self):
         cfg = self.config
-        init = nn.initializers.normal(cfg.embedding_init_std or cfg.d_model**-0.5)
-        init = nn.with_logical_partitioning(init, ("vocab", "embed"))
-        self.table_VxD = self.param("embedding", init, (cfg.vocab_size, cfg.d_model), cfg.param_dtype)
+        std = cfg.embedding_init_std or cfg.d_model**-0.5
+        init = nn.with_logical_partitioning(nn.initializers.normal(std), ("vocab", "embed"))
+        self.table_VxE = self.param("embedding", init, (cfg.vocab_size, cfg.d_embedding), cfg.param_dtype)
+        if cfg.d_embedding != cfg.d_model:
+            self.project = Linear(cfg, (cfg.d_model,), (None, "embed"), False)
+        if cfg.token_types:
+            init = nn.with_logical_partitioning(nn.initializers.normal(std), (None, "embed"))
+            self.types_YxD = self.param("token_types", init, (cfg.token_types, cfg.d_model), cfg.param_dtype)
 
-    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        x_BxTxD = self.table_VxD[tokens_BxT].astype(self.config.dtype)
-        if self.config.embedding_scale:
-            x_BxTxD *= self.config.d_model**0.5
+    def __call__(self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None) -> jax.Array:
+        """float[B, T, D]. Without types given, all tokens are of type 0."""
+        cfg = self.config
+        x_BxTxD = self.table_VxE[tokens_BxT].astype(cfg.dtype)
+        if cfg.d_embedding != cfg.d_model:
+            x_BxTxD = self.project(x_BxTxD)
+        if cfg.embedding_scale:
+            x_BxTxD *= cfg.d_model**0.5
+        if cfg.token_types:
+            types = jnp.zeros_like(tokens_BxT) if token_types_BxT is None else token_types_BxT
+            x_BxTxD += self.types_YxD[types].astype(cfg.dtype)
         return nn.with_logical_constraint(x_BxTxD, ("batch", "length", "activation_embed"))
 
 
 @struct.dataclass
 class Head:
-    """From the last hidden state to logits: h W^T + b, float32. An array-holding value, so that a loss can apply it in chunks."""
+    """From the last hidden state to logits: h W^T + b, float32, capped to c tanh(logits / c) where there is a `soft_cap`. An
+    array-holding value, so that a loss can apply it in chunks."""
 
-    matrix_VxD: jax.Array
+    matrix_VxE: jax.Array
     bias_V: jax.Array | None = None
+    soft_cap: float = struct.field(pytree_node=False, default=0.0)
 
-    def __call__(self, h_BxTxD: jax.Array) -> jax.Array:
+    def __call__(self, h_BxTxE: jax.Array) -> jax.Array:
         logits_BxTxV = jnp.einsum(
-            "BTD,VD->BTV", h_BxTxD, self.matrix_VxD.astype(h_BxTxD.dtype), preferred_element_type=jnp.float32
+            "BTE,VE->BTV", h_BxTxE, self.matrix_VxE.astype(h_BxTxE.dtype), preferred_element_type=jnp.float32
         )
         if self.bias_V is not None:
             logits_BxTxV += self.bias_V
+        if self.soft_cap:
+            logits_BxTxV = self.soft_cap * jnp.tanh(logits_BxTxV / self.soft_cap)
         return nn.with_logical_constraint(logits_BxTxV, ("batch", "length", "activation_vocab"))
 
-    def pull_back(self, h_BxTxD: jax.Array, d_BxTxV: jax.Array) -> tuple[jax.Array, "Head"]:
-        """The gradients by h and by this head, given that by the logits: what autodiff gives, with the sum over tokens laid
-        out so that the narrow h is transposed and not the wide logits (on a CPU a tenth of a small model's step)."""
-        d_BxTxV = nn.with_logical_constraint(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxD.dtype)
-        d_h_BxTxD = jnp.einsum("BTV,VD->BTD", d_BxTxV, self.matrix_VxD.astype(h_BxTxD.dtype))
-        d_matrix_DxV = jnp.einsum("BTD,BTV->DV", h_BxTxD, d_BxTxV, preferred_element_type=jnp.float32)
-        d_matrix_DxV = jax.lax.optimization_barrier(
-            d_matrix_DxV
-        )  # folded with the transpose, XLA's CPU has no bfloat16 for it
-        d_bias_V = (
-            None if self.bias_V is None else jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32).astype(self.bias_V.dtype)
-        )
-        return d_h_BxTxD, Head(d_matrix_DxV.T.astype(self.matrix_VxD.dtype), d_bias_V)
+    def pull_back(self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array) -> tuple[jax.Array, "Head"]:
+        """The gradients by h and by this head, given the logits and the gradient by them: what autodiff gives, with the sum over
+        tokens laid out so that the narrow h is transposed and not the wide logits (on a CPU a tenth of a small model's step)."""
+        if self.soft_cap:
+            d_BxTxV = d_BxTxV * (1.0 - jnp.square(logits_BxTxV / self.soft_cap))
+        d_BxTxV = jax.lax.optimization_barrier(d_BxTxV)  # computed once, read twice
+        d_BxTxV = nn.with_logical_constraint(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxE.dtype)
+        d_h_BxTxE = jnp.einsum("BTV,VE->BTE", d_BxTxV, self.matrix_VxE.astype(h_BxTxE.dtype))
+        d_matrix_ExV = jnp.einsum("BTE,BTV->EV", h_BxTxE, d_BxTxV, preferred_element_type=jnp.float32)
+        # Folded with the transpose it would be a product that XLA's CPU compiler has no bfloat16 for.
+        d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)
+        d_bias_V = None
+        if self.bias_V is not None:
+            d_bias_V = jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32).astype(self.bias_V.dtype)
+        return d_h_BxTxE, self.replace(matrix_VxE=d_matrix_ExV.T.astype(self.matrix_VxE.dtype), bias_V=d_bias_V)
 
 
 class Unembedding(nn.Module):
-    """The head of a language model: the embedding itself (tied; J&M eq. 9.45) or a matrix of its own; an optional bias."""
+    """The head of a language model: the embedding itself (tied; J&M eq. 9.45) or a matrix of its own; an optional bias.
+
+    Before it the hidden state may be transformed (`head_transform`; Devlin et al. 2019), scaled (`logit_scale`; Raffel et al.
+    2020) and, for a narrow embedding, projected.
+    """
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, embedding_VxD: jax.Array) -> Head:
+    def __call__(self, h_BxTxD: jax.Array, embedding_VxE: jax.Array) -> tuple[jax.Array, Head]:
+        """What the head is to be applied to, [B, T, E], and the head."""
         cfg = self.config
-        matrix_VxD, bias_V = embedding_VxD, None
+        h_BxTxE = h_BxTxD
+        if cfg.head_transform:
+            h = Linear(cfg, (cfg.d_model,), ("embed", "transform"), cfg.use_bias, name="transform")(h_BxTxE)
+            h_BxTxE = cfg.norm_module(name="norm")(ACTIVATIONS[cfg.activation](h))
+        if cfg.d_embedding != cfg.d_model:
+            h_BxTxE = Linear(cfg, (cfg.d_embedding,), ("embed", None), False, name="project")(h_BxTxE)
+        if cfg.logit_scale != 1.0:
+            h_BxTxE = h_BxTxE * cfg.logit_scale
+        matrix_VxE, bias_V = embedding_VxE, None
         if not cfg.tie_embeddings:
             init = nn.with_logical_partitioning(matrix_init(cfg.initializer, cfg.init_std), ("embed", "vocab"))
-            kernel = self.param("kernel", init, (cfg.d_model, cfg.vocab_size), cfg.param_dtype)
-            matrix_VxD = kernel.T
+            matrix_VxE = self.param("kernel", init, (cfg.d_embedding, cfg.vocab_size), cfg.param_dtype).T
         if cfg.logit_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab",))
             bias_V = self.param("bias", zeros, (cfg.vocab_size,), cfg.param_dtype)
-        return Head(matrix_VxD, bias_V)
+        return h_BxTxE, Head(matrix_VxE, bias_V, cfg.logit_soft_cap)

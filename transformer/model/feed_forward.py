@@ -6,8 +6,8 @@ Shape suffixes: B batch, T length, D d_model, F d_ff.
 import jax
 from flax import linen as nn
 
-from transformer.config import ModelConfig
 from transformer.model.activations import ACTIVATIONS
+from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.linear import Linear
 
@@ -23,12 +23,14 @@ class FeedForward(nn.Module):
     def __call__(self, x_BxTxD: jax.Array, deterministic: bool) -> jax.Array:
         cfg = self.config
         act = ACTIVATIONS[cfg.activation]
-        h_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), self.gain, name="in")(x_BxTxD)
+        h_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(x_BxTxD)
         if cfg.glu:
-            gate_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), self.gain, name="gate")(x_BxTxD)
+            gate_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="gate")(x_BxTxD)
             h_BxTxF = act(gate_BxTxF) * h_BxTxF
         else:
             h_BxTxF = act(h_BxTxF)
         h_BxTxF = nn.with_logical_constraint(h_BxTxF, ("batch", "length", "activation_ff"))
         h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
-        return Linear(cfg, (cfg.d_model,), ("ff", "embed"), self.gain * self.out_gain, name="out")(h_BxTxF)
+        return Linear(cfg, (cfg.d_model,), ("ff", "embed"), cfg.use_bias, self.gain * self.out_gain, name="out")(
+            h_BxTxF
+        )

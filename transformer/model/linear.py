@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.config import ModelConfig
+from transformer.model.config import ModelConfig
 from transformer.model.initializers import matrix_init
 
 
@@ -19,6 +19,7 @@ class Linear(nn.Module):
     config: ModelConfig
     outputs: tuple[int, ...]
     names: tuple[str, ...]
+    bias: bool
     gain: float = 1.0
 
     @nn.compact
@@ -35,7 +36,7 @@ class Linear(nn.Module):
             "kernel", nn.with_logical_partitioning(init, self.names), (*inputs, *self.outputs), cfg.param_dtype
         )
         y = jnp.tensordot(x.astype(cfg.dtype), kernel.astype(cfg.dtype), axes=contracted)
-        if cfg.use_bias:
+        if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.names[contracted:])
             y += self.param("bias", zeros, self.outputs, cfg.param_dtype).astype(cfg.dtype)
         return y

@@ -1,16 +1,17 @@
 """The three families: the same parts, wired differently.
 
-Shape suffixes: B batch, S source length, T target length, D d_model, V vocabulary.
+Shape suffixes: B batch, S source length, T target length, D d_model, E d_embedding, V vocabulary.
 
-Every family has `features`, the last hidden state and the head that turns it into logits, and `__call__`, the logits.
+Every family has `features`, the last hidden state (as the head wants it) and the head that turns it into logits, and
+`__call__`, the logits.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.config import ModelConfig
 from transformer.model.cache import Cache
+from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.masks import Tokens
 from transformer.model.stack import Stack
@@ -50,12 +51,12 @@ class Encoder(_Family):
         self.unembedding = Unembedding(self.config)
 
     def features(
-        self, tokens_BxT, *, positions=None, segment_ids=None, padding_mask=None, deterministic=True
+        self, tokens_BxT, *, token_types=None, positions=None, segment_ids=None, padding_mask=None, deterministic=True
     ) -> tuple[jax.Array, Head]:
-        """The last hidden state, [B, T, D], and the head of a masked language model."""
+        """What the head of a masked language model is applied to, [B, T, E], and the head."""
         where = self._locate(tokens_BxT, positions=positions, segment_ids=segment_ids, padding_mask=padding_mask)
-        h_BxTxD, _ = self.encoder(self.embedding(tokens_BxT), where, deterministic=deterministic)
-        return h_BxTxD, self.unembedding(self.embedding.table_VxD)
+        h_BxTxD, _ = self.encoder(self.embedding(tokens_BxT, token_types), where, deterministic=deterministic)
+        return self.unembedding(h_BxTxD, self.embedding.table_VxE)
 
 
 class Decoder(_Family):
@@ -67,16 +68,17 @@ class Decoder(_Family):
         self.unembedding = Unembedding(self.config)
 
     def features(self, tokens_BxT, *, deterministic=True, **given) -> tuple[jax.Array, Head]:
-        """The last hidden state, [B, T, D], and the head. `given`: positions, segment_ids, padding_mask."""
+        """What the head is applied to, [B, T, E], and the head. `given`: positions, segment_ids, padding_mask."""
         where = self._locate(tokens_BxT, **given)
         h_BxTxD, _ = self.decoder(self.embedding(tokens_BxT), where, deterministic=deterministic)
-        return h_BxTxD, self.unembedding(self.embedding.table_VxD)
+        return self.unembedding(h_BxTxD, self.embedding.table_VxE)
 
     def decode(self, tokens_BxT, cache: Cache, **given) -> tuple[jax.Array, Cache]:
         """The logits of these tokens, which follow those in the cache, and the cache with them in it."""
         where = self._locate(tokens_BxT, **given)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), where, cache=cache)
-        return self.unembedding(self.embedding.table_VxD)(h_BxTxD), cache
+        h_BxTxE, head = self.unembedding(h_BxTxD, self.embedding.table_VxE)
+        return head(h_BxTxE), cache
 
 
 class EncoderDecoder(_Family):
@@ -100,13 +102,13 @@ class EncoderDecoder(_Family):
         deterministic=True,
         **given,
     ) -> tuple[jax.Array, Head]:
-        """The decoder's last hidden state, [B, T, D], and the head. `given`: the target's positions, segment_ids, padding_mask."""
+        """What the head is applied to, [B, T, E], and the head. `given`: the target's positions, segment_ids, padding_mask."""
         encoded = self.encode(
             source_BxS, positions=source_positions, segment_ids=source_segment_ids,
             padding_mask=source_padding_mask, deterministic=deterministic,
         )  # fmt: skip
         h_BxTxD, _ = self._decoder(target_BxT, *encoded, None, deterministic, **given)
-        return h_BxTxD, self.unembedding(self.target_embedding.table_VxD)
+        return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
 
     def encode(self, source_BxS, *, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
         """The encoder's output, [B, S, D], and where its tokens stand."""
@@ -122,7 +124,8 @@ class EncoderDecoder(_Family):
         The first call is given the encoder's output and keeps its keys and values in the cache; later ones pass None for it.
         """
         h_BxTxD, cache = self._decoder(target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **given)
-        return self.unembedding(self.target_embedding.table_VxD)(h_BxTxD), cache
+        h_BxTxE, head = self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
+        return head(h_BxTxE), cache
 
     def _decoder(self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, **given):
         where = self._locate(target_BxT, **given)

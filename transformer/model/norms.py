@@ -11,11 +11,14 @@ class Norm(nn.Module):
 
     layernorm (Ba et al. 2016):       (x - mean) / sqrt(var + eps) * gain + offset
     rmsnorm (Zhang & Sennrich 2019):  x / sqrt(mean(x^2) + eps) * gain
+
+    With `zero_centered` the gain is 1 + w and w is the parameter: weight decay then pulls the gain to 1 (Gemma).
     """
 
     kind: str
     epsilon: float
     gain: bool
+    zero_centered: bool
     offset: bool
     param_dtype: str
 
@@ -27,9 +30,9 @@ class Norm(nn.Module):
         x = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
         size = (x.shape[-1],)
         if self.gain:
-            x = x * self.param(
-                "gain", nn.with_logical_partitioning(nn.initializers.ones, ("norm",)), size, self.param_dtype
-            )
+            start = nn.initializers.zeros if self.zero_centered else nn.initializers.ones
+            gain = self.param("gain", nn.with_logical_partitioning(start, ("norm",)), size, self.param_dtype)
+            x = x * (1.0 + gain if self.zero_centered else gain)
         if self.offset and self.kind == "layernorm":
             x = x + self.param(
                 "offset", nn.with_logical_partitioning(nn.initializers.zeros, ("norm",)), size, self.param_dtype

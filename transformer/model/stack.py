@@ -6,15 +6,16 @@ Shape suffixes: B batch, T length of this stack's tokens, S length of the encode
 import functools
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.config import ModelConfig
 from transformer.model import positions
 from transformer.model.attention import Attention
 from transformer.model.cache import Cache, LayerCache
+from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.feed_forward import FeedForward
-from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
+from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual
 
@@ -46,6 +47,8 @@ class Layer(nn.Module):
             gains["out_gain"] = ((2 + cross) * cfg.num_layers(self.side)) ** -0.5
         residual = functools.partial(Residual, cfg, placement)
         mask = SAME_SEGMENT & CAUSAL if self.side == "decoder" else SAME_SEGMENT
+        if cfg.window:
+            mask &= window(cfg.window)
         self_attention = Attention(cfg, **gains, name="self_attention")
         cross_attention = Attention(cfg, **gains, name="cross_attention") if cross else None
         feed_forward = FeedForward(cfg, **gains, name="feed_forward")
@@ -70,12 +73,15 @@ class Layer(nn.Module):
             )
             return out
 
-        x_BxTxD = residual(name="self_attention_residual")(x_BxTxD, read_own, self.deterministic)
+        sublayers = {"self_attention": read_own}
         if cross:
-            x_BxTxD = residual(name="cross_attention_residual")(x_BxTxD, read_encoder, self.deterministic)
-        x_BxTxD = residual(name="feed_forward_residual")(
-            x_BxTxD, lambda h: feed_forward(h, self.deterministic), self.deterministic
-        )
+            sublayers["cross_attention"] = read_encoder
+        sublayers["feed_forward"] = lambda h: feed_forward(h, self.deterministic)
+        if cfg.parallel:
+            x_BxTxD = residual(name="residual")(x_BxTxD, *sublayers.values(), deterministic=self.deterministic)
+        else:
+            for name, f in sublayers.items():
+                x_BxTxD = residual(name=f"{name}_residual")(x_BxTxD, f, deterministic=self.deterministic)
         return x_BxTxD, LayerCache(**kept) if cache is not None else None
 
 
@@ -99,6 +105,9 @@ class Stack(nn.Module):
         cfg = self.config
         facts = cfg.stack_facts(self.side)
         position = positions.build(cfg.position).bind(self, facts).at(tokens.positions_BxT, facts)
+        x_BxTxD = hide_padding(x_BxTxD, tokens)
+        if encoded_BxSxD is not None:
+            encoded_BxSxD = hide_padding(encoded_BxSxD, encoded_tokens)
         x_BxTxD = position.embed(x_BxTxD, tokens.positions_BxT)
         if cfg.embedding_norm:
             x_BxTxD = cfg.norm_module(name="embedding_norm")(x_BxTxD)
@@ -132,3 +141,8 @@ class Stack(nn.Module):
             )
             written.append(one)
         return x_BxTxD, tuple(written) if caches is not None else None
+
+
+def hide_padding(x_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
+    """Zeros where there is no token. A mask keeps padding's weight at zero, but zero times NaN is NaN, in gradients too."""
+    return jnp.where((tokens.segments_BxT > 0)[..., None], x_BxTxD, 0)

@@ -25,6 +25,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("positions", None),
     ("buckets", None),
     ("norm", None),
+    ("transform", "tensor"),
     # activations
     ("batch", ("data", "fsdp")),
     ("length", None),

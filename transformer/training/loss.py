@@ -89,10 +89,8 @@ def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, c
         sums, d_head = carry
         h, targets, weights = chunk
         own, kept = _chunk(h, head, targets, weights, smoothing, z_loss)
-        d_logits = jax.lax.optimization_barrier(
-            _chunk_gradient(kept, weights, smoothing, z_loss)
-        )  # computed once, read twice
-        d_h, own_d_head = head.pull_back(h, d_logits)
+        d_logits = _chunk_gradient(kept, weights, smoothing, z_loss)
+        d_h, own_d_head = head.pull_back(h, kept[0], d_logits)
         return (jax.tree.map(jnp.add, sums, own), jax.tree.map(jnp.add, d_head, own_d_head)), d_h
 
     parts = tuple(_chunks(x, chunks) for x in (h_BxTxD, targets_BxT, weights_BxT))

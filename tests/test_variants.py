@@ -1,0 +1,97 @@
+"""Fields of a model that one family or another needs: each does what it says, and caches, pads and packs like the rest."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make, small, tokens
+
+from transformer import UserError
+from transformer.decoding.prefill import advance, prefill
+from transformer.model.attention_backends import Inputs, reference
+from transformer.model.masks import SAME_SEGMENT, Tokens
+from transformer.model.network import build_model
+
+VARIANTS = {
+    "parallel": {"parallel": True, "norm_placement": "peri"},
+    "window": {"window": 3},
+    "qk_norm": {"qk_norm": True, "norm": "rmsnorm"},
+    "soft_caps": {"attention_soft_cap": 2.0, "logit_soft_cap": 3.0},
+    "sink": {"attention_sink": True},
+    "d_value": {"d_value": 6},
+    "d_embedding": {"d_embedding": 8},
+    "biases": {"use_bias": False, "qkv_bias": True},
+    "head": {"head_transform": True, "logit_scale": 0.25, "logit_bias": True},
+    "zero_centered": {"norm_zero_centered": True},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
+    config = small("encoder_decoder", position="t5", **VARIANTS[name])
+    model, params = make(config)
+    source, target = tokens(1, 2, 6).at[1, 4:].set(0), tokens(2, 2, 7)
+    whole = model.apply(params, source, target)
+    plain = build_model(small("encoder_decoder", position="t5", norm=config.norm, norm_placement=config.norm_placement))
+    shapes = lambda m: jax.tree.map(jnp.shape, jax.eval_shape(m.init, jax.random.key(0), source, target))
+    if shapes(plain) == shapes(model):  # a variant without parameters of its own must act on the numbers
+        assert np.abs(np.asarray(plain.apply(params, source, target) - whole)).max() > 1e-3
+    logits, memory = prefill(model, params["params"], target[:, :2], 10, source)
+    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    for t in range(2, 7):
+        np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
+        logits, memory = step(target[:, t], memory)
+
+
+@pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
+def test_nan_in_padding_reaches_no_logit_and_no_gradient(family):
+    """The embedding of padding is not a number: with a mask alone, zero times NaN would be NaN."""
+    model, params = make(small(family, tie_embeddings=False))
+    sides = [tokens(i, 2, 6).at[:, 4:].set(0) for i in range(2 if family == "encoder_decoder" else 1)]
+
+    def loss(table):
+        p = {"params": params["params"] | {"embedding": {"embedding": table}}}
+        return jnp.square(model.apply(p, *sides)[:, :4]).mean()
+
+    table = params["params"]["embedding"]["embedding"]
+    value, gradient = jax.value_and_grad(loss)(table)
+    spoilt, spoilt_gradient = jax.value_and_grad(loss)(table.at[0].set(jnp.nan))
+    assert float(value) == float(spoilt)
+    np.testing.assert_array_equal(gradient, spoilt_gradient)
+
+
+def test_soft_cap_and_sink_are_their_equations():
+    q, k, v = (jax.random.normal(key, (1, 3, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))
+    here = Tokens(jnp.arange(3)[None], jnp.ones((1, 3), jnp.int32))
+    sink = jnp.array([0.5, -1.0])
+    logits = 1.5 * np.tanh(0.5 * np.einsum("btnh,bsnh->bnts", q, k) / 1.5)
+    weights = np.exp(logits) / (np.exp(logits).sum(-1, keepdims=True) + np.exp(np.asarray(sink))[None, :, None, None])
+    assert (weights.sum(-1) < 0.95).all()
+    expected = np.einsum("bnts,bsnh->btnh", weights, v)
+    given = Inputs(SAME_SEGMENT, here, here, None, 0.5, 1.5, sink)
+    np.testing.assert_allclose(reference(q, k, v, given), expected, atol=1e-5)
+
+
+def test_a_zero_centered_gain_is_one_plus_the_parameter():
+    config = small("decoder", norm="rmsnorm", norm_zero_centered=True)
+    model, params = make(config)
+    plain = build_model(dataclasses.replace(config, norm_zero_centered=False))
+    shifted = jax.tree_util.tree_map_with_path(lambda path, x: x + 1 if path[-1].key == "gain" else x, params)
+    x = tokens(0, 2, 5)
+    assert np.abs(np.asarray(plain.apply(params, x) - model.apply(params, x))).max() > 1e-2
+    np.testing.assert_allclose(plain.apply(shifted, x), model.apply(params, x), atol=1e-5)
+
+
+def test_token_types_add_an_embedding_and_default_to_the_first():
+    model, params = make(small("encoder", token_types=2))
+    x = tokens(0, 2, 5)
+    base, first, mixed = (
+        model.apply(params, x, **given)
+        for given in ({}, {"token_types": 0 * x}, {"token_types": (x % 2).at[:, 0].set(1)})
+    )
+    np.testing.assert_array_equal(base, first)
+    assert np.abs(np.asarray(base - mixed)).max() > 1e-2
+    with pytest.raises(UserError, match="token_types"):
+        small("decoder", token_types=2)

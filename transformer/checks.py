@@ -1,0 +1,41 @@
+"""What several configs check, each with one line that names the field, the value and the way out."""
+
+import dataclasses
+import functools
+
+from transformer.errors import UserError, nearest
+
+
+def one_of(field: str, value, names) -> None:
+    """`value` is one of `names`."""
+    if value not in names:
+        raise UserError(f"{field}: no {value!r}; {nearest(str(value), names)}")
+
+
+def at_least(section: str, config, minimum, *fields: str) -> None:
+    """None of these fields of `config` is under `minimum`."""
+    for field in fields:
+        if getattr(config, field) < minimum:
+            raise UserError(f"{section}.{field}: {getattr(config, field)} is too small; at least {minimum}")
+
+
+def in_unit_interval(section: str, config, *fields: str) -> None:
+    """Each of these fields of `config` is a share under one."""
+    for field in fields:
+        if not 0 <= getattr(config, field) < 1:
+            raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
+
+
+def strict(cls):
+    """An unknown keyword is a UserError with the nearest name."""
+    init, names = cls.__init__, [f.name for f in dataclasses.fields(cls)]
+
+    @functools.wraps(init)
+    def checked(self, *args, **fields):
+        for name in fields:
+            if name not in names:
+                raise UserError(f"{cls.__name__}.{name}: no such field; {nearest(name, names)}")
+        init(self, *args, **fields)
+
+    cls.__init__ = checked
+    return cls

@@ -1,0 +1,176 @@
+"""What a model is: one frozen dataclass, validated when it is built."""
+
+import dataclasses
+import functools
+
+from flax.core import FrozenDict
+
+from transformer.checks import at_least, in_unit_interval, one_of, strict
+from transformer.errors import UserError
+from transformer.model import positions
+from transformer.model.activations import ACTIVATIONS
+from transformer.model.attention_backends import BACKENDS
+from transformer.model.initializers import INITIALIZERS
+from transformer.model.norms import NORMS, Norm
+from transformer.model.placements import Placement, build_placement
+from transformer.model.remat import REMAT_POLICIES
+
+Choice = str | FrozenDict
+"""A name, or a mapping with a `name` and the options of what it names."""
+
+
+@strict
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One model of any family. Field names are the papers'."""
+
+    family: str  # encoder | decoder | encoder_decoder
+    vocab_size: int
+    d_model: int = 512
+    d_ff: int = 2048
+    num_heads: int = 8
+    num_kv_heads: int = 0  # 0: as many as num_heads; 1: multi-query; between: grouped-query
+    d_head: int = 0  # of queries and keys; 0: d_model / num_heads
+    d_value: int = 0  # of values; 0: d_head
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    max_length: int = 512  # longest sequence, in tokens, on either side
+    d_embedding: int = 0  # width of the embedding table; 0: d_model; else projected (ALBERT, OPT-350m)
+    token_types: int = 0  # kinds of tokens (BERT's two sentences), each with an embedding of its own; 0: none
+
+    position: Choice = "sinusoidal"  # none | learned | sinusoidal | rotary | alibi | t5, or dict(name=..., options)
+    norm_placement: Choice = "pre"  # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    norm_gain: bool = True
+    norm_offset: bool = True  # layernorm only
+    norm_zero_centered: bool = False  # the gain is 1 + w, w starting (and decaying) at 0 (Gemma)
+    norm_epsilon: float = 1e-6
+    embedding_norm: bool = False  # normalise the sum of embeddings and positions
+    parallel: bool = False  # x + attention(norm(x)) + ff(norm(x)): sublayers side by side (GPT-J, GPT-NeoX)
+
+    activation: str = "relu"  # relu | gelu | gelu_tanh | silu
+    glu: bool = False  # act(x W_gate) * (x W_in)
+    use_bias: bool = True  # in every projection, but for what the next two say
+    attention_bias: bool | None = None  # in the four projections of attention; None: as use_bias
+    qkv_bias: bool | None = None  # in those of queries, keys and values (Qwen 2); None: as attention_bias
+    qk_norm: bool = False  # normalise each head's query and key (Henry et al. 2020; Qwen 3)
+    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
+    attention_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
+    attention_sink: bool = False  # a learned logit per head that attention may go to instead of a token (GPT-OSS)
+    window: int = 0  # keys fewer than so many positions away; 0: all
+    attention_backend: str = "auto"  # auto | reference | ...; "reference" forces the plain path
+
+    tie_embeddings: bool = True  # the unembedding is the (target) embedding, transposed
+    share_embeddings: bool = True  # encoder_decoder: source and target read one embedding
+    logit_bias: bool = False
+    logit_scale: float = 1.0  # multiplies the last hidden state (T5: d_model^-0.5)
+    logit_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
+    head_transform: bool = False  # act(h W + b), normed, before the unembedding (BERT's masked-language-model head)
+    embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
+
+    dropout: float = 0.0  # on every sublayer's output and on the sum of embeddings and positions
+    attention_dropout: float = 0.0  # on the attention weights
+    activation_dropout: float = 0.0  # inside the feed-forward
+
+    initializer: str = "xavier_uniform"  # xavier_uniform | lecun_normal | normal
+    init_std: float = 0.02  # of "normal"
+    embedding_init_std: float = 0.0  # 0: 1 / sqrt(d_model)
+    residual_init_scale: bool = False  # W_O and the feed-forward's output start 1 / sqrt(sublayers) smaller (GPT-2)
+
+    scan_layers: bool = True  # one compiled layer, looped; False: unrolled
+    remat: str = "none"  # none | full | dots: what the backward pass computes again
+    dtype: str = "float32"  # of activations; parameters and optimizer stay in param_dtype
+    param_dtype: str = "float32"
+    pad_id: int = 0
+
+    def __post_init__(self):
+        set_ = functools.partial(object.__setattr__, self)
+        one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder"))
+        at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
+        at_least(
+            "model",
+            self,
+            0,
+            "d_head",
+            "d_value",
+            "d_embedding",
+            "token_types",
+            "window",
+            "attention_soft_cap",
+            "logit_soft_cap",
+        )
+        in_unit_interval("model", self, "dropout", "attention_dropout", "activation_dropout")
+        for field, names in {
+            "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
+            "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
+        }.items():  # fmt: skip
+            one_of(f"model.{field}", getattr(self, field), names)
+        if not self.d_head:
+            if self.d_model % self.num_heads:
+                raise UserError(
+                    f"model.d_model: {self.d_model} is not divisible by model.num_heads = {self.num_heads}; "
+                    f"change one, or set model.d_head"
+                )
+            set_("d_head", self.d_model // self.num_heads)
+        set_("d_value", self.d_value or self.d_head)
+        set_("d_embedding", self.d_embedding or self.d_model)
+        if self.attention_bias is None:
+            set_("attention_bias", self.use_bias)
+        if self.qkv_bias is None:
+            set_("qkv_bias", self.attention_bias)
+        set_("num_kv_heads", self.num_kv_heads or self.num_heads)
+        if self.num_kv_heads < 0 or self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
+            )
+        for side in ("encoder", "decoder"):
+            layers = f"num_{side}_layers"
+            if side not in self.family:
+                set_(layers, 0)
+            elif getattr(self, layers) < 1:
+                raise UserError(
+                    f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
+                )
+        if self.token_types and self.family != "encoder":
+            raise UserError(
+                f"model.token_types: {self.token_types}, but model.family = {self.family!r}; only encoders have them"
+            )
+        if not 0 <= self.pad_id < self.vocab_size:
+            raise UserError(f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}")
+        for field in ("position", "norm_placement"):
+            if not isinstance(getattr(self, field), str):
+                set_(field, FrozenDict(getattr(self, field)))
+        for side in self.sides:
+            self.placement(side)
+            if problem := positions.build(self.position).check(self.stack_facts(side)):
+                raise UserError(problem)
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The stacks of this family."""
+        return tuple(side for side in ("encoder", "decoder") if side in self.family)
+
+    def num_layers(self, side: str) -> int:
+        return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
+
+    def placement(self, side: str) -> Placement:
+        """The parts of the residual formula in one stack."""
+        return build_placement(
+            self.norm_placement, is_decoder=side == "decoder",
+            encoder_layers=self.num_encoder_layers, decoder_layers=self.num_decoder_layers,
+        )  # fmt: skip
+
+    def stack_facts(self, side: str) -> positions.StackFacts:
+        """What a position scheme may know."""
+        return positions.StackFacts(
+            d_model=self.d_model, num_heads=self.num_heads, d_head=self.d_head, max_length=self.max_length,
+            causal=side == "decoder", param_dtype=self.param_dtype,
+        )  # fmt: skip
+
+    @property
+    def norm_module(self):
+        """The configured norm, to be named by whoever uses it."""
+        return functools.partial(
+            Norm, kind=self.norm, epsilon=self.norm_epsilon, gain=self.norm_gain, zero_centered=self.norm_zero_centered, offset=self.norm_offset,
+            param_dtype=self.param_dtype,
+        )  # fmt: skip
