@@ -95,3 +95,12 @@ def test_token_types_add_an_embedding_and_default_to_the_first():
     assert np.abs(np.asarray(base - mixed)).max() > 1e-2
     with pytest.raises(UserError, match="token_types"):
         small("decoder", token_types=2)
+
+
+def test_what_follows_another_field_follows_it_when_it_is_replaced():
+    config = small("decoder")
+    names = lambda c: {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(make(c)[1])}
+    assert "bias" in names(config)
+    assert "bias" not in names(dataclasses.replace(config, use_bias=False))
+    assert dataclasses.replace(config, d_model=32).embedding_size == 32
+    assert dataclasses.replace(config, d_head=8).value_size == 8

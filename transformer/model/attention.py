@@ -66,12 +66,17 @@ class Attention(nn.Module):
         out_BxTxNxH = attention_backends.choose(cfg.attention_backend)(q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given)
         out_BxTxNxH = nn.with_logical_constraint(out_BxTxNxH, ("batch", "length", "activation_heads", "head"))
         out = Linear(
-            cfg, (cfg.d_model,), ("heads", "head", "embed"), cfg.attention_bias, self.gain * self.out_gain, name="out"
+            cfg,
+            (cfg.d_model,),
+            ("heads", "head", "embed"),
+            cfg.attention_has_bias,
+            self.gain * self.out_gain,
+            name="out",
         )
         return out(out_BxTxNxH), kv
 
     def _heads(self, name: str, heads: int, gain: float = 1.0) -> Linear:
         """A projection D -> heads x H."""
         cfg, axis = self.config, "heads" if name == "query" else "kv_heads"
-        size = cfg.d_value if name == "value" else cfg.d_head
-        return Linear(cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_bias, gain, name=name)
+        size = cfg.value_size if name == "value" else cfg.d_head
+        return Linear(cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_has_bias, gain, name=name)

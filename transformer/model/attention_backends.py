@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from transformer.model.activations import soft_cap
 from transformer.model.dropout import keep_mask
 from transformer.model.masks import Mask, Tokens
 from transformer.model.positions import Position
@@ -49,7 +50,7 @@ def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, 
     if bias_BxNxTxS is not None:
         logits_BxKxGxTxS += bias_BxNxTxS.reshape(bias_BxNxTxS.shape[0], kv_heads, -1, *bias_BxNxTxS.shape[2:])
     if given.soft_cap:
-        logits_BxKxGxTxS = given.soft_cap * jnp.tanh(logits_BxKxGxTxS / given.soft_cap)
+        logits_BxKxGxTxS = soft_cap(logits_BxKxGxTxS, given.soft_cap)
     mask_Bx1x1xTxS = given.mask(given.q_tokens, given.k_tokens)[:, None, None]
     logits_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, logits_BxKxGxTxS, jnp.finfo(jnp.float32).min)
     weights_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, _softmax(logits_BxKxGxTxS, given.sink_N), 0.0)

@@ -49,7 +49,7 @@ class Cache:
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """A cache with room for `slots` tokens a row."""
     blank = lambda size: jnp.zeros((batch, slots, config.num_kv_heads, size), config.dtype)
-    layer = LayerCache(KeyValue(blank(config.d_head), blank(config.d_value)))
+    layer = LayerCache(KeyValue(blank(config.d_head), blank(config.value_size)))
     depth = config.num_decoder_layers
     layers = (
         jax.tree.map(lambda x: jnp.zeros((depth, *x.shape), x.dtype), layer) if config.scan_layers else (layer,) * depth

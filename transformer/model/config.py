@@ -112,12 +112,6 @@ class ModelConfig:
                     f"change one, or set model.d_head"
                 )
             set_("d_head", self.d_model // self.num_heads)
-        set_("d_value", self.d_value or self.d_head)
-        set_("d_embedding", self.d_embedding or self.d_model)
-        if self.attention_bias is None:
-            set_("attention_bias", self.use_bias)
-        if self.qkv_bias is None:
-            set_("qkv_bias", self.attention_bias)
         set_("num_kv_heads", self.num_kv_heads or self.num_heads)
         if self.num_kv_heads < 0 or self.num_heads % self.num_kv_heads:
             raise UserError(
@@ -150,6 +144,28 @@ class ModelConfig:
         """The stacks of this family."""
         return tuple(side for side in ("encoder", "decoder") if side in self.family)
 
+    # What follows another field unless it is given is resolved when it is read, so that a replaced field is followed too.
+
+    @property
+    def value_size(self) -> int:
+        """The head size of values."""
+        return self.d_value or self.d_head
+
+    @property
+    def embedding_size(self) -> int:
+        """The width of the embedding table."""
+        return self.d_embedding or self.d_model
+
+    @property
+    def attention_has_bias(self) -> bool:
+        """In its output projection."""
+        return self.use_bias if self.attention_bias is None else self.attention_bias
+
+    @property
+    def qkv_has_bias(self) -> bool:
+        """In the projections of queries, keys and values."""
+        return self.attention_has_bias if self.qkv_bias is None else self.qkv_bias
+
     def num_layers(self, side: str) -> int:
         return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
 
@@ -171,6 +187,6 @@ class ModelConfig:
     def norm_module(self):
         """The configured norm, to be named by whoever uses it."""
         return functools.partial(
-            Norm, kind=self.norm, epsilon=self.norm_epsilon, gain=self.norm_gain, zero_centered=self.norm_zero_centered, offset=self.norm_offset,
-            param_dtype=self.param_dtype,
+            Norm, kind=self.norm, epsilon=self.norm_epsilon, gain=self.norm_gain, zero_centered=self.norm_zero_centered,
+            offset=self.norm_offset, param_dtype=self.param_dtype,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.activations import ACTIVATIONS
+from transformer.model.activations import ACTIVATIONS, soft_cap
 from transformer.model.config import ModelConfig
 from transformer.model.initializers import matrix_init
 from transformer.model.linear import Linear
@@ -24,8 +24,8 @@ class Embedding(nn.Module):
         cfg = self.config
         std = cfg.embedding_init_std or cfg.d_model**-0.5
         init = nn.with_logical_partitioning(nn.initializers.normal(std), ("vocab", "embed"))
-        self.table_VxE = self.param("embedding", init, (cfg.vocab_size, cfg.d_embedding), cfg.param_dtype)
-        if cfg.d_embedding != cfg.d_model:
+        self.table_VxE = self.param("embedding", init, (cfg.vocab_size, cfg.embedding_size), cfg.param_dtype)
+        if cfg.embedding_size != cfg.d_model:
             self.project = Linear(cfg, (cfg.d_model,), (None, "embed"), False)
         if cfg.token_types:
             init = nn.with_logical_partitioning(nn.initializers.normal(std), (None, "embed"))
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
         """float[B, T, D]. Without types given, all tokens are of type 0."""
         cfg = self.config
         x_BxTxD = self.table_VxE[tokens_BxT].astype(cfg.dtype)
-        if cfg.d_embedding != cfg.d_model:
+        if cfg.embedding_size != cfg.d_model:
             x_BxTxD = self.project(x_BxTxD)
         if cfg.embedding_scale:
             x_BxTxD *= cfg.d_model**0.5
@@ -61,7 +61,7 @@ class Head:
         if self.bias_V is not None:
             logits_BxTxV += self.bias_V
         if self.soft_cap:
-            logits_BxTxV = self.soft_cap * jnp.tanh(logits_BxTxV / self.soft_cap)
+            logits_BxTxV = soft_cap(logits_BxTxV, self.soft_cap)
         return nn.with_logical_constraint(logits_BxTxV, ("batch", "length", "activation_vocab"))
 
     def pull_back(self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array) -> tuple[jax.Array, "Head"]:
@@ -98,14 +98,14 @@ class Unembedding(nn.Module):
         if cfg.head_transform:
             h = Linear(cfg, (cfg.d_model,), ("embed", "transform"), cfg.use_bias, name="transform")(h_BxTxE)
             h_BxTxE = cfg.norm_module(name="norm")(ACTIVATIONS[cfg.activation](h))
-        if cfg.d_embedding != cfg.d_model:
-            h_BxTxE = Linear(cfg, (cfg.d_embedding,), ("embed", None), False, name="project")(h_BxTxE)
+        if cfg.embedding_size != cfg.d_model:
+            h_BxTxE = Linear(cfg, (cfg.embedding_size,), ("embed", None), False, name="project")(h_BxTxE)
         if cfg.logit_scale != 1.0:
             h_BxTxE = h_BxTxE * cfg.logit_scale
         matrix_VxE, bias_V = embedding_VxE, None
         if not cfg.tie_embeddings:
             init = nn.with_logical_partitioning(matrix_init(cfg.initializer, cfg.init_std), ("embed", "vocab"))
-            matrix_VxE = self.param("kernel", init, (cfg.d_embedding, cfg.vocab_size), cfg.param_dtype).T
+            matrix_VxE = self.param("kernel", init, (cfg.embedding_size, cfg.vocab_size), cfg.param_dtype).T
         if cfg.logit_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab",))
             bias_V = self.param("bias", zeros, (cfg.vocab_size,), cfg.param_dtype)
