@@ -26,7 +26,7 @@ def get_config():
         norm="rmsnorm",
         activation="relu",
         use_bias=False,
-        dropout=0.05,
+        qk_norm=True,
         initializer="normal",
         residual_init_scale=True,
         scan_layers=False,
@@ -37,15 +37,15 @@ def get_config():
         objective="causal_lm",
         length=256,
         batch_size=4,
+        eval_overlap=128,
     )
     config.optimizer = dict(
         name="adamw",
         learning_rate=3e-3,
         schedule="cosine",
         warmup_steps=500,
-        final_fraction=0.02,
         b1=0.9,
-        b2=0.98,
+        b2=0.995,
         weight_decay=0.1,
         clip_norm=1.0,
     )

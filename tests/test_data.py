@@ -152,6 +152,30 @@ def test_a_language_model_is_asked_for_every_token_once(tmp_path, packing):
     assert starts == len(stream)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_overlapping_windows_ask_once_and_give_context(tmp_path, packing):
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(f"{e} number {i}" * (1 + i % 9) for i in range(30) for e in ENGLISH))
+    given = dict(objective="causal_lm", format="text", packing=packing, batch_size=3, length=16)
+    data, plain = (open_data(experiment(file, **given, **more)) for more in ({"eval_overlap": 10}, {}))
+    stream, asked, least = data.store.texts("test", 0), [], {}
+    for name, batches in {"overlap": data.batches("test"), "plain": plain.batches("test")}.items():
+        contexts = []
+        for batch in batches.stream():
+            scored = batch["weights"] > 0
+            if name == "overlap":
+                asked += batch["targets"][scored].tolist()
+            begins_inside = (batch["positions"] == 0) & (batch["segments"] == 1) & (batch["inputs"] != BOS)
+            inside = begins_inside.any(1)[:, None] & (
+                batch["segments"] == 1
+            )  # the rest of a text begun in a row before
+            contexts += batch["positions"][scored & inside].tolist()
+        least[name] = min(contexts)
+    assert asked == stream.ids.tolist()
+    assert least == {"overlap": 10, "plain": 0}
+    np.testing.assert_array_equal(data.batches("train")[0]["weights"], plain.batches("train")[0]["weights"])
+
+
 def test_packing_wastes_little_and_never_overflows():
     rng = np.random.default_rng(0)
     a, b = rng.integers(2, 20, 5000), rng.integers(2, 20, 5000)

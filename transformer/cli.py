@@ -147,9 +147,10 @@ def _open(args, overrides):
     from transformer.training.rundir import load_config
 
     for key in overrides:
-        if key.split(".")[0] not in ("decoding", "mesh", "platform", "seed"):
+        if key.split(".")[0] not in ("decoding", "mesh", "platform", "seed") and key != "data.eval_overlap":
             raise UserError(
-                f"--config.{key}: a trained run keeps its config; only decoding, mesh, platform and seed can be set here"
+                f"--config.{key}: a trained run keeps its config; only decoding, mesh, platform, seed and "
+                f"data.eval_overlap can be set here"
             )
     config: Experiment = apply_overrides(load_config(args.workdir), overrides)
     _start_jax()

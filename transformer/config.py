@@ -56,6 +56,9 @@ class DataConfig:
     packing: bool = True  # several documents a row, told apart by segment ids
     buckets: tuple[int, ...] = ()  # without packing: row lengths, the last of which is `length`
     too_long: str = "drop"  # drop | cut, counted and reported
+    eval_overlap: int = (
+        0  # causal_lm: held-out rows read so many tokens of the row before once more, unscored, as context
+    )
     held_out: int = 1000  # sources in each of valid and test, where no file is given
     max_examples: int = 0  # train on so many only; 0: all
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -74,6 +77,8 @@ class DataConfig:
         at_least("data", self, 2, "length")
         at_least("data", self, 1, "batch_size", "held_out")
         at_least("data", self, 0, "max_examples")
+        if not 0 <= self.eval_overlap < self.length:
+            raise UserError(f"data.eval_overlap: {self.eval_overlap} must be less than data.length = {self.length}")
         if self.buckets:
             if self.packing:
                 raise UserError(

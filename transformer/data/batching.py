@@ -99,6 +99,6 @@ def assemble(rows: Sequence[Sequence[Segment]], length: int) -> Batch:
                 batch[prefix + "positions"][r, here] = np.arange(len(ids))
                 if field == "inputs":
                     batch["targets"][r, here] = segment.targets
-                    batch["weights"][r, here] = 1.0
+                    batch["weights"][r, here] = 1.0 if segment.weights is None else segment.weights
                 at += len(ids)
     return batch

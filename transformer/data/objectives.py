@@ -18,11 +18,15 @@ from transformer.data.tokenizer import BOS, EOS
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One document's part of a row: the decoder reads `inputs` and is asked for `targets`; an encoder reads `source`."""
+    """One document's part of a row: the decoder reads `inputs` and is asked for `targets`; an encoder reads `source`.
+
+    `weights` of the targets are 1 unless given.
+    """
 
     inputs: np.ndarray
     targets: np.ndarray
     source: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 class Rows(Protocol):
@@ -45,38 +49,44 @@ class CausalLM:
 
     Packed, the texts of a split stand one after another and are cut into rows of `length`: every token is a target exactly
     once, and a row's segments never see each other. Unpacked, a row holds one text or, of a longer text, one part.
+    The rows of a held-out split may overlap by `eval_overlap` tokens, which are read again and not asked for again.
     """
 
     sides = 1
 
     def rows(self, store: Store, part: str, config: DataConfig) -> "LMRows":
-        return LMRows(store.texts(part, 0), config.length, config.packing)
+        overlap = 0 if part == "train" else config.eval_overlap
+        return LMRows(store.texts(part, 0), config.length, config.packing, overlap)
 
 
 class LMRows:
-    def __init__(self, texts: Texts, length: int, packing: bool):
+    def __init__(self, texts: Texts, length: int, packing: bool, overlap: int = 0):
         self._ids, self._ends = texts.ids, np.asarray(texts.ends)
         self.report = {}
-        total = len(texts.ids)
+        total, new = len(texts.ids), length - overlap
         if packing:
-            self._starts = np.arange(0, total, length)
+            self._starts = np.arange(0, total, new)
         else:
             begins = np.concatenate([[0], self._ends[:-1]])
-            parts = -(-texts.lengths // length)
+            parts = -(-texts.lengths // new)
             first = np.repeat(np.cumsum(parts) - parts, parts)
-            self._starts = np.repeat(begins, parts) + (np.arange(parts.sum()) - first) * length
-        self._stops = np.minimum(np.append(self._starts[1:], total), self._starts + length)
-        self.lengths = self._stops - self._starts
+            self._starts = np.repeat(begins, parts) + (np.arange(parts.sum()) - first) * new
+        self._stops = np.minimum(np.append(self._starts[1:], total), self._starts + new)
+        self._reads = np.maximum(self._starts - overlap, 0)  # where a row begins to read
+        if not packing:
+            self._reads = np.maximum(self._reads, np.repeat(begins, parts))
+        self.lengths = self._stops - self._reads
 
     def segments(self, row: int) -> list[Segment]:
-        start, stop = int(self._starts[row]), int(self._stops[row])
-        inner = self._ends[np.searchsorted(self._ends, start, "right") : np.searchsorted(self._ends, stop, "left")]
-        bounds = [start, *map(int, inner), stop]
+        read, start, stop = (int(x[row]) for x in (self._reads, self._starts, self._stops))
+        inner = self._ends[np.searchsorted(self._ends, read, "right") : np.searchsorted(self._ends, stop, "left")]
+        bounds = [read, *map(int, inner), stop]
         out = []
         for a, b in itertools.pairwise(bounds):
             targets = np.asarray(self._ids[a:b], np.int32)
             before = BOS if a == 0 or self._ids[a - 1] == EOS else int(self._ids[a - 1])
-            out.append(Segment(np.concatenate([[before], targets[:-1]]).astype(np.int32), targets))
+            inputs = np.concatenate([[before], targets[:-1]]).astype(np.int32)
+            out.append(Segment(inputs, targets, weights=(np.arange(a, b) >= start).astype(np.float32)))
         return out
 
 

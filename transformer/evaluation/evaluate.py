@@ -69,6 +69,8 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     batches, text = data.batches(part), data.store.meta[part] if language_model else None
     found = evaluate_loss(eval_step, trained.params, batches, NamedSharding(mesh, BATCH), text=text)
     generate, report = Generator(config, trained.params, trained.tokenizer), {"step": trained.step, "part": part}
+    if language_model:
+        report["eval_overlap"] = config.data.eval_overlap
     examples, blocks, signatures = data.store.examples(part), [], {}
     if language_model:
         prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]

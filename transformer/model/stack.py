@@ -104,7 +104,7 @@ class Stack(nn.Module):
         """The stream after the last layer, and the cache with these tokens in it (None without one)."""
         cfg = self.config
         facts = cfg.stack_facts(self.side)
-        position = positions.build(cfg.position).bind(self, facts).at(tokens.positions_BxT, facts)
+        position = positions.build(cfg.position).bind(self, facts).at(tokens.positions_BxT)
         x_BxTxD = hide_padding(x_BxTxD, tokens)
         if encoded_BxSxD is not None:
             encoded_BxSxD = hide_padding(encoded_BxSxD, encoded_tokens)

@@ -24,6 +24,7 @@ FREE = (
     "mesh",
     "platform",
     "decoding",
+    "data.eval_overlap",
     "train.log_every",
     "train.eval_every",
     "train.eval_batches",

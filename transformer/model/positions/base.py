@@ -1,4 +1,4 @@
-"""What a position scheme may do: three optional hooks, each the identity unless the scheme overrides it.
+"""What a position scheme may do: optional hooks, each the identity unless the scheme overrides it.
 
 Shape suffixes: B batch (or 1: the same for all rows), T query length, S key length, D d_model, N heads, H head size.
 
@@ -58,7 +58,7 @@ class Position:
         """The scheme with its parameters, which are declared in `scope` (once a stack, shared by its layers)."""
         return self
 
-    def at(self, positions_BxT: jax.Array, facts: StackFacts) -> "Position":
+    def at(self, positions_BxT: jax.Array) -> "Position":
         """The scheme with what depends on the tokens' positions alone: computed once a stack, not in every layer."""
         return self
 

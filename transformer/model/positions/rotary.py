@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from transformer.model.positions.base import Position, StackFacts, option, register
+from transformer.model.positions.base import Position, StackFacts, fact, option, register
 
 
 @register("rotary")
@@ -25,6 +25,7 @@ class Rotary(Position):
     theta: float = option(10_000.0)
     fraction: float = option(1.0)
     layout: str = option("halves")
+    d_head: int = fact(0)
     sin_BxTx1xP: jax.Array | None = None
     cos_BxTx1xP: jax.Array | None = None
 
@@ -36,13 +37,14 @@ class Rotary(Position):
             return f"model.position 'rotary' turns pairs: d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"
         return None
 
-    def at(self, positions_BxT, facts):
-        turned = int(facts.d_head * self.fraction)
+    def bind(self, scope, facts):
+        return self.replace(d_head=facts.d_head)
+
+    def at(self, positions_BxT):
+        turned = int(self.d_head * self.fraction)
         frequency = self.theta ** (-jnp.arange(0, turned, 2, dtype=jnp.float32) / turned)
-        phase = positions_BxT[:, :, None, None].astype(jnp.float32) * frequency
-        # Without the barrier XLA computes the sines again in every layer and for every head.
-        sin, cos = jax.lax.optimization_barrier((jnp.sin(phase), jnp.cos(phase)))
-        return self.replace(sin_BxTx1xP=sin, cos_BxTx1xP=cos)
+        phase_BxTx1xP = positions_BxT[:, :, None, None].astype(jnp.float32) * frequency
+        return self.replace(sin_BxTx1xP=jnp.sin(phase_BxTx1xP), cos_BxTx1xP=jnp.cos(phase_BxTx1xP))
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):
         return self._turn(q_BxTxNxH), self._turn(k_BxTxKxH)
