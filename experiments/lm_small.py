@@ -5,6 +5,9 @@
 
 Hardware  two CPU cores, an hour
 Expected  1.5 bits per byte or less on the test side
+Seen      1.488 bits per byte, perplexity 226 per word; 1.531 and 265 with --config.data.eval_overlap=0, where rows do not overlap.
+          22,000 steps at 6,800 tokens a second are 55 minutes; this run shared its two cores (AMD EPYC 9005) with other work and
+          took 73. The training loss ends at 2.81 nats a token, the validation loss at 3.33: seven epochs of 3.2 M tokens begin to overfit.
 Floors on the test side, bits per byte: xz conditioned on the training text 2.00, byte 6-gram (Witten-Bell) 2.12.
 """
 

@@ -104,3 +104,83 @@ def test_what_follows_another_field_follows_it_when_it_is_replaced():
     assert "bias" not in names(dataclasses.replace(config, use_bias=False))
     assert dataclasses.replace(config, d_model=32).embedding_size == 32
     assert dataclasses.replace(config, d_head=8).value_size == 8
+
+
+def test_random_positions_keep_the_order_and_are_for_training_alone():
+    plain, spread = (small("decoder", position="sinusoidal", random_positions=n) for n in (0, 90))
+    (model, params), x = make(plain), tokens(0, 2, 6)
+    other = build_model(spread)
+    np.testing.assert_array_equal(model.apply(params, x), other.apply(params, x))
+    train = lambda key, x=x: other.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(key)})
+    assert np.abs(np.asarray(train(0) - train(1))).max() > 1e-2
+    moved = np.abs(np.asarray(train(0) - train(0, x.at[:, 3].set(5)))).max((0, 2))
+    np.testing.assert_array_equal(moved > 0, np.arange(6) >= 3)  # still causal, so still in order
+    rotary = build_model(small("decoder", position="none", random_positions=90))
+    drawn = rotary.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    np.testing.assert_allclose(drawn, rotary.apply(params, x), atol=1e-6)  # nothing but positions moves
+    with pytest.raises(UserError, match=r"model\.random_positions: 8 is less than model\.max_length = 24"):
+        small("decoder", random_positions=8)
+
+
+@pytest.mark.parametrize(
+    ("family", "pooling"), [("encoder", "cls"), ("encoder", "mean"), ("decoder", "last"), ("encoder", "none")]
+)
+def test_a_classifier_reads_tokens_and_no_padding(family, pooling):
+    model, params = make(small(family, pooling=pooling, num_labels=3, pooler=pooling == "cls", lm_head=False))
+    x = tokens(0, 2, 5)
+    labels = model.apply(params, x)
+    assert labels.shape == ((2, 5, 3) if pooling == "none" else (2, 3))
+    padded = model.apply(params, jnp.pad(x, ((0, 0), (0, 3))))
+    np.testing.assert_allclose(padded[:, :5] if pooling == "none" else padded, labels, atol=1e-5)
+    h = np.asarray(model.apply(params, x, method="hidden")[0])
+    pooled = {"cls": h[:, 0], "mean": h.mean(1), "last": h[:, -1], "none": h}[pooling]
+    head = params["params"]["classifier"]
+    if pooling == "cls":
+        pooled = np.tanh(pooled @ head["pooler"]["kernel"] + head["pooler"]["bias"])
+    np.testing.assert_allclose(labels, pooled @ head["labels"]["kernel"] + head["labels"]["bias"], atol=1e-5)
+    assert "unembedding" not in params["params"]
+
+
+def test_a_language_model_may_have_labels_too():
+    model, params = make(small("encoder", pooling="cls", pooler=True, num_labels=2))
+    x = tokens(0, 2, 5)
+    assert model.apply(params, x).shape == (2, 5, 37)
+    assert model.apply(params, x, method="classify").shape == (2, 2)
+    with pytest.raises(UserError, match=r"model\.num_labels: an encoder_decoder writes text"):
+        small("encoder_decoder", num_labels=2)
+    with pytest.raises(UserError, match=r"model\.lm_head: False leaves nothing to compute"):
+        small("encoder", lm_head=False)
+
+
+def test_a_pattern_over_layers_is_looped_by_its_period():
+    pattern = ({"window": 2}, {"window": 0, "position": "none"})
+    config = small("decoder", num_decoder_layers=6, position="rotary", layer_pattern=pattern)
+    assert [(layer.window, layer.position) for layer in config.layers("decoder")] == [(2, "rotary"), (0, "none")] * 3
+    assert config.period("decoder") == 2
+    assert small("decoder", num_decoder_layers=5, layer_pattern=pattern).period("decoder") == 5
+    assert small("decoder", num_decoder_layers=6, layer_pattern=({"window": 3},)).period("decoder") == 1
+    _, params = make(config)
+    layers = params["params"]["decoder"]["layers"]
+    assert layers.keys() == {"layer_0", "layer_1"}
+    assert layers["layer_1"]["feed_forward"]["in"]["kernel"].shape[0] == 3
+    with pytest.raises(UserError, match=r"model\.layer_pattern: 'd_model' cannot differ between layers"):
+        small("decoder", layer_pattern=({"d_model": 3},))
+    with pytest.raises(UserError, match=r"model\.window: -1"):
+        small("decoder", layer_pattern=({"window": -1},))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "rotary", "scaling": {"name": "yarn", "factor": 2.0}}, r"model\.position\.scaling\.original_length: must be set"),
+        ({"name": "rotary", "scaling": {"name": "yarrn"}}, "model.position.scaling: no 'yarrn'; did you mean 'yarn'"),
+        ({"name": "rotary", "scaling": {"name": "linear", "factor": 0.5}}, r"scaling\.factor: 0\.5 must be at least 1"),
+        ({"name": "rotary", "scaling": {"name": "ntk", "factr": 2.0}}, "'ntk' has no option 'factr'; did you mean 'factor'"),
+        ({"name": "shaw", "values": 3}, r"model\.position\.values: expected bool, got 3"),
+        ({"name": "shaw", "max_distance": True}, r"model\.position\.max_distance: expected int, got True"),
+        ("kerpel", "model.position: no 'kerpel'; did you mean 'kerple'"),
+    ],
+)  # fmt: skip
+def test_a_position_that_makes_no_sense_is_refused(spec, message):
+    with pytest.raises(UserError, match=message):
+        small("decoder", position=spec)

@@ -8,8 +8,20 @@ logits = model.apply(params, tokens)
 
 from transformer.config import Experiment, ModelConfig
 from transformer.config_io import load_experiment
+from transformer.convert import load_hf, save_hf
 from transformer.errors import UserError
+from transformer.model.architectures import architecture
 from transformer.model.network import build_model
 from transformer.version import __version__
 
-__all__ = ["Experiment", "ModelConfig", "UserError", "__version__", "build_model", "load_experiment"]
+__all__ = [
+    "Experiment",
+    "ModelConfig",
+    "UserError",
+    "__version__",
+    "architecture",
+    "build_model",
+    "load_experiment",
+    "load_hf",
+    "save_hf",
+]

@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
-from transformer.errors import UserError, nearest
+from flax.core import FrozenDict
+
+from transformer.errors import UserError, look_up, nearest
 
 
 def one_of(field: str, value, names) -> None:
@@ -39,3 +42,23 @@ def strict(cls):
 
     cls.__init__ = checked
     return cls
+
+
+def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_option=lambda f: True):
+    """What a config chooses from a table of dataclasses: `"rotary"`, or `dict(name="rotary", theta=500_000.0)`."""
+    given = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = given.pop("name", "")
+    cls = look_up(table, name, field)
+    options = {f.name: f.default for f in dataclasses.fields(cls) if is_option(f)}
+    for key, value in given.items():
+        if key not in options:
+            way_out = nearest(key, options) if options else "it takes no options"
+            raise UserError(f"{field}: {name!r} has no option {key!r}; {way_out}")
+        kind = type(options[key])
+        if isinstance(value, Mapping) and kind is str:  # a choice within a choice
+            given[key] = FrozenDict(value)
+        elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (
+            kind is bool
+        ):
+            raise UserError(f"{field}.{key}: expected {kind.__name__}, got {value!r}")
+    return cls(**given)

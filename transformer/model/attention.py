@@ -21,6 +21,7 @@ class Attention(nn.Module):
     """softmax(Q K^T / sqrt(d_head)) V, then W_O; queries from `x`, keys and values from `y` (self-attention: y is x)."""
 
     config: ModelConfig
+    side: str  # encoder | decoder
     gain: float  # of the initial W_V and W_O
     out_gain: float  # of the initial W_O, on top
 
@@ -43,6 +44,8 @@ class Attention(nn.Module):
         before it is read; with `cached` and no `y` (cross-attention) they are read as they are.
         """
         cfg = self.config
+        if position is not None:
+            position = position.bind_layer(self.param, cfg.stack_facts(self.side))
         q_BxTxNxH, kv = self._heads("query", cfg.num_heads)(x_BxTxD), cached
         if cfg.qk_norm:
             q_BxTxNxH = cfg.norm_module(name="query_norm")(q_BxTxNxH)

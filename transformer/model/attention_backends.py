@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from transformer.model.activations import soft_cap
 from transformer.model.dropout import keep_mask
 from transformer.model.masks import Mask, Tokens
-from transformer.model.positions import Position
+from transformer.model.positions import Pair, Position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +40,35 @@ def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, 
     Masked keys weigh exactly zero; a query with no key at all yields zeros, with finite gradients.
     """
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
+    group = lambda x_BxNxTxS: x_BxNxTxS.reshape(x_BxNxTxS.shape[0], kv_heads, -1, *x_BxNxTxS.shape[2:])
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
     logits_BxKxGxTxS = given.scale * jnp.einsum(
         "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
     )
-    bias_BxNxTxS = (
-        given.position.bias(given.q_tokens.positions_BxT, given.k_tokens.positions_BxT) if given.position else None
-    )
-    if bias_BxNxTxS is not None:
-        logits_BxKxGxTxS += bias_BxNxTxS.reshape(bias_BxNxTxS.shape[0], kv_heads, -1, *bias_BxNxTxS.shape[2:])
+    mask_BxTxS, position = given.mask(given.q_tokens, given.k_tokens), given.position
+    if position is not None:
+        pair = Pair(given.q_tokens.positions_BxT, given.k_tokens.positions_BxT, mask_BxTxS, given.scale)
+        bias_BxNxTxS = position.bias(pair.q_positions_BxT, pair.k_positions_BxS)
+        if bias_BxNxTxS is not None:
+            logits_BxKxGxTxS += group(bias_BxNxTxS)
+        if position.reads_content:
+            flat = logits_BxKxGxTxS.reshape(-1, heads, *logits_BxKxGxTxS.shape[3:])
+            k_BxSxNxH = jnp.repeat(k_BxSxKxH, heads // kv_heads, axis=2)
+            logits_BxKxGxTxS = group(position.score(flat, q_BxTxNxH, k_BxSxNxH, pair))
     if given.soft_cap:
         logits_BxKxGxTxS = soft_cap(logits_BxKxGxTxS, given.soft_cap)
-    mask_Bx1x1xTxS = given.mask(given.q_tokens, given.k_tokens)[:, None, None]
+    mask_Bx1x1xTxS = mask_BxTxS[:, None, None]
     logits_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, logits_BxKxGxTxS, jnp.finfo(jnp.float32).min)
     weights_BxKxGxTxS = jnp.where(mask_Bx1x1xTxS, _softmax(logits_BxKxGxTxS, given.sink_N), 0.0)
     if given.dropout_key is not None:
         keep = keep_mask(given.dropout_key, given.dropout, weights_BxKxGxTxS.shape)
         weights_BxKxGxTxS = jnp.where(keep, weights_BxKxGxTxS / (1.0 - given.dropout), 0.0)
-    out_BxTxKxGxH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BxKxGxTxS.astype(v_BxSxKxH.dtype), v_BxSxKxH)
-    return out_BxTxKxGxH.reshape(*q_BxTxNxH.shape[:3], v_BxSxKxH.shape[-1])
+    weights_BxKxGxTxS = weights_BxKxGxTxS.astype(v_BxSxKxH.dtype)
+    out_BxTxKxGxH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH)
+    out_BxTxNxH = out_BxTxKxGxH.reshape(*q_BxTxNxH.shape[:3], v_BxSxKxH.shape[-1])
+    if position is not None and position.reads_content:
+        out_BxTxNxH = position.value(out_BxTxNxH, weights_BxKxGxTxS.reshape(flat.shape), pair)
+    return out_BxTxNxH
 
 
 def _softmax(logits_BxKxGxTxS: jax.Array, sink_N: jax.Array | None) -> jax.Array:

@@ -36,7 +36,9 @@ class LayerCache:
 class Cache:
     """A decoder's memory: its layers', and where the cached tokens stand. Empty slots have segment 0, so masks hide them."""
 
-    layers: LayerCache | tuple[LayerCache, ...]  # stacked on axis 0 when layers are scanned
+    layers: (
+        LayerCache | tuple[LayerCache, ...]
+    )  # one a layer; one a layer of the period, stacked on axis 0, when they are looped
     tokens: Tokens
     index: jax.Array  # int32[]: the next slot to be written, the same in all rows (prompts are padded on the left)
 
@@ -50,9 +52,10 @@ def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """A cache with room for `slots` tokens a row."""
     blank = lambda size: jnp.zeros((batch, slots, config.num_kv_heads, size), config.dtype)
     layer = LayerCache(KeyValue(blank(config.d_head), blank(config.value_size)))
-    depth = config.num_decoder_layers
-    layers = (
-        jax.tree.map(lambda x: jnp.zeros((depth, *x.shape), x.dtype), layer) if config.scan_layers else (layer,) * depth
-    )
+    depth, layers = config.num_decoder_layers, (layer,) * config.num_decoder_layers
+    if config.scan_layers:
+        period = config.period("decoder")
+        looped = layer if period == 1 else (layer,) * period
+        layers = jax.tree.map(lambda x: jnp.zeros((depth // period, *x.shape), x.dtype), looped)
     nothing = jnp.zeros((batch, slots), jnp.int32)
     return Cache(layers, Tokens(nothing, nothing), jnp.zeros((), jnp.int32))

@@ -13,6 +13,7 @@ from transformer.model.attention_backends import BACKENDS
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.norms import NORMS, Norm
 from transformer.model.placements import Placement, build_placement
+from transformer.model.pooling import POOLINGS
 from transformer.model.remat import REMAT_POLICIES
 
 Choice = str | FrozenDict
@@ -39,6 +40,10 @@ class ModelConfig:
     token_types: int = 0  # kinds of tokens (BERT's two sentences), each with an embedding of its own; 0: none
 
     position: Choice = "sinusoidal"  # none | learned | sinusoidal | rotary | alibi | t5, or dict(name=..., options)
+    random_positions: int = 0  # train at positions drawn, in order, from so many (Ruoss et al. 2023); 0: 0, 1, 2, ...
+    layer_pattern: tuple[
+        FrozenDict, ...
+    ] = ()  # `window` and `position` of layer 0, 1, ..., and so on from the first again
     norm_placement: Choice = "pre"  # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_gain: bool = True
@@ -46,6 +51,9 @@ class ModelConfig:
     norm_zero_centered: bool = False  # the gain is 1 + w, w starting (and decaying) at 0 (Gemma)
     norm_epsilon: float = 1e-6
     embedding_norm: bool = False  # normalise the sum of embeddings and positions
+    first_norm: bool = (
+        True  # False: the first sublayer of a stack reads its input as it is, without in_norm (ModernBERT)
+    )
     parallel: bool = False  # x + attention(norm(x)) + ff(norm(x)): sublayers side by side (GPT-J, GPT-NeoX)
 
     activation: str = "relu"  # relu | gelu | gelu_tanh | silu
@@ -66,6 +74,12 @@ class ModelConfig:
     logit_scale: float = 1.0  # multiplies the last hidden state (T5: d_model^-0.5)
     logit_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
     head_transform: bool = False  # act(h W + b), normed, before the unembedding (BERT's masked-language-model head)
+    lm_head: bool = True  # logits over the vocabulary; an encoder or decoder may do without
+    pooling: str = (
+        "none"  # none | cls | mean | last: from a row's hidden states to one, for labels; none: a label a token
+    )
+    pooler: bool = False  # tanh(h W + b) of what is pooled (BERT)
+    num_labels: int = 0  # a classifier; 0: none
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
 
     dropout: float = 0.0  # on every sublayer's output and on the sum of embeddings and positions
@@ -95,6 +109,8 @@ class ModelConfig:
             "d_value",
             "d_embedding",
             "token_types",
+            "num_labels",
+            "random_positions",
             "window",
             "attention_soft_cap",
             "logit_soft_cap",
@@ -102,6 +118,7 @@ class ModelConfig:
         in_unit_interval("model", self, "dropout", "attention_dropout", "activation_dropout")
         for field, names in {
             "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
+            "pooling": POOLINGS,
             "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
         }.items():  # fmt: skip
             one_of(f"model.{field}", getattr(self, field), names)
@@ -125,6 +142,16 @@ class ModelConfig:
                 raise UserError(
                     f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
                 )
+        if not self.lm_head and (self.family == "encoder_decoder" or not (self.num_labels or self.pooler)):
+            raise UserError(
+                "model.lm_head: False leaves nothing to compute; set model.num_labels in an encoder or decoder"
+            )
+        if (self.num_labels or self.pooler) and self.family == "encoder_decoder":
+            raise UserError("model.num_labels: an encoder_decoder writes text; encoders and decoders have labels")
+        if self.random_positions and self.random_positions < self.max_length:
+            raise UserError(
+                f"model.random_positions: {self.random_positions} is less than model.max_length = {self.max_length}"
+            )
         if self.token_types and self.family != "encoder":
             raise UserError(
                 f"model.token_types: {self.token_types}, but model.family = {self.family!r}; only encoders have them"
@@ -134,10 +161,16 @@ class ModelConfig:
         for field in ("position", "norm_placement"):
             if not isinstance(getattr(self, field), str):
                 set_(field, FrozenDict(getattr(self, field)))
+        set_("layer_pattern", tuple(FrozenDict(of_one) for of_one in self.layer_pattern))
+        for field in {key for of_one in self.layer_pattern for key in of_one} - {"window", "position"}:
+            raise UserError(f"model.layer_pattern: {field!r} cannot differ between layers; window and position can")
         for side in self.sides:
             self.placement(side)
-            if problem := positions.build(self.position).check(self.stack_facts(side)):
-                raise UserError(problem)
+            for one in {of_one.get("position", self.position) for of_one in self.layer_pattern or ({},)}:
+                if problem := positions.build(one).check(self.stack_facts(side)):
+                    raise UserError(problem)
+            if self.layer_pattern:
+                self.layers(side)
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -169,6 +202,17 @@ class ModelConfig:
     def num_layers(self, side: str) -> int:
         return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
 
+    def layers(self, side: str) -> tuple["ModelConfig", ...]:
+        """Each layer's own config: what `layer_pattern` and `first_norm` say of it."""
+        pattern = self.layer_pattern or ({},)
+        own = lambda i: {"layer_pattern": (), "first_norm": self.first_norm or i > 0, **pattern[i % len(pattern)]}
+        return tuple(dataclasses.replace(self, **own(i)) for i in range(self.num_layers(side)))
+
+    def period(self, side: str) -> int:
+        """After how many layers they repeat: the smallest divisor of their number that does."""
+        layers = self.layers(side)
+        return next(p for p in range(1, len(layers) + 1) if not len(layers) % p and layers[:-p] == layers[p:])
+
     def placement(self, side: str) -> Placement:
         """The parts of the residual formula in one stack."""
         return build_placement(
@@ -179,8 +223,8 @@ class ModelConfig:
     def stack_facts(self, side: str) -> positions.StackFacts:
         """What a position scheme may know."""
         return positions.StackFacts(
-            d_model=self.d_model, num_heads=self.num_heads, d_head=self.d_head, max_length=self.max_length,
-            causal=side == "decoder", param_dtype=self.param_dtype,
+            d_model=self.d_model, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, d_head=self.d_head,
+            d_value=self.value_size, max_length=max(self.max_length, self.random_positions), causal=side == "decoder", param_dtype=self.param_dtype,
         )  # fmt: skip
 
     @property

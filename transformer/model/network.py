@@ -13,6 +13,7 @@ from flax import linen as nn
 from transformer.model.cache import Cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
+from transformer.model.heads import Classifier
 from transformer.model.masks import Tokens
 from transformer.model.stack import Stack
 
@@ -42,36 +43,52 @@ class _Family(nn.Module):
         return head(h_BxTxD)
 
 
-class Encoder(_Family):
+class _OneStack(_Family):
+    """Tokens in, and out of the last hidden state: logits over the vocabulary (`lm_head`), labels (`num_labels`), or both."""
+
+    def setup(self):
+        cfg = self.config
+        self.embedding = Embedding(cfg)
+        setattr(self, self.side, Stack(cfg, self.side))
+        if cfg.lm_head:
+            self.unembedding = Unembedding(cfg)
+        if cfg.pooler or cfg.num_labels:
+            self.classifier = Classifier(cfg)
+
+    def hidden(self, tokens_BxT, *, token_types=None, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
+        """The last hidden state, [B, T, D], and where its tokens stand. `given`: positions, segment_ids, padding_mask."""
+        where = self._locate(tokens_BxT, **given)
+        stack = getattr(self, self.side)
+        h_BxTxD, _ = stack(self.embedding(tokens_BxT, token_types), where, deterministic=deterministic)
+        return h_BxTxD, where
+
+    def features(self, tokens_BxT, **given) -> tuple[jax.Array, Head]:
+        """What the language model's head is applied to, [B, T, E], and the head. Options as for `hidden`."""
+        h_BxTxD, _ = self.hidden(tokens_BxT, **given)
+        return self.unembedding(h_BxTxD, self.embedding.table_VxE)
+
+    def classify(self, tokens_BxT, **given) -> jax.Array:
+        """float32[B, num_labels], or [B, T, num_labels] with `pooling="none"`; what is pooled itself without labels."""
+        return self.classifier(*self.hidden(tokens_BxT, **given))
+
+    def __call__(self, tokens_BxT, **given) -> jax.Array:
+        """int32[B, T] -> float32[B, T, V]; without `lm_head` what `classify` gives. Options as for `hidden`."""
+        labels = None
+        if not self.config.lm_head or (self.is_initializing() and hasattr(self, "classifier")):
+            labels = self.classify(tokens_BxT, **given)
+        return super().__call__(tokens_BxT, **given) if self.config.lm_head else labels
+
+
+class Encoder(_OneStack):
     """Encoder only: every token sees every other one."""
 
-    def setup(self):
-        self.embedding = Embedding(self.config)
-        self.encoder = Stack(self.config, "encoder")
-        self.unembedding = Unembedding(self.config)
-
-    def features(
-        self, tokens_BxT, *, token_types=None, positions=None, segment_ids=None, padding_mask=None, deterministic=True
-    ) -> tuple[jax.Array, Head]:
-        """What the head of a masked language model is applied to, [B, T, E], and the head."""
-        where = self._locate(tokens_BxT, positions=positions, segment_ids=segment_ids, padding_mask=padding_mask)
-        h_BxTxD, _ = self.encoder(self.embedding(tokens_BxT, token_types), where, deterministic=deterministic)
-        return self.unembedding(h_BxTxD, self.embedding.table_VxE)
+    side = "encoder"
 
 
-class Decoder(_Family):
+class Decoder(_OneStack):
     """Decoder only: a token sees itself and what comes before."""
 
-    def setup(self):
-        self.embedding = Embedding(self.config)
-        self.decoder = Stack(self.config, "decoder")
-        self.unembedding = Unembedding(self.config)
-
-    def features(self, tokens_BxT, *, deterministic=True, **given) -> tuple[jax.Array, Head]:
-        """What the head is applied to, [B, T, E], and the head. `given`: positions, segment_ids, padding_mask."""
-        where = self._locate(tokens_BxT, **given)
-        h_BxTxD, _ = self.decoder(self.embedding(tokens_BxT), where, deterministic=deterministic)
-        return self.unembedding(h_BxTxD, self.embedding.table_VxE)
+    side = "decoder"
 
     def decode(self, tokens_BxT, cache: Cache, **given) -> tuple[jax.Array, Cache]:
         """The logits of these tokens, which follow those in the cache, and the cache with them in it."""

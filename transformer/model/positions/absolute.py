@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.positions.base import Position, StackFacts, option, register
+from transformer.model.positions.base import Param, Position, StackFacts, option, register
 
 
 @register("learned")
@@ -21,10 +21,10 @@ class Learned(Position):
     init_std: float = option(0.02)
     table_MxD: jax.Array | None = None
 
-    def bind(self, scope: nn.Module, facts: StackFacts) -> "Learned":
+    def bind(self, param: Param, facts: StackFacts) -> "Learned":
         init = nn.with_logical_partitioning(nn.initializers.normal(self.init_std), ("positions", "embed"))
         shape = (facts.max_length + self.offset, facts.d_model)
-        return self.replace(table_MxD=scope.param("position_embedding", init, shape, facts.param_dtype))
+        return self.replace(table_MxD=param("position_embedding", init, shape, facts.param_dtype))
 
     def embed(self, x_BxTxD, positions_BxT):
         return x_BxTxD + self.table_MxD[positions_BxT + self.offset].astype(x_BxTxD.dtype)

@@ -8,15 +8,18 @@ only 769 distinct values among the positions 0..4095.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
-from flax import linen as nn
 from flax import struct
 from flax.core import FrozenDict
 
-from transformer.errors import UserError, look_up, nearest
+from transformer.checks import build_choice
 
 SCHEMES: dict[str, type["Position"]] = {}
+
+Param = Callable[..., jax.Array]
+"""`param(name, init, shape, dtype)` declares a parameter, as `nn.Module.param` does."""
 
 
 def option(default):
@@ -35,10 +38,27 @@ class StackFacts:
 
     d_model: int
     num_heads: int
+    num_kv_heads: int
     d_head: int
+    d_value: int
     max_length: int
     causal: bool
     param_dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Queries and keys that meet: where both stand, which of them may, and what their products are multiplied by."""
+
+    q_positions_BxT: jax.Array
+    k_positions_BxS: jax.Array
+    mask_BxTxS: jax.Array
+    scale: float
+
+    @property
+    def distance_BxTxS(self) -> jax.Array:
+        """Query minus key: positive for keys of the past."""
+        return self.q_positions_BxT[:, :, None] - self.k_positions_BxS[:, None, :]
 
 
 @struct.dataclass
@@ -54,8 +74,12 @@ class Position:
         """Why this scheme cannot serve that stack, in one line; None if it can."""
         return None
 
-    def bind(self, scope: nn.Module, facts: StackFacts) -> "Position":
-        """The scheme with its parameters, which are declared in `scope` (once a stack, shared by its layers)."""
+    def bind(self, param: Param, facts: StackFacts) -> "Position":
+        """The scheme with its parameters, declared by `param` (once a stack, shared by its layers)."""
+        return self
+
+    def bind_layer(self, param: Param, facts: StackFacts) -> "Position":
+        """The scheme with parameters that each layer has for itself, declared in its self-attention."""
         return self
 
     def at(self, positions_BxT: jax.Array) -> "Position":
@@ -74,6 +98,19 @@ class Position:
         """float32[B, N, T, S] added to the scaled logits, or None."""
         return None
 
+    def score(self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair") -> jax.Array:
+        """The scaled logits with position in them, where that depends on queries and keys. The reference backend's alone."""
+        return logits_BxNxTxS
+
+    def value(self, out_BxTxNxH: jax.Array, weights_BxNxTxS: jax.Array, pair: "Pair") -> jax.Array:
+        """What attention read, with position added to it. The reference backend's alone."""
+        return out_BxTxNxH
+
+    @property
+    def reads_content(self) -> bool:
+        """Whether `score` or `value` do anything: then no fused backend will do."""
+        return type(self).score is not Position.score or type(self).value is not Position.value
+
 
 def register(name: str):
     """Class decorator: gives a scheme the name by which a config asks for it."""
@@ -90,16 +127,4 @@ register("none")(Position)
 
 def build(spec: str | FrozenDict) -> Position:
     """The scheme of a config: `"rotary"`, or `dict(name="rotary", theta=500_000.0)`. Raises UserError."""
-    name, given = (
-        (spec, {}) if isinstance(spec, str) else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
-    )
-    cls = look_up(SCHEMES, name, "model.position")
-    options = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get("option")}
-    for key in given:
-        if key not in options:
-            way_out = nearest(key, options) if options else "it takes no options"
-            raise UserError(f"model.position: {name!r} has no option {key!r}; {way_out}")
-        kind = type(options[key])
-        if not isinstance(given[key], (int, float) if kind is float else kind) or isinstance(given[key], bool):
-            raise UserError(f"model.position.{key}: expected {kind.__name__}, got {given[key]!r}")
-    return cls(**given)
+    return build_choice("model.position", SCHEMES, spec, lambda f: f.metadata.get("option", False))

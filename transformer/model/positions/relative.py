@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.positions.base import Position, StackFacts, fact, option, register
+from transformer.model.positions.base import Param, Position, StackFacts, fact, option, register
 
 
 @register("alibi")
@@ -24,7 +24,7 @@ class ALiBi(Position):
 
     num_heads: int = fact()
 
-    def bind(self, scope: nn.Module, facts: StackFacts) -> "ALiBi":
+    def bind(self, param: Param, facts: StackFacts) -> "ALiBi":
         return self.replace(num_heads=facts.num_heads)
 
     def bias(self, q_positions_BxT, k_positions_BxS):
@@ -65,9 +65,9 @@ class T5Bias(Position):
             )
         return None
 
-    def bind(self, scope: nn.Module, facts: StackFacts) -> "T5Bias":
+    def bind(self, param: Param, facts: StackFacts) -> "T5Bias":
         init = nn.with_logical_partitioning(nn.initializers.normal(facts.d_model**-0.5), ("buckets", "heads"))
-        table = scope.param("relative_bias", init, (self.num_buckets, facts.num_heads), facts.param_dtype)
+        table = param("relative_bias", init, (self.num_buckets, facts.num_heads), facts.param_dtype)
         return self.replace(causal=facts.causal, table_RxN=table)
 
     def bias(self, q_positions_BxT, k_positions_BxS):

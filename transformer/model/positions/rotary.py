@@ -6,8 +6,11 @@ Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size
 import jax
 import jax.numpy as jnp
 from flax import struct
+from flax.core import FrozenDict
 
+from transformer.checks import build_choice
 from transformer.model.positions.base import Position, StackFacts, fact, option, register
+from transformer.model.positions.rotary_scaling import SCALINGS, Scaling
 
 
 @register("rotary")
@@ -17,7 +20,8 @@ class Rotary(Position):
 
     `fraction` < 1 turns only the first part of each head (GPT-NeoX). `layout`: a pair is (i, i + d/2) for "halves"
     (GPT-NeoX, Llama in Transformers), (2i, 2i + 1) for "interleaved" (RoFormer's paper, GPT-J): the same function
-    under a permutation of the head, but weights do not carry over.
+    under a permutation of the head, but weights do not carry over. `scaling` changes the angles to read further than the
+    model was trained to (rotary_scaling.py): none, or dict(name="linear" | "ntk" | "dynamic" | "yarn" | "llama3", factor=...).
     Parameters: none. Cross-attention: nothing. Cache: keys are stored turned.
     Beyond the training length: degrades soon (Press et al. 2022; Kazemnejad et al. 2023).
     """
@@ -25,6 +29,7 @@ class Rotary(Position):
     theta: float = option(10_000.0)
     fraction: float = option(1.0)
     layout: str = option("halves")
+    scaling: str | FrozenDict = option("none")
     d_head: int = fact(0)
     sin_BxTx1xP: jax.Array | None = None
     cos_BxTx1xP: jax.Array | None = None
@@ -35,16 +40,24 @@ class Rotary(Position):
         turned = int(facts.d_head * self.fraction)
         if not 0 < self.fraction <= 1 or turned % 2 or turned == 0:
             return f"model.position 'rotary' turns pairs: d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"
+        if problem := self._scaling.check():
+            return f"model.position.scaling.{problem}"
         return None
 
-    def bind(self, scope, facts):
+    @property
+    def _scaling(self) -> Scaling:
+        return build_choice("model.position.scaling", SCALINGS, self.scaling)
+
+    def bind(self, param, facts):
         return self.replace(d_head=facts.d_head)
 
     def at(self, positions_BxT):
         turned = int(self.d_head * self.fraction)
-        frequency = self.theta ** (-jnp.arange(0, turned, 2, dtype=jnp.float32) / turned)
-        phase_BxTx1xP = positions_BxT[:, :, None, None].astype(jnp.float32) * frequency
-        return self.replace(sin_BxTx1xP=jnp.sin(phase_BxTx1xP), cos_BxTx1xP=jnp.cos(phase_BxTx1xP))
+        frequency_BxP = self._scaling.frequencies(self.theta, turned, jnp.max(positions_BxT, axis=1) + 1)
+        frequency_BxP = jnp.broadcast_to(frequency_BxP, (positions_BxT.shape[0], turned // 2))
+        phase_BxTx1xP = (positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None])[:, :, None]
+        m = self._scaling.magnitude
+        return self.replace(sin_BxTx1xP=m * jnp.sin(phase_BxTx1xP), cos_BxTx1xP=m * jnp.cos(phase_BxTx1xP))
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):
         return self._turn(q_BxTxNxH), self._turn(k_BxTxKxH)
@@ -59,3 +72,40 @@ class Rotary(Position):
             a, b = x[..., 0::2], x[..., 1::2]
             x = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
         return jnp.concatenate([x, rest], axis=-1).astype(x_BxTxNxH.dtype)
+
+
+@register("xpos")
+@struct.dataclass
+class XPos(Position):
+    """Rotary with decay: q_t R_t zeta^t . k_s R_s zeta^-s, so that a pair counts less the further away (Sun et al. 2023, "xPos").
+
+    zeta_i = ((2i/d + gamma) / (1 + gamma))^(1 / scale_base): fast pairs decay, slow ones keep what is far.
+    Parameters: none. Needs a causal mask (the decay has a direction). Cross-attention: nothing. Cache: keys are stored turned.
+    Beyond the training length: degrades later than rotary.
+    """
+
+    theta: float = option(10_000.0)
+    gamma: float = option(0.4)
+    scale_base: float = option(512.0)
+    rotary: Rotary | None = None
+    zeta_BxTx1xP: jax.Array | None = None
+
+    def check(self, facts: StackFacts) -> str | None:
+        if not facts.causal:
+            return "model.position 'xpos' decays towards the past; an encoder has no past, choose 'rotary'"
+        return Rotary(theta=self.theta).check(facts)
+
+    def bind(self, param, facts):
+        return self.replace(rotary=Rotary(theta=self.theta).bind(param, facts))
+
+    def at(self, positions_BxT):
+        d = self.rotary.d_head
+        zeta_P = (jnp.arange(0, d, 2, dtype=jnp.float32) / d + self.gamma) / (1.0 + self.gamma)
+        powers = positions_BxT[:, :, None, None].astype(jnp.float32) / self.scale_base
+        return self.replace(rotary=self.rotary.at(positions_BxT), zeta_BxTx1xP=zeta_P**powers)
+
+    def rotate(self, q_BxTxNxH, k_BxTxKxH):
+        q, k = self.rotary.rotate(q_BxTxNxH, k_BxTxKxH)
+        zeta_BxTx1xH = jnp.concatenate([self.zeta_BxTx1xP] * 2, axis=-1)
+        scaled = lambda x, by: (x.astype(jnp.float32) * by).astype(x.dtype)
+        return scaled(q, zeta_BxTx1xH), scaled(k, 1.0 / zeta_BxTx1xH)

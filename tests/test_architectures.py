@@ -1,0 +1,123 @@
+"""The named architectures: their published sizes, and their small likenesses against implementations that nobody here wrote."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import make, random_params, tokens
+from flax.core import meta
+from test_oracle import each_layer
+
+from transformer import UserError, architecture, build_model
+from transformer.convert import FAMILIES
+from transformer.model.architectures import ARCHITECTURES
+
+OF_HF = {
+    "bert": "bert", "modernbert": "modernbert", "gpt2": "gpt2", "gpt3": "gpt2", "bloom": "bloom", "t5": "t5", "bart": "bart", "marian": "marian",
+    "opt": "opt", "gpt_neox": "gpt_neox", "pythia": "gpt_neox", "llama2": "llama", "llama3": "llama", "llama3.1": "llama", "mistral": "mistral",
+    "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
+}  # fmt: skip
+"""Architecture -> the family of Transformers that can say it."""
+
+PUBLISHED = {
+    "transformer_base": 65e6, "transformer_big": 213e6, "bert_base": 110e6, "bert_large": 340e6, "gpt2": 124e6, "gpt2_medium": 355e6,
+    "gpt2_large": 774e6, "gpt2_xl": 1558e6, "gpt3_small": 125e6, "gpt3_175b": 175e9, "bloom_560m": 559e6, "bloom_176b": 176.2e9, "t5_small": 60e6,
+    "t5_base": 220e6, "t5_11b": 11.3e9, "t5_v1_1_small": 77e6, "t5_v1_1_xxl": 11.1e9, "bart_large": 406e6, "opt_350m": 331e6, "opt_175b": 175e9,
+    "gpt_neox_20b": 20.55e9, "pythia_70m": 70.4e6, "pythia_12b": 11.85e9, "llama2_7b": 6.74e9, "llama3_8b": 8.03e9, "llama3.1_405b": 405.8e9,
+    "mistral_7b": 7.24e9, "qwen2_0.5b": 494e6, "qwen2_72b": 72.7e9, "qwen3_0.6b": 596e6, "qwen3_32b": 32.76e9, "gemma2_2b": 2.61e9,
+    "gemma2_27b": 27.2e9, "modernbert_base": 149e6, "modernbert_large": 395e6,
+}  # fmt: skip
+"""Parameters as their authors count them."""
+
+SMALL = {"d_model": 32, "num_heads": 4, "d_ff": 48, "vocab_size": 61, "max_length": 40}
+
+
+def of_hf(name: str) -> str | None:
+    found = [family for known, family in OF_HF.items() if name == known or name.startswith(known + "_")]
+    return found[0] if found else None
+
+
+def parameters(config) -> int:
+    sides = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.family == "encoder_decoder"))
+    abstract = meta.unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *sides))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract))
+
+
+def small(name: str):
+    """An architecture with few and narrow layers."""
+    published = architecture(name)
+    depth = {f"num_{side}_layers": min(published.num_layers(side), 3) for side in published.sides}
+    fields = SMALL | depth | {"num_kv_heads": 2 if published.num_kv_heads < published.num_heads else 0, "pad_id": 0}
+    fields |= {"d_head": 12 if published.d_head * published.num_heads != published.d_model else 0}
+    fields |= {"logit_scale": 32**-0.5} if published.logit_scale != 1 else {}
+    fields |= {"d_embedding": 20} if published.d_embedding else {}
+    return architecture(name, **fields)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_has_as_many_parameters_as_its_authors_say(name):
+    assert parameters(architecture(name)) == pytest.approx(PUBLISHED[name], rel=0.03)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if of_hf(name)])
+def test_it_has_exactly_the_parameters_of_transformers(name):
+    """Their model on no device at all, made from our config in their words: every tensor has its counterpart, of its size."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    if name in ("gpt3_13b", "gpt3_xl"):
+        pytest.skip("heads of 128 are not d_model there: the paper's table cannot be said in GPT-2's config")
+    config, family = architecture(name), FAMILIES[of_hf(name)]
+    theirs = family.their_config(config)
+    cls = getattr(transformers, theirs["architectures"][0])
+    with torch.device("meta"):
+        model = cls(cls.config_class(**{k: v for k, v in theirs.items() if k != "architectures"}))
+    tied = {name for name in model.state_dict() if model.state_dict()[name].device.type != "meta"}
+    assert not tied
+    unique = sum(math.prod(x.shape) for x in model.parameters())
+    ours = parameters(config)
+    if theirs["model_type"] == "t5" and not config.tie_embeddings:
+        unique += config.vocab_size * config.d_model  # Transformers 5 unties when it loads two, not when it is built
+    if theirs["model_type"] in ("bart", "marian"):
+        ours -= config.vocab_size  # the bias on the logits is a buffer there
+        unique -= sum(
+            math.prod(x.shape)
+            for key, x in model.named_parameters()
+            if theirs["model_type"] == "marian" and "embed_positions" in key
+        )
+    assert ours == unique
+
+
+@pytest.mark.parametrize("name", ["transformer_base", "minimal", "mit_6390", "jurafsky_martin", "bert_base", "gpt2", "gpt3_small", "bloom_560m", "t5_small",
+                                  "t5_v1_1_small", "bart_base", "marian", "opt_125m", "opt_350m", "pythia_70m", "llama2_7b", "llama3.1_8b", "mistral_7b",
+                                  "qwen2_0.5b", "qwen3_0.6b", "gemma2_2b", "modernbert_base"])  # fmt: skip
+def test_its_equations(name):
+    """A small likeness against the oracle."""
+    config = small(name)
+    sides = (tokens(0, 2, 9), tokens(1, 2, 7))[: 1 + (config.family == "encoder_decoder")]
+    model, params = random_params(config, noise=0.2)
+    wanted = oracle.forward(config, each_layer(config, params), *sides)
+    np.testing.assert_allclose(jax.jit(model.apply)(params, *sides), wanted, atol=1e-4)
+
+
+def test_the_minimal_architecture_has_no_norm_and_no_residual():
+    config = small("minimal")
+    model, params = make(config)
+    assert not [p for p, _ in jax.tree_util.tree_leaves_with_path(params) if "norm" in jax.tree_util.keystr(p)]
+    cut = jax.tree_util.tree_map_with_path(
+        lambda p, x: x * 0 if "feed_forward" in jax.tree_util.keystr(p) else x, params
+    )
+    x = tokens(0, 1, 5)
+    assert np.ptp(model.apply(params, x)) > 1e-3
+    assert np.ptp(model.apply(cut, x)) == 0  # nothing goes around the feed-forward
+    assert architecture("minimal").d_ff == 5 * architecture("minimal").d_model
+
+
+def test_fields_are_overridden_and_names_are_checked():
+    assert architecture("gpt2", num_decoder_layers=6).num_decoder_layers == 6
+    assert architecture("gpt2_medium").d_model == 1024
+    with pytest.raises(UserError, match="architecture: no 'gpt2_medum'; did you mean 'gpt2_medium'"):
+        architecture("gpt2_medum")
+    with pytest.raises(UserError, match="no such field"):
+        architecture("gpt2", d_modell=3)

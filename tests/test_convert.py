@@ -1,0 +1,406 @@
+"""Weights in and out: our logits against those of PyTorch, on models that Transformers creates here; and back, exactly."""
+
+import copy
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from transformer import build_model, load_hf, save_hf
+from transformer.convert import FAMILIES
+from transformer.convert.family import meaning
+from transformer.errors import UserError
+from transformer.model.cache import empty_cache
+
+torch = pytest.importorskip("torch", reason="the test extra brings it")
+transformers = pytest.importorskip("transformers", reason="the test extra brings it")
+
+VOCAB = 61
+ENCODERS_AND_DECODERS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}
+MODERN = ENCODERS_AND_DECODERS | {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
+LLAMA = ENCODERS_AND_DECODERS | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "max_position_embeddings": 40, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "bos_token_id": 1, "eos_token_id": 1}
+T5 = {
+    "d_model": 32,
+    "d_kv": 6,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+ROPE = {"rope_theta": 5000.0, "original_max_position_embeddings": 16}
+
+CASES = {
+    "bert": [
+        ("BertForPreTraining", ENCODERS_AND_DECODERS),
+        ("BertForMaskedLM", ENCODERS_AND_DECODERS | {"hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3}),
+        ("BertForMaskedLM", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False, "hidden_act": "gelu_new"}),
+        ("BertForSequenceClassification", ENCODERS_AND_DECODERS | {"num_labels": 5}),
+        ("BertForTokenClassification", ENCODERS_AND_DECODERS | {"num_labels": 5}),
+        ("BertModel", ENCODERS_AND_DECODERS),
+    ],
+    "modernbert": [
+        ("ModernBertForMaskedLM", MODERN | {"local_attention": 6, "num_hidden_layers": 7}),
+        ("ModernBertForMaskedLM", MODERN | {
+            "local_attention": 4, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True,
+            "hidden_activation": "silu", "classifier_activation": "silu", "tie_word_embeddings": False, "norm_eps": 1e-3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        }),
+    ],
+    "gpt2": [
+        ("GPT2LMHeadModel", GPT2),
+        ("GPT2LMHeadModel", GPT2 | {"n_inner": 40, "activation_function": "relu", "scale_attn_weights": False, "layer_norm_epsilon": 1e-3}),
+        ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    ],
+    "bloom": [
+        ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 3}),
+        ("BloomForCausalLM", {"hidden_size": 36, "n_layer": 2, "n_head": 6, "pad_token_id": 3, "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}),
+    ],
+    "t5": [
+        ("T5ForConditionalGeneration", T5),
+        ("T5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+        ("T5ForConditionalGeneration", T5 | {
+            "feed_forward_proj": "gated-silu", "num_decoder_layers": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "layer_norm_epsilon": 1e-3,
+        }),
+    ],
+    "bart": [
+        ("BartForConditionalGeneration", BART),
+        ("BartForConditionalGeneration", BART | {"scale_embedding": True, "activation_function": "relu"}),
+    ],
+    "marian": [
+        ("MarianMTModel", BART | {"activation_function": "swish", "scale_embedding": True, "pad_token_id": 60, "decoder_start_token_id": 60}),
+        ("MarianMTModel", BART | {"activation_function": "relu", "decoder_layers": 1}),
+    ],
+    "opt": [
+        ("OPTForCausalLM", {"hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48, "num_attention_heads": 4, "max_position_embeddings": 40, "word_embed_proj_dim": 32}),
+        ("OPTForCausalLM", {"hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48, "num_attention_heads": 4, "max_position_embeddings": 40,
+                            "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
+        ("OPTForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 2, "max_position_embeddings": 40,
+                            "word_embed_proj_dim": 32, "enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"}),
+        ("OPTForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 2, "max_position_embeddings": 40,
+                            "word_embed_proj_dim": 32, "_remove_final_layer_norm": True}),
+    ],
+    "gpt_neox": [
+        ("GPTNeoXForCausalLM", ENCODERS_AND_DECODERS),
+        ("GPTNeoXForCausalLM", ENCODERS_AND_DECODERS | {
+            "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        }),
+        ("GPTNeoXForCausalLM", ENCODERS_AND_DECODERS | {
+            "tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0},
+        }),
+    ],
+    "llama": [
+        ("LlamaForCausalLM", LLAMA),
+        ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1, "head_dim": 12, "hidden_act": "gelu"}),
+        ("LlamaForCausalLM", LLAMA | {"mlp_bias": True, "rms_norm_eps": 1e-3, "rope_parameters": ROPE | {
+            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        }}),
+        ("LlamaForCausalLM", LLAMA | {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}}),
+        ("LlamaForCausalLM", LLAMA | {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0, "beta_slow": 2.0,
+                                                                 "attention_factor": 1.3, "truncate": False, "rope_theta": 50.0}}),
+        ("LlamaForCausalLM", LLAMA | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 2.5}}),
+        ("LlamaForCausalLM", LLAMA | {"max_position_embeddings": 12, "rope_parameters": {"rope_theta": 100.0, "rope_type": "dynamic", "factor": 2.0}}),
+    ],
+    "mistral": [
+        ("MistralForCausalLM", LLAMA | {"sliding_window": 5, "head_dim": 10}),
+        ("MistralForCausalLM", LLAMA | {"sliding_window": None}),
+    ],
+    "qwen2": [
+        ("Qwen2ForCausalLM", LLAMA),
+        ("Qwen2ForCausalLM", LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "tie_word_embeddings": True}),
+    ],
+    "qwen3": [
+        ("Qwen3ForCausalLM", LLAMA | {"head_dim": 12}),
+        ("Qwen3ForCausalLM", LLAMA | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    ],
+    "gemma2": [
+        ("Gemma2ForCausalLM", LLAMA | {"head_dim": 12, "sliding_window": 5}),
+        ("Gemma2ForCausalLM", LLAMA | {
+            "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        }),
+        ("Gemma2ForCausalLM", LLAMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    ],
+}  # fmt: skip
+"""Family -> (class, options that are not its defaults)."""
+
+FLAT = [
+    pytest.param(family, *case, id=f"{family}-{i}") for family, cases in CASES.items() for i, case in enumerate(cases)
+]
+
+
+def theirs(name: str, options: dict, seed: int = 0):
+    """A model of Transformers with every parameter and buffer of its file moved off its initial value."""
+    cls = getattr(transformers, name)
+    config = cls.config_class(vocab_size=VOCAB, **options)
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = cls(config).eval().float()
+    # Marian's sinusoids are a buffer of its own. T5 does not scale its attention: with large weights it is ill-conditioned.
+    fixed, noise = ("embed_positions" if name.startswith("Marian") else None), 0.1 if name.startswith("T5") else 0.3
+    with torch.no_grad():
+        for key, x in model.state_dict().items():
+            if x.is_floating_point() and not (fixed and fixed in key):
+                x.add_(noise * torch.randn_like(x))
+        if name.startswith("BertFor") and hasattr(model, "cls"):
+            model.cls.predictions.bias.copy_(
+                model.cls.predictions.decoder.bias
+            )  # one of two is unused when they are not tied
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(family, case) -> (their model, its folder), made once."""
+    made = {}
+
+    def get(name, options):
+        key = json.dumps([name, options], sort_keys=True)
+        if key not in made:
+            folder, model = tmp_path_factory.mktemp("hf"), theirs(name, options)
+            model.save_pretrained(folder)
+            made[key] = model, folder
+        return made[key]
+
+    return get
+
+
+def rows(pad_id: int, batch: int = 3, length: int = 21, seed: int = 0):
+    """Tokens of unequal lengths, padded on the right, and their mask."""
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(4, VOCAB - 2, (batch, length))
+    lengths = [length, length - 5, 7][:batch]
+    mask = np.arange(length)[None] < np.asarray(lengths)[:, None]
+    return np.where(mask, ids, pad_id), mask
+
+
+def both_logits(model, config, params, name):
+    """(ours, theirs, which of them are of real tokens)."""
+    ids, mask = rows(config.pad_id)
+    given, ours = {"padding_mask": mask}, build_model(config)
+    tensor = lambda x: torch.tensor(np.asarray(x))
+    with torch.no_grad():
+        if config.family == "encoder_decoder":
+            target, target_mask = rows(config.pad_id, length=13, seed=1)
+            target[:, 0] = model.config.decoder_start_token_id
+            out = model(
+                tensor(ids),
+                attention_mask=tensor(mask).long(),
+                decoder_input_ids=tensor(target),
+                decoder_attention_mask=tensor(target_mask).long(),
+            )
+            found = ours.apply(params, ids, target, source_padding_mask=mask, padding_mask=target_mask)
+            return found, out.logits.numpy(), target_mask
+        more = {}
+        if config.token_types:
+            types = np.random.default_rng(3).integers(0, config.token_types, ids.shape)
+            more, given = {"token_type_ids": tensor(types)}, given | {"token_types": types}
+        out = model(tensor(ids), attention_mask=tensor(mask).long(), **more)
+    if name == "BertModel":
+        return ours.apply(params, ids, **given), out.pooler_output.numpy(), np.ones(len(ids), bool)
+    if name == "BertForPreTraining":
+        labels = ours.apply(params, ids, **given, method="classify")
+        np.testing.assert_allclose(labels, out.seq_relationship_logits.numpy(), atol=1e-4)
+        return ours.apply(params, ids, **given), out.prediction_logits.numpy(), mask
+    found = ours.apply(params, ids, **given)
+    return found, out.logits.numpy(), mask if found.ndim == 3 else np.ones(len(ids), bool)
+
+
+@pytest.mark.parametrize(("family", "name", "options"), FLAT)
+def test_logits_equal_theirs(saved, family, name, options, record_property):
+    model, folder = saved(name, options)
+    config, params = load_hf(folder)
+    found, wanted, real = both_logits(model, config, params, name)
+    assert np.abs(wanted[real]).max() > 0.1
+    difference = float(np.abs(np.asarray(found)[real] - wanted[real]).max())
+    record_property("difference", difference)
+    print(f"\n{family:<12} {name:<32} largest difference {difference:.1e} of logits up to {np.abs(wanted).max():.1f}")
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize(("family", "name", "options"), FLAT)
+def test_round_trip_is_exact(saved, tmp_path, family, name, options):
+    model, folder = saved(name, options)
+    config, params = load_hf(folder)
+    save_hf(tmp_path / "out", config, params, family=family)
+    again, back = load_hf(tmp_path / "out")
+    assert meaning(again) == meaning(config)
+    jax.tree.map(np.testing.assert_array_equal, params, back)
+    loaded = type(model).from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    for key, x in model.state_dict().items():
+        np.testing.assert_array_equal(loaded.state_dict()[key].numpy(), x.numpy(), err_msg=key)
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "bloom", "opt", "gpt_neox", "llama", "mistral", "qwen3", "gemma2", "t5", "bart", "marian"]
+)
+def test_decoding_with_a_cache_equals_theirs(saved, family):
+    """Greedy, from prompts of unequal length, padded on the left (or sources, padded on the right)."""
+    model, folder = saved(
+        *CASES[family][-1 if family == "t5" else 0]
+    )  # their T5 caches as many layers as its encoder has
+    config, params = load_hf(folder)
+    ours, new = build_model(config), 9
+    ids, mask = rows(config.pad_id, length=11)
+    both = config.family == "encoder_decoder"
+    if not both:
+        ids, mask = ids[:, ::-1], mask[:, ::-1]
+    tensor = lambda x: torch.tensor(np.ascontiguousarray(x))
+    keep = {
+        "do_sample": False,
+        "num_beams": 1,
+        "eos_token_id": None,
+        "forced_eos_token_id": None,
+        "forced_bos_token_id": None,
+    }
+    with torch.no_grad():
+        out = model.generate(
+            tensor(ids), attention_mask=tensor(mask).long(), max_new_tokens=new, pad_token_id=config.pad_id,
+            return_dict_in_generate=True, output_logits=True, **keep,
+        )  # fmt: skip
+    written, wanted = out.sequences.numpy()[:, -new:], np.stack([x.numpy() for x in out.logits], 1)
+    start = np.full((len(ids), 1), model.config.decoder_start_token_id) if both else ids
+    encoder = build_model(config).apply(params, ids, padding_mask=mask, method="encode") if both else ()
+    where = np.ones_like(start, bool) if both else mask
+    cache = empty_cache(config, len(ids), start.shape[1] + new)
+    at = np.maximum(np.cumsum(where, 1) - 1, 0)
+    step = jax.jit(
+        lambda x, cache, at, real, encoder: ours.apply(
+            params, x, cache, *encoder, positions=at, padding_mask=real, method="decode"
+        )
+    )
+    logits, cache = step(start, cache, at, where, encoder)
+    found = []
+    for i in range(new):
+        found.append(np.asarray(logits[:, -1]))
+        at = at[:, -1:] + 1
+        encoder = (None, encoder[1]) if both else ()
+        logits, cache = step(written[:, i : i + 1], cache, at, np.ones_like(at, bool), encoder)
+    assert np.abs(wanted[:, 1:] - wanted[:, :-1]).max() > 1e-2
+    np.testing.assert_allclose(np.stack(found, 1), wanted, atol=1e-4)
+
+
+def test_every_family_is_tested():
+    assert CASES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama", "t5"])
+def test_any_layout_reads_the_same(saved, name):
+    _, folder = saved(*CASES[name][0])
+    config, params = load_hf(folder)
+    other, unrolled = load_hf(folder, scan_layers=False)
+    assert config.scan_layers
+    assert not other.scan_layers
+    assert jax.tree.structure(params) != jax.tree.structure(unrolled)
+    ids = (rows(0)[0],) * (1 + (config.family == "encoder_decoder"))
+    a, b = (build_model(c).apply(p, *ids) for c, p in ((config, params), (other, unrolled)))
+    np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_bfloat16_and_shards(saved, tmp_path, monkeypatch):
+    model, _ = saved(*CASES["llama"][0])
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    half.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    config, params = load_hf(tmp_path / "sharded")
+    want = {key: x.float().numpy() for key, x in half.state_dict().items()}
+    np.testing.assert_array_equal(params["params"]["embedding"]["embedding"], want["model.embed_tokens.weight"])
+    assert params["params"]["embedding"]["embedding"].dtype == np.float32
+    monkeypatch.setattr("transformer.convert.hf.SHARD_BYTES", 20_000)
+    save_hf(tmp_path / "ours", config, params)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    again = type(model).from_pretrained(tmp_path / "ours")
+    for key, x in want.items():
+        np.testing.assert_array_equal(again.state_dict()[key].numpy(), x)
+    kept, _ = load_hf(tmp_path / "sharded", param_dtype="bfloat16")
+    assert kept.param_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True cannot be expressed"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function = 'mish' is nothing we can build; we know"),
+        ("gpt2", {"some_new_switch": 3}, "some_new_switch = 3 is no field of a gpt2 model"),
+        ("gpt2", {"model_type": "gpt3"}, "model_type: no 'gpt3'; did you mean 'gpt2'"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
+        ("bart", {"decoder_ffn_dim": 64}, "decoder_ffn_dim = 64 cannot be expressed: both sides share"),
+        ("marian", {"decoder_vocab_size": 99}, "decoder_vocab_size = 99"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_parameters.mscale = 0.7"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
+        ("modernbert", {"classifier_bias": True}, "classifier_bias = True"),
+        ("t5", {"feed_forward_proj": "gated-tanh"}, "feed_forward_proj = 'gated-tanh'"),
+        ("gpt_neox", {"hidden_act": "relu6"}, "hidden_act = 'relu6'"),
+        ("opt", {"activation_function": "tanh"}, "activation_function = 'tanh'"),
+        ("llama", {"intermediate_size": 50}, "mlp.*: 1,536 numbers, but config.json tells of 1,600"),
+        ("llama", {"num_hidden_layers": 5}, r"missing: model\.layers\.4\.input_layernorm\.weight"),
+        ("llama", {"num_hidden_layers": 3}, r"left over.*model\.layers\.3\.input_layernorm\.weight"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_expressed_is_refused_by_name(saved, tmp_path, family, change, message):
+    _, folder = saved(*CASES[family][0])
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message) as error:
+        load_hf(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "field"),
+    [
+        ("llama", {"norm_placement": "post"}, "norm_placement"),
+        ("llama", {"position": "alibi"}, "position"),
+        ("gpt2", {"norm": "rmsnorm"}, "norm"),
+        ("gpt2", {"window": 4}, "window"),
+        ("t5", {"logit_soft_cap": 3.0}, "logit_soft_cap"),
+    ],
+)
+def test_what_they_cannot_express_is_refused_by_name(saved, tmp_path, family, change, field):
+    _, folder = saved(*CASES[family][0])
+    config, _ = load_hf(folder)
+    config = dataclasses.replace(config, **change)
+    with pytest.raises(UserError, match=f"model.{field}: .* cannot be expressed by {family}"):
+        save_hf(tmp_path / "out", config, {"params": {}}, family=family)
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_and_missing_files(saved, tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_hf(tmp_path)
+    _, folder = saved(*CASES["gpt2"][0])
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        load_hf(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:200])
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
+        load_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: damaged"):
+        load_hf(tmp_path)

@@ -1,0 +1,156 @@
+"""Every family, placement, position scheme and attention variant against a slow and obvious forward pass (oracle.py)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import random_params, schemes, small, tokens
+
+from transformer.decoding.prefill import advance, prefill
+from transformer.model.layout import flatten, unflatten, unrolled
+from transformer.model.placements import PLACEMENTS
+
+FAMILIES = ("encoder", "decoder", "encoder_decoder")
+
+VARIANTS = {
+    "multi-head": {"num_kv_heads": 4},
+    "multi-query": {"num_kv_heads": 1},
+    "d_k and d_v": {"d_head": 6, "d_value": 3},
+    "query/key norm": {"qk_norm": True},
+    "soft cap": {"attention_soft_cap": 1.5, "logit_soft_cap": 2.0},
+    "window": {"window": 3},
+    "sink": {"attention_sink": True},
+    "no scaling": {"attention_scale": 1.0},
+    "parallel": {"parallel": True},
+    "parallel peri": {"parallel": True, "norm_placement": "peri"},
+    "gated": {"glu": True, "activation": "silu"},
+    "gelu, no bias": {"activation": "gelu", "use_bias": False},
+    "gelu_tanh, some biases": {"activation": "gelu_tanh", "use_bias": False, "qkv_bias": True},
+    "rmsnorm": {"norm": "rmsnorm", "norm_zero_centered": True},
+    "bare norm": {"norm_gain": False, "norm_offset": False, "norm_epsilon": 1e-2},
+    "embedding": {"embedding_norm": True, "embedding_scale": True, "d_embedding": 6},
+    "head": {"tie_embeddings": False, "logit_bias": True, "logit_scale": 0.3, "head_transform": True},
+    "first layer without norm": {"first_norm": False, "embedding_norm": True},
+    "local and global": {
+        "position": "rotary",
+        "layer_pattern": ({"window": 2}, {"window": 0, "position": {"name": "rotary", "theta": 50.0}}),
+    },
+    "two tables": {"position": "t5", "layer_pattern": ({"position": {"name": "t5", "num_buckets": 8, "max_distance": 6}}, {})},
+    "rotary, then none": {"position": "none", "layer_pattern": ({"position": "rotary"}, {"position": "none"})},
+    "partial rotary": {"position": {"name": "rotary", "fraction": 0.5, "layout": "interleaved"}, "d_head": 8},
+    "linear": {"position": {"name": "rotary", "scaling": {"name": "linear", "factor": 2.0}}, "d_head": 8},
+    "ntk": {"position": {"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}, "d_head": 8},
+    "dynamic": {"position": {"name": "rotary", "scaling": {"name": "dynamic", "factor": 2.0, "original_length": 3}}, "d_head": 8},
+    "yarn": {"position": {"name": "rotary", "theta": 50.0, "scaling": {"name": "yarn", "factor": 4.0, "original_length": 16}}, "d_head": 8},
+    "llama3": {"position": {"name": "rotary", "theta": 50.0, "scaling": {"name": "llama3", "factor": 4.0, "original_length": 32}}, "d_head": 8},
+    "offset, halves": {"position": {"name": "learned", "offset": 2}},
+    "sinusoids in halves": {"position": {"name": "sinusoidal", "layout": "halves", "base": 100.0}},
+    "near keys": {"position": {"name": "shaw", "max_distance": 2, "values": False}},
+    "near deberta": {"position": {"name": "deberta", "max_distance": 2}},
+    "few contexts": {"position": {"name": "cope", "max_positions": 3}, "family": "decoder"},
+}  # fmt: skip
+
+
+def given(config, batch=2):
+    """Tokens with padding in the last row."""
+    if config.family == "encoder_decoder":
+        return tokens(0, batch, 7).at[-1, 5:].set(0), tokens(1, batch, 5).at[-1, 3:].set(0)
+    return (tokens(0, batch, 6).at[-1, 4:].set(0),)
+
+
+def each_layer(config, params):
+    """The parameters with a tree of its own for every layer, as the oracle reads them."""
+    flat = {}
+    for path, x in flatten(params["params"]).items():
+        names = unrolled(config, path)
+        flat |= {name: x[i] if "/layers/" in path else x for i, name in enumerate(names)}
+    return {"params": unflatten(flat)}
+
+
+def compare(config):
+    """Ours, jitted, looped and rematerialised, against the oracle: equal but for float32's rounding of the largest logit."""
+    model, params = random_params(dataclasses.replace(config, remat="full"))
+    sides = given(config)
+    wanted = oracle.forward(config, each_layer(config, params), *sides)
+    found = np.asarray(jax.jit(model.apply)(params, *sides))
+    real = np.asarray(sides[-1]) != 0
+    largest = np.abs(wanted[real]).max()
+    assert largest > 0.1
+    np.testing.assert_allclose(found[real], wanted[real], atol=1e-5 + 3e-6 * largest)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("family", "position"), schemes(*FAMILIES))
+def test_every_placement_and_position(family, position, placement):
+    """The full product where layers are cheap to compile; one placement a scheme where they are not."""
+    names = list(PLACEMENTS)
+    own = names[sum(map(ord, family + position)) % len(names)]
+    if family != "decoder" and placement != own:
+        pytest.skip("covered in pairs: every placement meets every scheme in a decoder, and one in the other families")
+    compare(small(family, position=position, norm_placement=placement))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant(family, variant):
+    fields = dict(VARIANTS[variant])
+    if fields.pop("family", family) != family:
+        pytest.skip(f"{variant}: for another family")
+    compare(small(family, **fields))
+
+
+@pytest.mark.parametrize("position", [p for _, p in schemes("decoder")])
+def test_packed_segments(position):
+    config = small("decoder", position=position)
+    model, params = random_params(config)
+    x, layers = tokens(0, 1, 9), each_layer(config, params)
+    where = {"segment_ids": np.array([[1] * 4 + [2] * 5]), "positions": np.array([[*range(4), *range(5)]])}
+    wanted = oracle.forward(config, layers, x, **where)
+    assert np.abs(wanted - oracle.forward(config, layers, x)).max() > 1e-2
+    np.testing.assert_allclose(jax.jit(model.apply)(params, x, **where), wanted, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["multi-query", "d_k and d_v", "window", "sink", "local and global", "two tables", "soft cap", "parallel peri"],
+)
+@pytest.mark.parametrize("scan", [True, False])
+def test_cached_decoding(variant, scan):
+    """Prefill, then one token at a time."""
+    config = small("decoder", **VARIANTS[variant], scan_layers=scan)
+    model, params = random_params(config)
+    x = tokens(0, 2, 8)
+    wanted = oracle.forward(config, each_layer(config, params), x)
+    logits, memory = prefill(model, params["params"], x[:, :3], 8)
+    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    for t in range(3, 8):
+        np.testing.assert_allclose(logits, wanted[:, t - 1], atol=3e-5)
+        logits, memory = step(x[:, t], memory)
+    np.testing.assert_allclose(logits, wanted[:, -1], atol=3e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_near(family):
+    """Activations of 8 bits: within 6 % of the largest logit."""
+    config = small(family, position="rotary", dtype="bfloat16")
+    model, params = random_params(config, noise=0.2)
+    sides = given(config)
+    wanted, real = oracle.forward(config, each_layer(config, params), *sides), np.asarray(sides[-1]) != 0
+    found = np.asarray(jax.jit(model.apply)(params, *sides), np.float64)
+    error = np.abs(found - wanted)[real].max() / np.abs(wanted[real]).max()
+    assert 1e-4 < error < 0.06
+
+
+def test_token_types():
+    config = small("encoder", token_types=3)
+    model, params = random_params(config)
+    (x,) = given(config)
+    layers, types = each_layer(config, params), jnp.asarray(np.random.default_rng(0).integers(0, 3, x.shape))
+    wanted = oracle.forward(config, layers, x, token_types=types)
+    assert np.abs(wanted - oracle.forward(config, layers, x)).max() > 1e-2
+    real = np.asarray(x) != 0
+    found = jax.jit(model.apply)(params, x, token_types=types)
+    np.testing.assert_allclose(np.asarray(found)[real], wanted[real], atol=3e-5)

@@ -1,0 +1,101 @@
+"""BERT (Devlin et al. 2019): a post-norm encoder with learned positions and token types, and its two heads."""
+
+from transformer.convert.family import Family
+from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields
+from transformer.convert.weights import linear, norm, same
+from transformer.model.config import ModelConfig
+
+
+def _read(f: Fields, tensors: frozenset[str]) -> dict:
+    f.must("position_embedding_type", "absolute")
+    f.must("is_decoder", False)
+    f.must("add_cross_attention", False)
+    has = lambda part: any(part in name for name in tensors)
+    labels = len(f.get("id2label") or ()) if has("classifier.") else 2 if has("cls.seq_relationship.") else 0
+    head = has("cls.predictions.")
+    pooler = has("pooler.")
+    return {
+        "family": "encoder",
+        "vocab_size": f.get("vocab_size", 30522),
+        "d_model": f.get("hidden_size", 768),
+        "d_ff": f.get("intermediate_size", 3072),
+        "num_heads": f.get("num_attention_heads", 12),
+        "num_encoder_layers": f.get("num_hidden_layers", 12),
+        "max_length": f.get("max_position_embeddings", 512),
+        "token_types": f.get("type_vocab_size", 2),
+        "position": "learned",
+        "norm_placement": "post",
+        "norm_epsilon": f.get("layer_norm_eps", 1e-12),
+        "embedding_norm": True,
+        "activation": f.one_of("hidden_act", "gelu", ACTIVATIONS),
+        "lm_head": head,
+        "head_transform": head,
+        "logit_bias": head,
+        "pooling": "cls" if pooler else "none",
+        "pooler": pooler,
+        "num_labels": labels,
+        "tie_embeddings": f.get("tie_word_embeddings", True),
+        "dropout": f.get("hidden_dropout_prob", 0.1),
+        "attention_dropout": f.get("attention_probs_dropout_prob", 0.1),
+        "initializer": "normal",
+        "embedding_init_std": 0.02,
+        "pad_id": f.get("pad_token_id", 0),
+    }
+
+
+def _write(c: ModelConfig) -> dict:
+    theirs = {
+        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "num_hidden_layers": c.num_encoder_layers, "num_attention_heads": c.num_heads,
+        "intermediate_size": c.d_ff, "hidden_act": ACTIVATIONS_BACK[c.activation], "max_position_embeddings": c.max_length,
+        "type_vocab_size": c.token_types, "layer_norm_eps": c.norm_epsilon, "tie_word_embeddings": c.tie_embeddings, "pad_token_id": c.pad_id,
+        "architectures": [_architecture(c)],
+    }  # fmt: skip
+    if c.num_labels and not _next_sentence(c):
+        theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.num_labels)}
+        theirs["label2id"] = {label: int(i) for i, label in theirs["id2label"].items()}
+    return theirs
+
+
+def _next_sentence(c: ModelConfig) -> bool:
+    """Whether the labels are those of BERT's own pre-training."""
+    return c.lm_head and c.num_labels == 2 and c.pooler
+
+
+def _architecture(c: ModelConfig) -> str:
+    if c.num_labels and not _next_sentence(c):
+        return "BertForSequenceClassification" if c.pooler else "BertForTokenClassification"
+    return "BertForPreTraining" if c.num_labels else "BertForMaskedLM" if c.lm_head else "BertModel"
+
+
+def _weights(c: ModelConfig):
+    root = "bert.embeddings"
+    yield same(f"{root}.word_embeddings.weight", "embedding/embedding")
+    yield same(f"{root}.position_embeddings.weight", "encoder/position_embedding")
+    if c.token_types:
+        yield same(f"{root}.token_type_embeddings.weight", "embedding/token_types")
+    yield from norm(f"{root}.LayerNorm", "encoder/embedding_norm")
+    for i in range(c.num_encoder_layers):
+        theirs, ours = f"bert.encoder.layer.{i}", f"encoder/layers_{i}"
+        for part in ("query", "key", "value"):
+            yield from linear(f"{theirs}.attention.self.{part}", f"{ours}/self_attention/{part}", bias=True)
+        yield from linear(f"{theirs}.attention.output.dense", f"{ours}/self_attention/out", bias=True, inputs=2)
+        yield from norm(f"{theirs}.attention.output.LayerNorm", f"{ours}/self_attention_residual/out_norm")
+        yield from linear(f"{theirs}.intermediate.dense", f"{ours}/feed_forward/in", bias=True)
+        yield from linear(f"{theirs}.output.dense", f"{ours}/feed_forward/out", bias=True)
+        yield from norm(f"{theirs}.output.LayerNorm", f"{ours}/feed_forward_residual/out_norm")
+    if c.pooler:
+        yield from linear("bert.pooler.dense", "classifier/pooler", bias=True)
+    if c.num_labels:
+        yield from linear("cls.seq_relationship" if _next_sentence(c) else "classifier", "classifier/labels", bias=True)
+    if c.lm_head:
+        yield from linear("cls.predictions.transform.dense", "unembedding/transform", bias=True)
+        yield from norm("cls.predictions.transform.LayerNorm", "unembedding/norm")
+        yield same("cls.predictions.bias", "unembedding/bias")
+        if not c.tie_embeddings:
+            yield from linear("cls.predictions.decoder", "unembedding", bias=True)  # its bias is the one that is used
+
+
+FAMILY = Family(
+    "bert", "BertForPreTraining", "encoder", _read, _write, _weights, prefix="bert.",
+    ignored=(r".*embeddings\.position_ids", r"cls\.predictions\.decoder\.(weight|bias)"),
+)  # fmt: skip

@@ -1,0 +1,69 @@
+"""BLOOM (Scao et al. 2022): a pre-norm decoder with ALiBi and a norm after the embedding."""
+
+from transformer.convert.family import Family
+from transformer.convert.fields import Fields
+from transformer.convert.weights import fused_by_head, linear, norm, same
+from transformer.model.config import ModelConfig
+
+
+def _read(f: Fields, tensors: frozenset[str]) -> dict:
+    d_model = f.get("hidden_size", f.get("n_embed", 64))
+    f.must("apply_residual_connection_post_layernorm", False, "the residual stream would begin after the norm")
+    f.ignore("seq_length", "attention_softmax_in_fp32", "masked_softmax_fusion")
+    return {
+        "family": "decoder",
+        "vocab_size": f.get("vocab_size", 250880),
+        "d_model": d_model,
+        "d_ff": 4 * d_model,
+        "num_heads": f.get("n_head", f.get("num_attention_heads", 8)),
+        "num_decoder_layers": f.get("n_layer", f.get("num_hidden_layers", 2)),
+        "max_length": f.get("seq_length", 2048),
+        "position": "alibi",
+        "norm_placement": "pre",
+        "norm_epsilon": f.get("layer_norm_epsilon", 1e-5),
+        "embedding_norm": True,
+        "activation": "gelu_tanh",
+        "tie_embeddings": f.get("tie_word_embeddings", True),
+        "dropout": f.get("hidden_dropout", 0.0),
+        "attention_dropout": f.get("attention_dropout", 0.0),
+        "initializer": "normal",
+        "embedding_init_std": 0.02,
+        "pad_id": f.get("pad_token_id", 3),
+    }
+
+
+def _write(c: ModelConfig) -> dict:
+    return {
+        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "n_layer": c.num_decoder_layers, "n_head": c.num_heads,
+        "layer_norm_epsilon": c.norm_epsilon, "tie_word_embeddings": c.tie_embeddings, "seq_length": c.max_length,
+    }  # fmt: skip
+
+
+def _weights(c: ModelConfig):
+    yield same("transformer.word_embeddings.weight", "embedding/embedding")
+    yield from norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm")
+    for i in range(c.num_decoder_layers):
+        theirs, ours = f"transformer.h.{i}", f"decoder/layers_{i}"
+        attention = f"{ours}/self_attention"
+        yield from norm(f"{theirs}.input_layernorm", f"{ours}/self_attention_residual/in_norm")
+        qkv = tuple(f"{attention}/{part}" for part in ("query", "key", "value"))
+        yield from fused_by_head(f"{theirs}.self_attention.query_key_value", qkv, bias=True)
+        yield from linear(f"{theirs}.self_attention.dense", f"{attention}/out", bias=True, inputs=2)
+        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}/feed_forward_residual/in_norm")
+        yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/feed_forward/in", bias=True)
+        yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/feed_forward/out", bias=True)
+    yield from norm("transformer.ln_f", "decoder/final_norm")
+    if not c.tie_embeddings:
+        yield from linear("lm_head", "unembedding", bias=False)
+
+
+FAMILY = Family(
+    "bloom",
+    "BloomForCausalLM",
+    "decoder",
+    _read,
+    _write,
+    _weights,
+    prefix="transformer.",
+    ignored=(r"lm_head\.weight",),
+)

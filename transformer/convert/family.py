@@ -1,0 +1,81 @@
+"""What an outside family is to us: its config in our words and back, and a table of its weights."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+from transformer.convert.fields import Fields
+from transformer.convert.weights import Weight
+from transformer.errors import UserError
+from transformer.model import positions
+from transformer.model.config import ModelConfig
+
+TRAINING = frozenset(
+    """dropout attention_dropout activation_dropout initializer init_std embedding_init_std residual_init_scale random_positions
+    scan_layers remat dtype param_dtype attention_backend""".split()  # noqa: SIM905
+)
+"""Fields of ours that outside configs need not say: how a model is trained and run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type`.
+
+    read(fields, names of the tensors that are there) -> fields of a ModelConfig; write(config) -> their config.json;
+    weights(config) -> every tensor. `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without).
+    `ignored`: patterns of tensors that hold no parameter: buffers, copies of tied ones.
+    """
+
+    model_type: str
+    architecture: str
+    ours: str  # our family
+    read: Callable[[Fields, frozenset[str]], dict]
+    write: Callable[[ModelConfig], dict]
+    weights: Callable[[ModelConfig], Iterator[Weight]]
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+    def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
+        """Their config.json as ours, with fields of `ours` on top. Raises UserError, with the field's name, for what we cannot express."""
+        fields = Fields(theirs, self.model_type)
+        config = self.read(fields, tensors)
+        if rest := fields.rest():
+            raise UserError(
+                f"config.json: {rest[0]} = {theirs[rest[0]]!r} is no field of a {self.model_type} model that we know"
+                + (f" (nor {', '.join(rest[1:])})" if rest[1:] else "")
+            )
+        return ModelConfig(**config | ours)
+
+    def their_config(self, config: ModelConfig) -> dict:
+        """Our config as their config.json. Raises UserError, with the field's name, for what they cannot express."""
+        if config.family != self.ours:
+            raise UserError(
+                f"model.family: {config.family!r} cannot be expressed by {self.model_type}, which is {self.ours!r}"
+            )
+        theirs = {"architectures": [self.architecture], "model_type": self.model_type} | self.write(config)
+        tensors = frozenset(weight.theirs for weight in self.weights(config))
+        back = meaning(self.our_config(theirs, tensors))
+        for field, value in meaning(config).items():
+            if back[field] != value:
+                raise UserError(
+                    f"model.{field}: {value!r} cannot be expressed by {self.model_type}, which would make it {back[field]!r}"
+                )
+        return theirs
+
+
+def meaning(config: ModelConfig) -> dict:
+    """What the network computes, field by field, in one spelling."""
+    said = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in TRAINING}
+    layers = [layer for side in config.sides for layer in config.layers(side)]
+    return said | {
+        "position": [positions.build(layer.position) for layer in layers],
+        "window": [layer.window for layer in layers],
+        "layer_pattern": (),
+        "norm_placement": [config.placement(side) for side in config.sides],
+        "norm_offset": config.norm_offset and config.norm == "layernorm",
+        "attention_bias": config.attention_has_bias,
+        "qkv_bias": config.qkv_has_bias,
+        "attention_scale": round(config.d_head**-0.5 if config.attention_scale is None else config.attention_scale, 6),
+        "d_value": config.value_size,
+        "d_embedding": config.embedding_size,
+        "share_embeddings": config.share_embeddings or config.family != "encoder_decoder",
+    }

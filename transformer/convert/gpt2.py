@@ -1,0 +1,65 @@
+"""GPT-2 (Radford et al. 2019) and what shares its code: a pre-norm decoder with learned positions."""
+
+from transformer.convert.family import Family
+from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields
+from transformer.convert.weights import fused, linear, norm, same
+from transformer.model.config import ModelConfig
+
+
+def _read(f: Fields, tensors: frozenset[str]) -> dict:
+    d_model = f.get("n_embd", 768)
+    f.must("scale_attn_by_inverse_layer_idx", False)
+    f.must("add_cross_attention", False)
+    f.ignore("embd_pdrop")
+    return {
+        "family": "decoder",
+        "vocab_size": f.get("vocab_size", 50257),
+        "d_model": d_model,
+        "d_ff": f.get("n_inner", 4 * d_model),
+        "num_heads": f.get("n_head", 12),
+        "num_decoder_layers": f.get("n_layer", 12),
+        "max_length": f.get("n_positions", 1024),
+        "position": "learned",
+        "norm_placement": "pre",
+        "norm_epsilon": f.get("layer_norm_epsilon", 1e-5),
+        "activation": f.one_of("activation_function", "gelu_new", ACTIVATIONS),
+        "attention_scale": None if f.get("scale_attn_weights", True) else 1.0,
+        "tie_embeddings": f.get("tie_word_embeddings", True),
+        "dropout": f.get("resid_pdrop", 0.1),
+        "attention_dropout": f.get("attn_pdrop", 0.1),
+        "initializer": "normal",
+        "embedding_init_std": 0.02,
+        "residual_init_scale": True,
+    }
+
+
+def _write(c: ModelConfig) -> dict:
+    return {
+        "vocab_size": c.vocab_size, "n_positions": c.max_length, "n_embd": c.d_model, "n_layer": c.num_decoder_layers, "n_head": c.num_heads,
+        "n_inner": c.d_ff, "activation_function": ACTIVATIONS_BACK[c.activation], "layer_norm_epsilon": c.norm_epsilon,
+        "scale_attn_weights": c.attention_scale is None, "tie_word_embeddings": c.tie_embeddings,
+    }  # fmt: skip
+
+
+def _weights(c: ModelConfig):
+    yield same("transformer.wte.weight", "embedding/embedding")
+    yield same("transformer.wpe.weight", "decoder/position_embedding")
+    for i in range(c.num_decoder_layers):
+        theirs, ours = f"transformer.h.{i}", f"decoder/layers_{i}"
+        attention = f"{ours}/self_attention"
+        yield from norm(f"{theirs}.ln_1", f"{ours}/self_attention_residual/in_norm")
+        qkv = tuple(f"{attention}/{part}" for part in ("query", "key", "value"))
+        yield from fused(f"{theirs}.attn.c_attn", qkv, bias=True, transposed=False)
+        yield from linear(f"{theirs}.attn.c_proj", f"{attention}/out", bias=True, inputs=2, transposed=False)
+        yield from norm(f"{theirs}.ln_2", f"{ours}/feed_forward_residual/in_norm")
+        yield from linear(f"{theirs}.mlp.c_fc", f"{ours}/feed_forward/in", bias=True, transposed=False)
+        yield from linear(f"{theirs}.mlp.c_proj", f"{ours}/feed_forward/out", bias=True, transposed=False)
+    yield from norm("transformer.ln_f", "decoder/final_norm")
+    if not c.tie_embeddings:
+        yield from linear("lm_head", "unembedding", bias=False)
+
+
+FAMILY = Family(
+    "gpt2", "GPT2LMHeadModel", "decoder", _read, _write, _weights, prefix="transformer.",
+    ignored=(r".*\.attn\.(bias|masked_bias)", r"lm_head\.weight"),
+)  # fmt: skip

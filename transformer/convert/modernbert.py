@@ -1,0 +1,105 @@
+"""ModernBERT (Warner et al. 2024): a pre-norm rotary encoder, gated, with two layers of a local window to one of all."""
+
+from transformer.convert.family import Family
+from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, rope, rope_back
+from transformer.convert.weights import fused, linear, norm, same
+from transformer.model.config import ModelConfig
+
+
+def _read(f: Fields, tensors: frozenset[str]) -> dict:
+    layers, length = f.get("num_hidden_layers", 22), f.get("max_position_embeddings", 8192)
+    every = f.get("global_attn_every_n_layers", 3)
+    kinds = f.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
+    ropes = f.get("rope_parameters") or {
+        "full_attention": {"rope_theta": f.get("global_rope_theta", 160_000.0)},
+        "sliding_attention": {"rope_theta": f.get("local_rope_theta", 10_000.0)},
+    }
+    f.ignore("global_rope_theta", "local_rope_theta", "layer_types")
+    window = f.get("local_attention", 128) // 2 + 1  # theirs counts both sides, ours one, the query's own key included
+    of_kind = {
+        "full_attention": {"window": 0, "position": rope(ropes["full_attention"], length)},
+        "sliding_attention": {"window": window, "position": rope(ropes["sliding_attention"], length)},
+    }
+    bias = f.get("mlp_bias", False)
+    f.must("classifier_bias", bias, "one field says whether feed-forward and head have biases")
+    activation = f.one_of("hidden_activation", "gelu", ACTIVATIONS)
+    f.must("classifier_activation", f.get("hidden_activation", "gelu"), "feed-forward and head share an activation")
+    f.must("decoder_bias", True)
+    period = next(p for p in range(1, layers + 1) if kinds[:-p] == kinds[p:])
+    return {
+        "family": "encoder",
+        "vocab_size": f.get("vocab_size", 50368),
+        "d_model": f.get("hidden_size", 768),
+        "d_ff": f.get("intermediate_size", 1152),
+        "num_heads": f.get("num_attention_heads", 12),
+        "num_encoder_layers": layers,
+        "max_length": length,
+        "layer_pattern": tuple(of_kind[kind] for kind in kinds[:period]),
+        "position": of_kind["full_attention"]["position"],
+        "norm_placement": "pre",
+        "norm_epsilon": f.get("norm_eps", 1e-5),
+        "norm_offset": f.get("norm_bias", False),
+        "embedding_norm": True,
+        "first_norm": False,
+        "activation": activation,
+        "glu": True,
+        "use_bias": bias,
+        "attention_bias": f.get("attention_bias", False),
+        "head_transform": True,
+        "logit_bias": True,
+        "tie_embeddings": f.get("tie_word_embeddings", True),
+        "attention_dropout": f.get("attention_dropout", 0.0),
+        "activation_dropout": f.get("mlp_dropout", 0.0),
+        "initializer": "normal",
+        "embedding_init_std": 0.02,
+        "pad_id": f.get("pad_token_id", 50283),
+    }
+
+
+def _write(c: ModelConfig) -> dict:
+    layers = c.layers("encoder")
+    named = {bool(layer.window): layer for layer in reversed(layers)}
+    full, local = named.get(False, layers[0]), named.get(True, layers[0])
+    return {
+        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.num_encoder_layers,
+        "num_attention_heads": c.num_heads, "hidden_activation": ACTIVATIONS_BACK[c.activation], "classifier_activation": ACTIVATIONS_BACK[c.activation],
+        "max_position_embeddings": c.max_length, "norm_eps": c.norm_epsilon, "norm_bias": c.norm_offset, "mlp_bias": c.use_bias,
+        "classifier_bias": c.use_bias, "attention_bias": c.attention_has_bias, "tie_word_embeddings": c.tie_embeddings, "pad_token_id": c.pad_id,
+        "layer_types": ["sliding_attention" if layer.window else "full_attention" for layer in layers],
+        "local_attention": 2 * (local.window - 1) if local.window else 128,
+        "rope_parameters": {"full_attention": rope_back(full.position), "sliding_attention": rope_back(local.position)},
+    }  # fmt: skip
+
+
+def _weights(c: ModelConfig):
+    offset, bias = c.norm_offset, c.use_bias
+    yield same("model.embeddings.tok_embeddings.weight", "embedding/embedding")
+    yield from norm("model.embeddings.norm", "encoder/embedding_norm", offset)
+    for i in range(c.num_encoder_layers):
+        theirs, ours = f"model.layers.{i}", f"encoder/layers_{i}"
+        if i or c.first_norm:
+            yield from norm(f"{theirs}.attn_norm", f"{ours}/self_attention_residual/in_norm", offset)
+        qkv = tuple(f"{ours}/self_attention/{part}" for part in ("query", "key", "value"))
+        yield from fused(f"{theirs}.attn.Wqkv", qkv, c.qkv_has_bias)
+        yield from linear(f"{theirs}.attn.Wo", f"{ours}/self_attention/out", c.attention_has_bias, inputs=2)
+        yield from norm(f"{theirs}.mlp_norm", f"{ours}/feed_forward_residual/in_norm", offset)
+        yield from fused(f"{theirs}.mlp.Wi", (f"{ours}/feed_forward/gate", f"{ours}/feed_forward/in"), bias)
+        yield from linear(f"{theirs}.mlp.Wo", f"{ours}/feed_forward/out", bias)
+    yield from norm("model.final_norm", "encoder/final_norm", offset)
+    yield from linear("head.dense", "unembedding/transform", bias)
+    yield from norm("head.norm", "unembedding/norm", offset)
+    yield same("decoder.bias", "unembedding/bias")
+    if not c.tie_embeddings:
+        yield from linear("decoder", "unembedding", bias=False)
+
+
+FAMILY = Family(
+    "modernbert",
+    "ModernBertForMaskedLM",
+    "encoder",
+    _read,
+    _write,
+    _weights,
+    prefix="model.",
+    ignored=(r"decoder\.weight",),
+)

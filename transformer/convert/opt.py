@@ -1,0 +1,76 @@
+"""OPT (Zhang et al. 2022): a decoder with learned positions, pre-norm; its 350m is post-norm with a narrower embedding."""
+
+from transformer.convert.family import Family
+from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields
+from transformer.convert.weights import linear, norm, same
+from transformer.model.config import ModelConfig
+
+
+def _read(f: Fields, tensors: frozenset[str]) -> dict:
+    d_model, pre = f.get("hidden_size", 768), f.get("do_layer_norm_before", True)
+    narrow = f.get("word_embed_proj_dim", d_model)
+    bare = f.get("_remove_final_layer_norm", False)
+    affine = f.get("layer_norm_elementwise_affine", True)
+    return {
+        "family": "decoder",
+        "vocab_size": f.get("vocab_size", 50272),
+        "d_model": d_model,
+        "d_ff": f.get("ffn_dim", 3072),
+        "num_heads": f.get("num_attention_heads", 12),
+        "num_decoder_layers": f.get("num_hidden_layers", 12),
+        "max_length": f.get("max_position_embeddings", 2048),
+        "d_embedding": 0 if narrow == d_model else narrow,
+        "position": {"name": "learned", "offset": 2},
+        "norm_placement": "post" if not pre else {"name": "pre", "final_norm": False} if bare else "pre",
+        "norm_epsilon": 1e-5,
+        "norm_gain": affine,
+        "norm_offset": affine,
+        "activation": f.one_of("activation_function", "relu", ACTIVATIONS),
+        "use_bias": f.get("enable_bias", True),
+        "tie_embeddings": f.get("tie_word_embeddings", True),
+        "dropout": f.get("dropout", 0.1),
+        "attention_dropout": f.get("attention_dropout", 0.0),
+        "initializer": "normal",
+        "embedding_init_std": 0.02,
+        "pad_id": f.get("pad_token_id", 1),
+    }
+
+
+def _write(c: ModelConfig) -> dict:
+    placement = c.placement("decoder")
+    return {
+        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "num_hidden_layers": c.num_decoder_layers, "ffn_dim": c.d_ff,
+        "max_position_embeddings": c.max_length, "do_layer_norm_before": placement.in_norm, "word_embed_proj_dim": c.embedding_size,
+        "_remove_final_layer_norm": placement.in_norm and not placement.final_norm, "num_attention_heads": c.num_heads,
+        "activation_function": ACTIVATIONS_BACK[c.activation], "enable_bias": c.use_bias, "layer_norm_elementwise_affine": c.norm_gain,
+        "tie_word_embeddings": c.tie_embeddings, "pad_token_id": c.pad_id,
+    }  # fmt: skip
+
+
+def _weights(c: ModelConfig):
+    placement, root = c.placement("decoder"), "model.decoder"
+    affine, where = {"gain": c.norm_gain, "offset": c.norm_offset}, "in_norm" if placement.in_norm else "out_norm"
+    yield same(f"{root}.embed_tokens.weight", "embedding/embedding")
+    yield same(f"{root}.embed_positions.weight", "decoder/position_embedding")
+    if c.d_embedding:
+        yield from linear(f"{root}.project_in", "embedding/project", bias=False)
+        yield from linear(f"{root}.project_out", "unembedding/project", bias=False)
+    for i in range(c.num_decoder_layers):
+        theirs, ours = f"{root}.layers.{i}", f"decoder/layers_{i}"
+        for t, o in {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}.items():
+            yield from linear(
+                f"{theirs}.self_attn.{t}", f"{ours}/self_attention/{o}", c.use_bias, inputs=1 + (o == "out")
+            )
+        yield from norm(f"{theirs}.self_attn_layer_norm", f"{ours}/self_attention_residual/{where}", **affine)
+        yield from linear(f"{theirs}.fc1", f"{ours}/feed_forward/in", c.use_bias)
+        yield from linear(f"{theirs}.fc2", f"{ours}/feed_forward/out", c.use_bias)
+        yield from norm(f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/{where}", **affine)
+    if placement.final_norm:
+        yield from norm(f"{root}.final_layer_norm", "decoder/final_norm", **affine)
+    if not c.tie_embeddings:
+        yield from linear("lm_head", "unembedding", bias=False)
+
+
+FAMILY = Family(
+    "opt", "OPTForCausalLM", "decoder", _read, _write, _weights, prefix="model.", ignored=(r"lm_head\.weight",)
+)

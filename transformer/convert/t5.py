@@ -1,0 +1,97 @@
+"""T5 (Raffel et al. 2020), v1.0 and v1.1: a pre-norm encoder-decoder with bucketed distances, RMSNorm and no biases."""
+
+from transformer.convert.family import Family
+from transformer.convert.fields import Fields, options
+from transformer.convert.weights import linear, norm, same
+from transformer.errors import UserError
+from transformer.model.config import ModelConfig
+
+_PROJECTIONS = {
+    "relu": ("relu", False), "gelu": ("gelu", False), "silu": ("silu", False), "gelu_new": ("gelu_tanh", False),
+    "gated-gelu": ("gelu_tanh", True), "gated-silu": ("silu", True), "gated-relu": ("relu", True),
+}  # fmt: skip
+"""Their feed_forward_proj -> our (activation, glu). Their gated gelu is the tanh form, the ungated one is not."""
+
+
+def _read(f: Fields, tensors: frozenset[str]) -> dict:
+    d_model, layers = f.get("d_model", 512), f.get("num_layers", 6)
+    activation, glu = f.one_of("feed_forward_proj", "relu", _PROJECTIONS)
+    f.ignore("dense_act_fn", "is_gated_act", "output_past")
+    f.must("is_decoder", False, "only the encoder-decoder is read")
+    buckets = f.get("relative_attention_num_buckets", 32), f.get("relative_attention_max_distance", 128)
+    scaled = f.get("scale_decoder_outputs", f.get("tie_word_embeddings", True))
+    return {
+        "family": "encoder_decoder",
+        "vocab_size": f.get("vocab_size", 32128),
+        "d_model": d_model,
+        "d_ff": f.get("d_ff", 2048),
+        "num_heads": f.get("num_heads", 8),
+        "d_head": f.get("d_kv", 64),
+        "num_encoder_layers": layers,
+        "num_decoder_layers": f.get("num_decoder_layers", layers),
+        "max_length": f.get("n_positions", 512),
+        "position": {"name": "t5", "num_buckets": buckets[0], "max_distance": buckets[1]},
+        "norm_placement": "pre",
+        "norm": "rmsnorm",
+        "norm_epsilon": f.get("layer_norm_epsilon", 1e-6),
+        "activation": activation,
+        "glu": glu,
+        "use_bias": False,
+        "attention_scale": 1.0,
+        "tie_embeddings": "lm_head.weight" not in tensors,
+        "logit_scale": d_model**-0.5 if scaled else 1.0,
+        "dropout": f.get("dropout_rate", 0.1),
+        "attention_dropout": f.get("dropout_rate", 0.1),
+        "activation_dropout": f.get("dropout_rate", 0.1),
+        "embedding_init_std": 1.0,
+        "pad_id": f.get("pad_token_id", 0),
+    }
+
+
+def _write(c: ModelConfig) -> dict:
+    named = {ours: theirs for theirs, ours in _PROJECTIONS.items()}
+    if (c.activation, c.glu) not in named:
+        raise UserError(
+            f"model.activation: {c.activation!r} with glu={c.glu} has no name in T5; it knows {', '.join(_PROJECTIONS)}"
+        )
+    return {
+        "vocab_size": c.vocab_size, "d_model": c.d_model, "d_kv": c.d_head, "d_ff": c.d_ff, "num_layers": c.num_encoder_layers,
+        "num_decoder_layers": c.num_decoder_layers, "num_heads": c.num_heads, "layer_norm_epsilon": c.norm_epsilon, "n_positions": c.max_length,
+        "relative_attention_num_buckets": options(c.position).get("num_buckets", 32), "relative_attention_max_distance": options(c.position).get("max_distance", 128),
+        "feed_forward_proj": named[c.activation, c.glu], "tie_word_embeddings": c.logit_scale != 1.0,
+        "scale_decoder_outputs": c.logit_scale != 1.0, "pad_token_id": c.pad_id, "decoder_start_token_id": c.pad_id,
+    }  # fmt: skip
+
+
+def _weights(c: ModelConfig):
+    yield same("shared.weight", "embedding/embedding")
+    for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
+        bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        yield same(bias, f"{side}/relative_bias")
+        sublayers = {"SelfAttention": "self_attention", "DenseReluDense": "feed_forward"}
+        if side == "decoder":
+            sublayers = {
+                "SelfAttention": "self_attention",
+                "EncDecAttention": "cross_attention",
+                "DenseReluDense": "feed_forward",
+            }
+        for i in range(depth):
+            for at, (name, part) in enumerate(sublayers.items()):
+                theirs, ours = f"{side}.block.{i}.layer.{at}", f"{side}/layers_{i}/{part}"
+                yield from norm(f"{theirs}.layer_norm", f"{ours}_residual/in_norm", offset=False)
+                if part == "feed_forward":
+                    inner = {"wi_0": "gate", "wi_1": "in", "wo": "out"} if c.glu else {"wi": "in", "wo": "out"}
+                    for t, o in inner.items():
+                        yield from linear(f"{theirs}.{name}.{t}", f"{ours}/{o}", bias=False)
+                    continue
+                for t, o in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
+                    yield from linear(f"{theirs}.{name}.{t}", f"{ours}/{o}", bias=False, inputs=1 + (o == "out"))
+        yield from norm(f"{side}.final_layer_norm", f"{side}/final_norm", offset=False)
+    if not c.tie_embeddings:
+        yield from linear("lm_head", "unembedding", bias=False)
+
+
+FAMILY = Family(
+    "t5", "T5ForConditionalGeneration", "encoder_decoder", _read, _write, _weights,
+    ignored=(r"(encoder|decoder)\.embed_tokens\.weight", r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"),
+)  # fmt: skip

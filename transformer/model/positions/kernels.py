@@ -1,0 +1,127 @@
+"""Positions added to the attention logits as a smooth function of distance: KERPLE, Sandwich, FIRE.
+
+Shape suffixes: B batch, T query length, S key length, N heads, W width of a small network, d distance |t - s|.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from transformer.model.positions.base import Param, Position, StackFacts, fact, option, register
+
+_PER_HEAD = ("heads",)
+
+
+def _distance(q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array:
+    """float32[B, T, S], |t - s|."""
+    return jnp.abs(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
+
+
+@register("kerple")
+@struct.dataclass
+class Kerple(Position):
+    """logits - r_n log(1 + a_n d), with r_n, a_n > 0 learned per head: the logarithmic kernel of Chi et al. (2022, "KERPLE").
+
+    One pair a head and stack, shared by its layers (the authors' code learns one a layer).
+    Parameters: 2 * num_heads a stack. Cross-attention: nothing. Cache: distances come from the stored positions.
+    Beyond the training length: holds, the logarithm flattens. Cost: a float32[N, T, S] bias.
+    """
+
+    r_N: jax.Array | None = None
+    a_N: jax.Array | None = None
+
+    def bind(self, param: Param, facts: StackFacts) -> "Kerple":
+        learned = lambda name, high: param(
+            name,
+            nn.with_logical_partitioning(
+                lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, maxval=high), _PER_HEAD
+            ),
+            (facts.num_heads,),
+            facts.param_dtype,
+        )
+        return self.replace(r_N=learned("kernel_r", 2.0), a_N=learned("kernel_a", 1.0))
+
+    def bias(self, q_positions_BxT, k_positions_BxS):
+        # At least 0.01, as in the authors' code: positive, with a gradient that is never infinite.
+        r, a = (jnp.maximum(x_N.astype(jnp.float32), 1e-2)[:, None, None] for x_N in (self.r_N, self.a_N))
+        return -r * jnp.log1p(a * _distance(q_positions_BxT, k_positions_BxS)[:, None])
+
+
+@register("sandwich")
+@struct.dataclass
+class Sandwich(Position):
+    """logits + (sum_i cos(d / 10000^(2i/w)) - w/2) / (8 n / N), i = 1..w/2, n = 1..N (Chi et al. 2023, "Dissecting Transformer
+    Length Extrapolation via the Lens of Receptive Field Analysis"): the product of two sinusoidal embeddings of `width` w.
+
+    Parameters: none. Cross-attention: nothing. Cache: distances come from the stored positions.
+    Beyond the training length: holds; near keys weigh most, as in ALiBi. Cost: a float32[N, T, S] bias and w/2 cosines a pair.
+    """
+
+    width: int = option(128)
+    num_heads: int = fact()
+
+    def check(self, facts: StackFacts) -> str | None:
+        return (
+            f"model.position.width: {self.width} must be even and positive"
+            if self.width < 2 or self.width % 2
+            else None
+        )
+
+    def bind(self, param: Param, facts: StackFacts) -> "Sandwich":
+        return self.replace(num_heads=facts.num_heads)
+
+    def bias(self, q_positions_BxT, k_positions_BxS):
+        d = _distance(q_positions_BxT, k_positions_BxS)
+        frequencies = 10_000.0 ** (-2.0 * jnp.arange(1, self.width // 2 + 1, dtype=jnp.float32) / self.width)
+        add = lambda i, total: total + jnp.cos(d * frequencies[i])
+        total = jax.lax.fori_loop(0, self.width // 2, add, jnp.zeros_like(d))
+        flatness_N = 8.0 * jnp.arange(1, self.num_heads + 1, dtype=jnp.float32) / self.num_heads
+        return (total - self.width / 2)[:, None] / flatness_N[:, None, None]
+
+
+@register("fire")
+@struct.dataclass
+class Fire(Position):
+    """logits + f_n(psi(t - s) / psi(max(t, L))), psi(x) = log(1 + c x): a small network of a normalised distance (Li et al. 2024,
+    "Functional Interpolation for Relative Positions"). c and the threshold L are learned; f has two ReLU layers of `width`.
+
+    For keys to the right of the query (no causal mask) the distance keeps its sign.
+    Parameters: width * (2 + width + N) + N + 2 a stack, shared by its layers ("FIRE-S"). Cross-attention: nothing. Cache: distances come from
+    the stored positions. Beyond the training length: holds; the network only ever sees numbers in [-1, 1].
+    Cost: a network of width^2 multiplications a pair of tokens.
+    """
+
+    width: int = option(32)
+    threshold: float = option(256.0)
+    c: jax.Array | None = None
+    length: jax.Array | None = None
+    layers: tuple = ()
+
+    def bind(self, param: Param, facts: StackFacts) -> "Fire":
+        def layer(i: int, inputs: int, outputs: int, names) -> tuple[jax.Array, jax.Array]:
+            kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+            bias = nn.with_logical_partitioning(nn.initializers.zeros, names[1:])
+            return (
+                param(f"fire_kernel_{i}", kernel, (inputs, outputs), facts.param_dtype),
+                param(f"fire_bias_{i}", bias, (outputs,), facts.param_dtype),
+            )
+
+        number = lambda name, start: param(name, nn.initializers.constant(start), (), facts.param_dtype)
+        layers = (
+            layer(0, 1, self.width, (None, None)),
+            layer(1, self.width, self.width, (None, None)),
+            layer(2, self.width, facts.num_heads, (None, "heads")),
+        )
+        return self.replace(c=number("fire_c", 0.1), length=number("fire_threshold", self.threshold), layers=layers)
+
+    def bias(self, q_positions_BxT, k_positions_BxS):
+        c = jnp.maximum(self.c.astype(jnp.float32), 1e-6)
+        psi = lambda x: jnp.log1p(c * x)
+        signed = (q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
+        most = jnp.maximum(q_positions_BxT.astype(jnp.float32), jnp.maximum(self.length.astype(jnp.float32), 1.0))
+        h = (jnp.sign(signed) * psi(jnp.abs(signed)) / psi(most)[:, :, None])[..., None]
+        for i, (kernel, bias) in enumerate(self.layers):
+            h = h @ kernel.astype(jnp.float32) + bias.astype(jnp.float32)
+            h = jax.nn.relu(h) if i < len(self.layers) - 1 else h
+        return jnp.moveaxis(h, -1, 1)
