@@ -145,6 +145,10 @@ class TrainConfig:
     accumulate: int = 1  # micro-batches a step: less memory, the same loss (dropout draws other masks)
     ema_decay: float = 0.0  # exponential moving average of the parameters, used for evaluation; 0: off
     average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0 or 1: the last alone
+    init_from: str = ""  # start from the parameters of a run, or of a Hugging Face directory (extra [hf])
+    init_new: tuple[str, ...] = ()  # of this model, what starts anew nevertheless: ("classifier/*",)
+    init_drop: tuple[str, ...] = ()  # of that model, what is left out: ("unembedding/*",)
+    init_positions: str = "same"  # same | extend | interpolate: a learned table of positions of another length
     log_every: int = 50
     eval_every: int = 0  # 0: at the end only
     eval_batches: int = 0  # of the validation side, during training; 0: all
@@ -158,6 +162,9 @@ class TrainConfig:
         at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
         at_least("train", self, 0, "eval_every", "eval_batches", "checkpoint_every", "average_checkpoints", "z_loss")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
+        one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
+        if (self.init_new or self.init_drop) and not self.init_from:
+            raise UserError("train.init_new and train.init_drop: they go with train.init_from, which is not set")
         if self.average_checkpoints > self.keep_checkpoints:
             raise UserError(
                 f"train.average_checkpoints: {self.average_checkpoints}, but train.keep_checkpoints = {self.keep_checkpoints} are kept; raise it"

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import meta
 
 from transformer.convert import bart, bert, bloom, gpt2, gpt_neox, llama, modernbert, opt, t5
 from transformer.convert.family import Family
@@ -23,6 +22,7 @@ from transformer.errors import UserError, look_up
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, unflatten, unrolled
 from transformer.model.network import build_model
+from transformer.parallel.sharding import unbox
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -106,37 +106,46 @@ def _open(file: Path):
         raise UserError(f"{file}: damaged ({e})") from None
 
 
+def open_hf(directory: str | os.PathLike) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
+    """A Hugging Face directory as the shape of each of our parameters, by the names of unrolled layers, and what reads one."""
+    family, theirs, tensors = open_directory(Path(directory))
+    return _by_layer(family, family.our_config(theirs, frozenset(tensors.names)), tensors)
+
+
 def read_params(
     family: Family, config: ModelConfig, tensors: Tensors, place: Callable[[str, np.ndarray], jax.Array]
 ) -> Any:
     """Our parameters from their tensors, one at a time."""
-    shapes = abstract_shapes(config)
-    holder = {ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)}
-    one_layer = {
-        one: x.shape[len(names) > 1 or "/layers/" in path :]
-        for path, x in shapes.items()
-        for names in [unrolled(config, path)]
-        for one in names
-    }
-    _check(family, config, tensors, holder, one_layer)
-
-    def fetch(ours: str) -> np.ndarray:
-        weight, i = holder[ours]
-        return weight.read(tensors.read(weight.theirs), [one_layer[name] for name in weight.ours])[i]
-
+    _, fetch = _by_layer(family, config, tensors)
     flat = {}
-    for path, shape in shapes.items():
-        names = unrolled(config, path)
-        parts = [fetch(name) for name in names]
+    for path, shape in abstract_shapes(config).items():
+        parts = [fetch(name) for name in unrolled(config, path)]
         x = np.stack(parts) if "/layers/" in path else parts[0]
         flat[path] = place(path, np.asarray(x).astype(shape.dtype))
     return unflatten(flat)
 
 
+def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
+    """Shapes by unrolled name, and what reads one; every tensor has its place, every parameter its tensor, of the right size."""
+    holder = {ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)}
+    shapes = {
+        name: x.shape[1:] if "/layers/" in path else x.shape
+        for path, x in abstract_shapes(config).items()
+        for name in unrolled(config, path)
+    }
+    _check(family, config, tensors, holder, shapes)
+
+    def fetch(ours: str) -> np.ndarray:
+        weight, i = holder[ours]
+        return weight.read(tensors.read(weight.theirs), [shapes[name] for name in weight.ours])[i]
+
+    return shapes, fetch
+
+
 def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and type of every parameter of a model."""
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.family == "encoder_decoder"))
-    return flatten(meta.unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens))["params"])
+    return flatten(unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens))["params"])
 
 
 def _check(family: Family, config: ModelConfig, tensors: Tensors, holder: Mapping, shapes: Mapping) -> None:
@@ -177,7 +186,7 @@ def save_hf(directory: str | os.PathLike, config: ModelConfig, params: Any, fami
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=directory.name + ".") as unfinished:
         target = Path(unfinished) / "whole"
         target.mkdir()
-        _write_tensors(target, _tensors(chosen, config, meta.unbox(params)["params"]))
+        _write_tensors(target, _tensors(chosen, config, unbox(params)["params"]))
         (target / "config.json").write_text(json.dumps(theirs | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
         if directory.exists():
             directory.rmdir()

@@ -23,6 +23,7 @@ from transformer.parallel.mesh import check_rows, start, use
 from transformer.parallel.sharding import BATCH, describe
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints
+from transformer.training.initialize import check_tokenizer, start_from
 from transformer.training.metrics import MetricsLog, Progress, human_count, plot_loss
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.recorder import Recorder
@@ -131,6 +132,9 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
             )
     else:
         state = init_state(config, model, optimizer, placed)
+        if config.train.init_from:
+            check_tokenizer(config.train.init_from, data.tokenizer.sha256)
+            state = start_from(config, state, placed, mesh)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
     rundir.claim(workdir, config, mesh, data, parameters)
     checkpoints = Checkpoints(workdir, config.train)

@@ -1,0 +1,148 @@
+"""Pre-train, then fine-tune: a run that starts from the parameters of another, or of a Hugging Face directory."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, random_params
+
+from transformer import ModelConfig, save_hf
+from transformer.config import Experiment
+from transformer.config_io import from_mapping
+from transformer.errors import UserError
+from transformer.model.layout import flatten, unrolled
+from transformer.model.network import build_model
+from transformer.parallel.mesh import make_mesh, use
+from transformer.training import loop
+from transformer.training.checkpoint import Checkpoints
+from transformer.training.initialize import start_from
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state, init_state
+
+MODEL = {"family": "decoder", **TINY, "vocab_size": 512, "max_length": 32, "position": "learned", "logit_bias": True}
+
+
+def experiment(model=(), train=(), data=()):
+    return from_mapping(Experiment, {
+        "model": {**MODEL, **dict(model)},
+        "data": {"corpus": "pydoc", "length": 16, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}, **dict(data)},
+        "optimizer": {"warmup_steps": 2}, "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+        "train": {"steps": 3, "tensorboard": False, "eval_batches": 1, **dict(train)},
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of three steps, and its parameters by the names of unrolled layers."""
+    workdir, config = tmp_path_factory.mktemp("run") / "run", experiment()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
+        assert loop.train(config, workdir) == 3
+    return workdir, by_layer(config, states(config)[0].params, workdir)
+
+
+def states(config):
+    """(abstract, shardings) of a config on its mesh."""
+    with use(make_mesh(config.mesh)) as mesh:
+        return abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 3), mesh)
+
+
+def by_layer(config, abstract, workdir):
+    params = Checkpoints(workdir, config.train).restore_params(abstract)
+    return unstack(config.model, params)
+
+
+def unstack(model: ModelConfig, params):
+    return {
+        name: np.asarray(x[i] if "/layers/" in path else x)
+        for path, x in flatten(params).items()
+        for i, name in enumerate(unrolled(model, path))
+    }
+
+
+def started(config):
+    """(parameters newly initialised, parameters after starting from another's), by unrolled names."""
+    with use(make_mesh(config.mesh)) as mesh:
+        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 3)
+        _, placed = abstract_state(config, model, optimizer, mesh)
+        fresh = init_state(config, model, optimizer, placed)
+        found = start_from(config, fresh, placed, mesh)
+        jax.tree.map(lambda x, s: None if x.sharding == s else pytest.fail("moved"), found.params, placed.params)
+        return unstack(config.model, fresh.params), unstack(config.model, found.params)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_run_starts_from_another_whatever_the_layout(trained, scan):
+    workdir, before = trained
+    fresh, found = started(experiment({"scan_layers": scan}, {"init_from": str(workdir), "ema_decay": 0.9}))
+    assert found.keys() == before.keys()
+    assert max(np.abs(fresh[name] - before[name]).max() for name in before) > 1e-3
+    for name, x in before.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+def test_heads_are_dropped_and_added_by_name(trained):
+    workdir, before = trained
+    model = {"lm_head": False, "num_labels": 3, "pooling": "last", "logit_bias": False}
+    with pytest.raises(
+        UserError, match=r"has no classifier/labels/bias, classifier/labels/kernel; name in train\.init_new"
+    ):
+        started(experiment(model, {"init_from": str(workdir)}))
+    named = {"init_from": str(workdir), "init_new": ("classifier/*",)}
+    with pytest.raises(UserError, match=r"no place for unembedding/bias; name in train\.init_drop"):
+        started(experiment(model, named))
+    fresh, found = started(experiment(model, named | {"init_drop": ("unembedding/*",)}))
+    np.testing.assert_array_equal(found["classifier/labels/kernel"], fresh["classifier/labels/kernel"])
+    np.testing.assert_array_equal(found["embedding/embedding"], before["embedding/embedding"])
+    assert np.abs(fresh["embedding/embedding"] - before["embedding/embedding"]).max() > 1e-3
+
+
+def test_a_table_of_positions_is_extended_or_stretched(trained):
+    workdir, before = trained
+    longer, name = {"max_length": 64}, "decoder/position_embedding"
+    with pytest.raises(UserError, match=rf"{name} is 32x16 in .* and 64x16 here; set train\.init_positions"):
+        started(experiment(longer, {"init_from": str(workdir)}))
+    fresh, found = started(experiment(longer, {"init_from": str(workdir), "init_positions": "extend"}))
+    np.testing.assert_array_equal(found[name][:32], before[name])
+    np.testing.assert_array_equal(found[name][32:], fresh[name][32:])
+    _, found = started(experiment(longer, {"init_from": str(workdir), "init_positions": "interpolate"}))
+    at = (np.arange(64) + 0.5) / 2 - 0.5
+    wanted = np.stack([np.interp(at, np.arange(32), column) for column in before[name].T], axis=1)
+    np.testing.assert_allclose(found[name], wanted, atol=1e-6)
+
+
+def test_a_hugging_face_directory(tmp_path):
+    pytest.importorskip("safetensors", reason="the test extra brings it")
+    config = dataclasses.replace(
+        ModelConfig(**MODEL | {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}), scan_layers=False
+    )
+    _, params = random_params(config)
+    save_hf(tmp_path / "hf", config, params, family="gpt2")
+    model = {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}
+    _, found = started(experiment(model, {"init_from": str(tmp_path / "hf")}))
+    for name, x in unstack(config, params["params"]).items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+def test_the_loop_starts_there_and_refuses_other_pieces(trained, tmp_path):
+    workdir, _ = trained
+    config = experiment(train={"init_from": str(workdir), "steps": 1})
+    assert loop.train(config, tmp_path / "tuned") == 1
+    other = experiment(train={"init_from": str(workdir)}, data={"tokenizer": {"kind": "unigram"}})
+    with pytest.raises(UserError, match=r"another tokenizer; set data\.tokenizer\.path="):
+        loop.train(other, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"init_from": "nowhere"}, "train.init_from: nowhere is neither a run"),
+        ({"init_new": ("classifier/*",)}, "they go with train.init_from"),
+        ({"init_positions": "strech"}, "train.init_positions: no 'strech'"),
+    ],
+)
+def test_what_cannot_be_started_from_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        started(experiment(train=fields))
