@@ -11,7 +11,7 @@ from transformer import ModelConfig, save_hf
 from transformer.config import Experiment
 from transformer.config_io import from_mapping
 from transformer.errors import UserError
-from transformer.model.layout import flatten, unrolled
+from transformer.model.layout import flatten, part, where
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training import loop
@@ -54,11 +54,8 @@ def by_layer(config, abstract, workdir):
 
 
 def unstack(model: ModelConfig, params):
-    return {
-        name: np.asarray(x[i] if "/layers/" in path else x)
-        for path, x in flatten(params).items()
-        for i, name in enumerate(unrolled(model, path))
-    }
+    flat = flatten(params)
+    return {name: np.asarray(part(flat[path], i)) for name, (path, i) in where(model, flat).items()}
 
 
 def started(config):

@@ -11,7 +11,7 @@ import pytest
 from conftest import random_params, schemes, small, tokens
 
 from transformer.decoding.prefill import advance, prefill
-from transformer.model.layout import flatten, unflatten, unrolled
+from transformer.model.layout import flatten, part, unflatten, where
 from transformer.model.placements import PLACEMENTS
 
 FAMILIES = ("encoder", "decoder", "encoder_decoder")
@@ -63,11 +63,8 @@ def given(config, batch=2):
 
 def each_layer(config, params):
     """The parameters with a tree of its own for every layer, as the oracle reads them."""
-    flat = {}
-    for path, x in flatten(params["params"]).items():
-        names = unrolled(config, path)
-        flat |= {name: x[i] if "/layers/" in path else x for i, name in enumerate(names)}
-    return {"params": unflatten(flat)}
+    flat = flatten(params["params"])
+    return {"params": unflatten({name: part(flat[path], i) for name, (path, i) in where(config, flat).items()})}
 
 
 def compare(config):
@@ -109,10 +106,10 @@ def test_packed_segments(position):
     config = small("decoder", position=position)
     model, params = random_params(config)
     x, layers = tokens(0, 1, 9), each_layer(config, params)
-    where = {"segment_ids": np.array([[1] * 4 + [2] * 5]), "positions": np.array([[*range(4), *range(5)]])}
-    wanted = oracle.forward(config, layers, x, **where)
+    place = {"segment_ids": np.array([[1] * 4 + [2] * 5]), "positions": np.array([[*range(4), *range(5)]])}
+    wanted = oracle.forward(config, layers, x, **place)
     assert np.abs(wanted - oracle.forward(config, layers, x)).max() > 1e-2
-    np.testing.assert_allclose(jax.jit(model.apply)(params, x, **where), wanted, atol=3e-5)
+    np.testing.assert_allclose(jax.jit(model.apply)(params, x, **place), wanted, atol=3e-5)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from transformer.convert import bart, bert, bloom, gpt2, gpt_neox, llama, modern
 from transformer.convert.family import Family
 from transformer.errors import UserError, look_up
 from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, unflatten, unrolled
+from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import build_model
 from transformer.parallel.sharding import unbox
 
@@ -117,22 +117,14 @@ def read_params(
 ) -> Any:
     """Our parameters from their tensors, one at a time."""
     _, fetch = _by_layer(family, config, tensors)
-    flat = {}
-    for path, shape in abstract_shapes(config).items():
-        parts = [fetch(name) for name in unrolled(config, path)]
-        x = np.stack(parts) if "/layers/" in path else parts[0]
-        flat[path] = place(path, np.asarray(x).astype(shape.dtype))
-    return unflatten(flat)
+    put = lambda path, x: place(path, np.asarray(join(config, path, fetch, np.stack)).astype(x.dtype))
+    return unflatten({path: put(path, x) for path, x in abstract_shapes(config).items()})
 
 
 def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
     """Shapes by unrolled name, and what reads one; every tensor has its place, every parameter its tensor, of the right size."""
     holder = {ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)}
-    shapes = {
-        name: x.shape[1:] if "/layers/" in path else x.shape
-        for path, x in abstract_shapes(config).items()
-        for name in unrolled(config, path)
-    }
+    shapes = layer_shapes(config, abstract_shapes(config))
     _check(family, config, tensors, holder, shapes)
 
     def fetch(ours: str) -> np.ndarray:
@@ -182,12 +174,13 @@ def save_hf(directory: str | os.PathLike, config: ModelConfig, params: Any, fami
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: already there, and not an empty folder; name another")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    dtype = {"float32": "float32", "bfloat16": "bfloat16"}[config.param_dtype]
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=directory.name + ".") as unfinished:
         target = Path(unfinished) / "whole"
         target.mkdir()
         _write_tensors(target, _tensors(chosen, config, unbox(params)["params"]))
-        (target / "config.json").write_text(json.dumps(theirs | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+        (target / "config.json").write_text(
+            json.dumps(theirs | {"dtype": config.param_dtype}, indent=2) + "\n", encoding="utf-8"
+        )
         if directory.exists():
             directory.rmdir()
         target.rename(directory)
@@ -208,15 +201,12 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
 
 
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    where = {
-        one: (x, i if "/layers/" in path else None)
-        for path, x in flatten(params).items()
-        for i, one in enumerate(unrolled(config, path))
-    }
+    flat = flatten(params)
+    place = where(config, flat)
 
     def ours(name: str) -> np.ndarray:
-        x, i = where[name]
-        return np.asarray(x if i is None else x[i])
+        path, i = place[name]
+        return np.asarray(part(flat[path], i))
 
     for weight in family.weights(config):
         yield weight.theirs, np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))

@@ -18,8 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformer.config import Experiment, TrainConfig
 from transformer.convert import open_hf
 from transformer.errors import UserError
-from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, unflatten, unrolled
+from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import build_model
 from transformer.training.checkpoint import Checkpoints
 from transformer.training.optimizer import build_optimizer
@@ -29,25 +28,17 @@ from transformer.training.state import TrainState, abstract_state
 
 def start_from(config: Experiment, state: TrainState, placed: TrainState, mesh: Mesh) -> TrainState:
     """`state`, newly initialised, with the parameters of `train.init_from` in place of its own. Raises UserError, listing names."""
-    train, ours = config.train, flatten(state.params)
+    train, model, ours = config.train, config.model, flatten(state.params)
     shapes, fetch = _source(Path(train.init_from), mesh)
-    wanted = {
-        name: x.shape[1:] if "/layers/" in path else x.shape
-        for path, x in ours.items()
-        for name in unrolled(config.model, path)
-    }
-    taken = _match(train, wanted, shapes)
+    taken, place = _match(train, layer_shapes(model, ours), shapes), where(model, ours)
 
-    def fill(path: str, x: jax.Array, sharding) -> jax.Array:
-        parts = []
-        for i, name in enumerate(unrolled(config.model, path)):
-            own = x[i] if "/layers/" in path else x
-            parts.append(_fit(train, fetch(name), own) if name in taken else own)
-        new = jnp.stack(parts) if "/layers/" in path else parts[0]
-        return jax.device_put(jnp.asarray(new, x.dtype), sharding)
+    def get(name: str) -> jax.Array:
+        path, i = place[name]
+        own = part(ours[path], i)
+        return _fit(train, fetch(name), own).astype(own.dtype) if name in taken else own
 
     shardings = flatten(placed.params)
-    params = unflatten({path: fill(path, x, shardings[path]) for path, x in ours.items()})
+    params = unflatten({path: jax.device_put(join(model, path, get, jnp.stack), shardings[path]) for path in ours})
     return state.replace(params=params, ema=None if state.ema is None else jax.tree.map(jnp.copy, params))
 
 
@@ -71,7 +62,9 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping[str, tuple[int, ...]],
         if not checkpoints.steps:
             raise UserError(f"train.init_from: {directory} has no checkpoint yet")
         item, mean_of = ("ema", 1) if config.train.ema_decay else ("params", config.train.average_checkpoints)
-        return _by_layer(config.model, flatten(checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)))
+        flat = flatten(checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of))
+        place = where(config.model, flat)
+        return layer_shapes(config.model, flat), lambda name: part(flat[place[name][0]], place[name][1])
     if (directory / "config.json").is_file():
         shapes, read = open_hf(directory)
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -83,16 +76,6 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping[str, tuple[int, ...]],
 
 def _place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-
-def _by_layer(config: ModelConfig, flat: Mapping[str, jax.Array]):
-    where = {
-        name: (x, i if "/layers/" in path else None)
-        for path, x in flat.items()
-        for i, name in enumerate(unrolled(config, path))
-    }
-    shapes = {name: x.shape if i is None else x.shape[1:] for name, (x, i) in where.items()}
-    return shapes, lambda name: where[name][0] if where[name][1] is None else where[name][0][where[name][1]]
 
 
 def _match(train: TrainConfig, ours: Mapping, theirs: Mapping) -> set[str]:
