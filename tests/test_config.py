@@ -1,5 +1,7 @@
 """Configs: unknown keys, wrong types, combinations that make no sense; experiment files; overrides."""
 
+import json
+import re
 from pathlib import Path
 
 import ml_collections
@@ -177,3 +179,23 @@ def test_a_config_file_that_is_none(tmp_path):
     (tmp_path / "x.py").write_text("a = 1\n")
     with pytest.raises(UserError, match=r"defines no get_config"):
         load_experiment(str(tmp_path / "x.py"))
+
+
+def test_a_pattern_over_layers_survives_json_and_the_command_line(tmp_path):
+
+    pattern = ({"window": 3, "position": {"name": "rotary", "theta": 50.0}}, {"position": "none"})
+    config = from_mapping(Experiment, {
+        "model": {"family": "decoder", "vocab_size": 40, "d_model": 16, "num_heads": 4, "layer_pattern": pattern}, "data": {"corpus": "pydoc"},
+    })  # fmt: skip
+    assert from_mapping(Experiment, json.loads(json.dumps(to_mapping(config)))) == config
+    changed = apply_overrides(config, {"model.layer_pattern": "[{'window': 5}, {}]"})
+    assert [layer.window for layer in changed.model.layers("decoder")] == [5, 0] * 3
+    for bad, message in {
+        "[{'position': 3}]": "position = 3; a window is a number",
+        "[{'window': 2.5}]": "window = 2.5",
+        "[{'window': True}]": "window = True",
+        "[{'position': {'name': ['a']}}]": "name: ",
+        "abc": "model.layer_pattern: expected a mapping",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(message)):
+            apply_overrides(config, {"model.layer_pattern": bad})

@@ -99,7 +99,7 @@ def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config
     from transformer.config_io import to_mapping
     from transformer.training.rundir import check
 
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps(to_mapping(run_config)))
     check(tmp_path / "run", run_config)
     check(tmp_path / "run", dataclasses.replace(run_config, mesh=MeshConfig(data=1)))
@@ -172,6 +172,50 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp
         other = dataclasses.replace(run_config, model=dataclasses.replace(run_config.model, **fields))
         with use(make_mesh(run_config.mesh)) as mesh, pytest.raises(UserError, match=message):
             load_trained(tmp_path / "run", other, mesh)
+
+
+def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
+    import shutil
+
+    from transformer.evaluation.evaluate import load_trained
+    from transformer.training.loop import train
+
+    train(run_config, tmp_path / "whole")
+    step = Path("checkpoints") / "12"
+
+    def cut(file):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    for i, harm in enumerate([
+        lambda run: [shutil.rmtree(x) for x in (run / step).iterdir() if x.is_dir()],
+        lambda run: shutil.rmtree(run / step / "ema"),
+        lambda run: cut(run / step / "ema" / "_METADATA"),
+        lambda run: [cut(x) for x in (run / step / "ema").rglob("d/*")],
+    ]):  # fmt: skip
+        run = tmp_path / str(i)
+        shutil.copytree(tmp_path / "whole", run)
+        harm(run)
+        with (
+            use(make_mesh(run_config.mesh)) as mesh,
+            pytest.raises(UserError, match="12 is damaged .*; delete that folder") as error,
+        ):
+            load_trained(run, run_config, mesh)
+        assert "\n" not in str(error.value)
+
+
+def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(run_config, tmp_path):
+    from transformer.training import rundir
+
+    with use(make_mesh(run_config.mesh)) as mesh:
+        from transformer.data.pipeline import open_data
+
+        data = open_data(run_config)
+        rundir.claim(tmp_path / "run", run_config, mesh, data, 1)
+    other = dataclasses.replace(run_config, seed=7)
+    rundir.check(tmp_path / "run", other)
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    with pytest.raises(UserError, match="seed was 0, is 7"):
+        rundir.check(tmp_path / "run", other)
 
 
 def test_the_mean_of_checkpoints(run_config, tmp_path):

@@ -18,7 +18,7 @@ def one_of(field: str, value, names) -> None:
 def at_least(section: str, config, minimum, *fields: str) -> None:
     """None of these fields of `config` is under `minimum`."""
     for field in fields:
-        if getattr(config, field) < minimum:
+        if not getattr(config, field) >= minimum:  # a NaN is not
             raise UserError(f"{section}.{field}: {getattr(config, field)} is too small; at least {minimum}")
 
 
@@ -48,6 +48,8 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
     """What a config chooses from a table of dataclasses: `"rotary"`, or `dict(name="rotary", theta=500_000.0)`."""
     given = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = given.pop("name", "")
+    if not isinstance(name, str):
+        raise UserError(f"{field}.name: {name!r} is no name; {nearest(str(name), table)}")
     cls = look_up(table, name, field)
     options = {f.name: f.default for f in dataclasses.fields(cls) if is_option(f)}
     for key, value in given.items():

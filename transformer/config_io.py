@@ -57,8 +57,14 @@ def _coerce(value, kind, path: str):
             return value
         if origin is int and isinstance(value, float) and value.is_integer():
             return int(value)
-    names = " or ".join("nothing (None)" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    spell = lambda o: (
+        "nothing (None)" if o is type(None) else _SPELLED.get(typing.get_origin(o) or o, getattr(o, "__name__", str(o)))
+    )
+    names = " or ".join(spell(o) for o in options)
     raise UserError(f"{path}: expected {names}, got {value!r}")
+
+
+_SPELLED = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)", str: "text"}
 
 
 def to_mapping(config) -> dict:
@@ -67,7 +73,7 @@ def to_mapping(config) -> dict:
         return {f.name: to_mapping(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, Mapping):
         return {key: to_mapping(value) for key, value in config.items()}
-    return list(config) if isinstance(config, tuple) else config
+    return [to_mapping(item) for item in config] if isinstance(config, (tuple, list)) else config
 
 
 def load_experiment(file: str, overrides: Mapping[str, str] = types.MappingProxyType({})) -> Experiment:
@@ -137,7 +143,7 @@ def _thaw(value):
         return {f.name: _thaw(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if hasattr(value, "items"):
         return {key: _thaw(item) for key, item in value.items()}
-    return value
+    return [_thaw(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _override(tree: dict, dotted: str, text: str) -> None:

@@ -162,11 +162,17 @@ class ModelConfig:
             if not isinstance(getattr(self, field), str):
                 set_(field, FrozenDict(getattr(self, field)))
         set_("layer_pattern", tuple(FrozenDict(of_one) for of_one in self.layer_pattern))
-        for field in {key for of_one in self.layer_pattern for key in of_one} - {"window", "position"}:
-            raise UserError(f"model.layer_pattern: {field!r} cannot differ between layers; window and position can")
+        for field, value in [item for of_one in self.layer_pattern for item in of_one.items()]:
+            kinds = {"window": int, "position": (str, FrozenDict)}
+            if field not in kinds:
+                raise UserError(f"model.layer_pattern: {field!r} cannot differ between layers; window and position can")
+            if not isinstance(value, kinds[field]) or isinstance(value, bool):
+                raise UserError(
+                    f"model.layer_pattern: {field} = {value!r}; a window is a number, a position a name or {{'name': ...}}"
+                )
         for side in self.sides:
             self.placement(side)
-            for one in {of_one.get("position", self.position) for of_one in self.layer_pattern or ({},)}:
+            for one in [of_one.get("position", self.position) for of_one in self.layer_pattern or ({},)]:
                 if problem := positions.build(one).check(self.stack_facts(side)):
                     raise UserError(problem)
             if self.layer_pattern:

@@ -29,6 +29,20 @@ def disk_faults(path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def damage(folder, step: int) -> Iterator[None]:
+    """Whatever goes wrong in reading a checkpoint that is there, as one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as e:
+        reason = (str(e).splitlines() or [""])[0][:120]
+        raise UserError(
+            f"{folder}/{step} is damaged ({type(e).__name__}: {reason}); delete that folder to go on from the checkpoint before it"
+        ) from e
+
+
 class Checkpoints:
     """The `checkpoints/` folder of a run."""
 
@@ -57,20 +71,22 @@ class Checkpoints:
     def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict]:
         """The state of a step (default: the latest), sharded as `abstract` says, and its `host`."""
         step = self.steps[-1] if step is None else step
-        self._check_same("params", abstract.params, step)
-        items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
-        found = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
-        state = abstract.replace(params=found["params"], ema=found.get("ema"), **found["rest"])
-        return state, found["host"]
+        with damage(self.folder, step):
+            self._check_same("params", abstract.params, step)
+            items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
+            found = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+            state = abstract.replace(params=found["params"], ema=found.get("ema"), **found["rest"])
+            return state, {key: found["host"][key] for key in ("data_step", "window", "text_sha256")}
 
     def restore_params(self, abstract_params, *, item: str = "params", mean_of: int = 1):
         """Parameters alone: the latest, their moving average (`item="ema"`), or the mean over the last `mean_of` checkpoints."""
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
-            self._check_same(item, abstract_params, step)
-            one = self._manager.restore(
-                step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract_params)})
-            )[item]
+            with damage(self.folder, step):
+                self._check_same(item, abstract_params, step)
+                one = self._manager.restore(
+                    step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract_params)})
+                )[item]
             total = one if total is None else jax.tree.map(jnp.add, total, one)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
 

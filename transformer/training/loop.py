@@ -119,7 +119,7 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     abstract, placed = abstract_state(config, model, optimizer, mesh)
-    data = open_data(config, workdir / "tokenizer.model")
+    data = open_data(config, workdir / "tokenizer.model" if rundir.trained(workdir) else None)
     batches, valid = data.batches("train"), data.batches("valid")
     text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
     progress = Progress(config.train.steps)

@@ -45,6 +45,8 @@ def check(workdir: Path, config: Experiment) -> None:
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir: {workdir} is a file; name a folder")
     if (workdir / "config.json").exists():
+        if not trained(workdir):
+            return  # a mended config may take the place
         old, new = (_flat(to_mapping(c)) for c in (load_config(workdir), config))
         differ = [
             key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not key.startswith(FREE)
@@ -61,6 +63,11 @@ def check(workdir: Path, config: Experiment) -> None:
         raise UserError(
             f"--workdir: {workdir} is not empty and no run of ours (no config.json); choose another directory"
         )
+
+
+def trained(workdir: Path) -> bool:
+    """Whether anything was trained here yet, that is kept."""
+    return any((workdir / "checkpoints").glob("[0-9]*"))
 
 
 def load_config(workdir: Path) -> Experiment:
