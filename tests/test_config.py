@@ -41,6 +41,14 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ({"dropout": 1.0}, r"model.dropout: 1.0 must lie in \[0, 1\)"),
         ({"num_decoder_layers": 0}, r"a family with a decoder needs at least 1"),
         ({"pad_id": 50}, r"model.pad_id: 50 is no token"),
+        ({"d_model": 2**40}, r"model.d_model: 1099511627776 is too large; at most"),
+        ({"norm_epsilon": 0.0}, r"model.norm_epsilon: 0.0 must be more than 0"),
+        ({"init_std": -0.1}, r"model.init_std: -0.1 must be more than 0"),
+        ({"attention_scale": float("nan")}, r"model.attention_scale: nan must be more than 0"),
+        ({"num_kv_heads": -1}, r"model.num_kv_heads: -1 is too small"),
+        ({"position": {"name": "rotary", "theta": 0.0}}, r"model.position.theta: 0.0 must be more than 0"),
+        ({"position": {"name": "rotary", "theta": float("inf")}}, r"model.position.theta: inf is no finite number"),
+        ({"norm_placement": {"name": "pre", "out_norm": {"x": 2}}}, r"out_norm: expected bool, got \{'x': 2\}$"),
         ({"dtype": "float16"}, r"model.dtype: no 'float16'"),
     ],
 )
@@ -72,6 +80,11 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
         ({"model": MODEL, "train": {"average_checkpoints": 2, "ema_decay": 0.9}}, r"two ways to average"),
         ({"model": MODEL, "decoding": {"beam_size": 4, "temperature": 1.0}}, r"beam search does not sample"),
         ({"model": MODEL, "platform": "tpus"}, r"did you mean 'tpu'"),
+        ({"model": MODEL, "seed": -1}, r"seed: -1 must lie between 0 and"),
+        ({"model": MODEL, "optimizer": {"learning_rate": float("inf")}}, r"optimizer.learning_rate: inf is too large"),
+        ({"model": MODEL, "optimizer": {"epsilon": 0.0}}, r"optimizer.epsilon: 0.0 must be more than 0"),
+        ({"model": MODEL, "train": {"profile": -1}}, r"train.profile: -1 is too small"),
+        ({"model": MODEL, "train": {"steps": 10**11}}, r"train.steps: 100000000000 is too large"),
     ],
 )
 def test_an_experiment_that_makes_no_sense_is_refused(tree, message):
@@ -100,6 +113,8 @@ def test_overrides_change_one_field_and_keep_their_types():
     assert (changed.model.d_model, changed.model.use_bias, changed.optimizer.learning_rate) == (256, False, 3e-4)
     assert dict(changed.model.position) == {"name": "rotary", "theta": 5e5}
     assert changed.train.wandb == "007"
+    scaled = apply_overrides(config, {"model.position.scaling.name": "linear", "model.position.scaling.factor": "4"})
+    assert dict(scaled.model.position["scaling"]) == {"name": "linear", "factor": 4}
     assert changed.data.tokenizer.kind == "bpe"
     for key, message in [
         ("model.d_modle", "did you mean 'd_model'"),
@@ -112,7 +127,7 @@ def test_overrides_change_one_field_and_keep_their_types():
 
 
 def test_the_name_none_nested_options_and_tuples_on_the_command_line():
-    config = from_mapping(Experiment, {"model": MODEL, "data": {"train": "x.jsonl", "packing": False}})
+    config = from_mapping(Experiment, {"model": MODEL, "data": {"train": "x.jsonl", "format": "jsonl", "packing": False}})
     changed = apply_overrides(
         config,
         {
@@ -137,14 +152,19 @@ def test_an_unknown_field_in_python_names_the_nearest():
     [
         ("x.py", "def get_config(:\n", r"x.py:1: SyntaxError"),
         ("x.py", "def get_config():\n    return 1 / 0\n", r"x.py:2: ZeroDivisionError"),
+        ("x.py", "def get_config():\n    import sys\n    sys.exit(3)\n", r"x.py:3: SystemExit"),
+        ("x.py", "def get_config():\n    return 3\n", r"returns 3; a ConfigDict or a dict is expected"),
+        ("x.py", "def get_config():\n    return [1]\n", r"returns \[1\]"),
         ("x.txt", "", "no Python file"),
         ("x.json", "{", "damaged"),
     ],
 )
-def test_a_broken_config_file_names_its_line(tmp_path, name, content, message):
+def test_a_broken_config_file_names_its_line(tmp_path, monkeypatch, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=message):
-        load_experiment(str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+    for path in (str(tmp_path / name), name):
+        with pytest.raises(UserError, match=message):
+            load_experiment(path)
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.stem)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -401,6 +402,22 @@ def test_damaged_and_missing_files(saved, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:200])
     with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
         load_hf(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: damaged"):
-        load_hf(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    theirs = json.loads((folder / "config.json").read_text())
+    for content, message in {
+        "{": "config.json: damaged",
+        "[1]": "config.json: damaged (no JSON object)",
+        "[" * 100_000: "config.json: damaged",
+        json.dumps({"model_type": ["gpt2"]}): "model_type: no \"['gpt2']\"",
+        json.dumps(theirs | {"n_embd": "x"}): "config.json: cannot be read as a gpt2 model (TypeError",
+        json.dumps(theirs | {"n_embd": None}): "config.json",
+        json.dumps(theirs | {"n_head": [2]}): "config.json: cannot be read as a gpt2 model",
+    }.items():
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    for content in ("[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(UserError, match=r"index\.json: damaged"):
+            load_hf(tmp_path)

@@ -1,6 +1,7 @@
 """From text to batches: every token where it belongs, once."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -273,6 +274,10 @@ def test_every_format_reads_the_same_pairs(tmp_path):
         ("a.txt", b"one\n", {"format": "text"}, "gives 1 text"),
         ("a.tsv", b"one\ttwo\nthree\tfour\n", {}, "held_out"),
         ("a.tsv", b"one\ttwo\n", {"format": "paired"}, "two paths with a comma"),
+        ("a.jsonl", b'{"source": ' + b"9" * 5000 + b"}\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
+        ("a.jsonl", b'{"source": ' + b"[" * 99999 + b"}\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
+        ("a.tsv", b"one\ttwo\n", {"fields": ("0", "5")}, r"a\.tsv:1: expected 6 columns \(data.fields\)"),
+        ("a.tsv", b"one\ttwo\n" * 99, {"format": "arrayrecord"}, r"a\.tsv: no ArrayRecord file|holds no text"),
     ],
 )
 def test_a_fault_in_the_text_names_its_place(tmp_path, name, content, config, message):
@@ -337,6 +342,22 @@ def test_the_known_corpora_say_their_licence_and_the_built_in_one_needs_no_netwo
         fetch("wikitext")
 
 
+def test_a_tokenizer_that_cannot_be_is_refused_by_its_own_field():
+    for fields, message in [
+        ({"character_coverage": 2.0}, "data.tokenizer.character_coverage: 2.0"),
+        ({"max_sentences": 0}, "data.tokenizer.max_sentences: 0 is too small"),
+        ({"kind": "wordpiece"}, "data.tokenizer.kind"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            TokenizerConfig(**fields)
+
+
+def test_text_on_gs_without_its_extra_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match=r"gs://bucket/text.txt needs the extra \[gcs\]"):
+        sources.expand("gs://bucket/text.txt")
+
+
 def test_data_config_refuses_what_makes_no_sense():
     for fields, message in [
         ({"corpus": "pydoc", "buckets": (8, 128)}, "packed or bucketed"),
@@ -344,6 +365,11 @@ def test_data_config_refuses_what_makes_no_sense():
         ({"corpus": "pydoc", "train": "x"}, "name one of them"),
         ({}, "name one of them"),
         ({"corpus": "pydoc", "too_long": "keep"}, "too_long"),
+        ({"corpus": "pydoc", "eval_overlap": -1}, "eval_overlap: -1 is too small"),
+        ({"corpus": "pydoc", "batch_size": 2**31}, "batch_size: 2147483648 is too large; at most 2,147,483,647"),
+        ({"train": "x", "format": "text", "fields": ("a",)}, "data.format = 'text' has no fields"),
+        ({"train": "x", "fields": ("²", "1")}, "numbers of columns"),
+        ({"train": "x", "fields": ("en", "es")}, "numbers of columns"),
     ]:
         with pytest.raises(UserError, match=message):
             DataConfig(**fields)

@@ -108,9 +108,12 @@ def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config
         check(tmp_path / "run", other)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "checkpoints").write_text("x")
     for workdir, message in [
         (tmp_path / "other", "no run of ours"),
         (tmp_path / "other" / "thesis.tex", "is a file"),
+        (tmp_path / "odd", "checkpoints is a file"),
         ("gs://bucket/run", "no local folder"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -250,10 +253,54 @@ def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
     assert curve(tmp_path / "run")[-1]["train/diverged"] is True
 
 
+def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
+    from transformer.training.metrics import read_metrics
+
+    good = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+    lines = [
+        json.dumps(good[0]).encode(),
+        b"[1]",
+        b"\xff\xfe",
+        b'{"a": 1}',
+        b"{",
+        json.dumps(good[1]).encode(),
+        b'{"st',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    assert read_metrics(tmp_path) == good
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_written(run_config, tmp_path, monkeypatch):
+    from transformer import files
+    from transformer.training.loop import train
+
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: files.shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    with pytest.raises(UserError, match=r"the disk has 0.0 MB left, but a checkpoint takes 0.\d MB"):
+        train(run_config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
+    import errno
+
+    from transformer.files import write_whole
+
+    def full(self, content):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_whole(tmp_path / "a.txt", "old")
+    with monkeypatch.context() as m:
+        m.setattr(Path, "write_bytes", full)
+        with pytest.raises(UserError, match=r"a\.txt: the disk is full"):
+            write_whole(tmp_path / "a.txt", "new")
+    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("a.txt", "old")]
+
+
 def test_a_full_disk_is_one_line(tmp_path):
     import errno
 
-    from transformer.training.checkpoint import disk_faults
+    from transformer.files import disk_faults
 
     with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 from flax.core import FrozenDict
@@ -15,11 +16,34 @@ def one_of(field: str, value, names) -> None:
         raise UserError(f"{field}: no {value!r}; {nearest(str(value), names)}")
 
 
+LARGEST = 2**31 - 1
+"""Of a whole number in a config: what an int32 holds."""
+
+
 def at_least(section: str, config, minimum, *fields: str) -> None:
-    """None of these fields of `config` is under `minimum`."""
+    """Each of these fields of `config` is a number, not under `minimum` and not beyond all bounds."""
     for field in fields:
-        if not getattr(config, field) >= minimum:  # a NaN is not
-            raise UserError(f"{section}.{field}: {getattr(config, field)} is too small; at least {minimum}")
+        value = getattr(config, field)
+        if not value >= minimum:  # a NaN is not
+            raise UserError(f"{section}.{field}: {value} is too small; at least {minimum}")
+        _bounded(section, field, value)
+
+
+def positive(section: str, config, *fields: str) -> None:
+    """Each of these fields of `config` is a number over zero."""
+    for field in fields:
+        value = getattr(config, field)
+        if not value > 0:
+            raise UserError(f"{section}.{field}: {value} must be more than 0")
+        _bounded(section, field, value)
+
+
+def _bounded(section: str, field: str, value) -> None:
+    if not math.isfinite(value) or (isinstance(value, int) and value > LARGEST):
+        raise UserError(
+            f"{section}.{field}: {value} is too large"
+            + (f"; at most {LARGEST:,}" if isinstance(value, int) else "; a finite number")
+        )
 
 
 def in_unit_interval(section: str, config, *fields: str) -> None:
@@ -44,6 +68,11 @@ def strict(cls):
     return cls
 
 
+def plain(value):
+    """A FrozenDict as the dict it prints as in one line."""
+    return value.unfreeze() if isinstance(value, FrozenDict) else value
+
+
 def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_option=lambda f: True):
     """What a config chooses from a table of dataclasses: `"rotary"`, or `dict(name="rotary", theta=500_000.0)`."""
     given = {"name": spec} if isinstance(spec, str) else dict(spec)
@@ -62,5 +91,7 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
         elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (
             kind is bool
         ):
-            raise UserError(f"{field}.{key}: expected {kind.__name__}, got {value!r}")
+            raise UserError(f"{field}.{key}: expected {kind.__name__}, got {plain(value)!r}")
+        elif kind is float and not math.isfinite(value):
+            raise UserError(f"{field}.{key}: {value} is no finite number")
     return cls(**given)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError, nearest
+from transformer.files import write_whole
 
 ABOUT = """Transformers in JAX: train, evaluate and use any architecture, from one experiment file, on any machine.
 
@@ -43,13 +44,35 @@ def main(argv: list[str] | None = None) -> int:
         reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
         print(f"error: {e.filename or type(e).__name__}: {reason}", file=sys.stderr)
         return 2
+    except RuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
+            raise
+        print(
+            f"error: out of memory ({str(e).splitlines()[0][:120]}); lower data.batch_size or the model, raise train.accumulate, "
+            "set model.remat='full', or spread the parameters with mesh.fsdp",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors are those of the rest: one line."""
+
+    def error(self, message: str):
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("empty; name a folder")
+    return Path(text)
+
+
 def _main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m transformer", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(metavar="VERB", title="verbs")
@@ -66,10 +89,10 @@ def _main(argv: list[str]) -> int:
 
     train = verb("train", _train, "train an experiment, or go on with it", TRAIN)
     train.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
-    train.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="where the run lives")
+    train.add_argument("--workdir", required=True, type=_folder, metavar="DIR", help="where the run lives")
 
     evaluate = verb("evaluate", _evaluate, "loss, perplexity, BLEU, chrF, bits per byte of a run on its held-out text")
-    evaluate.add_argument("--workdir", required=True, type=Path, metavar="DIR")
+    evaluate.add_argument("--workdir", required=True, type=_folder, metavar="DIR")
     evaluate.add_argument("--part", default="test", choices=("valid", "test"))
 
     generate = verb(
@@ -77,7 +100,7 @@ def _main(argv: list[str]) -> int:
         "Translate (encoder-decoder) or continue (decoder) text: a line in, a line out.\n\n"
         "  --config.decoding.beam_size=4 and other --config.decoding.* change how, for this call.",
     )  # fmt: skip
-    generate.add_argument("--workdir", required=True, type=Path, metavar="DIR")
+    generate.add_argument("--workdir", required=True, type=_folder, metavar="DIR")
     generate.add_argument("--input", default="-", metavar="FILE", help="a text file; - (the default) is standard input")
     generate.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
     generate.add_argument("--interactive", action="store_true", help="type a sentence, read the answer")
@@ -179,9 +202,11 @@ def _generate(args, overrides) -> int:
     from transformer.parallel.mesh import use
 
     config, mesh = _open(args, overrides)
-    lines = None if args.interactive else _read_lines(args.input)
     if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output: no folder {Path(args.output).parent}")
+    if args.output != "-" and Path(args.output).is_dir():
+        raise UserError(f"--output: {args.output} is a folder; name a file")
+    lines = None if args.interactive else _read_lines(args.input)
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
         if args.interactive:
@@ -194,7 +219,7 @@ def _generate(args, overrides) -> int:
     if args.output == "-":
         sys.stdout.write(text)
     else:
-        Path(args.output).write_text(text, encoding="utf-8")
+        write_whole(Path(args.output), text)
     return 0
 
 
@@ -206,7 +231,8 @@ def _read_lines(name: str) -> list[str]:
         text = data.decode("utf-8").removesuffix("\n")
         return [line.removesuffix("\r") for line in text.split("\n")] if data else []
     except UnicodeDecodeError as e:
-        raise UserError(f"--input: {name} is not UTF-8 (line {data[: e.start].count(10) + 1})") from None
+        what = "standard input" if name == "-" else name
+        raise UserError(f"--input: {what} is not UTF-8 (line {data[: e.start].count(10) + 1})") from None
 
 
 def _progress(total: int):

@@ -6,7 +6,7 @@ model/config.py; how an experiment is read from a file and the command line in c
 
 import dataclasses
 
-from transformer.checks import at_least, in_unit_interval, one_of
+from transformer.checks import LARGEST, at_least, in_unit_interval, one_of, positive
 from transformer.errors import UserError
 from transformer.model.config import Choice, ModelConfig
 
@@ -35,6 +35,9 @@ class TokenizerConfig:
 
     def __post_init__(self):
         one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe"))
+        at_least("data.tokenizer", self, 1, "max_sentences")
+        if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
+            raise UserError(f"data.tokenizer.character_coverage: {self.character_coverage} must lie between 0.98 and 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +79,15 @@ class DataConfig:
         one_of("data.too_long", self.too_long, ("drop", "cut"))
         at_least("data", self, 2, "length")
         at_least("data", self, 1, "batch_size", "held_out")
-        at_least("data", self, 0, "max_examples")
-        if not 0 <= self.eval_overlap < self.length:
+        at_least("data", self, 0, "max_examples", "eval_overlap")
+        if self.eval_overlap >= self.length:
             raise UserError(f"data.eval_overlap: {self.eval_overlap} must be less than data.length = {self.length}")
+        if self.fields and self.format in ("text", "paired"):
+            raise UserError(
+                f"data.fields: {self.fields}, but data.format = {self.format!r} has no fields; leave them out"
+            )
+        if self.fields and self.format == "tsv" and not all(f.isascii() and f.isdigit() for f in self.fields):
+            raise UserError(f"data.fields: {self.fields}; of tsv they are the numbers of columns, from 0: ('0', '1')")
         if self.buckets:
             if self.packing:
                 raise UserError(
@@ -109,6 +118,7 @@ class OptimizerConfig:
         one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd"))
         one_of("optimizer.schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "wsd", "constant"))
         at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "final_fraction")
+        positive("optimizer", self, "epsilon")
         in_unit_interval("optimizer", self, "b1", "b2", "momentum")
         if not 0 < self.decay_fraction <= 1:
             raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
@@ -161,6 +171,7 @@ class TrainConfig:
     def __post_init__(self):
         at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
         at_least("train", self, 0, "eval_every", "eval_batches", "checkpoint_every", "average_checkpoints", "z_loss")
+        at_least("train", self, 0, "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
         if (self.init_new or self.init_drop) and not self.init_from:
@@ -211,6 +222,8 @@ class Experiment:
 
     def __post_init__(self):
         one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
+        if not 0 <= self.seed <= LARGEST:
+            raise UserError(f"seed: {self.seed} must lie between 0 and {LARGEST:,}")
         if self.data.length > self.model.max_length:
             raise UserError(
                 f"data.length: {self.data.length} is longer than model.max_length = {self.model.max_length}"

@@ -8,7 +8,6 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
-import json
 import traceback
 import types
 import typing
@@ -16,9 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flax.core import FrozenDict
+from ml_collections import ConfigDict
 
 from transformer.config import Choice, Experiment, ModelConfig
 from transformer.errors import UserError, nearest
+from transformer.files import read_json
 
 
 def from_mapping(cls, given: Mapping, path: str = ""):
@@ -27,7 +28,7 @@ def from_mapping(cls, given: Mapping, path: str = ""):
         return given
     given = _thaw(given)
     if not isinstance(given, Mapping):
-        raise UserError(f"{path.rstrip('.')}: expected a table of fields, got {given!r}")
+        raise UserError(f"{path.rstrip('.') or 'config'}: expected a table of fields, got {given!r}")
     fields = typing.get_type_hints(cls)
     for key in given:
         if key not in fields:
@@ -104,7 +105,7 @@ def load_tree(file: str) -> dict:
         raise UserError(f"--config: no file {name!r}; experiments/ holds the shipped ones")
     if path.suffix == ".json":
         return _thaw(from_mapping(Experiment, read_json(path)))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
     if spec is None:
         raise UserError(f"--config: {name!r} is no Python file and no config.json")
     module = importlib.util.module_from_spec(spec)
@@ -114,23 +115,18 @@ def load_tree(file: str) -> dict:
             raise UserError(f"--config: {name!r} defines no get_config()")
         if arg and not inspect.signature(module.get_config).parameters:
             raise UserError(f"--config: {name!r} takes no argument; leave out :{arg}")
-        return _thaw(module.get_config(arg) if arg else module.get_config())
+        given = module.get_config(arg) if arg else module.get_config()
+        if not isinstance(given, Experiment | Mapping | ConfigDict):
+            raise UserError(f"--config: get_config() of {name!r} returns {given!r}; a ConfigDict or a dict is expected")
+        return _thaw(given)
     except UserError:
         raise
-    except Exception as e:
-        where = [frame for frame in traceback.extract_tb(e.__traceback__) if frame.filename == str(path)]
-        line = getattr(e, "lineno", None) or (where[-1].lineno if where else 0)
+    except (Exception, SystemExit) as e:
+        here = [frame for frame in traceback.extract_tb(e.__traceback__) if Path(frame.filename) == path.absolute()]
+        line = getattr(e, "lineno", None) or (here[-1].lineno if here else 0)
         raise UserError(
             f"--config: {path}:{line}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
         ) from e
-
-
-def read_json(path: Path) -> dict:
-    """A JSON file; UserError if it is damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path}: damaged ({e})") from None
 
 
 def _thaw(value):
@@ -152,18 +148,17 @@ def _override(tree: dict, dotted: str, text: str) -> None:
     node, path = tree, ""
     for key in parents:
         path += key
-        fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+        fields = {key: Choice} if cls is Choice else typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
         if key not in fields:
             raise UserError(
                 f"--config.{path}: no such field; {nearest(key, fields)}"
                 if fields
                 else f"--config.{dotted}: {path} has no fields"
             )
-        default = {f.name: f.default for f in dataclasses.fields(cls)}[key]
+        default = {} if cls is Choice else {f.name: f.default for f in dataclasses.fields(cls)}[key]
         cls = fields[key]
-        if cls is Choice:  # position="rotary" becomes dict(name="rotary", theta=...)
-            chosen = node.get(key, default)
-            node[key] = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+        if cls is Choice and isinstance(chosen := node.get(key, default), str):
+            node[key] = {"name": chosen}  # position="rotary" becomes dict(name="rotary", theta=...)
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise UserError(f"--config.{dotted}: {path} is a single value, it has no fields")

@@ -1,5 +1,6 @@
 """What an outside family is to us: its config in our words and back, and a table of its weights."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
@@ -37,13 +38,27 @@ class Family:
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
         """Their config.json as ours, with fields of `ours` on top. Raises UserError, with the field's name, for what we cannot express."""
         fields = Fields(theirs, self.model_type)
-        config = self.read(fields, tensors)
+        with self._odd_values():
+            config = self.read(fields, tensors)
         if rest := fields.rest():
             raise UserError(
                 f"config.json: {rest[0]} = {theirs[rest[0]]!r} is no field of a {self.model_type} model that we know"
                 + (f" (nor {', '.join(rest[1:])})" if rest[1:] else "")
             )
-        return ModelConfig(**config | ours)
+        with self._odd_values():
+            return ModelConfig(**config | ours)
+
+    @contextlib.contextmanager
+    def _odd_values(self) -> Iterator[None]:
+        """A value of a type that no config.json of the family has, as one line."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError, ZeroDivisionError) as e:
+            raise UserError(
+                f"config.json: cannot be read as a {self.model_type} model ({type(e).__name__}: {str(e)[:120]})"
+            ) from e
 
     def their_config(self, config: ModelConfig) -> dict:
         """Our config as their config.json. Raises UserError, with the field's name, for what they cannot express."""

@@ -19,6 +19,7 @@ import numpy as np
 from transformer.convert import bart, bert, bloom, gpt2, gpt_neox, llama, modernbert, opt, t5
 from transformer.convert.family import Family
 from transformer.errors import UserError, look_up
+from transformer.files import read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import build_model
@@ -54,11 +55,8 @@ def open_directory(directory: Path) -> tuple[Family, dict, "Tensors"]:
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(f"{directory}: no config.json; name a folder in which a model was saved with save_pretrained")
-    try:
-        theirs = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{file}: damaged ({e})") from None
-    family = look_up(FAMILIES, theirs.get("model_type", ""), f"{file}: model_type")
+    theirs = read_json(file)
+    family = look_up(FAMILIES, str(theirs.get("model_type", "")), f"{file}: model_type")
     return family, theirs, Tensors(directory, family)
 
 
@@ -68,7 +66,10 @@ class Tensors:
     def __init__(self, directory: Path, family: Family):
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            table = read_json(index).get("weight_map")
+            if not isinstance(table, dict) or not all(isinstance(name, str) for name in table.values()):
+                raise UserError(f"{index}: damaged (no table weight_map)")
+            files = sorted(set(table.values()))
         else:
             files = ["model.safetensors"]
         self._where = {}

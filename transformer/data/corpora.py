@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformer.errors import UserError, look_up
+from transformer.files import disk_faults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ def fetch(name: str) -> tuple[Corpus, Path]:
     if (folder / "LICENCE.txt").exists():
         return corpus, folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with disk_faults(data_home()), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / name
         made.mkdir()
         if corpus.package:

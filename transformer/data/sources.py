@@ -41,11 +41,25 @@ def _default_fields(sides: int) -> tuple[str, ...]:
     return ("text",) if sides == 1 else ("source", "target")
 
 
+def patterns(format: str, path: str) -> list[str]:
+    """The paths or globs in a path of this format: two of "paired", else one."""
+    if format != "paired":
+        return [path]
+    names = [name.strip() for name in path.split(",")]
+    if len(names) != 2 or not all(names):
+        raise UserError(f"data: format 'paired' needs two paths with a comma between, got {path!r}")
+    return names
+
+
 def expand(pattern: str) -> list[epath.Path]:
     """The files of a path or glob, sorted."""
-    path = epath.Path(pattern)
+    try:
+        path = epath.Path(pattern)
+        there = path.exists()
+    except ImportError:
+        raise UserError(f"data: {pattern} needs the extra [gcs]: pip install -e '.[gcs]'") from None
     if not any(c in path.name for c in "*?["):
-        if not path.exists():
+        if not there:
             raise UserError(f"data: no file {pattern}")
         if path.is_dir():
             raise UserError(f"data: {pattern} is a folder; name its files: {pattern.rstrip('/')}/*")
@@ -79,15 +93,15 @@ def _text(file: epath.Path, fields) -> Iterator[Example]:
 
 def _tsv(file: epath.Path, fields) -> Iterator[Example]:
     """Source, tab, target; further columns are ignored unless `fields` gives other column numbers (from 0)."""
-    columns = [int(f) for f in fields] if all(str(f).isdigit() for f in fields) else [0, 1]
+    chosen = fields != _default_fields(2)
+    columns = [int(f) for f in fields] if chosen else [0, 1]
     for number, line in _lines(file):
         if not line.strip():
             continue
         cells = line.split("\t")
         if len(cells) <= max(columns):
-            raise UserError(
-                f"{file}:{number}: expected source, tab, target; found {len(cells) - 1} tab(s) in {line[:60]!r}"
-            )
+            wanted = f"{max(columns) + 1} columns (data.fields)" if chosen else "source, tab, target"
+            raise UserError(f"{file}:{number}: expected {wanted}; found {len(cells) - 1} tab(s) in {line[:60]!r}")
         example = tuple(cells[c].strip() for c in columns)
         if all(example):  # a pair with an empty side teaches nothing
             yield example
@@ -95,10 +109,7 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
 
 def _paired(path: str) -> Iterator[Example]:
     """Two files, line by line."""
-    names = [name.strip() for name in path.split(",")]
-    if len(names) != 2:
-        raise UserError(f"data: format 'paired' needs two paths with a comma between, got {path!r}")
-    source, target = (expand(name)[0] for name in names)
+    source, target = (expand(name)[0] for name in patterns("paired", path))
     left, right = _lines(source), _lines(target)
     number = 0
     for number, text in left:
@@ -114,7 +125,7 @@ def _paired(path: str) -> Iterator[Example]:
 def _record(text: str, fields, where: str) -> Example:
     try:
         record = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a number of too many digits, braces in braces in braces
         record = None
     if not isinstance(record, dict):
         raise UserError(f"{where}: not a JSON object: {text[:60]!r}")
@@ -147,7 +158,10 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
     """Each record a JSON object or, with one field, plain UTF-8 text."""
     from array_record.python.array_record_module import ArrayRecordReader
 
-    reader = ArrayRecordReader(str(file))
+    try:
+        reader = ArrayRecordReader(str(file))
+    except (RuntimeError, ValueError) as e:
+        raise UserError(f"{file}: no ArrayRecord file ({str(e).splitlines()[0][:80]})") from None
     for number in range(reader.num_records()):
         try:
             text = reader.read().decode("utf-8")

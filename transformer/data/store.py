@@ -23,6 +23,7 @@ from transformer.data import corpora, sources, split
 from transformer.data.sources import Example
 from transformer.data.tokenizer import EOS, Tokenizer, load_tokenizer, train_tokenizer
 from transformer.errors import UserError
+from transformer.files import disk_faults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def open_store(config: DataConfig, vocab_size: int, sides: int) -> Store:
     folder = corpora.data_home() / "tokens" / key
     if not (folder / "meta.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        with disk_faults(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "store"
             made.mkdir()
             _make(made, text, config, vocab_size)
@@ -114,7 +115,12 @@ class _Text:
         """Names, sizes and dates of all files, without reading them."""
         if self.format == "huggingface":
             return sorted(self.paths.items())
-        files = [f for path in self.paths.values() for name in path.split(",") for f in sources.expand(name.strip())]
+        files = [
+            f
+            for path in self.paths.values()
+            for name in sources.patterns(self.format, path)
+            for f in sources.expand(name)
+        ]
         return [[str(f), f.stat().length, _modified(f)] for f in files]
 
     def read(self, part: str) -> Iterator[Example]:

@@ -75,13 +75,11 @@ def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterabl
         )  # fmt: skip
     except RuntimeError as e:
         most, least = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
-        way_out = (
-            f"it allows at most {most[1]}"
-            if most
-            else f"its characters and bytes need at least {least[1]}"
-            if least
-            else str(e)
-        )
+        if not most and not least:
+            raise UserError(
+                f"data.tokenizer: SentencePiece cannot be trained on this text ({str(e).strip()})"
+            ) from None
+        way_out = f"it allows at most {most[1]}" if most else f"its characters and bytes need at least {least[1]}"
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {vocab_size} pieces of this text; {way_out}"
         ) from None

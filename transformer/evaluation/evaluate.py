@@ -10,13 +10,13 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from transformer.config import Experiment
-from transformer.config_io import read_json
 from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import Tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.translation import translate_and_score
+from transformer.files import read_json, write_whole
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_rows
 from transformer.parallel.sharding import BATCH
@@ -84,17 +84,19 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
             lines = [f"source     {source}", f"model      {hypothesis}", *(f"reference  {r}" for r in refs)]
             blocks.append("\n".join(lines) + "\n")
     left_out = batches.report | ({"cut for translation": generate.cut} if generate.cut and not language_model else {})
-    (workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt")).write_text(
-        "\n".join(blocks), encoding="utf-8"
-    )
+    write_whole(workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt"), "\n".join(blocks))
     report |= found | {"signatures": signatures, "left_out": left_out}
-    (workdir / f"{part}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_whole(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
     append_metrics(workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()})
     return found | {f"{name}_signature": s for name, s in signatures.items()} | left_out
 
 
 def _check_text(workdir: Path, data: Data, part: str) -> None:
-    was, found = (meta[part]["sha256"] for meta in (read_json(workdir / "manifest.json")["data"], data.store.meta))
+    found = data.store.meta[part]["sha256"]
+    try:
+        was = read_json(workdir / "manifest.json")["data"][part]["sha256"]
+    except (KeyError, TypeError):
+        raise UserError(f"{workdir / 'manifest.json'}: damaged (no data.{part}.sha256)") from None
     if was != found:
         raise UserError(
             f"--workdir: the {part} text has changed since {workdir} was trained; restore it to compare numbers"

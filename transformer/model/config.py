@@ -5,7 +5,7 @@ import functools
 
 from flax.core import FrozenDict
 
-from transformer.checks import at_least, in_unit_interval, one_of, strict
+from transformer.checks import at_least, in_unit_interval, one_of, positive, strict
 from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.activations import ACTIVATIONS
@@ -110,11 +110,16 @@ class ModelConfig:
             "d_embedding",
             "token_types",
             "num_labels",
+            "num_kv_heads",
+            "embedding_init_std",
             "random_positions",
             "window",
             "attention_soft_cap",
             "logit_soft_cap",
         )
+        positive("model", self, "norm_epsilon", "init_std", "logit_scale")
+        if self.attention_scale is not None:
+            positive("model", self, "attention_scale")
         in_unit_interval("model", self, "dropout", "attention_dropout", "activation_dropout")
         for field, names in {
             "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
@@ -130,7 +135,7 @@ class ModelConfig:
                 )
             set_("d_head", self.d_model // self.num_heads)
         set_("num_kv_heads", self.num_kv_heads or self.num_heads)
-        if self.num_kv_heads < 0 or self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
             )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from flax.core import FrozenDict
 
+from transformer.checks import plain
 from transformer.errors import UserError, look_up, nearest
 
 
@@ -75,7 +76,7 @@ def build_placement(spec: str | FrozenDict, *, encoder_layers: int, decoder_laye
             raise UserError(f"model.norm_placement: no part {key!r}; {nearest(key, fields)}")
         kind = type(getattr(Placement(), key))
         if not isinstance(value, (int, float) if kind is float else kind):
-            raise UserError(f"model.norm_placement.{key}: expected {kind.__name__}, got {value!r}")
+            raise UserError(f"model.norm_placement.{key}: expected {kind.__name__}, got {plain(value)!r}")
     preset = make(
         layers=decoder_layers if is_decoder else encoder_layers,
         encoder_layers=encoder_layers,

@@ -30,8 +30,8 @@ def check_platform(wanted: str) -> str:
     """The platform JAX runs on. Raises UserError where that is not what the config asks for: never train on CPU by accident."""
     try:
         found = jax.default_backend()
-    except RuntimeError as e:
-        reason = str(e).splitlines()[0]
+    except (RuntimeError, AssertionError) as e:  # JAX asserts where JAX_PLATFORMS names what it has no plugin for
+        reason = (str(e).splitlines() or [f"no platform {jax.config.jax_platforms!r} here"])[0]
         raise UserError(
             f"platform: JAX cannot start ({reason}); see JAX_PLATFORMS, and the extras [gpu] and [tpu]"
         ) from None

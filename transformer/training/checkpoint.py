@@ -1,7 +1,7 @@
 """Checkpoints with Orbax: asynchronous, whole or absent, restored only into declared shapes and shardings."""
 
 import contextlib
-import errno
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,21 +12,9 @@ from etils import epath
 
 from transformer.config import TrainConfig
 from transformer.errors import UserError
+from transformer.files import check_room, disk_faults
 from transformer.parallel.sharding import path_name
 from transformer.training.state import TrainState
-
-
-@contextlib.contextmanager
-def disk_faults(path) -> Iterator[None]:
-    """A full disk as one line. What was saved before is untouched: Orbax renames a checkpoint into place when it is whole."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as e:
-        if getattr(e, "errno", None) == errno.ENOSPC or "No space left" in str(e):
-            raise UserError(
-                f"{path}: the disk is full; the last whole checkpoint is kept, free some space and start again"
-            ) from None
-        raise
 
 
 @contextlib.contextmanager
@@ -66,6 +54,7 @@ class Checkpoints:
         with disk_faults(self.folder):
             self._manager.check_for_errors()
             self._prune()
+            check_room(Path(self.folder), size(state), "a checkpoint")
             self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
 
     def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict]:
@@ -120,6 +109,11 @@ class Checkpoints:
             raise UserError(
                 f"{self.folder}/{step} is a checkpoint of another architecture: {'; '.join(wrong[:3])}{more}"
             )
+
+
+def size(state: TrainState) -> int:
+    """Bytes of a checkpoint."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 def _items(state: TrainState) -> dict:

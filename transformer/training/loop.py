@@ -18,13 +18,14 @@ from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
+from transformer.files import check_room, disk_faults
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_rows, start, use
 from transformer.parallel.sharding import BATCH, describe
 from transformer.training import rundir
-from transformer.training.checkpoint import Checkpoints
+from transformer.training.checkpoint import Checkpoints, size
 from transformer.training.initialize import check_tokenizer, start_from
-from transformer.training.metrics import MetricsLog, Progress, human_count, plot_loss
+from transformer.training.metrics import MetricsLog, Progress, check_wandb, human_count, plot_loss
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.recorder import Recorder
 from transformer.training.state import TrainState, abstract_state, init_state
@@ -34,7 +35,7 @@ from transformer.training.step import make_eval_step, make_train_step
 def train(config: Experiment, workdir: str | Path) -> int:
     """Trains in `workdir`, or goes on where a run of the same experiment stopped. Returns the steps done, which are fewer
     than `train.steps` after SIGTERM or Ctrl-C; the same call goes on from there."""
-    with use(start(config.platform, config.mesh)) as mesh:
+    with disk_faults(workdir), use(start(config.platform, config.mesh)) as mesh:
         run = _start(config, Path(workdir), mesh)
         with run, _stop_signals() as stopped, _profile(run.workdir, config.train.profile, run.step) as profile:
             for batch in run.batches.stream(run.step, config.train.steps):
@@ -115,10 +116,12 @@ class _Run:
 def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     """Everything before the first step: checks first, then data, then the state, new or as it was left."""
     check_rows(config, mesh)
+    check_wandb(config.train.wandb)
     rundir.check(workdir, config)
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     abstract, placed = abstract_state(config, model, optimizer, mesh)
+    check_room(workdir.absolute(), size(abstract), "a checkpoint")
     data = open_data(config, workdir / "tokenizer.model" if rundir.trained(workdir) else None)
     batches, valid = data.batches("train"), data.batches("valid")
     text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}

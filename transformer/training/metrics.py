@@ -1,12 +1,14 @@
 """What a run says: a progress line for a person, metrics.jsonl for scripts, TensorBoard, Weights & Biases, loss.png."""
 
 import hashlib
+import importlib.util
 import json
 import shutil
 import sys
 from pathlib import Path
 
 from transformer.errors import UserError
+from transformer.files import write_whole
 
 
 class MetricsLog:
@@ -16,9 +18,7 @@ class MetricsLog:
         self._path = workdir / "metrics.jsonl"
         kept = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
         self._last = {name: line["step"] for line in kept for name in line}
-        scratch = self._path.with_suffix(".tmp")
-        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        scratch.replace(self._path)
+        write_whole(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = self._path.open("a")
         self._board = None
         if tensorboard:
@@ -50,11 +50,15 @@ class MetricsLog:
             self._wandb.finish()
 
 
+def check_wandb(project: str) -> None:
+    """Raises UserError if it is asked for and not installed."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'")
+
+
 def _start_wandb(project: str, workdir: Path, config: dict):
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'") from None
+    import wandb
+
     return wandb.init(
         project=project,
         name=workdir.name,
@@ -66,14 +70,16 @@ def _start_wandb(project: str, workdir: Path, config: dict):
 
 
 def read_metrics(workdir: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl; a last line that was cut off is left out."""
+    """The lines of a run's metrics.jsonl. One that was cut off, or damaged, is left out."""
     path, lines = Path(workdir) / "metrics.jsonl", []
     if path.exists():
-        for line in path.read_text().splitlines():
+        for text in path.read_bytes().splitlines():
             try:
-                lines.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+                line = json.loads(text)
+            except ValueError:  # UnicodeDecodeError is one
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                lines.append(line)
     return lines
 
 

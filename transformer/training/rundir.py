@@ -15,9 +15,10 @@ import jax
 from jax.sharding import Mesh
 
 from transformer.config import Experiment
-from transformer.config_io import from_mapping, read_json, to_mapping
+from transformer.config_io import from_mapping, to_mapping
 from transformer.data.pipeline import Data
 from transformer.errors import UserError
+from transformer.files import read_json, write_whole
 from transformer.version import __version__
 
 FREE = (
@@ -44,6 +45,8 @@ def check(workdir: Path, config: Experiment) -> None:
         )
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir: {workdir} is a file; name a folder")
+    if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
+        raise UserError(f"--workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it")
     if (workdir / "config.json").exists():
         if not trained(workdir):
             return  # a mended config may take the place
@@ -103,10 +106,10 @@ def claim(workdir: Path, config: Experiment, mesh: Mesh, data: Data, parameters:
         "parameters": parameters,
         "data": data.describe(),
     }
-    (workdir / "tokenizer.model").write_bytes(data.tokenizer.model)
+    write_whole(workdir / "tokenizer.model", data.tokenizer.model)
     file = workdir / "manifest.json"
     before = read_json(file) if file.exists() else {}
-    earlier = [*before.get("earlier_starts", []), {k: before[k] for k in _OF_A_START}] if before else []
+    earlier = [*before.get("earlier_starts", []), {k: before.get(k) for k in _OF_A_START}] if before else []
     _write(file, manifest | {"earlier_starts": earlier})
 
 
@@ -134,9 +137,4 @@ def _flat(tree: dict, prefix: str = "") -> dict:
 
 
 def _write(file: Path, content: dict) -> None:
-    scratch = file.with_suffix(".tmp")
-    try:
-        scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        scratch.replace(file)
-    finally:
-        scratch.unlink(missing_ok=True)
+    write_whole(file, json.dumps(content, indent=2) + "\n")

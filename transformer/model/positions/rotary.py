@@ -37,6 +37,8 @@ class Rotary(Position):
     def check(self, facts: StackFacts) -> str | None:
         if self.layout not in ("halves", "interleaved"):
             return f"model.position.layout: no {self.layout!r}; there is: halves, interleaved"
+        if self.theta <= 0:
+            return f"model.position.theta: {self.theta} must be more than 0"
         turned = int(facts.d_head * self.fraction)
         if not 0 < self.fraction <= 1 or turned % 2 or turned == 0:
             return f"model.position 'rotary' turns pairs: d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"
