@@ -3,7 +3,10 @@
 import contextlib
 import os
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = (  # small models, run once: what counts is the time to compile them
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    + os.environ.get("XLA_FLAGS", "")
+)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made here, none is fetched
 
@@ -52,18 +55,8 @@ def tokens(seed: int, batch: int, length: int, vocab: int = 37) -> jax.Array:
 
 
 def make(config: ModelConfig, seed: int = 0, noise: float = 0.3):
-    """(model, params). Every parameter is moved off its initial value, so that gains, offsets, biases, gates and tables matter."""
-    model = build_model(config)
-    args = (tokens(0, 1, 4),) * (2 if config.family == "encoder_decoder" else 1)
-    params = meta.unbox(jax.jit(model.init)(jax.random.key(seed), *args))
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    moved = [x + noise * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)]
-    return model, jax.tree.unflatten(tree, moved)
-
-
-def random_params(config: ModelConfig, seed: int = 0, noise: float = 0.3):
-    """(model, params) of random numbers, without compiling an initialisation: gains near 1, everything else near 0."""
+    """(model, params) of random numbers: gains near 1, everything else near 0, so that gains, offsets, biases, gates and tables
+    matter. Nothing is compiled: an initialisation takes longer to compile than all the rest of a test."""
     model, args = build_model(config), (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.family == "encoder_decoder"))
     abstract = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), *args))
     generator = np.random.default_rng(seed)
@@ -73,6 +66,12 @@ def random_params(config: ModelConfig, seed: int = 0, noise: float = 0.3):
         return jnp.asarray(start + noise * generator.standard_normal(x.shape), x.dtype)
 
     return model, jax.tree_util.tree_map_with_path(draw, abstract)
+
+
+def initialised(config: ModelConfig, seed: int = 0):
+    """(model, params) as training starts with them."""
+    model, args = build_model(config), (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.family == "encoder_decoder"))
+    return model, meta.unbox(jax.jit(model.init)(jax.random.key(seed), *args))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import make, random_params, tokens
+from conftest import make, tokens
 from flax.core import meta
 from test_oracle import each_layer
 
@@ -96,7 +96,7 @@ def test_its_equations(name):
     """A small likeness against the oracle."""
     config = small(name)
     sides = (tokens(0, 2, 9), tokens(1, 2, 7))[: 1 + (config.family == "encoder_decoder")]
-    model, params = random_params(config, noise=0.2)
+    model, params = make(config, noise=0.2)
     wanted = oracle.forward(config, each_layer(config, params), *sides)
     np.testing.assert_allclose(jax.jit(model.apply)(params, *sides), wanted, atol=1e-4)
 

@@ -127,7 +127,9 @@ def test_overrides_change_one_field_and_keep_their_types():
 
 
 def test_the_name_none_nested_options_and_tuples_on_the_command_line():
-    config = from_mapping(Experiment, {"model": MODEL, "data": {"train": "x.jsonl", "format": "jsonl", "packing": False}})
+    config = from_mapping(
+        Experiment, {"model": MODEL, "data": {"train": "x.jsonl", "format": "jsonl", "packing": False}}
+    )
     changed = apply_overrides(
         config,
         {

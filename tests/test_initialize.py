@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, random_params
+from conftest import TINY, make
 
 from transformer import ModelConfig, save_hf
 from transformer.config import Experiment
@@ -114,7 +114,7 @@ def test_a_hugging_face_directory(tmp_path):
     config = dataclasses.replace(
         ModelConfig(**MODEL | {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}), scan_layers=False
     )
-    _, params = random_params(config)
+    _, params = make(config)
     save_hf(tmp_path / "hf", config, params, family="gpt2")
     model = {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}
     _, found = started(experiment(model, {"init_from": str(tmp_path / "hf")}))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make, schemes, small, tokens
+from conftest import initialised, make, schemes, small, tokens
 
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.network import build_model
@@ -201,7 +201,7 @@ def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
     alone = small("decoder", norm_placement="deepnorm", num_decoder_layers=5).placement("decoder")
     assert (alone.residual_scale, alone.branch_gain) == (pytest.approx(10**0.25), pytest.approx(40**-0.25))
     plain, scaled = (
-        make(small("decoder", norm_placement=p, num_decoder_layers=5), noise=0)[1]["params"]["decoder"]["layers"]
+        initialised(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["params"]["decoder"]["layers"]
         for p in ("post", "deepnorm")
     )
     for part, gain in {"value": alone.branch_gain, "out": alone.branch_gain, "query": 1.0, "key": 1.0}.items():
@@ -214,7 +214,7 @@ def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
 
 
 def test_rezero_starts_as_the_identity():
-    model, params = make(small("decoder", norm_placement="rezero", position="none"), noise=0)
+    model, params = initialised(small("decoder", norm_placement="rezero", position="none"))
     (x,) = inputs(model.config)
     h, head = model.apply(params, x, method="features")
     np.testing.assert_array_equal(h, head.matrix_VxE[x])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import random_params, schemes, small, tokens
+from conftest import make, schemes, small, tokens
 
 from transformer.decoding.prefill import advance, prefill
 from transformer.model.layout import flatten, part, unflatten, where
@@ -69,7 +69,7 @@ def each_layer(config, params):
 
 def compare(config):
     """Ours, jitted, looped and rematerialised, against the oracle: equal but for float32's rounding of the largest logit."""
-    model, params = random_params(dataclasses.replace(config, remat="full"))
+    model, params = make(dataclasses.replace(config, remat="full"))
     sides = given(config)
     wanted = oracle.forward(config, each_layer(config, params), *sides)
     found = np.asarray(jax.jit(model.apply)(params, *sides))
@@ -104,7 +104,7 @@ def test_contextual_positions_past_their_table():
 @pytest.mark.parametrize("position", [p for _, p in schemes("decoder")])
 def test_packed_segments(position):
     config = small("decoder", position=position)
-    model, params = random_params(config)
+    model, params = make(config)
     x, layers = tokens(0, 1, 9), each_layer(config, params)
     place = {"segment_ids": np.array([[1] * 4 + [2] * 5]), "positions": np.array([[*range(4), *range(5)]])}
     wanted = oracle.forward(config, layers, x, **place)
@@ -120,7 +120,7 @@ def test_packed_segments(position):
 def test_cached_decoding(variant, scan):
     """Prefill, then one token at a time."""
     config = small("decoder", **VARIANTS[variant], scan_layers=scan)
-    model, params = random_params(config)
+    model, params = make(config)
     x = tokens(0, 2, 8)
     wanted = oracle.forward(config, each_layer(config, params), x)
     logits, memory = prefill(model, params["params"], x[:, :3], 8)
@@ -135,7 +135,7 @@ def test_cached_decoding(variant, scan):
 def test_bfloat16_is_near(family):
     """Activations of 8 bits: within 6 % of the largest logit."""
     config = small(family, position="rotary", dtype="bfloat16")
-    model, params = random_params(config, noise=0.2)
+    model, params = make(config, noise=0.2)
     sides = given(config)
     wanted, real = oracle.forward(config, each_layer(config, params), *sides), np.asarray(sides[-1]) != 0
     found = np.asarray(jax.jit(model.apply)(params, *sides), np.float64)
@@ -145,7 +145,7 @@ def test_bfloat16_is_near(family):
 
 def test_token_types():
     config = small("encoder", token_types=3)
-    model, params = random_params(config)
+    model, params = make(config)
     (x,) = given(config)
     layers, types = each_layer(config, params), jnp.asarray(np.random.default_rng(0).integers(0, 3, x.shape))
     wanted = oracle.forward(config, layers, x, token_types=types)
