@@ -15,6 +15,7 @@ from transformer.data.pipeline import open_data
 from transformer.data.tokenizer import BOS, EOS, Tokenizer, train_tokenizer
 from transformer.errors import UserError
 
+PAIR = ("source", "target")
 ENGLISH = [
     "the cat sat on the mat",
     "a dog ran home",
@@ -180,7 +181,7 @@ def test_overlapping_windows_ask_once_and_give_context(tmp_path, packing):
 def test_packing_wastes_little_and_never_overflows():
     rng = np.random.default_rng(0)
     a, b = rng.integers(2, 20, 5000), rng.integers(2, 20, 5000)
-    rows = pack(a, b, room=64)
+    rows = pack([a, b], [64, 64])
     assert sorted(np.concatenate(rows).tolist()) == list(range(5000))
     assert max(max(a[r].sum(), b[r].sum()) for r in rows) <= 64
     assert max(a.sum(), b.sum()) / (64 * len(rows)) > 0.88
@@ -247,7 +248,7 @@ def test_every_format_reads_the_same_pairs(tmp_path):
     for a, b in rows:
         writer.write(json.dumps({"en": a, "es": b}).encode())
     writer.close()
-    read = lambda format, path, *fields: list(sources.read(format, path, fields, sides=2))
+    read = lambda format, path, *fields: list(sources.read(format, path, fields, PAIR))
     assert read("tsv", f"{tmp_path}/*.tsv") == rows
     assert read("tsv", f"{tmp_path}/*.tsv", "1", "0") == [r[::-1] for r in rows]
     assert read("paired", f"{tmp_path}/x.en,{tmp_path}/x.es") == rows
@@ -292,7 +293,7 @@ def test_paired_files_of_unequal_length(tmp_path):
     for order in ("x.en,x.es", "x.es,x.en"):
         path = ",".join(str(tmp_path / n) for n in order.split(","))
         with pytest.raises(UserError, match=r"ends after line 2"):
-            list(sources.read("paired", path, sides=2))
+            list(sources.read("paired", path, columns=PAIR))
 
 
 def test_a_missing_file_and_a_glob_without_a_match(tmp_path):

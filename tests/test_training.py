@@ -49,7 +49,7 @@ def train_steps(config, steps=3):
             losses.append(float(metrics["loss"]))
         assert step._cache_size() == 1
         evaluated = make_eval_step(config, model, mesh, placed.params)(state.params, batch_of(config, 9))
-        return losses, jax.device_get(state.params), float(evaluated.nll / evaluated.weight), placed
+        return losses, jax.device_get(state.params), float(evaluated["tokens"].nll / evaluated["tokens"].weight), placed
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,10 @@ model/config.py; how an experiment is read from a file and the command line in c
 
 import dataclasses
 
+from flax.core import FrozenDict
+
 from transformer.checks import LARGEST, at_least, in_unit_interval, one_of, positive
+from transformer.data import objectives
 from transformer.errors import UserError
 from transformer.model.config import Choice, ModelConfig
 
@@ -53,8 +56,9 @@ class DataConfig:
         str, ...
     ] = ()  # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers
     reverse: bool = False  # swap source and target
-    objective: str = "causal_lm"  # seq2seq | causal_lm
-    length: int = 128  # tokens in a row, on each side
+    objective: Choice = "causal_lm"  # seq2seq | prefix_lm | masked_lm | span_corruption | ul2 | classification | tagging, or dict(name=...)
+    length: int = 128  # tokens in a row; in an encoder-decoder, in a row of the encoder
+    target_length: int = 0  # and in one of its decoder; 0: as many
     batch_size: int = 32  # rows of `length`; a shorter bucket has more rows, so that batch_size * length tokens stay
     packing: bool = True  # several documents a row, told apart by segment ids
     buckets: tuple[int, ...] = ()  # without packing: row lengths, the last of which is `length`
@@ -75,11 +79,13 @@ class DataConfig:
             raise UserError(
                 "data.corpus: a known corpus has its own files; data.valid, data.test and data.fields go with data.train"
             )
+        if not isinstance(self.objective, str):
+            object.__setattr__(self, "objective", FrozenDict(self.objective))
         one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface"))
         one_of("data.too_long", self.too_long, ("drop", "cut"))
         at_least("data", self, 2, "length")
         at_least("data", self, 1, "batch_size", "held_out")
-        at_least("data", self, 0, "max_examples", "eval_overlap")
+        at_least("data", self, 0, "max_examples", "eval_overlap", "target_length")
         if self.eval_overlap >= self.length:
             raise UserError(f"data.eval_overlap: {self.eval_overlap} must be less than data.length = {self.length}")
         if self.fields and self.format in ("text", "paired"):
@@ -93,8 +99,17 @@ class DataConfig:
                 raise UserError(
                     "data.buckets: rows are either packed or bucketed; set data.packing=False or leave out data.buckets"
                 )
+            if any(width * self.decoder_length % self.length for width in self.buckets):
+                raise UserError(
+                    f"data.buckets: {self.buckets} times data.target_length / data.length must be whole numbers"
+                )
             if sorted(set(self.buckets)) != list(self.buckets) or self.buckets[-1] != self.length:
                 raise UserError(f"data.buckets: {self.buckets} must grow and end in data.length = {self.length}")
+
+    @property
+    def decoder_length(self) -> int:
+        """Tokens in a row of the decoder."""
+        return self.target_length or self.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,19 +239,34 @@ class Experiment:
         one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
         if not 0 <= self.seed <= LARGEST:
             raise UserError(f"seed: {self.seed} must lie between 0 and {LARGEST:,}")
-        if self.data.length > self.model.max_length:
-            raise UserError(
-                f"data.length: {self.data.length} is longer than model.max_length = {self.model.max_length}"
-            )
+        for field in ("length", "target_length"):
+            if getattr(self.data, field) > self.model.max_length:
+                raise UserError(
+                    f"data.{field}: {getattr(self.data, field)} is longer than model.max_length = {self.model.max_length}"
+                )
         if self.data.batch_size % self.train.accumulate:
             raise UserError(
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}"
             )
         if self.model.pad_id != 0:
             raise UserError(f"model.pad_id: {self.model.pad_id}, but the tokenizer's padding is 0; leave it at 0")
-        objective, families = self.data.objective, {"seq2seq": "encoder_decoder", "causal_lm": "decoder"}
-        one_of("data.objective", objective, families)
-        if self.model.family != families[objective]:
+        name = self.data.objective if isinstance(self.data.objective, str) else self.data.objective["name"]
+        objective = self.objective
+        if self.model.family not in objective.families:
             raise UserError(
-                f"data.objective: {objective!r} trains a model of family {families[objective]!r}, but model.family = {self.model.family!r}"
+                f"data.objective: {name!r} trains a model of family {' or '.join(map(repr, objective.families))}, "
+                f"but model.family = {self.model.family!r}"
             )
+        if objective.asks_for_tokens and not self.model.lm_head:
+            raise UserError(f"data.objective: {name!r} asks for tokens; set model.lm_head=True")
+        if self.data.target_length and self.model.family != "encoder_decoder":
+            raise UserError(
+                f"data.target_length: {self.data.target_length}, but model.family = {self.model.family!r} has one side; leave it at 0"
+            )
+        if problem := objective.check(self):
+            raise UserError(f"data.objective: {name!r} {problem}")
+
+    @property
+    def objective(self) -> objectives.Objective:
+        """What `data.objective` chooses, with its options."""
+        return objectives.build(self.data.objective)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformer.config import Experiment
 from transformer.data.batching import Batches
-from transformer.data.objectives import OBJECTIVES, Objective
+from transformer.data.objectives import Objective
 from transformer.data.store import Store, open_store
 from transformer.errors import UserError
 
@@ -25,9 +25,9 @@ class Data:
     def batches(self, part: str) -> Batches:
         """Training: shuffled by the seed, for all steps. valid, test: every row once, in order."""
         data, train = self.config.data, part == "train"
-        rows = self.objective.rows(self.store, part, data)
+        rows = self.objective.rows(self.store, part, self.config)
         batches = Batches(
-            rows, length=data.length, batch_size=data.batch_size, buckets=data.buckets,
+            rows, length=data.length, decoder_length=data.decoder_length, batch_size=data.batch_size, buckets=data.buckets,
             seed=self.config.seed if train else None, steps=self.config.train.steps if train else None,
         )  # fmt: skip
         if not batches.per_epoch:
@@ -44,9 +44,14 @@ class Data:
 def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
     """Fetches, splits, tokenises what is not there yet. With `tokenizer`, that of an existing run: the text is tokenised
     by that one, even if training anew (by another version of SentencePiece, say) would give another."""
-    objective = OBJECTIVES[config.data.objective]
-    store = open_store(config.data, config.model.vocab_size, objective.sides)
+    objective = config.objective
+    pieces = config.model.vocab_size - objective.reserved
+    store = open_store(config.data, pieces, objective.columns)
     if tokenizer is not None and tokenizer.exists() and store.tokenizer.model != tokenizer.read_bytes():
         own = dataclasses.replace(config.data.tokenizer, path=str(tokenizer))
-        store = open_store(dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size, objective.sides)
+        store = open_store(dataclasses.replace(config.data, tokenizer=own), pieces, objective.columns)
+    if store.classes and len(store.classes) != config.model.num_labels:
+        raise UserError(
+            f"model.num_labels: {config.model.num_labels}, but the text has {len(store.classes)}: {', '.join(store.classes[:8])}"
+        )
     return Data(config, objective, store)

@@ -15,30 +15,30 @@ from transformer.errors import UserError
 Example = tuple[str, ...]
 
 
-def read(format: str, path: str, fields: tuple[str, ...] = (), sides: int = 1) -> Iterator[Example]:
-    """Examples of `sides` strings each. Raises UserError for a missing or empty file and for a malformed line."""
+def read(
+    format: str, path: str, fields: tuple[str, ...] = (), columns: tuple[str, ...] = ("text",)
+) -> Iterator[Example]:
+    """Examples of as many strings as `columns`, which are the names of `fields` too, unless given. Raises UserError for a missing or empty
+    file and for a malformed line."""
+    fields = fields or columns
     if format == "huggingface":
-        yield from _huggingface(path, fields or _default_fields(sides))
+        yield from _huggingface(path, fields)
         return
     count = 0
     if format == "paired":
         examples = _paired(path)
     else:
         reader = {"tsv": _tsv, "text": _text, "jsonl": _jsonl, "arrayrecord": _arrayrecord}[format]
-        examples = (example for file in expand(path) for example in reader(file, fields or _default_fields(sides)))
+        examples = (example for file in expand(path) for example in reader(file, fields))
     for example in examples:
-        if len(example) != sides:
+        if len(example) != len(columns):
             raise UserError(
-                f"data.format: {format!r} gives {len(example)} text(s) an example, but the objective needs {sides}; see data.objective"
+                f"data.format: {format!r} gives {len(example)} text(s) an example, but the objective needs {', '.join(columns)}; see data.objective"
             )
         count += 1
         yield example
     if not count:
         raise UserError(f"data: {path} holds no text")
-
-
-def _default_fields(sides: int) -> tuple[str, ...]:
-    return ("text",) if sides == 1 else ("source", "target")
 
 
 def patterns(format: str, path: str) -> list[str]:
@@ -93,14 +93,14 @@ def _text(file: epath.Path, fields) -> Iterator[Example]:
 
 def _tsv(file: epath.Path, fields) -> Iterator[Example]:
     """Source, tab, target; further columns are ignored unless `fields` gives other column numbers (from 0)."""
-    chosen = fields != _default_fields(2)
-    columns = [int(f) for f in fields] if chosen else [0, 1]
+    chosen = all(field.isdigit() for field in fields)
+    columns = [int(field) for field in fields] if chosen else range(len(fields))
     for number, line in _lines(file):
         if not line.strip():
             continue
         cells = line.split("\t")
         if len(cells) <= max(columns):
-            wanted = f"{max(columns) + 1} columns (data.fields)" if chosen else "source, tab, target"
+            wanted = f"{max(columns) + 1} columns (data.fields)" if chosen else ", tab, ".join(fields)
             raise UserError(f"{file}:{number}: expected {wanted}; found {len(cells) - 1} tab(s) in {line[:60]!r}")
         example = tuple(cells[c].strip() for c in columns)
         if all(example):  # a pair with an empty side teaches nothing

@@ -21,7 +21,7 @@ from transformer.config import DataConfig
 from transformer.config_io import to_mapping
 from transformer.data import corpora, sources, split
 from transformer.data.sources import Example
-from transformer.data.tokenizer import EOS, Tokenizer, load_tokenizer, train_tokenizer
+from transformer.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from transformer.errors import UserError
 from transformer.files import disk_faults
 
@@ -55,19 +55,28 @@ class Store:
     def texts(self, part: str, side: int) -> Texts:
         return Texts(*(np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r") for kind in ("ids", "ends")))
 
+    def labels(self, part: str) -> np.ndarray:
+        """int32: the class of each text, or of each token of all texts (-1: none), by its place in `classes`."""
+        return np.load(self.folder / f"{part}.labels.npy", mmap_mode="r")
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the labels or tags."""
+        return self.meta.get("classes", [])
+
     def examples(self, part: str) -> list[Example]:
         """The raw text of valid or test."""
         with (self.folder / f"{part}.jsonl").open(encoding="utf-8") as lines:
             return [tuple(json.loads(line)) for line in lines]
 
 
-def open_store(config: DataConfig, vocab_size: int, sides: int) -> Store:
+def open_store(config: DataConfig, vocab_size: int, columns: tuple[str, ...]) -> Store:
     """The store of a config, made if it is not there yet: split, train the tokenizer, tokenise."""
-    text = _Text(config, sides)
+    text = _Text(config, columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in _DEPENDS_ON}
     tokenizer_file = Path(config.tokenizer.path)
     inputs["given"] = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() if tokenizer_file.is_file() else ""
-    inputs |= {"vocab_size": vocab_size, "sides": sides, "files": text.fingerprint(), "version": 1}
+    inputs |= {"vocab_size": vocab_size, "columns": columns, "files": text.fingerprint(), "version": 2}
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
     folder = corpora.data_home() / "tokens" / key
     if not (folder / "meta.json").exists():
@@ -98,8 +107,9 @@ _DEPENDS_ON = (
 class _Text:
     """The examples of each split, read again from their files whenever they are asked for."""
 
-    def __init__(self, config: DataConfig, sides: int):
-        self.sides, self.reverse, self.fields = sides, config.reverse, config.fields
+    def __init__(self, config: DataConfig, columns: tuple[str, ...]):
+        self.columns, self.reverse, self.fields = columns, config.reverse, config.fields
+        self.sides = sum(column not in ("label", "tags") for column in columns)  # what is left names classes
         if config.corpus:
             corpus, folder = corpora.fetch(config.corpus)
             self.format, self.paths = corpus.format, {part: str(folder / file) for part, file in corpus.files.items()}
@@ -107,8 +117,8 @@ class _Text:
             paths = {"train": config.train, "valid": config.valid, "test": config.test}
             self.format, self.paths = config.format, {part: path for part, path in paths.items() if path}
         self.held_out, self.max_examples = config.held_out, config.max_examples
-        if config.reverse and sides == 1:
-            raise UserError("data.reverse: there is no source and target to swap in a language model's text")
+        if config.reverse and columns != ("source", "target"):
+            raise UserError("data.reverse: there is no source and target to swap in this text; leave it at False")
         self._assigned: np.ndarray | None = None
 
     def fingerprint(self) -> list:
@@ -133,7 +143,7 @@ class _Text:
             yield from self._file("train")
             return
         if self._assigned is None:
-            parts, components = split.assign(self._file("train"), self.held_out)
+            parts, components = split.assign((e[: self.sides] for e in self._file("train")), self.held_out)
             self._assigned = np.array(
                 [split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts], np.int8
             )
@@ -162,13 +172,13 @@ class _Text:
         given = [part for part in ("valid", "test") if part in self.paths]
         if not given:
             return {}
-        keys = lambda example: [hash((side, split.normalise(text))) for side, text in enumerate(example)]
+        keys = lambda example: [hash((side, split.normalise(text))) for side, text in enumerate(example[: self.sides])]
         known = {key for example in self.train() for key in keys(example)}
         shares = lambda example: any(key in known for key in keys(example))
         return {part: sum(map(shares, self._file(part))) for part in given}
 
     def _file(self, part: str) -> Iterator[Example]:
-        for example in sources.read(self.format, self.paths[part], self.fields, self.sides):
+        for example in sources.read(self.format, self.paths[part], self.fields, self.columns):
             yield example[::-1] if self.reverse else example
 
 
@@ -185,43 +195,81 @@ def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> Non
                 f"model.vocab_size: {vocab_size}, but {config.tokenizer.path} has {tokenizer.vocab_size} pieces; raise it"
             )
     else:
-        tokenizer = train_tokenizer(config.tokenizer, vocab_size, itertools.chain.from_iterable(text.train()))
+        texts = itertools.chain.from_iterable(example[: text.sides] for example in text.train())
+        tokenizer = train_tokenizer(config.tokenizer, vocab_size, texts)
     (folder / "tokenizer.model").write_bytes(tokenizer.model)
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
+    if len(text.columns) > text.sides:
+        names = lambda example: example[-1].split() if text.columns[-1] == "tags" else [example[-1]]
+        meta["classes"] = sorted({name for example in text.train() for name in names(example)})
     for part in split.SPLITS:
-        meta[part] = _tokenise(
-            folder, part, text.train() if part == "train" else text.read(part), tokenizer, text.sides
-        )
+        examples = text.train() if part == "train" else text.read(part)
+        meta[part] = _tokenise(folder, part, examples, tokenizer, text, meta.get("classes", []))
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _tokenise(folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, sides: int) -> dict:
+def _tokenise(
+    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, text: _Text, classes: list[str]
+) -> dict:
     """Writes one split; returns its counts. Streams, so that a corpus may be larger than memory."""
-    digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}
+    digest, counts, sides = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}, range(text.sides)
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    ends: list[list[int]] = [[] for _ in range(sides)]
-    raw = [(folder / f"{part}.{side}.raw").open("wb") for side in range(sides)]
+    number = {name: i for i, name in enumerate(classes)}
+    ends: list[list[int]] = [[] for _ in sides]
+    labels: list[np.ndarray] = []
+    raw = [(folder / f"{part}.{side}.raw").open("wb") for side in sides]
     texts = None if part == "train" else (folder / f"{part}.jsonl").open("w", encoding="utf-8")
     while block := list(itertools.islice(examples, 10_000)):
         for example in block:
+            last = example[text.sides - 1]
             digest.update("\t".join(example).encode() + b"\n")
             counts["examples"] += 1
-            counts["bytes"] += len(example[-1].encode())
-            counts["words"] += len(example[-1].split()) + example[-1].count("\n")
+            counts["bytes"] += len(last.encode())
+            counts["words"] += len(last.split()) + last.count("\n")
             if texts:
                 texts.write(json.dumps(example, ensure_ascii=False) + "\n")
-        for side in range(sides):
-            for ids in tokenizer.encode([example[side] for example in block]):
-                ids.append(EOS)
+        if text.columns[-1] == "tags":
+            encoded = [_tagged(example, tokenizer, number) for example in block]
+            labels += [tags for _, tags in encoded]
+            sides_ids = [[ids for ids, _ in encoded]]
+        else:
+            sides_ids = [tokenizer.encode([example[side] for example in block]) for side in sides]
+        if text.columns[-1] == "label":
+            labels.append(np.array([_class(number, example[-1], example[0]) for example in block], np.int32))
+        for side in sides:
+            for ids in sides_ids[side]:
+                ids.append(tokenizer.eos)
                 raw[side].write(np.asarray(ids, dtype).tobytes())
                 ends[side].append(len(ids))
-    for side in range(sides):
+    for side in sides:
         raw[side].close()
         np.save(folder / f"{part}.{side}.ends.npy", np.cumsum(ends[side], dtype=np.int64))
         _as_npy(folder / f"{part}.{side}.raw", folder / f"{part}.{side}.ids.npy", dtype)
     if texts:
         texts.close()
+    if classes:
+        np.save(folder / f"{part}.labels.npy", np.concatenate(labels))
     return counts | {"tokens": int(sum(ends[-1])), "sha256": digest.hexdigest()}
+
+
+def _class(number: dict[str, int], name: str, text: str) -> int:
+    if name not in number:
+        raise UserError(
+            f"data: the label {name!r} of {text[:40]!r} is not among those of training: {', '.join(number)}"
+        )
+    return number[name]
+
+
+def _tagged(example: Example, tokenizer: Tokenizer, number: dict[str, int]) -> tuple[list[int], np.ndarray]:
+    """Ids of a text, word by word, and the tag of each: a word's at its first piece, -1 at the others and at eos."""
+    words, tags = (column.split() for column in example)
+    if len(words) != len(tags):
+        raise UserError(f"data: {len(words)} words, but {len(tags)} tags: {example[0][:60]!r}")
+    ids, found = [], []
+    for pieces, tag in zip(tokenizer.encode(words), tags, strict=True):
+        ids += pieces
+        found += [_class(number, tag, example[0]), *[-1] * (len(pieces) - 1)]
+    return ids, np.array([*found, -1], np.int32)
 
 
 def _as_npy(raw: Path, file: Path, dtype) -> None:

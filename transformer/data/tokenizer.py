@@ -1,5 +1,6 @@
 """SentencePiece, trained from the run's own text."""
 
+import functools
 import hashlib
 import io
 import os
@@ -8,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
 from transformer.config import TokenizerConfig
@@ -33,9 +35,23 @@ class Tokenizer:
             )
         self.model = model
 
+        self.bos, self.eos = BOS, EOS
+
     @property
     def vocab_size(self) -> int:
         return self._processor.vocab_size()
+
+    @functools.cached_property
+    def text_ids(self) -> np.ndarray:
+        """Ids of the pieces that stand for text: no signs, no bytes."""
+        p = self._processor
+        plain = lambda i: not (p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i))
+        return np.array([i for i in range(self.vocab_size) if plain(i)])
+
+    @functools.cached_property
+    def starts_word(self) -> np.ndarray:
+        """bool[vocab_size]: pieces with which a word begins."""
+        return np.array([self._processor.id_to_piece(i).startswith(("\u2581", "\n")) for i in range(self.vocab_size)])
 
     @property
     def sha256(self) -> str:

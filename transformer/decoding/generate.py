@@ -13,6 +13,7 @@ from transformer.config import DecodingConfig, Experiment
 from transformer.data.tokenizer import BOS, EOS, PAD, Tokenizer
 from transformer.decoding.beam import beam_search
 from transformer.decoding.sampling import sample
+from transformer.errors import UserError
 from transformer.model.network import build_model
 
 
@@ -26,6 +27,8 @@ class Generator:
     cut: int = 0
 
     def __post_init__(self):
+        if self.config.model.family == "encoder":
+            raise UserError("model.family: an 'encoder' writes no text; a decoder or an encoder_decoder does")
         self._model = build_model(self.config.model)
         self._translates = self.config.model.family == "encoder_decoder"
         self._compiled: dict[int, Callable] = {}

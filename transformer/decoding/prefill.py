@@ -33,6 +33,8 @@ def prefill(
     pad_id, given = model.config.pad_id, {"params": params}
     real_BxP = prompt_BxP != pad_id
     where = {"positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0), "segment_ids": real_BxP.astype(jnp.int32)}
+    if model.config.prefix_lm:
+        where["prefix_mask"] = real_BxP
     cache = empty_cache(model.config, prompt_BxP.shape[0], slots)
     if source_BxS is None:
         logits, cache = model.apply(given, prompt_BxP, cache, **where, method="decode")

@@ -64,27 +64,30 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     check_rows(config, mesh)
     data = open_data(config, workdir / "tokenizer.model")
     _check_text(workdir, data, part)
-    language_model = data.objective.sides == 1
+    objective, translates = data.objective, data.objective.columns == ("source", "target")
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)
-    batches, text = data.batches(part), data.store.meta[part] if language_model else None
+    batches, text = data.batches(part), data.store.meta[part] if objective.every_token else None
     found = evaluate_loss(eval_step, trained.params, batches, NamedSharding(mesh, BATCH), text=text)
-    generate, report = Generator(config, trained.params, trained.tokenizer), {"step": trained.step, "part": part}
-    if language_model:
+    report = {"step": trained.step, "part": part}
+    if objective.every_token:
         report["eval_overlap"] = config.data.eval_overlap
-    examples, blocks, signatures = data.store.examples(part), [], {}
-    if language_model:
+    examples, blocks, signatures, cut = data.store.examples(part), [], {}, 0
+    generate = Generator(config, trained.params, trained.tokenizer) if objective.writes else None
+    if objective.writes and not translates:
         prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]
         blocks = [f"prompt  {p}\nmodel   {a.strip()}\n" for p, a in zip(prompts, generate(prompts), strict=True)]
-    else:
+    elif translates:
         began = time.perf_counter()
         sources, hypotheses, references, scores, signatures = translate_and_score(generate, examples, _show_progress)
         speed = len(sources) / (time.perf_counter() - began)
         found |= scores | {"sentences": len(sources), "sentences_per_second": speed}
+        cut = generate.cut
         for source, hypothesis, refs in zip(sources, hypotheses, references, strict=True):
             lines = [f"source     {source}", f"model      {hypothesis}", *(f"reference  {r}" for r in refs)]
             blocks.append("\n".join(lines) + "\n")
-    left_out = batches.report | ({"cut for translation": generate.cut} if generate.cut and not language_model else {})
-    write_whole(workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt"), "\n".join(blocks))
+    left_out = batches.report | ({"cut for translation": cut} if cut else {})
+    if blocks:
+        write_whole(workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt"), "\n".join(blocks))
     report |= found | {"signatures": signatures, "left_out": left_out}
     write_whole(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
     append_metrics(workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()})

@@ -4,32 +4,37 @@ import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from transformer.data.batching import Batches
-from transformer.training.loss import Sums
+from transformer.training.step import main_thing, means
 
 
 def evaluate_loss(
     eval_step: Callable, params, batches: Batches, rows: NamedSharding, *, most: int = 0, text: dict | None = None
 ) -> dict[str, float]:
-    """Every row of `batches` once (or the first `most` batches), as means over tokens:
+    """Every row of `batches` once (or the first `most` batches), as means over tokens, or over labels:
 
-    loss        -log p(target), nats per token
-    perplexity  exp(loss), per token
-    accuracy    share of targets that are the most likely token
+        loss        -log p(target), nats per token
+        perplexity  exp(loss), per token
+        accuracy    share of targets that are the most likely token
 
-    With `text` (the counts of the text these rows cover), for language models:
+    Where both tokens and labels are asked for, `labels_loss` and `labels_accuracy` too.
 
-    bits_per_byte    all nats / log 2 / bytes of the UTF-8 text
-    word_perplexity  exp(all nats / words); words are whitespace tokens plus line ends, the published count of WikiText
+        With `text` (the counts of the text these rows cover), for language models:
+
+        bits_per_byte    all nats / log 2 / bytes of the UTF-8 text
+        word_perplexity  exp(all nats / words); words are whitespace tokens plus line ends, the published count of WikiText
     """
-    total = Sums.zero()
+    total = None
     count = min(most or len(batches), len(batches))
     for batch in batches.stream(0, count):
-        total = jax.tree.map(lambda a, b: a + b, total, eval_step(params, jax.device_put(batch, rows)))
-    nll, correct, weight = (float(x) for x in (total.nll, total.correct, total.weight))
-    found = {"loss": nll / weight, "perplexity": math.exp(min(nll / weight, 700)), "accuracy": correct / weight}
+        sums = eval_step(params, jax.device_put(batch, rows))
+        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+    found = {name: float(value) for name, value in means(total).items()}
+    found["perplexity"] = math.exp(min(found["loss"], 700))
+    nll = float(total[main_thing(total)].nll)
     if text is not None:
         found["bits_per_byte"] = nll / math.log(2) / text["bytes"]
         found["word_perplexity"] = math.exp(min(nll / text["words"], 700))

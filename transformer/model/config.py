@@ -65,6 +65,7 @@ class ModelConfig:
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     attention_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
     attention_sink: bool = False  # a learned logit per head that attention may go to instead of a token (GPT-OSS)
+    prefix_lm: bool = False  # decoder: the tokens of a prefix see each other both ways (Raffel et al. 2020)
     window: int = 0  # keys fewer than so many positions away; 0: all
     attention_backend: str = "auto"  # auto | reference | ...; "reference" forces the plain path
 
@@ -161,6 +162,10 @@ class ModelConfig:
             raise UserError(
                 f"model.token_types: {self.token_types}, but model.family = {self.family!r}; only encoders have them"
             )
+        if self.prefix_lm and self.family != "decoder":
+            raise UserError(
+                f"model.prefix_lm: True, but model.family = {self.family!r}; only a decoder alone reads a prefix"
+            )
         if not 0 <= self.pad_id < self.vocab_size:
             raise UserError(f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}")
         for field in ("position", "norm_placement"):
@@ -235,7 +240,7 @@ class ModelConfig:
         """What a position scheme may know."""
         return positions.StackFacts(
             d_model=self.d_model, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, d_head=self.d_head,
-            d_value=self.value_size, max_length=max(self.max_length, self.random_positions), causal=side == "decoder", param_dtype=self.param_dtype,
+            d_value=self.value_size, max_length=max(self.max_length, self.random_positions), causal=side == "decoder" and not self.prefix_lm, param_dtype=self.param_dtype,
         )  # fmt: skip
 
     @property

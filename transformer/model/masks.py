@@ -20,10 +20,13 @@ class Tokens:
 
     positions_BxT: int32, the absolute position of each token within its own document.
     segments_BxT: int32, which document of its row a token belongs to, from 1; 0 is padding (or an empty cache slot).
+    until_BxT: int32, the last position that a token may see under a causal mask; None: its own. That of a prefix's tokens is where
+        the prefix ends.
     """
 
     positions_BxT: jax.Array
     segments_BxT: jax.Array
+    until_BxT: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Mask:
 
 
 def _causal(q: Tokens, k: Tokens) -> jax.Array:
-    return k.positions_BxT[:, None, :] <= q.positions_BxT[:, :, None]
+    until_BxT = q.positions_BxT if q.until_BxT is None else q.until_BxT
+    return k.positions_BxT[:, None, :] <= until_BxT[:, :, None]
 
 
 def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
@@ -55,7 +59,7 @@ def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
 
 
 CAUSAL = Mask(_causal, "causal")
-"""A key no later than the query."""
+"""A key no later than the query; in a prefix, than the prefix."""
 
 SAME_SEGMENT = Mask(_same_segment, "same_segment")
 """Both in one document; padding belongs to none, so this is the padding mask too."""

@@ -18,13 +18,20 @@ from transformer.model.masks import Tokens
 from transformer.model.stack import Stack
 
 
-def locate(tokens_BxT: jax.Array, pad_id: int, positions=None, segment_ids=None, padding_mask=None) -> Tokens:
-    """Where tokens stand: by default at 0, 1, 2, ... in one document a row, `pad_id` being padding."""
+def locate(
+    tokens_BxT: jax.Array, pad_id: int, positions=None, segment_ids=None, padding_mask=None, prefix_mask=None
+) -> Tokens:
+    """Where tokens stand: by default at 0, 1, 2, ... in one document a row, `pad_id` being padding; and which are a prefix."""
     if positions is None:
         positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]
     if segment_ids is None:
         segment_ids = (tokens_BxT != pad_id if padding_mask is None else padding_mask).astype(jnp.int32)
-    return Tokens(positions, segment_ids)
+    if prefix_mask is None:
+        return Tokens(positions, segment_ids)
+    prefix_BxT, positions = prefix_mask.astype(bool), jnp.broadcast_to(positions, tokens_BxT.shape)
+    together_BxTxT = (segment_ids[:, :, None] == segment_ids[:, None, :]) & prefix_BxT[:, None, :]
+    end_BxT = jnp.max(jnp.where(together_BxTxT, positions[:, None, :], 0), axis=-1)
+    return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions))
 
 
 class _Family(nn.Module):
@@ -35,6 +42,8 @@ class _Family(nn.Module):
             raise ValueError(
                 f"sequence of {tokens_BxT.shape[1]} tokens, but model.max_length = {self.config.max_length}"
             )
+        if given.get("prefix_mask") is not None and not self.config.prefix_lm:
+            raise ValueError("prefix_mask is for decoders that read a prefix whole: set model.prefix_lm=True")
         return locate(tokens_BxT, self.config.pad_id, **given)
 
     def __call__(self, *tokens: jax.Array, **given) -> jax.Array:
@@ -56,7 +65,7 @@ class _OneStack(_Family):
             self.classifier = Classifier(cfg)
 
     def hidden(self, tokens_BxT, *, token_types=None, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
-        """The last hidden state, [B, T, D], and where its tokens stand. `given`: positions, segment_ids, padding_mask."""
+        """The last hidden state, [B, T, D], and where its tokens stand. `given`: positions, segment_ids, padding_mask, prefix_mask."""
         where = self._locate(tokens_BxT, **given)
         stack = getattr(self, self.side)
         h_BxTxD, _ = stack(self.embedding(tokens_BxT, token_types), where, deterministic=deterministic)
@@ -70,6 +79,11 @@ class _OneStack(_Family):
     def classify(self, tokens_BxT, **given) -> jax.Array:
         """float32[B, num_labels], or [B, T, num_labels] with `pooling="none"`; what is pooled itself without labels."""
         return self.classifier(*self.hidden(tokens_BxT, **given))
+
+    def both(self, tokens_BxT, **given) -> tuple[tuple[jax.Array, Head], jax.Array]:
+        """What `features` and what `classify` give, from one pass."""
+        h_BxTxD, where = self.hidden(tokens_BxT, **given)
+        return self.unembedding(h_BxTxD, self.embedding.table_VxE), self.classifier(h_BxTxD, where)
 
     def __call__(self, tokens_BxT, **given) -> jax.Array:
         """int32[B, T] -> float32[B, T, V]; without `lm_head` what `classify` gives. Options as for `hidden`."""

@@ -149,8 +149,10 @@ class Stack(nn.Module):
         cfg, shape = self.config, tokens.segments_BxT.shape
         score = jax.random.uniform(self.make_rng("dropout"), (shape[0], cfg.random_positions))
         drawn = jnp.sort(jnp.argsort(score, axis=1)[:, : cfg.max_length], axis=1)
-        positions_BxT = jnp.broadcast_to(tokens.positions_BxT, shape)
-        return tokens.replace(positions_BxT=jnp.take_along_axis(drawn, positions_BxT, axis=1))
+        spread = lambda at_BxT: jnp.take_along_axis(drawn, jnp.broadcast_to(at_BxT, shape), axis=1)
+        return tokens.replace(
+            positions_BxT=spread(tokens.positions_BxT), until_BxT=jax.tree.map(spread, tokens.until_BxT)
+        )
 
     def _schemes(self, positions_BxT: jax.Array) -> dict[Choice, positions.Position]:
         """Every position scheme that a layer uses, bound once; the parameters of a second one are told apart by a number."""

@@ -35,6 +35,16 @@ class Sums:
         return Sums(*(jnp.zeros((), jnp.float32) for _ in range(4)))
 
 
+def label_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array, smoothing: float = 0.0) -> Sums:
+    """The loss's sums over classes: logits [..., C] against int32[...]. Differentiable through `Sums.loss`."""
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    nll = -jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
+    loss = (1 - smoothing) * nll - smoothing * jnp.mean(logp, axis=-1)
+    correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    total = lambda x: jnp.sum(x * weights)
+    return Sums(total(loss), total(nll), total(correct), jnp.sum(weights))
+
+
 def _chunk(h_BxCxD, head: Head, targets_BxC, weights_BxC, smoothing: float, z_loss: float):
     """The sums of one chunk, and what its gradient needs: logits, log Z and where the targets are."""
     logits_BxCxV = head(h_BxCxD)

@@ -14,23 +14,41 @@ from jax.sharding import Mesh, NamedSharding
 
 from transformer.config import Experiment
 from transformer.parallel.sharding import BATCH
-from transformer.training.loss import Sums, auto_chunks, cross_entropy
+from transformer.training.loss import Sums, auto_chunks, cross_entropy, label_sums
 from transformer.training.state import TrainState
 
 
 def batch_sums(
     model: nn.Module, params, batch: dict, config: Experiment, *, dropout_key=None, smoothing=0.0, z_loss=0.0, devices=1
-) -> Sums:
-    """The loss's sums over one batch (fields as in `data.batching`)."""
+) -> dict[str, Sums]:
+    """The loss's sums over one batch (fields as in `data.batching`) for each thing it asks for: tokens, labels, or both."""
     given = {"positions": batch["positions"], "segment_ids": batch["segments"], "deterministic": dropout_key is None}
     tokens = (batch["inputs"],)
     if "source" in batch:
         tokens = (batch["source"], batch["inputs"])
         given |= {"source_positions": batch["source_positions"], "source_segment_ids": batch["source_segments"]}
+    if "prefix" in batch:
+        given["prefix_mask"] = batch["prefix"]
+    if "token_types" in batch:
+        given["token_types"] = batch["token_types"]
     rngs = None if dropout_key is None else {"dropout": dropout_key}
-    h_BxTxD, head = model.apply({"params": params}, *tokens, **given, rngs=rngs, method="features")
-    chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, devices)
-    return cross_entropy(h_BxTxD, head, batch["targets"], batch["weights"], smoothing, z_loss, chunks)
+    asks = tuple(name for name in ("targets", "labels") if name in batch)
+    method = {("targets",): "features", ("labels",): "classify", ("targets", "labels"): "both"}[asks]
+    found = model.apply({"params": params}, *tokens, **given, rngs=rngs, method=method)
+    features, logits = found if len(asks) == 2 else (found, found)
+    sums = {}
+    if "targets" in asks:
+        chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, devices)
+        sums["tokens"] = cross_entropy(*features, batch["targets"], batch["weights"], smoothing, z_loss, chunks)
+    if "labels" in asks:
+        sums["labels"] = label_sums(logits, batch["labels"], batch["label_weights"], smoothing)
+    return sums
+
+
+def _weights(batch: dict) -> dict[str, jax.Array]:
+    """How much is asked for, of each thing."""
+    names = {"tokens": "weights", "labels": "label_weights"}
+    return {name: jnp.maximum(jnp.sum(batch[field]), 1.0) for name, field in names.items() if field in batch}
 
 
 def make_train_step(
@@ -39,57 +57,63 @@ def make_train_step(
     """jit(state, batch) -> (state, metrics); the old state is given up (donated)."""
     train, count = config.train, config.train.accumulate
 
-    def gradients(params, batch, key) -> tuple[Sums, dict]:
+    def gradients(params, batch, key, weights) -> tuple[dict[str, Sums], dict]:
         def loss(params):
             sums = batch_sums(
-                model,
-                params,
-                batch,
-                config,
-                dropout_key=key,
-                smoothing=train.label_smoothing,
-                z_loss=train.z_loss,
-                devices=mesh.size,
-            )
-            return sums.loss, sums
+                model, params, batch, config, dropout_key=key, smoothing=train.label_smoothing, z_loss=train.z_loss, devices=mesh.size,
+            )  # fmt: skip
+            return sum(one.loss / weights[name] for name, one in sums.items()), sums
 
         grads, sums = jax.grad(loss, has_aux=True)(params)
         return sums, grads
 
     def step(state: TrainState, batch):
-        key = jax.random.fold_in(jax.random.key(config.seed + 1), state.step)
+        key, weights = jax.random.fold_in(jax.random.key(config.seed + 1), state.step), _weights(batch)
         if count == 1:
-            sums, grads = gradients(state.params, batch, key)
+            sums, grads = gradients(state.params, batch, key, weights)
         else:
             # Row r goes to micro-batch r mod count, so that every device keeps its own rows.
             micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
             add = lambda total, one: (
-                jax.tree.map(jnp.add, total, gradients(state.params, one[0], jax.random.fold_in(key, one[1]))),
+                jax.tree.map(jnp.add, total, gradients(state.params, one[0], jax.random.fold_in(key, one[1]), weights)),
                 None,
             )
-            zero = Sums.zero(), jax.tree.map(jnp.zeros_like, state.params)
+            zero = {name: Sums.zero() for name in weights}, jax.tree.map(jnp.zeros_like, state.params)
             (sums, grads), _ = jax.lax.scan(add, zero, (micro, jnp.arange(count)))
-        weight = jnp.maximum(sums.weight, 1.0)
-        grads = jax.tree.map(lambda g: g / weight, grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
         if ema is not None:  # a short memory at first, so that the initial values are forgotten
             decay = jnp.minimum(train.ema_decay, (1.0 + state.step) / (10.0 + state.step))
             ema = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema, params)
-        metrics = {
-"loss": sums.nll / weight,
-            "objective": sums.loss / weight, "accuracy": sums.correct / weight, "tokens": sums.weight,
+        objective = sum(one.loss / weights[name] for name, one in sums.items())
+        metrics = means(sums) | {
+            "objective": objective,
+            "tokens": sums[main_thing(sums)].weight,
             "grad_norm": optax.tree.norm(grads),
-        }  # fmt: skip
+        }
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 
     rows = NamedSharding(mesh, BATCH)
     return jax.jit(step, in_shardings=(placed, rows), out_shardings=(placed, None), donate_argnums=0)
 
 
+def main_thing(sums: dict[str, Sums]) -> str:
+    """What a run is first of all judged by: tokens, where it is asked for any."""
+    return "tokens" if "tokens" in sums else "labels"
+
+
+def means(sums: dict[str, Sums]) -> dict:
+    """loss and accuracy of the main thing asked for; `labels_loss` and `labels_accuracy` where labels are asked for beside it."""
+    out = {}
+    for name, one in sums.items():
+        prefix, weight = "" if name == main_thing(sums) else f"{name}_", jnp.maximum(one.weight, 1.0)
+        out |= {f"{prefix}loss": one.nll / weight, f"{prefix}accuracy": one.correct / weight}
+    return out
+
+
 def make_eval_step(config: Experiment, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
-    """jit(params, batch) -> Sums without smoothing or z-loss."""
+    """jit(params, batch) -> Sums of each thing asked for, without smoothing or z-loss."""
     rows = NamedSharding(mesh, BATCH)
     return jax.jit(
         lambda params, batch: batch_sums(model, params, batch, config, devices=mesh.size),

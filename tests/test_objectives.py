@@ -1,0 +1,397 @@
+"""What the model is asked to learn: every row is what its paper says, drawn anew where it should be and nowhere else."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY, make, small, tokens
+
+from transformer.config import Experiment, MeshConfig
+from transformer.config_io import from_mapping
+from transformer.data import objectives
+from transformer.data.pipeline import open_data
+from transformer.decoding.prefill import advance, prefill
+from transformer.errors import UserError
+from transformer.evaluation.evaluate import evaluate, load_trained
+from transformer.model.network import build_model
+from transformer.parallel.mesh import make_mesh, use
+from transformer.training.loop import train
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state, init_state
+from transformer.training.step import batch_sums, make_train_step
+
+MODEL = {**TINY, "vocab_size": 380, "max_length": 64}
+PAIR_LABELS = {"token_types": 2, "num_labels": 2, "pooling": "cls", "pooler": True}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Texts, each with a label (does it speak of a cat?) and tags (is the word an animal?)."""
+    folder = tmp_path_factory.mktemp("text")
+    words, draw = (
+        ["cat", "dog", "house", "runs", "sleeps", "wonderful", "the", "under", "seldom"],
+        np.random.default_rng(0),
+    )
+    texts = {" ".join(draw.choice(words, draw.integers(3, 14))) for _ in range(900)}
+    texts = [f"{text} {i % 7}{i // 7}" for i, text in enumerate(sorted(texts))]
+    (folder / "text.txt").write_text("\n".join(texts))
+    (folder / "label.tsv").write_text("\n".join(f"{t}\t{'cat' if 'cat' in t else 'none'}" for t in texts))
+    tag = lambda word: "animal" if word in ("cat", "dog") else "other"
+    (folder / "tags.tsv").write_text("\n".join(f"{t}\t{' '.join(map(tag, t.split()))}" for t in texts))
+    return folder
+
+
+def experiment(text, objective, family, model=(), **data):
+    name = objective if isinstance(objective, str) else objective["name"]
+    file = {"classification": "label.tsv", "tagging": "tags.tsv"}.get(name, "text.txt")
+    format = "tsv" if file.endswith("tsv") else "text"
+    return from_mapping(Experiment, {
+        "model": {"family": family, **MODEL, **dict(model)}, "mesh": {"data": 1}, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "epsilon": 1e-4},
+        "data": {"train": str(text / file), "format": format, "objective": objective, "length": 40, "batch_size": 8, "held_out": 40, **data},
+        "train": {"steps": 60, "log_every": 20, "tensorboard": False},
+    })  # fmt: skip
+
+
+SPANS = {"name": "span_corruption", "sentinels": 12, "mean_length": 2.0}
+CASES = {
+    "masked": ("masked_lm", "encoder", {}, {}),
+    "masked words": ({"name": "masked_lm", "whole_words": True}, "encoder", {}, {"packing": False}),
+    "next sentence": ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {"packing": False, "length": 15}),
+    "spans": (SPANS, "encoder_decoder", {}, {"target_length": 16}),
+    "spans, decoder": (SPANS, "decoder", {"prefix_lm": True, "position": "t5"}, {}),
+    "ul2": ({"name": "ul2", "sentinels": 20}, "encoder_decoder", {}, {}),
+    "prefix": ("prefix_lm", "decoder", {"prefix_lm": True, "position": "alibi"}, {}),
+    "prefix, two sides": ("prefix_lm", "encoder_decoder", {}, {"target_length": 24}),
+    "classification": ("classification", "encoder", {"num_labels": 2, "pooling": "mean", "lm_head": False}, {"packing": False}),
+    "classification, decoder": ("classification", "decoder", {"num_labels": 2, "pooling": "last"}, {"packing": False, "buckets": (16, 40)}),
+    "tagging": ("tagging", "encoder", {"num_labels": 2, "lm_head": False}, {"packing": False}),
+}  # fmt: skip
+
+
+def data_of(text, case, **more):
+    objective, family, model, data = CASES[case]
+    return open_data(experiment(text, objective, family, model, **data | more))
+
+
+def asked(batch, row=0):
+    """Of one row: (read, targets, weights) of its first segment."""
+    here = batch["segments"][row] == 1
+    return batch["inputs"][row][here], batch["targets"][row][here], batch["weights"][row][here]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws_are_of_seed_epoch_and_row_alone(text, case):
+    data, again = data_of(text, case), data_of(text, case)
+    batches, n = data.batches("train"), data.batches("train").per_epoch
+    for step in (n + 3, 0, 3):
+        jax.tree.map(np.testing.assert_array_equal, batches[step], again.batches("train")[step])
+    valid = data.batches("valid")
+    jax.tree.map(np.testing.assert_array_equal, valid[0], data.batches("valid")[0])
+    rows = lambda epoch: data.objective.rows(data.store, "train", data.config).segments(
+        5, lambda: np.random.default_rng(epoch)
+    )
+    fields = [f.name for f in dataclasses.fields(objectives.Segment)]
+    same = all(np.array_equal(getattr(a, f), getattr(b, f)) for a, b in zip(rows(0), rows(1), strict=True) for f in fields if len(rows(0)) == len(rows(1)))  # fmt: skip
+    assert same == (case in ("classification", "classification, decoder", "tagging"))
+
+
+def test_masking_is_80_10_10_of_15_percent(text):
+    data = data_of(text, "masked")
+    tokenizer, batches = data.tokenizer, data.batches("train")
+    counts = np.zeros(5)
+    for step in range(60):
+        batch = batches[step]
+        special = np.isin(batch["targets"], (tokenizer.bos, tokenizer.eos)) | (batch["segments"] == 0)
+        chosen, read, was = batch["weights"] > 0, batch["inputs"], batch["targets"]
+        np.testing.assert_array_equal(read[~chosen], was[~chosen])
+        assert not (chosen & special).any()
+        masked, kept = chosen & (read == tokenizer.vocab_size), chosen & (read == was)
+        counts += [(~special).sum(), chosen.sum(), masked.sum(), kept.sum(), (chosen & ~masked & ~kept).sum()]
+        assert np.isin(read[chosen & ~masked], tokenizer.text_ids).all()
+    candidates, chosen, masked, kept, swapped = counts
+    assert chosen / candidates == pytest.approx(0.15, abs=0.02)
+    assert masked / chosen == pytest.approx(0.8, abs=0.03)
+    assert kept / chosen == pytest.approx(0.1, abs=0.03)
+    assert swapped / chosen == pytest.approx(0.1, abs=0.03)
+
+
+def test_whole_words_are_asked_for_whole(text):
+    whole, plain = data_of(text, "masked words"), data_of(text, "masked", packing=False)
+    assert plain.tokenizer.sha256 == whole.tokenizer.sha256
+
+    def torn(data):
+        found = 0
+        for step in range(20):
+            batch = data.batches("train")[step]
+            for row in range(8):
+                _, ids, weights = asked(batch, row)
+                word = np.cumsum(data.tokenizer.starts_word[ids])[1:-1]
+                found += sum(len(set(weights[1:-1][word == w])) > 1 for w in set(word))
+        return found
+
+    assert torn(whole) == 0
+    assert torn(plain) > 10
+
+
+def test_two_sentences_follow_each_other_or_not(text):
+    data = data_of(text, "next sentence")
+    tokenizer, train_ids = data.tokenizer, data.store.texts("train", 0).ids
+    stream, labels = " ".join(map(str, train_ids.tolist())), []
+    for step in range(40):
+        batch = data.batches("train")[step]
+        for row in range(8):
+            _, ids, _ = asked(batch, row)
+            types = batch["token_types"][row][: len(ids)]
+            a, b = ids[types == 0], ids[types == 1]
+            assert a[0] == tokenizer.bos and a[-1] == b[-1] == tokenizer.eos
+            assert np.all(np.diff(types) >= 0)
+            follow = f" {' '.join(map(str, [*a[1:-1], *b[:-1]]))} " in f" {stream} "
+            labels.append(int(batch["labels"][row]))
+            if labels[-1] == 0:
+                assert follow
+    assert np.mean(labels) == pytest.approx(0.5, abs=0.08)
+    assert (batch["label_weights"] == 1).all()
+
+
+def filled(read, wrote, sentinels, eos):
+    """The text, from what is read and what is written: every sentinel replaced by what stands behind it."""
+    spans, current = {}, None
+    for token in wrote.tolist():
+        if token in sentinels:
+            current = spans.setdefault(token, [])
+        elif token != eos or current is None:
+            current.append(token)
+        elif token == eos:
+            current.append(eos)
+    spans[current_key(wrote, sentinels)].pop()  # the closing eos
+    out = []
+    for token in read.tolist()[:-1]:
+        out += spans[token] if token in sentinels else [token]
+    return out
+
+
+def current_key(wrote, sentinels):
+    return [t for t in wrote.tolist() if t in sentinels][-1]
+
+
+@pytest.mark.parametrize("case", ["spans", "spans, decoder"])
+def test_corrupted_spans_put_back_are_the_text(text, case):
+    data = data_of(text, case)
+    tokenizer, n = data.tokenizer, 12
+    top = tokenizer.vocab_size + n - 1
+    assert top == 379  # the last id of the vocabulary is the first sentinel
+    ids, noise, total = data.store.texts("train", 0).ids.tolist(), 0, 0
+    size = data.objective.piece(data.config)
+    rows = data.objective.rows(data.store, "train", data.config)
+    for row in range(30):
+        (segment,) = rows.segments(row, lambda row=row: np.random.default_rng(row))
+        if case == "spans":
+            read, wrote = segment.source, segment.targets
+            assert segment.inputs[0] == tokenizer.bos and (segment.inputs[1:] == wrote[:-1]).all()
+            assert len(read) == 40 or len(wrote) == 16  # one side is full
+        else:
+            cut = segment.prefix - 1
+            read, wrote = segment.targets[:cut], segment.targets[cut:]
+            np.testing.assert_array_equal(segment.weights, np.arange(len(segment.targets)) >= cut)
+            assert len(segment.targets) in (39, 40)
+        sentinels = {top - i for i in range(n)}
+        order = [t for t in read.tolist() if t in sentinels]
+        assert order == [top - i for i in range(len(order))] == [t for t in wrote.tolist() if t in sentinels]
+        assert filled(read, wrote, sentinels, tokenizer.eos) == ids[row * size : (row + 1) * size]
+        noise, total = noise + len(wrote) - len(order) - 1, total + size
+    assert noise / total == pytest.approx(0.15, abs=0.03)
+
+
+def test_the_sentinels_of_t5():
+    from transformer.data.objectives.denoising import Denoiser
+
+    spans = Denoiser(0.15, 3.0)
+    assert spans.needs(568) == (512, 114)  # as T5's random_spans_helper: 568 tokens make inputs of 512, targets of 114
+    read, asked = spans.split(np.arange(1000, 1568), 32_099, 1, np.random.default_rng(0))
+    assert (len(read), len(asked)) == (512, 114)
+    assert [t for t in asked if t > 30_000] == [32_099 - i for i in range(28)]
+
+
+def test_ul2_has_seven_denoisers_and_says_which(text):
+    data = data_of(text, "ul2")
+    tokenizer, rows = data.tokenizer, data.objective.rows(data.store, "train", data.config)
+    first, seen = tokenizer.vocab_size, {0: 0, 1: 0, 2: 0}
+    size = data.objective.piece(data.config)
+    ids = data.store.texts("train", 0).ids.tolist()
+    sentinels = {first + 3 + i for i in range(20)}
+    for row in range(140):
+        (segment,) = rows.segments(row % 20, lambda row=row: np.random.default_rng(row))
+        mode = int(segment.source[0]) - first
+        seen[mode] += 1
+        text_ids = ids[row % 20 * size : (row % 20 + 1) * size]
+        if mode == 2:
+            assert [*segment.source[1:], *segment.targets] == text_ids
+            assert len(segment.targets) == round(size / 4)
+        else:
+            assert filled(segment.source[1:], segment.targets, sentinels, tokenizer.eos) == text_ids
+    assert seen[0] / 140 == pytest.approx(2 / 7, abs=0.12) and seen[1] / 140 == pytest.approx(4 / 7, abs=0.12)
+    assert len(data.objective.denoisers) == 7
+
+
+def test_a_prefix_is_cut_anew_and_not_asked_for(text):
+    data = data_of(text, "prefix")
+    rows, cuts = data.objective.rows(data.store, "train", data.config), set()
+    for seed in range(30):
+        (segment,) = rows.segments(int(np.argmax(rows.lengths)), lambda seed=seed: np.random.default_rng(seed))
+        cuts.add(segment.prefix)
+        assert segment.weights.tolist() == [float(i >= segment.prefix - 1) for i in range(len(segment.targets))]
+        assert 0 < segment.weights.sum() < len(segment.targets)
+    assert len(cuts) > 4
+    batch = data.batches("train")[0]
+    np.testing.assert_array_equal(batch["prefix"].sum(1), [(row > 0).argmax() + 1 for row in batch["weights"]])
+
+
+def test_a_prefix_sees_itself_whole_and_nothing_behind_it():
+    """Two documents in a row, the first with a prefix of three tokens."""
+    model, params = make(small("decoder", prefix_lm=True, position="t5"))
+    x = tokens(0, 1, 9)
+    given = {
+        "segment_ids": jnp.array([[1] * 5 + [2] * 4]), "positions": jnp.array([[*range(5), *range(4)]]),
+        "prefix_mask": jnp.array([[1, 1, 1, 0, 0, 0, 0, 0, 0]]),
+    }  # fmt: skip
+    apply = jax.jit(model.apply)
+    base = apply(params, x, **given)
+    sees = np.stack(
+        [np.abs(np.asarray(apply(params, x.at[0, s].set(3), **given) - base))[0].max(-1) > 0 for s in range(9)], 1
+    )
+    expected = np.zeros((9, 9), bool)
+    expected[:5, :5], expected[5:, 5:] = np.tril(np.ones((5, 5))), np.tril(np.ones((4, 4)))
+    assert not (sees == expected).all()
+    expected[:3, :3] = True
+    np.testing.assert_array_equal(sees, expected)
+    with pytest.raises(ValueError, match="set model.prefix_lm=True"):
+        build_model(small("decoder")).apply(params, x, **given)
+
+
+@pytest.mark.parametrize("position", ["t5", "rotary", "alibi", "shaw"])
+def test_decoding_after_a_prefix_equals_reading_all_at_once(position):
+    model, params = make(small("decoder", prefix_lm=True, position=position))
+    x = tokens(0, 2, 8)
+    prefix = jnp.arange(8)[None] < 4
+    whole = jax.jit(model.apply)(params, x, prefix_mask=jnp.broadcast_to(prefix, x.shape))
+    causal = jax.jit(model.apply)(params, x)
+    assert np.abs(np.asarray(whole - causal))[:, :3].max() > 1e-2
+    logits, memory = prefill(model, params["params"], x[:, :4], 8)
+    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    for t in range(4, 8):
+        np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
+        logits, memory = step(x[:, t], memory)
+
+
+def test_labels_and_tags_stand_where_they_belong(text):
+    data = data_of(text, "tagging")
+    assert data.store.classes == ["animal", "other"]
+    batch = data.batches("train")[0]
+    for row in range(8):
+        ids, labels, weights = (batch[f][row] for f in ("inputs", "labels", "label_weights"))
+        words = data.tokenizer.decode(ids[batch["segments"][row] > 0]).split()
+        assert ["animal" if w in ("cat", "dog") else "other" for w in words] == [
+            data.store.classes[i] for i in labels[weights > 0]
+        ]
+        assert data.tokenizer.starts_word[ids[weights > 0]].all()
+    data = data_of(text, "classification")
+    batch = data.batches("train")[0]
+    for row in range(8):
+        written = data.tokenizer.decode(batch["inputs"][row])
+        assert data.store.classes[batch["labels"][row]] == ("cat" if "cat" in written else "none")
+
+
+def test_held_out_texts_are_not_joined_by_their_label(text):
+    meta = data_of(text, "classification").store.meta
+    assert min(meta[part]["examples"] for part in ("train", "valid", "test")) >= 40
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
+    objective, family, model, data = CASES[case]
+    config, steps = experiment(text, objective, family, model, **data), 200 if case == "tagging" else 60
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    assert train(config, tmp_path / "run") == steps
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert losses[-1] < losses[0] - 0.1
+    with use(make_mesh(MeshConfig(data=1))) as mesh:
+        found = evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
+    assert found["loss"] > 0 and ("bits_per_byte" in found) is False
+    if case == "next sentence":
+        assert 0 < found["labels_accuracy"] <= 1 and found["labels_loss"] > 0
+    if family == "encoder" and "classification" in case:
+        assert found["accuracy"] > 0.9
+    if case == "tagging":
+        assert found["accuracy"] > 0.95
+
+
+def test_two_things_asked_for_count_the_same_and_accumulate(text):
+    """loss = mean over tokens + mean over labels, whatever the number of micro-batches or devices."""
+    data = data_of(text, "next sentence")
+    batch = data.batches("train")[0]
+    results = []
+    for mesh_config, accumulate in ((MeshConfig(data=1), 1), (MeshConfig(data=1), 2), (MeshConfig(data=2, fsdp=2), 2)):
+        config = dataclasses.replace(
+            data.config, mesh=mesh_config, train=dataclasses.replace(data.config.train, accumulate=accumulate)
+        )
+        with use(make_mesh(mesh_config)) as mesh:
+            model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
+            _, placed = abstract_state(config, model, optimizer, mesh)
+            state = init_state(config, model, optimizer, placed)
+            sums = batch_sums(model, state.params, batch, config)
+            state, metrics = make_train_step(config, model, optimizer, mesh, placed)(state, batch)
+            results.append((jax.device_get(metrics), jax.device_get(state.params)))
+    wanted = sum(float(one.nll / one.weight) for one in sums.values())
+    first, params = results[0]
+    assert {"loss", "accuracy", "labels_loss", "labels_accuracy"} <= first.keys()
+    assert float(first["objective"]) == pytest.approx(wanted, rel=1e-5)
+    for metrics, moved in results[1:]:
+        assert float(metrics["objective"]) == pytest.approx(float(first["objective"]), rel=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), moved, params)
+
+
+@pytest.mark.parametrize(
+    ("objective", "family", "model", "data", "message"),
+    [
+        ("masked_lm", "decoder", {}, {}, "'masked_lm' trains a model of family 'encoder', but model.family = 'decoder'"),
+        ("masked_ml", "encoder", {}, {}, "data.objective: no 'masked_ml'; did you mean 'masked_lm'"),
+        ({"name": "masked_lm", "rat": 0.3}, "encoder", {}, {}, "has no option 'rat'; did you mean 'rate'"),
+        ({"name": "masked_lm", "rate": 1.5}, "encoder", {}, {}, "rate = 1.5, which must lie between 0 and 1"),
+        ({"name": "masked_lm", "mask": 0.9, "random": 0.2}, "encoder", {}, {}, "shares of one whole"),
+        ({"name": "masked_lm", "next_sentence": True}, "encoder", {}, {}, "set model.token_types=2, model.num_labels=2"),
+        ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {}, "one pair a row; set data.packing=False"),
+        ("masked_lm", "encoder", {"lm_head": False, "num_labels": 2}, {}, "asks for tokens; set model.lm_head=True"),
+        ("prefix_lm", "decoder", {}, {}, "set model.prefix_lm=True"),
+        ("prefix_lm", "decoder", {"prefix_lm": True}, {"target_length": 8}, "data.target_length: 8, but model.family = 'decoder' has one side"),
+        ({"name": "span_corruption", "sentinels": 1}, "encoder_decoder", {}, {}, "1 sentinels, but [23] spans in pieces of"),
+        ({"name": "span_corruption", "rate": 0.0}, "encoder_decoder", {}, {}, "a rate lies between 0 and 1"),
+        ("classification", "encoder", {}, {}, "set model.num_labels"),
+        ("classification", "encoder", {"num_labels": 2}, {"packing": False}, "set model.pooling to cls, mean or last"),
+        ("classification", "encoder", {"num_labels": 2, "pooling": "mean"}, {}, "set data.packing=False"),
+        ("tagging", "encoder", {"num_labels": 2, "pooling": "mean"}, {"packing": False}, "set it to none"),
+    ],
+)  # fmt: skip
+def test_an_objective_that_makes_no_sense_is_refused(text, objective, family, model, data, message):
+    with pytest.raises(UserError, match=message):
+        experiment(text, objective, family, model, **data)
+    with pytest.raises(UserError, match=r"model\.prefix_lm: True, but model\.family = 'encoder'"):
+        small("encoder", prefix_lm=True)
+
+
+def test_faults_of_labelled_text_are_named(text, tmp_path):
+    with pytest.raises(UserError, match=r"model\.num_labels: 5, but the text has 2: cat, none"):
+        open_data(experiment(text, "classification", "encoder", {"num_labels": 5, "pooling": "mean"}, packing=False))
+    (tmp_path / "tags.tsv").write_text("".join(f"a b c {i}\tx y x\n" for i in range(200)))
+    with pytest.raises(UserError, match=r"4 words, but 3 tags: 'a b c"):
+        open_data(experiment(tmp_path, "tagging", "encoder", {"num_labels": 2, "vocab_size": 280}, packing=False))
+    (tmp_path / "label.tsv").write_text("".join(f"text {i}\t{i % 2}\n" for i in range(200)))
+    (tmp_path / "valid.tsv").write_text("another text\t2\n")
+    config = experiment(
+        tmp_path, "classification", "encoder", {"num_labels": 2, "pooling": "mean", "vocab_size": 280}, packing=False
+    )
+    with pytest.raises(UserError, match=r"the label '2' of 'another text' is not among those of training: 0, 1"):
+        open_data(dataclasses.replace(config, data=dataclasses.replace(config.data, valid=str(tmp_path / "valid.tsv"))))

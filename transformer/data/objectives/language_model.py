@@ -1,0 +1,99 @@
+"""Causal and prefix language modelling: each token from those before it."""
+
+import dataclasses
+import itertools
+from typing import ClassVar
+
+import numpy as np
+
+from transformer.data.objectives.base import Draw, Objective, Segment, continued, parts, register, shifted
+
+
+@register("causal_lm")
+@dataclasses.dataclass(frozen=True)
+class CausalLM(Objective):
+    """Each token from those before it. A text is read as bos, x_1, ..., x_n and asked for x_1, ..., x_n, eos.
+
+    Packed, the texts of a split stand one after another and are cut into rows of `length`: every token is a target exactly
+    once, and a row's segments never see each other. Unpacked, a row holds one text or, of a longer text, one part.
+    The rows of a held-out split may overlap by `eval_overlap` tokens, which are read again and not asked for again.
+    """
+
+    families: ClassVar = ("decoder",)
+    every_token: ClassVar = True
+
+    def rows(self, store, part, config):
+        data = config.data
+        return _LMRows(store, part, data.length, data.packing, 0 if part == "train" else data.eval_overlap)
+
+
+class _LMRows:
+    def __init__(self, store, part: str, length: int, packing: bool, overlap: int):
+        texts, self._tokenizer = store.texts(part, 0), store.tokenizer
+        self._ids, self._ends = texts.ids, np.asarray(texts.ends)
+        self.report = {}
+        total, new = len(texts.ids), length - overlap
+        self._starts = np.arange(0, total, new) if packing else parts(texts, new)[0]
+        self._stops = np.minimum(np.append(self._starts[1:], total), self._starts + new)
+        self._reads = np.maximum(self._starts - overlap, 0)  # where a row begins to read
+        if not packing:
+            begins = np.concatenate([[0], self._ends[:-1]])
+            self._reads = np.maximum(self._reads, begins[np.searchsorted(self._ends, self._starts, "right")])
+        self.lengths = self._stops - self._reads
+
+    def segments(self, row: int, draw: Draw) -> list[Segment]:
+        read, start, stop = (int(x[row]) for x in (self._reads, self._starts, self._stops))
+        inner = self._ends[np.searchsorted(self._ends, read, "right") : np.searchsorted(self._ends, stop, "left")]
+        bounds = [read, *map(int, inner), stop]
+        out, tokenizer = [], self._tokenizer
+        for a, b in itertools.pairwise(bounds):
+            targets = np.asarray(self._ids[a:b], np.int32)
+            fresh = a == 0 or self._ids[a - 1] == tokenizer.eos
+            inputs = shifted(tokenizer.bos if fresh else int(self._ids[a - 1]), targets)
+            out.append(Segment(inputs, targets, weights=(np.arange(a, b) >= start).astype(np.float32)))
+        return out
+
+
+@register("prefix_lm")
+@dataclasses.dataclass(frozen=True)
+class PrefixLM(Objective):
+    """The rest of a text from its beginning (Raffel et al. 2020, sec. 3.2.1): cut at a place drawn anew in every epoch.
+
+    A decoder reads the beginning both ways (`model.prefix_lm`) and is asked for what follows; in an encoder-decoder the encoder
+    reads the beginning. A row holds one text or, of a longer text, one part.
+    """
+
+    families: ClassVar = ("decoder", "encoder_decoder")
+
+    def check(self, config):
+        return needs_prefix(config)
+
+    def rows(self, store, part, config):
+        return _PrefixRows(store, part, config)
+
+
+def needs_prefix(config) -> str | None:
+    """Objectives that give a decoder a prefix want a decoder that reads it whole."""
+    if config.model.family == "decoder" and not config.model.prefix_lm:
+        return "gives the decoder a prefix to read whole; set model.prefix_lm=True"
+    return None
+
+
+class _PrefixRows:
+    def __init__(self, store, part: str, config):
+        texts, self._tokenizer = store.texts(part, 0), store.tokenizer
+        self._ids, self._alone = texts.ids, config.model.family == "decoder"
+        starts, stops = parts(
+            texts, config.data.length if self._alone else min(config.data.length, config.data.decoder_length)
+        )
+        keep = stops - starts >= 2
+        self._starts, self._stops = starts[keep], stops[keep]
+        self.lengths = self._stops - self._starts
+        self.report = {"parts of one token: dropped": int((~keep).sum())} if not keep.all() else {}
+
+    def segments(self, row: int, draw: Draw) -> list[Segment]:
+        ids = np.asarray(self._ids[self._starts[row] : self._stops[row]], np.int32)
+        cut = int(draw().integers(1, len(ids)))
+        if self._alone:
+            return [continued(self._tokenizer.bos, ids[:cut], ids[cut:])]
+        return [Segment(shifted(self._tokenizer.bos, ids[cut:]), ids[cut:], ids[:cut])]

@@ -1,0 +1,120 @@
+"""Masked language modelling, with and without next-sentence prediction (Devlin et al. 2019)."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from transformer.data.objectives.base import Draw, Objective, Segment, pack, parts, register
+
+
+@register("masked_lm")
+@dataclasses.dataclass(frozen=True)
+class MaskedLM(Objective):
+    """A share `rate` of the tokens, drawn anew in every epoch, is asked for; of these `mask` are replaced by the mask sign, `random` by
+    any piece, and the rest stay (BERT: 80, 10, 10 %). `whole_words`: all pieces of a word, or none.
+
+    A text is read as bos, x_1, ..., x_n, eos (bos is BERT's [CLS], eos its [SEP]); longer ones in parts. With `next_sentence` a row is bos, A,
+    eos, B, eos, two halves of a text that follow each other (label 0) or, half of the time, the second from another text (label 1);
+    token types 0 and 1 tell them apart. The mask sign is the first id behind the tokenizer's pieces.
+    """
+
+    rate: float = 0.15
+    mask: float = 0.8
+    random: float = 0.1
+    whole_words: bool = False
+    next_sentence: bool = False
+
+    families: ClassVar = ("encoder",)
+    writes: ClassVar = False
+
+    @property
+    def reserved(self):
+        return 1
+
+    def check(self, config):
+        model = config.model
+        if not 0 < self.rate < 1:
+            return f"has rate = {self.rate}, which must lie between 0 and 1"
+        if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
+            return f"has mask = {self.mask} and random = {self.random}, shares of one whole"
+        if self.next_sentence and (model.token_types, model.num_labels, model.pooling) != (2, 2, "cls"):
+            return "with next_sentence tells two sentences apart; set model.token_types=2, model.num_labels=2, model.pooling='cls'"
+        if self.next_sentence and (config.data.packing or config.data.buckets):
+            return "with next_sentence has one pair a row; set data.packing=False and leave out data.buckets"
+        return None
+
+    def rows(self, store, part, config):
+        return (_SentencePairs if self.next_sentence else _MaskedRows)(self, store, part, config.data)
+
+    def corrupt(self, ids: np.ndarray, tokenizer, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """(what is read, weight of each token as a target)."""
+        can = np.flatnonzero((ids != tokenizer.bos) & (ids != tokenizer.eos))
+        asked = np.zeros(len(ids), bool)
+        if len(can):
+            wanted = max(1, round(self.rate * len(can)))
+            asked[can[self._choose(ids[can], wanted, tokenizer, generator)]] = True
+        fate = generator.random(len(ids))
+        read = np.where(asked & (fate < self.mask), tokenizer.vocab_size, ids)
+        swapped = asked & (fate >= self.mask) & (fate < self.mask + self.random)
+        read[swapped] = generator.choice(tokenizer.text_ids, int(swapped.sum()))
+        return read.astype(np.int32), asked.astype(np.float32)
+
+    def _choose(self, ids: np.ndarray, wanted: int, tokenizer, generator: np.random.Generator) -> np.ndarray:
+        if not self.whole_words:
+            return generator.permutation(len(ids))[:wanted]
+        word = np.cumsum(tokenizer.starts_word[ids])
+        numbers, sizes = np.unique(word, return_counts=True)
+        order = generator.permutation(len(numbers))
+        taken = np.cumsum(sizes[order]) <= wanted  # as BERT's code: what would be too much is left out
+        chosen = numbers[order[taken]] if taken.any() else numbers[order[:1]]
+        return np.flatnonzero(np.isin(word, chosen))
+
+
+class _MaskedRows:
+    def __init__(self, objective: MaskedLM, store, part: str, data):
+        texts, self._objective, self._tokenizer = store.texts(part, 0), objective, store.tokenizer
+        self._ids, self.report = texts.ids, {}
+        self._starts, self._stops = parts(texts, data.length - 1)
+        sizes = self._stops - self._starts + 1
+        if data.packing:
+            self._rows = pack([sizes], [data.length])
+            self.lengths = np.full(len(self._rows), data.length)
+        else:
+            self._rows, self.lengths = np.arange(len(sizes))[:, None], sizes
+
+    def segments(self, row: int, draw: Draw) -> list[Segment]:
+        out, generator = [], draw()
+        for i in self._rows[row]:
+            ids = np.concatenate([[self._tokenizer.bos], self._ids[self._starts[i] : self._stops[i]]]).astype(np.int32)
+            read, weights = self._objective.corrupt(ids, self._tokenizer, generator)
+            out.append(Segment(read, ids, weights=weights))
+        return out
+
+
+class _SentencePairs:
+    """Halves of texts. Of a text's parts of up to (length - 3) / 2 tokens, every one but the last begins a row."""
+
+    def __init__(self, objective: MaskedLM, store, part: str, data):
+        texts, self._objective, self._tokenizer = store.texts(part, 0), objective, store.tokenizer
+        self._ids = texts.ids
+        self._starts, self._stops = parts(texts, (data.length - 3) // 2)
+        goes_on = np.append(self._stops[:-1] == self._starts[1:], False) & ~np.isin(self._stops, texts.ends)
+        self._first = np.flatnonzero(goes_on)
+        self.lengths = np.full(len(self._first), data.length)
+        alone = len(texts) - len(np.unique(np.searchsorted(np.asarray(texts.ends), self._starts[self._first], "right")))
+        self.report = {"texts too short for a pair: dropped": alone} if alone else {}
+
+    def segments(self, row: int, draw: Draw) -> list[Segment]:
+        generator, first = draw(), int(self._first[row])
+        label = int(generator.random() < 0.5)
+        second = int(generator.integers(len(self._starts))) if label else first + 1
+        if label and second == first + 1:  # drawn at random, and yet the next
+            label = 0
+        bos, eos = self._tokenizer.bos, self._tokenizer.eos
+        a, b = (self._ids[self._starts[i] : self._stops[i]] for i in (first, second))
+        b = b[:-1] if b[-1] == eos else b
+        ids = np.concatenate([[bos], a, [eos], b, [eos]]).astype(np.int32)
+        read, weights = self._objective.corrupt(ids, self._tokenizer, generator)
+        types = (np.arange(len(ids)) >= len(a) + 2).astype(np.int32)
+        return [Segment(read, ids, weights=weights, token_types=types, label=label)]
