@@ -213,7 +213,7 @@ def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(r
         from transformer.data.pipeline import open_data
 
         data = open_data(run_config)
-        rundir.claim(tmp_path / "run", run_config, mesh, data, 1)
+        rundir.claim(tmp_path / "run", run_config, mesh, 1, data.tokenizer, {"data": data.describe()})
     other = dataclasses.replace(run_config, seed=7)
     rundir.check(tmp_path / "run", other)
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)

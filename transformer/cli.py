@@ -29,6 +29,15 @@ In the run directory: config.json, manifest.json (versions, hashes, devices), me
 tokenizer.model, loss.png.
 """
 
+CONVERT = """Hugging Face weights (config.json and safetensors) to a run directory, and back. The tokenizer comes along.
+
+  python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
+  python -m transformer generate --workdir=runs/gpt2
+  python -m transformer convert --workdir=runs/quickstart --to=EXPORTED --family=marian
+
+  --config.model.scan_layers=False and other --config.model.*, --config.mesh.* change how it is run.
+"""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code. Mistakes of the user's print one line and return 2."""
@@ -104,6 +113,17 @@ def _main(argv: list[str]) -> int:
     generate.add_argument("--input", default="-", metavar="FILE", help="a text file; - (the default) is standard input")
     generate.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
     generate.add_argument("--interactive", action="store_true", help="type a sentence, read the answer")
+
+    convert = verb("convert", _convert, "Hugging Face weights to a run directory, and back", CONVERT)
+    convert.add_argument("--workdir", required=True, type=_folder, metavar="DIR")
+    way = convert.add_mutually_exclusive_group(required=True)
+    way.add_argument(
+        "--from", dest="source", type=Path, metavar="HF_DIR", help="make DIR of this (config.json, safetensors)"
+    )
+    way.add_argument("--to", type=Path, metavar="HF_DIR", help="write the run DIR there, as Transformers loads it")
+    convert.add_argument(
+        "--family", metavar="MODEL_TYPE", help="with --to: gpt2, t5, ...; default: the first that fits"
+    )
 
     if argv and not argv[0].startswith("-") and argv[0] not in verbs.choices:
         raise UserError(f"no verb {argv[0]!r}; {nearest(argv[0], verbs.choices)}")
@@ -220,6 +240,34 @@ def _generate(args, overrides) -> int:
         sys.stdout.write(text)
     else:
         write_whole(Path(args.output), text)
+    return 0
+
+
+def _convert(args, overrides) -> int:
+    if args.source is None:
+        config, mesh = _open(args, overrides)
+        from transformer.training.exchange import to_hf
+
+        to_hf(args.workdir, args.to, config, mesh, args.family)
+        print(f"{args.to}: written; transformers.AutoModel.from_pretrained({str(args.to)!r}) loads it", file=sys.stderr)
+        return 0
+    if args.family:
+        raise UserError("--family: goes with --to; --from reads it from config.json")
+    for key in overrides:
+        if key.split(".")[0] not in ("model", "mesh", "platform"):
+            raise UserError(
+                f"--config.{key}: a converted model has no training; only model, mesh and platform can be set"
+            )
+    _start_jax()
+    from transformer.training.exchange import from_hf
+
+    config = from_hf(args.source, args.workdir, overrides)
+    use = (
+        "generate --workdir={}"
+        if config.model.family != "encoder"
+        else "train --config=... --config.train.init_from={}"
+    )
+    print(f"{args.workdir}: made; next: python -m transformer {use.format(args.workdir)}", file=sys.stderr)
     return 0
 
 

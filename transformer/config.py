@@ -31,7 +31,10 @@ class TokenizerConfig:
     """SentencePiece, trained from the run's own training text (both languages together) to `model.vocab_size` pieces."""
 
     kind: str = "unigram"  # unigram | bpe
-    path: str = ""  # a SentencePiece .model to use instead of training one
+    path: str = ""  # a SentencePiece .model, or a tokenizer.json (extra [hf]), to use instead of training one
+    pad_id: int = -1  # of a given one: padding,
+    bos_id: int = -1  # what a text, or a decoder, begins with,
+    eos_id: int = -1  # and what a text ends with; -1: as it says itself
     byte_fallback: bool = True  # unknown characters become bytes, so nothing is lost
     character_coverage: float = 0.9995
     max_sentences: int = 1_000_000  # read at most so many lines for training
@@ -39,6 +42,7 @@ class TokenizerConfig:
     def __post_init__(self):
         one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe"))
         at_least("data.tokenizer", self, 1, "max_sentences")
+        at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id")
         if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
             raise UserError(f"data.tokenizer.character_coverage: {self.character_coverage} must lie between 0.98 and 1")
 
@@ -71,10 +75,8 @@ class DataConfig:
     tokenizer: TokenizerConfig = TokenizerConfig()
 
     def __post_init__(self):
-        if bool(self.corpus) == bool(self.train):
-            raise UserError(
-                "data.corpus or data.train: name one of them (python -m transformer data lists the corpora)"
-            )
+        if self.corpus and self.train:
+            raise UserError("data.corpus and data.train: two texts to train on; leave one of them out")
         if self.corpus and (self.valid or self.test or self.fields):
             raise UserError(
                 "data.corpus: a known corpus has its own files; data.valid, data.test and data.fields go with data.train"
@@ -248,8 +250,6 @@ class Experiment:
             raise UserError(
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}"
             )
-        if self.model.pad_id != 0:
-            raise UserError(f"model.pad_id: {self.model.pad_id}, but the tokenizer's padding is 0; leave it at 0")
         name = self.data.objective if isinstance(self.data.objective, str) else self.data.objective["name"]
         objective = self.objective
         if self.model.family not in objective.families:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import tempfile
+import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,16 @@ def _list(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def save_hf(directory: str | os.PathLike, config: ModelConfig, params: Any, family: str | None = None) -> None:
-    """Writes config.json and safetensors that Transformers loads; `params` as `model.init` and `load_hf` return them.
+def save_hf(
+    directory: str | os.PathLike,
+    config: ModelConfig,
+    params: Any,
+    family: str | None = None,
+    fields: Mapping[str, Any] = types.MappingProxyType({}),
+    files: Mapping[str, bytes] = types.MappingProxyType({}),
+) -> None:
+    """Writes config.json and safetensors that Transformers loads; `params` as `model.init` and `load_hf` return them. `fields` are set
+    in config.json on top, `files` written beside it.
 
     Without `family` (a `model_type`), the first that can express this config. Raises UserError, with the field's name, if none
     can. Nothing is left in `directory` if it fails.
@@ -180,8 +189,10 @@ def save_hf(directory: str | os.PathLike, config: ModelConfig, params: Any, fami
         target.mkdir()
         _write_tensors(target, _tensors(chosen, config, unbox(params)["params"]))
         (target / "config.json").write_text(
-            json.dumps(theirs | {"dtype": config.param_dtype}, indent=2) + "\n", encoding="utf-8"
+            json.dumps(theirs | {"dtype": config.param_dtype} | dict(fields), indent=2) + "\n", encoding="utf-8"
         )
+        for name, content in files.items():
+            (target / name).write_bytes(content)
         if directory.exists():
             directory.rmdir()
         target.rename(directory)

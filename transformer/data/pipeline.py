@@ -45,11 +45,14 @@ def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
     """Fetches, splits, tokenises what is not there yet. With `tokenizer`, that of an existing run: the text is tokenised
     by that one, even if training anew (by another version of SentencePiece, say) would give another."""
     objective = config.objective
-    pieces = config.model.vocab_size - objective.reserved
-    store = open_store(config.data, pieces, objective.columns)
-    if tokenizer is not None and tokenizer.exists() and store.tokenizer.model != tokenizer.read_bytes():
+    store = open_store(config.data, config.model.vocab_size, objective)
+    if tokenizer is not None and store.tokenizer.content != tokenizer.read_bytes():
         own = dataclasses.replace(config.data.tokenizer, path=str(tokenizer))
-        store = open_store(dataclasses.replace(config.data, tokenizer=own), pieces, objective.columns)
+        store = open_store(dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size, objective)
+    if store.tokenizer.pad != config.model.pad_id:
+        raise UserError(
+            f"model.pad_id: {config.model.pad_id}, but the tokenizer's padding is {store.tokenizer.pad}; set it to that"
+        )
     if store.classes and len(store.classes) != config.model.num_labels:
         raise UserError(
             f"model.num_labels: {config.model.num_labels}, but the text has {len(store.classes)}: {', '.join(store.classes[:8])}"

@@ -20,8 +20,9 @@ from etils import epath
 from transformer.config import DataConfig
 from transformer.config_io import to_mapping
 from transformer.data import corpora, sources, split
+from transformer.data.objectives import Objective
 from transformer.data.sources import Example
-from transformer.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from transformer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, train_tokenizer
 from transformer.errors import UserError
 from transformer.files import disk_faults
 
@@ -70,13 +71,22 @@ class Store:
             return [tuple(json.loads(line)) for line in lines]
 
 
-def open_store(config: DataConfig, vocab_size: int, columns: tuple[str, ...]) -> Store:
-    """The store of a config, made if it is not there yet: split, train the tokenizer, tokenise."""
-    text = _Text(config, columns)
+def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Store:
+    """The store of a config, made if it is not there yet: split, train the tokenizer, tokenise. Of `vocab_size` ids the tokenizer
+    gets those that the objective leaves."""
+    if not config.corpus and not config.train:
+        raise UserError("data.corpus or data.train: name one of them (python -m transformer data lists the corpora)")
+    text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in _DEPENDS_ON}
     tokenizer_file = Path(config.tokenizer.path)
     inputs["given"] = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() if tokenizer_file.is_file() else ""
-    inputs |= {"vocab_size": vocab_size, "columns": columns, "files": text.fingerprint(), "version": 2}
+    inputs |= {
+        "vocab_size": vocab_size,
+        "reserved": objective.reserved,
+        "columns": objective.columns,
+        "files": text.fingerprint(),
+        "version": 2,
+    }
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
     folder = corpora.data_home() / "tokens" / key
     if not (folder / "meta.json").exists():
@@ -84,10 +94,11 @@ def open_store(config: DataConfig, vocab_size: int, columns: tuple[str, ...]) ->
         with disk_faults(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "store"
             made.mkdir()
-            _make(made, text, config, vocab_size)
+            _make(made, text, config, vocab_size, objective)
             if not folder.exists():  # another process may have been faster
                 made.rename(folder)  # whole or not at all
-    return Store(folder, load_tokenizer(folder / "tokenizer.model"), json.loads((folder / "meta.json").read_text()))
+    tokenizer = load_tokenizer(find_tokenizer(folder), config.tokenizer)
+    return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
 _DEPENDS_ON = (
@@ -187,17 +198,19 @@ def _modified(file: epath.Path) -> float:
     return os.stat(file).st_mtime_ns if os.path.exists(file) else file.stat().mtime
 
 
-def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
+def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int, objective: Objective) -> None:
     if config.tokenizer.path:
-        tokenizer = load_tokenizer(config.tokenizer.path)
-        if tokenizer.vocab_size > vocab_size:
+        tokenizer = load_tokenizer(config.tokenizer.path, config.tokenizer)
+        needed = tokenizer.vocab_size + objective.adds(tokenizer)
+        if needed > vocab_size:
             raise UserError(
-                f"model.vocab_size: {vocab_size}, but {config.tokenizer.path} has {tokenizer.vocab_size} pieces; raise it"
+                f"model.vocab_size: {vocab_size}, but the {tokenizer.vocab_size} pieces of {config.tokenizer.path} "
+                f"and the objective's signs are {needed}; raise it"
             )
     else:
         texts = itertools.chain.from_iterable(example[: text.sides] for example in text.train())
-        tokenizer = train_tokenizer(config.tokenizer, vocab_size, texts)
-    (folder / "tokenizer.model").write_bytes(tokenizer.model)
+        tokenizer = train_tokenizer(config.tokenizer, vocab_size - objective.reserved, texts)
+    (folder / tokenizer.name).write_bytes(tokenizer.content)
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
     if len(text.columns) > text.sides:
         names = lambda example: example[-1].split() if text.columns[-1] == "tags" else [example[-1]]

@@ -1,5 +1,6 @@
-"""SentencePiece, trained from the run's own text."""
+"""Text to ids and back: SentencePiece, trained from the run's own text or given; or the tokenizer.json of another library."""
 
+import dataclasses
 import functools
 import hashlib
 import io
@@ -16,65 +17,180 @@ from transformer.config import TokenizerConfig
 from transformer.errors import UserError
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
+"""Of the tokenizers that are trained here. A given one has its own."""
+
+AS_IT_SAYS = TokenizerConfig()
+"""A given tokenizer knows its own signs."""
+
+FILES = {".model": "tokenizer.model", ".json": "tokenizer.json"}
+"""What a tokenizer is called in a run directory, by the ending of the file it came from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Signs:
+    """Ids that stand for no text: padding, what a decoder (or a text) begins with, what a text ends with."""
+
+    pad: int = PAD
+    bos: int = BOS
+    eos: int = EOS
 
 
 class Tokenizer:
-    """Text to ids and back, without loss: nothing is normalised, unknown characters become bytes. (One exception, which
-    is SentencePiece's: its own sign for a space, U+2581, comes back as a space.)"""
+    """What every tokenizer does. `content` is its file, `name` what the file is called in a run directory."""
 
-    def __init__(self, model: bytes, name: str = "tokenizer"):
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError:
-            raise UserError(f"data.tokenizer.path: {name} is no SentencePiece model") from None
-        found = tuple(getattr(self._processor, f"{which}_id")() for which in ("pad", "bos", "eos", "unk"))
-        if found != (PAD, BOS, EOS, UNK):
-            raise UserError(
-                f"data.tokenizer.path: {name} has pad, bos, eos, unk = {found}, expected {(PAD, BOS, EOS, UNK)}; "
-                "train it with --pad_id=0 --bos_id=1 --eos_id=2 --unk_id=3"
-            )
-        self.model = model
-
-        self.bos, self.eos = BOS, EOS
+    content: bytes
+    name: str
+    signs: Signs
+    vocab_size: int
+    mask: int | None = None  # the sign for a hidden token, where it has one
 
     @property
-    def vocab_size(self) -> int:
-        return self._processor.vocab_size()
+    def pad(self) -> int:
+        return self.signs.pad
+
+    @property
+    def bos(self) -> int:
+        return self.signs.bos
+
+    @property
+    def eos(self) -> int:
+        return self.signs.eos
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without bos or eos."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids up to the first eos; pad, bos and ids that no piece has are left out."""
+        ids = [int(i) for i in ids]
+        skip = {self.pad, self.bos} - {self.eos}
+        if self.bos == self.eos and ids[:1] == [self.bos]:  # GPT-2 begins and ends with one sign
+            ids = ids[1:]
+        if self.eos in ids:
+            ids = ids[: ids.index(self.eos)]
+        return self._text([i for i in ids if i not in skip and i < self.vocab_size])
+
+    def _text(self, ids: list[int]) -> str:
+        raise NotImplementedError
 
     @functools.cached_property
     def text_ids(self) -> np.ndarray:
         """Ids of the pieces that stand for text: no signs, no bytes."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def starts_word(self) -> np.ndarray:
+        """bool[vocab_size]: pieces with which a word begins."""
+        raise NotImplementedError
+
+
+class SentencePiece(Tokenizer):
+    """A SentencePiece model. Those trained here lose nothing: nothing is normalised, unknown characters become bytes. (One exception,
+    which is SentencePiece's: its own sign for a space, U+2581, comes back as a space.)"""
+
+    name = FILES[".model"]
+
+    def __init__(self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"):
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(content)
+        except RuntimeError:
+            raise UserError(f"data.tokenizer.path: {name} is no SentencePiece model") from None
+        self.content, self.vocab_size = content, self._processor.vocab_size()
+        own = {sign: getattr(self._processor, f"{sign}_id")() for sign in ("pad", "bos", "eos")}
+        self.signs = _signs(config, own, self.vocab_size, name)
+
+    def encode(self, texts):
+        return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
+
+    def _text(self, ids):
+        return self._processor.decode(ids)
+
+    @functools.cached_property
+    def text_ids(self):
         p = self._processor
         plain = lambda i: not (p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i))
         return np.array([i for i in range(self.vocab_size) if plain(i)])
 
     @functools.cached_property
-    def starts_word(self) -> np.ndarray:
-        """bool[vocab_size]: pieces with which a word begins."""
+    def starts_word(self):
         return np.array([self._processor.id_to_piece(i).startswith(("\u2581", "\n")) for i in range(self.vocab_size)])
 
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.model).hexdigest()
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without bos or eos."""
-        return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
+class Fast(Tokenizer):
+    """A tokenizer.json, read by Hugging Face's `tokenizers` (extra [hf])."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids up to the first eos; pad, bos and ids that no piece has are left out."""
-        ids = [int(i) for i in ids]
-        if EOS in ids:
-            ids = ids[: ids.index(EOS)]
-        return self._processor.decode([i for i in ids if i not in (PAD, BOS) and i < self.vocab_size])
+    name = FILES[".json"]
+
+    def __init__(self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"):
+        try:
+            import tokenizers
+        except ImportError:
+            raise UserError(f"data.tokenizer.path: {name} needs the extra [hf]: pip install -e '.[hf]'") from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except Exception as e:  # it raises Exception itself
+            raise UserError(f"data.tokenizer.path: {name} is no tokenizer.json ({str(e)[:80]})") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.content, self.vocab_size = content, self._tokenizer.get_vocab_size()
+        find = lambda *names: next((i for n in names if (i := self._tokenizer.token_to_id(n)) is not None), -1)
+        own = {
+            "pad": find("[PAD]", "<pad>"),
+            "bos": find("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
+            "eos": find("[SEP]", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
+        }
+        self.signs = _signs(config, own, self.vocab_size, name)
+        mask = find("[MASK]", "<mask>")
+        self.mask = mask if mask >= 0 else None
+
+    def encode(self, texts):
+        return [one.ids for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def _text(self, ids):
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    @functools.cached_property
+    def text_ids(self):
+        signs = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        return np.array([i for i in range(self.vocab_size) if i not in signs])
+
+    @functools.cached_property
+    def starts_word(self):
+        pieces = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
+        if any(piece.startswith("##") for piece in pieces):  # WordPiece marks what goes on
+            return np.array([not piece.startswith("##") for piece in pieces])
+        return np.array([piece.startswith(("\u2581", "\u0120", "\u010a")) for piece in pieces])
 
 
-def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """A SentencePiece .model file."""
+def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: str) -> Signs:
+    """The config's, where it says any; else the tokenizer's own."""
+    found = {}
+    for sign, its in own.items():
+        given = getattr(config, f"{sign}_id")
+        found[sign] = its if given < 0 else given
+        if not found[sign] >= 0:
+            raise UserError(f"data.tokenizer.{sign}_id: must be set, for {name} does not say it")
+        if sign != "pad" and found[sign] >= vocab_size:
+            raise UserError(f"data.tokenizer.{sign}_id: {found[sign]} is none of the {vocab_size} pieces of {name}")
+    return Signs(**found)
+
+
+def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = AS_IT_SAYS) -> Tokenizer:
+    """A SentencePiece .model, or a tokenizer.json."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"data.tokenizer.path: no file {str(path)!r}")
-    return Tokenizer(path.read_bytes(), str(path))
+    return (Fast if path.suffix == ".json" else SentencePiece)(path.read_bytes(), config, str(path))
+
+
+def find_tokenizer(folder: str | os.PathLike) -> Path | None:
+    """The tokenizer of a run directory."""
+    return next((file for name in FILES.values() if (file := Path(folder) / name).is_file()), None)
 
 
 def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterable[str]) -> Tokenizer:
@@ -99,7 +215,9 @@ def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterabl
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {vocab_size} pieces of this text; {way_out}"
         ) from None
-    return Tokenizer(model.getvalue())
+    trained = SentencePiece(model.getvalue())
+    assert trained.signs == Signs(), trained.signs
+    return trained
 
 
 def _sample(texts: Iterable[str], most: int) -> list[str]:

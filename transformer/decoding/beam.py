@@ -43,7 +43,10 @@ def _grow(
     """One token more. Returns the beams, which old beam each new live one continues, and its new token."""
     rows, k, vocab = logits_BxKxV.shape
     open_B = beams.step < limits_B
-    logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1).at[..., pad_id].set(NEVER) + beams.live_logp_BxK[..., None]
+    logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1)
+    if pad_id != eos_id:  # padding is never written: it would read as the end
+        logp_BxKxV = logp_BxKxV.at[..., pad_id].set(NEVER)
+    logp_BxKxV += beams.live_logp_BxK[..., None]
     top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(rows, -1), 2 * k)  # at most k of them end
     from_beam, token = flat // vocab, flat % vocab
     text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1).at[:, :, beams.step].set(token)
@@ -88,6 +91,7 @@ def beam_search(
     max_new: int,
     eos_id: int,
     source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[B, K, max_new], float32[B, K]): the best hypotheses of each row and their scores, best first.
 
@@ -95,7 +99,7 @@ def beam_search(
     scored. Places that no hypothesis fills score -1e9.
     """
     rows, k, pad_id, scanned = prompt_BxP.shape[0], beam_size, model.config.pad_id, model.config.scan_layers
-    logits_BxV, memory = prefill(model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS)
+    logits_BxV, memory = prefill(model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP)
     vocab = logits_BxV.shape[-1]
     memory = rearrange(memory, lambda x: jnp.repeat(x, k, axis=0), scanned, source_too=True)
 

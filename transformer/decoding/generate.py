@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config import DecodingConfig, Experiment
-from transformer.data.tokenizer import BOS, EOS, PAD, Tokenizer
+from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.beam import beam_search
 from transformer.decoding.sampling import sample
 from transformer.errors import UserError
@@ -23,12 +23,14 @@ class Generator:
 
     config: Experiment
     params: Any
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     cut: int = 0
 
     def __post_init__(self):
         if self.config.model.family == "encoder":
             raise UserError("model.family: an 'encoder' writes no text; a decoder or an encoder_decoder does")
+        if self.tokenizer is None:
+            raise UserError("this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory")
         self._model = build_model(self.config.model)
         self._translates = self.config.model.family == "encoder_decoder"
         self._compiled: dict[int, Callable] = {}
@@ -74,24 +76,24 @@ class Generator:
     def _run(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> np.ndarray:
         """int32[len(ids), ...]: generated tokens of one batch, filled up with empty rows."""
         decoding, max_length = self.config.decoding, self.config.model.max_length
-        rows = decoding.batch_size
-        read = np.full((rows, width), PAD, np.int32)
-        limits = np.zeros(rows, np.int32)
+        rows, bos = decoding.batch_size, self.tokenizer.bos
+        read = np.full((rows, width), self.tokenizer.pad, np.int32)
+        limits, real = np.zeros(rows, np.int32), np.zeros((rows, width), bool)
         for r, tokens in enumerate(ids):
             if self._translates:
-                tokens = [*tokens[: width - 1], EOS]
-                read[r, : len(tokens)] = tokens
+                tokens = [*tokens[: width - 1], self.tokenizer.eos]
+                read[r, : len(tokens)], real[r, : len(tokens)] = tokens, True
                 limits[r] = min(len(tokens) + decoding.max_extra, max_length)
             else:
-                tokens = [BOS, *tokens[-(width - 1) :]] if width > 1 else [BOS]
-                read[r, width - len(tokens) :] = tokens
+                tokens = [bos, *tokens[-(width - 1) :]] if width > 1 else [bos]
+                read[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
         keys = jax.vmap(jax.random.fold_in, (None, 0))(
             jax.random.key(self.config.seed), np.resize(np.asarray(numbers, np.uint32), rows) + self._calls
         )
         if width not in self._compiled:
             self._compiled[width] = jax.jit(functools.partial(self._decode, max_new=self._max_new(width)))
-        return np.asarray(self._compiled[width](self.params, read, limits, keys))[: len(ids)]
+        return np.asarray(self._compiled[width](self.params, read, real, limits, keys))[: len(ids)]
 
     def _max_new(self, width: int) -> int:
         decoding, max_length = self.config.decoding, self.config.model.max_length
@@ -99,11 +101,14 @@ class Generator:
             min(width + decoding.max_extra, max_length) if self._translates else min(decoding.max_extra, max_length - 1)
         )
 
-    def _decode(self, params, read, limits, keys, *, max_new: int) -> jax.Array:
+    def _decode(self, params, read, real, limits, keys, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
         source = read if self._translates else None
-        prompt = jnp.full((read.shape[0], 1), BOS, jnp.int32) if self._translates else read
-        given = {"max_new": max_new, "eos_id": EOS, "source_BxS": source}
+        prompt, mask = read, real
+        if self._translates:  # what it begins with is real, even where that is the sign for padding
+            prompt = jnp.full((read.shape[0], 1), self.tokenizer.bos, jnp.int32)
+            mask = jnp.ones_like(prompt, bool)
+        given = {"max_new": max_new, "eos_id": self.tokenizer.eos, "source_BxS": source, "prompt_mask_BxP": mask}
         if decoding.beam_size > 1:
             texts, _ = beam_search(
                 self._model,

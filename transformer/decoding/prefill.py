@@ -24,14 +24,19 @@ class Memory:
 
 
 def prefill(
-    model: nn.Module, params: Any, prompt_BxP: jax.Array, slots: int, source_BxS: jax.Array | None = None
+    model: nn.Module,
+    params: Any,
+    prompt_BxP: jax.Array,
+    slots: int,
+    source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None,
 ) -> tuple[jax.Array, Memory]:
-    """Reads the prompts (padded on the left with `pad_id`) and returns the logits, [B, V], of what follows, and the memory.
+    """Reads the prompts, padded on the left, and returns the logits, [B, V], of what follows, and the memory.
 
-    The memory has room for `slots` tokens, prompt included.
+    `prompt_mask_BxP` tells what is no padding; by default what is not `pad_id`. The memory has room for `slots` tokens, prompt included.
     """
     pad_id, given = model.config.pad_id, {"params": params}
-    real_BxP = prompt_BxP != pad_id
+    real_BxP = prompt_BxP != pad_id if prompt_mask_BxP is None else prompt_mask_BxP
     where = {"positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0), "segment_ids": real_BxP.astype(jnp.int32)}
     if model.config.prefix_lm:
         where["prefix_mask"] = real_BxP

@@ -22,6 +22,7 @@ def sample(
     max_new: int,
     eos_id: int,
     source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -35,7 +36,8 @@ def sample(
     pad_id = model.config.pad_id
 
     def draw(logits_BxV, step):
-        logits_BxV = logits_BxV.at[:, pad_id].set(-jnp.inf)  # never written: it would read as the end
+        if pad_id != eos_id:  # padding is never written: it would read as the end
+            logits_BxV = logits_BxV.at[:, pad_id].set(-jnp.inf)
         if temperature == 0.0:
             return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
         kept_BxV = truncate(logits_BxV / temperature, top_k, top_p)
@@ -54,7 +56,7 @@ def sample(
         logits_BxV, memory = advance(model, params, token_B, memory)
         return step + 1, out_BxL, logits_BxV, done_B, memory
 
-    logits_BxV, memory = prefill(model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS)
+    logits_BxV, memory = prefill(model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP)
     blank = jnp.full((prompt_BxP.shape[0], max_new), pad_id, jnp.int32)
     carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory
     return jax.lax.while_loop(cond, body, carry)[1]

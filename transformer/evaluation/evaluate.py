@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from transformer.config import Experiment
 from transformer.data.pipeline import Data, open_data
-from transformer.data.tokenizer import Tokenizer, load_tokenizer
+from transformer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
@@ -35,7 +35,7 @@ class Trained:
     config: Experiment
     params: Any
     placed: Any  # their shardings
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # a converted model may have none that can be read
     step: int
 
 
@@ -49,9 +49,9 @@ def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained
         raise UserError(f"--workdir: {workdir} has no checkpoint yet; go on training it, or set train.checkpoint_every")
     item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
-    return Trained(
-        workdir, config, params, placed.params, load_tokenizer(workdir / "tokenizer.model"), checkpoints.steps[-1]
-    )
+    file = find_tokenizer(workdir)
+    tokenizer = load_tokenizer(file, config.data.tokenizer) if file else None
+    return Trained(workdir, config, params, placed.params, tokenizer, checkpoints.steps[-1])
 
 
 def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
@@ -62,7 +62,7 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     """
     config, workdir = trained.config, trained.workdir
     check_rows(config, mesh)
-    data = open_data(config, workdir / "tokenizer.model")
+    data = open_data(config, find_tokenizer(workdir))
     _check_text(workdir, data, part)
     objective, translates = data.objective, data.objective.columns == ("source", "target")
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)

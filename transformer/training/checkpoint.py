@@ -61,11 +61,24 @@ class Checkpoints:
         """The state of a step (default: the latest), sharded as `abstract` says, and its `host`."""
         step = self.steps[-1] if step is None else step
         with damage(self.folder, step):
+            if "rest" not in self._items_of(step):
+                raise UserError(
+                    f"{self.folder}: these are parameters alone, converted from elsewhere; start from them in another --workdir, "
+                    f"with --config.train.init_from={self.folder.parent}"
+                )
             self._check_same("params", abstract.params, step)
             items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
             found = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
             state = abstract.replace(params=found["params"], ema=found.get("ema"), **found["rest"])
             return state, {key: found["host"][key] for key in ("data_step", "window", "text_sha256")}
+
+    def save_params(self, params, step: int = 0) -> None:
+        """Parameters alone, which can be used and started from, but not trained on."""
+        with disk_faults(self.folder):
+            self._manager.save(step, args=ocp.args.Composite(params=ocp.args.StandardSave(params)), force=True)
+
+    def _items_of(self, step: int) -> set[str]:
+        return {item.name for item in (self.folder / str(step)).iterdir()}
 
     def restore_params(self, abstract_params, *, item: str = "params", mean_of: int = 1):
         """Parameters alone: the latest, their moving average (`item="ema"`), or the mean over the last `mean_of` checkpoints."""

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from transformer.config import Experiment, TrainConfig
 from transformer.convert import open_hf
+from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import build_model
@@ -44,8 +45,8 @@ def start_from(config: Experiment, state: TrainState, placed: TrainState, mesh: 
 
 def check_tokenizer(directory: str, sha256: str) -> None:
     """Raises UserError if a run was trained on other pieces than these: its embeddings would mean nothing here."""
-    file = Path(directory) / "tokenizer.model"
-    if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+    file = find_tokenizer(directory)
+    if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
         raise UserError(
             f"train.init_from: {directory} was trained with another tokenizer; set data.tokenizer.path={file} to use it here"
         )

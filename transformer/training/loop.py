@@ -16,6 +16,7 @@ from transformer.config import Experiment
 from transformer.config_io import to_mapping
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
+from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.files import check_room, disk_faults
@@ -122,7 +123,7 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     abstract, placed = abstract_state(config, model, optimizer, mesh)
     check_room(workdir.absolute(), size(abstract), "a checkpoint")
-    data = open_data(config, workdir / "tokenizer.model" if rundir.trained(workdir) else None)
+    data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
     batches, valid = data.batches("train"), data.batches("valid")
     text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
     progress = Progress(config.train.steps)
@@ -139,7 +140,7 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
             check_tokenizer(config.train.init_from, data.tokenizer.sha256)
             state = start_from(config, state, placed, mesh)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
-    rundir.claim(workdir, config, mesh, data, parameters)
+    rundir.claim(workdir, config, mesh, parameters, data.tokenizer, {"data": data.describe()})
     checkpoints = Checkpoints(workdir, config.train)
     progress.note(describe(abstract.params, placed.params, mesh) + "\n" + _describe_data(data, batches, config))
     for line in _advice(config, data):

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from transformer.config import Experiment
 from transformer.config_io import from_mapping, to_mapping
-from transformer.data.pipeline import Data
+from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
 from transformer.files import read_json, write_whole
 from transformer.version import __version__
@@ -83,9 +83,11 @@ def load_config(workdir: Path) -> Experiment:
     return from_mapping(Experiment, read_json(file))
 
 
-def claim(workdir: Path, config: Experiment, mesh: Mesh, data: Data, parameters: int) -> None:
-    """Makes the directory this experiment's own: config.json, tokenizer.model and, in manifest.json, what the numbers come
-    from (versions, commit, devices, mesh, hashes of data and tokenizer, attention backend), one entry for every start."""
+def claim(
+    workdir: Path, config: Experiment, mesh: Mesh, parameters: int, tokenizer: Tokenizer | None, origin: dict
+) -> None:
+    """Makes the directory this experiment's own: config.json, the tokenizer and, in manifest.json, what the numbers come from
+    (versions, commit, devices, mesh, attention backend and, in `origin`, hashes of data), one entry for every start."""
     workdir.mkdir(parents=True, exist_ok=True)
     _write(workdir / "config.json", to_mapping(config))
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "numpy", "sacrebleu")
@@ -104,9 +106,10 @@ def claim(workdir: Path, config: Experiment, mesh: Mesh, data: Data, parameters:
         if config.model.attention_backend != "auto"
         else "reference",
         "parameters": parameters,
-        "data": data.describe(),
+        **origin,
     }
-    write_whole(workdir / "tokenizer.model", data.tokenizer.model)
+    if tokenizer is not None:
+        write_whole(workdir / tokenizer.name, tokenizer.content)
     file = workdir / "manifest.json"
     before = read_json(file) if file.exists() else {}
     earlier = [*before.get("earlier_starts", []), {k: before.get(k) for k in _OF_A_START}] if before else []

@@ -14,6 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from transformer.config import Experiment
     from transformer.data.store import Store, Texts
+    from transformer.data.tokenizer import Tokenizer
 
 OBJECTIVES: dict[str, type["Objective"]] = {}
 
@@ -68,6 +69,10 @@ class Objective:
     def reserved(self) -> int:
         """How many ids, behind the tokenizer's pieces, it keeps for signs of its own."""
         return 0
+
+    def adds(self, tokenizer: "Tokenizer") -> int:
+        """How many of them this tokenizer does not bring."""
+        return self.reserved
 
     def check(self, config: "Experiment") -> str | None:
         """Why it cannot be learned so, in one line; None if it can."""

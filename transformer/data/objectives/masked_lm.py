@@ -16,7 +16,7 @@ class MaskedLM(Objective):
 
     A text is read as bos, x_1, ..., x_n, eos (bos is BERT's [CLS], eos its [SEP]); longer ones in parts. With `next_sentence` a row is bos, A,
     eos, B, eos, two halves of a text that follow each other (label 0) or, half of the time, the second from another text (label 1);
-    token types 0 and 1 tell them apart. The mask sign is the first id behind the tokenizer's pieces.
+    token types 0 and 1 tell them apart. The mask sign is the tokenizer's own or, where it has none, the first id behind its pieces.
     """
 
     rate: float = 0.15
@@ -31,6 +31,9 @@ class MaskedLM(Objective):
     @property
     def reserved(self):
         return 1
+
+    def adds(self, tokenizer):
+        return 0 if tokenizer.mask is not None else 1
 
     def check(self, config):
         model = config.model
@@ -54,8 +57,9 @@ class MaskedLM(Objective):
         if len(can):
             wanted = max(1, round(self.rate * len(can)))
             asked[can[self._choose(ids[can], wanted, tokenizer, generator)]] = True
+        mask = tokenizer.vocab_size if tokenizer.mask is None else tokenizer.mask
         fate = generator.random(len(ids))
-        read = np.where(asked & (fate < self.mask), tokenizer.vocab_size, ids)
+        read = np.where(asked & (fate < self.mask), mask, ids)
         swapped = asked & (fate >= self.mask) & (fate < self.mask + self.random)
         read[swapped] = generator.choice(tokenizer.text_ids, int(swapped.sum()))
         return read.astype(np.int32), asked.astype(np.float32)

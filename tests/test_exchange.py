@@ -1,0 +1,270 @@
+"""A Hugging Face directory becomes a run, says what PyTorch says, is trained on, and goes back."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from transformer import cli, load_hf
+from transformer.config import Experiment, MeshConfig
+from transformer.config_io import from_mapping
+from transformer.decoding.generate import Generator
+from transformer.errors import UserError
+from transformer.evaluation.evaluate import evaluate, load_trained
+from transformer.parallel.mesh import make_mesh, use
+from transformer.training.loop import train
+from transformer.training.rundir import load_config
+
+torch = pytest.importorskip("torch", reason="the test extra brings it")
+transformers = pytest.importorskip("transformers", reason="the test extra brings it")
+tokenizers = pytest.importorskip("tokenizers", reason="the test extra brings it")
+
+WORDS = (
+    ["the cat", "a dog", "my friend", "the bird"],
+    ["sleeps", "eats", "runs", "sings"],
+    ["today", "at home", "here", "now!"],
+)
+TEXTS = [f"{a} {b} {c}" for a in WORDS[0] for b in WORDS[1] for c in WORDS[2]]
+
+
+def save(model_class: str, config, folder: Path, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():  # far from their initial values, so that the model has something to say
+            p += 0.3 * torch.randn_like(p)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """With vocab.json and merges.txt, as on the hub; one sign begins, ends and pads."""
+    folder = tmp_path_factory.mktemp("hf") / "gpt2"
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(TEXTS, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    end = tokenizer.token_to_id("<|endoftext|>")
+    config = transformers.GPT2Config(
+        vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=end, eos_token_id=end
+    )
+    save("GPT2LMHeadModel", config, folder)
+    tokenizer.save_model(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    """With spiece.model; padding begins what the decoder writes, and there is no bos."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("hf") / "t5"
+    folder.mkdir()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=str(folder / "spiece"), vocab_size=60, hard_vocab_limit=False,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    (folder / "spiece.vocab").unlink()
+    config = transformers.T5Config(
+        vocab_size=70, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1
+    )  # fmt: skip
+    save("T5ForConditionalGeneration", config, folder, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """With tokenizer.json, whose words BERT's own signs stand for."""
+    folder = tmp_path_factory.mktemp("hf") / "bert"
+    tokenizer = tokenizers.BertWordPieceTokenizer(lowercase=True)
+    tokenizer.train_from_iterator(TEXTS, vocab_size=120, show_progress=False)
+    config = transformers.BertConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    save("BertForMaskedLM", config, folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def convert(*args) -> None:
+    assert cli.main(["convert", *map(str, args)]) == 0
+
+
+def answers(workdir: Path, texts: list[str], **decoding) -> tuple[list[str], Generator]:
+    config = load_config(workdir)
+    config = dataclasses.replace(
+        config, decoding=dataclasses.replace(config.decoding, max_extra=8, batch_size=4, **decoding)
+    )
+    with use(make_mesh(MeshConfig(data=1))) as mesh:
+        trained = load_trained(workdir, config, mesh)
+        generate = Generator(config, trained.params, trained.tokenizer)
+        return generate(texts), trained
+
+
+def test_a_decoder_continues_as_pytorch_does(gpt2, tmp_path):
+    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
+    prompts = ["the cat", "my friend sings", "!a dog"]
+    ours, trained = answers(tmp_path / "run", prompts)
+    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2).eval()
+    end = model.config.eos_token_id
+    assert (trained.tokenizer.pad, trained.tokenizer.bos, trained.tokenizer.eos) == (end, end, end)
+    for prompt, answer in zip(prompts, ours, strict=True):
+        ids = [end, *trained.tokenizer.encode([prompt])[0]]
+        with torch.no_grad():
+            out = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=end)[
+                0, len(ids) :
+            ]
+        assert answer == trained.tokenizer.decode([*ids[1:], *out.tolist()])[len(prompt) :]
+    assert len(set(ours)) == 3 and all(ours)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_an_encoder_decoder_writes_as_pytorch_does(t5, tmp_path, beams):
+    convert(f"--from={t5}", f"--workdir={tmp_path / 'run'}", "--config.model.scan_layers=False")
+    sources = ["the cat sleeps", "a dog runs at home"]
+    ours, trained = answers(tmp_path / "run", sources, beam_size=beams, length_penalty=0.0)
+    assert (trained.tokenizer.pad, trained.tokenizer.bos, trained.tokenizer.eos) == (0, 0, 1)
+    assert not trained.config.model.scan_layers
+    model = transformers.T5ForConditionalGeneration.from_pretrained(t5).eval()
+    for source, answer in zip(sources, ours, strict=True):
+        ids = [*trained.tokenizer.encode([source])[0], 1]
+        with torch.no_grad():
+            out = model.generate(
+                torch.tensor([ids]), max_new_tokens=len(ids) + 8, do_sample=False, num_beams=beams, length_penalty=0.0, bad_words_ids=[[0]],
+            )[0, 1:]  # fmt: skip
+        assert answer == trained.tokenizer.decode(out.tolist())
+    assert all(ours)
+
+
+def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
+    convert(f"--from={bert}", f"--workdir={tmp_path / 'run'}", "--config.mesh.fsdp=2", "--config.mesh.data=1")
+    source, run = load_config(tmp_path / "run"), tmp_path / "run"
+    pieces = json.loads((bert / "tokenizer.json").read_text())["model"]["vocab"]
+    (tmp_path / "text.txt").write_text("".join(f"{t} {i}\n" for i in range(8) for t in TEXTS))
+    (tmp_path / "label.tsv").write_text("".join(f"{t} {i}\t{t.split()[1]}\n" for i in range(8) for t in TEXTS))
+
+    def experiment(objective, file, format, model, **train_fields):
+        data = {
+            "objective": objective, "train": str(tmp_path / file), "format": format, "length": 32, "batch_size": 8, "held_out": 10,
+            "packing": False, "tokenizer": {"path": str(run / "tokenizer.json")},
+        }  # fmt: skip
+        return from_mapping(Experiment, {
+            "model": {**vars(source.model), **model}, "data": data, "mesh": {"data": 1},
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 1}, "train": {"steps": 4, "tensorboard": False, "init_from": str(run), **train_fields},
+        })  # fmt: skip
+
+    masked = experiment("masked_lm", "text.txt", "text", {})
+    assert train(masked, tmp_path / "masked") == 4
+    from transformer.data.pipeline import open_data
+
+    data = open_data(masked)
+    assert data.tokenizer.mask == pieces["[MASK]"]
+    assert (data.batches("train")[0]["inputs"] == pieces["[MASK]"]).any()
+    assert (data.tokenizer.bos, data.tokenizer.eos, data.tokenizer.pad) == (
+        pieces["[CLS]"],
+        pieces["[SEP]"],
+        pieces["[PAD]"],
+    )
+    classes = len({t.split()[1] for t in TEXTS})
+    heads = {"num_labels": classes, "pooling": "cls", "lm_head": False, "head_transform": False, "logit_bias": False}
+    labels = experiment(
+        "classification", "label.tsv", "tsv", heads, init_new=("classifier/*",), init_drop=("unembedding/*",)
+    )
+    assert train(labels, tmp_path / "labels") == 4
+    with use(make_mesh(MeshConfig(data=1))) as mesh:
+        assert 0 <= evaluate(load_trained(tmp_path / "labels", labels, mesh), mesh)["accuracy"] <= 1
+    again = dataclasses.replace(
+        source, data=dataclasses.replace(source.data, train=str(tmp_path / "text.txt"), format="text")
+    )
+    (run / "config.json").write_text(json.dumps({}))
+    with pytest.raises(UserError, match=r"model: must be set"):
+        train(again, run)
+
+
+def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
+    run = tmp_path / "run"
+    convert(f"--from={gpt2}", f"--workdir={run}")
+    with pytest.raises(UserError, match=r"data\.corpus or data\.train: name one of them"):
+        train(load_config(run), run)
+    from transformer.config_io import to_mapping
+
+    config = load_config(run)
+    data = dataclasses.replace(
+        config.data, corpus="pydoc", held_out=8, length=32, tokenizer=dataclasses.replace(config.data.tokenizer, path=str(run / "tokenizer.json")),
+    )  # fmt: skip
+    config = dataclasses.replace(config, data=data, mesh=MeshConfig(data=1))
+    (run / "config.json").write_text(json.dumps(to_mapping(config)))
+    with pytest.raises(
+        UserError, match=r"parameters alone, converted from elsewhere; start from them in another --workdir"
+    ):
+        train(config, run)
+
+
+def test_there_and_back_is_the_same(t5, tmp_path):
+    convert(f"--from={t5}", f"--workdir={tmp_path / 'run'}")
+    convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
+    theirs, back = (
+        transformers.T5ForConditionalGeneration.from_pretrained(f).state_dict() for f in (t5, tmp_path / "back")
+    )
+    assert theirs.keys() == back.keys()
+    assert all(torch.equal(theirs[name], back[name]) for name in theirs)
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == (t5 / "spiece.model").read_bytes()
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["decoder_start_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, 1, 0)
+
+
+def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
+    made = []
+    original = jax.make_array_from_callback
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda *a: made.append(original(*a)) or made[-1])
+    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}", "--config.mesh.data=1", "--config.mesh.fsdp=4")
+    assert any(len(x.sharding.device_set) == 4 and not x.sharding.is_fully_replicated for x in made)
+    config, params = load_hf(gpt2)
+    with use(make_mesh(MeshConfig(data=2))) as mesh:
+        trained = load_trained(tmp_path / "run", load_config(tmp_path / "run"), mesh)
+    assert trained.config.model.d_model == config.d_model
+    jax.tree.map(np.testing.assert_array_equal, trained.params, params["params"])
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["converted_from"] == str(gpt2)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--workdir=x"], "one of the arguments --from --to is required"),
+        (["--from=none", "--workdir=x"], "none: no config.json"),
+        (["--from={gpt2}", "--workdir=full"], "--workdir: full is already there, and not an empty folder"),
+        (["--from={gpt2}", "--workdir=x", "--family=gpt2"], "--family: goes with --to"),
+        (
+            ["--from={gpt2}", "--workdir=x", "--config.train.steps=3"],
+            "--config.train.steps: a converted model has no training",
+        ),
+        (["--from={gpt2}", "--workdir=x", "--config.model.d_model=64"], "numbers, but config.json tells of"),
+        (["--to=y", "--workdir=x"], "no run in x"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(gpt2, tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("x")
+    assert cli.main(["convert", *(a.format(gpt2=gpt2) for a in args)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == ["full", "full/thesis.tex"]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, gpt2, monkeypatch):
+    from transformer.data.tokenizer import load_tokenizer
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"needs the extra \[hf\]"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")  # without it: the weights alone
+    with pytest.raises(UserError, match="this run has no tokenizer"):
+        answers(tmp_path / "run", ["a"])

@@ -1,0 +1,122 @@
+"""Hugging Face directories to run directories, and back, with their tokenizers. Nothing holds a model twice."""
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainConfig
+from transformer.config_io import apply_overrides
+from transformer.convert.hf import open_directory, read_params, save_hf
+from transformer.data.tokenizer import Fast, SentencePiece, Tokenizer, load_tokenizer
+from transformer.errors import UserError
+from transformer.evaluation.evaluate import load_trained
+from transformer.files import disk_faults, read_json
+from transformer.model.config import ModelConfig
+from transformer.model.layout import flatten
+from transformer.model.network import build_model
+from transformer.parallel.mesh import start, use
+from transformer.training import rundir
+from transformer.training.checkpoint import Checkpoints
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state
+
+
+def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Experiment:
+    """Makes `workdir` a run whose parameters are those of a Hugging Face directory: born sharded, one at a time. It can be evaluated,
+    generated from and, with train.init_from, trained on. Raises UserError; nothing is left if it fails."""
+    if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
+        raise UserError(f"--workdir: {workdir} is already there, and not an empty folder; name another")
+    family, theirs, tensors = open_directory(directory)
+    model = family.our_config(theirs, frozenset(tensors.names))
+    signs = _signs(theirs, model)
+    tokenizer = _tokenizer(directory, signs)
+    if tokenizer is not None and theirs.get("pad_token_id") is None:
+        model = dataclasses.replace(model, pad_id=tokenizer.pad)
+    config = apply_overrides(_experiment(model, signs), overrides)
+    workdir.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        use(start(config.platform, config.mesh)) as mesh,
+        disk_faults(workdir),
+        tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
+    ):
+        _, placed = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh)
+        shardings = flatten(placed.params)
+        place = lambda path, x: jax.make_array_from_callback(x.shape, shardings[path], lambda index: x[index])
+        params = read_params(family, config.model, tensors, place)
+        whole = Path(unfinished) / "run"
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+        rundir.claim(whole, config, mesh, count, tokenizer, {"converted_from": str(directory.resolve())})
+        checkpoints = Checkpoints(whole, config.train)
+        checkpoints.save_params(params)
+        checkpoints.close()
+        if workdir.exists():
+            workdir.rmdir()
+        whole.rename(workdir)
+    return config
+
+
+def to_hf(workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family: str | None) -> None:
+    """Writes the model of a run, as it would be evaluated, as a Hugging Face directory."""
+    fields, files = {}, {}
+    with use(mesh):
+        trained = load_trained(workdir, config, mesh)
+        if trained.tokenizer is not None:
+            bos = "decoder_start_token_id" if config.model.family == "encoder_decoder" else "bos_token_id"
+            fields = {bos: trained.tokenizer.bos, "eos_token_id": trained.tokenizer.eos}
+            files = {trained.tokenizer.name: trained.tokenizer.content}
+        save_hf(directory, config.model, {"params": trained.params}, family, fields, files)
+
+
+def _signs(theirs: Mapping, model: ModelConfig) -> TokenizerConfig:
+    """The ids that config.json tells; -1 where it is silent and the tokenizer is asked."""
+    number = lambda value: value[0] if isinstance(value, list) and value else value
+    get = lambda name: -1 if number(theirs.get(name)) is None else int(number(theirs.get(name)))
+    eos = get("sep_token_id" if model.family == "encoder" else "eos_token_id")
+    begins = {"encoder": "cls_token_id", "decoder": "bos_token_id", "encoder_decoder": "decoder_start_token_id"}
+    bos = get(begins[model.family])
+    if model.family == "decoder" and bos < 0:
+        bos = eos
+    pad = get("pad_token_id")
+    return TokenizerConfig(pad_id=pad if pad >= 0 else eos, bos_id=bos, eos_id=eos)
+
+
+def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
+    """What a run's config.json says of a model that was not trained here."""
+    objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[model.family]
+    if not model.lm_head:
+        objective = "tagging" if model.pooling == "none" else "classification"
+    data = DataConfig(objective=objective, length=min(model.max_length, 512), packing=model.lm_head, tokenizer=signs)
+    with contextlib.suppress(UserError):
+        return Experiment(model, data, train=TrainConfig(steps=1))
+    # A model without a head has nothing to be asked for; its own objective comes with train.init_from.
+    raise UserError(f"a {model.family} without a head for words or labels cannot be a run; convert one that has a head")
+
+
+def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
+    """Theirs, where it is SentencePiece or `tokenizers` can read it."""
+    for name in ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model"):
+        if (directory / name).is_file():
+            return SentencePiece((directory / name).read_bytes(), signs, str(directory / name))
+    file, content = directory / "tokenizer.json", None
+    if file.is_file():
+        return load_tokenizer(file, signs)
+    with contextlib.suppress(ImportError):
+        import tokenizers
+
+        if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+            content = tokenizers.ByteLevelBPETokenizer(str(directory / "vocab.json"), str(directory / "merges.txt"))
+        elif (directory / "vocab.txt").is_file():
+            given = (
+                read_json(directory / "tokenizer_config.json")
+                if (directory / "tokenizer_config.json").is_file()
+                else {}
+            )
+            lower = bool(given.get("do_lower_case", True))
+            content = tokenizers.BertWordPieceTokenizer(str(directory / "vocab.txt"), lowercase=lower)
+    return None if content is None else Fast(content.to_str().encode("utf-8"), signs, str(directory))
