@@ -17,7 +17,7 @@ FAMILIES = ("encoder", "decoder", "encoder_decoder")
 
 
 def inputs(config, batch=2, seed=0):
-    if config.family == "encoder_decoder":
+    if config.two_sides:
         return tokens(seed, batch, 7), tokens(seed + 1, batch, 5)
     return (tokens(seed, batch, 6),)
 

@@ -300,7 +300,7 @@ def _converse(trained) -> int:
     one = dataclasses.replace(trained.config.decoding, batch_size=1)
     config = dataclasses.replace(trained.config, decoding=one)
     generate = Generator(config, trained.params, trained.tokenizer)
-    does = "translates" if config.model.family == "encoder_decoder" else "continues"
+    does = "translates" if config.model.two_sides else "continues"
     print("Getting ready ...", end="", flush=True)
     generate(["."])  # compiles
     print(f"\rThe model {does} what you type. An empty line or Ctrl-D ends.")

@@ -252,14 +252,14 @@ class Experiment:
             )
         name = self.data.objective if isinstance(self.data.objective, str) else self.data.objective["name"]
         objective = self.objective
-        if self.model.family not in objective.families:
+        if self.model.family.removeprefix("recurrent_") not in objective.families:
             raise UserError(
                 f"data.objective: {name!r} trains a model of family {' or '.join(map(repr, objective.families))}, "
                 f"but model.family = {self.model.family!r}"
             )
         if objective.asks_for_tokens and not self.model.lm_head:
             raise UserError(f"data.objective: {name!r} asks for tokens; set model.lm_head=True")
-        if self.data.target_length and self.model.family != "encoder_decoder":
+        if self.data.target_length and not self.model.two_sides:
             raise UserError(
                 f"data.target_length: {self.data.target_length}, but model.family = {self.model.family!r} has one side; leave it at 0"
             )

@@ -138,7 +138,7 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
 
 def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and type of every parameter of a model."""
-    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.family == "encoder_decoder"))
+    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.two_sides))
     return flatten(unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens))["params"])
 
 

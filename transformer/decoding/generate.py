@@ -32,7 +32,7 @@ class Generator:
         if self.tokenizer is None:
             raise UserError("this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory")
         self._model = build_model(self.config.model)
-        self._translates = self.config.model.family == "encoder_decoder"
+        self._translates = self.config.model.two_sides
         self._compiled: dict[int, Callable] = {}
         self._calls = 0  # texts answered before: each is sampled with a key of its own
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.cache import Cache, KeyValue, LayerCache, empty_cache
+from transformer.model.cache import Cache, LayerCache
 from transformer.model.masks import Tokens
 
 
@@ -40,7 +40,7 @@ def prefill(
     where = {"positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0), "segment_ids": real_BxP.astype(jnp.int32)}
     if model.config.prefix_lm:
         where["prefix_mask"] = real_BxP
-    cache = empty_cache(model.config, prompt_BxP.shape[0], slots)
+    cache = model.empty_cache(prompt_BxP.shape[0], slots)
     if source_BxS is None:
         logits, cache = model.apply(given, prompt_BxP, cache, **where, method="decode")
         return logits[:, -1], Memory(cache, None)
@@ -68,7 +68,7 @@ def rearrange(memory: Memory, rows: Callable[[jax.Array], jax.Array], scanned: b
     cache, source = memory.cache, memory.source
 
     def one(layer: LayerCache) -> LayerCache:
-        cross: KeyValue | None = layer.cross_attention
+        cross = layer.cross_attention
         if source_too and cross is not None:
             cross = jax.tree.map(layers, cross)
         return LayerCache(jax.tree.map(layers, layer.self_attention), cross)

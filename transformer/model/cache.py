@@ -26,7 +26,8 @@ class KeyValue:
 
 @struct.dataclass
 class LayerCache:
-    """What one decoder layer remembers. `cross` is None in a decoder-only model and before the prefill has filled it."""
+    """What one decoder layer remembers: keys and values (of a recurrent layer: its state, and what it reads of the encoder).
+    `cross_attention` is None in a decoder-only model and before the prefill has filled it."""
 
     self_attention: KeyValue
     cross_attention: KeyValue | None = None

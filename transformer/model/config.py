@@ -25,7 +25,7 @@ Choice = str | FrozenDict
 class ModelConfig:
     """One model of any family. Field names are the papers'."""
 
-    family: str  # encoder | decoder | encoder_decoder
+    family: str  # encoder | decoder | encoder_decoder | recurrent_encoder_decoder
     vocab_size: int
     d_model: int = 512
     d_ff: int = 2048
@@ -100,7 +100,7 @@ class ModelConfig:
 
     def __post_init__(self):
         set_ = functools.partial(object.__setattr__, self)
-        one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder"))
+        one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder", "recurrent_encoder_decoder"))
         at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
         at_least(
             "model",
@@ -148,12 +148,16 @@ class ModelConfig:
                 raise UserError(
                     f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
                 )
-        if not self.lm_head and (self.family == "encoder_decoder" or not (self.num_labels or self.pooler)):
+        if not self.lm_head and (self.two_sides or not (self.num_labels or self.pooler)):
             raise UserError(
                 "model.lm_head: False leaves nothing to compute; set model.num_labels in an encoder or decoder"
             )
-        if (self.num_labels or self.pooler) and self.family == "encoder_decoder":
+        if (self.num_labels or self.pooler) and self.two_sides:
             raise UserError("model.num_labels: an encoder_decoder writes text; encoders and decoders have labels")
+        if self.family == "recurrent_encoder_decoder":
+            set_("scan_layers", False)  # its layers are not alike
+            if self.d_model % 2:
+                raise UserError(f"model.d_model: {self.d_model} must be even: an encoder layer has two directions")
         if self.random_positions and self.random_positions < self.max_length:
             raise UserError(
                 f"model.random_positions: {self.random_positions} is less than model.max_length = {self.max_length}"
@@ -192,6 +196,11 @@ class ModelConfig:
     def sides(self) -> tuple[str, ...]:
         """The stacks of this family."""
         return tuple(side for side in ("encoder", "decoder") if side in self.family)
+
+    @property
+    def two_sides(self) -> bool:
+        """An encoder and a decoder."""
+        return len(self.sides) == 2
 
     # What follows another field unless it is given is resolved when it is read, so that a replaced field is followed too.
 

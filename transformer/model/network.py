@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.model.cache import Cache
+from transformer.model.cache import Cache, empty_cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
 from transformer.model.masks import Tokens
+from transformer.model.recurrent import RecurrentDecoder, RecurrentEncoder, empty_recurrent_cache
 from transformer.model.stack import Stack
 
 
@@ -45,6 +46,11 @@ class _Family(nn.Module):
         if given.get("prefix_mask") is not None and not self.config.prefix_lm:
             raise ValueError("prefix_mask is for decoders that read a prefix whole: set model.prefix_lm=True")
         return locate(tokens_BxT, self.config.pad_id, **given)
+
+    @nn.nowrap
+    def empty_cache(self, batch: int, slots: int) -> Cache:
+        """What `decode` starts from, with room for so many tokens a row."""
+        return empty_cache(self.config, batch, slots)
 
     def __call__(self, *tokens: jax.Array, **given) -> jax.Array:
         """int32[B, T] (or int32[B, S], int32[B, T]) -> float32[B, T, V]. Options as for `features`."""
@@ -118,9 +124,11 @@ class EncoderDecoder(_Family):
     def setup(self):
         self.embedding = Embedding(self.config)
         self.target_embedding = self.embedding if self.config.share_embeddings else Embedding(self.config)
-        self.encoder = Stack(self.config, "encoder")
-        self.decoder = Stack(self.config, "decoder")
+        self.encoder, self.decoder = self._stacks()
         self.unembedding = Unembedding(self.config)
+
+    def _stacks(self) -> tuple[nn.Module, nn.Module]:
+        return Stack(self.config, "encoder"), Stack(self.config, "decoder")
 
     def features(
         self,
@@ -164,7 +172,23 @@ class EncoderDecoder(_Family):
         return self.decoder(x_BxTxD, where, encoded_BxSxD, encoded_tokens, cache=cache, deterministic=deterministic)
 
 
-FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}
+class RecurrentEncoderDecoder(EncoderDecoder):
+    """The same with LSTMs in place of self-attention (recurrent.py)."""
+
+    def _stacks(self):
+        return RecurrentEncoder(self.config), RecurrentDecoder(self.config)
+
+    @nn.nowrap
+    def empty_cache(self, batch: int, slots: int) -> Cache:
+        return empty_recurrent_cache(self.config, batch, slots)
+
+
+FAMILIES = {
+    "encoder": Encoder,
+    "decoder": Decoder,
+    "encoder_decoder": EncoderDecoder,
+    "recurrent_encoder_decoder": RecurrentEncoderDecoder,
+}
 
 
 def build_model(config: ModelConfig) -> nn.Module:

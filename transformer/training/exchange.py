@@ -67,7 +67,7 @@ def to_hf(workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family
     with use(mesh):
         trained = load_trained(workdir, config, mesh)
         if trained.tokenizer is not None:
-            bos = "decoder_start_token_id" if config.model.family == "encoder_decoder" else "bos_token_id"
+            bos = "decoder_start_token_id" if config.model.two_sides else "bos_token_id"
             fields = {bos: trained.tokenizer.bos, "eos_token_id": trained.tokenizer.eos}
             files = {trained.tokenizer.name: trained.tokenizer.content}
         save_hf(directory, config.model, {"params": trained.params}, family, fields, files)

@@ -31,7 +31,7 @@ class TrainState:
 def example_inputs(config: Experiment) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Token arrays of the shape the model is initialised with."""
     tokens = jax.ShapeDtypeStruct((1, min(8, config.model.max_length)), jnp.int32)
-    return (tokens,) * (2 if config.model.family == "encoder_decoder" else 1)
+    return (tokens,) * (2 if config.model.two_sides else 1)
 
 
 def state_maker(config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation):
