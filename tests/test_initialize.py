@@ -82,14 +82,15 @@ def test_a_run_starts_from_another_whatever_the_layout(trained, scan):
 def test_heads_are_dropped_and_added_by_name(trained):
     workdir, before = trained
     model = {"lm_head": False, "num_labels": 3, "pooling": "last", "logit_bias": False}
+    data = {"objective": "classification", "packing": False}
     with pytest.raises(
         UserError, match=r"has no classifier/labels/bias, classifier/labels/kernel; name in train\.init_new"
     ):
-        started(experiment(model, {"init_from": str(workdir)}))
+        started(experiment(model, {"init_from": str(workdir)}, data))
     named = {"init_from": str(workdir), "init_new": ("classifier/*",)}
     with pytest.raises(UserError, match=r"no place for unembedding/bias; name in train\.init_drop"):
-        started(experiment(model, named))
-    fresh, found = started(experiment(model, named | {"init_drop": ("unembedding/*",)}))
+        started(experiment(model, named, data))
+    fresh, found = started(experiment(model, named | {"init_drop": ("unembedding/*",)}, data))
     np.testing.assert_array_equal(found["classifier/labels/kernel"], fresh["classifier/labels/kernel"])
     np.testing.assert_array_equal(found["embedding/embedding"], before["embedding/embedding"])
     assert np.abs(fresh["embedding/embedding"] - before["embedding/embedding"]).max() > 1e-3
