@@ -89,45 +89,31 @@ def _chunks(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def assemble(rows: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:
-    """Rows of segments, padded to `length` (a decoder's beside an encoder to `decoder_length`), with segment ids from 1 and positions
-    that restart in each segment."""
-    has = lambda field: any(getattr(segment, field) is not None for row in rows for segment in row)
-    sides = {"": ("inputs", (decoder_length or length) if has("source") else length)}
-    if has("source"):
-        sides["source_"] = ("source", length)
-    ints, floats = [field for field, _ in sides.values()], []
-    blank = lambda field, kind: np.zeros((len(rows), sides["source_" if field == "source" else ""][1]), kind)
-    if has("targets"):
-        ints, floats = [*ints, "targets"], ["weights"]
-    ints += [field for field in ("token_types",) if has(field)]
-    ints += ["prefix"] * any(segment.prefix for row in rows for segment in row)
-    batch = {field: blank(field, np.int32) for field in ints} | {field: blank(field, np.float32) for field in floats}
-    for prefix, (_, width) in sides.items():
-        batch |= {prefix + name: np.zeros((len(rows), width), np.int32) for name in ("segments", "positions")}
-    for prefix, (field, _) in sides.items():
-        for r, row in enumerate(rows):
-            at = 0
-            for number, segment in enumerate(row, 1):
-                ids = getattr(segment, field)
-                here = slice(at, at + len(ids))
-                batch[field][r, here] = ids
-                batch[prefix + "segments"][r, here] = number
-                batch[prefix + "positions"][r, here] = np.arange(len(ids))
-                if field == "inputs":
-                    _fill(batch, r, here, segment)
-                at += len(ids)
+    """Rows of segments, padded to `length` (a decoder's beside an encoder to `decoder_length`)."""
+    read = [[segment.beside_inputs() for segment in row] for row in rows]
+    if not any(segment.source is not None for row in rows for segment in row):
+        batch = _side_by_side(read, length)
+    else:
+        source = _side_by_side([[{"source": segment.source} for segment in row] for row in rows], length)
+        batch = _side_by_side(read, decoder_length or length)
+        batch |= {name if name == "source" else f"source_{name}": x for name, x in source.items()}
     return batch | _labels(rows, batch["inputs"].shape)
 
 
-def _fill(batch: Batch, r: int, here: slice, segment: Segment) -> None:
-    """What stands beside a segment's inputs."""
-    if segment.targets is not None:
-        batch["targets"][r, here] = segment.targets
-        batch["weights"][r, here] = 1.0 if segment.weights is None else segment.weights
-    if segment.token_types is not None:
-        batch["token_types"][r, here] = segment.token_types
-    if segment.prefix:
-        batch["prefix"][r, here.start : here.start + segment.prefix] = 1
+def _side_by_side(rows: Sequence[Sequence[Batch]], width: int) -> Batch:
+    """Segments as arrays [rows, width], with ids from 1 and positions that restart in each."""
+    fields = next(segment for row in rows for segment in row)
+    kinds = {name: np.float32 if x.dtype.kind == "f" else np.int32 for name, x in fields.items()}
+    kinds |= {"segments": np.int32, "positions": np.int32}
+    batch = {name: np.zeros((len(rows), width), kind) for name, kind in kinds.items()}
+    for r, row in enumerate(rows):
+        at = 0
+        for number, segment in enumerate(row, 1):
+            size = len(next(iter(segment.values())))
+            for name, x in (segment | {"segments": number, "positions": np.arange(size)}).items():
+                batch[name][r, at : at + size] = x
+            at += size
+    return batch
 
 
 def _labels(rows: Sequence[Sequence[Segment]], shape: tuple[int, int]) -> Batch:

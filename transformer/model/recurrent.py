@@ -8,6 +8,8 @@ A token's state depends on that before it, so a row takes as many steps as it is
 n apart are n steps from each other; attention takes one.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -62,7 +64,7 @@ class _Weights(nn.Module):
 
         def init(key, shape, dtype):
             return matrix_init(cfg.initializer, cfg.init_std, 1.0)(
-                key, (shape[0], shape[-1] * (shape[1] if len(shape) > 2 else 1)), dtype
+                key, (shape[0], math.prod(shape[1:])), dtype
             ).reshape(shape)
 
         names = ("embed", *(None,) * (len(shape) - 1))

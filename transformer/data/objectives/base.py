@@ -35,9 +35,21 @@ class Segment:
     targets: np.ndarray | None = None
     source: np.ndarray | None = None
     weights: np.ndarray | None = None
-    prefix: int = 0
+    prefix: int | None = None
     token_types: np.ndarray | None = None
     label: int | np.ndarray | None = None
+
+    def beside_inputs(self) -> dict[str, np.ndarray]:
+        """The inputs, and all that has one value for each of them, as a batch calls it."""
+        size, out = len(self.inputs), {"inputs": self.inputs}
+        if self.targets is not None:
+            out |= {
+                "targets": self.targets,
+                "weights": np.ones(size, np.float32) if self.weights is None else self.weights,
+            }
+        if self.prefix is not None:
+            out["prefix"] = (np.arange(size) < self.prefix).astype(np.int32)
+        return out if self.token_types is None else out | {"token_types": self.token_types}
 
 
 class Rows(Protocol):
