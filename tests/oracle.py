@@ -56,13 +56,14 @@ def _both(c, p, source, target, **where):
     return unembed(c, p, h, table)
 
 
-def stands(c, tokens, positions=None, segment_ids=None, padding_mask=None):
-    """(position, document) of every token; document 0 is padding."""
+def stands(c, tokens, positions=None, segment_ids=None, padding_mask=None, prefix_mask=None):
+    """(position, document, is it of a prefix?) of every token; document 0 is padding."""
     if positions is None:
         positions = np.arange(len(tokens))
     if segment_ids is None:
         segment_ids = tokens != c.pad_id if padding_mask is None else padding_mask
-    return np.asarray(positions), np.asarray(segment_ids, int)
+    prefix = np.zeros(len(tokens), bool) if prefix_mask is None else np.asarray(prefix_mask, bool)
+    return np.asarray(positions), np.asarray(segment_ids, int), prefix
 
 
 def embed(c, p, tokens, token_types=None):
@@ -228,14 +229,16 @@ def attention(c, p, x, y, here, there, causal, window, position, shared):
         for t in range(len(q)):
             may = np.array([
                 here[1][t] == there[1][s] and there[1][s] > 0
-                and (not causal or there[0][s] <= here[0][t])
+                and (not causal or there[0][s] <= here[0][t] or there[2][s])
                 and (not window or abs(here[0][t] - there[0][s]) < window)
                 for s in range(len(k))
             ])  # fmt: skip
             if not may.any():
                 continue
             e = np.array([scale * (q[t] @ k[s]) for s in range(len(k))])
-            e = positioned(c, name, given, p, shared, n, e, q[t], k, here[0][t], there[0], may, scale, causal)
+            e = positioned(
+                c, name, given, p, shared, n, e, q[t], k, here[0][t], there[0], may, scale, causal and not c.prefix_lm
+            )
             e = cap(e, c.attention_soft_cap)
             w = np.where(may, np.exp(e - e[may].max()), 0.0)
             total = w.sum() + (math.exp(p["sink"][n] - e[may].max()) if c.attention_sink else 0.0)

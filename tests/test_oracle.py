@@ -112,6 +112,22 @@ def test_packed_segments(position):
     np.testing.assert_allclose(jax.jit(model.apply)(params, x, **place), wanted, atol=3e-5)
 
 
+@pytest.mark.parametrize("position", [p for _, p in schemes("encoder")])  # a prefix has no direction
+def test_a_prefix(position):
+    """Two documents in a row, of which three and two tokens are read both ways."""
+    config = small("decoder", position=position, prefix_lm=True)
+    model, params = make(config)
+    x, layers = tokens(0, 1, 9), each_layer(config, params)
+    place = {
+        "segment_ids": np.array([[1] * 5 + [2] * 4]), "positions": np.array([[*range(5), *range(4)]]),
+        "prefix_mask": np.array([[1, 1, 1, 0, 0, 1, 1, 0, 0]]),
+    }  # fmt: skip
+    wanted = oracle.forward(config, layers, x, **place)
+    causal = oracle.forward(config, layers, x, **place | {"prefix_mask": 0 * place["prefix_mask"]})
+    assert np.abs(wanted - causal).max() > 1e-2
+    np.testing.assert_allclose(jax.jit(model.apply)(params, x, **place), wanted, atol=3e-5)
+
+
 @pytest.mark.parametrize(
     "variant",
     ["multi-query", "d_k and d_v", "window", "sink", "local and global", "two tables", "soft cap", "parallel peri"],

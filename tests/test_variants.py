@@ -1,16 +1,19 @@
 """Fields of a model that one family or another needs: each does what it says, and caches, pads and packs like the rest."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make, small, tokens
+from conftest import initialised, make, small, tokens
 
 from transformer import UserError
+from transformer.convert.hf import abstract_shapes
 from transformer.decoding.prefill import advance, prefill
 from transformer.model.attention_backends import Inputs, reference
+from transformer.model.layout import flatten, layer_shapes
 from transformer.model.masks import SAME_SEGMENT, Tokens
 from transformer.model.network import build_model
 
@@ -184,3 +187,69 @@ def test_a_pattern_over_layers_is_looped_by_its_period():
 def test_a_position_that_makes_no_sense_is_refused(spec, message):
     with pytest.raises(UserError, match=message):
         small("decoder", position=spec)
+
+
+GOVERNS = {
+    "norm_placement": ({"norm_placement": "peri"}, r".*_residual/res_norm/.*"),
+    "post": ({"norm_placement": "post"}, r".*_residual/(in|out)_norm/.*|(en|de)coder/final_norm/.*"),
+    "rezero": ({"norm_placement": "rezero"}, r".*_residual/(in_norm|gate).*|(en|de)coder/final_norm/.*"),
+    "position": ({"position": "t5"}, r"(en|de)coder/relative_bias"),
+    "learned": ({"position": "learned"}, r"(en|de)coder/position_embedding"),
+    "shaw": ({"position": "shaw"}, r".*self_attention/relative_(keys|values)"),
+    "rotary": ({"position": "rotary"}, None),
+    "window": ({"window": 3}, None),
+    "attention_sink": ({"attention_sink": True}, r".*_attention/sink"),
+    "qk_norm": ({"qk_norm": True}, r".*_attention/(query|key)_norm/.*"),
+    "num_kv_heads": ({"num_kv_heads": 1}, r".*_attention/(key|value)/.*"),
+    "d_value": ({"d_value": 3}, r".*_attention/(value|out)/.*"),
+    "d_ff": ({"d_ff": 24}, r".*feed_forward/.*"),
+    "glu": ({"glu": True}, r".*feed_forward/gate/.*"),
+    "activation": ({"activation": "silu"}, None),
+    "use_bias": ({"use_bias": False}, r".*/bias"),
+    "qkv_bias": ({"qkv_bias": False}, r".*_attention/(query|key|value)/bias"),
+    "norm": ({"norm": "rmsnorm"}, r".*norm/offset"),
+    "tie_embeddings": ({"tie_embeddings": False}, r"unembedding/kernel"),
+    "share_embeddings": ({"share_embeddings": False}, r"target_embedding/.*"),
+    "logit_bias": ({"logit_bias": True}, r"unembedding/bias"),
+    "vocab_size": ({"vocab_size": 40}, r"embedding/embedding"),
+    "dropout": ({"dropout": 0.3}, None),
+    "remat": ({"remat": "full"}, None),
+    "dtype": ({"dtype": "bfloat16"}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_start():
+    return _start(small("encoder_decoder", position="none"))
+
+
+def _start(config):
+    """Initial values, by the names of unrolled layers."""
+    return {
+        name: np.asarray(x)
+        for name, x in flatten(initialised(dataclasses.replace(config, scan_layers=False))[1]["params"]).items()
+    }
+
+
+@pytest.mark.parametrize("field", GOVERNS)
+def test_a_field_changes_only_what_it_governs(plain_start, field):
+    """Parameters that it does not name are there in the other model too, of the same shape and, unless they stand beside new ones,
+    with the same initial values."""
+    fields, pattern = GOVERNS[field]
+    changed = small("encoder_decoder", **{"position": "none", **fields})
+    assert changed != small("encoder_decoder", position="none")
+    shapes = {name: tuple(x.shape) for name, x in plain_start.items()}
+    found = layer_shapes(changed, abstract_shapes(changed))
+    differ = {name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)}
+    assert {name for name in differ if not (pattern and re.fullmatch(pattern, name))} == set()
+    assert bool(differ) == bool(pattern)
+
+
+@pytest.mark.parametrize("field", ["norm_placement", "position", "window", "glu", "d_ff", "tie_embeddings"])
+def test_two_arms_start_from_the_same_numbers_where_they_have_the_same_parameters(plain_start, field):
+    fields, pattern = GOVERNS[field]
+    found = _start(small("encoder_decoder", **{"position": "none", **fields}))
+    same = [name for name in plain_start if not (pattern and re.fullmatch(pattern, name))]
+    assert len(same) > 20
+    for name in same:
+        np.testing.assert_array_equal(found[name], plain_start[name], err_msg=name)
