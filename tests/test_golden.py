@@ -81,3 +81,49 @@ def test_heads_concatenated_or_summed_are_the_same():
     generator = np.random.default_rng(0)
     heads, w = generator.normal(size=(5, 4, 3)), generator.normal(size=(4, 3, 8))
     np.testing.assert_allclose(heads.reshape(5, 12) @ w.reshape(12, 8), sum(heads[:, n] @ w[n] for n in range(4)))
+
+
+def test_disentangled_attention_is_that_of_the_authors():
+    """One attention sublayer against Transformers' DeBERTa, whose code is the authors'."""
+    torch = pytest.importorskip("torch", reason="the test extra brings it")
+    deberta = pytest.importorskip("transformers.models.deberta.modeling_deberta", reason="the test extra brings it")
+    from conftest import make, small
+
+    from transformer.model.attention import Attention
+    from transformer.model.masks import SAME_SEGMENT, Tokens
+    from transformer.model.positions import build
+
+    n, h, d, most, length = 4, 4, 16, 3, 7
+    spec = {"name": "deberta", "max_distance": most}
+    config = small("encoder", position=spec, num_kv_heads=n, use_bias=False, num_encoder_layers=1, scan_layers=False)
+    _, params = make(config)
+    own, table = (
+        params["params"]["encoder"]["layers_0"]["self_attention"],
+        params["params"]["encoder"]["relative_embedding"],
+    )
+    theirs = deberta.DisentangledSelfAttention(deberta.DebertaConfig(
+        hidden_size=d, num_attention_heads=n, relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=most,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )).eval()  # fmt: skip
+    kernel = lambda name: np.asarray(own[name]["kernel"])  # [d, n, h]
+    flat = lambda x: torch.tensor(np.ascontiguousarray(np.asarray(x).reshape(d, n * h).T))
+    with torch.no_grad():
+        each = np.concatenate(
+            [kernel(name) for name in ("query", "key", "value")], axis=-1
+        )  # a head's three, side by side
+        theirs.in_proj.weight.copy_(torch.tensor(np.ascontiguousarray(each.reshape(d, 3 * n * h).T)))
+        theirs.pos_proj.weight.copy_(flat(own["relative_key"]))
+        theirs.pos_q_proj.weight.copy_(flat(own["relative_query"]))
+        theirs.pos_q_proj.bias.zero_()
+        x = np.random.default_rng(0).standard_normal((2, length, d)).astype(np.float32)
+        at = torch.arange(length)
+        wanted = theirs(
+            torch.tensor(x), torch.ones(2, 1, length, length), relative_pos=(at[:, None] - at[None])[None], rel_embeddings=torch.tensor(np.asarray(table)),
+        )[0].numpy()  # fmt: skip
+    where = Tokens(jnp.arange(length)[None], jnp.ones((2, length), jnp.int32))
+    position = build(config.position).replace(table_RxD=table).at(where.positions_BxT)
+    attention = Attention(config, "encoder", 1.0, 1.0)
+    eye = {"out": {"kernel": jnp.eye(d).reshape(n, h, d)}}
+    found, _ = attention.apply({"params": own | eye}, x, x, SAME_SEGMENT, where, where, position, True)
+    assert length > most  # so that distances are clipped
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
