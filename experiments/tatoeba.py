@@ -5,7 +5,9 @@
 
 Hardware  two CPU cores, an hour
 
-The quickstart's text and recipe, with a model of three times its size and four times its steps.
+The quickstart's text and recipe, with a model of three times its size and four times its steps. Seen (two cores of an AMD EPYC
+9005, shared with other work: 97 minutes; what it took alone was 5,000 to 6,000 tokens a second, 65 minutes): test loss 1.079 nats a token, accuracy 78.3 %, BLEU 52.8
+against all references and 50.5 against one, chrF 69.6 and 68.1, on 1,000 held-out sentences, beam 4.
 """
 
 import ml_collections

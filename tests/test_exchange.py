@@ -44,7 +44,7 @@ def gpt2(tmp_path_factory):
     """With vocab.json and merges.txt, as on the hub; one sign begins, ends and pads."""
     folder = tmp_path_factory.mktemp("hf") / "gpt2"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(TEXTS, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, vocab_size=300, special_tokens=["<unk>", "<|endoftext|>"], show_progress=False)
     end = tokenizer.token_to_id("<|endoftext|>")
     config = transformers.GPT2Config(
         vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=end, eos_token_id=end
@@ -213,6 +213,35 @@ def test_there_and_back_is_the_same(t5, tmp_path):
     assert (tmp_path / "back" / "tokenizer.model").read_bytes() == (t5 / "spiece.model").read_bytes()
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["decoder_start_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("pad", [None, "eos"])
+def test_a_decoder_comes_back_with_its_padding(gpt2, tmp_path, pad):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in gpt2.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    theirs = json.loads((source / "config.json").read_text())
+    if pad:
+        (source / "config.json").write_text(json.dumps(theirs | {"pad_token_id": theirs["eos_token_id"]}))
+    convert(f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    assert load_config(tmp_path / "run").model.pad_id == theirs["eos_token_id"]
+    convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert back["model_type"] == "gpt2" and back["pad_token_id"] == back["bos_token_id"] == theirs["eos_token_id"]
+
+
+def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, monkeypatch):
+    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
+    (tmp_path / "text.txt").write_text("".join(f"{t} {i}\n" for i in range(4) for t in TEXTS))
+    given = [
+        f"--config.data.train={tmp_path / 'text.txt'}",
+        "--config.data.format=text",
+        "--config.data.held_out=10",
+        "--config.data.length=32",
+    ]
+    assert cli.main(["evaluate", f"--workdir={tmp_path / 'run'}", *given, "--config.decoding.max_extra=2"]) == 0
+    assert json.loads((tmp_path / "run" / "test.json").read_text())["bits_per_byte"] > 0
 
 
 def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def text(tmp_path_factory):
 
 
 def experiment(text, objective, family, model=(), **data):
-    name = objective if isinstance(objective, str) else objective["name"]
+    name = objective if isinstance(objective, str) else objective.get("name", "")
     file = {"classification": "label.tsv", "tagging": "tags.tsv"}.get(name, "text.txt")
     format = "tsv" if file.endswith("tsv") else "text"
     return from_mapping(Experiment, {
@@ -136,23 +136,40 @@ def test_whole_words_are_asked_for_whole(text):
     assert torn(plain) > 10
 
 
-def test_two_sentences_follow_each_other_or_not(text):
-    data = data_of(text, "next sentence")
-    tokenizer, train_ids = data.tokenizer, data.store.texts("train", 0).ids
-    stream, labels = " ".join(map(str, train_ids.tolist())), []
-    for step in range(40):
+def test_whole_words_are_asked_for_at_the_same_rate(text):
+    data = data_of(text, "masked words")
+    ids, objective = np.asarray(data.store.texts("train", 0).ids[:120], np.int32), data.objective
+    inner = (ids != data.tokenizer.eos).sum()
+    sizes = np.diff(np.flatnonzero(np.append(data.tokenizer.starts_word[ids], True)))
+    assert sizes.max() > 2  # words that may be too much
+    asked_for = [objective.corrupt(ids, data.tokenizer, np.random.default_rng(i))[1].sum() for i in range(50)]
+    assert max(asked_for) <= round(0.15 * inner)
+    assert np.mean(asked_for) / inner == pytest.approx(0.15, abs=0.008)
+
+
+def test_two_sentences_follow_each_other_or_not(text, tmp_path):
+    """Every text says its own number, again and again, and counts."""
+    (tmp_path / "text.txt").write_text("".join(" ".join(f"{i:03d} {j}" for j in range(9)) + "\n" for i in range(150)))
+    objective, family, model, given = CASES["next sentence"]
+    data = open_data(experiment(tmp_path, objective, family, {**model, "vocab_size": 285}, **given | {"length": 23}))
+    tokenizer, labels, apart = data.tokenizer, [], 0
+    whole = {f"{i:03d}": " ".join(f"{i:03d} {j}" for j in range(9)) for i in range(150)}
+    for step in range(20):
         batch = data.batches("train")[step]
         for row in range(8):
             _, ids, _ = asked(batch, row)
             types = batch["token_types"][row][: len(ids)]
             a, b = ids[types == 0], ids[types == 1]
             assert a[0] == tokenizer.bos and a[-1] == b[-1] == tokenizer.eos
-            assert np.all(np.diff(types) >= 0)
-            follow = f" {' '.join(map(str, [*a[1:-1], *b[:-1]]))} " in f" {stream} "
+            assert np.all(np.diff(types) >= 0) and len(a) > 2 and len(b) > 1
             labels.append(int(batch["labels"][row]))
+            holds = lambda ids: {n for n, t in whole.items() if tokenizer.decode(ids).strip() in t}
             if labels[-1] == 0:
-                assert follow
-    assert np.mean(labels) == pytest.approx(0.5, abs=0.08)
+                assert holds(np.concatenate([a[1:-1], b[:-1]]))
+            elif len(holds(a[1:-1])) == len(holds(b[:-1])) == 1:  # long enough to say whose they are
+                apart += 1
+                assert holds(a[1:-1]) != holds(b[:-1])
+    assert np.mean(labels) == pytest.approx(0.5, abs=0.12) and apart > 20
     assert (batch["label_weights"] == 1).all()
 
 
@@ -368,7 +385,12 @@ def test_two_things_asked_for_count_the_same_and_accumulate(text):
         ("prefix_lm", "decoder", {}, {}, "set model.prefix_lm=True"),
         ("prefix_lm", "decoder", {"prefix_lm": True}, {"target_length": 8}, "data.target_length: 8, but model.family = 'decoder' has one side"),
         ({"name": "span_corruption", "sentinels": 1}, "encoder_decoder", {}, {}, "1 sentinels, but [23] spans in pieces of"),
-        ({"name": "span_corruption", "rate": 0.0}, "encoder_decoder", {}, {}, "a rate lies between 0 and 1"),
+        ({"name": "span_corruption", "rate": 0.0}, "encoder_decoder", {}, {}, "rate = 0.0, which must lie between 0 and 1"),
+        ({"name": "span_corruption", "mean_length": 0.0}, "encoder_decoder", {}, {}, "mean_length = 0.0; a span has at least 1 token"),
+        ({"rate": 0.3}, "encoder", {}, {}, "data.objective: no ''"),
+        ("causal_lm", "decoder", {"prefix_lm": True}, {}, "model.prefix_lm: True, but data.objective 'causal_lm' gives no prefix"),
+        ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {"packing": False, "length": 4}, "rows of 5 tokens at least"),
+        ("classification", "decoder", {"num_labels": 2, "pooling": "cls"}, {"packing": False}, "the first token of a decoder sees none of it"),
         ("classification", "encoder", {}, {}, "set model.num_labels"),
         ("classification", "encoder", {"num_labels": 2}, {"packing": False}, "set model.pooling to cls, mean or last"),
         ("classification", "encoder", {"num_labels": 2, "pooling": "mean"}, {}, "set data.packing=False"),
@@ -395,3 +417,64 @@ def test_faults_of_labelled_text_are_named(text, tmp_path):
     )
     with pytest.raises(UserError, match=r"the label '2' of 'another text' is not among those of training: 0, 1"):
         open_data(dataclasses.replace(config, data=dataclasses.replace(config.data, valid=str(tmp_path / "valid.tsv"))))
+
+
+def test_a_bucket_holds_both_sides_of_a_prefix(text):
+    data = data_of(text, "prefix, two sides", length=40, target_length=20, buckets=(16, 40), packing=False)
+    batches = data.batches("train")
+    for step in range(batches.per_epoch):
+        batch = batches[step]
+        assert batch["inputs"].shape[1] * 2 == batch["source"].shape[1]
+        for row in range(len(batch["source"])):
+            read = batch["source"][row][batch["source_segments"][row] > 0]
+            assert not len(read) or read[-1] == data.tokenizer.eos  # as generate() ends what it is given
+
+
+def test_a_text_without_a_row_says_so(text):
+    config = experiment(
+        text,
+        {"name": "masked_lm", "next_sentence": True},
+        "encoder",
+        {**PAIR_LABELS, "max_length": 256},
+        packing=False,
+        length=256,
+    )
+    with pytest.raises(
+        UserError, match=r"data\.length: the train text gives no row of 256 tokens \(\d+ texts are too short"
+    ):
+        open_data(config).batches("train")
+
+
+def test_signs_leave_too_few_pieces(text):
+    for size, message in (
+        (20, "leaves no piece beside the 23 signs"),
+        (60, "and the signs of data.objective take 23 ids more"),
+    ):
+        config = experiment(text, {"name": "ul2", "sentinels": 20}, "encoder_decoder", {"vocab_size": size})
+        with pytest.raises(UserError, match=message):
+            open_data(config)
+
+
+def test_words_that_a_tokenizer_does_not_see_shift_no_tag(text, tmp_path):
+    """And a byte-level one keeps the spaces before words."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the test extra brings it")
+    (tmp_path / "tags.tsv").write_text("".join(f"the \u200e cat {i}\tA B C D\n" for i in range(200)), encoding="utf-8")
+    for make_one in (tokenizers.BertWordPieceTokenizer, tokenizers.ByteLevelBPETokenizer):
+        tokenizer = make_one()
+        signs = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+        tokenizer.train_from_iterator(
+            [f"the cat {i}" for i in range(200)], vocab_size=380, special_tokens=signs, show_progress=False
+        )
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        given = {"path": str(tmp_path / "tokenizer.json")}
+        data = open_data(experiment(tmp_path, "tagging", "encoder", {"num_labels": 4}, packing=False, tokenizer=given))
+        batch = data.batches("train")[0]
+        unseen = make_one is tokenizers.BertWordPieceTokenizer
+        for row in range(8):
+            asked_for = batch["label_weights"][row] > 0
+            tags = [data.store.classes[i] for i in batch["labels"][row][asked_for]]
+            assert tags == (["A", "C", "D"] if unseen else ["A", "B", "C", "D"])
+            words = [data.tokenizer.decode([i]).strip() for i in batch["inputs"][row][asked_for]]
+            assert words[0] == "the" and "cat" in words
+        if not unseen:
+            assert data.tokenizer.decode(batch["inputs"][0]).startswith("the \u200e cat")

@@ -33,12 +33,12 @@ def gates(z, h, c):
 
 def lstm(p, x, order):
     """One direction over one text, float64[T, D] -> float64[T, G]."""
-    out, h, c = {}, *np.zeros((2, p["hidden"].shape[0]))
+    out, h, c = {}, *np.zeros((2, p["hidden"]["kernel"].shape[0]))
     for t in order:
         z = (
             np.einsum("d,dfg->fg", x[t], p["input"]["kernel"])
             + p["input"]["bias"]
-            + np.einsum("g,gfh->fh", h, p["hidden"])
+            + np.einsum("g,gfh->fh", h, p["hidden"]["kernel"])
         )
         h, c = gates(z, h, c)
         out[t] = h
@@ -60,11 +60,13 @@ def slow(params, source, target):
     first, keys, out = dec["layers_0"], encoded @ dec["keys"]["kernel"], []
     h, c = np.zeros((2, encoded.shape[1]))
     for y in table[target]:
-        e = np.array([np.tanh(h @ first["query"] + key) @ first["score"][:, 0] for key in keys])
+        e = np.array([np.tanh(h @ first["query"]["kernel"] + key) @ first["score"]["kernel"][:, 0] for key in keys])
         a = np.exp(e - e.max()) / np.exp(e - e.max()).sum()
         context = a @ encoded
         z = np.einsum("d,dfe->fe", y, first["input"]["kernel"]) + first["input"]["bias"]
-        z += np.einsum("d,dfe->fe", h, first["hidden"]) + np.einsum("d,dfe->fe", context, first["context"])
+        z += np.einsum("d,dfe->fe", h, first["hidden"]["kernel"]) + np.einsum(
+            "d,dfe->fe", context, first["context"]["kernel"]
+        )
         h, c = gates(z, h, c)
         out.append(np.tanh(np.concatenate([h, context, y]) @ first["out"]["kernel"] + first["out"]["bias"]))
     x = np.stack(out)
@@ -108,7 +110,7 @@ def test_a_layer_is_pytorchs(reverse):
     order = [0, 1, 3, 2]  # theirs are i, f, g, o
     with torch.no_grad():
         theirs.weight_ih_l0.copy_(torch.tensor(p["input"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 16)))
-        theirs.weight_hh_l0.copy_(torch.tensor(p["hidden"][:, order].transpose(1, 2, 0).reshape(32, 8)))
+        theirs.weight_hh_l0.copy_(torch.tensor(p["hidden"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 8)))
         bias = p["input"]["bias"] + np.array([0, 1, 0, 0], np.float32)[:, None]  # ours adds 1 to f
         theirs.bias_ih_l0.copy_(torch.tensor(bias[order].reshape(-1)))
         theirs.bias_hh_l0.zero_()
@@ -198,6 +200,14 @@ def test_it_learns_on_any_mesh(dtype):
         losses.append(found)
     assert losses[0][-1] < losses[0][0] - 0.1
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4 if dtype == "float32" else 0.02)
+
+
+def test_its_matrices_decay_like_those_of_attention(model):
+    from transformer.training.optimizer import decayed
+
+    flags = jax.tree_util.tree_leaves_with_path(decayed(model[1]["params"]))
+    kept = {path[-1].key for path, flag in flags if not flag}
+    assert kept == {"bias"} and len(flags) > 10
 
 
 def test_a_width_that_has_no_half_is_refused():

@@ -297,6 +297,35 @@ def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("a.txt", "old")]
 
 
+def test_what_is_no_ordinary_file_is_written_to(tmp_path):
+    import os
+    import threading
+
+    from transformer.files import write_whole
+
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    write_whole(tmp_path / "pipe", "answers")
+    reader.join()
+    assert read == ["answers"] and (tmp_path / "pipe").is_fifo()
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+
+
+def test_a_mended_start_leaves_no_other_tokenizer(run_config, tmp_path):
+    from transformer.data.pipeline import open_data
+    from transformer.training import rundir
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with use(make_mesh(run_config.mesh)) as mesh:
+        rundir.claim(tmp_path, run_config, mesh, 1, open_data(run_config).tokenizer, {})
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "manifest.json", "tokenizer.model"]
+
+
 def test_a_full_disk_is_one_line(tmp_path):
     import errno
 

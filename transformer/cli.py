@@ -33,7 +33,7 @@ CONVERT = """Hugging Face weights (config.json and safetensors) to a run directo
 
   python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
   python -m transformer generate --workdir=runs/gpt2
-  python -m transformer convert --workdir=runs/quickstart --to=EXPORTED --family=marian
+  python -m transformer convert --workdir=runs/gpt2 --to=EXPORTED
 
   --config.model.scan_layers=False and other --config.model.*, --config.mesh.* change how it is run.
 """
@@ -187,10 +187,11 @@ def _open(args, overrides):
     """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more."""
     from transformer.config import Experiment, MeshConfig
     from transformer.config_io import apply_overrides
-    from transformer.training.rundir import load_config
+    from transformer.training.rundir import converted, load_config
 
+    free = {"decoding", "mesh", "platform", "seed"} | ({"data"} if converted(args.workdir) else set())
     for key in overrides:
-        if key.split(".")[0] not in ("decoding", "mesh", "platform", "seed") and key != "data.eval_overlap":
+        if key.split(".")[0] not in free and key != "data.eval_overlap":
             raise UserError(
                 f"--config.{key}: a trained run keeps its config; only decoding, mesh, platform, seed and "
                 f"data.eval_overlap can be set here"
@@ -259,14 +260,12 @@ def _convert(args, overrides) -> int:
                 f"--config.{key}: a converted model has no training; only model, mesh and platform can be set"
             )
     _start_jax()
+    from transformer.data.tokenizer import find_tokenizer
     from transformer.training.exchange import from_hf
 
     config = from_hf(args.source, args.workdir, overrides)
-    use = (
-        "generate --workdir={}"
-        if config.model.family != "encoder"
-        else "train --config=... --config.train.init_from={}"
-    )
+    answers = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
+    use = "generate --workdir={}" if answers else "train --config=... --config.train.init_from={}"
     print(f"{args.workdir}: made; next: python -m transformer {use.format(args.workdir)}", file=sys.stderr)
     return 0
 

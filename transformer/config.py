@@ -28,7 +28,8 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """SentencePiece, trained from the run's own training text (both languages together) to `model.vocab_size` pieces."""
+    """SentencePiece, trained from the run's own training text (both languages together) to `model.vocab_size` pieces, less what the
+    objective keeps for its signs."""
 
     kind: str = "unigram"  # unigram | bpe
     path: str = ""  # a SentencePiece .model, or a tokenizer.json (extra [hf]), to use instead of training one
@@ -250,8 +251,8 @@ class Experiment:
             raise UserError(
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}"
             )
-        name = self.data.objective if isinstance(self.data.objective, str) else self.data.objective["name"]
         objective = self.objective
+        name = self.data.objective if isinstance(self.data.objective, str) else self.data.objective["name"]
         if self.model.family.removeprefix("recurrent_") not in objective.families:
             raise UserError(
                 f"data.objective: {name!r} trains a model of family {' or '.join(map(repr, objective.families))}, "
@@ -259,6 +260,8 @@ class Experiment:
             )
         if objective.asks_for_tokens and not self.model.lm_head:
             raise UserError(f"data.objective: {name!r} asks for tokens; set model.lm_head=True")
+        if self.model.prefix_lm and not objective.gives_prefix:
+            raise UserError(f"model.prefix_lm: True, but data.objective {name!r} gives no prefix; set it to False")
         if self.data.target_length and not self.model.two_sides:
             raise UserError(
                 f"data.target_length: {self.data.target_length}, but model.family = {self.model.family!r} has one side; leave it at 0"

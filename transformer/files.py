@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,11 +37,16 @@ def check_room(folder: Path, needed: int, what: str) -> None:
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Writes `content` (text as UTF-8) beside the file and renames it into place; nothing is left of it if that fails."""
-    scratch = file.with_name(file.name + ".tmp")
+    """Writes `content` (text as UTF-8) beside the file and renames it into place; nothing is left of it if that fails. What is no
+    ordinary file (a pipe, /dev/stdout) is written to as it is."""
+    data, file = content.encode("utf-8") if isinstance(content, str) else content, file.resolve()
+    if file.exists() and not file.is_file():
+        file.open("wb", buffering=0).write(data)
+        return
+    scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         with disk_faults(file):
-            scratch.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+            scratch.write_bytes(data)
             scratch.replace(file)
     finally:
         scratch.unlink(missing_ok=True)

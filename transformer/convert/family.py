@@ -39,7 +39,7 @@ class Family:
         """Their config.json as ours, with fields of `ours` on top. Raises UserError, with the field's name, for what we cannot express."""
         fields = Fields(theirs, self.model_type)
         with self._odd_values():
-            config = self.read(fields, tensors)
+            config = {"pad_id": fields.get("pad_token_id", 0)} | self.read(fields, tensors)
         if rest := fields.rest():
             raise UserError(
                 f"config.json: {rest[0]} = {theirs[rest[0]]!r} is no field of a {self.model_type} model that we know"
@@ -66,7 +66,8 @@ class Family:
             raise UserError(
                 f"model.family: {config.family!r} cannot be expressed by {self.model_type}, which is {self.ours!r}"
             )
-        theirs = {"architectures": [self.architecture], "model_type": self.model_type} | self.write(config)
+        theirs = {"architectures": [self.architecture], "model_type": self.model_type}
+        theirs |= ({"pad_token_id": config.pad_id} if config.pad_id else {}) | self.write(config)
         tensors = frozenset(weight.theirs for weight in self.weights(config))
         back = meaning(self.our_config(theirs, tensors))
         for field, value in meaning(config).items():

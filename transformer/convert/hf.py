@@ -208,7 +208,7 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
         except UserError:
             continue
     raise UserError(
-        f"no family of Transformers can express this model ({', '.join(FAMILIES)}); name one with family= to hear why"
+        f"no family of Transformers can express this model ({', '.join(FAMILIES)}); name one (family=, --family=) to hear why"
     )
 
 

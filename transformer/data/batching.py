@@ -1,6 +1,6 @@
 """Rows to batches: a pure function of (seed, step), of static shape.
 
-Batch fields, all [rows, length]:
+Batch fields, [rows, length] (beside an encoder the decoder's are [rows, target_length]):
     inputs, segments, positions    int32    what the decoder (or the only stack) reads; segment 0 is padding
     targets, weights               int32, float32    what it is asked for; weight 0 where nothing is
     source, source_segments, source_positions    int32    what the encoder reads, in an encoder-decoder

@@ -31,8 +31,9 @@ class Data:
             seed=self.config.seed if train else None, steps=self.config.train.steps if train else None,
         )  # fmt: skip
         if not batches.per_epoch:
+            why = "; ".join(f"{count:,} {what}" for what, count in batches.report.items())
             raise UserError(
-                f"data.batch_size: {data.batch_size} rows of {data.length} tokens are more than the {part} text holds; lower it"
+                f"data.length: the {part} text gives no row of {data.length} tokens{f' ({why})' if why else ''}; give it more text, or change data.length"
             )
         return batches
 
@@ -44,7 +45,10 @@ class Data:
 def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
     """Fetches, splits, tokenises what is not there yet. With `tokenizer`, that of an existing run: the text is tokenised
     by that one, even if training anew (by another version of SentencePiece, say) would give another."""
-    objective = config.objective
+    objective, its = config.objective, config.data.tokenizer
+    if tokenizer is not None and (its.path or its.eos_id >= 0):  # a given one, of which the run has its copy
+        its = dataclasses.replace(its, path=str(tokenizer))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=its))
     store = open_store(config.data, config.model.vocab_size, objective)
     if tokenizer is not None and store.tokenizer.content != tokenizer.read_bytes():
         own = dataclasses.replace(config.data.tokenizer, path=str(tokenizer))

@@ -140,6 +140,8 @@ def _field(record: dict, field: str, where: str) -> str:
             there = ", ".join(value) if isinstance(value, dict) else "no further field"
             raise UserError(f"{where}: no field {field!r}; there is: {there}; set data.fields")
         value = value[key]
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # the number of a class
     if not isinstance(value, str):
         raise UserError(f"{where}: field {field!r} is {json.dumps(value)[:40]}, not text")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in value):

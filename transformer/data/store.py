@@ -79,6 +79,9 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in _DEPENDS_ON}
     tokenizer_file = Path(config.tokenizer.path)
+    inputs["tokenizer"] = {
+        k: v for k, v in inputs["tokenizer"].items() if k != "path"
+    }  # where it lies is nothing to us
     inputs["given"] = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() if tokenizer_file.is_file() else ""
     inputs |= {
         "vocab_size": vocab_size,
@@ -208,8 +211,13 @@ def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int, object
                 f"and the objective's signs are {needed}; raise it"
             )
     else:
+        for sign in ("pad_id", "bos_id", "eos_id"):
+            if getattr(config.tokenizer, sign) >= 0:
+                raise UserError(
+                    f"data.tokenizer.{sign}: of a given tokenizer; set data.tokenizer.path, or leave it at -1"
+                )
         texts = itertools.chain.from_iterable(example[: text.sides] for example in text.train())
-        tokenizer = train_tokenizer(config.tokenizer, vocab_size - objective.reserved, texts)
+        tokenizer = train_tokenizer(config.tokenizer, vocab_size, texts, objective.reserved)
     (folder / tokenizer.name).write_bytes(tokenizer.content)
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
     if len(text.columns) > text.sides:
@@ -261,7 +269,7 @@ def _tokenise(
     if texts:
         texts.close()
     if classes:
-        np.save(folder / f"{part}.labels.npy", np.concatenate(labels))
+        np.save(folder / f"{part}.labels.npy", np.concatenate([*labels, np.zeros(0, np.int32)]))
     return counts | {"tokens": int(sum(ends[-1])), "sha256": digest.hexdigest()}
 
 
@@ -279,9 +287,9 @@ def _tagged(example: Example, tokenizer: Tokenizer, number: dict[str, int]) -> t
     if len(words) != len(tags):
         raise UserError(f"data: {len(words)} words, but {len(tags)} tags: {example[0][:60]!r}")
     ids, found = [], []
-    for pieces, tag in zip(tokenizer.encode(words), tags, strict=True):
-        ids += pieces
-        found += [_class(number, tag, example[0]), *[-1] * (len(pieces) - 1)]
+    for pieces, tag in zip(tokenizer.encode_words(words), tags, strict=True):
+        ids += pieces  # none, of a word that the tokenizer does not see: then its tag is not asked for
+        found += [_class(number, tag, example[0]), *[-1] * (len(pieces) - 1)][: len(pieces)]
     return ids, np.array([*found, -1], np.int32)
 
 

@@ -64,6 +64,10 @@ class Tokenizer:
         """Ids of each text, without bos or eos."""
         raise NotImplementedError
 
+    def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Ids of each word of a text, with the space before it."""
+        return self.encode(words)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids up to the first eos; pad, bos and ids that no piece has are left out."""
         ids = [int(i) for i in ids]
@@ -151,8 +155,12 @@ class Fast(Tokenizer):
     def encode(self, texts):
         return [one.ids for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
+    def encode_words(self, words):
+        marks_spaces = any(piece.startswith("\u0120") for piece in self._tokenizer.get_vocab())  # GPT-2's "\u0120cat"
+        return self.encode([f" {word}" if i and marks_spaces else word for i, word in enumerate(words)])
+
     def _text(self, ids):
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     @functools.cached_property
     def text_ids(self):
@@ -188,18 +196,30 @@ def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = AS_IT_SAYS
     return (Fast if path.suffix == ".json" else SentencePiece)(path.read_bytes(), config, str(path))
 
 
+def is_sentencepiece(content: bytes) -> bool:
+    """Whether this is a SentencePiece model (Llama 3's tokenizer.model is none)."""
+    try:
+        return bool(sentencepiece.SentencePieceProcessor().LoadFromSerializedProto(content))
+    except RuntimeError:
+        return False
+
+
 def find_tokenizer(folder: str | os.PathLike) -> Path | None:
     """The tokenizer of a run directory."""
     return next((file for name in FILES.values() if (file := Path(folder) / name).is_file()), None)
 
 
-def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterable[str]) -> Tokenizer:
-    """Trains to exactly `vocab_size` pieces. Lines are sentences; the line end is a piece of its own. Of more than
+def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterable[str], reserved: int = 0) -> Tokenizer:
+    """Trains to exactly `vocab_size - reserved` pieces. Lines are sentences; the line end is a piece of its own. Of more than
     `max_sentences` lines, an even sample (always the same) is read."""
-    model, lines = io.BytesIO(), _sample(sentences, config.max_sentences)
+    model, lines, pieces = io.BytesIO(), _sample(sentences, config.max_sentences), vocab_size - reserved
+    if pieces < 1:
+        raise UserError(
+            f"model.vocab_size: {vocab_size} leaves no piece beside the {reserved} signs of data.objective; raise it"
+        )
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab_size,
+            sentence_iterator=iter(lines), model_writer=model, vocab_size=pieces,
             model_type=config.kind, byte_fallback=config.byte_fallback, character_coverage=config.character_coverage,
             pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, user_defined_symbols=["\n"],
             normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
@@ -213,7 +233,8 @@ def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterabl
             ) from None
         way_out = f"it allows at most {most[1]}" if most else f"its characters and bytes need at least {least[1]}"
         raise UserError(
-            f"model.vocab_size: SentencePiece cannot make {vocab_size} pieces of this text; {way_out}"
+            f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"
+            + (f", and the signs of data.objective take {reserved} ids more" if reserved else "")
         ) from None
     trained = SentencePiece(model.getvalue())
     assert trained.signs == Signs(), trained.signs

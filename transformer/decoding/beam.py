@@ -92,6 +92,7 @@ def beam_search(
     eos_id: int,
     source_BxS: jax.Array | None = None,
     prompt_mask_BxP: jax.Array | None = None,
+    source_mask_BxS: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[B, K, max_new], float32[B, K]): the best hypotheses of each row and their scores, best first.
 
@@ -99,7 +100,9 @@ def beam_search(
     scored. Places that no hypothesis fills score -1e9.
     """
     rows, k, pad_id, scanned = prompt_BxP.shape[0], beam_size, model.config.pad_id, model.config.scan_layers
-    logits_BxV, memory = prefill(model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP)
+    logits_BxV, memory = prefill(
+        model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
+    )
     vocab = logits_BxV.shape[-1]
     memory = rearrange(memory, lambda x: jnp.repeat(x, k, axis=0), scanned, source_too=True)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.config import DecodingConfig, Experiment
+from transformer.config_io import to_mapping
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.beam import beam_search
 from transformer.decoding.sampling import sample
@@ -27,8 +28,11 @@ class Generator:
     cut: int = 0
 
     def __post_init__(self):
-        if self.config.model.family == "encoder":
-            raise UserError("model.family: an 'encoder' writes no text; a decoder or an encoder_decoder does")
+        if not self.config.objective.writes or self.config.model.family == "encoder":
+            raise UserError(
+                f"data.objective: {to_mapping(self.config.data.objective)!r} has taught this run no writing; "
+                "causal_lm, prefix_lm and seq2seq do"
+            )
         if self.tokenizer is None:
             raise UserError("this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory")
         self._model = build_model(self.config.model)
@@ -104,11 +108,12 @@ class Generator:
     def _decode(self, params, read, real, limits, keys, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
         source = read if self._translates else None
-        prompt, mask = read, real
+        masks = {"prompt_mask_BxP": real}
+        prompt = read
         if self._translates:  # what it begins with is real, even where that is the sign for padding
             prompt = jnp.full((read.shape[0], 1), self.tokenizer.bos, jnp.int32)
-            mask = jnp.ones_like(prompt, bool)
-        given = {"max_new": max_new, "eos_id": self.tokenizer.eos, "source_BxS": source, "prompt_mask_BxP": mask}
+            masks = {"prompt_mask_BxP": jnp.ones_like(prompt, bool), "source_mask_BxS": real}
+        given = {"max_new": max_new, "eos_id": self.tokenizer.eos, "source_BxS": source, **masks}
         if decoding.beam_size > 1:
             texts, _ = beam_search(
                 self._model,

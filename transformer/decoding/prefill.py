@@ -30,10 +30,11 @@ def prefill(
     slots: int,
     source_BxS: jax.Array | None = None,
     prompt_mask_BxP: jax.Array | None = None,
+    source_mask_BxS: jax.Array | None = None,
 ) -> tuple[jax.Array, Memory]:
     """Reads the prompts, padded on the left, and returns the logits, [B, V], of what follows, and the memory.
 
-    `prompt_mask_BxP` tells what is no padding; by default what is not `pad_id`. The memory has room for `slots` tokens, prompt included.
+    The masks tell what is no padding; by default what is not `pad_id`. The memory has room for `slots` tokens, prompt included.
     """
     pad_id, given = model.config.pad_id, {"params": params}
     real_BxP = prompt_BxP != pad_id if prompt_mask_BxP is None else prompt_mask_BxP
@@ -44,7 +45,7 @@ def prefill(
     if source_BxS is None:
         logits, cache = model.apply(given, prompt_BxP, cache, **where, method="decode")
         return logits[:, -1], Memory(cache, None)
-    encoded = model.apply(given, source_BxS, method="encode")
+    encoded = model.apply(given, source_BxS, padding_mask=source_mask_BxS, method="encode")
     logits, cache = model.apply(given, prompt_BxP, cache, *encoded, **where, method="decode")
     return logits[:, -1], Memory(cache, encoded[1])
 

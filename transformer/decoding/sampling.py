@@ -23,6 +23,7 @@ def sample(
     eos_id: int,
     source_BxS: jax.Array | None = None,
     prompt_mask_BxP: jax.Array | None = None,
+    source_mask_BxS: jax.Array | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -56,7 +57,9 @@ def sample(
         logits_BxV, memory = advance(model, params, token_B, memory)
         return step + 1, out_BxL, logits_BxV, done_B, memory
 
-    logits_BxV, memory = prefill(model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP)
+    logits_BxV, memory = prefill(
+        model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
+    )
     blank = jnp.full((prompt_BxP.shape[0], max_new), pad_id, jnp.int32)
     carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory
     return jax.lax.while_loop(cond, body, carry)[1]

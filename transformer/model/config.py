@@ -128,6 +128,16 @@ class ModelConfig:
             "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
         }.items():  # fmt: skip
             one_of(f"model.{field}", getattr(self, field), names)
+        if self.family == "recurrent_encoder_decoder":
+            for field, value in {
+                "scan_layers": False,
+                "num_heads": 1,
+                "num_kv_heads": 1,
+                "d_head": self.d_model,
+            }.items():
+                set_(field, value)  # its layers are not alike, and have no heads
+            if self.d_model % 2:
+                raise UserError(f"model.d_model: {self.d_model} must be even: an encoder layer has two directions")
         if not self.d_head:
             if self.d_model % self.num_heads:
                 raise UserError(
@@ -154,10 +164,6 @@ class ModelConfig:
             )
         if (self.num_labels or self.pooler) and self.two_sides:
             raise UserError("model.num_labels: an encoder_decoder writes text; encoders and decoders have labels")
-        if self.family == "recurrent_encoder_decoder":
-            set_("scan_layers", False)  # its layers are not alike
-            if self.d_model % 2:
-                raise UserError(f"model.d_model: {self.d_model} must be even: an encoder layer has two directions")
         if self.random_positions and self.random_positions < self.max_length:
             raise UserError(
                 f"model.random_positions: {self.random_positions} is less than model.max_length = {self.max_length}"

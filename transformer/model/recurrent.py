@@ -54,34 +54,36 @@ def walk(step, state: State, inputs_BxT: tuple, tokens: Tokens, reverse: bool = 
     return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
 
 
-class _Weights(nn.Module):
-    """Shared by everything here: a matrix that a step multiplies a state by."""
+class Matrix(nn.Module):
+    """A matrix by itself, for a step to multiply a state by."""
 
     config: ModelConfig
 
-    def matrix(self, name: str, *shape: int) -> jax.Array:
+    @nn.compact
+    def __call__(self, *shape: int) -> jax.Array:
         cfg = self.config
 
         def init(key, shape, dtype):
-            return matrix_init(cfg.initializer, cfg.init_std, 1.0)(
-                key, (shape[0], math.prod(shape[1:])), dtype
-            ).reshape(shape)
+            inputs, outputs = shape[0], math.prod(shape[1:])
+            return matrix_init(cfg.initializer, cfg.init_std)(key, (inputs, outputs), dtype).reshape(shape)
 
         names = ("embed", *(None,) * (len(shape) - 1))
-        return self.param(name, nn.with_logical_partitioning(init, names), shape, cfg.param_dtype).astype(cfg.dtype)
+        kernel = self.param("kernel", nn.with_logical_partitioning(init, names), shape, cfg.param_dtype)
+        return kernel.astype(cfg.dtype)
 
 
-class LSTM(_Weights):
+class LSTM(nn.Module):
     """One direction of one layer."""
 
-    width: int = 0
+    config: ModelConfig
+    width: int
     reverse: bool = False
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, state: State | None = None) -> tuple[jax.Array, State]:
         cfg, width = self.config, self.width
         z_BxTx4xG = Linear(cfg, (4, width), ("embed", None, None), True, name="input")(x_BxTxD)
-        hidden = self.matrix("hidden", width, 4, width)
+        hidden = Matrix(cfg, name="hidden")(width, 4, width)
 
         def step(state, z):
             state = gate(z + jnp.einsum("BG,GFH->BFH", state[0].astype(cfg.dtype), hidden), state)
@@ -91,24 +93,27 @@ class LSTM(_Weights):
         return h_BxTxG.astype(cfg.dtype), state
 
 
-class AttentiveLSTM(_Weights):
+class AttentiveLSTM(nn.Module):
     """A layer that, before each step, reads the encoder: with s the last state and h_j the encoder's outputs,
 
     e_j = v . tanh(W s + U h_j),  a = softmax(e),  context = sum_j a_j h_j,  s' = LSTM([x, context], s)
 
-    and that puts out tanh(V [s', context, x]) (Bahdanau et al. 2015, sec. 3.1 and appendix A.2)."""
+    and that puts out tanh(V [s', context, x]): after Bahdanau et al. (2015, sec. 3.1 and appendix A.2), who have a GRU that starts from
+    the backward encoder's first state, and a maxout; here an LSTM that starts from zero, and a tanh."""
+
+    config: ModelConfig
 
     @nn.compact
     def __call__(self, x_BxTxD, tokens: Tokens, encoded_BxSxD, keys_BxSxD, source: Tokens, state: State | None):
         cfg = self.config
         z_BxTx4xD = Linear(cfg, (4, cfg.d_model), ("embed", None, None), True, name="input")(x_BxTxD)
-        hidden, read = (self.matrix(name, cfg.d_model, 4, cfg.d_model) for name in ("hidden", "context"))
-        query, score = self.matrix("query", cfg.d_model, cfg.d_model), self.matrix("score", cfg.d_model, 1)[:, 0]
+        hidden, read = (Matrix(cfg, name=name)(cfg.d_model, 4, cfg.d_model) for name in ("hidden", "context"))
+        query, score = (Matrix(cfg, name=name)(cfg.d_model, n) for name, n in (("query", cfg.d_model), ("score", 1)))
         may_BxTxS = SAME_SEGMENT(tokens, source)
 
         def step(state, given):
             z, may_BxS = given
-            e_BxS = jnp.tanh(keys_BxSxD + (state[0].astype(cfg.dtype) @ query)[:, None]) @ score
+            e_BxS = jnp.tanh(keys_BxSxD + (state[0].astype(cfg.dtype) @ query)[:, None]) @ score[:, 0]
             e_BxS = jnp.where(may_BxS, e_BxS.astype(jnp.float32), -1e30)
             a_BxS = jnp.where(may_BxS, jax.nn.softmax(e_BxS, axis=-1), 0.0).astype(cfg.dtype)
             context_BxD = jnp.einsum("BS,BSD->BD", a_BxS, encoded_BxSxD)

@@ -25,6 +25,9 @@ def damage(folder, step: int) -> Iterator[None]:
     except UserError:
         raise
     except Exception as e:
+        elsewhere = isinstance(e, OSError) and not isinstance(e, FileNotFoundError)  # no right to read, a network
+        if elsewhere or "RESOURCE_EXHAUSTED" in str(e) or "Out of memory" in str(e):
+            raise
         reason = (str(e).splitlines() or [""])[0][:120]
         raise UserError(
             f"{folder}/{step} is damaged ({type(e).__name__}: {reason}); delete that folder to go on from the checkpoint before it"

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainConfig
 from transformer.config_io import apply_overrides
 from transformer.convert.hf import open_directory, read_params, save_hf
-from transformer.data.tokenizer import Fast, SentencePiece, Tokenizer, load_tokenizer
+from transformer.data.tokenizer import Fast, Tokenizer, is_sentencepiece, load_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.evaluate import load_trained
 from transformer.files import disk_faults, read_json
@@ -28,15 +28,18 @@ from transformer.training.state import abstract_state
 
 
 def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Experiment:
-    """Makes `workdir` a run whose parameters are those of a Hugging Face directory: born sharded, one at a time. It can be evaluated,
-    generated from and, with train.init_from, trained on. Raises UserError; nothing is left if it fails."""
+    """Makes `workdir` a run whose parameters are those of a Hugging Face directory: born sharded, one at a time. It can be generated
+    from, evaluated on a text that is named then and, with train.init_from, trained on. Raises UserError, and leaves no run.
+
+    A source is read as x, eos: of BART, which was trained with a sign before it too, answers differ a little from Transformers'."""
+    rundir.check_folder(workdir)
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
         raise UserError(f"--workdir: {workdir} is already there, and not an empty folder; name another")
     family, theirs, tensors = open_directory(directory)
     model = family.our_config(theirs, frozenset(tensors.names))
     signs = _signs(theirs, model)
     tokenizer = _tokenizer(directory, signs)
-    if tokenizer is not None and theirs.get("pad_token_id") is None:
+    if tokenizer is not None:
         model = dataclasses.replace(model, pad_id=tokenizer.pad)
     config = apply_overrides(_experiment(model, signs), overrides)
     workdir.parent.mkdir(parents=True, exist_ok=True)
@@ -75,8 +78,12 @@ def to_hf(workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family
 
 def _signs(theirs: Mapping, model: ModelConfig) -> TokenizerConfig:
     """The ids that config.json tells; -1 where it is silent and the tokenizer is asked."""
-    number = lambda value: value[0] if isinstance(value, list) and value else value
-    get = lambda name: -1 if number(theirs.get(name)) is None else int(number(theirs.get(name)))
+
+    def get(name: str) -> int:
+        value = theirs.get(name)
+        value = next(iter(value), None) if isinstance(value, list) else value  # Llama 3.1 ends in several ways
+        return -1 if value is None else int(value)
+
     eos = get("sep_token_id" if model.family == "encoder" else "eos_token_id")
     begins = {"encoder": "cls_token_id", "decoder": "bos_token_id", "encoder_decoder": "decoder_start_token_id"}
     bos = get(begins[model.family])
@@ -100,10 +107,13 @@ def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
 
 def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
     """Theirs, where it is SentencePiece or `tokenizers` can read it."""
-    for name in ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model"):
-        if (directory / name).is_file():
-            return SentencePiece((directory / name).read_bytes(), signs, str(directory / name))
     file, content = directory / "tokenizer.json", None
+    for name in (
+        "spiece.model",
+        "tokenizer.model",
+    ):  # where both are there, its ids are the model's without added signs
+        if (directory / name).is_file() and (is_sentencepiece((directory / name).read_bytes()) or not file.is_file()):
+            return load_tokenizer(directory / name, signs)
     if file.is_file():
         return load_tokenizer(file, signs)
     with contextlib.suppress(ImportError):
@@ -119,4 +129,8 @@ def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
             )
             lower = bool(given.get("do_lower_case", True))
             content = tokenizers.BertWordPieceTokenizer(str(directory / "vocab.txt"), lowercase=lower)
-    return None if content is None else Fast(content.to_str().encode("utf-8"), signs, str(directory))
+    if content is None:
+        return None
+    signs_there = [t for t in ("<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>") if content.token_to_id(t) is not None]
+    content.add_special_tokens(signs_there)
+    return Fast(content.to_str().encode("utf-8"), signs, str(directory))

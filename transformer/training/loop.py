@@ -176,16 +176,10 @@ def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:
     counts = ", ".join(f"{part} {meta[part]['examples']:,}" for part in ("train", "valid", "test"))
     lines = [
         f"text        {config.data.corpus or config.data.train}: {counts} examples; {human_count(meta['train']['tokens'])} training tokens",
-        f"tokenizer   {config.data.tokenizer.kind}, {data.tokenizer.vocab_size:,} pieces, sha256 {data.tokenizer.sha256[:12]}",
+        f"tokenizer   {config.data.tokenizer.path or config.data.tokenizer.kind}, {data.tokenizer.vocab_size:,} pieces, sha256 {data.tokenizer.sha256[:12]}",
         f"batches     of {config.data.batch_size * config.data.length:,} tokens, {batches.per_epoch:,} an epoch, {epochs:.1f} epochs",
     ]
-    return "\n".join(
-        lines
-        + [
-            f"            {count:,} examples {what} (over {config.data.length} tokens)"
-            for what, count in batches.report.items()
-        ]
-    )
+    return "\n".join(lines + [f"            {count:,} {what}" for what, count in batches.report.items()])
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from transformer.config import Experiment
 from transformer.config_io import from_mapping, to_mapping
-from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer import FILES, Tokenizer
 from transformer.errors import UserError
 from transformer.files import read_json, write_whole
 from transformer.version import __version__
@@ -39,12 +39,7 @@ FREE = (
 
 def check(workdir: Path, config: Experiment) -> None:
     """Raises UserError, listing what differs, if the directory holds another experiment; writes nothing."""
-    if "://" in str(workdir) or str(workdir).startswith("gs:/"):
-        raise UserError(
-            f"--workdir: {workdir} is no local folder; a run directory must be one (text may stand on gs://)"
-        )
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"--workdir: {workdir} is a file; name a folder")
+    check_folder(workdir)
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
         raise UserError(f"--workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it")
     if (workdir / "config.json").exists():
@@ -66,6 +61,22 @@ def check(workdir: Path, config: Experiment) -> None:
         raise UserError(
             f"--workdir: {workdir} is not empty and no run of ours (no config.json); choose another directory"
         )
+
+
+def check_folder(workdir: Path) -> None:
+    """Raises UserError if a run cannot be there."""
+    if "://" in str(workdir) or str(workdir).startswith("gs:/"):
+        raise UserError(
+            f"--workdir: {workdir} is no local folder; a run directory must be one (text may stand on gs://)"
+        )
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir: {workdir} is a file; name a folder")
+
+
+def converted(workdir: Path) -> bool:
+    """Whether the parameters here come from elsewhere, so that there is no text of their own."""
+    file = workdir / "manifest.json"
+    return file.exists() and "converted_from" in read_json(file)
 
 
 def trained(workdir: Path) -> bool:
@@ -109,6 +120,8 @@ def claim(
         **origin,
     }
     if tokenizer is not None:
+        for name in FILES.values():  # of a start before, whose config was mended since
+            (workdir / name).unlink(missing_ok=True)
         write_whole(workdir / tokenizer.name, tokenizer.content)
     file = workdir / "manifest.json"
     before = read_json(file) if file.exists() else {}

@@ -70,6 +70,7 @@ class Objective:
         "text",
     )  # of the text it reads; "label" and "tags" name classes, all others are texts
     every_token: ClassVar[bool] = False  # a held-out text is asked for whole, once: bits per byte have a meaning
+    gives_prefix: ClassVar[bool] = False  # which a decoder reads both ways
     writes: ClassVar[bool] = True  # the model can be asked for text
 
     @property

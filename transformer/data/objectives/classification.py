@@ -22,6 +22,10 @@ class Classification(Objective):
             return "asks for labels; set model.num_labels"
         if config.model.pooling == "none":
             return "asks for one label a text; set model.pooling to cls, mean or last"
+        if config.model.pooling == "cls" and config.model.family == "decoder":
+            return (
+                "reads all of a text; the first token of a decoder sees none of it: set model.pooling to last or mean"
+            )
         return _one_text_a_row(config)
 
     def rows(self, store, part, config):
@@ -61,7 +65,7 @@ class _LabelledRows:
         lengths = self._texts.lengths
         long = lengths > self._room
         what = "dropped" if data.too_long == "drop" else "cut"
-        self.report = {f"too long: {what}": int(long.sum())} if long.any() else {}
+        self.report = {f"examples over {data.length} tokens: {what}": int(long.sum())} if long.any() else {}
         self._rows = np.flatnonzero(~long) if data.too_long == "drop" else np.arange(len(lengths))
         self.lengths = np.minimum(lengths[self._rows], self._room) + 1
 
@@ -72,5 +76,5 @@ class _LabelledRows:
         inputs = np.concatenate([[tokenizer.bos], ids]).astype(np.int32)
         if self._whole:
             return [Segment(inputs, label=int(self._labels[i]))]
-        start = self._texts.ends[i] - self._texts.lengths[i]
+        start = self._texts.ends[i - 1] if i else 0
         return [Segment(inputs, label=np.concatenate([[-1], self._labels[start : start + len(ids) - 1], [-1]]))]

@@ -56,6 +56,7 @@ class _Denoising(Objective):
     """Texts, end to end and cut into pieces of equal length, each denoised by one of `denoisers`, drawn anew in every epoch."""
 
     families: ClassVar = ("encoder_decoder", "decoder")
+    gives_prefix: ClassVar = True
     writes: ClassVar = False  # only what fills the gaps of a text
     modes: ClassVar[int] = 0  # mode signs
 
@@ -70,8 +71,8 @@ class _Denoising(Objective):
     def check(self, config):
         if problem := needs_prefix(config):
             return problem
-        if any(not 0 < d.rate < 1 or (d.mean_length and d.mean_length < 1) for d in self.denoisers):
-            return f"has {self}: a rate lies between 0 and 1, a mean length is at least 1"
+        if any(not 0 < d.rate < 1 for d in self.denoisers):
+            return f"has rate = {self.rate}, which must lie between 0 and 1"
         size = self.piece(config)
         if size < 2:
             return f"does not fit into data.length = {config.data.length}; make it longer"
@@ -130,6 +131,11 @@ class SpanCorruption(_Denoising):
     rate: float = 0.15
     mean_length: float = 3.0
     sentinels: int = 100
+
+    def check(self, config):
+        if self.mean_length < 1:
+            return f"has mean_length = {self.mean_length}; a span has at least 1 token"
+        return super().check(config)
 
     @property
     def denoisers(self):

@@ -64,6 +64,7 @@ class PrefixLM(Objective):
     """
 
     families: ClassVar = ("decoder", "encoder_decoder")
+    gives_prefix: ClassVar = True
 
     def check(self, config):
         return needs_prefix(config)
@@ -81,19 +82,20 @@ def needs_prefix(config) -> str | None:
 
 class _PrefixRows:
     def __init__(self, store, part: str, config):
-        texts, self._tokenizer = store.texts(part, 0), store.tokenizer
+        texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, config.data
         self._ids, self._alone = texts.ids, config.model.family == "decoder"
-        starts, stops = parts(
-            texts, config.data.length if self._alone else min(config.data.length, config.data.decoder_length)
-        )
+        most = data.length if self._alone else min(data.length - 1, data.decoder_length)  # an encoder reads eos, too
+        starts, stops = parts(texts, most)
         keep = stops - starts >= 2
         self._starts, self._stops = starts[keep], stops[keep]
-        self.lengths = self._stops - self._starts
+        sizes = self._stops - self._starts
+        self.lengths = sizes if self._alone else np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
         self.report = {"parts of one token: dropped": int((~keep).sum())} if not keep.all() else {}
 
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         ids = np.asarray(self._ids[self._starts[row] : self._stops[row]], np.int32)
-        cut = int(draw().integers(1, len(ids)))
+        cut, tokenizer = int(draw().integers(1, len(ids))), self._tokenizer
         if self._alone:
-            return [continued(self._tokenizer.bos, ids[:cut], ids[cut:])]
-        return [Segment(shifted(self._tokenizer.bos, ids[cut:]), ids[cut:], ids[:cut])]
+            return [continued(tokenizer.bos, ids[:cut], ids[cut:])]
+        source = np.append(ids[:cut], tokenizer.eos).astype(np.int32)
+        return [Segment(shifted(tokenizer.bos, ids[cut:]), ids[cut:], source)]

@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from transformer.data.objectives.base import Draw, Objective, Segment, pack, parts, register
+from transformer.errors import UserError
 
 
 @register("masked_lm")
@@ -14,9 +15,9 @@ class MaskedLM(Objective):
     """A share `rate` of the tokens, drawn anew in every epoch, is asked for; of these `mask` are replaced by the mask sign, `random` by
     any piece, and the rest stay (BERT: 80, 10, 10 %). `whole_words`: all pieces of a word, or none.
 
-    A text is read as bos, x_1, ..., x_n, eos (bos is BERT's [CLS], eos its [SEP]); longer ones in parts. With `next_sentence` a row is bos, A,
-    eos, B, eos, two halves of a text that follow each other (label 0) or, half of the time, the second from another text (label 1);
-    token types 0 and 1 tell them apart. The mask sign is the tokenizer's own or, where it has none, the first id behind its pieces.
+    A text is read as bos, x_1, ..., x_n, eos (bos is BERT's [CLS], eos its [SEP]); longer ones in parts. With `next_sentence` texts are cut
+    into parts of (length - 3) / 2 tokens and a row is bos, A, eos, B, eos: B is the part that follows A (label 0) or, half of the time, a
+    part of another text (label 1); token types 0 and 1 tell them apart. Texts of one part serve as such a B alone. The mask sign is that of a tokenizer.json ([MASK], <mask>) or the first id behind the pieces.
     """
 
     rate: float = 0.15
@@ -43,6 +44,8 @@ class MaskedLM(Objective):
             return f"has mask = {self.mask} and random = {self.random}, shares of one whole"
         if self.next_sentence and (model.token_types, model.num_labels, model.pooling) != (2, 2, "cls"):
             return "with next_sentence tells two sentences apart; set model.token_types=2, model.num_labels=2, model.pooling='cls'"
+        if self.next_sentence and config.data.length < 5:
+            return f"with next_sentence needs rows of 5 tokens at least; data.length = {config.data.length}"
         if self.next_sentence and (config.data.packing or config.data.buckets):
             return "with next_sentence has one pair a row; set data.packing=False and leave out data.buckets"
         return None
@@ -69,9 +72,11 @@ class MaskedLM(Objective):
             return generator.permutation(len(ids))[:wanted]
         word = np.cumsum(tokenizer.starts_word[ids])
         numbers, sizes = np.unique(word, return_counts=True)
-        order = generator.permutation(len(numbers))
-        taken = np.cumsum(sizes[order]) <= wanted  # as BERT's code: what would be too much is left out
-        chosen = numbers[order[taken]] if taken.any() else numbers[order[:1]]
+        chosen, room = [], wanted
+        for i in generator.permutation(len(numbers)):
+            if sizes[i] <= room or not chosen:  # as BERT's code: a word that would be too much is left out
+                chosen.append(numbers[i])
+                room -= sizes[i]
         return np.flatnonzero(np.isin(word, chosen))
 
 
@@ -97,27 +102,30 @@ class _MaskedRows:
 
 
 class _SentencePairs:
-    """Halves of texts. Of a text's parts of up to (length - 3) / 2 tokens, every one but the last begins a row."""
+    """Parts of texts, two a row."""
 
     def __init__(self, objective: MaskedLM, store, part: str, data):
         texts, self._objective, self._tokenizer = store.texts(part, 0), objective, store.tokenizer
         self._ids = texts.ids
-        self._starts, self._stops = parts(texts, (data.length - 3) // 2)
-        goes_on = np.append(self._stops[:-1] == self._starts[1:], False) & ~np.isin(self._stops, texts.ends)
-        self._first = np.flatnonzero(goes_on)
+        starts, stops = parts(texts, (data.length - 3) // 2)
+        stops = stops - np.isin(stops, texts.ends)  # without the text's own eos
+        keep = stops > starts
+        self._starts, self._stops = starts[keep], stops[keep]
+        self._text = np.searchsorted(np.asarray(texts.ends), self._starts, "right")
+        self._first = np.flatnonzero(self._text[:-1] == self._text[1:])
+        if len(np.unique(self._text)) < 2:
+            raise UserError(f"data.objective: next_sentence needs two texts at least; the {part} text has one")
+        alone = len(texts) - len(np.unique(self._text[self._first]))
         self.lengths = np.full(len(self._first), data.length)
-        alone = len(texts) - len(np.unique(np.searchsorted(np.asarray(texts.ends), self._starts[self._first], "right")))
-        self.report = {"texts too short for a pair: dropped": alone} if alone else {}
+        self.report = {"texts are too short for a pair of their own": alone} if alone else {}
 
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         generator, first = draw(), int(self._first[row])
-        label = int(generator.random() < 0.5)
-        second = int(generator.integers(len(self._starts))) if label else first + 1
-        if label and second == first + 1:  # drawn at random, and yet the next
-            label = 0
+        label, second = int(generator.random() < 0.5), first + 1
+        while label and self._text[second] == self._text[first]:
+            second = int(generator.integers(len(self._starts)))
         bos, eos = self._tokenizer.bos, self._tokenizer.eos
         a, b = (self._ids[self._starts[i] : self._stops[i]] for i in (first, second))
-        b = b[:-1] if b[-1] == eos else b
         ids = np.concatenate([[bos], a, [eos], b, [eos]]).astype(np.int32)
         read, weights = self._objective.corrupt(ids, self._tokenizer, generator)
         types = (np.arange(len(ids)) >= len(a) + 2).astype(np.int32)

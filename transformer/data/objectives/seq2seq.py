@@ -30,7 +30,7 @@ class _PairRows:
         sizes = [texts.lengths for texts in self._texts]
         long = np.any([size > room for size, room in zip(sizes, self._rooms, strict=True)], axis=0)
         what = "dropped" if data.too_long == "drop" else "cut"
-        self.report = {f"too long: {what}": int(long.sum())} if long.any() else {}
+        self.report = {f"examples over {data.length} tokens: {what}": int(long.sum())} if long.any() else {}
         pairs = np.flatnonzero(~long) if data.too_long == "drop" else np.arange(len(long))
         sizes = [np.minimum(size[pairs], room) for size, room in zip(sizes, self._rooms, strict=True)]
         if data.packing:
