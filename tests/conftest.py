@@ -17,6 +17,7 @@ import pytest
 from flax.core import meta
 
 from transformer import ModelConfig, UserError, build_model
+from transformer.decoding.prefill import prefill
 from transformer.model.positions import SCHEMES
 
 jax.config.update("jax_compilation_cache_dir", os.environ.get("TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"))
@@ -72,6 +73,13 @@ def initialised(config: ModelConfig, seed: int = 0):
     """(model, params) as training starts with them."""
     model, args = build_model(config), (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.two_sides))
     return model, meta.unbox(jax.jit(model.init)(jax.random.key(seed), *args))
+
+
+def start_decoding(model, params, prompt, slots: int, *source):
+    """(logits, memory) after the prompt, as `prefill` gives them, compiled as one program."""
+    return jax.jit(lambda p, prompt, *source: prefill(model, p, prompt, slots, *source))(
+        params["params"], prompt, *source
+    )
 
 
 @pytest.fixture(autouse=True)

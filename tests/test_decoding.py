@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make, schemes, small, tokens
+from conftest import make, schemes, small, start_decoding, tokens
 
 from transformer.decoding.beam import beam_search
-from transformer.decoding.prefill import advance, prefill
+from transformer.decoding.prefill import advance
 from transformer.decoding.sampling import sample, truncate
 
 EOS = 2
@@ -23,11 +23,11 @@ def test_cached_decoding_equals_teacher_forcing(family, position):
     target, source = tokens(1, 2, 8), tokens(2, 2, 6)
     source = source.at[1, 4:].set(0)
     sides = (source,) if family == "encoder_decoder" else ()
-    whole = model.apply(params, *sides, target)
+    whole = jax.jit(model.apply)(params, *sides, target)
     lengths = (3, 1)
     prompt = jnp.stack([jnp.pad(target[i, :n], (3 - n, 0)) for i, n in enumerate(lengths)])
     assert bool((prompt == 0).any())
-    logits, memory = prefill(model, params["params"], prompt, 10, *sides)
+    logits, memory = start_decoding(model, params, prompt, 10, *sides)
     step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
     for k in range(6):
         expected = jnp.stack([whole[i, n - 1 + k] for i, n in enumerate(lengths) if n - 1 + k < 8])
@@ -35,46 +35,57 @@ def test_cached_decoding_equals_teacher_forcing(family, position):
         logits, memory = step(jnp.stack([target[i, min(n + k, 7)] for i, n in enumerate(lengths)]), memory)
 
 
-def brute_force(model, params, source, limit, alpha):
-    """Every sequence of up to `limit` tokens that ends in eos, scored one by one."""
-    vocab, best = model.config.vocab_size, []
-    for length in range(1, limit + 1):
-        bodies = np.array(
-            list(itertools.product([t for t in range(1, vocab) if t != EOS], repeat=length - 1)), np.int32
-        ).reshape((vocab - 2) ** (length - 1), length - 1)
-        texts = np.concatenate([bodies, np.full((len(bodies), 1), EOS, np.int32)], 1)
-        inputs = np.concatenate([np.ones((len(texts), 1), np.int32), texts[:, :-1]], 1)
-        where = {"segment_ids": jnp.ones(inputs.shape, jnp.int32)}
-        logp = jax.nn.log_softmax(
-            model.apply(params, jnp.broadcast_to(source, (len(texts), source.shape[1])), jnp.asarray(inputs), **where)
+def scorer(model, params, length: int, rows: int):
+    """(source, texts of up to `length` tokens) -> log p of every next token, float[len(texts), length, V], with one compile."""
+
+    @jax.jit
+    def score(source, read, real):
+        source = jnp.broadcast_to(source, (rows, source.shape[1]))
+        return jax.nn.log_softmax(model.apply(params, source, read, segment_ids=real))
+
+    def of(source, texts):
+        read, real = np.zeros((rows, length), np.int32), np.zeros((rows, length), np.int32)
+        for r, text in enumerate(texts):
+            read[r, : len(text)], real[r, : len(text)] = text, 1
+        return np.asarray(score(source, read, real))[: len(texts)]
+
+    return of
+
+
+def searcher(model, params, source, limits, beam_size: int, max_new: int):
+    """alpha -> (texts, scores), with one compile for all."""
+    start = jnp.ones((len(source), 1), jnp.int32)
+    return jax.jit(
+        lambda alpha: beam_search(
+            model, params["params"], start, limits, beam_size=beam_size, alpha=alpha, max_new=max_new, eos_id=EOS, source_BxS=source,
         )
-        total = np.take_along_axis(np.asarray(logp), texts[..., None], -1)[..., 0].sum(-1)
-        best += [(s, tuple(t)) for s, t in zip(total / ((5 + length) / 6) ** alpha, texts.tolist(), strict=True)]
-    return sorted(best, reverse=True)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def exhaustive(request):
+    """A beam as wide as the search can get; and, of each row, log p of every text that ends."""
+    seed, limits = request.param, (4, 3)
+    model, params = make(small("encoder_decoder", vocab_size=5, scan_layers=bool(seed)), seed=seed, noise=0.6)
+    source, rows = tokens(seed, 2, 4, vocab=5), []
+    letters = [t for t in range(1, 5) if t != EOS]
+    score = scorer(model, params, max(limits), len(letters) ** (max(limits) - 1))
+    for row, limit in enumerate(limits):
+        rows.append({})
+        for length in range(1, limit + 1):
+            texts = [(*body, EOS) for body in itertools.product(letters, repeat=length - 1)]
+            logp = score(source[row : row + 1], [(1, *text[:-1]) for text in texts])
+            for i, text in enumerate(texts):
+                rows[row][text] = sum(logp[i, t, token] for t, token in enumerate(text))
+    return searcher(model, params, source, jnp.array(limits), 64, 5), rows
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_beam_search_equals_brute_force(alpha, seed):
-    model, params = make(small("encoder_decoder", vocab_size=5, scan_layers=bool(seed)), seed=seed, noise=0.6)
-    source = tokens(seed, 2, 4, vocab=5)
-    limits = jnp.array([4, 3])
-    beam = 64  # as wide as the search can get: exhaustive
-    texts, scores = jax.jit(
-        lambda p: beam_search(
-            model,
-            p,
-            jnp.ones((2, 1), jnp.int32),
-            limits,
-            beam_size=beam,
-            alpha=alpha,
-            max_new=5,
-            eos_id=EOS,
-            source_BxS=source,
-        )
-    )(params["params"])
-    for row in range(2):
-        expected = brute_force(model, params, source[row : row + 1], int(limits[row]), alpha)
+def test_beam_search_equals_brute_force(exhaustive, alpha):
+    search, rows = exhaustive
+    texts, scores = search(alpha)
+    for row, all_texts in enumerate(rows):
+        expected = sorted(((logp / ((5 + len(t)) / 6) ** alpha, t) for t, logp in all_texts.items()), reverse=True)
         assert len(expected) > 10
         for k in range(10):
             text = tuple(t for t in np.asarray(texts[row, k]).tolist() if t)
@@ -82,17 +93,13 @@ def test_beam_search_equals_brute_force(alpha, seed):
             assert text == expected[k][1] or expected[k][0] == pytest.approx(expected[k + 1][0], abs=1e-5)
 
 
-def plain_beam(model, params, source, limit, alpha, k):
+def plain_beam(score, source, limit, alpha, k):
     """Beam search as one would write it for a single sentence, with lists, scoring every prefix anew."""
     live, ended = [(0.0, (1,))], []
     for step in range(1, limit + 1):
         grown = []
-        for logp, text in live:
-            ids = jnp.asarray([text])
-            out = jax.nn.log_softmax(
-                model.apply(params, source, ids, segment_ids=jnp.ones(ids.shape, jnp.int32))[0, -1]
-            )
-            grown += [(logp + float(out[t]), (*text, t)) for t in range(1, model.config.vocab_size)]
+        for (logp, text), out in zip(live, score(source, [text for _, text in live]), strict=True):
+            grown += [(logp + float(out[step - 1, t]), (*text, t)) for t in range(1, out.shape[-1])]
         grown = sorted(grown, reverse=True)[: 2 * k]
         ended += [(s / ((5 + step) / 6) ** alpha, t) for s, t in grown if t[-1] == EOS]
         ended = sorted(ended, reverse=True)[:k]
@@ -102,84 +109,59 @@ def plain_beam(model, params, source, limit, alpha, k):
     return ended or [(s / ((5 + limit) / 6) ** alpha, t) for s, t in live]
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.6])
-def test_a_narrow_beam_equals_a_plain_one(alpha):
-    """Pruning, freezing and stopping, where the beam is too narrow to be exhaustive."""
+@pytest.fixture(scope="module")
+def narrow():
     model, params = make(small("encoder_decoder", vocab_size=9), noise=0.5)
-    source, limits = tokens(5, 3, 5, vocab=9), jnp.array([6, 6, 4])
-    search = jax.jit(
-        lambda p: beam_search(
-            model,
-            p,
-            jnp.ones((3, 1), jnp.int32),
-            limits,
-            beam_size=3,
-            alpha=alpha,
-            max_new=6,
-            eos_id=EOS,
-            source_BxS=source,
-        )
-    )
-    texts, scores = search(params["params"])
-    for row in range(3):
-        expected = plain_beam(model, params, source[row : row + 1], int(limits[row]), alpha, 3)
-        for (score, text), found, found_score in zip(expected, np.asarray(texts[row]), scores[row], strict=False):
-            assert float(found_score) == pytest.approx(score, abs=1e-4)
+    source, limits = tokens(5, 3, 5, vocab=9), (6, 6, 4)
+    return searcher(model, params, source, jnp.array(limits), 3, 6), scorer(model, params, 6, 3), source, limits
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_a_narrow_beam_equals_a_plain_one(narrow, alpha):
+    """Pruning, freezing and stopping, where the beam is too narrow to be exhaustive."""
+    search, score, source, limits = narrow
+    texts, scores = search(alpha)
+    for row, limit in enumerate(limits):
+        expected = plain_beam(score, source[row : row + 1], limit, alpha, 3)
+        for (wanted, text), found, found_score in zip(expected, np.asarray(texts[row]), scores[row], strict=False):
+            assert float(found_score) == pytest.approx(wanted, abs=1e-4)
             assert tuple(t for t in found.tolist() if t) == text[1:]
 
 
 def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
     model, params = make(small("encoder_decoder"))
     source, prompt, limits = tokens(0, 3, 6), jnp.ones((3, 1), jnp.int32), jnp.array([7, 4, 7])
-    search = lambda rows, k: beam_search(
-        model,
-        params["params"],
-        prompt[rows],
-        limits[rows],
-        beam_size=k,
-        alpha=0.6,
-        max_new=8,
-        eos_id=EOS,
-        source_BxS=source[rows],
-    )
-    greedy = sample(
-        model,
-        params["params"],
-        prompt,
-        limits,
-        jax.random.split(jax.random.key(0), 3),
-        max_new=8,
-        eos_id=EOS,
-        source_BxS=source,
-    )
-    np.testing.assert_array_equal(search(slice(None), 1)[0][:, 0], greedy)
-    together = search(slice(None), 4)
+    given = {"max_new": 8, "eos_id": EOS}
+
+    def search(k):
+        return jax.jit(lambda prompt, limits, source: beam_search(
+            model, params["params"], prompt, limits, beam_size=k, alpha=0.6, source_BxS=source, **given
+        ))  # fmt: skip
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    greedy = jax.jit(lambda s: sample(model, params["params"], prompt, limits, keys, source_BxS=s, **given))(source)
+    np.testing.assert_array_equal(search(1)(prompt, limits, source)[0][:, 0], greedy)
+    wide = search(4)
+    together = wide(prompt, limits, source)
     assert len({tuple(t) for t in np.asarray(together[0][:, 0]).tolist()}) > 1
     for row in range(3):
-        alone = search(slice(row, row + 1), 4)
+        alone = wide(*(x[row : row + 1] for x in (prompt, limits, source)))
         np.testing.assert_array_equal(alone[0][0, 0], together[0][row, 0])
         np.testing.assert_allclose(alone[1][0], together[1][row], rtol=1e-5)
 
 
 def test_greedy_decoding_takes_the_likeliest_token_of_the_whole_model():
     model, params = make(small("decoder"))
-    prompt = tokens(3, 2, 3)
-    out = sample(
-        model,
-        params["params"],
-        prompt,
-        jnp.array([6, 2]),
-        jax.random.split(jax.random.key(0), 2),
-        max_new=6,
-        eos_id=EOS,
-    )
-    assert (np.asarray(out[1, 2:]) == 0).all()
-    text = np.asarray(prompt)
+    prompt, keys = tokens(3, 2, 3), jax.random.split(jax.random.key(0), 2)
+    greedy = jax.jit(lambda x: sample(model, params["params"], x, jnp.array([6, 2]), keys, max_new=6, eos_id=EOS))
+    out, read = np.asarray(greedy(prompt)), jax.jit(model.apply)
+    assert (out[1, 2:] == 0).all()
+    text = np.zeros((1, 9), np.int32)
+    text[0, :3] = prompt[0]
     for k in range(6):
-        expected = np.asarray(model.apply(params, jnp.asarray(text)))[0, -1].argmax()
-        assert expected == out[0, k]
-        text = np.concatenate([text, np.asarray(out[:, k : k + 1])], 1)
-        if expected == EOS:
+        assert int(read(params, text)[0, 2 + k].argmax()) == out[0, k]
+        text[0, 3 + k] = out[0, k]
+        if out[0, k] == EOS:
             break
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import make, schemes, small, tokens
+from conftest import make, schemes, small, start_decoding, tokens
 
-from transformer.decoding.prefill import advance, prefill
+from transformer.decoding.prefill import advance
 from transformer.model.layout import flatten, part, unflatten, where
 from transformer.model.placements import PLACEMENTS
 
@@ -92,7 +92,7 @@ def test_every_placement_and_position(family, position, placement):
     compare(small(family, position=position, norm_placement=placement))
 
 
-@pytest.mark.parametrize(("family", "variant"), itertools.product(FAMILIES, VARIANTS))
+@pytest.mark.parametrize(("family", "variant"), list(itertools.product(FAMILIES, VARIANTS)))
 def test_every_variant(family, variant):
     compare(small(family, **VARIANTS[variant]))
 
@@ -139,7 +139,7 @@ def test_cached_decoding(variant, scan):
     model, params = make(config)
     x = tokens(0, 2, 8)
     wanted = oracle.forward(config, each_layer(config, params), x)
-    logits, memory = prefill(model, params["params"], x[:, :3], 8)
+    logits, memory = start_decoding(model, params, x[:, :3], 8)
     step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
     for t in range(3, 8):
         np.testing.assert_allclose(logits, wanted[:, t - 1], atol=3e-5)

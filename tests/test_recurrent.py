@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, make, small, tokens
+from conftest import TINY, make, small, start_decoding, tokens
 
 from transformer import UserError
 from transformer.config import Experiment
 from transformer.config_io import from_mapping
 from transformer.decoding.beam import beam_search
-from transformer.decoding.prefill import advance, prefill
+from transformer.decoding.prefill import advance
 from transformer.model.masks import Tokens
 from transformer.model.network import build_model
 from transformer.model.recurrent import LSTM
@@ -152,7 +152,7 @@ def test_step_by_step_is_all_at_once(model):
     source, target = pair()
     source = source.at[1, 5:].set(0)
     whole = apply(params, source, target)
-    logits, memory = prefill(module, params["params"], target[:, :2], 6, source)
+    logits, memory = start_decoding(module, params, target[:, :2], 6, source)
     step = jax.jit(lambda t, m: advance(module, params["params"], t, m))
     for t in range(2, 5):
         np.testing.assert_allclose(logits, whole[:, t - 1], atol=2e-5)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import initialised, make, small, tokens
+from conftest import initialised, make, small, start_decoding, tokens
 
 from transformer import UserError
 from transformer.convert.hf import abstract_shapes
-from transformer.decoding.prefill import advance, prefill
+from transformer.decoding.prefill import advance
 from transformer.model.attention_backends import Inputs, reference
 from transformer.model.layout import flatten, layer_shapes
 from transformer.model.masks import SAME_SEGMENT, Tokens
@@ -36,12 +36,12 @@ def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
     config = small("encoder_decoder", position="t5", **VARIANTS[name])
     model, params = make(config)
     source, target = tokens(1, 2, 6).at[1, 4:].set(0), tokens(2, 2, 7)
-    whole = model.apply(params, source, target)
+    whole = jax.jit(model.apply)(params, source, target)
     plain = build_model(small("encoder_decoder", position="t5", norm=config.norm, norm_placement=config.norm_placement))
     shapes = lambda m: jax.tree.map(jnp.shape, jax.eval_shape(m.init, jax.random.key(0), source, target))
     if shapes(plain) == shapes(model):  # a variant without parameters of its own must act on the numbers
-        assert np.abs(np.asarray(plain.apply(params, source, target) - whole)).max() > 1e-3
-    logits, memory = prefill(model, params["params"], target[:, :2], 10, source)
+        assert np.abs(np.asarray(jax.jit(plain.apply)(params, source, target) - whole)).max() > 1e-3
+    logits, memory = start_decoding(model, params, target[:, :2], 10, source)
     step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
     for t in range(2, 7):
         np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
