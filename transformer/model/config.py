@@ -99,7 +99,17 @@ class ModelConfig:
     pad_id: int = 0
 
     def __post_init__(self):
-        set_ = functools.partial(object.__setattr__, self)
+        self._check_values()
+        self._resolve_sizes()
+        self._check_combinations()
+        self._check_layers()
+
+    def _set(self, field: str, value) -> None:
+        """In a frozen dataclass, while it is built."""
+        object.__setattr__(self, field, value)
+
+    def _check_values(self) -> None:
+        """Each field by itself."""
         one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder", "recurrent_encoder_decoder"))
         at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
         at_least(
@@ -128,6 +138,9 @@ class ModelConfig:
             "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
         }.items():  # fmt: skip
             one_of(f"model.{field}", getattr(self, field), names)
+
+    def _resolve_sizes(self) -> None:
+        """Heads and layers: what is 0 follows from the rest, and what the family does not have is none."""
         if self.family == "recurrent_encoder_decoder":
             for field, value in {
                 "scan_layers": False,
@@ -135,7 +148,7 @@ class ModelConfig:
                 "num_kv_heads": 1,
                 "d_head": self.d_model,
             }.items():
-                set_(field, value)  # its layers are not alike, and have no heads
+                self._set(field, value)  # its layers are not alike, and have no heads
             if self.d_model % 2:
                 raise UserError(f"model.d_model: {self.d_model} must be even: an encoder layer has two directions")
         if not self.d_head:
@@ -144,8 +157,8 @@ class ModelConfig:
                     f"model.d_model: {self.d_model} is not divisible by model.num_heads = {self.num_heads}; "
                     f"change one, or set model.d_head"
                 )
-            set_("d_head", self.d_model // self.num_heads)
-        set_("num_kv_heads", self.num_kv_heads or self.num_heads)
+            self._set("d_head", self.d_model // self.num_heads)
+        self._set("num_kv_heads", self.num_kv_heads or self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
@@ -153,11 +166,14 @@ class ModelConfig:
         for side in ("encoder", "decoder"):
             layers = f"num_{side}_layers"
             if side not in self.family:
-                set_(layers, 0)
+                self._set(layers, 0)
             elif getattr(self, layers) < 1:
                 raise UserError(
                     f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
                 )
+
+    def _check_combinations(self) -> None:
+        """Fields that go together, or do not."""
         if not self.lm_head and (self.two_sides or not (self.num_labels or self.pooler)):
             raise UserError(
                 "model.lm_head: False leaves nothing to compute; set model.num_labels in an encoder or decoder"
@@ -178,10 +194,13 @@ class ModelConfig:
             )
         if not 0 <= self.pad_id < self.vocab_size:
             raise UserError(f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}")
+
+    def _check_layers(self) -> None:
+        """What each layer is made of: its placement, its position scheme, its window."""
         for field in ("position", "norm_placement"):
             if not isinstance(getattr(self, field), str):
-                set_(field, FrozenDict(getattr(self, field)))
-        set_("layer_pattern", tuple(FrozenDict(of_one) for of_one in self.layer_pattern))
+                self._set(field, FrozenDict(getattr(self, field)))
+        self._set("layer_pattern", tuple(FrozenDict(of_one) for of_one in self.layer_pattern))
         for field, value in [item for of_one in self.layer_pattern for item in of_one.items()]:
             kinds = {"window": int, "position": (str, FrozenDict)}
             if field not in kinds:

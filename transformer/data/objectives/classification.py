@@ -8,14 +8,22 @@ import numpy as np
 from transformer.data.objectives.base import Draw, Objective, Segment, register
 
 
-@register("classification")
-@dataclasses.dataclass(frozen=True)
-class Classification(Objective):
-    """The label of a text, read as bos, x_1, ..., x_n, eos. Longer ones are dropped or cut, as `data.too_long` says."""
+class _Labels(Objective):
+    """Classes instead of tokens, one text a row."""
 
     families: ClassVar = ("encoder", "decoder")
-    columns: ClassVar = ("text", "label")
     writes: ClassVar = False
+
+    def rows(self, store, part, config):
+        return _LabelledRows(store, part, config.data, whole=self.columns[-1] == "label")
+
+
+@register("classification")
+@dataclasses.dataclass(frozen=True)
+class Classification(_Labels):
+    """The label of a text, read as bos, x_1, ..., x_n, eos. Longer ones are dropped or cut, as `data.too_long` says."""
+
+    columns: ClassVar = ("text", "label")
 
     def check(self, config):
         if not config.model.num_labels:
@@ -28,18 +36,13 @@ class Classification(Objective):
             )
         return _one_text_a_row(config)
 
-    def rows(self, store, part, config):
-        return _LabelledRows(store, part, config.data, whole=True)
-
 
 @register("tagging")
 @dataclasses.dataclass(frozen=True)
-class Tagging(Objective):
+class Tagging(_Labels):
     """The tag of each word, asked for at its first piece. In the text both stand with spaces between: "the cat sat", "DT NN VB"."""
 
-    families: ClassVar = ("encoder", "decoder")
     columns: ClassVar = ("text", "tags")
-    writes: ClassVar = False
 
     def check(self, config):
         if not config.model.num_labels:
@@ -47,9 +50,6 @@ class Tagging(Objective):
         if config.model.pooling != "none":
             return f"asks for a tag a word; model.pooling = {config.model.pooling!r} leaves one a text: set it to none"
         return _one_text_a_row(config)
-
-    def rows(self, store, part, config):
-        return _LabelledRows(store, part, config.data, whole=False)
 
 
 def _one_text_a_row(config) -> str | None:
