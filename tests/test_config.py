@@ -40,6 +40,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ({"activation": "relu2"}, r"model.activation: no 'relu2'; did you mean 'relu'"),
         ({"dropout": 1.0}, r"model.dropout: 1.0 must lie in \[0, 1\)"),
         ({"num_decoder_layers": 0}, r"a family with a decoder needs at least 1"),
+        ({"num_decoder_layers": 2 * 10**9}, r"model.num_decoder_layers: 2,000,000,000 is too large; at most 10,000"),
         ({"pad_id": 50}, r"model.pad_id: 50 is no token"),
         ({"d_model": 2**40}, r"model.d_model: 1099511627776 is too large; at most"),
         ({"norm_epsilon": 0.0}, r"model.norm_epsilon: 0.0 must be more than 0"),

@@ -392,6 +392,16 @@ def test_what_they_cannot_express_is_refused_by_name(saved, tmp_path, family, ch
     assert not list(tmp_path.iterdir())
 
 
+def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
+    """As the first Llama's config.json has it."""
+    _, folder = saved(*CASES["llama"][0])
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": -1}))
+    assert load_hf(tmp_path)[0] == load_hf(folder)[0]
+
+
 def test_damaged_and_missing_files(saved, tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         load_hf(tmp_path)

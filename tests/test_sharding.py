@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import pytest
 from conftest import TINY
 
-from transformer.config import MeshConfig, ModelConfig
+from transformer.config import Experiment, MeshConfig, ModelConfig
+from transformer.config_io import from_mapping
 from transformer.errors import UserError
 from transformer.model.network import build_model
-from transformer.parallel.mesh import make_mesh
+from transformer.parallel.mesh import check_memory, make_mesh, use
 from transformer.parallel.sharding import RULES, describe, shardings, unbox
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state
 
 
 def boxed(names, shape):
@@ -65,3 +68,17 @@ def test_a_mesh_larger_than_the_machine_is_refused():
     ]:
         with pytest.raises(UserError, match=message):
             make_mesh(MeshConfig(**sizes))
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
+    """Where XLA would abort the process."""
+    config = from_mapping(
+        Experiment, {"model": {"family": "decoder", **TINY, "d_model": 2**30}, "data": {"corpus": "pydoc", "length": 8}}
+    )
+    with use(make_mesh(MeshConfig(data=2, fsdp=4))) as mesh:
+        abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh)
+        with pytest.raises(
+            UserError, match=r"model: parameters take [\d,.]+ TB a device, which has [\d.]+ GB; lower model.d_model"
+        ):
+            check_memory(abstract.params, mesh, "parameters")
+        check_memory(abstract.step, mesh, "a number")

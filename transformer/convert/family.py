@@ -37,6 +37,7 @@ class Family:
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
         """Their config.json as ours, with fields of `ours` on top. Raises UserError, with the field's name, for what we cannot express."""
+        theirs = {k: v for k, v in theirs.items() if (k, v) != ("pad_token_id", -1)}  # some spell "none" so
         fields = Fields(theirs, self.model_type)
         with self._odd_values():
             config = {"pad_id": fields.get("pad_token_id", 0)} | self.read(fields, tensors)

@@ -18,7 +18,7 @@ from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.translation import translate_and_score
 from transformer.files import read_json, write_whole
 from transformer.model.network import build_model
-from transformer.parallel.mesh import check_rows
+from transformer.parallel.mesh import check_memory, check_rows
 from transformer.parallel.sharding import BATCH
 from transformer.training.checkpoint import Checkpoints
 from transformer.training.metrics import append_metrics
@@ -48,6 +48,7 @@ def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained
     has_any = (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, train)).steps
     if not has_any:
         raise UserError(f"--workdir: {workdir} has no checkpoint yet; go on training it, or set train.checkpoint_every")
+    check_memory(abstract.params, mesh, "parameters")
     item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
     file = find_tokenizer(workdir)

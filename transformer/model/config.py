@@ -19,6 +19,9 @@ from transformer.model.remat import REMAT_POLICIES
 Choice = str | FrozenDict
 """A name, or a mapping with a `name` and the options of what it names."""
 
+MOST_LAYERS = 10_000
+"""Each is looked at when a config is built; the deepest published Transformer has 1,000."""
+
 
 @strict
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +174,8 @@ class ModelConfig:
                 raise UserError(
                     f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
                 )
+            elif getattr(self, layers) > MOST_LAYERS:
+                raise UserError(f"model.{layers}: {getattr(self, layers):,} is too large; at most {MOST_LAYERS:,}")
 
     def _check_combinations(self) -> None:
         """Fields that go together, or do not."""

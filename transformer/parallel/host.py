@@ -1,7 +1,10 @@
-"""The host's own settings, made once before the first computation."""
+"""The host: its settings, made once before the first computation, and its memory."""
 
+import contextlib
 import ctypes
+import os
 import sys
+from pathlib import Path
 
 
 def keep_freed_memory() -> bool:
@@ -20,3 +23,13 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_max, arena_max = -1, -4, -8
     return all([mallopt(mmap_max, 0), mallopt(trim_threshold, -1), mallopt(arena_max, 1)])
+
+
+def memory() -> int:
+    """Bytes of memory this process may use at most: the machine's, or its container's where that is less; 0 where neither is told."""
+    found = []
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # AttributeError: not a POSIX machine
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(ValueError, OSError):  # ValueError: "max"
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min((size for size in found if size > 0), default=0)

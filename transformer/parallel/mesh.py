@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh
 
 from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
-from transformer.parallel.host import keep_freed_memory
-from transformer.parallel.sharding import RULES
+from transformer.parallel.host import keep_freed_memory, memory
+from transformer.parallel.sharding import RULES, human_bytes
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
@@ -87,6 +87,20 @@ def check_rows(config: Experiment, mesh: Mesh) -> None:
                 f"data.batch_size: {rows} rows of {width} tokens do not divide over mesh.data * mesh.fsdp * train.accumulate = "
                 f"{mesh.shape['data']} * {mesh.shape['fsdp']} * {config.train.accumulate}"
             )
+
+
+def check_memory(shapes, mesh: Mesh, what: str) -> None:
+    """Raises UserError if `what`, arrays of these shapes and shardings, is more than a device holds, whatever else it needs."""
+    needed = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    devices = mesh.local_devices
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(
+        devices
+    )  # simulated ones share the host's
+    if limit and needed > limit:
+        raise UserError(
+            f"model: {what} take {human_bytes(needed)} a device, which has {human_bytes(limit)}; "
+            "lower model.d_model or its layers, or spread it with mesh.fsdp"
+        )
 
 
 def _spell(sizes: dict[str, int]) -> str:

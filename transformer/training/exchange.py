@@ -20,7 +20,7 @@ from transformer.files import disk_faults, read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
-from transformer.parallel.mesh import start, use
+from transformer.parallel.mesh import check_memory, start, use
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints
 from transformer.training.optimizer import build_optimizer
@@ -48,7 +48,8 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         disk_faults(workdir),
         tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
     ):
-        _, placed = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh)
+        abstract, placed = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh)
+        check_memory(abstract.params, mesh, "parameters")
         shardings = flatten(placed.params)
         place = lambda path, x: jax.make_array_from_callback(x.shape, shardings[path], lambda index: x[index])
         params = read_params(family, config.model, tensors, place)

@@ -21,7 +21,7 @@ from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.files import check_room, disk_faults
 from transformer.model.network import build_model
-from transformer.parallel.mesh import check_rows, start, use
+from transformer.parallel.mesh import check_memory, check_rows, start, use
 from transformer.parallel.sharding import BATCH, describe
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints, size
@@ -122,6 +122,7 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     abstract, placed = abstract_state(config, model, optimizer, mesh)
+    check_memory((abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients")
     check_room(workdir.absolute(), size(abstract), "a checkpoint")
     data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
     batches, valid = data.batches("train"), data.batches("valid")
