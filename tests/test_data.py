@@ -216,6 +216,23 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(pairs):
         assert all((batches[i]["targets"] == EOS).sum() == 4 for i in range(5))  # a cut text keeps its end
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_source_begins_with_its_sign_within_its_room(pairs, tmp_path, packing):
+    plain = open_data(experiment(pairs))
+    (tmp_path / "own.model").write_bytes(plain.tokenizer.content)
+    given = {"path": str(tmp_path / "own.model"), "source_bos_id": BOS}
+    longest = int(plain.store.texts("train", 0).lengths.max())
+    data = open_data(experiment(pairs, length=longest, too_long="cut", packing=packing, tokenizer=given))
+    batches = data.batches("train")
+    assert sum(batches.report.values()) > 0  # it takes a place: what just fitted does no more
+    for step in range(batches.per_epoch):
+        batch = batches[step]
+        source, segments = batch["source"], batch["source_segments"]
+        begins = (segments > 0) & (segments != np.roll(segments, 1, axis=1) * (np.arange(longest) > 0))
+        np.testing.assert_array_equal(begins, source == BOS)
+        assert (source[begins] == BOS).all() and (source == BOS).sum() == (source == EOS).sum() > 0
+
+
 def test_max_examples_and_reverse(pairs):
     plain, turned = (open_data(experiment(pairs, max_examples=100, reverse=r)).store for r in (False, True))
     assert plain.meta["train"]["examples"] == turned.meta["train"]["examples"] == 100

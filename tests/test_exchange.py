@@ -88,6 +88,49 @@ def bert(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory):
+    """With two SentencePiece models and one vocabulary in an order of its own, as OPUS-MT has them."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("hf") / "marian"
+    folder.mkdir()
+    pieces = {">>deu<<"}
+    for name, texts in {"source": TEXTS, "target": [text.upper() for text in TEXTS]}.items():
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_prefix=str(folder / name), vocab_size=40, hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+        (folder / f"{name}.model").rename(folder / f"{name}.spm")
+        lines = (folder / f"{name}.vocab").read_text().splitlines()
+        (folder / f"{name}.vocab").unlink()
+        pieces |= {line.split("\t")[0] for line in lines} - {"<s>", "</s>", "<unk>", "\u2581hom"}
+    names = ["</s>", "<unk>", *sorted(pieces), "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(names)}))
+    pad = len(names) - 1
+    config = transformers.MarianConfig(
+        vocab_size=len(names), d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4,
+        decoder_attention_heads=4, max_position_embeddings=64, pad_token_id=pad, eos_token_id=0, forced_eos_token_id=None, decoder_start_token_id=pad,
+    )  # fmt: skip
+    save("MarianMTModel", config, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory):
+    """Whose sources begin with a sign."""
+    folder = tmp_path_factory.mktemp("hf") / "bart"
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    signs = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer.train_from_iterator(TEXTS, vocab_size=300, special_tokens=signs, show_progress=False)
+    config = transformers.BartConfig(
+        vocab_size=300, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4,
+        decoder_attention_heads=4, max_position_embeddings=64, forced_eos_token_id=None,
+    )  # fmt: skip
+    save("BartForConditionalGeneration", config, folder)
+    tokenizer.save_model(str(folder))
+    return folder
+
+
 def convert(*args) -> None:
     assert cli.main(["convert", *map(str, args)]) == 0
 
@@ -136,6 +179,46 @@ def test_an_encoder_decoder_writes_as_pytorch_does(t5, tmp_path, beams):
             )[0, 1:]  # fmt: skip
         assert answer == trained.tokenizer.decode(out.tolist())
     assert all(ours)
+
+
+def write(model, ids: list[int], pad: int, extra: int = 8) -> list[int]:
+    """What PyTorch writes, greedily, after the sign that its decoder begins with."""
+    with torch.no_grad():
+        given = {"max_new_tokens": len(ids) + extra, "do_sample": False, "num_beams": 1, "bad_words_ids": [[pad]]}
+        return model.generate(torch.tensor([ids]), **given)[0, 1:].tolist()
+
+
+def test_a_pair_of_tokenizers_comes_along_and_goes_back(marian, tmp_path):
+    convert(f"--from={marian}", f"--workdir={tmp_path / 'run'}")
+    sources = ["the cat sleeps", ">>deu<< a dog runs at home", "zebra"]
+    ours, trained = answers(tmp_path / "run", sources)
+    theirs = transformers.MarianTokenizer.from_pretrained(marian)
+    assert trained.tokenizer.encode(sources) == [theirs(s)["input_ids"][:-1] for s in sources]
+    assert trained.tokenizer.encode(sources) != trained.tokenizer.encode_targets(sources)
+    targets = ["THE CAT SLEEPS", "A DOG"]
+    assert trained.tokenizer.encode_targets(targets) == [theirs(text_target=t)["input_ids"][:-1] for t in targets]
+    model, pad = transformers.MarianMTModel.from_pretrained(marian).eval(), theirs.pad_token_id
+    for source, answer in zip(sources, ours, strict=True):
+        assert answer == theirs.decode(write(model, theirs(source)["input_ids"], pad), skip_special_tokens=True)
+    assert any(ours)
+    convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
+    back = transformers.MarianTokenizer.from_pretrained(tmp_path / "back")
+    assert back(sources)["input_ids"] == theirs(sources)["input_ids"]
+
+
+def test_a_source_begins_with_its_sign(bart, tmp_path):
+    convert(f"--from={bart}", f"--workdir={tmp_path / 'run'}")
+    sources = ["the cat sleeps", "a dog runs at home"]
+    ours, trained = answers(tmp_path / "run", sources)
+    assert trained.tokenizer.before_source == [0] and trained.tokenizer.bos == 2
+    model = transformers.BartForConditionalGeneration.from_pretrained(bart).eval()
+    for source, answer in zip(sources, ours, strict=True):
+        ids = trained.tokenizer.encode([source])[0]
+        assert write(model, [*ids, 2], 1) != write(model, [0, *ids, 2], 1)
+        assert answer == trained.tokenizer.decode(write(model, [0, *ids, 2], 1))
+    convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["bos_token_id"], config["decoder_start_token_id"], config["eos_token_id"]) == (0, 2, 2)
 
 
 def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):

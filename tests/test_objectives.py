@@ -232,6 +232,25 @@ def test_the_sentinels_of_t5():
     assert [t for t in asked if t > 30_000] == [32_099 - i for i in range(28)]
 
 
+def test_sentinels_that_a_tokenizer_brings_are_its_own(text, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="the test extra brings it")
+    tokenizer = tokenizers.SentencePieceUnigramTokenizer()
+    signs = ["<pad>", "</s>", "<s>", "<unk>"]
+    words = (text / "text.txt").read_text().splitlines()
+    tokenizer.train_from_iterator(words, vocab_size=120, special_tokens=signs, unk_token="<unk>", show_progress=False)
+    tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in reversed(range(12))])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for sentinels, brought in ((12, True), (13, False)):
+        objective = {"name": "span_corruption", "sentinels": sentinels, "mean_length": 2.0}
+        given = {"tokenizer": {"path": str(tmp_path / "tokenizer.json")}, "target_length": 16}
+        data = open_data(experiment(text, objective, "encoder_decoder", **given))
+        size, first = data.tokenizer.vocab_size, data.tokenizer.find("<extra_id_0>")
+        assert first == size - 1 and data.objective.adds(data.tokenizer) == (0 if brought else 13)
+        top = first if brought else size + 12
+        asked_for = data.batches("train")[0]["targets"]
+        assert asked_for.max() == top and (asked_for[:, 0] == top).all()
+
+
 def test_ul2_has_seven_denoisers_and_says_which(text):
     data = data_of(text, "ul2")
     tokenizer, rows = data.tokenizer, data.objective.rows(data.store, "train", data.config)

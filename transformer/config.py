@@ -32,10 +32,11 @@ class TokenizerConfig:
     objective keeps for its signs."""
 
     kind: str = "unigram"  # unigram | bpe
-    path: str = ""  # a SentencePiece .model, or a tokenizer.json (extra [hf]), to use instead of training one
+    path: str = ""  # a SentencePiece .model, a tokenizer.json (extra [hf]) or a run's tokenizer.pair, to use instead of training one
     pad_id: int = -1  # of a given one: padding,
     bos_id: int = -1  # what a text, or a decoder, begins with,
     eos_id: int = -1  # and what a text ends with; -1: as it says itself
+    source_bos_id: int = -1  # what a source begins with (BART); -1: nothing
     byte_fallback: bool = True  # unknown characters become bytes, so nothing is lost
     character_coverage: float = 0.9995
     max_sentences: int = 1_000_000  # read at most so many lines for training
@@ -43,7 +44,7 @@ class TokenizerConfig:
     def __post_init__(self):
         one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe"))
         at_least("data.tokenizer", self, 1, "max_sentences")
-        at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id")
+        at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id", "source_bos_id")
         if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
             raise UserError(f"data.tokenizer.character_coverage: {self.character_coverage} must lie between 0.98 and 1")
 

@@ -91,6 +91,7 @@ FAMILIES = [
     Family(
         kind, architecture, "encoder_decoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)),
         ignored=_COPIES + ((r"model\.(encoder|decoder)\.embed_positions\.weight",) if kind == "marian" else ()),
+        source_begins="bos_token_id" if kind == "bart" else "",
     )
     for kind, architecture in {"bart": "BartForConditionalGeneration", "marian": "MarianMTModel"}.items()
 ]  # fmt: skip

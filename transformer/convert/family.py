@@ -23,7 +23,8 @@ class Family:
 
     read(fields, names of the tensors that are there) -> fields of a ModelConfig; write(config) -> their config.json;
     weights(config) -> every tensor. `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without).
-    `ignored`: patterns of tensors that hold no parameter: buffers, copies of tied ones.
+    `ignored`: patterns of tensors that hold no parameter: buffers, copies of tied ones. `source_begins`: which field of config.json
+    is the sign with which a source begins, where it does.
     """
 
     model_type: str
@@ -34,6 +35,7 @@ class Family:
     weights: Callable[[ModelConfig], Iterator[Weight]]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    source_begins: str = ""
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
         """Their config.json as ours, with fields of `ours` on top. Raises UserError, with the field's name, for what we cannot express."""

@@ -211,7 +211,7 @@ def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int, object
                 f"and the objective's signs are {needed}; raise it"
             )
     else:
-        for sign in ("pad_id", "bos_id", "eos_id"):
+        for sign in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
             if getattr(config.tokenizer, sign) >= 0:
                 raise UserError(
                     f"data.tokenizer.{sign}: of a given tokenizer; set data.tokenizer.path, or leave it at -1"
@@ -254,7 +254,10 @@ def _tokenise(
             labels += [tags for _, tags in encoded]
             sides_ids = [[ids for ids, _ in encoded]]
         else:
-            sides_ids = [tokenizer.encode([example[side] for example in block]) for side in sides]
+            encode = {
+                side: tokenizer.encode_targets if text.columns[side] == "target" else tokenizer.encode for side in sides
+            }
+            sides_ids = [encode[side]([example[side] for example in block]) for side in sides]
         if text.columns[-1] == "label":
             labels.append(np.array([_class(number, example[-1], example[0]) for example in block], np.int32))
         for side in sides:

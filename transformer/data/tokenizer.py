@@ -1,9 +1,11 @@
 """Text to ids and back: SentencePiece, trained from the run's own text or given; or the tokenizer.json of another library."""
 
+import base64
 import dataclasses
 import functools
 import hashlib
 import io
+import json
 import os
 import random
 import re
@@ -22,17 +24,19 @@ PAD, BOS, EOS, UNK = 0, 1, 2, 3
 AS_IT_SAYS = TokenizerConfig()
 """A given tokenizer knows its own signs."""
 
-FILES = {".model": "tokenizer.model", ".json": "tokenizer.json"}
+FILES = {".model": "tokenizer.model", ".json": "tokenizer.json", ".pair": "tokenizer.pair"}
 """What a tokenizer is called in a run directory, by the ending of the file it came from."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signs:
-    """Ids that stand for no text: padding, what a decoder (or a text) begins with, what a text ends with."""
+    """Ids that stand for no text: padding, what a decoder (or a text) begins with, what a text ends with; what a source begins with,
+    where it does."""
 
     pad: int = PAD
     bos: int = BOS
     eos: int = EOS
+    source_bos: int = -1
 
 
 class Tokenizer:
@@ -57,6 +61,16 @@ class Tokenizer:
         return self.signs.eos
 
     @property
+    def before_source(self) -> list[int]:
+        """The ids with which a source begins: none, or one."""
+        return [self.signs.source_bos] if self.signs.source_bos >= 0 else []
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """It, as others read it: file name -> content."""
+        return {self.name: self.content}
+
+    @property
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
 
@@ -64,9 +78,17 @@ class Tokenizer:
         """Ids of each text, without bos or eos."""
         raise NotImplementedError
 
+    def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same of texts in the language that is translated into, where that has pieces of its own."""
+        return self.encode(texts)
+
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
         """Ids of each word of a text, with the space before it."""
         return self.encode(words)
+
+    def find(self, piece: str) -> int | None:
+        """The id of a piece, None if there is none."""
+        raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids up to the first eos; pad, bos and ids that no piece has are left out."""
@@ -114,6 +136,10 @@ class SentencePiece(Tokenizer):
     def _text(self, ids):
         return self._processor.decode(ids)
 
+    def find(self, piece):
+        p = self._processor
+        return found if p.id_to_piece(found := p.piece_to_id(piece)) == piece else None
+
     @functools.cached_property
     def text_ids(self):
         p = self._processor
@@ -142,7 +168,7 @@ class Fast(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.content, self.vocab_size = content, self._tokenizer.get_vocab_size()
-        find = lambda *names: next((i for n in names if (i := self._tokenizer.token_to_id(n)) is not None), -1)
+        find = lambda *names: next((i for n in names if (i := self.find(n)) is not None), -1)
         own = {
             "pad": find("[PAD]", "<pad>"),
             "bos": find("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
@@ -162,6 +188,9 @@ class Fast(Tokenizer):
     def _text(self, ids):
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
+    def find(self, piece):
+        return self._tokenizer.token_to_id(piece)
+
     @functools.cached_property
     def text_ids(self):
         signs = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -175,6 +204,75 @@ class Fast(Tokenizer):
         return np.array([piece.startswith(("\u2581", "\u0120", "\u010a")) for piece in pieces])
 
 
+class Pair(Tokenizer):
+    """Two SentencePiece models, of the languages translated from and into, whose pieces have their ids in one vocabulary (OPUS-MT).
+
+    A source may begin with a sign of that vocabulary for the language to translate into: `>>fra<< ...`. Its file is JSON: `source` and
+    `target`, base64, and `vocabulary`.
+    """
+
+    name = FILES[".pair"]
+
+    def __init__(self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"):
+        try:
+            given = json.loads(content)
+            self.source, self.target = (base64.b64decode(given[side]) for side in ("source", "target"))
+            self.vocabulary: dict[str, int] = given["vocabulary"]
+            self._unknown = self.vocabulary["<unk>"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f"data.tokenizer.path: {name} is no pair of tokenizers ({type(e).__name__}: {e})") from None
+        self._models = [
+            SentencePiece(part, TokenizerConfig(pad_id=0, bos_id=0, eos_id=0), name)._processor
+            for part in (self.source, self.target)
+        ]
+        self._pieces = {i: piece for piece, i in self.vocabulary.items()}
+        self.content, self.vocab_size = content, max(self._pieces) + 1
+        own = {"pad": self.find("<pad>"), "bos": self.find("<pad>"), "eos": self.find("</s>")}
+        self.signs = _signs(config, {sign: -1 if i is None else i for sign, i in own.items()}, self.vocab_size, name)
+
+    @property
+    def files(self):
+        vocabulary = json.dumps(self.vocabulary, ensure_ascii=False).encode()
+        return {"source.spm": self.source, "target.spm": self.target, "vocab.json": vocabulary}
+
+    @staticmethod
+    def join(source: bytes, target: bytes, vocabulary: dict[str, int]) -> bytes:
+        """The file of such a pair."""
+        spell = lambda model: base64.b64encode(model).decode()
+        return json.dumps({"source": spell(source), "target": spell(target), "vocabulary": vocabulary}).encode()
+
+    def encode(self, texts):
+        out = []
+        for text in texts:
+            language = re.match(r">>[^<>]+<<", text)
+            sign = [language[0]] if language else []
+            out.append(self._ids(sign + self._models[0].encode(text[len("".join(sign)) :], out_type=str)))
+        return out
+
+    def encode_targets(self, texts):
+        return [self._ids(self._models[1].encode(text, out_type=str)) for text in texts]
+
+    def _ids(self, pieces: list[str]) -> list[int]:
+        return [self.vocabulary.get(piece, self._unknown) for piece in pieces]
+
+    def _text(self, ids):
+        return self._models[1].decode_pieces([self._pieces[i] for i in ids if i in self._pieces])
+
+    def find(self, piece):
+        return self.vocabulary.get(piece)
+
+    @functools.cached_property
+    def text_ids(self):
+        signs = {self.pad, self.bos, self.eos, self._unknown}
+        return np.array(
+            [i for i, piece in sorted(self._pieces.items()) if i not in signs and not piece.startswith(">>")]
+        )
+
+    @functools.cached_property
+    def starts_word(self):
+        return np.array([self._pieces.get(i, "").startswith("\u2581") for i in range(self.vocab_size)])
+
+
 def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: str) -> Signs:
     """The config's, where it says any; else the tokenizer's own."""
     found = {}
@@ -185,15 +283,15 @@ def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: 
             raise UserError(f"data.tokenizer.{sign}_id: must be set, for {name} does not say it")
         if sign != "pad" and found[sign] >= vocab_size:
             raise UserError(f"data.tokenizer.{sign}_id: {found[sign]} is none of the {vocab_size} pieces of {name}")
-    return Signs(**found)
+    return Signs(**found, source_bos=config.source_bos_id)
 
 
 def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = AS_IT_SAYS) -> Tokenizer:
-    """A SentencePiece .model, or a tokenizer.json."""
+    """A SentencePiece .model, a tokenizer.json, or a .pair."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"data.tokenizer.path: no file {str(path)!r}")
-    return (Fast if path.suffix == ".json" else SentencePiece)(path.read_bytes(), config, str(path))
+    return {".json": Fast, ".pair": Pair}.get(path.suffix, SentencePiece)(path.read_bytes(), config, str(path))
 
 
 def is_sentencepiece(content: bytes) -> bool:

@@ -43,6 +43,8 @@ class Generator:
     def __call__(self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> list[str]:
         """One output a text, in order: its translation, or what the model writes after it. `progress` is told how many are done."""
         ids = self.tokenizer.encode(texts)
+        if self._translates:
+            ids = [[*self.tokenizer.before_source, *i] for i in ids]
         out: list[str] = [""] * len(texts)
         done = 0
         for width, members in self._batches([len(i) for i in ids]).items():

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainConfig
 from transformer.config_io import apply_overrides
 from transformer.convert.hf import open_directory, read_params, save_hf
-from transformer.data.tokenizer import Fast, Tokenizer, is_sentencepiece, load_tokenizer
+from transformer.data.tokenizer import Fast, Pair, Tokenizer, is_sentencepiece, load_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.evaluate import load_trained
 from transformer.files import disk_faults, read_json
@@ -29,15 +29,13 @@ from transformer.training.state import abstract_state
 
 def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Experiment:
     """Makes `workdir` a run whose parameters are those of a Hugging Face directory: born sharded, one at a time. It can be generated
-    from, evaluated on a text that is named then and, with train.init_from, trained on. Raises UserError, and leaves no run.
-
-    A source is read as x, eos: of BART, which was trained with a sign before it too, answers differ a little from Transformers'."""
+    from, evaluated on a text that is named then and, with train.init_from, trained on. Raises UserError, and leaves no run."""
     rundir.check_folder(workdir)
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
         raise UserError(f"--workdir: {workdir} is already there, and not an empty folder; name another")
     family, theirs, tensors = open_directory(directory)
     model = family.our_config(theirs, frozenset(tensors.names))
-    signs = _signs(theirs, model)
+    signs = _signs(theirs, model, family.source_begins)
     tokenizer = _tokenizer(directory, signs)
     if tokenizer is not None:
         model = dataclasses.replace(model, pad_id=tokenizer.pad)
@@ -73,12 +71,14 @@ def to_hf(workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family
         if trained.tokenizer is not None:
             bos = "decoder_start_token_id" if config.model.two_sides else "bos_token_id"
             fields = {bos: trained.tokenizer.bos, "eos_token_id": trained.tokenizer.eos}
-            files = {trained.tokenizer.name: trained.tokenizer.content}
+            files = trained.tokenizer.files
+            if before := trained.tokenizer.before_source:
+                fields["bos_token_id"] = before[0]
         save_hf(directory, config.model, {"params": trained.params}, family, fields, files)
 
 
-def _signs(theirs: Mapping, model: ModelConfig) -> TokenizerConfig:
-    """The ids that config.json tells; -1 where it is silent and the tokenizer is asked."""
+def _signs(theirs: Mapping, model: ModelConfig, source_begins: str) -> TokenizerConfig:
+    """The ids that config.json tells; -1 where it is silent and the tokenizer is asked. Of several ends the first counts."""
 
     def get(name: str) -> int:
         value = theirs.get(name)
@@ -91,7 +91,8 @@ def _signs(theirs: Mapping, model: ModelConfig) -> TokenizerConfig:
     if model.family == "decoder" and bos < 0:
         bos = eos
     pad = get("pad_token_id")
-    return TokenizerConfig(pad_id=pad if pad >= 0 else eos, bos_id=bos, eos_id=eos)
+    source_bos = get(source_begins) if source_begins else -1
+    return TokenizerConfig(pad_id=pad if pad >= 0 else eos, bos_id=bos, eos_id=eos, source_bos_id=source_bos)
 
 
 def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
@@ -117,6 +118,11 @@ def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
             return load_tokenizer(directory / name, signs)
     if file.is_file():
         return load_tokenizer(file, signs)
+    pair = [directory / name for name in ("source.spm", "target.spm", "vocab.json")]
+    if all(part.is_file() for part in pair):
+        source, target, vocabulary = pair
+        joined = Pair.join(source.read_bytes(), target.read_bytes(), read_json(vocabulary))
+        return Pair(joined, signs, str(directory))
     with contextlib.suppress(ImportError):
         import tokenizers
 

@@ -68,6 +68,19 @@ class _Denoising(Objective):
     def reserved(self):
         return self.sentinels + self.modes
 
+    def adds(self, tokenizer):
+        return self.reserved if self._brought(tokenizer) is None else self.modes
+
+    def first_sentinel(self, tokenizer) -> int:
+        """Those after it count down: from the tokenizer's own, or from the top, above the modes."""
+        brought = self._brought(tokenizer)
+        return tokenizer.vocab_size + self.reserved - 1 if brought is None else brought
+
+    def _brought(self, tokenizer) -> int | None:
+        """The first sentinel, of a tokenizer that brings as many as are needed."""
+        first, last = (tokenizer.find(f"<extra_id_{i}>") for i in (0, self.sentinels - 1))
+        return first if first is not None and last == first - self.sentinels + 1 else None
+
     def check(self, config):
         if problem := needs_prefix(config):
             return problem
@@ -108,8 +121,7 @@ class _Pieces:
         ids = np.asarray(self._ids[row * self._size : (row + 1) * self._size], np.int32)
         generator, tokenizer, denoisers = draw(), self._tokenizer, self._objective.denoisers
         denoiser = denoisers[generator.integers(len(denoisers))] if len(denoisers) > 1 else denoisers[0]
-        top = tokenizer.vocab_size + self._objective.reserved - 1  # modes, then sentinels counting down from the top
-        read, asked = denoiser.split(ids, top, tokenizer.eos, generator)
+        read, asked = denoiser.split(ids, self._objective.first_sentinel(tokenizer), tokenizer.eos, generator)
         if denoiser.sign >= 0:
             read = np.concatenate([[tokenizer.vocab_size + denoiser.sign], read])
         read, asked = read.astype(np.int32), asked.astype(np.int32)
@@ -124,7 +136,8 @@ class SpanCorruption(_Denoising):
     """A share `rate` of the tokens is taken out, in spans of `mean_length` on average, each replaced by a sentinel; asked for are the
     sentinels with what they stand for, and eos (Raffel et al. 2020, sec. 3.1.4).
 
-    Sentinel i is the i-th id from the top: with 32,000 pieces and 100 sentinels 32,099, 32,098, ... as in T5. Texts stand end to end,
+    Sentinel i is the i-th id from the top: with 32,000 pieces and 100 sentinels 32,099, 32,098, ... as in T5; of a tokenizer that brings
+    sentinels (`<extra_id_0>`), they are its own. Texts stand end to end,
     cut into pieces as long as `data.length` and `data.target_length` allow. A decoder alone reads the corrupted text as a prefix.
     """
 

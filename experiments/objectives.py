@@ -1,0 +1,47 @@
+"""What does a small model learn from one text, asked in five ways?
+
+    for arm in causal_lm prefix_lm masked_lm span_corruption ul2; do
+        python -m transformer train    --config=experiments/objectives.py:$arm --workdir=runs/objectives/$arm
+        python -m transformer evaluate --workdir=runs/objectives/$arm
+    done
+
+Each objective trains the kind of model that its paper trains: a decoder goes on from left to right, or from a prefix that it reads both
+ways (Raffel et al. 2020, sec. 3.2); an encoder fills in hidden words (Devlin et al. 2019); an encoder-decoder writes what was taken out
+(T5; UL2, Tay et al. 2023). Their losses are of different tokens and are not compared with each other. What was learned is put to use by
+another experiment:
+
+    config.train = dict(init_from="runs/objectives/masked_lm", init_new=("classifier/*",), init_drop=("unembedding/*",), ...)
+
+Hardware  two CPU cores, about 4 minutes an arm
+"""
+
+import ml_collections
+
+ARMS = {
+    "causal_lm": dict(family="decoder", num_decoder_layers=4),
+    "prefix_lm": dict(family="decoder", num_decoder_layers=4, prefix_lm=True),
+    "masked_lm": dict(family="encoder", num_encoder_layers=4),
+    "span_corruption": dict(family="encoder_decoder", num_encoder_layers=2, num_decoder_layers=2),
+    "ul2": dict(family="encoder_decoder", num_encoder_layers=2, num_decoder_layers=2),
+}
+
+
+def get_config(arm: str = "masked_lm"):
+    config = ml_collections.ConfigDict()
+    config.model = dict(
+        **ARMS[arm],
+        vocab_size=4096,
+        d_model=128,
+        d_ff=512,
+        num_heads=4,
+        max_length=256,
+        position="rotary",
+        norm_placement="pre",
+        activation="gelu",
+    )
+    config.data = dict(corpus="wikitext2", objective=arm, length=256, batch_size=8)
+    config.optimizer = dict(
+        name="adamw", learning_rate=2e-3, schedule="cosine", warmup_steps=200, weight_decay=0.1, clip_norm=1.0
+    )
+    config.train = dict(steps=1000, eval_every=250)
+    return config
