@@ -74,7 +74,7 @@ def test_a_run_directory_tells_the_whole_story(folder):
     assert (
         manifest["versions"]["jax"]
         and manifest["data"]["train"]["sha256"]
-        and manifest["attention_backend"] == "reference"
+        and manifest["attention_backends"] == {"reference": ""}
     )
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6]

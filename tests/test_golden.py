@@ -16,7 +16,7 @@ def attend(backend, q, k, v, mask=SAME_SEGMENT, scale=None):
     head = lambda x: jnp.asarray(x, jnp.float32)[None, :, None]
     at = lambda x: Tokens(jnp.arange(len(x))[None], jnp.ones((1, len(x)), jnp.int32))
     given = Inputs(mask, at(q), at(k), None, np.shape(q)[1] ** -0.5 if scale is None else scale)
-    return np.asarray(BACKENDS[backend](head(q), head(k), head(v), given))[0, :, 0]
+    return np.asarray(BACKENDS[backend].attend(head(q), head(k), head(v), given))[0, :, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,8 +4,6 @@ Shape suffixes: B batch, T query length, S key length, D d_model, N query heads,
 Multi-head, grouped-query and multi-query attention are K = N, 1 < K < N and K = 1.
 """
 
-import dataclasses
-
 import jax
 from flax import linen as nn
 
@@ -65,8 +63,9 @@ class Attention(nn.Module):
         scale = cfg.d_head**-0.5 if cfg.attention_scale is None else cfg.attention_scale
         given = attention_backends.Inputs(mask, q_tokens, k_tokens, position, scale, cfg.attention_soft_cap, sink_N)
         if cfg.attention_dropout and not deterministic:
-            given = dataclasses.replace(given, dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
-        out_BxTxNxH = attention_backends.choose(cfg.attention_backend)(q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given)
+            given = given.replace(dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
+        inputs = (q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given)
+        out_BxTxNxH = attention_backends.choose(cfg.attention_backend, *inputs)(*inputs)
         out_BxTxNxH = nn.with_logical_constraint(out_BxTxNxH, ("batch", "length", "activation_heads", "head"))
         out = Linear(
             cfg,

@@ -22,28 +22,41 @@ class Tokens:
     segments_BxT: int32, which document of its row a token belongs to, from 1; 0 is padding (or an empty cache slot).
     until_BxT: int32, the last position that a token may see under a causal mask; None: its own. That of a prefix's tokens is where
         the prefix ends.
+    in_order: whether each document's tokens are known to stand side by side in the order of their positions, at least as far
+        apart in position as in the row. Then whole blocks of a mask are known to be empty before anything is computed.
     """
 
     positions_BxT: jax.Array
     segments_BxT: jax.Array
     until_BxT: jax.Array | None = None
+    in_order: bool = struct.field(pytree_node=False, default=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """`rule(q, k)` is true where a query may attend to a key. Compose with `&` and `|`; call for bool[B, T, S]."""
+    """`rule(q, k)` is true where a query may attend to a key. Compose with `&` and `|`; call for bool[B, T, S].
+
+    What a backend may make use of: `causal`, no key is later than its query (or the query's prefix); `window`, keys are fewer than
+    so many positions away (0: no such bound).
+    """
 
     rule: Callable[[Tokens, Tokens], jax.Array]
     name: str
+    causal: bool = False
+    window: int = 0
 
     def __call__(self, q: Tokens, k: Tokens) -> jax.Array:
         return self.rule(q, k)
 
     def __and__(self, other: "Mask") -> "Mask":
-        return Mask(lambda q, k: self(q, k) & other(q, k), f"({self.name} & {other.name})")
+        window = min(self.window, other.window) or max(self.window, other.window)
+        rule = lambda q, k: self(q, k) & other(q, k)
+        return Mask(rule, f"({self.name} & {other.name})", self.causal or other.causal, window)
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Mask(lambda q, k: self(q, k) | other(q, k), f"({self.name} | {other.name})")
+        window = max(self.window, other.window) if self.window and other.window else 0
+        rule = lambda q, k: self(q, k) | other(q, k)
+        return Mask(rule, f"({self.name} | {other.name})", self.causal and other.causal, window)
 
     def __repr__(self) -> str:
         return self.name
@@ -58,7 +71,7 @@ def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
     return (q.segments_BxT[:, :, None] == k.segments_BxT[:, None, :]) & (k.segments_BxT[:, None, :] > 0)
 
 
-CAUSAL = Mask(_causal, "causal")
+CAUSAL = Mask(_causal, "causal", causal=True)
 """A key no later than the query; in a prefix, than the prefix."""
 
 SAME_SEGMENT = Mask(_same_segment, "same_segment")
@@ -71,4 +84,4 @@ def window(size: int) -> Mask:
     def near(q: Tokens, k: Tokens) -> jax.Array:
         return jnp.abs(q.positions_BxT[:, :, None] - k.positions_BxT[:, None, :]) < size
 
-    return Mask(near, f"window({size})")
+    return Mask(near, f"window({size})", window=size)

@@ -20,19 +20,28 @@ from transformer.model.stack import Stack
 
 
 def locate(
-    tokens_BxT: jax.Array, pad_id: int, positions=None, segment_ids=None, padding_mask=None, prefix_mask=None
+    tokens_BxT: jax.Array,
+    pad_id: int,
+    positions=None,
+    segment_ids=None,
+    padding_mask=None,
+    prefix_mask=None,
+    in_order=False,
 ) -> Tokens:
-    """Where tokens stand: by default at 0, 1, 2, ... in one document a row, `pad_id` being padding; and which are a prefix."""
+    """Where tokens stand: by default at 0, 1, 2, ... in one document a row, `pad_id` being padding; and which are a prefix.
+
+    `in_order` promises of given positions what is known of the default ones (see `Tokens`)."""
+    in_order = in_order or positions is None
     if positions is None:
         positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]
     if segment_ids is None:
         segment_ids = (tokens_BxT != pad_id if padding_mask is None else padding_mask).astype(jnp.int32)
     if prefix_mask is None:
-        return Tokens(positions, segment_ids)
+        return Tokens(positions, segment_ids, in_order=in_order)
     prefix_BxT, positions = prefix_mask.astype(bool), jnp.broadcast_to(positions, tokens_BxT.shape)
     together_BxTxT = (segment_ids[:, :, None] == segment_ids[:, None, :]) & prefix_BxT[:, None, :]
     end_BxT = jnp.max(jnp.where(together_BxTxT, positions[:, None, :], 0), axis=-1)
-    return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions))
+    return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions), in_order)
 
 
 class _Family(nn.Module):
@@ -71,7 +80,7 @@ class _OneStack(_Family):
             self.classifier = Classifier(cfg)
 
     def hidden(self, tokens_BxT, *, token_types=None, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
-        """The last hidden state, [B, T, D], and where its tokens stand. `given`: positions, segment_ids, padding_mask, prefix_mask."""
+        """The last hidden state, [B, T, D], and where its tokens stand. `given`: see `locate`."""
         where = self._locate(tokens_BxT, **given)
         stack = getattr(self, self.side)
         h_BxTxD, _ = stack(self.embedding(tokens_BxT, token_types), where, deterministic=deterministic)
@@ -139,14 +148,16 @@ class EncoderDecoder(_Family):
         source_segment_ids=None,
         source_padding_mask=None,
         deterministic=True,
+        in_order=False,
         **given,
     ) -> tuple[jax.Array, Head]:
-        """What the head is applied to, [B, T, E], and the head. `given`: the target's positions, segment_ids, padding_mask."""
+        """What the head is applied to, [B, T, E], and the head. `given`: the target's positions, segment_ids, padding_mask; `in_order`
+        is of both sides."""
         encoded = self.encode(
             source_BxS, positions=source_positions, segment_ids=source_segment_ids,
-            padding_mask=source_padding_mask, deterministic=deterministic,
+            padding_mask=source_padding_mask, deterministic=deterministic, in_order=in_order,
         )  # fmt: skip
-        h_BxTxD, _ = self._decoder(target_BxT, *encoded, None, deterministic, **given)
+        h_BxTxD, _ = self._decoder(target_BxT, *encoded, None, deterministic, in_order=in_order, **given)
         return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
 
     def encode(self, source_BxS, *, deterministic=True, **given) -> tuple[jax.Array, Tokens]:

@@ -30,7 +30,7 @@ from transformer.training.metrics import MetricsLog, Progress, check_wandb, huma
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.recorder import Recorder
 from transformer.training.state import TrainState, abstract_state, init_state
-from transformer.training.step import make_eval_step, make_train_step
+from transformer.training.step import attention_backends, make_eval_step, make_train_step
 
 
 def train(config: Experiment, workdir: str | Path) -> int:
@@ -141,9 +141,14 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
             check_tokenizer(config.train.init_from, data.tokenizer.sha256)
             state = start_from(config, state, placed, mesh)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
-    rundir.claim(workdir, config, mesh, parameters, data.tokenizer, {"data": data.describe()})
+    backends = attention_backends(config, model, abstract.params, batches[0])
+    origin = {"data": data.describe(), "attention_backends": backends}
+    rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
     checkpoints = Checkpoints(workdir, config.train)
     progress.note(describe(abstract.params, placed.params, mesh) + "\n" + _describe_data(data, batches, config))
+    if backends:
+        spelled = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
+        progress.note(f"attention   {spelled}")
     for line in _advice(config, data):
         progress.note(f"note        {line}")
     if step:

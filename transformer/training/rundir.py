@@ -98,7 +98,7 @@ def claim(
     workdir: Path, config: Experiment, mesh: Mesh, parameters: int, tokenizer: Tokenizer | None, origin: dict
 ) -> None:
     """Makes the directory this experiment's own: config.json, the tokenizer and, in manifest.json, what the numbers come from
-    (versions, commit, devices, mesh, attention backend and, in `origin`, hashes of data), one entry for every start."""
+    (versions, commit, devices, mesh and, in `origin`, hashes of data, attention backends), one entry for every start."""
     workdir.mkdir(parents=True, exist_ok=True)
     _write(workdir / "config.json", to_mapping(config))
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "numpy", "sacrebleu")
@@ -113,9 +113,6 @@ def claim(
         "platform": mesh.devices.flat[0].platform,
         "processes": jax.process_count(),
         "mesh": dict(mesh.shape),
-        "attention_backend": config.model.attention_backend
-        if config.model.attention_backend != "auto"
-        else "reference",
         "parameters": parameters,
         **origin,
     }

@@ -13,6 +13,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 
 from transformer.config import Experiment
+from transformer.model.attention_backends import record
 from transformer.parallel.sharding import BATCH
 from transformer.training.loss import Sums, auto_chunks, cross_entropy, label_sums
 from transformer.training.state import TrainState
@@ -22,7 +23,8 @@ def batch_sums(
     model: nn.Module, params, batch: dict, config: Experiment, *, dropout_key=None, smoothing=0.0, z_loss=0.0, devices=1
 ) -> dict[str, Sums]:
     """The loss's sums over one batch (fields as in `data.batching`) for each thing it asks for: tokens, labels, or both."""
-    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "deterministic": dropout_key is None}
+    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "in_order": True}
+    given["deterministic"] = dropout_key is None
     tokens = (batch["inputs"],)
     if "source" in batch:
         tokens = (batch["source"], batch["inputs"])
@@ -43,6 +45,14 @@ def batch_sums(
     if "labels" in asks:
         sums["labels"] = label_sums(logits, batch["labels"], batch["label_weights"], smoothing)
     return sums
+
+
+def attention_backends(config: Experiment, model: nn.Module, params, batch: dict) -> dict[str, str]:
+    """Which inner attention a training step on such a batch runs on, and why not on another one that was wanted (or "")."""
+    key = jax.random.key(0)
+    with record() as found:
+        jax.eval_shape(lambda params, batch: batch_sums(model, params, batch, config, dropout_key=key), params, batch)
+    return found
 
 
 def _weights(batch: dict) -> dict[str, jax.Array]:

@@ -9,6 +9,7 @@ only 769 distinct values among the positions 0..4095.
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 from flax import struct
@@ -106,10 +107,18 @@ class Position:
         """What attention read, with position added to it. The reference backend's alone."""
         return out_BxTxNxH
 
+    pairwise: ClassVar[bool] = True
+    """Whether what `bias`, `score` and `value` say of a query and a key depends on these two alone."""
+
     @property
     def reads_content(self) -> bool:
         """Whether `score` or `value` do anything: then no fused backend will do."""
         return type(self).score is not Position.score or type(self).value is not Position.value
+
+    @property
+    def acts_on_logits(self) -> bool:
+        """Whether there is anything to do where queries meet keys."""
+        return self.reads_content or type(self).bias is not Position.bias
 
 
 def register(name: str):

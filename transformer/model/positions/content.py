@@ -6,6 +6,8 @@ They change the logits by what queries and keys say, so the reference backend al
 from -`max_distance` to `max_distance`; longer ones share the last.
 """
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -158,6 +160,8 @@ class CoPE(Position):
     Parameters: max_positions * d_head a layer. Needs a causal mask. Cross-attention: nothing. Cache: keys stand in the order of their
     positions, as they do when read at once. Beyond the training length: holds where counts stay small.
     """
+
+    pairwise: ClassVar[bool] = False
 
     max_positions: int = option(64)
     table_RxH: jax.Array | None = None

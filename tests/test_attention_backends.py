@@ -1,0 +1,150 @@
+"""Every backend computes what the plain one computes: values and gradients, for every scheme and mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make, schemes, small, tokens
+
+from transformer.model import positions
+from transformer.model.attention_backends import BACKENDS, Inputs, choose, record
+from transformer.model.attention_backends import blockwise as blockwise_module
+from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
+from transformer.model.positions import SCHEMES
+
+T, N, K, H = 11, 4, 2, 4
+PACKED = jnp.array([[1] * 4 + [2] * 5 + [0] * 2, [1] * 9 + [2] * 2])
+AT = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1]])
+ORDERED = Tokens(AT, PACKED, in_order=True)
+SHUFFLED = Tokens(AT[:, ::-1], PACKED[:, ::-1])
+PREFIX = Tokens(AT, PACKED, jnp.maximum(AT, 2), in_order=True)
+MASKS = {
+    "both ways": (SAME_SEGMENT, ORDERED, {}),
+    "causal": (SAME_SEGMENT & CAUSAL, ORDERED, {}),
+    "causal, in no order": (SAME_SEGMENT & CAUSAL, SHUFFLED, {}),
+    "window": (SAME_SEGMENT & CAUSAL & window(3), ORDERED, {}),
+    "window both ways": (SAME_SEGMENT & window(2), ORDERED, {}),
+    "prefix": (SAME_SEGMENT & CAUSAL, PREFIX, {}),
+    "cap": (SAME_SEGMENT & CAUSAL, ORDERED, {"soft_cap": 2.0}),
+    "sink": (SAME_SEGMENT & CAUSAL, ORDERED, {"sink_N": jnp.array([0.3, -1.0, 2.0, 0.0])}),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blockwise_module, "BLOCK", 4)
+
+
+def arrays(d_value=H, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(1), 3)
+    shapes = ((2, T, N, H), (2, T, K, H), (2, T, K, d_value))
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
+def bound(position, side, where, d_value=H):
+    """A scheme with random parameters, as one layer has it."""
+    facts = small(side, position=position, d_value=d_value).stack_facts(side)
+    draw = np.random.default_rng(0)
+    param = lambda name, init, shape, dtype: jnp.asarray(0.5 * draw.standard_normal(shape), dtype)
+    return positions.build(position).bind(param, facts).bind_layer(param, facts).at(where.positions_BxT)
+
+
+def value_and_gradients(attend, q, k, v, given):
+    """Of a random weighting of the outputs, by queries, keys, values, the scheme's parameters and the sink."""
+    weight = jax.random.normal(jax.random.key(2), (*q.shape[:3], v.shape[-1]))
+
+    def loss(q, k, v, position, sink_N):
+        out = attend(q, k, v, given.replace(position=position, sink_N=sink_N))
+        return jnp.sum(out * weight), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True))(
+        q, k, v, given.position, given.sink_N
+    )
+    return out, grads
+
+
+def compare(a, b, rtol=2e-5, atol=2e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, atol), a, b)
+
+
+def cases():
+    """Every mask with a scheme that adds to the logits and one that meets the content; every scheme with both directions."""
+    masks = {"encoder": "both ways", "decoder": "causal"}
+    found = [(mask, position) for mask in MASKS for position in ("t5", "shaw")]
+    return found + [
+        (masks[side], p) for side, p in schemes("encoder", "decoder") if SCHEMES[p].pairwise and p not in ("t5", "shaw")
+    ]
+
+
+@pytest.mark.parametrize(("mask", "position"), cases())
+def test_blockwise_is_the_plain_attention(mask, position):
+    rule, where, more = MASKS[mask]
+    side = "decoder" if rule.causal else "encoder"
+    given = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **more)
+    inputs = (*arrays(3), given)
+    plain = value_and_gradients(BACKENDS["reference"].attend, *inputs)
+    assert all(np.abs(g).max() > 1e-3 for g in plain[1][:3])
+    compare(value_and_gradients(BACKENDS["blockwise"].attend, *inputs), plain)
+
+
+def test_blocks_that_are_known_to_be_empty_are_not_looked_at():
+    count = lambda mask, where: len(blockwise_module.needed(Inputs(mask, where, where, None, 1.0), 16, 16, (4, 4)))
+    assert count(SAME_SEGMENT, ORDERED) == 16
+    assert count(SAME_SEGMENT & CAUSAL, ORDERED) == 10
+    assert count(SAME_SEGMENT & CAUSAL, SHUFFLED) == 16
+    assert count(SAME_SEGMENT & CAUSAL, PREFIX) == 16
+    assert count(SAME_SEGMENT & CAUSAL & window(4), ORDERED) == 7
+    assert count(SAME_SEGMENT & window(2), ORDERED) == 10
+
+
+def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_its_mask():
+    q, k, v = arrays()
+    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.5)
+    attend = jax.jit(lambda q, key: BACKENDS["blockwise"].attend(q, k, v, given.replace(dropout=0.4, dropout_key=key)))
+    many = jnp.mean(jax.lax.map(lambda i: attend(q, jax.random.key(i)), jnp.arange(3000)), axis=0)
+    np.testing.assert_allclose(many, BACKENDS["blockwise"].attend(q, k, v, given), atol=0.15)
+    key, direction = jax.random.key(5), jax.random.normal(jax.random.key(6), q.shape)
+    assert np.abs(attend(q, key) - attend(q, jax.random.key(7))).max() > 0.1
+    loss = lambda q: jnp.sum(attend(q, key) ** 2)
+    slope = jnp.sum(jax.grad(loss)(q) * direction)
+    step = 1e-2
+    np.testing.assert_allclose(slope, (loss(q + step * direction) - loss(q - step * direction)) / (2 * step), rtol=1e-2)
+
+
+def test_bfloat16_stays_near():
+    q, k, v = arrays(dtype=jnp.bfloat16)
+    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.4)
+    ours, plain = (value_and_gradients(BACKENDS[b].attend, q, k, v, given) for b in ("blockwise", "reference"))
+    assert ours[0].dtype == jnp.bfloat16
+    compare(*(jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (ours, plain)), rtol=0.1, atol=0.06)
+
+
+@pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
+def test_a_model_computes_the_same_on_every_backend(family):
+    """Cross-attention too, whose two sides differ in length; and a cached step falls back on nothing."""
+    inputs = (tokens(0, 2, 13),) + ((tokens(1, 2, 9),) if family == "encoder_decoder" else ())
+    results = {}
+    for backend in ("reference", "blockwise"):
+        model, params = make(small(family, position="t5", attention_backend=backend, attention_sink=True))
+        with record() as used:
+            loss = lambda p: jnp.sum(jnp.square(model.apply(p, *inputs)))  # noqa: B023
+            results[backend] = jax.jit(jax.value_and_grad(loss))(params)
+        assert used == {backend: ""}
+    np.testing.assert_allclose(results["blockwise"][0], results["reference"][0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), *(r[1] for r in results.values()))
+
+
+def test_what_a_backend_cannot_do_falls_back_and_says_so():
+    q, k, v = arrays()
+    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("cope", "decoder", ORDERED), 0.4)
+    with record() as used:
+        assert choose("blockwise", q, k, v, given) is BACKENDS["reference"].attend
+    assert used == {"reference": "blockwise: the position scheme looks at all keys of a query at once"}
+
+
+def test_long_sequences_are_taken_in_blocks_by_themselves():
+    where = Tokens(jnp.arange(4096)[None], jnp.ones((1, 4096), jnp.int32), in_order=True)
+    shape = lambda n: jax.ShapeDtypeStruct((1, n, 4, 8), jnp.float32)
+    given = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0)
+    assert choose("auto", shape(4096), shape(4096), shape(4096), given) is BACKENDS["blockwise"].attend
+    assert choose("auto", shape(1), shape(4096), shape(4096), given) is BACKENDS["reference"].attend

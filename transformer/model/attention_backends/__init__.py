@@ -1,0 +1,73 @@
+"""The inner attention: from queries, keys, values, a mask and a position scheme to outputs.
+
+A backend is a function `attend(q, k, v, given)` and a line in BACKENDS that says what it cannot do. `reference` can do
+everything and is always there.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from transformer.model.attention_backends import blockwise
+from transformer.model.attention_backends.base import Attend, Inputs
+from transformer.model.attention_backends.reference import reference
+
+__all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to compute it, and what it cannot do: `why_not(q, k, v, given)` is a few words, or None."""
+
+    attend: Attend
+    why_not: Callable[..., str | None] = lambda q, k, v, given: None
+
+
+def _pairs_only(q, k, v, given: Inputs) -> str | None:
+    position = given.logits_position
+    if position is not None and not position.pairwise:
+        return "the position scheme looks at all keys of a query at once"
+    return None
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend(reference),
+    "blockwise": Backend(blockwise.blockwise, _pairs_only),
+}
+
+LONG = 1024
+"""From so many queries and keys on, logits are not held all at once. (On two CPU cores blocks are faster from 512 on; see
+experiments/benchmarks/attention.py.)"""
+
+
+def choose(name: str, q, k, v, given: Inputs) -> Attend:
+    """The backend of a config, for these arrays; "auto" is the first that serves them and does not waste memory.
+
+    One that is asked for by name and cannot serve them is replaced by the plain path, and says so.
+    """
+    wanted = name
+    if name == "auto":
+        wanted = "blockwise" if min(q.shape[1], k.shape[1]) >= LONG else "reference"
+    why_not = BACKENDS[wanted].why_not(q, k, v, given)
+    chosen = "reference" if why_not else wanted
+    _note(chosen, f"{wanted}: {why_not}" if why_not else "")
+    return BACKENDS[chosen].attend
+
+
+_LISTENERS: list[dict[str, str]] = []
+
+
+def _note(chosen: str, fallen_back: str) -> None:
+    for listener in _LISTENERS:
+        listener.setdefault(chosen, fallen_back)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[dict[str, str]]:
+    """What was chosen by the programs that are traced inside: backend -> why another that was wanted is not used (or "")."""
+    found: dict[str, str] = {}
+    _LISTENERS.append(found)
+    try:
+        yield found
+    finally:
+        _LISTENERS.remove(found)

@@ -1,0 +1,91 @@
+"""What every inner attention is given, and the two steps that all plain ones share: logits, and reading by weights.
+
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K, H head size.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from transformer.model.activations import soft_cap
+from transformer.model.dropout import keep_mask
+from transformer.model.masks import Mask, Tokens
+from transformer.model.positions import Pair, Position
+
+
+def static(default=dataclasses.MISSING):
+    """A field that is part of the program."""
+    given = {} if default is dataclasses.MISSING else {"default": default}
+    return struct.field(pytree_node=False, **given)
+
+
+@struct.dataclass
+class Inputs:
+    """What every backend is given. `position` is None in cross-attention, `dropout_key` None without dropout."""
+
+    mask: Mask = static()
+    q_tokens: Tokens
+    k_tokens: Tokens
+    position: Position | None
+    scale: float = static()
+    soft_cap: float = static(0.0)
+    sink_N: jax.Array | None = None
+    dropout: float = static(0.0)
+    dropout_key: jax.Array | None = None
+
+    @property
+    def logits_position(self) -> Position | None:
+        """The scheme, where it has something to say about logits or about what is read."""
+        return self.position if self.position is not None and self.position.acts_on_logits else None
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
+"""attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, given) -> out_BxTxNxH."""
+
+
+def logits(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> tuple[jax.Array, jax.Array]:
+    """(float32[B, N, T, S], bool[B, T, S]): scale q k^T with position in it, capped where there is a cap; and which of them count."""
+    heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
+    q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
+    logits_BxKxGxTxS = given.scale * jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
+    )
+    logits_BxNxTxS = logits_BxKxGxTxS.reshape(-1, heads, *logits_BxKxGxTxS.shape[3:])
+    mask_BxTxS, position = given.mask(given.q_tokens, given.k_tokens), given.logits_position
+    if position is not None:
+        pair = _pair(given, mask_BxTxS)
+        bias_BxNxTxS = position.bias(pair.q_positions_BxT, pair.k_positions_BxS)
+        if bias_BxNxTxS is not None:
+            logits_BxNxTxS += bias_BxNxTxS
+        if position.reads_content:
+            k_BxSxNxH = jnp.repeat(k_BxSxKxH, heads // kv_heads, axis=2)
+            logits_BxNxTxS = position.score(logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair)
+    if given.soft_cap:
+        logits_BxNxTxS = soft_cap(logits_BxNxTxS, given.soft_cap)
+    return logits_BxNxTxS, mask_BxTxS
+
+
+def read(
+    weights_BxNxTxS: jax.Array, v_BxSxKxH: jax.Array, given: Inputs, mask_BxTxS: jax.Array, dtype=None
+) -> jax.Array:
+    """weights v, with dropout on the weights and what the position scheme adds: [B, T, N, H] of `dtype`. Linear in the weights."""
+    batch, heads, queries, keys = weights_BxNxTxS.shape
+    kv_heads = v_BxSxKxH.shape[2]
+    if given.dropout_key is not None:
+        keep = keep_mask(given.dropout_key, given.dropout, weights_BxNxTxS.shape)
+        weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - given.dropout), 0.0)
+    weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
+    weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
+    out_BxTxKxGxH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype)
+    out_BxTxNxH = out_BxTxKxGxH.reshape(batch, queries, heads, v_BxSxKxH.shape[-1])
+    position = given.logits_position
+    if position is not None and position.reads_content:
+        out_BxTxNxH = position.value(out_BxTxNxH, weights_BxNxTxS, _pair(given, mask_BxTxS))
+    return out_BxTxNxH
+
+
+def _pair(given: Inputs, mask_BxTxS: jax.Array) -> Pair:
+    return Pair(given.q_tokens.positions_BxT, given.k_tokens.positions_BxT, mask_BxTxS, given.scale)

@@ -1,0 +1,30 @@
+"""The plain inner attention: it can do everything, and everything else is compared with it.
+
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from transformer.model.attention_backends.base import Inputs, logits, read
+
+
+def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
+    """softmax(scale q k^T + bias) v over the keys the mask allows, softmax in float32 (Vaswani et al. 2017, eq. 1).
+
+    With `soft_cap` c the logits become c tanh(logits / c); with `sink_N` each head has one logit more, whose value is zero.
+    Masked keys weigh exactly zero; a query with no key at all yields zeros, with finite gradients. Memory: B N T S numbers.
+    """
+    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, given)
+    mask_Bx1xTxS = mask_BxTxS[:, None]
+    logits_BxNxTxS = jnp.where(mask_Bx1xTxS, logits_BxNxTxS, jnp.finfo(jnp.float32).min)
+    weights_BxNxTxS = jnp.where(mask_Bx1xTxS, _softmax(logits_BxNxTxS, given.sink_N), 0.0)
+    return read(weights_BxNxTxS, v_BxSxKxH, given, mask_BxTxS)
+
+
+def _softmax(logits_BxNxTxS: jax.Array, sink_N: jax.Array | None) -> jax.Array:
+    """Over the keys, and the sink where there is one."""
+    if sink_N is None:
+        return jax.nn.softmax(logits_BxNxTxS, axis=-1)
+    sink_BxNxTx1 = jnp.broadcast_to(sink_N.astype(jnp.float32)[:, None, None], (*logits_BxNxTxS.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([logits_BxNxTxS, sink_BxNxTx1], axis=-1), axis=-1)[..., :-1]
