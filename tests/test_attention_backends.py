@@ -5,19 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make, schemes, small, tokens
+from jax.sharding import NamedSharding, PartitionSpec
 
+from transformer.config import MeshConfig
 from transformer.model import positions
 from transformer.model.attention_backends import BACKENDS, Inputs, choose, record
 from transformer.model.attention_backends import blockwise as blockwise_module
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.positions import SCHEMES
+from transformer.parallel.context import zigzag
+from transformer.parallel.mesh import make_mesh, use
 
 T, N, K, H = 11, 4, 2, 4
 PACKED = jnp.array([[1] * 4 + [2] * 5 + [0] * 2, [1] * 9 + [2] * 2])
 AT = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1]])
-ORDERED = Tokens(AT, PACKED, in_order=True)
+ORDERED = Tokens(AT, PACKED, order="rows")
 SHUFFLED = Tokens(AT[:, ::-1], PACKED[:, ::-1])
-PREFIX = Tokens(AT, PACKED, jnp.maximum(AT, 2), in_order=True)
+PREFIX = Tokens(AT, PACKED, jnp.maximum(AT, 2), order="rows")
 MASKS = {
     "both ways": (SAME_SEGMENT, ORDERED, {}),
     "causal": (SAME_SEGMENT & CAUSAL, ORDERED, {}),
@@ -143,8 +147,70 @@ def test_what_a_backend_cannot_do_falls_back_and_says_so():
 
 
 def test_long_sequences_are_taken_in_blocks_by_themselves():
-    where = Tokens(jnp.arange(4096)[None], jnp.ones((1, 4096), jnp.int32), in_order=True)
+    where = Tokens(jnp.arange(4096)[None], jnp.ones((1, 4096), jnp.int32), order="rows")
     shape = lambda n: jax.ShapeDtypeStruct((1, n, 4, 8), jnp.float32)
     given = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0)
     assert choose("auto", shape(4096), shape(4096), shape(4096), given) is BACKENDS["blockwise"].attend
     assert choose("auto", shape(1), shape(4096), shape(4096), given) is BACKENDS["reference"].attend
+
+
+SPREAD_T = 24
+SPREAD = Tokens(
+    jnp.stack([jnp.arange(24), jnp.concatenate([jnp.arange(15), jnp.arange(7), jnp.zeros(2, int)])]),
+    jnp.stack([jnp.ones(24, int), jnp.repeat(jnp.array([1, 2, 0]), jnp.array([15, 7, 2]))]),
+    order="rows",
+)
+
+
+@pytest.mark.parametrize(
+    ("mask", "position", "order"),
+    [(mask, "t5", "rows") for mask in MASKS]
+    + [(mask, "shaw", "zigzag") for mask in MASKS if MASKS[mask][0].causal]
+    + [("causal", p, "zigzag") for _, p in schemes("decoder") if SCHEMES[p].pairwise and p != "shaw"],
+)
+def test_a_ring_is_the_plain_attention(mask, position, order):
+    """Tokens over three devices, heads over two: values and gradients by everything, the scheme's parameters and the sink included."""
+    rule, where, more = MASKS[mask]
+    side = "decoder" if rule.causal else "encoder"
+    where = SPREAD.replace(
+        order="" if where is SHUFFLED else "rows",
+        until_BxT=jnp.maximum(SPREAD.positions_BxT, 2) if where is PREFIX else None,
+    )
+    keys = jax.random.split(jax.random.key(1), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, SPREAD_T, n, h)) for key, n, h in zip(keys, (N, K, K), (H, H, 3), strict=True)
+    )
+    given = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **more)
+    out, grads = value_and_gradients(BACKENDS["reference"].attend, q, k, v, given)
+    move = (lambda x: zigzag(x, 3)) if order == "zigzag" else (lambda x: x)
+    unmove = lambda x: (
+        jnp.zeros_like(x).at[:, zigzag(jnp.arange(SPREAD_T)[None], 3)[0]].set(x) if order == "zigzag" else x
+    )
+    moved = jax.tree.map(move, where).replace(order=order if where.order else "")
+    given = given.replace(q_tokens=moved, k_tokens=moved)
+    move_all = lambda x: jnp.stack(
+        [move(x[:, :, n, h]) for n in range(x.shape[2]) for h in range(x.shape[3])], -1
+    ).reshape(x.shape)
+    ring = lambda q, k, v, given: unmove(BACKENDS["ring"].attend(*map(move_all, (q, k, v)), given))
+    with use(make_mesh(MeshConfig(data=1, context=3, tensor=2))):
+        assert BACKENDS["ring"].why_not(q, k, v, given) is None
+        compare(value_and_gradients(ring, q, k, v, given), (out, grads))
+
+
+def test_a_ring_passes_keys_on_and_gathers_nothing():
+    """And what cannot be asked pair by pair is gathered, by the plain path."""
+    where = jax.tree.map(lambda x: zigzag(x, 4), SPREAD).replace(order="zigzag")
+    q, k, v = (jnp.ones((2, SPREAD_T, n, H)) for n in (N, K, K))
+    with use(make_mesh(MeshConfig(data=1, context=4))) as mesh:
+        spread = NamedSharding(mesh, PartitionSpec(None, "context"))
+
+        def compiled(position, backend):
+            given = Inputs(SAME_SEGMENT & CAUSAL, where, where, bound(position, "decoder", where), 0.4)
+            attend = choose("auto", q, k, v, given)
+            assert attend is BACKENDS[backend].attend
+            loss = lambda q, k, v: jnp.sum(attend(q, k, v, given) ** 2)
+            return jax.jit(jax.grad(loss, (0, 1, 2)), in_shardings=spread).lower(q, k, v).compile().as_text()
+
+        ring = compiled("alibi", "ring")
+        assert "collective-permute" in ring and "all-gather" not in ring and "all-to-all" not in ring
+        assert "all-gather" in compiled("cope", "reference")

@@ -81,7 +81,7 @@ def test_a_run_directory_tells_the_whole_story(folder):
     assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
     log = (folder / "train.log").read_text()
     assert "step 6/6  100%  loss" in log
-    assert "mesh        data 1 x fsdp 1 x tensor 1" in log
+    assert "mesh        data 1 x fsdp 1 x context 1 x tensor 1" in log
 
 
 def test_evaluate_and_generate(folder):

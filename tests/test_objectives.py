@@ -379,7 +379,7 @@ def test_two_things_asked_for_count_the_same_and_accumulate(text):
             _, placed = abstract_state(config, model, optimizer, mesh)
             state = init_state(config, model, optimizer, placed)
             if not results:
-                sums = jax.jit(lambda p: batch_sums(model, p, batch, config))(state.params)  # noqa: B023
+                sums = jax.jit(lambda p: batch_sums(model, p, batch, config, mesh))(state.params)  # noqa: B023
             state, metrics = make_train_step(config, model, optimizer, mesh, placed)(state, batch)
             results.append((jax.device_get(metrics), jax.device_get(state.params)))
     wanted = sum(float(one.nll / one.weight) for one in sums.values())

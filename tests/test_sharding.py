@@ -57,7 +57,7 @@ def test_every_matrix_of_every_family_is_sharded(family, fields):
         if path[-1].key in ("kernel", "embedding"):
             assert {"fsdp", "tensor"} <= set(sharding.spec), path
     text = describe(unbox(boxed_params), placed, mesh)
-    assert "data 2 x fsdp 2 x tensor 2" in text
+    assert "data 2 x fsdp 2 x context 1 x tensor 2" in text
     assert len({name for name, _ in RULES}) == len(RULES)
 
 

@@ -76,6 +76,8 @@ MESHES = [
     {"tensor": 4, "data": 1},
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"data": -1, "tensor": 2},
+    {"context": 3, "data": 2},
+    {"context": 2, "fsdp": 2, "tensor": 2, "data": 1},
 ]
 
 

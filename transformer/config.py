@@ -151,9 +151,10 @@ class OptimizerConfig:
 class MeshConfig:
     """Devices along each axis; -1 takes the rest (one axis at most)."""
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
+    data: int = -1  # rows of the batch; parameters are on every device
+    fsdp: int = 1  # rows of the batch; parameters, gradients and optimizer state are spread too
+    context: int = 1  # the tokens of a row (ring attention)
+    tensor: int = 1  # heads, d_ff and vocabulary (Megatron)
 
     def __post_init__(self):
         sizes = dataclasses.asdict(self)

@@ -20,7 +20,7 @@ HEADS, SIZE = 8, 64
 
 def compiled(backend: str, length: int):
     """(a call that computes it, bytes of its temporaries)."""
-    where = Tokens(jnp.arange(length)[None], jnp.ones((1, length), jnp.int32), in_order=True)
+    where = Tokens(jnp.arange(length)[None], jnp.ones((1, length), jnp.int32), order="rows")
     given = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, SIZE**-0.5)
     inputs = [jax.random.normal(jax.random.key(i), (1, length, HEADS, SIZE)) for i in range(3)]
     loss = lambda *qkv: jnp.sum(BACKENDS[backend].attend(*qkv, given) ** 2)

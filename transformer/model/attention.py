@@ -13,6 +13,7 @@ from transformer.model.config import ModelConfig
 from transformer.model.linear import Linear
 from transformer.model.masks import Mask, Tokens
 from transformer.model.positions import Position
+from transformer.model.sharding import constrain
 
 
 class Attention(nn.Module):
@@ -66,7 +67,7 @@ class Attention(nn.Module):
             given = given.replace(dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
         inputs = (q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given)
         out_BxTxNxH = attention_backends.choose(cfg.attention_backend, *inputs)(*inputs)
-        out_BxTxNxH = nn.with_logical_constraint(out_BxTxNxH, ("batch", "length", "activation_heads", "head"))
+        out_BxTxNxH = constrain(out_BxTxNxH, ("batch", "length", "activation_heads", "head"))
         out = Linear(
             cfg,
             (cfg.d_model,),

@@ -46,7 +46,7 @@ class Cache:
     def append(self, tokens: Tokens) -> Tokens:
         """The tokens of all slots, once `tokens` stand in the next ones."""
         put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)
-        return jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, in_order=False))
+        return jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:

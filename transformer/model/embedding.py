@@ -12,6 +12,7 @@ from transformer.model.activations import ACTIVATIONS, soft_cap
 from transformer.model.config import ModelConfig
 from transformer.model.initializers import matrix_init
 from transformer.model.linear import Linear
+from transformer.model.sharding import constrain
 
 
 class Embedding(nn.Module):
@@ -42,7 +43,7 @@ class Embedding(nn.Module):
         if cfg.token_types:
             types = jnp.zeros_like(tokens_BxT) if token_types_BxT is None else token_types_BxT
             x_BxTxD += self.types_YxD[types].astype(cfg.dtype)
-        return nn.with_logical_constraint(x_BxTxD, ("batch", "length", "activation_embed"))
+        return constrain(x_BxTxD, ("batch", "length", "activation_embed"))
 
 
 @struct.dataclass
@@ -62,7 +63,7 @@ class Head:
             logits_BxTxV += self.bias_V
         if self.soft_cap:
             logits_BxTxV = soft_cap(logits_BxTxV, self.soft_cap)
-        return nn.with_logical_constraint(logits_BxTxV, ("batch", "length", "activation_vocab"))
+        return constrain(logits_BxTxV, ("batch", "length", "activation_vocab"))
 
     def pull_back(self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array) -> tuple[jax.Array, "Head"]:
         """The gradients by h and by this head, given the logits and the gradient by them: what autodiff gives, with the sum over
@@ -70,7 +71,7 @@ class Head:
         if self.soft_cap:
             d_BxTxV = d_BxTxV * (1.0 - jnp.square(logits_BxTxV / self.soft_cap))
         d_BxTxV = jax.lax.optimization_barrier(d_BxTxV)  # computed once, read twice
-        d_BxTxV = nn.with_logical_constraint(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxE.dtype)
+        d_BxTxV = constrain(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxE.dtype)
         d_h_BxTxE = jnp.einsum("BTV,VE->BTE", d_BxTxV, self.matrix_VxE.astype(h_BxTxE.dtype))
         d_matrix_ExV = jnp.einsum("BTE,BTV->EV", h_BxTxE, d_BxTxV, preferred_element_type=jnp.float32)
         # Folded with the transpose it would be a product that XLA's CPU compiler has no bfloat16 for.

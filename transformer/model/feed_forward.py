@@ -10,6 +10,7 @@ from transformer.model.activations import ACTIVATIONS
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.linear import Linear
+from transformer.model.sharding import constrain
 
 
 class FeedForward(nn.Module):
@@ -29,7 +30,7 @@ class FeedForward(nn.Module):
             h_BxTxF = act(gate_BxTxF) * h_BxTxF
         else:
             h_BxTxF = act(h_BxTxF)
-        h_BxTxF = nn.with_logical_constraint(h_BxTxF, ("batch", "length", "activation_ff"))
+        h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))
         h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
         return Linear(cfg, (cfg.d_model,), ("ff", "embed"), cfg.use_bias, self.gain * self.out_gain, name="out")(
             h_BxTxF

@@ -22,14 +22,15 @@ class Tokens:
     segments_BxT: int32, which document of its row a token belongs to, from 1; 0 is padding (or an empty cache slot).
     until_BxT: int32, the last position that a token may see under a causal mask; None: its own. That of a prefix's tokens is where
         the prefix ends.
-    in_order: whether each document's tokens are known to stand side by side in the order of their positions, at least as far
-        apart in position as in the row. Then whole blocks of a mask are known to be empty before anything is computed.
+    order: what is known of where tokens stand in their row. "rows": each document's side by side in the order of their positions, at
+        least as far apart in position as in the row. "zigzag": rows so cut into chunks that device d of n holds chunks d and
+        2n - 1 - d (see attention_backends/ring.py). "": nothing. Then whole blocks of a mask are known to be empty beforehand.
     """
 
     positions_BxT: jax.Array
     segments_BxT: jax.Array
     until_BxT: jax.Array | None = None
-    in_order: bool = struct.field(pytree_node=False, default=False)
+    order: str = struct.field(pytree_node=False, default="")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,22 +26,22 @@ def locate(
     segment_ids=None,
     padding_mask=None,
     prefix_mask=None,
-    in_order=False,
+    order="",
 ) -> Tokens:
     """Where tokens stand: by default at 0, 1, 2, ... in one document a row, `pad_id` being padding; and which are a prefix.
 
-    `in_order` promises of given positions what is known of the default ones (see `Tokens`)."""
-    in_order = in_order or positions is None
+    `order` promises of given positions what is known of the default ones, which stand in rows (see `Tokens`)."""
+    order = order or ("rows" if positions is None else "")
     if positions is None:
         positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]
     if segment_ids is None:
         segment_ids = (tokens_BxT != pad_id if padding_mask is None else padding_mask).astype(jnp.int32)
     if prefix_mask is None:
-        return Tokens(positions, segment_ids, in_order=in_order)
+        return Tokens(positions, segment_ids, order=order)
     prefix_BxT, positions = prefix_mask.astype(bool), jnp.broadcast_to(positions, tokens_BxT.shape)
     together_BxTxT = (segment_ids[:, :, None] == segment_ids[:, None, :]) & prefix_BxT[:, None, :]
     end_BxT = jnp.max(jnp.where(together_BxTxT, positions[:, None, :], 0), axis=-1)
-    return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions), in_order)
+    return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions), order)
 
 
 class _Family(nn.Module):
@@ -148,16 +148,15 @@ class EncoderDecoder(_Family):
         source_segment_ids=None,
         source_padding_mask=None,
         deterministic=True,
-        in_order=False,
+        source_order="",
         **given,
     ) -> tuple[jax.Array, Head]:
-        """What the head is applied to, [B, T, E], and the head. `given`: the target's positions, segment_ids, padding_mask; `in_order`
-        is of both sides."""
+        """What the head is applied to, [B, T, E], and the head. `given`: the target's positions, segment_ids, padding_mask, order."""
         encoded = self.encode(
             source_BxS, positions=source_positions, segment_ids=source_segment_ids,
-            padding_mask=source_padding_mask, deterministic=deterministic, in_order=in_order,
+            padding_mask=source_padding_mask, deterministic=deterministic, order=source_order,
         )  # fmt: skip
-        h_BxTxD, _ = self._decoder(target_BxT, *encoded, None, deterministic, in_order=in_order, **given)
+        h_BxTxD, _ = self._decoder(target_BxT, *encoded, None, deterministic, **given)
         return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
 
     def encode(self, source_BxS, *, deterministic=True, **given) -> tuple[jax.Array, Tokens]:

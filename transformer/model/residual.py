@@ -15,6 +15,7 @@ from flax import linen as nn
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.placements import Placement
+from transformer.model.sharding import constrain
 
 
 class Residual(nn.Module):
@@ -39,4 +40,4 @@ class Residual(nn.Module):
                 h = self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype) * h
             y = h if y is None else y + h
         y = norm(name="out_norm")(y) if p.out_norm else y
-        return nn.with_logical_constraint(y, ("batch", "length", "activation_embed"))
+        return constrain(y, ("batch", "length", "activation_embed"))

@@ -20,6 +20,7 @@ from transformer.model.feed_forward import FeedForward
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual
+from transformer.model.sharding import constrain
 
 
 class Layer(nn.Module):
@@ -133,7 +134,7 @@ class Stack(nn.Module):
         if cfg.embedding_norm:
             x_BxTxD = cfg.norm_module(name="embedding_norm")(x_BxTxD)
         x_BxTxD = Dropout(cfg.dropout)(x_BxTxD, deterministic)
-        x_BxTxD = nn.with_logical_constraint(x_BxTxD, ("batch", "length", "activation_embed"))
+        x_BxTxD = constrain(x_BxTxD, ("batch", "length", "activation_embed"))
 
         key_tokens = tokens if cache is None else cache.append(tokens)
         shared = (tokens, key_tokens, encoded_BxSxD, encoded_tokens, cache and cache.index)

@@ -79,8 +79,17 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 
 def check_rows(config: Experiment, mesh: Mesh) -> None:
-    """A batch must divide over devices and micro-batches, in every bucket."""
+    """A batch must divide over devices and micro-batches, and its rows over devices, in every bucket."""
+    parts = 2 * mesh.shape["context"] if mesh.shape["context"] > 1 else 1  # two chunks each
     for width in config.data.buckets or (config.data.length,):
+        for field, tokens in (
+            ("length", width),
+            ("target_length", width * config.data.decoder_length // config.data.length),
+        ):
+            if tokens % parts:
+                raise UserError(
+                    f"data.{field}: {tokens} tokens do not divide over 2 * mesh.context = {parts} parts of a row; change one of them"
+                )
         rows = config.data.batch_size * config.data.length // width
         if rows % (mesh.shape["data"] * mesh.shape["fsdp"] * config.train.accumulate):
             raise UserError(

@@ -1,7 +1,8 @@
 """The table from logical names to mesh axes, and what follows from it: shardings, checks, and a page to read at start.
 
 Parameters and activations carry logical names; this table alone says where they go. Megatron's layout on `tensor`
-(heads, feed-forward, vocabulary), ZeRO-3 on `fsdp` (every matrix along d_model), rows of the batch on `data` and `fsdp`.
+(heads, feed-forward, vocabulary), ZeRO-3 on `fsdp` (every matrix along d_model), rows of the batch on `data` and `fsdp`, their tokens on
+`context`.
 """
 
 import math
@@ -28,7 +29,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("transform", "tensor"),
     # activations
     ("batch", ("data", "fsdp")),
-    ("length", None),
+    ("length", "context"),
     ("activation_embed", None),
     ("activation_heads", "tensor"),
     ("activation_ff", "tensor"),

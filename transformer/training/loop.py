@@ -141,7 +141,7 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
             check_tokenizer(config.train.init_from, data.tokenizer.sha256)
             state = start_from(config, state, placed, mesh)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
-    backends = attention_backends(config, model, abstract.params, batches[0])
+    backends = attention_backends(config, model, abstract.params, batches[0], mesh)
     origin = {"data": data.describe(), "attention_backends": backends}
     rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
     checkpoints = Checkpoints(workdir, config.train)

@@ -14,21 +14,33 @@ from jax.sharding import Mesh, NamedSharding
 
 from transformer.config import Experiment
 from transformer.model.attention_backends import record
+from transformer.parallel.context import arrange, order_of
 from transformer.parallel.sharding import BATCH
 from transformer.training.loss import Sums, auto_chunks, cross_entropy, label_sums
 from transformer.training.state import TrainState
 
 
 def batch_sums(
-    model: nn.Module, params, batch: dict, config: Experiment, *, dropout_key=None, smoothing=0.0, z_loss=0.0, devices=1
+    model: nn.Module,
+    params,
+    batch: dict,
+    config: Experiment,
+    mesh: Mesh,
+    *,
+    dropout_key=None,
+    smoothing=0.0,
+    z_loss=0.0,
 ) -> dict[str, Sums]:
     """The loss's sums over one batch (fields as in `data.batching`) for each thing it asks for: tokens, labels, or both."""
-    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "in_order": True}
+    order = order_of(config.model, mesh)
+    batch = arrange(batch, order, mesh)
+    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
     given["deterministic"] = dropout_key is None
     tokens = (batch["inputs"],)
     if "source" in batch:
         tokens = (batch["source"], batch["inputs"])
         given |= {"source_positions": batch["source_positions"], "source_segment_ids": batch["source_segments"]}
+        given["source_order"] = "rows"
     if "prefix" in batch:
         given["prefix_mask"] = batch["prefix"]
     if "token_types" in batch:
@@ -40,18 +52,20 @@ def batch_sums(
     features, logits = found if len(asks) == 2 else (found, found)
     sums = {}
     if "targets" in asks:
-        chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, devices)
+        chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, mesh.size)
         sums["tokens"] = cross_entropy(*features, batch["targets"], batch["weights"], smoothing, z_loss, chunks)
     if "labels" in asks:
         sums["labels"] = label_sums(logits, batch["labels"], batch["label_weights"], smoothing)
     return sums
 
 
-def attention_backends(config: Experiment, model: nn.Module, params, batch: dict) -> dict[str, str]:
+def attention_backends(config: Experiment, model: nn.Module, params, batch: dict, mesh: Mesh) -> dict[str, str]:
     """Which inner attention a training step on such a batch runs on, and why not on another one that was wanted (or "")."""
     key = jax.random.key(0)
     with record() as found:
-        jax.eval_shape(lambda params, batch: batch_sums(model, params, batch, config, dropout_key=key), params, batch)
+        jax.eval_shape(
+            lambda params, batch: batch_sums(model, params, batch, config, mesh, dropout_key=key), params, batch
+        )
     return found
 
 
@@ -70,7 +84,7 @@ def make_train_step(
     def gradients(params, batch, key, weights) -> tuple[dict[str, Sums], dict]:
         def loss(params):
             sums = batch_sums(
-                model, params, batch, config, dropout_key=key, smoothing=train.label_smoothing, z_loss=train.z_loss, devices=mesh.size,
+                model, params, batch, config, mesh, dropout_key=key, smoothing=train.label_smoothing, z_loss=train.z_loss
             )  # fmt: skip
             return sum(one.loss / weights[name] for name, one in sums.items()), sums
 
@@ -126,6 +140,6 @@ def make_eval_step(config: Experiment, model: nn.Module, mesh: Mesh, placed_para
     """jit(params, batch) -> Sums of each thing asked for, without smoothing or z-loss."""
     rows = NamedSharding(mesh, BATCH)
     return jax.jit(
-        lambda params, batch: batch_sums(model, params, batch, config, devices=mesh.size),
+        lambda params, batch: batch_sums(model, params, batch, config, mesh),
         in_shardings=(placed_params, rows),
     )

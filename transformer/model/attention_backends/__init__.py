@@ -8,9 +8,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from transformer.model.attention_backends import blockwise
+from transformer.model.attention_backends import blockwise, ring
 from transformer.model.attention_backends.base import Attend, Inputs
 from transformer.model.attention_backends.reference import reference
+from transformer.model.sharding import axis_of
 
 __all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
 
@@ -23,16 +24,10 @@ class Backend:
     why_not: Callable[..., str | None] = lambda q, k, v, given: None
 
 
-def _pairs_only(q, k, v, given: Inputs) -> str | None:
-    position = given.logits_position
-    if position is not None and not position.pairwise:
-        return "the position scheme looks at all keys of a query at once"
-    return None
-
-
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference),
-    "blockwise": Backend(blockwise.blockwise, _pairs_only),
+    "blockwise": Backend(blockwise.blockwise, blockwise.why_not),
+    "ring": Backend(ring.ring, ring.why_not),
 }
 
 LONG = 1024
@@ -47,7 +42,8 @@ def choose(name: str, q, k, v, given: Inputs) -> Attend:
     """
     wanted = name
     if name == "auto":
-        wanted = "blockwise" if min(q.shape[1], k.shape[1]) >= LONG else "reference"
+        spread = axis_of("length")[1] > 1 and q.shape[1] > 1
+        wanted = "ring" if spread else "blockwise" if min(q.shape[1], k.shape[1]) >= LONG else "reference"
     why_not = BACKENDS[wanted].why_not(q, k, v, given)
     chosen = "reference" if why_not else wanted
     _note(chosen, f"{wanted}: {why_not}" if why_not else "")

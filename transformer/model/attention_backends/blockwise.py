@@ -27,11 +27,19 @@ def blockwise(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, 
     """What `reference` computes. Dropout draws another mask for each block."""
     T, S = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]
     sizes = (min(BLOCK, T), min(BLOCK, S))
-    q_Ixs, q_tokens = _cut((q_BxTxNxH, given.q_tokens), sizes[0])
-    kv_Jxs, k_tokens = _cut(((k_BxSxKxH, v_BxSxKxH), given.k_tokens), sizes[1])
+    q_Ixs, q_tokens = cut((q_BxTxNxH, given.q_tokens), sizes[0])
+    kv_Jxs, k_tokens = cut(((k_BxSxKxH, v_BxSxKxH), given.k_tokens), sizes[1])
     given = given.replace(q_tokens=q_tokens, k_tokens=k_tokens, position=given.logits_position)
     out_IxBxtxNxH = attend(q_Ixs, *kv_Jxs, given, needed(given, T, S, sizes))
     return join(out_IxBxtxNxH)[:, :T]
+
+
+def why_not(q, k, v, given: Inputs) -> str | None:
+    """What it cannot do, in a few words."""
+    position = given.logits_position
+    if position is not None and not position.pairwise:
+        return "the position scheme looks at all keys of a query at once"
+    return None
 
 
 def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
@@ -39,7 +47,7 @@ def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple
     order of their positions, keys wholly behind or outside a window need not be looked at."""
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
-    if not (given.q_tokens.in_order and given.k_tokens.in_order and T == S):
+    if not (given.q_tokens.order == given.k_tokens.order == "rows" and T == S):
         return tuple(pairs)
     first, last = (lambda n, size: n * size), (lambda n, size: (n + 1) * size - 1)
     if given.mask.causal and given.q_tokens.until_BxT is None:
@@ -49,7 +57,7 @@ def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple
     return tuple(pairs)
 
 
-def _cut(tree, size: int):
+def cut(tree, size: int):
     """Arrays [B, T, ...] as [T / size, B, size, ...], filled up with tokens of segment 0, which no mask lets through."""
 
     def one(x):
@@ -153,8 +161,9 @@ class Gradients:
 
 
 def _arrays(pairs):
-    """The pairs as what a loop goes over, with a number for each."""
-    return tuple(np.asarray(pairs, np.int32).reshape(-1, 2).T)
+    """The pairs as what a loop goes over."""
+    pairs = pairs if isinstance(pairs, jax.Array) else np.asarray(pairs, np.int32).reshape(-1, 2)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def _block(i, j, q_Ixs, k_Jxs, v_Jxs, given: Inputs) -> tuple[tuple[jax.Array, ...], Inputs]:
