@@ -13,8 +13,19 @@ enough for placement to matter (Xiong et al. 2020 used 6 + 6): post-norm is expe
 
 Hardware  two CPU cores, about 4 minutes an arm
 
-Seen after 1,000 steps (two cores of an AMD EPYC 9005; test side, beam 1): pre: loss 2.934, BLEU 13.7, chrF 30.9; post: loss 3.871, BLEU 1.2,
-chrF 14.7. Twelve layers deep, post-norm has hardly begun when pre-norm already translates. The other arms were not run yet.
+Seen after 1,000 steps (two cores of an AMD EPYC 9005; test side, 1,000 sentences, beam 1; one seed):
+
+    arm       loss   perplexity  BLEU  chrF
+    pre       2.934       18.8   13.7  30.9
+    deepnorm  2.884       17.9   13.3  32.5
+    peri      2.994       20.0   12.0  28.9
+    rezero    3.295       27.0    6.6  22.7
+    res_post  3.382       29.4    6.0  20.6
+    post      3.871       48.0    1.2  14.7
+    none      diverged (loss 891)
+
+Twelve layers deep, post-norm has hardly begun when pre-norm already translates; with its residual scaled (deepnorm) it is level with
+pre-norm. One seed tells apart 2.9 from 3.3, not pre from deepnorm and peri.
 """
 
 import ml_collections

@@ -26,7 +26,7 @@ from transformer.parallel.sharding import BATCH, describe
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints, size
 from transformer.training.initialize import check_tokenizer, start_from
-from transformer.training.metrics import MetricsLog, Progress, check_wandb, human_count, plot_loss
+from transformer.training.metrics import MetricsLog, Progress, check_wandb, human_count, human_number, plot_loss
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.recorder import Recorder
 from transformer.training.state import TrainState, abstract_state, init_state
@@ -104,7 +104,7 @@ class _Run:
             )
             self.log.write(self.step, **{f"eval/{name}": value for name, value in found.items()})
             self.progress.note(
-                f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {found['perplexity']:.2f}, accuracy {found['accuracy']:.1%}"
+                f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {human_number(found['perplexity'])}, accuracy {found['accuracy']:.1%}"
             )
 
     def save(self) -> None:

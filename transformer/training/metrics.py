@@ -147,6 +147,11 @@ def human_count(n: float) -> str:
     return f"{n:.1f}T"
 
 
+def human_number(x: float) -> str:
+    """18.807 -> '18.81', of a run that went astray 1.2e+304."""
+    return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"
+
+
 def plot_loss(workdir: Path) -> Path | None:
     """loss.png: training loss (mean of each logging interval) and validation loss against the step."""
     import matplotlib
