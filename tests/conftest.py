@@ -19,6 +19,7 @@ from flax.core import meta
 
 from transformer import ModelConfig, UserError, build_model
 from transformer.decoding.prefill import prefill
+from transformer.model.attention_backends import BACKENDS
 from transformer.model.positions import SCHEMES
 
 jax.config.update("jax_compilation_cache_dir", os.environ.get("TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"))
@@ -33,6 +34,10 @@ TINY = {
     "vocab_size": 40, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 16,
 }  # fmt: skip
 """The sizes of models that tests train: divisible by every mesh of eight devices."""
+
+
+ALONE = [name for name in BACKENDS if name != "ring"]
+"""Attention backends that need no mesh."""
 
 
 def small(family: str, **fields) -> ModelConfig:

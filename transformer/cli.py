@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         return _main(sys.argv[1:] if argv is None else argv)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
+        _leave_the_others(2)
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,6 +66,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+
+
+def _leave_the_others(code: int) -> None:
+    """One of several processes ends at once: it would wait for the others, which may wait for it. They notice, and end too."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -184,7 +193,7 @@ def _train(args, overrides) -> int:
 
 
 def _open(args, overrides):
-    """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more."""
+    """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more or there are several processes."""
     from transformer.config import Experiment, MeshConfig
     from transformer.config_io import apply_overrides
     from transformer.training.rundir import converted, load_config
@@ -199,8 +208,10 @@ def _open(args, overrides):
     config: Experiment = apply_overrides(load_config(args.workdir), overrides)
     _start_jax()
     from transformer.parallel.mesh import start
+    from transformer.parallel.processes import start_processes
 
-    chosen = config.mesh if any(key.startswith("mesh") for key in overrides) else MeshConfig(data=1)
+    several = start_processes() or any(key.startswith("mesh") for key in overrides)
+    chosen = config.mesh if several else MeshConfig(data=1)
     platform = config.platform if "platform" in overrides else "auto"
     return dataclasses.replace(config, mesh=chosen), start(platform, chosen)
 

@@ -9,7 +9,7 @@ Batch fields, [rows, length] (beside an encoder the decoder's are [rows, target_
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grain
 import numpy as np
@@ -36,8 +36,10 @@ class Batches:
         buckets: Sequence[int] = (),
         seed: int | None,
         steps: int | None = None,
+        share: Callable[[int], np.ndarray] = np.arange,
     ):
-        self._rows, self._seed, self.report = rows, seed, rows.report
+        """`share`: of a batch of so many rows, the numbers of those that this process is to build."""
+        self._rows, self._seed, self._share, self.report = rows, seed, share, rows.report
         self._widths = list(buckets) or [length]
         self._decoder_widths = [width * (decoder_length or length) // length for width in self._widths]
         self._sizes = [batch_size * length // width for width in self._widths]
@@ -55,9 +57,13 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         epoch, index = divmod(step, self.per_epoch)
         bucket, rows = self._plan(epoch)[index]
-        segments = [self._rows.segments(int(row), functools.partial(self._draw, epoch, int(row))) for row in rows]
-        segments += [[]] * (self._sizes[bucket] - len(rows))
-        return assemble(segments, self._widths[bucket], self._decoder_widths[bucket])
+        build = lambda row: self._rows.segments(int(row), functools.partial(self._draw, epoch, int(row)))
+        segments = [build(rows[i]) if i < len(rows) else [] for i in self._share(self._sizes[bucket])]
+        sample = (
+            [] if any(segments) else [build(rows[0])]
+        )  # tells which fields there are, where all rows here are empty
+        batch = assemble(sample + segments, self._widths[bucket], self._decoder_widths[bucket])
+        return {name: x[len(sample) :] for name, x in batch.items()}
 
     def _draw(self, epoch: int, row: int) -> np.random.Generator:
         """A row's own random numbers: of the epoch, in training."""

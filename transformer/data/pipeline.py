@@ -1,7 +1,10 @@
 """From a config to its data: the tokenizer, training batches, evaluation batches, held-out texts."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from transformer.config import Experiment
 from transformer.data.batching import Batches
@@ -22,13 +25,13 @@ class Data:
     def tokenizer(self):
         return self.store.tokenizer
 
-    def batches(self, part: str) -> Batches:
-        """Training: shuffled by the seed, for all steps. valid, test: every row once, in order."""
+    def batches(self, part: str, share: Callable[[int], np.ndarray] = np.arange) -> Batches:
+        """Training: shuffled by the seed, for all steps. valid, test: every row once, in order. `share`: see `Batches`."""
         data, train = self.config.data, part == "train"
         rows = self.objective.rows(self.store, part, self.config)
         batches = Batches(
             rows, length=data.length, decoder_length=data.decoder_length, batch_size=data.batch_size, buckets=data.buckets,
-            seed=self.config.seed if train else None, steps=self.config.train.steps if train else None,
+            seed=self.config.seed if train else None, steps=self.config.train.steps if train else None, share=share,
         )  # fmt: skip
         if not batches.per_epoch:
             why = "; ".join(f"{count:,} {what}" for what, count in batches.report.items())

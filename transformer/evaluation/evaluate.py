@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from transformer.config import Experiment
 from transformer.data.pipeline import Data, open_data
@@ -19,7 +19,7 @@ from transformer.evaluation.translation import translate_and_score
 from transformer.files import read_json, write_whole
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory, check_rows
-from transformer.parallel.sharding import BATCH
+from transformer.parallel.sharding import Share
 from transformer.training.checkpoint import Checkpoints
 from transformer.training.metrics import append_metrics
 from transformer.training.optimizer import build_optimizer
@@ -68,8 +68,9 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     _check_text(workdir, data, part)
     objective, translates = data.objective, data.objective.columns == ("source", "target")
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)
-    batches, text = data.batches(part), data.store.meta[part] if objective.every_token else None
-    found = evaluate_loss(eval_step, trained.params, batches, NamedSharding(mesh, BATCH), text=text)
+    share = Share(mesh)
+    batches, text = data.batches(part, share.rows), data.store.meta[part] if objective.every_token else None
+    found = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
     if objective.every_token:
         report["eval_overlap"] = config.data.eval_overlap

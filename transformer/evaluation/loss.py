@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from transformer.data.batching import Batches
+from transformer.parallel.sharding import Share
 from transformer.training.step import main_thing, means
 
 
 def evaluate_loss(
-    eval_step: Callable, params, batches: Batches, rows: NamedSharding, *, most: int = 0, text: dict | None = None
+    eval_step: Callable, params, batches: Batches, share: Share, *, most: int = 0, text: dict | None = None
 ) -> dict[str, float]:
     """Every row of `batches` once (or the first `most` batches), as means over tokens, or over labels:
 
@@ -30,7 +30,7 @@ def evaluate_loss(
     total = None
     count = min(most or len(batches), len(batches))
     for batch in batches.stream(0, count):
-        sums = eval_step(params, jax.device_put(batch, rows))
+        sums = eval_step(params, share.place(batch))
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     found = {name: float(value) for name, value in means(total).items()}
     found["perplexity"] = math.exp(min(found["loss"], 700))

@@ -15,13 +15,15 @@ from jax.sharding import AxisType, Mesh
 from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.parallel.host import keep_freed_memory, memory
+from transformer.parallel.processes import start_processes
 from transformer.parallel.sharding import RULES, human_bytes
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
-    """Everything about the machine, before the first computation: the platform checked, the host set, the mesh made."""
+    """Everything about the machine, before the first computation: the host set, processes joined, the platform checked, the mesh made."""
     if not _accelerator_on_this_machine():
         keep_freed_memory()  # before JAX starts its threads, each of which would take an arena of its own
+    start_processes()
     check_platform(platform)
     return make_mesh(config)
 
@@ -70,6 +72,10 @@ def make_mesh(config: MeshConfig) -> Mesh:
     if needed > len(devices):
         raise UserError(
             f"mesh: {_spell(sizes)} needs {needed} devices, but there are {len(devices)} ({devices[0].platform}); lower an axis or set it to -1"
+        )
+    if needed < len(devices) and jax.process_count() > 1:
+        raise UserError(
+            f"mesh: {_spell(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, of {jax.process_count()} processes; set an axis to -1"
         )
     if needed == len(devices):
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -5,9 +5,12 @@ Parameters and activations carry logical names; this table alone says where they
 `context`.
 """
 
+import dataclasses
+import functools
 import math
 
 import jax
+import numpy as np
 from flax.core import meta
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,6 +40,42 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 )
 
 BATCH = P(("data", "fsdp"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which rows of a batch this process reads: of `parts` equal parts, side by side, those that its devices hold."""
+
+    mesh: Mesh
+
+    @property
+    def parts(self) -> int:
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    @functools.cached_property
+    def here(self) -> list[int]:
+        """The numbers of this process's parts."""
+        slices = NamedSharding(self.mesh, BATCH).addressable_devices_indices_map((self.parts,)).values()
+        return sorted({at.start or 0 for (at,) in slices})
+
+    def rows(self, count: int) -> np.ndarray:
+        """Of a batch of `count` rows, the numbers of this process's."""
+        size = count // self.parts
+        return np.concatenate([np.arange(part * size, (part + 1) * size) for part in self.here])
+
+    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """This process's rows, and everyone's, as arrays spread over the mesh."""
+        sharding = NamedSharding(self.mesh, BATCH)
+        if len(self.here) == self.parts:
+            return jax.device_put(batch, sharding)
+
+        def one(x: np.ndarray) -> jax.Array:
+            size = len(x) // len(self.here)
+            shape = (size * self.parts, *x.shape[1:])
+            first = {part * size: n * size for n, part in enumerate(self.here)}  # of a part: there, here
+            return jax.make_array_from_callback(shape, sharding, lambda at: x[first[at[0].start or 0] :][:size])
+
+        return {name: one(x) for name, x in batch.items()}
 
 
 def _is_box(x) -> bool:

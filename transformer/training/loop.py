@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import math
 import signal
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from transformer.config import Experiment
 from transformer.config_io import to_mapping
@@ -22,7 +23,8 @@ from transformer.evaluation.loss import evaluate_loss
 from transformer.files import check_room, disk_faults
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory, check_rows, start, use
-from transformer.parallel.sharding import BATCH, describe
+from transformer.parallel.processes import agree, barrier, first_before_the_others, is_first, stop_agreed
+from transformer.parallel.sharding import Share, describe
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints, size
 from transformer.training.initialize import check_tokenizer, start_from
@@ -40,11 +42,13 @@ def train(config: Experiment, workdir: str | Path) -> int:
         run = _start(config, Path(workdir), mesh)
         with run, _stop_signals() as stopped, _profile(run.workdir, config.train.profile, run.step) as profile:
             for batch in run.batches.stream(run.step, config.train.steps):
-                run.state, metrics = run.train_step(run.state, jax.device_put(batch, run.rows))
+                run.state, metrics = run.train_step(run.state, run.share.place(batch))
                 run.step += 1
                 run.recorder.push(run.step, metrics)
                 profile(run.step)
-                if stopped():  # a preemption leaves little time: an evaluation that is due comes with the resumption
+                if stopped(
+                    run.step
+                ):  # a preemption leaves little time: an evaluation that is due comes with the resumption
                     run.save()
                     break
                 if run.evaluation_due():
@@ -68,7 +72,7 @@ class _Run:
     step: int
     batches: Batches
     valid: Batches
-    rows: NamedSharding
+    share: Share
     train_step: Callable
     eval_step: Callable
     checkpoints: Checkpoints
@@ -91,7 +95,8 @@ class _Run:
         finally:
             self.progress.close()
             self.log.close()
-            plot_loss(self.workdir)
+            if is_first():
+                plot_loss(self.workdir)
 
     def evaluation_due(self) -> bool:
         return _due(self.step, self.config.train.eval_every) or self.step == self.config.train.steps
@@ -99,9 +104,8 @@ class _Run:
     def evaluate(self) -> None:
         """Loss on the validation side, into the log and onto a line of its own."""
         with self.recorder.aside():
-            found = evaluate_loss(
-                self.eval_step, self.state.eval_params, self.valid, self.rows, most=self.config.train.eval_batches
-            )
+            most = self.config.train.eval_batches
+            found = evaluate_loss(self.eval_step, self.state.eval_params, self.valid, self.share, most=most)
             self.log.write(self.step, **{f"eval/{name}": value for name, value in found.items()})
             self.progress.note(
                 f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {human_number(found['perplexity'])}, accuracy {found['accuracy']:.1%}"
@@ -124,10 +128,13 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     abstract, placed = abstract_state(config, model, optimizer, mesh)
     check_memory((abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients")
     check_room(workdir.absolute(), size(abstract), "a checkpoint")
-    data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
-    batches, valid = data.batches("train"), data.batches("valid")
+    with first_before_the_others("data"):
+        data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
+    share = Share(mesh)
+    batches, valid = (data.batches(part, share.rows) for part in ("train", "valid"))
     text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
-    progress = Progress(config.train.steps)
+    agree("the training text, or its tokenizer", text_sha256[:32] + data.tokenizer.sha256[:32])
+    progress = Progress(config.train.steps, None if is_first() else io.StringIO())
     if (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, config.train)).steps:
         state, host = checkpoints.restore(abstract)
         step, window = host["data_step"], host["window"]
@@ -143,7 +150,9 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
     backends = attention_backends(config, model, abstract.params, batches[0], mesh)
     origin = {"data": data.describe(), "attention_backends": backends}
-    rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
+    if is_first():
+        rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
+    barrier("the run directory is there")
     checkpoints = Checkpoints(workdir, config.train)
     progress.note(describe(abstract.params, placed.params, mesh) + "\n" + _describe_data(data, batches, config))
     if backends:
@@ -154,11 +163,12 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     if step:
         progress.note(f"resumed     at step {step:,} from {checkpoints.folder}")
     log = MetricsLog(
-        workdir, step, tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config)
-    )
+        workdir, step, writes=is_first(), tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config)
+    )  # fmt: skip
+    barrier("all have read the metrics so far")
     rate = schedule(config.optimizer, config.train.steps)
     return _Run(
-        config, workdir, state, step, batches, valid, NamedSharding(mesh, BATCH),
+        config, workdir, state, step, batches, valid, share,
         make_train_step(config, model, optimizer, mesh, placed), make_eval_step(config, model, mesh, placed.params),
         checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window), text_sha256,
     )  # fmt: skip
@@ -189,22 +199,23 @@ def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """After SIGTERM (preemption) or Ctrl-C, the function it yields returns True; a second Ctrl-C interrupts at once."""
+def _stop_signals() -> Iterator[Callable[[int], bool]]:
+    """After SIGTERM (preemption) or Ctrl-C in any process, the function it yields returns True, in all of them at one step; a second
+    Ctrl-C interrupts at once."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield lambda step: False
         return
 
     def note(number, frame):
         if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
         seen.append(number)
-        print("\nstopping after this step, to save it", file=sys.stderr)
+        print("\nstopping soon, to save what is done", file=sys.stderr)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: bool(seen)
+        yield lambda step: stop_agreed(bool(seen), step)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import shutil
 import sys
@@ -12,15 +13,21 @@ from transformer.files import write_whole
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one flat JSON object a line, `step` first. On resuming at step n, lines after n are dropped."""
+    """`metrics.jsonl`: one flat JSON object a line, `step` first. On resuming at step n, lines after n are dropped. Of several processes
+    one `writes`; the others know what is there and write nothing."""
 
-    def __init__(self, workdir: Path, resume_step: int, *, tensorboard: bool, wandb: str, config: dict):
+    def __init__(
+        self, workdir: Path, resume_step: int, *, writes: bool = True, tensorboard: bool, wandb: str, config: dict
+    ):
         self._path = workdir / "metrics.jsonl"
         kept = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
         self._last = {name: line["step"] for line in kept for name in line}
+        self._board = self._wandb = None
+        if not writes:
+            self._file = io.StringIO()
+            return
         write_whole(self._path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = self._path.open("a")
-        self._board = None
         if tensorboard:
             from tensorboardX import SummaryWriter
 

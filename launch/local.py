@@ -1,0 +1,122 @@
+"""Several processes on this machine, each with simulated devices: a pod on a laptop.
+
+    python launch/local.py --processes=2 --devices=4 -- train --config=experiments/smoke.py --workdir=runs/smoke --config.mesh.fsdp=2
+
+Everything behind `--` is what `python -m transformer` is given. Every process has the same command and three variables (see
+transformer/parallel/processes.py). Lines of process 0 come as they are, those of the others with their number before them.
+
+If one process dies, the others end within a minute. If all stopped to be restarted (a preemption: exit code 143), or one died, the
+command is started again, `--restarts` times at most. Ctrl-C and SIGTERM go to all.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+PREEMPTED = 143
+PATIENCE = 60  # seconds that the others have to notice that one is dead
+
+
+def variables(index: int, count: int, devices: int, port: int) -> dict[str, str]:
+    """What process `index` is told."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
+    # Many simulated devices share few cores: a slow one is no dead one.
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
+    return {
+        "TRANSFORMER_COORDINATOR": f"localhost:{port}", "TRANSFORMER_PROCESSES": str(count), "TRANSFORMER_PROCESS": str(index),
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags,
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    """A port that is free, and the one above it."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("", 0))
+            port = one.getsockname()[1]
+            try:
+                two.bind(("", port + 1))
+                return port
+            except OSError:
+                continue
+
+
+def run(command: list[str], count: int, devices: int, port: int) -> int:
+    """Starts all, waits for all; 0, or the first exit code that was not."""
+    processes = []
+    for index in range(count):
+        environment = os.environ | variables(index, count, devices, port)
+        out = None if index == 0 else subprocess.PIPE
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT if out else None)
+        )
+    for index, process in enumerate(processes[1:], 1):
+        threading.Thread(target=_copy, args=(index, process.stdout), daemon=True).start()
+    before = {
+        n: signal.signal(n, lambda number, _: [p.send_signal(number) for p in processes])
+        for n in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        return _wait(processes)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _copy(index: int, stream) -> None:
+    for line in stream:
+        sys.stderr.write(f"[{index}] {line.decode(errors='replace')}")
+
+
+def _wait(processes: list[subprocess.Popen]) -> int:
+    first = 0  # the first exit code that was not zero
+    until = None
+    while any(process.poll() is None for process in processes):
+        for index, process in enumerate(processes):
+            if not first and (code := process.poll()):
+                first, until = code, time.monotonic() + PATIENCE
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                print(f"process {index} of {len(processes)} {how}", file=sys.stderr)
+        if until and time.monotonic() > until:
+            for process in processes:
+                process.kill()
+        time.sleep(0.1)
+    return first or next((process.returncode for process in processes if process.returncode), 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=1, help="simulated devices of each process")
+    parser.add_argument("--port", type=int, default=0, help="of the coordinator; 0: a free one")
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="how often to start again after a preemption or a death"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would run")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- VERB ...")
+    args = parser.parse_args(argv)
+    if args.processes < 1 or args.devices < 1 or args.restarts < 0:
+        parser.error("--processes and --devices are 1 or more, --restarts 0 or more")
+    command = [sys.executable, "-m", "transformer", *args.command[args.command[:1] == ["--"] :]]
+    if args.dry_run:
+        for index in range(args.processes):
+            told = variables(index, args.processes, args.devices, args.port or 12355)
+            print(" ".join(f"{name}={shlex.quote(value)}" for name, value in told.items()), shlex.join(command), "&")
+        return 0
+    for attempt in range(args.restarts + 1):
+        code = run(command, args.processes, args.devices, args.port or free_port())
+        again = attempt < args.restarts and code and code != 2  # 2: a mistake, which would be made again
+        if not again:
+            break
+        print(f"starting again ({attempt + 1} of {args.restarts})", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

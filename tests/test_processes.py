@@ -1,0 +1,179 @@
+"""Real processes on this machine: the same bits, whatever their number; a stop and a death that end well."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transformer.config import MeshConfig
+from transformer.data.batching import Batches
+from transformer.errors import UserError
+from transformer.parallel import processes
+from transformer.parallel.mesh import make_mesh
+from transformer.parallel.sharding import Share
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("local", ROOT / "launch" / "local.py")
+local = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(local)
+
+TRAIN = [
+    "train", "--config=experiments/smoke.py", "--config.train.log_every=1", "--config.train.tensorboard=False", "--config.train.eval_batches=2",
+    "--config.data.batch_size=4", "--config.data.length=32", "--config.model.max_length=32", "--config.mesh.fsdp=2", "--config.mesh.data=2",
+]  # fmt: skip
+
+
+def launch(count: int, workdir: Path, *options: str) -> list[subprocess.Popen]:
+    """The processes of one run on four devices."""
+    port, command = local.free_port(), [sys.executable, "-m", "transformer", *TRAIN, f"--workdir={workdir}", *options]
+    return [
+        subprocess.Popen(
+            command, env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port), cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def curve(workdir: Path) -> list[dict]:
+    file = workdir / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+def until(condition, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.05)
+
+
+def codes(started: list[subprocess.Popen], seconds: float = 150) -> tuple[list[int], list[str]]:
+    outputs = [process.communicate(timeout=seconds)[0] for process in started]
+    return [process.returncode for process in started], outputs
+
+
+def test_a_run_goes_on_on_fewer_processes_bit_for_bit(tmp_path):
+    """Four processes, one of which is preempted; then two, likewise; then one. Against one process from beginning to end."""
+    steps = "--config.train.steps=24"
+    assert codes(launch(1, tmp_path / "whole", steps))[0] == [0]
+    for count, victim in ((4, 2), (2, 0)):
+        before = len(curve(tmp_path / "parts"))
+        started = launch(count, tmp_path / "parts", steps)
+        until(lambda before=before: len(curve(tmp_path / "parts")) > before)
+        started[victim].send_signal(signal.SIGTERM)
+        found, outputs = codes(started)
+        assert found == [143] * count, outputs
+        assert "stopped at step" in outputs[0]
+    assert 2 < len(curve(tmp_path / "parts")) < 24
+    found, (output,) = codes(launch(1, tmp_path / "parts", steps))
+    assert found == [0] and "resumed     at step" in output
+    whole, parts = curve(tmp_path / "whole"), curve(tmp_path / "parts")
+    assert len(whole) == 25 and whole == parts
+    manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())
+    assert [start["processes"] for start in manifest["earlier_starts"]] == [4, 2]
+
+
+def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path):
+    command = [
+        sys.executable,
+        "launch/local.py",
+        "--processes=2",
+        "--devices=2",
+        "--restarts=1",
+        "--",
+        *TRAIN,
+        f"--workdir={tmp_path / 'run'}",
+    ]
+    steps = ["--config.train.steps=80", "--config.train.checkpoint_every=5"]
+    launcher = subprocess.Popen(
+        command + steps, env=os.environ | {"XLA_FLAGS": "", "TRANSFORMER_HEARTBEAT": "10"}, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    checkpoints = tmp_path / "run" / "checkpoints"
+    until(lambda: any(folder.name.isdigit() for folder in checkpoints.glob("*")))  # a whole one
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    began = time.monotonic()
+    until(lambda: not Path(f"/proc/{children[0]}").exists() or "Z" in Path(f"/proc/{children[0]}/stat").read_text(), 60)
+    assert time.monotonic() - began < 60
+    _, errors = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, errors
+    assert "process 1 of 2 was killed by SIGKILL" in errors and "starting again (1 of 1)" in errors
+    assert "resumed     at step" in errors
+    assert [line["step"] for line in curve(tmp_path / "run") if "train/loss" in line] == list(range(1, 81))
+
+
+def test_who_does_not_arrive_is_named(tmp_path):
+    port = local.free_port()
+    code = "from transformer.parallel.processes import start_processes; from transformer.cli import main; import sys\n"
+    code += "from transformer.errors import UserError\ntry: start_processes()\nexcept UserError as e: sys.exit(str(e))"
+    start = lambda i, wait: subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | local.variables(i, 4, 1, port) | {"TRANSFORMER_WAIT": wait}, cwd=ROOT,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    started = [start(0, "10"), start(2, "10")]
+    for process in started:
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 1 and "of 4 processes 1, 3 did not arrive in 10 s; there are 0 (" in error, error
+    _, error = (alone := start(1, "2")).communicate(timeout=60)
+    assert alone.returncode == 1 and f"process 1: process 0 did not answer at localhost:{port + 1} in 2 s" in error
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"TRANSFORMER_COORDINATOR": "host:1"}, "TRANSFORMER_PROCESSES: ''; .* go together"),
+        ({"TRANSFORMER_COORDINATOR": "host", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "it must be host:port"),
+        ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "2"}, "TRANSFORMER_PROCESS: 2, but there are 2"),
+        ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "two", "TRANSFORMER_PROCESS": "0"}, "TRANSFORMER_PROCESSES: 'two'"),
+    ],
+)  # fmt: skip
+def test_variables_that_make_no_sense_are_refused(monkeypatch, given, message):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        processes.start_processes()
+
+
+def test_processes_build_their_own_rows_of_the_same_batch():
+    class Rows:
+        lengths, report = np.full(10, 6), {}
+
+        def segments(self, row, draw):
+            from transformer.data.objectives import Segment
+
+            ids = np.arange(6, dtype=np.int32) + 10 * row
+            return [Segment(ids, ids)]
+
+    make = lambda share: Batches(Rows(), length=6, batch_size=4, seed=None, share=share)
+    whole, parts = make(np.arange), [make(lambda n, p=p: np.arange(p * n // 4, (p + 1) * n // 4)) for p in range(4)]
+    for step in range(3):  # the last batch has two rows; two of the four processes have none of them
+        for name, x in whole[step].items():
+            np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), x)
+    assert whole[2]["weights"].sum() == 12 and parts[3][2]["weights"].sum() == 0
+
+
+def test_a_process_that_is_alone_has_every_row():
+    for sizes in ({"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "context": 8}):
+        share = Share(make_mesh(MeshConfig(**sizes)))
+        np.testing.assert_array_equal(share.rows(16), np.arange(16))
+
+
+def test_the_launcher_prints_what_would_run(capsys):
+    assert (
+        local.main(["--processes=2", "--devices=4", "--port=9999", "--dry-run", "--", "train", "--config=a b.py"]) == 0
+    )
+    first, second = capsys.readouterr().out.splitlines()
+    assert "TRANSFORMER_PROCESS=0" in first and "TRANSFORMER_PROCESS=1" in second
+    assert (
+        "TRANSFORMER_COORDINATOR=localhost:9999" in first
+        and "device_count=4" in first
+        and "-m transformer train '--config=a b.py' &" in first
+    )

@@ -1,0 +1,220 @@
+"""Processes: started once, everywhere alike; who is missing is named; where they wait for each other has a name.
+
+One process of several is told so by the machine (Cloud TPU, GKE, SLURM, Open MPI: JAX finds out by itself) or by three variables,
+which launch/local.py sets:
+
+    TRANSFORMER_COORDINATOR=host:port    where process 0 can be reached
+    TRANSFORMER_PROCESSES=4              how many there are
+    TRANSFORMER_PROCESS=0                which of them this one is
+
+On CPUs a single process that is told so adds up as several do (gloo), so that 1, 2 and 4 processes give the same bits on one mesh.
+
+A process that dies ends the others: JAX's coordination service misses its heartbeat, names it and aborts them.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import jax
+
+from transformer.errors import UserError
+
+WAIT = 300
+"""Seconds that a process waits for the others at the start."""
+
+HEARTBEAT = int(os.environ.get("TRANSFORMER_HEARTBEAT", 30))
+"""Seconds of silence after which a process counts as dead."""
+
+
+def start_processes(wait: float | None = None) -> bool:
+    """Joins this process to the others, before JAX's first computation. False if there are none. Raises UserError, which names those
+    that have not arrived in time."""
+    if jax.distributed.is_initialized():
+        return True
+    where = _told() or _found()
+    if where is None:
+        return False
+    coordinator, count, index, local_devices = where
+    wait = float(os.environ.get("TRANSFORMER_WAIT", WAIT)) if wait is None else wait
+    _gather(coordinator, count, index, wait)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator, count, index, local_devices, cluster_detection_method="deactivate",
+        initialization_timeout=int(wait), heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=60,
+    )  # fmt: skip
+    return True
+
+
+def _told() -> tuple[str, int, int, None] | None:
+    """What the three variables say."""
+    names = ("TRANSFORMER_COORDINATOR", "TRANSFORMER_PROCESSES", "TRANSFORMER_PROCESS")
+    given = [os.environ.get(name, "") for name in names]
+    if not any(given):
+        return None
+    for name, value in zip(names, given, strict=True):
+        if not value or (name != names[0] and not value.isdecimal()):
+            raise UserError(f"{name}: {value!r}; {', '.join(names)} go together: host:port, a number, a number from 0")
+    coordinator, count, index = given[0], int(given[1]), int(given[2])
+    if not coordinator.rpartition(":")[2].isdecimal() or ":" not in coordinator:
+        raise UserError(f"{names[0]}: {coordinator!r}; it must be host:port")
+    if index >= count:
+        raise UserError(f"{names[2]}: {index}, but there are {count} processes ({names[1]}), from 0")
+    return coordinator, count, index, None
+
+
+def _found() -> tuple[str, int, int, list[int] | None] | None:
+    """What JAX finds out about a cluster that this process is part of; None if it is alone."""
+    environment = os.environ
+    several = (
+        int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+        or int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+        or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        or "MEGASCALE_COORDINATOR_ADDRESS" in environment
+    )
+    if not several and not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio/0"):
+        return None
+    from jax._src import clusters
+
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, WAIT)
+    coordinator, count, index, local_devices = found
+    return (coordinator, count, index, local_devices) if coordinator and count and count > 1 else None
+
+
+def _gather(coordinator: str, count: int, index: int, wait: float) -> None:
+    """Every process tells process 0, one port above the coordinator's, that it is there; all go on when all are. (JAX's own service
+    would abort, and not say who is missing.)"""
+    host, _, port = coordinator.rpartition(":")
+    until = time.monotonic() + wait
+    if index:
+        _report_to(host.strip("[]"), int(port) + 1, index, until, wait)
+        return
+    here = {0: socket.gethostname()}
+    connections: list[socket.socket] = []
+    try:
+        server = socket.create_server(("", int(port) + 1))
+    except OSError as e:
+        raise UserError(
+            f"process 0: port {int(port) + 1} is taken ({e.strerror}); choose another coordinator port"
+        ) from None
+    with server:
+        while len(here) < count and (left := until - time.monotonic()) > 0:
+            server.settimeout(left)
+            with contextlib.suppress(TimeoutError, ValueError):
+                connection, _ = server.accept()
+                connection.settimeout(10)
+                number, name = json.loads(connection.makefile().readline())
+                if number in here:
+                    _answer([connection], f"process {number} is there twice: on {here[number]} and {name}")
+                    continue
+                here[number] = name
+                connections.append(connection)
+        missing = [str(i) for i in range(count) if i not in here]
+        there = ", ".join(f"{i} ({name})" for i, name in sorted(here.items()))
+        problem = (
+            f"of {count} processes {', '.join(missing)} did not arrive in {wait:.0f} s; there are {there}; see their logs"
+            if missing
+            else ""
+        )
+        _answer(connections, problem)
+    if problem:
+        raise UserError(problem)
+
+
+def _answer(connections: list[socket.socket], problem: str) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError), connection:
+            connection.sendall((json.dumps(problem) + "\n").encode())
+
+
+def _report_to(host: str, port: int, index: int, until: float, wait: float) -> None:
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1)) as connection:
+                connection.sendall((json.dumps([index, socket.gethostname()]) + "\n").encode())
+                connection.settimeout(max(until - time.monotonic(), 0) + 30)
+                problem = json.loads(connection.makefile().readline())
+                break
+        except (OSError, ValueError):
+            if time.monotonic() > until:
+                raise UserError(
+                    f"process {index}: process 0 did not answer at {host}:{port} in {wait:.0f} s; see its log, and that the port is open"
+                ) from None
+            time.sleep(0.2)
+    if problem:
+        raise UserError(problem)
+
+
+def is_first() -> bool:
+    """Whether this process speaks and writes for all."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str, wait: float = 1800) -> None:
+    """Waits until all processes are here. Raises UserError, which names who was late, after `wait` seconds."""
+    if jax.process_count() == 1:
+        return
+    try:
+        _service().wait_at_barrier(name, int(wait * 1000))
+    except RuntimeError as e:
+        reason = " ".join(line.strip() for line in str(e).splitlines() if line.strip())[:300]
+        raise UserError(f"waited {wait:.0f} s at {name!r} for the other processes: {reason}") from None
+
+
+def _service():
+    """The client of JAX's coordination service: barriers, and a few words that all processes can read."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+STOP = "transformer/stop at step"
+
+
+def stop_agreed(wanted: bool, step: int) -> bool:
+    """Whether to stop after this step: of one process, if it is wanted; of several, at a step that all have agreed on.
+
+    Whoever wants to stop says: four steps from now. No process is then further than three: it waits for the metrics of the step before
+    the one it starts, and these need everyone."""
+    if jax.process_count() == 1:
+        return wanted
+    at = _stop_at()
+    if wanted and not at:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
+            _service().key_value_set(STOP, str(step + 4))
+        at = _stop_at()
+    return 0 < at <= step
+
+
+def _stop_at() -> int:
+    """The step that was agreed on; 0: none."""
+    try:
+        return int(_service().key_value_try_get(STOP))
+    except jax.errors.JaxRuntimeError:
+        return 0
+
+
+@contextlib.contextmanager
+def first_before_the_others(name: str) -> Iterator[None]:
+    """Process 0 does what is inside first; then, when it is done, all others."""
+    if not is_first():
+        barrier(name)
+    yield
+    if is_first():
+        barrier(name)
+
+
+def agree(what: str, value: str) -> None:
+    """Raises UserError unless all processes have the same `value`."""
+    if jax.process_count() == 1:
+        return
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    mine = np.frombuffer(value.encode()[:64].ljust(64), np.uint8)
+    everyones = np.asarray(multihost_utils.process_allgather(mine))
+    if odd := [i for i, other in enumerate(everyones) if not np.array_equal(other, everyones[0])]:
+        raise UserError(f"{what}: process {odd[0]} has another than process 0; give all processes the same files")
