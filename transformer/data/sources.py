@@ -160,15 +160,16 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
     """Each record a JSON object or, with one field, plain UTF-8 text."""
     from array_record.python.array_record_module import ArrayRecordReader
 
-    try:
-        reader = ArrayRecordReader(str(file))
-    except (RuntimeError, ValueError) as e:
-        raise UserError(f"{file}: no ArrayRecord file ({str(e).splitlines()[0][:80]})") from None
+    reader = ArrayRecordReader(str(file))
+    if not reader.ok():
+        raise UserError(f"{file}: no ArrayRecord file, or one that was cut off")
     for number in range(reader.num_records()):
         try:
             text = reader.read().decode("utf-8")
         except UnicodeDecodeError:
             raise UserError(f"{file}: record {number} is not UTF-8") from None
+        except RuntimeError as e:
+            raise UserError(f"{file}: damaged at record {number} ({str(e).splitlines()[0][:80]})") from None
         yield _record(text, fields, f"{file}: record {number}") if text.startswith("{") or len(fields) > 1 else (text,)
 
 

