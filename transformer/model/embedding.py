@@ -35,7 +35,9 @@ class Embedding(nn.Module):
     def __call__(self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None) -> jax.Array:
         """float[B, T, D]. Without types given, all tokens are of type 0."""
         cfg = self.config
-        x_BxTxD = self.table_VxE[tokens_BxT].astype(cfg.dtype)
+        # Whole along E on every device: looked up in parts, rows would come in parts too, and be moved instead of the table.
+        table_VxE = constrain(self.table_VxE.astype(cfg.dtype), ("vocab", "activation_embed"))
+        x_BxTxD = table_VxE[tokens_BxT]
         if cfg.embedding_size != cfg.d_model:
             x_BxTxD = self.project(x_BxTxD)
         if cfg.embedding_scale:
