@@ -6,7 +6,7 @@ Everything behind `--` is what `python -m transformer` is given. Every process h
 transformer/parallel/processes.py). Lines of process 0 come as they are, those of the others with their number before them.
 
 If one process dies, the others end within a minute. If all stopped to be restarted (a preemption: exit code 143), or one died, the
-command is started again, `--restarts` times at most. Ctrl-C and SIGTERM go to all.
+command is started again, `--restarts` times at most. Ctrl-C and SIGTERM go to all, and nothing is started again.
 """
 
 import argparse
@@ -47,21 +47,27 @@ def free_port() -> int:
                 continue
 
 
-def run(command: list[str], count: int, devices: int, port: int) -> int:
-    """Starts all, waits for all; 0, or the first exit code that was not."""
+def run(command: list[str], count: int, devices: int, port: int, told: list[int]) -> int:
+    """Starts all, waits for all; 0, or the first exit code that was not. Signals that came to this process are noted in `told`."""
     processes = []
     for index in range(count):
         environment = os.environ | variables(index, count, devices, port)
         out = None if index == 0 else subprocess.PIPE
         processes.append(
-            subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT if out else None)
+            # In a session of its own: a terminal's Ctrl-C comes through this process, once.
+            subprocess.Popen(
+                command, env=environment, stdout=out, stderr=subprocess.STDOUT if out else None, start_new_session=True
+            )
         )
     for index, process in enumerate(processes[1:], 1):
         threading.Thread(target=_copy, args=(index, process.stdout), daemon=True).start()
-    before = {
-        n: signal.signal(n, lambda number, _: [p.send_signal(number) for p in processes])
-        for n in (signal.SIGTERM, signal.SIGINT)
-    }
+
+    def pass_on(number: int, frame) -> None:
+        told.append(number)
+        for process in processes:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return _wait(processes)
     finally:
@@ -110,8 +116,9 @@ def main(argv: list[str] | None = None) -> int:
             print(" ".join(f"{name}={shlex.quote(value)}" for name, value in told.items()), shlex.join(command), "&")
         return 0
     for attempt in range(args.restarts + 1):
-        code = run(command, args.processes, args.devices, args.port or free_port())
-        again = attempt < args.restarts and code and code != 2  # 2: a mistake, which would be made again
+        told: list[int] = []
+        code = run(command, args.processes, args.devices, args.port or free_port(), told)
+        again = attempt < args.restarts and code and code != 2 and not told  # 2: a mistake, which would be made again
         if not again:
             break
         print(f"starting again ({attempt + 1} of {args.restarts})", file=sys.stderr)

@@ -91,6 +91,19 @@ def test_blockwise_is_the_plain_attention(mask, position):
     compare(value_and_gradients(BACKENDS["blockwise"].attend, *inputs), plain)
 
 
+def test_blocks_that_are_filled_up_let_nothing_in():
+    """Whatever the mask: the last block of eleven keys holds one that is none."""
+    q, k, v = arrays()
+    given = Inputs(
+        CAUSAL,
+        ORDERED.replace(segments_BxT=jnp.ones_like(PACKED)),
+        ORDERED.replace(segments_BxT=jnp.ones_like(PACKED)),
+        None,
+        0.4,
+    )
+    compare(BACKENDS["blockwise"].attend(q, k, v, given), BACKENDS["reference"].attend(q, k, v, given))
+
+
 def test_blocks_that_are_known_to_be_empty_are_not_looked_at():
     count = lambda mask, where: len(blockwise_module.needed(Inputs(mask, where, where, None, 1.0), 16, 16, (4, 4)))
     assert count(SAME_SEGMENT, ORDERED) == 16
@@ -125,7 +138,7 @@ def test_bfloat16_stays_near():
 
 @pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
 def test_a_model_computes_the_same_on_every_backend(family):
-    """Cross-attention too, whose two sides differ in length; and a cached step falls back on nothing."""
+    """Cross-attention too, whose two sides differ in length."""
     inputs = (tokens(0, 2, 13),) + ((tokens(1, 2, 9),) if family == "encoder_decoder" else ())
     results = {}
     for backend in ("reference", "blockwise"):

@@ -133,6 +133,8 @@ def test_who_does_not_arrive_is_named(tmp_path):
         ({"TRANSFORMER_COORDINATOR": "host", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "it must be host:port"),
         ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "2"}, "TRANSFORMER_PROCESS: 2, but there are 2"),
         ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "two", "TRANSFORMER_PROCESS": "0"}, "TRANSFORMER_PROCESSES: 'two'"),
+        ({"TRANSFORMER_COORDINATOR": "h:65535", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "the port under 65535"),
+        ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0", "TRANSFORMER_WAIT": "abc"}, "TRANSFORMER_WAIT: 'abc'; a number"),
     ],
 )  # fmt: skip
 def test_variables_that_make_no_sense_are_refused(monkeypatch, given, message):
@@ -177,3 +179,25 @@ def test_the_launcher_prints_what_would_run(capsys):
         and "device_count=4" in first
         and "-m transformer train '--config=a b.py' &" in first
     )
+
+
+def test_processes_that_were_told_different_things_do_not_train_together(tmp_path):
+    """Another config; a folder that is not shared."""
+    port, command = local.free_port(), [sys.executable, "-m", "transformer", *TRAIN, "--config.train.steps=2"]
+    told = {0: [f"--workdir={tmp_path / 'a'}"], 1: [f"--workdir={tmp_path / 'a'}", "--config.seed=7"]}
+    start = lambda i: subprocess.Popen(
+        command + told[i],
+        env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, 2, 2, port),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    started = [start(i) for i in range(2)]
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert any(process.returncode == 2 for process in started)
+    assert any("the config: process 1 has another than process 0" in error for error in errors), errors
+    assert not (tmp_path / "a").exists()
+    port, told = local.free_port(), {i: [f"--workdir={tmp_path / str(i)}"] for i in range(2)}
+    started = [start(i) for i in range(2)]
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert f"process 1 does not see what process 0 wrote to {tmp_path / '1'}; it must be a shared folder" in errors[1]

@@ -205,6 +205,8 @@ def test_tokenizers(tmp_path):
     (tmp_path / "own.model").write_bytes(made.content)
     with refused("data.tokenizer.eos_id: 999 is none of the 280 pieces"):
         SentencePiece(made.content, TokenizerConfig(eos_id=999))
+    with refused("data.tokenizer.source_bos_id: 999 is none of the 280 pieces"):
+        SentencePiece(made.content, TokenizerConfig(source_bos_id=999))
     (tmp_path / "x.pair").write_text("{}")
     with refused(r"x\.pair is no pair of tokenizers \(KeyError: 'source'\)"):
         load_tokenizer(tmp_path / "x.pair")

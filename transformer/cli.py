@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from transformer.errors import UserError, nearest
@@ -53,25 +54,35 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as e:
         reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
         print(f"error: {e.filename or type(e).__name__}: {reason}", file=sys.stderr)
+        _leave_the_others(2)
         return 2
     except RuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
+            _leave_the_others(1, e)
             raise
         print(
             f"error: out of memory ({str(e).splitlines()[0][:120]}); lower data.batch_size or the model, raise train.accumulate, "
             "set model.remat='full', or spread the parameters with mesh.fsdp",
             file=sys.stderr,
         )
+        _leave_the_others(2)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
+        _leave_the_others(130)
         return 130
+    except Exception as e:
+        _leave_the_others(1, e)
+        raise
 
 
-def _leave_the_others(code: int) -> None:
+def _leave_the_others(code: int, error: Exception | None = None) -> None:
     """One of several processes ends at once: it would wait for the others, which may wait for it. They notice, and end too."""
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
+        if error is not None:
+            traceback.print_exception(error)
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
@@ -193,7 +204,7 @@ def _train(args, overrides) -> int:
 
 
 def _open(args, overrides):
-    """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more or there are several processes."""
+    """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more."""
     from transformer.config import Experiment, MeshConfig
     from transformer.config_io import apply_overrides
     from transformer.training.rundir import converted, load_config
@@ -210,8 +221,11 @@ def _open(args, overrides):
     from transformer.parallel.mesh import start
     from transformer.parallel.processes import start_processes
 
-    several = start_processes() or any(key.startswith("mesh") for key in overrides)
-    chosen = config.mesh if several else MeshConfig(data=1)
+    if start_processes():
+        raise UserError(
+            "several processes train together; evaluate, generate and convert in one of them, which can use all its devices"
+        )
+    chosen = config.mesh if any(key.startswith("mesh") for key in overrides) else MeshConfig(data=1)
     platform = config.platform if "platform" in overrides else "auto"
     return dataclasses.replace(config, mesh=chosen), start(platform, chosen)
 

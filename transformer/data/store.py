@@ -101,6 +101,7 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
             if not folder.exists():  # another process may have been faster
                 made.rename(folder)  # whole or not at all
     tokenizer = load_tokenizer(find_tokenizer(folder), config.tokenizer)
+    _check_size(tokenizer, config, vocab_size, objective)
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
@@ -204,12 +205,7 @@ def _modified(file: epath.Path) -> float:
 def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int, objective: Objective) -> None:
     if config.tokenizer.path:
         tokenizer = load_tokenizer(config.tokenizer.path, config.tokenizer)
-        needed = tokenizer.vocab_size + objective.adds(tokenizer)
-        if needed > vocab_size:
-            raise UserError(
-                f"model.vocab_size: {vocab_size}, but the {tokenizer.vocab_size} pieces of {config.tokenizer.path} "
-                f"and the objective's signs are {needed}; raise it"
-            )
+        _check_size(tokenizer, config, vocab_size, objective)
     else:
         for sign in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
             if getattr(config.tokenizer, sign) >= 0:
@@ -227,6 +223,15 @@ def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int, object
         examples = text.train() if part == "train" else text.read(part)
         meta[part] = _tokenise(folder, part, examples, tokenizer, text, meta.get("classes", []))
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+
+
+def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int, objective: Objective) -> None:
+    needed = tokenizer.vocab_size + objective.adds(tokenizer)
+    if needed > vocab_size:
+        raise UserError(
+            f"model.vocab_size: {vocab_size}, but the {tokenizer.vocab_size} pieces of {config.tokenizer.path} "
+            f"and the objective's signs are {needed}; raise it"
+        )
 
 
 def _tokenise(

@@ -219,13 +219,13 @@ class Pair(Tokenizer):
             self.source, self.target = (base64.b64decode(given[side]) for side in ("source", "target"))
             self.vocabulary: dict[str, int] = given["vocabulary"]
             self._unknown = self.vocabulary["<unk>"]
+            self._pieces = {int(i): piece for piece, i in self.vocabulary.items()}
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(f"data.tokenizer.path: {name} is no pair of tokenizers ({type(e).__name__}: {e})") from None
         self._models = [
             SentencePiece(part, TokenizerConfig(pad_id=0, bos_id=0, eos_id=0), name)._processor
             for part in (self.source, self.target)
         ]
-        self._pieces = {i: piece for piece, i in self.vocabulary.items()}
         self.content, self.vocab_size = content, max(self._pieces) + 1
         own = {"pad": self.find("<pad>"), "bos": self.find("<pad>"), "eos": self.find("</s>")}
         self.signs = _signs(config, {sign: -1 if i is None else i for sign, i in own.items()}, self.vocab_size, name)
@@ -283,6 +283,10 @@ def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: 
             raise UserError(f"data.tokenizer.{sign}_id: must be set, for {name} does not say it")
         if sign != "pad" and found[sign] >= vocab_size:
             raise UserError(f"data.tokenizer.{sign}_id: {found[sign]} is none of the {vocab_size} pieces of {name}")
+    if config.source_bos_id >= vocab_size:
+        raise UserError(
+            f"data.tokenizer.source_bos_id: {config.source_bos_id} is none of the {vocab_size} pieces of {name}"
+        )
     return Signs(**found, source_bos=config.source_bos_id)
 
 

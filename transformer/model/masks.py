@@ -37,12 +37,13 @@ class Tokens:
 class Mask:
     """`rule(q, k)` is true where a query may attend to a key. Compose with `&` and `|`; call for bool[B, T, S].
 
-    What a backend may make use of: `causal`, no key is later than its query (or the query's prefix); `window`, keys are fewer than
-    so many positions away (0: no such bound).
+    What a backend may make use of: `within`, no key is of another document; `causal`, no key is later than its query (or the query's
+    prefix); `window`, keys are fewer than so many positions away (0: no such bound).
     """
 
     rule: Callable[[Tokens, Tokens], jax.Array]
     name: str
+    within: bool = False
     causal: bool = False
     window: int = 0
 
@@ -52,12 +53,16 @@ class Mask:
     def __and__(self, other: "Mask") -> "Mask":
         window = min(self.window, other.window) or max(self.window, other.window)
         rule = lambda q, k: self(q, k) & other(q, k)
-        return Mask(rule, f"({self.name} & {other.name})", self.causal or other.causal, window)
+        return Mask(
+            rule, f"({self.name} & {other.name})", self.within or other.within, self.causal or other.causal, window
+        )
 
     def __or__(self, other: "Mask") -> "Mask":
         window = max(self.window, other.window) if self.window and other.window else 0
         rule = lambda q, k: self(q, k) | other(q, k)
-        return Mask(rule, f"({self.name} | {other.name})", self.causal and other.causal, window)
+        return Mask(
+            rule, f"({self.name} | {other.name})", self.within and other.within, self.causal and other.causal, window
+        )
 
     def __repr__(self) -> str:
         return self.name
@@ -75,8 +80,12 @@ def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
 CAUSAL = Mask(_causal, "causal", causal=True)
 """A key no later than the query; in a prefix, than the prefix."""
 
-SAME_SEGMENT = Mask(_same_segment, "same_segment")
+SAME_SEGMENT = Mask(_same_segment, "same_segment", within=True)
 """Both in one document; padding belongs to none, so this is the padding mask too."""
+
+
+REAL = Mask(lambda q, k: jnp.broadcast_to((k.segments_BxT > 0)[:, None, :], _same_segment(q, k).shape), "real")
+"""Any key that is no padding."""
 
 
 def window(size: int) -> Mask:

@@ -26,11 +26,14 @@ from transformer.errors import UserError
 WAIT = 300
 """Seconds that a process waits for the others at the start."""
 
-HEARTBEAT = int(os.environ.get("TRANSFORMER_HEARTBEAT", 30))
+HEARTBEAT = 30
 """Seconds of silence after which a process counts as dead."""
 
+DAY = 24 * 3600
+"""How long processes that have found each other wait: for a death they need not wait, they are told of it."""
 
-def start_processes(wait: float | None = None) -> bool:
+
+def start_processes() -> bool:
     """Joins this process to the others, before JAX's first computation. False if there are none. Raises UserError, which names those
     that have not arrived in time."""
     if jax.distributed.is_initialized():
@@ -39,14 +42,22 @@ def start_processes(wait: float | None = None) -> bool:
     if where is None:
         return False
     coordinator, count, index, local_devices = where
-    wait = float(os.environ.get("TRANSFORMER_WAIT", WAIT)) if wait is None else wait
+    wait, heartbeat = _seconds("TRANSFORMER_WAIT", WAIT), _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT)
     _gather(coordinator, count, index, wait)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator, count, index, local_devices, cluster_detection_method="deactivate",
-        initialization_timeout=int(wait), heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=60,
+        initialization_timeout=int(wait), heartbeat_timeout_seconds=int(heartbeat), shutdown_timeout_seconds=60,
     )  # fmt: skip
     return True
+
+
+def _seconds(name: str, default: float) -> float:
+    value = os.environ.get(name, "")
+    if value and not value.isdecimal():
+        raise UserError(f"{name}: {value!r}; a number of seconds")
+    return float(value or default)
 
 
 def _told() -> tuple[str, int, int, None] | None:
@@ -59,8 +70,9 @@ def _told() -> tuple[str, int, int, None] | None:
         if not value or (name != names[0] and not value.isdecimal()):
             raise UserError(f"{name}: {value!r}; {', '.join(names)} go together: host:port, a number, a number from 0")
     coordinator, count, index = given[0], int(given[1]), int(given[2])
-    if not coordinator.rpartition(":")[2].isdecimal() or ":" not in coordinator:
-        raise UserError(f"{names[0]}: {coordinator!r}; it must be host:port")
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65535:
+        raise UserError(f"{names[0]}: {coordinator!r}; it must be host:port, the port under 65535")
     if index >= count:
         raise UserError(f"{names[2]}: {index}, but there are {count} processes ({names[1]}), from 0")
     return coordinator, count, index, None
@@ -90,23 +102,29 @@ def _gather(coordinator: str, count: int, index: int, wait: float) -> None:
     host, _, port = coordinator.rpartition(":")
     until = time.monotonic() + wait
     if index:
-        _report_to(host.strip("[]"), int(port) + 1, index, until, wait)
+        _report_to(host.strip("[]"), int(port) + 1, index, count, until, wait)
         return
     here = {0: socket.gethostname()}
     connections: list[socket.socket] = []
     try:
+        socket.create_server(("", int(port))).close()  # JAX's own, which would not say so
         server = socket.create_server(("", int(port) + 1))
     except OSError as e:
         raise UserError(
-            f"process 0: port {int(port) + 1} is taken ({e.strerror}); choose another coordinator port"
+            f"process 0: port {port} or the one above it is taken ({e.strerror}); choose another coordinator port"
         ) from None
     with server:
         while len(here) < count and (left := until - time.monotonic()) > 0:
             server.settimeout(left)
-            with contextlib.suppress(TimeoutError, ValueError):
+            with contextlib.suppress(OSError, ValueError, TypeError):  # a stranger at the door, or none
                 connection, _ = server.accept()
                 connection.settimeout(10)
-                number, name = json.loads(connection.makefile().readline())
+                number, of, name = json.loads(connection.makefile().readline())
+                if of != count:
+                    _answer(
+                        [connection], f"process {number} on {name} was told of {of} processes, process 0 of {count}"
+                    )
+                    continue
                 if number in here:
                     _answer([connection], f"process {number} is there twice: on {here[number]} and {name}")
                     continue
@@ -130,11 +148,11 @@ def _answer(connections: list[socket.socket], problem: str) -> None:
             connection.sendall((json.dumps(problem) + "\n").encode())
 
 
-def _report_to(host: str, port: int, index: int, until: float, wait: float) -> None:
+def _report_to(host: str, port: int, index: int, count: int, until: float, wait: float) -> None:
     while True:
         try:
             with socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1)) as connection:
-                connection.sendall((json.dumps([index, socket.gethostname()]) + "\n").encode())
+                connection.sendall((json.dumps([index, count, socket.gethostname()]) + "\n").encode())
                 connection.settimeout(max(until - time.monotonic(), 0) + 30)
                 problem = json.loads(connection.makefile().readline())
                 break
@@ -153,7 +171,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(name: str, wait: float = 1800) -> None:
+def barrier(name: str, wait: float = DAY) -> None:
     """Waits until all processes are here. Raises UserError, which names who was late, after `wait` seconds."""
     if jax.process_count() == 1:
         return
@@ -171,28 +189,26 @@ def _service():
     return distributed.global_state.client
 
 
-STOP = "transformer/stop at step"
-
-
-def stop_agreed(wanted: bool, step: int) -> bool:
+def stop_agreed(wanted: bool, step: int, run: int) -> bool:
     """Whether to stop after this step: of one process, if it is wanted; of several, at a step that all have agreed on.
 
     Whoever wants to stop says: four steps from now. No process is then further than three: it waits for the metrics of the step before
     the one it starts, and these need everyone."""
     if jax.process_count() == 1:
         return wanted
-    at = _stop_at()
+    key = f"transformer/run {run} stops at step"
+    at = _stop_at(key)
     if wanted and not at:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
-            _service().key_value_set(STOP, str(step + 4))
-        at = _stop_at()
+            _service().key_value_set(key, str(step + 4))
+        at = _stop_at(key)
     return 0 < at <= step
 
 
-def _stop_at() -> int:
+def _stop_at(key: str) -> int:
     """The step that was agreed on; 0: none."""
     try:
-        return int(_service().key_value_try_get(STOP))
+        return int(_service().key_value_try_get(key))
     except jax.errors.JaxRuntimeError:
         return 0
 
@@ -217,4 +233,4 @@ def agree(what: str, value: str) -> None:
     mine = np.frombuffer(value.encode()[:64].ljust(64), np.uint8)
     everyones = np.asarray(multihost_utils.process_allgather(mine))
     if odd := [i for i, other in enumerate(everyones) if not np.array_equal(other, everyones[0])]:
-        raise UserError(f"{what}: process {odd[0]} has another than process 0; give all processes the same files")
+        raise UserError(f"{what}: process {odd[0]} has another than process 0; give all the same")

@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import io
+import itertools
+import json
 import math
 import signal
 import sys
@@ -30,7 +33,7 @@ from transformer.training.checkpoint import Checkpoints, size
 from transformer.training.initialize import check_tokenizer, start_from
 from transformer.training.metrics import MetricsLog, Progress, check_wandb, human_count, human_number, plot_loss
 from transformer.training.optimizer import build_optimizer, schedule
-from transformer.training.recorder import Recorder
+from transformer.training.recorder import Diverged, Recorder
 from transformer.training.state import TrainState, abstract_state, init_state
 from transformer.training.step import attention_backends, make_eval_step, make_train_step
 
@@ -91,12 +94,17 @@ class _Run:
         try:
             if kind is None:
                 self.recorder.flush()
-            self.checkpoints.close()
+            if (
+                kind is None or issubclass(kind, Diverged) or jax.process_count() == 1
+            ):  # the others may not come to close it
+                self.checkpoints.close()
         finally:
             self.progress.close()
             self.log.close()
             if is_first():
                 plot_loss(self.workdir)
+        if kind is None:
+            barrier("the run is over")
 
     def evaluation_due(self) -> bool:
         return _due(self.step, self.config.train.eval_every) or self.step == self.config.train.steps
@@ -120,6 +128,7 @@ class _Run:
 
 def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     """Everything before the first step: checks first, then data, then the state, new or as it was left."""
+    agree("the config", hashlib.sha256(json.dumps(to_mapping(config), sort_keys=True).encode()).hexdigest())
     check_rows(config, mesh)
     check_wandb(config.train.wandb)
     rundir.check(workdir, config)
@@ -135,7 +144,9 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
     agree("the training text, or its tokenizer", text_sha256[:32] + data.tokenizer.sha256[:32])
     progress = Progress(config.train.steps, None if is_first() else io.StringIO())
-    if (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, config.train)).steps:
+    has_any = (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, config.train)).steps
+    agree("--workdir: the last checkpoint in it", str(has_any and checkpoints.steps[-1]))
+    if has_any:
         state, host = checkpoints.restore(abstract)
         step, window = host["data_step"], host["window"]
         if host["text_sha256"] != text_sha256:
@@ -153,6 +164,10 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     if is_first():
         rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
     barrier("the run directory is there")
+    if not (workdir / "config.json").exists():
+        raise UserError(
+            f"--workdir: process {jax.process_index()} does not see what process 0 wrote to {workdir}; it must be a shared folder"
+        )
     checkpoints = Checkpoints(workdir, config.train)
     progress.note(describe(abstract.params, placed.params, mesh) + "\n" + _describe_data(data, batches, config))
     if backends:
@@ -198,6 +213,10 @@ def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:
     return "\n".join(lines + [f"            {count:,} {what}" for what, count in batches.report.items()])
 
 
+_RUNS = itertools.count()
+"""Runs of this process: what was agreed on in one is nothing to the next."""
+
+
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[int], bool]]:
     """After SIGTERM (preemption) or Ctrl-C in any process, the function it yields returns True, in all of them at one step; a second
@@ -215,7 +234,8 @@ def _stop_signals() -> Iterator[Callable[[int], bool]]:
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda step: stop_agreed(bool(seen), step)
+        run = next(_RUNS)
+        yield lambda step: stop_agreed(bool(seen), step, run)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -18,6 +18,7 @@ import numpy as np
 from flax import struct
 
 from transformer.model.attention_backends.base import Inputs, logits, read
+from transformer.model.masks import REAL
 
 BLOCK = 256
 """Queries, and keys, at a time."""
@@ -29,6 +30,8 @@ def blockwise(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, 
     sizes = (min(BLOCK, T), min(BLOCK, S))
     q_Ixs, q_tokens = cut((q_BxTxNxH, given.q_tokens), sizes[0])
     kv_Jxs, k_tokens = cut(((k_BxSxKxH, v_BxSxKxH), given.k_tokens), sizes[1])
+    if S % sizes[1]:
+        given = given.replace(mask=given.mask & REAL)
     given = given.replace(q_tokens=q_tokens, k_tokens=k_tokens, position=given.logits_position)
     out_IxBxtxNxH = attend(q_Ixs, *kv_Jxs, given, needed(given, T, S, sizes))
     return join(out_IxBxtxNxH)[:, :T]
@@ -47,7 +50,7 @@ def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple
     order of their positions, keys wholly behind or outside a window need not be looked at."""
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
-    if not (given.q_tokens.order == given.k_tokens.order == "rows" and T == S):
+    if not (given.mask.within and given.q_tokens.order == given.k_tokens.order == "rows" and T == S):
         return tuple(pairs)
     first, last = (lambda n, size: n * size), (lambda n, size: (n + 1) * size - 1)
     if given.mask.causal and given.q_tokens.until_BxT is None:
@@ -58,7 +61,7 @@ def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple
 
 
 def cut(tree, size: int):
-    """Arrays [B, T, ...] as [T / size, B, size, ...], filled up with tokens of segment 0, which no mask lets through."""
+    """Arrays [B, T, ...] as [T / size, B, size, ...], filled up with tokens of segment 0."""
 
     def one(x):
         x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))

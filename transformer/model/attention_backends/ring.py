@@ -13,6 +13,7 @@ they are (Brandon et al. 2023; Llama 3's context parallelism).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -87,7 +88,8 @@ class _Plan:
     @staticmethod
     def of(axis: str, count: int, given: Inputs, T: int, S: int) -> "_Plan":
         orders = {given.q_tokens.order, given.k_tokens.order}
-        zigzag = orders == {"zigzag"} and given.mask.causal and given.q_tokens.until_BxT is None and T == S
+        ahead = given.q_tokens.until_BxT is not None  # a prefix sees what comes after it
+        zigzag = orders == {"zigzag"} and given.mask.within and given.mask.causal and not ahead and T == S
         sizes = tuple(_divisor(n // (1 + zigzag)) for n in (T, S))
         return _Plan(axis, count, sizes, (T // sizes[0], S // sizes[1]), zigzag)
 
@@ -112,8 +114,9 @@ class _Plan:
 
 
 def _divisor(tokens: int) -> int:
-    """The largest block that divides so many tokens."""
-    return next(size for size in range(min(tokens, blockwise.BLOCK), 0, -1) if tokens % size == 0)
+    """The size of block, of those that divide so many tokens, nearest to the usual one."""
+    sizes = [size for size in range(1, tokens + 1) if tokens % size == 0]
+    return min(sizes, key=lambda size: abs(math.log(size / blockwise.BLOCK)))
 
 
 def _turn(plan: _Plan, tree):

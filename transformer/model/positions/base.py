@@ -100,11 +100,11 @@ class Position:
         return None
 
     def score(self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair") -> jax.Array:
-        """The scaled logits with position in them, where that depends on queries and keys. The reference backend's alone."""
+        """The scaled logits with position in them, where that depends on queries and keys. No fused kernel's."""
         return logits_BxNxTxS
 
     def value(self, out_BxTxNxH: jax.Array, weights_BxNxTxS: jax.Array, pair: "Pair") -> jax.Array:
-        """What attention read, with position added to it. The reference backend's alone."""
+        """What attention read, with position added to it. No fused kernel's."""
         return out_BxTxNxH
 
     pairwise: ClassVar[bool] = True

@@ -2,7 +2,7 @@
 
 Shape suffixes: B batch, T query length, S key length, N heads, H head size, R distances, D d_model.
 
-They change the logits by what queries and keys say, so the reference backend alone serves them. Learned distances are those
+They change the logits by what queries and keys say, so no fused kernel serves them. Learned distances are those
 from -`max_distance` to `max_distance`; longer ones share the last.
 """
 
