@@ -32,6 +32,36 @@ PUBLISHED = {
 }  # fmt: skip
 """Parameters as their authors count them."""
 
+POST, RMS = {"norm_placement": "post", "norm": "layernorm"}, {"norm": "rmsnorm", "use_bias": False}
+LLAMA = {"family": "decoder", "norm_placement": "pre", **RMS, "activation": "silu", "glu": True}
+TABLE = {
+    "transformer_base transformer_big": {"family": "encoder_decoder", **POST, "position": "sinusoidal", "activation": "relu", "share_embeddings": True,
+                                         "tie_embeddings": True, "embedding_scale": True},
+    "minimal": {"family": "decoder", "norm_placement": {"name": "none", "residual_scale": 0.0}, "activation": "relu"},
+    "mit_6390": {**POST, "use_bias": False},
+    "jurafsky_martin": {"norm_placement": "pre", "tie_embeddings": True, "attention_bias": False},
+    "bert_base bert_large": {"family": "encoder", **POST, "position": "learned", "token_types": 2, "embedding_norm": True, "head_transform": True,
+                             "pooler": True, "num_labels": 2},
+    "gpt2 gpt2_medium gpt2_large gpt2_xl gpt3_small gpt3_175b": {"family": "decoder", "norm_placement": "pre", "activation": "gelu_tanh",
+                                                                 "residual_init_scale": True},
+    "bloom_560m bloom_176b": {"position": "alibi", "embedding_norm": True},
+    "t5_small t5_11b": {**RMS, "position": "t5", "attention_scale": 1.0, "glu": False, "tie_embeddings": True},
+    "t5_v1_1_small t5_v1_1_xxl": {**RMS, "position": "t5", "attention_scale": 1.0, "glu": True, "activation": "gelu_tanh", "tie_embeddings": False},
+    "bart_base bart_large": {"family": "encoder_decoder", **POST, "position": {"name": "learned", "offset": 2}, "logit_bias": True},
+    "marian": {"family": "encoder_decoder", **POST, "position": {"name": "sinusoidal", "layout": "halves"}, "logit_bias": True},
+    "opt_125m opt_175b": {"norm_placement": "pre", "position": {"name": "learned", "offset": 2}, "activation": "relu"},
+    "gpt_neox_20b pythia_12b": {"parallel": True, "position": {"name": "rotary", "fraction": 0.25}},
+    "llama2_7b": {**LLAMA, "position": "rotary", "num_kv_heads": 32},
+    "llama3_8b": {**LLAMA, "position": {"name": "rotary", "theta": 500_000.0}, "num_kv_heads": 8},
+    "mistral_7b": {**LLAMA, "window": 4096, "num_kv_heads": 8},
+    "qwen2_0.5b": {**LLAMA, "qkv_bias": True, "num_kv_heads": 2},
+    "qwen3_0.6b": {**LLAMA, "qk_norm": True, "num_kv_heads": 8},
+    "gemma2_2b gemma2_27b": {**RMS, "norm_placement": "peri", "attention_soft_cap": 50.0, "logit_soft_cap": 30.0, "embedding_scale": True},
+    "modernbert_base modernbert_large": {"family": "encoder", "first_norm": False, "glu": True, "norm_offset": False},
+}  # fmt: skip
+"""What each must exercise. That it computes what its authors say is shown below: by the oracle, by the numbers of parameters and, for
+those that have weights, by PyTorch's logits (test_convert.py)."""
+
 SMALL = {"d_model": 32, "num_heads": 4, "d_ff": 48, "vocab_size": 61, "max_length": 40}
 
 
@@ -55,6 +85,23 @@ def small(name: str):
     fields |= {"logit_scale": 32**-0.5} if published.logit_scale != 1 else {}
     fields |= {"d_embedding": 20} if published.d_embedding else {}
     return architecture(name, **fields)
+
+
+@pytest.mark.parametrize("names", TABLE)
+def test_the_table_of_architectures(names):
+    for name in names.split():
+        config = architecture(name)
+        assert {field: getattr(config, field) for field in TABLE[names]} == TABLE[names]
+    assert set(OF_HF.values()) <= set(FAMILIES), "every family of the table has a table of weights"
+
+
+def test_layers_that_differ():
+    """Local and global attention in turn; Llama 3.1's scaling of rotary."""
+    gemma, modern = architecture("gemma2_2b"), architecture("modernbert_base")
+    assert [layer.window for layer in gemma.layers("decoder")][:4] == [4096, 0, 4096, 0]
+    assert [layer.window for layer in modern.layers("encoder")][:6] == [0, 65, 65] * 2
+    assert modern.layers("encoder")[0].position["theta"] != modern.layers("encoder")[1].position["theta"]
+    assert architecture("llama3.1_8b").position["scaling"]["name"] == "llama3"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
