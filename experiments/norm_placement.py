@@ -52,5 +52,5 @@ def get_config(arm: str = "pre"):
     )
     config.data = dict(corpus="tatoeba_en_es", objective="seq2seq", length=64, batch_size=16)
     config.optimizer = dict(name="adamw", learning_rate=1e-3, schedule="inverse_sqrt", warmup_steps=300)
-    config.train = dict(steps=1000, label_smoothing=0.1, eval_every=250)
+    config.train = dict(steps=1000, label_smoothing=0.1, eval_every=250, checkpoint_every=250)
     return config

@@ -109,6 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.processes < 1 or args.devices < 1 or args.restarts < 0:
         parser.error("--processes and --devices are 1 or more, --restarts 0 or more")
+    if args.command in ([], ["--"]):
+        parser.error("name what to run behind --: -- train --config=... --workdir=...")
     command = [sys.executable, "-m", "transformer", *args.command[args.command[:1] == ["--"] :]]
     if args.dry_run:
         for index in range(args.processes):

@@ -248,6 +248,8 @@ def _generate(args, overrides) -> int:
     from transformer.parallel.mesh import use
 
     config, mesh = _open(args, overrides)
+    if args.interactive and args.input != "-":
+        raise UserError("--interactive and --input: one asks at the terminal, the other reads a file; leave one out")
     if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output: no folder {Path(args.output).parent}")
     if args.output != "-" and Path(args.output).is_dir():

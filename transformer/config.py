@@ -221,7 +221,7 @@ class DecodingConfig:
         at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
         if self.beam_size > 1 and self.temperature:
             raise UserError(
-                "decoding.beam_size and decoding.temperature: beam search does not sample; set one of them back"
+                "decoding.beam_size and decoding.temperature: beam search does not sample; set decoding.temperature to 0, or decoding.beam_size to 1"
             )
         if not 0 < self.top_p <= 1:
             raise UserError(f"decoding.top_p: {self.top_p} must lie in (0, 1]")

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.config_io import to_mapping
 from transformer.data.batching import Batches
@@ -198,7 +199,13 @@ def _advice(config: Experiment, data: Data) -> list[str]:
     ]
     hint = max(config.model.placement(side).warmup_hint for side in config.model.sides)
     if config.optimizer.warmup_steps < hint:
-        lines.append(f"norm_placement {config.model.norm_placement!r} is known to need about {hint:,} steps of warm-up")
+        lines.append(
+            f"norm_placement {plain(config.model.norm_placement)!r} is known to need about {hint:,} steps of warm-up"
+        )
+    if not config.train.checkpoint_every:
+        lines.append(
+            "saved at the end and when stopped; --config.train.checkpoint_every=N saves every N steps, against crashes"
+        )
     return lines
 
 
