@@ -13,6 +13,20 @@ WikiText-103, ALiBi and the T5 bias ahead of rotary and sinusoidal by 1 to 4 % o
 positions behind learned ones by 2 to 3 %.
 
 Hardware  two CPU cores, about 4 minutes an arm
+
+Seen after 1,000 steps, about 2 M tokens (two cores of an AMD EPYC 9005; test side, rows that do not overlap; one seed):
+
+    arm         loss   perplexity  bits per byte
+    alibi       4.402        81.6          2.093
+    rotary      4.453        85.9          2.117
+    t5          4.659       105.5          2.215
+    learned     4.731       113.4          2.250
+    none        4.733       113.6          2.250
+    sinusoidal  5.040       154.5          2.397
+
+So early in training schemes that favour what is near are ahead by far more than at the end of the papers' runs, and learned positions are not
+ahead of none yet. Sinusoids are as large as the embeddings they are added to (std 0.7 against 1 / sqrt(d_model) here, without
+`embedding_scale`), which costs them the beginning.
 """
 
 import ml_collections
