@@ -25,8 +25,8 @@ Seen after 1,000 steps, about 2 M tokens (two cores of an AMD EPYC 9005; test si
     sinusoidal  5.040       154.5          2.397
 
 So early in training schemes that favour what is near are ahead by far more than at the end of the papers' runs, and learned positions are not
-ahead of none yet. Sinusoids are as large as the embeddings they are added to (std 0.7 against 1 / sqrt(d_model) here, without
-`embedding_scale`), which costs them the beginning.
+ahead of none yet. Sinusoids are larger than the embeddings they are added to (std 0.7 against 1 / sqrt(d_model) = 0.09, without
+`embedding_scale`), which may be why they are behind.
 """
 
 import ml_collections
