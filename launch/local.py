@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 
-PREEMPTED = 143
 PATIENCE = 60  # seconds that the others have to notice that one is dead
 
 

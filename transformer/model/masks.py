@@ -84,7 +84,7 @@ SAME_SEGMENT = Mask(_same_segment, "same_segment", within=True)
 """Both in one document; padding belongs to none, so this is the padding mask too."""
 
 
-REAL = Mask(lambda q, k: jnp.broadcast_to((k.segments_BxT > 0)[:, None, :], _same_segment(q, k).shape), "real")
+REAL = Mask(lambda q, k: (k.segments_BxT > 0)[:, None, :] & (q.segments_BxT >= 0)[:, :, None], "real")
 """Any key that is no padding."""
 
 

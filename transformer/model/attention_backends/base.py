@@ -41,6 +41,19 @@ class Inputs:
         """The scheme, where it has something to say about logits or about what is read."""
         return self.position if self.position is not None and self.position.acts_on_logits else None
 
+    def split(self) -> tuple[tuple, tuple, Callable[[tuple, tuple], "Inputs"]]:
+        """(what has a gradient, what has none, how they make the whole again): for attention with a gradient of its own."""
+        learned, fixed = (self.position, self.sink_N), (self.q_tokens, self.k_tokens, self.dropout_key)
+        program = self.replace(position=None, sink_N=None, q_tokens=None, k_tokens=None, dropout_key=None)
+
+        def whole(learned: tuple, fixed: tuple) -> "Inputs":
+            (position, sink_N), (q_tokens, k_tokens, key) = learned, fixed
+            return program.replace(
+                position=position, sink_N=sink_N, q_tokens=q_tokens, k_tokens=k_tokens, dropout_key=key
+            )
+
+        return learned, fixed, whole
+
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
 """attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, given) -> out_BxTxNxH."""

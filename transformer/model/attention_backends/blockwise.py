@@ -180,13 +180,7 @@ def _block(i, j, q_Ixs, k_Jxs, v_Jxs, given: Inputs) -> tuple[tuple[jax.Array, .
 
 def attend(q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs) -> jax.Array:
     """out_IxBxtxNxH over all pairs, with its own gradient."""
-    learned = (given.position, given.sink_N)
-    fixed = (given.q_tokens, given.k_tokens, given.dropout_key)
-    still = given.replace(position=None, sink_N=None, q_tokens=None, k_tokens=None, dropout_key=None)
-
-    def whole(learned, fixed) -> Inputs:
-        (position, sink_N), (q_tokens, k_tokens, key) = learned, fixed
-        return still.replace(position=position, sink_N=sink_N, q_tokens=q_tokens, k_tokens=k_tokens, dropout_key=key)
+    learned, fixed, whole = given.split()
 
     def forward(q, k, v, learned, fixed):
         running = accumulate(Running.nothing(q, v.shape[-1], learned[1]), q, k, v, whole(learned, fixed), pairs)

@@ -40,18 +40,12 @@ def why_not(q, k, v, given: Inputs) -> str | None:
 def ring(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
     """What `reference` computes, with T and S spread over the mesh axis of "length". Dropout draws another mask for each block."""
     axis, count = axis_of("length")
-    learned = (given.logits_position, given.sink_N)
-    fixed = (given.q_tokens, given.k_tokens, given.dropout_key)
-    still = given.replace(position=None, sink_N=None, q_tokens=None, k_tokens=None, dropout_key=None)
+    learned, fixed, whole = given.replace(position=given.logits_position).split()
     plan = _Plan.of(axis, count, given, q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
     spread, same = P(None, axis), P()
     rows = P(None, None, axis)
     places = (spread, spread, spread, same, (spread, spread, same))
     manual = functools.partial(jax.shard_map, axis_names={axis}, check_vma=False)
-
-    def whole(learned, fixed) -> Inputs:
-        (position, sink_N), (q_tokens, k_tokens, key) = learned, fixed
-        return still.replace(position=position, sink_N=sink_N, q_tokens=q_tokens, k_tokens=k_tokens, dropout_key=key)
 
     here_forward = manual(
         lambda q, k, v, learned, fixed: _forward(plan, q, k, v, whole(learned, fixed)),
