@@ -13,7 +13,8 @@ another experiment:
     config.train = dict(init_from="runs/objectives/masked_lm", init_new=("classifier/*",), init_drop=("unembedding/*",), ...)
 
 Hardware  two CPU cores, about 4 minutes an arm
-Seen      causal_lm after 1,000 steps: 2.116 bits per byte on the test side (two cores of an AMD EPYC 9005). The others were run for 30 steps only.
+Seen      after 1,000 steps, test side (two cores of an AMD EPYC 9005): causal_lm 2.116 bits per byte; masked_lm loss 4.317 and 31.7 % of the hidden
+          tokens right; span_corruption loss 4.603 and 29.3 %. prefix_lm and ul2 were run for 30 steps only.
 """
 
 import ml_collections
