@@ -25,7 +25,9 @@ PATIENCE = 60  # seconds that the others have to notice that one is dead
 def variables(index: int, count: int, devices: int, port: int) -> dict[str, str]:
     """What process `index` is told."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
-    # Many simulated devices share few cores: a slow one is no dead one.
+    # Many simulated devices share few cores: a slow one is no dead one; and one operation after another on each, or collectives that
+    # wait for each other use up the threads that all share, and the run stands still.
+    flags += " --xla_cpu_multi_thread_eigen=false"
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
     return {
         "TRANSFORMER_COORDINATOR": f"localhost:{port}", "TRANSFORMER_PROCESSES": str(count), "TRANSFORMER_PROCESS": str(index),
