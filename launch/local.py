@@ -19,15 +19,17 @@ import sys
 import threading
 import time
 
+from shell import need_command, parse
+
 PATIENCE = 60  # seconds that the others have to notice that one is dead
 
 
 def variables(index: int, count: int, devices: int, port: int) -> dict[str, str]:
     """What process `index` is told."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
-    # Many simulated devices share few cores: a slow one is no dead one; and one operation after another on each, or collectives that
-    # wait for each other use up the threads that all share, and the run stands still.
-    flags += " --xla_cpu_multi_thread_eigen=false"
+    # Many simulated devices share few cores: a slow one is no dead one. And as much as possible one operation after another on each:
+    # where several run at once, a collective that waits can hold up the loop that another device waits for, and all stand still.
+    flags += " --xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
     return {
         "TRANSFORMER_COORDINATOR": f"localhost:{port}", "TRANSFORMER_PROCESSES": str(count), "TRANSFORMER_PROCESS": str(index),
@@ -106,13 +108,11 @@ def main(argv: list[str] | None = None) -> int:
         "--restarts", type=int, default=0, help="how often to start again after a preemption or a death"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- VERB ...")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
+    need_command(parser, args)
     if args.processes < 1 or args.devices < 1 or args.restarts < 0:
         parser.error("--processes and --devices are 1 or more, --restarts 0 or more")
-    if args.command in ([], ["--"]):
-        parser.error("name what to run behind --: -- train --config=... --workdir=...")
-    command = [sys.executable, "-m", "transformer", *args.command[args.command[:1] == ["--"] :]]
+    command = [sys.executable, "-m", "transformer", *args.command]
     if args.dry_run:
         for index in range(args.processes):
             told = variables(index, args.processes, args.devices, args.port or 12355)

@@ -20,6 +20,7 @@ from transformer.parallel.mesh import make_mesh
 from transformer.parallel.sharding import Share
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "launch"))  # as when it is run: its neighbour can be imported
 spec = importlib.util.spec_from_file_location("local", ROOT / "launch" / "local.py")
 local = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(local)
