@@ -5,9 +5,9 @@ import os
 
 os.environ["XLA_FLAGS"] = (  # small models, run once: what counts is the time to compile them
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    # One operation after another on each device. Several at once share a pool of few threads, which collectives that wait for each
-    # other can use up: one run in a few hundred then stands still for ever.
-    "--xla_cpu_multi_thread_eigen=false "
+    # As much as possible one operation after another on each device: where several run at once, a collective that waits can hold up
+    # the loop that another device waits for, and one step in a thousand stands still for ever.
+    "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false "
     "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600 "  # a busy machine
     + os.environ.get("XLA_FLAGS", "")
 )

@@ -195,9 +195,27 @@ def stack(c, p, side, x, here, encoded=None, there=None):
 
 
 def feed_forward(c, p, x):
+    if not isinstance(c.feed_forward, str):
+        return np.stack([mixture(c, p, token) for token in x])
     h = linear(p["in"], x)
     h = activate(c, linear(p["gate"], x)) * h if c.glu else activate(c, h)
     return linear(p["out"], h)
+
+
+def mixture(c, p, x):
+    """One token, its `top_k` best experts, one after another; nothing is dropped."""
+    options = dict(c.feed_forward)
+    p_e = np.exp(x @ p["router"]["kernel"])
+    p_e = p_e / p_e.sum()
+    best = np.argsort(-p_e)[: options["top_k"]]
+    total = p_e[best].sum() if options.get("normalize", True) else 1.0
+    y = 0.0
+    for e in best:
+        own = lambda name: {field: x[e] for field, x in p[name].items()}
+        h = linear(own("in"), x)
+        h = activate(c, linear(own("gate"), x)) * h if c.glu else activate(c, h)
+        y = y + p_e[e] / total * linear(own("out"), h)
+    return y
 
 
 def sinusoid(t, d, base=1e4, layout="interleaved"):

@@ -2,10 +2,12 @@
 
 import re
 
+import jax
 import numpy as np
 import pytest
+from conftest import make, small, tokens
 
-from transformer.config import Experiment
+from transformer.config import Experiment, MeshConfig
 from transformer.config_io import from_mapping
 from transformer.data.batching import assemble
 from transformer.data.objectives import Segment
@@ -37,9 +39,10 @@ def compiled(family: str, mesh: dict, **model):
         text = step.lower(abstract, assemble([[segment]] * ROWS, LENGTH)).compile().as_text()
     found = {kind: [] for kind in KINDS}
     for result, kind in re.findall(rf"^\s*%?\S+ = (.*?) ({'|'.join(KINDS)})(?:-start)?\(", text, re.M):
+        shapes = [tuple(map(int, dims.split(","))) if dims else () for dims in re.findall(r"\w+\[([\d,]*)\]", result)]
         found[kind] += [
-            tuple(map(int, dims.split(","))) if dims else () for dims in re.findall(r"\w+\[([\d,]*)\]", result)
-        ]
+            shape[1:] if shape[:1] == (1,) and len(shape) > 1 else shape for shape in shapes
+        ]  # a layer of its stack
     return found, set(layer_shapes(config.model, flatten(abstract.params)).values())
 
 
@@ -67,15 +70,59 @@ def test_fsdp_gathers_parameters_and_never_activations(family):
     assert not big(found["all-to-all"]) and not big(found["collective-permute"])
 
 
+STREAM = (ROWS, LENGTH, D)
+
+
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_tensor_parallel_adds_up_the_residual_stream_and_never_gathers_logits(family):
+    """Between sublayers each device holds some of the tokens: they are gathered before one, and added up (in parts, where the compiler has
+    a scattering sum) behind it."""
     found, _ = compiled(family, {"tensor": 4})
-    assert {shape for shape in big(found["all-reduce"])} == {(ROWS, LENGTH, D)}
+    assert {shape for shape in big(found["all-reduce"])} == {STREAM} == {shape for shape in big(found["all-gather"])}
     for kind in KINDS:
         assert not [s for s in found[kind] if VOCAB in s or VOCAB // 4 in s], (
             "logits, or the matrix that they come from"
         )
-    assert not any(big(found[kind]) for kind in ("all-gather", "all-to-all", "collective-permute"))
+    assert not any(big(found[kind]) for kind in ("all-to-all", "collective-permute"))
+
+
+def test_norms_between_sublayers_see_a_part_of_the_tokens():
+    """Sequence parallelism (Korthikanti et al. 2022): a norm's statistics are of T / 4 tokens on each of four devices."""
+    model, params = make(small("decoder", num_kv_heads=4))
+    with use(make_mesh(MeshConfig(data=1, tensor=4))):
+        text = jax.jit(model.apply).lower(params, tokens(0, 2, 8)).compile().as_text()
+    sums = set(re.findall(r"f32\[([\d,]+)\]\S* reduce\(.*(?:in_norm|final_norm)", text))
+    assert sums == {"2,2"}, sums
+
+
+def test_a_pipeline_passes_micro_batches_on():
+    found, parameters = compiled("decoder", {"stage": 2})
+    half = (ROWS // 2, LENGTH, D)
+    assert set(big(found["collective-permute"])) == {half}
+    assert set(big(found["all-gather"])) <= {(2, *half)}, "rows, which outside of the layers are spread over stages too"
+    outside = {shape for shape in parameters if VOCAB in shape} | {(2, *half), (D, VOCAB)}
+    assert set(big(found["all-reduce"])) <= outside, "no gradient of a layer, which is on one stage alone"
+    assert not big(found["all-to-all"])
+
+
+def test_experts_keep_their_matrices_and_see_the_tokens_of_all():
+    experts = {"name": "experts", "num_experts": 4}
+    found, parameters = compiled("decoder", {"expert": 4}, feed_forward=experts)
+    assert set(big(found["all-gather"])) <= {
+        STREAM,
+        (ROWS, LENGTH, 4),
+        (ROWS, LENGTH, 2),
+    }  # also probabilities and choices
+    assert set(big(found["reduce-scatter"])) == {(ROWS // 4, LENGTH, D)}
+    matrices = {shape for shape in parameters if shape[:1] == (4,) and set(shape[1:]) == {D, FF}}
+    assert len(matrices) == 2 and not matrices & {shape for kind in KINDS for shape in found[kind]}
+
+
+def test_experts_with_places_are_sent_their_tokens():
+    experts = {"name": "experts", "num_experts": 4, "capacity_factor": 1.0}
+    found, _ = compiled("decoder", {"expert": 4}, feed_forward=experts)
+    assert big(found["all-to-all"]), "tokens to experts and back"
+    assert not [s for s in big(found["all-gather"]) if s == STREAM]
 
 
 def test_context_parallel_passes_keys_and_values_on():

@@ -28,6 +28,9 @@ VARIANTS = {
     "parallel": {"parallel": True},
     "parallel peri": {"parallel": True, "norm_placement": "peri"},
     "gated": {"glu": True, "activation": "silu"},
+    "experts": {"feed_forward": {"name": "experts", "num_experts": 5, "top_k": 2}},
+    "gated experts": {"feed_forward": {"name": "experts", "num_experts": 4, "top_k": 1, "normalize": False}, "glu": True, "use_bias": False},
+    "roomy experts": {"feed_forward": {"name": "experts", "num_experts": 4, "top_k": 2, "capacity_factor": 4.0}},
     "gelu, no bias": {"activation": "gelu", "use_bias": False},
     "gelu_tanh, some biases": {"activation": "gelu_tanh", "use_bias": False, "qkv_bias": True},
     "rmsnorm": {"norm": "rmsnorm", "norm_zero_centered": True},
@@ -130,7 +133,17 @@ def test_a_prefix(position):
 
 @pytest.mark.parametrize(
     "variant",
-    ["multi-query", "d_k and d_v", "window", "sink", "local and global", "two tables", "soft cap", "parallel peri"],
+    [
+        "multi-query",
+        "d_k and d_v",
+        "window",
+        "sink",
+        "local and global",
+        "two tables",
+        "soft cap",
+        "parallel peri",
+        "experts",
+    ],
 )
 @pytest.mark.parametrize("scan", [True, False])
 def test_cached_decoding(variant, scan):

@@ -1,7 +1,13 @@
 """The table from logical names to mesh axes is checked; the mesh is made or refused."""
 
+import contextlib
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import TINY
 
@@ -9,10 +15,10 @@ from transformer.config import Experiment, MeshConfig, ModelConfig
 from transformer.config_io import from_mapping
 from transformer.errors import UserError
 from transformer.model.network import build_model
-from transformer.parallel.mesh import check_memory, make_mesh, use
+from transformer.parallel.mesh import arrange, check_memory, check_rows, make_mesh, use
 from transformer.parallel.sharding import RULES, describe, shardings, unbox
 from transformer.training.optimizer import build_optimizer
-from transformer.training.state import abstract_state
+from transformer.training.state import abstract_state, relayout
 
 
 def boxed(names, shape):
@@ -57,7 +63,7 @@ def test_every_matrix_of_every_family_is_sharded(family, fields):
         if path[-1].key in ("kernel", "embedding"):
             assert {"fsdp", "tensor"} <= set(sharding.spec), path
     text = describe(unbox(boxed_params), placed, mesh)
-    assert "data 2 x fsdp 2 x context 1 x tensor 2" in text
+    assert "data 2 x fsdp 2 x tensor 2" in text
     assert len({name for name, _ in RULES}) == len(RULES)
 
 
@@ -82,3 +88,78 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
         ):
             check_memory(abstract.params, mesh, "parameters")
         check_memory(abstract.step, mesh, "a number")
+
+
+def slices(count):
+    """TPU chips as JAX tells of them: `count` slices of 2 x 2 x 2, two hosts each."""
+    corners = itertools.product(range(count), range(2), range(2), range(2))
+    return [
+        SimpleNamespace(platform="tpu", device_kind="TPU v5", coords=[x, y, z], core_on_chip=0, slice_index=s, process_index=2 * s + z, id=i)
+        for i, (s, x, y, z) in enumerate(corners)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("across", "sizes"), [("data", {"data": 4, "fsdp": 4}), ("fsdp", {"data": 2, "fsdp": 8}), ("stage", {"data": 1, "stage": 2, "fsdp": 8})])  # fmt: skip
+def test_of_several_slices_one_axis_goes_across(across, sizes):
+    """All neighbours along the other axes are in one slice, and along this one in its half."""
+    config = MeshConfig(**sizes, slices=across)
+    placed = arrange(config.sizes, config.slices, slices(2))
+    assert placed.shape == tuple(config.sizes.values())
+    number = np.vectorize(lambda device: device.slice_index)(placed)
+    axis = list(config.sizes).index(across)
+    halves = np.array_split(number, 2, axis=axis)
+    assert [set(half.flat) for half in halves] == [{0}, {1}]
+
+
+def test_an_axis_that_does_not_divide_over_slices_is_refused():
+    with pytest.raises(UserError, match=r"mesh.data: 1 does not divide over 2 slices; .* mesh.slices"):
+        arrange(MeshConfig(data=1, fsdp=16).sizes, "data", slices(2))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "message"),
+    [
+        ({"stage": 2}, {"scan_layers": False}, "mesh.stage: 2, but layers are not looped"),
+        ({"stage": 4}, {"pipeline_rounds": 2, "pipeline_microbatches": 2, "num_decoder_layers": 8}, "model.pipeline_microbatches: 2 are too few"),
+        ({"stage": 2, "fsdp": 2}, {"pipeline_microbatches": 3}, r"8 rows of 8 tokens do not divide over mesh.stage \* mesh.fsdp \* model.pipeline_microbatches = 2 \* 2 \* 3"),
+        ({"expert": 4}, {"max_length": 8}, None),
+        ({"data": 3}, {}, r"data.batch_size: 8 rows of 8 tokens do not divide over mesh.data = 3"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
+    config = from_mapping(Experiment, {
+        "model": {"family": "decoder", **TINY, **model}, "data": {"corpus": "pydoc", "length": 8, "batch_size": 8}, "mesh": {"data": 1, **mesh},
+    })  # fmt: skip
+    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
+        check_rows(config, make_mesh(config.mesh))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pipeline_rounds": 3}, "model.pipeline_rounds: 3 do not divide the 2 decoder layers"),
+        ({"pipeline_rounds": 2, "scan_layers": False}, "model.pipeline_rounds: 2 needs model.scan_layers=True"),
+        ({"pipeline_rounds": 2, "num_decoder_layers": 4, "layer_pattern": ({"window": 2}, {"window": 3}, {"window": 2}, {"window": 4})}, "the 1 decoder layers"),
+    ],
+)  # fmt: skip
+def test_rounds_that_make_no_sense_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        ModelConfig(family="decoder", **{**TINY, **fields})
+
+
+def test_statistics_that_cannot_be_moved_are_named():
+    """Adafactor's are of other shapes than their parameters."""
+    config = from_mapping(Experiment, {
+        "model": {"family": "decoder", **TINY}, "data": {"corpus": "pydoc", "length": 8, "batch_size": 8},
+        "optimizer": {"name": "adafactor"}, "mesh": {"data": 1},
+    })  # fmt: skip
+    with use(make_mesh(config.mesh)) as mesh:
+        new = dataclasses.replace(config.model, scan_layers=False)
+        old, wanted = (
+            abstract_state(
+                dataclasses.replace(config, model=m), build_model(m), build_optimizer(config.optimizer, 1), mesh
+            )[0]
+            for m in (config.model, new)
+        )
+        with pytest.raises(UserError, match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be moved"):
+            relayout(old, config.model, new, wanted)

@@ -45,14 +45,15 @@ class Attention(nn.Module):
         cfg = self.config
         if position is not None:
             position = position.bind_layer(self.param, cfg.stack_facts(self.side))
-        q_BxTxNxH, kv = self._heads("query", cfg.num_heads)(x_BxTxD), cached
+        by_heads = lambda x: constrain(x, ("batch", "length", "activation_heads", "head"))
+        q_BxTxNxH, kv = by_heads(self._heads("query", cfg.num_heads)(x_BxTxD)), cached
         if cfg.qk_norm:
             q_BxTxNxH = cfg.norm_module(name="query_norm")(q_BxTxNxH)
         if y_BxSxD is not None:
-            k_BxSxKxH = self._heads("key", cfg.num_kv_heads)(y_BxSxD)
+            k_BxSxKxH = by_heads(self._heads("key", cfg.num_kv_heads)(y_BxSxD))
             if cfg.qk_norm:
                 k_BxSxKxH = cfg.norm_module(name="key_norm")(k_BxSxKxH)
-            v_BxSxKxH = self._heads("value", cfg.num_kv_heads, self.gain)(y_BxSxD)
+            v_BxSxKxH = by_heads(self._heads("value", cfg.num_kv_heads, self.gain)(y_BxSxD))
             if position is not None:
                 q_BxTxNxH, k_BxSxKxH = position.rotate(q_BxTxNxH, k_BxSxKxH)
             new = KeyValue(k_BxSxKxH, v_BxSxKxH)
@@ -67,7 +68,7 @@ class Attention(nn.Module):
             given = given.replace(dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
         inputs = (q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given)
         out_BxTxNxH = attention_backends.choose(cfg.attention_backend, *inputs)(*inputs)
-        out_BxTxNxH = constrain(out_BxTxNxH, ("batch", "length", "activation_heads", "head"))
+        out_BxTxNxH = by_heads(out_BxTxNxH)
         out = Linear(
             cfg,
             (cfg.d_model,),

@@ -7,7 +7,7 @@ from flax.core import FrozenDict
 
 from transformer.checks import at_least, in_unit_interval, one_of, positive, strict
 from transformer.errors import UserError
-from transformer.model import positions
+from transformer.model import feed_forward_kinds, positions
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
 from transformer.model.initializers import INITIALIZERS
@@ -46,7 +46,7 @@ class ModelConfig:
     random_positions: int = 0  # train at positions drawn, in order, from so many (Ruoss et al. 2023); 0: 0, 1, 2, ...
     layer_pattern: tuple[
         FrozenDict, ...
-    ] = ()  # `window` and `position` of layer 0, 1, ..., and so on from the first again
+    ] = ()  # `window`, `position` and `feed_forward` of layer 0, 1, ..., and so on from the first again
     norm_placement: Choice = "pre"  # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_gain: bool = True
@@ -59,6 +59,7 @@ class ModelConfig:
     )
     parallel: bool = False  # x + attention(norm(x)) + ff(norm(x)): sublayers side by side (GPT-J, GPT-NeoX)
 
+    feed_forward: Choice = "dense"  # dense, or dict(name="experts", num_experts=..., top_k=..., capacity_factor=...)
     activation: str = "relu"  # relu | gelu | gelu_tanh | silu
     glu: bool = False  # act(x W_gate) * (x W_in)
     use_bias: bool = True  # in every projection, but for what the next two say
@@ -96,6 +97,8 @@ class ModelConfig:
     residual_init_scale: bool = False  # W_O and the feed-forward's output start 1 / sqrt(sublayers) smaller (GPT-2)
 
     scan_layers: bool = True  # one compiled layer, looped; False: unrolled
+    pipeline_microbatches: int = 0  # parts of a batch that follow each other through mesh.stage; 0: as many as stages
+    pipeline_rounds: int = 1  # how often each goes through all stages: layers are stacked [rounds, layers / rounds]
     remat: str = "none"  # none | full | dots: what the backward pass computes again
     dtype: str = "float32"  # of activations; parameters and optimizer stay in param_dtype
     param_dtype: str = "float32"
@@ -130,7 +133,9 @@ class ModelConfig:
             "window",
             "attention_soft_cap",
             "logit_soft_cap",
+            "pipeline_microbatches",
         )
+        at_least("model", self, 1, "pipeline_rounds")
         positive("model", self, "norm_epsilon", "init_std", "logit_scale")
         if self.attention_scale is not None:
             positive("model", self, "attention_scale")
@@ -202,25 +207,36 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         """What each layer is made of: its placement, its position scheme, its window."""
-        for field in ("position", "norm_placement"):
+        for field in ("position", "norm_placement", "feed_forward"):
             if not isinstance(getattr(self, field), str):
                 self._set(field, FrozenDict(getattr(self, field)))
         self._set("layer_pattern", tuple(FrozenDict(of_one) for of_one in self.layer_pattern))
         for field, value in [item for of_one in self.layer_pattern for item in of_one.items()]:
-            kinds = {"window": int, "position": (str, FrozenDict)}
+            kinds = {"window": int, "position": (str, FrozenDict), "feed_forward": (str, FrozenDict)}
             if field not in kinds:
-                raise UserError(f"model.layer_pattern: {field!r} cannot differ between layers; window and position can")
+                raise UserError(
+                    f"model.layer_pattern: {field!r} cannot differ between layers; window, position and feed_forward can"
+                )
             if not isinstance(value, kinds[field]) or isinstance(value, bool):
                 raise UserError(
-                    f"model.layer_pattern: {field} = {value!r}; a window is a number, a position a name or {{'name': ...}}"
+                    f"model.layer_pattern: {field} = {value!r}; a window is a number, the others a name or {{'name': ...}}"
                 )
+        for one in [of_one.get("feed_forward", self.feed_forward) for of_one in self.layer_pattern or ({},)]:
+            feed_forward_kinds.build(one)
         for side in self.sides:
             self.placement(side)
             for one in [of_one.get("position", self.position) for of_one in self.layer_pattern or ({},)]:
                 if problem := positions.build(one).check(self.stack_facts(side)):
                     raise UserError(problem)
+            repeats = self.num_layers(side)
             if self.layer_pattern:
-                self.layers(side)
+                repeats //= self.period(side)
+            if self.pipeline_rounds > 1 and (repeats % self.pipeline_rounds or not self.scan_layers):
+                raise UserError(
+                    f"model.pipeline_rounds: {self.pipeline_rounds} do not divide the {repeats} {side} layers (or periods of model.layer_pattern)"
+                    if self.scan_layers
+                    else f"model.pipeline_rounds: {self.pipeline_rounds} needs model.scan_layers=True"
+                )
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -253,6 +269,11 @@ class ModelConfig:
     def qkv_has_bias(self) -> bool:
         """In the projections of queries, keys and values."""
         return self.attention_has_bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def feed_forward_kind(self):
+        """What `feed_forward` chooses, with its options."""
+        return feed_forward_kinds.build(self.feed_forward)
 
     def num_layers(self, side: str) -> int:
         return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers

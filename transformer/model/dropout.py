@@ -18,9 +18,12 @@ class Dropout(nn.Module):
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
         if deterministic or self.rate == 0.0:
             return x
-        return jnp.where(keep_mask(self.make_rng("dropout"), self.rate, x.shape), x / (1.0 - self.rate), 0).astype(
-            x.dtype
-        )
+        return drop(self.make_rng("dropout"), self.rate, x)
+
+
+def drop(key: jax.Array, rate: float, x: jax.Array) -> jax.Array:
+    """x with numbers zeroed and the others grown."""
+    return jnp.where(keep_mask(key, rate, x.shape), x / (1.0 - rate), 0).astype(x.dtype)
 
 
 def keep_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:

@@ -12,7 +12,7 @@ from transformer.model.activations import ACTIVATIONS, soft_cap
 from transformer.model.config import ModelConfig
 from transformer.model.initializers import matrix_init
 from transformer.model.linear import Linear
-from transformer.model.sharding import constrain
+from transformer.model.sharding import constrain, gathered
 
 
 class Embedding(nn.Module):
@@ -36,8 +36,9 @@ class Embedding(nn.Module):
         """float[B, T, D]. Without types given, all tokens are of type 0."""
         cfg = self.config
         # Whole along E on every device: looked up in parts, rows would come in parts too, and be moved instead of the table.
-        table_VxE = constrain(self.table_VxE.astype(cfg.dtype), ("vocab", "activation_embed"))
-        x_BxTxD = table_VxE[tokens_BxT]
+        table_VxE = gathered(self.table_VxE.astype(cfg.dtype), ("vocab", "embed"))
+        # Each device finds the tokens of its part of the vocabulary; what they find is added up.
+        x_BxTxD = constrain(table_VxE[tokens_BxT], ("batch", "length", "activation_embed"))
         if cfg.embedding_size != cfg.d_model:
             x_BxTxD = self.project(x_BxTxD)
         if cfg.embedding_scale:
@@ -45,7 +46,7 @@ class Embedding(nn.Module):
         if cfg.token_types:
             types = jnp.zeros_like(tokens_BxT) if token_types_BxT is None else token_types_BxT
             x_BxTxD += self.types_YxD[types].astype(cfg.dtype)
-        return constrain(x_BxTxD, ("batch", "length", "activation_embed"))
+        return constrain(x_BxTxD, ("batch", "stream", "activation_embed"))
 
 
 @struct.dataclass
@@ -58,14 +59,18 @@ class Head:
     soft_cap: float = struct.field(pytree_node=False, default=0.0)
 
     def __call__(self, h_BxTxE: jax.Array) -> jax.Array:
+        h_BxTxE = constrain(h_BxTxE, ("batch", "length", "activation_embed"))
         logits_BxTxV = jnp.einsum(
-            "BTE,VE->BTV", h_BxTxE, self.matrix_VxE.astype(h_BxTxE.dtype), preferred_element_type=jnp.float32
+            "BTE,VE->BTV", h_BxTxE, self._matrix(h_BxTxE.dtype), preferred_element_type=jnp.float32
         )
         if self.bias_V is not None:
             logits_BxTxV += self.bias_V
         if self.soft_cap:
             logits_BxTxV = soft_cap(logits_BxTxV, self.soft_cap)
         return constrain(logits_BxTxV, ("batch", "length", "activation_vocab"))
+
+    def _matrix(self, dtype) -> jax.Array:
+        return gathered(self.matrix_VxE.astype(dtype), ("vocab", "embed"))
 
     def pull_back(self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array) -> tuple[jax.Array, "Head"]:
         """The gradients by h and by this head, given the logits and the gradient by them: what autodiff gives, with the sum over
@@ -74,7 +79,7 @@ class Head:
             d_BxTxV = d_BxTxV * (1.0 - jnp.square(logits_BxTxV / self.soft_cap))
         d_BxTxV = jax.lax.optimization_barrier(d_BxTxV)  # computed once, read twice
         d_BxTxV = constrain(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxE.dtype)
-        d_h_BxTxE = jnp.einsum("BTV,VE->BTE", d_BxTxV, self.matrix_VxE.astype(h_BxTxE.dtype))
+        d_h_BxTxE = jnp.einsum("BTV,VE->BTE", d_BxTxV, self._matrix(h_BxTxE.dtype))
         d_matrix_ExV = jnp.einsum("BTE,BTV->EV", h_BxTxE, d_BxTxV, preferred_element_type=jnp.float32)
         # Folded with the transpose it would be a product that XLA's CPU compiler has no bfloat16 for.
         d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)

@@ -1,4 +1,4 @@
-"""The position-wise feed-forward sublayer.
+"""The position-wise feed-forward sublayer: one for all tokens, or, in experts.py, several.
 
 Shape suffixes: B batch, T length, D d_model, F d_ff.
 """
@@ -9,7 +9,9 @@ from flax import linen as nn
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
+from transformer.model.experts import Experts
 from transformer.model.linear import Linear
+from transformer.model.masks import Tokens
 from transformer.model.sharding import constrain
 
 
@@ -21,7 +23,7 @@ class FeedForward(nn.Module):
     out_gain: float  # of the initial W_out, on top
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, deterministic: bool) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
         cfg = self.config
         act = ACTIVATIONS[cfg.activation]
         h_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(x_BxTxD)
@@ -35,3 +37,7 @@ class FeedForward(nn.Module):
         return Linear(cfg, (cfg.d_model,), ("ff", "embed"), cfg.use_bias, self.gain * self.out_gain, name="out")(
             h_BxTxF
         )
+
+
+FEED_FORWARDS = {"dense": FeedForward, "experts": Experts}
+"""By the names of feed_forward_kinds.py: modules that are called with (x, tokens, deterministic)."""

@@ -1,4 +1,5 @@
-"""Where a layer's parameters stand: in a tree of its own (`layers_3`), or stacked with those of other layers (`layers`).
+"""Where a layer's parameters stand: in a tree of its own (`layers_3`), or stacked with those of other layers (`layers`), in one axis or,
+for a circular pipeline, in two: [rounds, layers / rounds].
 
 A path is the names of a parameter joined by `/`. Unrolled paths name every layer by its number, so they are the same for
 every layout; converting between layouts, or from outside weights, goes through them.
@@ -25,29 +26,37 @@ def unrolled(config: ModelConfig, path: str) -> tuple[str, ...]:
     return tuple(f"{side}/layers_{i}/{rest}" for i in layers)
 
 
-def where(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, int | None]]:
-    """Unrolled path -> (path in this model, place in its stack; None where layers are not stacked)."""
-    return {
-        name: (path, i if _LOOPED.fullmatch(path) else None)
-        for path in paths
-        for i, name in enumerate(unrolled(config, path))
-    }
+def where(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Unrolled path -> (path in this model, place in its stack: empty where layers are not stacked)."""
+    return {name: (path, place) for path in paths for name, place in _places(config, path)}
 
 
-def part(x, index: int | None):
+def part(x, place: tuple[int, ...]):
     """One layer's part of a parameter."""
-    return x if index is None else x[index]
+    return x[place] if place else x
 
 
 def join(config: ModelConfig, path: str, get: Callable[[str], Any], stack: Callable) -> Any:
     """The parameter at `path`, its layers' parts got by their unrolled names and stacked where this model loops over layers."""
     parts = [get(name) for name in unrolled(config, path)]
-    return stack(parts) if _LOOPED.fullmatch(path) else parts[0]
+    if not _LOOPED.fullmatch(path):
+        return parts[0]
+    x = stack(parts)
+    return x.reshape(config.pipeline_rounds, -1, *x.shape[1:]) if config.pipeline_rounds > 1 else x
 
 
 def layer_shapes(config: ModelConfig, flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Unrolled path -> shape."""
-    return {name: tuple(flat[path].shape[i is not None :]) for name, (path, i) in where(config, flat).items()}
+    return {name: tuple(flat[path].shape[len(place) :]) for name, (path, place) in where(config, flat).items()}
+
+
+def _places(config: ModelConfig, path: str) -> list[tuple[str, tuple[int, ...]]]:
+    names = unrolled(config, path)
+    if not _LOOPED.fullmatch(path):
+        return [(path, ())]
+    if config.pipeline_rounds == 1:
+        return [(name, (i,)) for i, name in enumerate(names)]
+    return [(name, divmod(i, len(names) // config.pipeline_rounds)) for i, name in enumerate(names)]
 
 
 def flatten(params) -> dict:

@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from transformer.model.config import ModelConfig
 from transformer.model.initializers import matrix_init
+from transformer.model.sharding import gathered
 
 
 class Linear(nn.Module):
@@ -35,7 +36,8 @@ class Linear(nn.Module):
         kernel = self.param(
             "kernel", nn.with_logical_partitioning(init, self.names), (*inputs, *self.outputs), cfg.param_dtype
         )
-        y = jnp.tensordot(x.astype(cfg.dtype), kernel.astype(cfg.dtype), axes=contracted)
+        kernel = gathered(kernel.astype(cfg.dtype), self.names)
+        y = jnp.tensordot(x.astype(cfg.dtype), kernel, axes=contracted)
         if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.names[contracted:])
             y += self.param("bias", zeros, self.outputs, cfg.param_dtype).astype(cfg.dtype)

@@ -33,11 +33,13 @@ class Residual(nn.Module):
         for i, f in enumerate(sublayers):
             suffix = f"_{i}" if i else ""
             h = norm(name="in_norm" + suffix)(x_BxTxD) if p.in_norm else x_BxTxD
-            h = Dropout(self.config.dropout)(f(h), deterministic)
+            h = constrain(h, ("batch", "length", "activation_embed"))  # a sublayer's matrices want whole rows,
+            h = constrain(f(h), ("batch", "stream", "activation_embed"))  # what acts on each token alone does not
+            h = Dropout(self.config.dropout)(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
                 zero = nn.with_logical_partitioning(nn.initializers.zeros, ())
                 h = self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype) * h
             y = h if y is None else y + h
         y = norm(name="out_norm")(y) if p.out_norm else y
-        return constrain(y, ("batch", "length", "activation_embed"))
+        return constrain(y, ("batch", "stream", "activation_embed"))

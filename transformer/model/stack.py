@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.model import positions
+from transformer.model import pipeline, positions
 from transformer.model.attention import Attention
 from transformer.model.cache import Cache, LayerCache
 from transformer.model.config import Choice, ModelConfig
 from transformer.model.dropout import Dropout
-from transformer.model.feed_forward import FeedForward
+from transformer.model.feed_forward import FEED_FORWARDS
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual
-from transformer.model.sharding import constrain
+from transformer.model.sharding import axis_of, constrain
 
 
 class Layer(nn.Module):
@@ -54,7 +54,7 @@ class Layer(nn.Module):
             mask &= window(cfg.window)
         self_attention = Attention(cfg, self.side, **gains, name="self_attention")
         cross_attention = Attention(cfg, self.side, **gains, name="cross_attention") if cross else None
-        feed_forward = FeedForward(cfg, **gains, name="feed_forward")
+        feed_forward = FEED_FORWARDS[cfg.feed_forward_kind.name](cfg, **gains, name="feed_forward")
         kept = {}  # the keys and values that each attention read
 
         def read_own(h):
@@ -79,7 +79,7 @@ class Layer(nn.Module):
         sublayers = {"self_attention": read_own}
         if cross:
             sublayers["cross_attention"] = read_encoder
-        sublayers["feed_forward"] = lambda h: feed_forward(h, self.deterministic)
+        sublayers["feed_forward"] = lambda h: feed_forward(h, tokens, self.deterministic)
         steps = {f"{name}_residual": (f,) for name, f in sublayers.items()}
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}
@@ -125,20 +125,21 @@ class Stack(nn.Module):
         cfg = self.config
         if cfg.random_positions and not deterministic:
             tokens = self._spread(tokens)
-        schemes = self._schemes(tokens.positions_BxT)
+        schemes = self._schemes()
         x_BxTxD = hide_padding(x_BxTxD, tokens)
         if encoded_BxSxD is not None:
+            encoded_BxSxD = constrain(encoded_BxSxD, ("batch", "length", "activation_embed"))
             encoded_BxSxD = hide_padding(encoded_BxSxD, encoded_tokens)
         for scheme in schemes.values():
             x_BxTxD = scheme.embed(x_BxTxD, tokens.positions_BxT)
         if cfg.embedding_norm:
             x_BxTxD = cfg.norm_module(name="embedding_norm")(x_BxTxD)
         x_BxTxD = Dropout(cfg.dropout)(x_BxTxD, deterministic)
-        x_BxTxD = constrain(x_BxTxD, ("batch", "length", "activation_embed"))
+        x_BxTxD = constrain(x_BxTxD, ("batch", "stream", "activation_embed"))
 
         key_tokens = tokens if cache is None else cache.append(tokens)
         shared = (tokens, key_tokens, encoded_BxSxD, encoded_tokens, cache and cache.index)
-        x_BxTxD, layers = self._layers(x_BxTxD, cache and cache.layers, schemes, shared, deterministic)
+        x_BxTxD, layers = self._layers(x_BxTxD, cache, schemes, shared, deterministic)
         if cache is not None:
             cache = Cache(layers, key_tokens, cache.index + x_BxTxD.shape[1])
         if cfg.placement(self.side).final_norm:
@@ -155,40 +156,95 @@ class Stack(nn.Module):
             positions_BxT=spread(tokens.positions_BxT), until_BxT=jax.tree.map(spread, tokens.until_BxT)
         )
 
-    def _schemes(self, positions_BxT: jax.Array) -> dict[Choice, positions.Position]:
+    def _schemes(self) -> dict[Choice, positions.Position]:
         """Every position scheme that a layer uses, bound once; the parameters of a second one are told apart by a number."""
         schemes, facts = {}, self.config.stack_facts(self.side)
         for spec in dict.fromkeys(layer.position for layer in self.config.layers(self.side)):
             suffix = f"_{len(schemes)}" if schemes else ""
             param = lambda name, *given, suffix=suffix: self.param(name + suffix, *given)
-            schemes[spec] = positions.build(spec).bind(param, facts).at(positions_BxT)
+            schemes[spec] = positions.build(spec).bind(param, facts)
         return schemes
 
-    def _layers(self, x_BxTxD, caches, schemes, shared, deterministic):
-        cfg, configs, period = self.config, self.config.layers(self.side), self.config.period(self.side)
-        layer = Layer
-        if cfg.remat != "none":
-            layer = nn.remat(Layer, policy=REMAT_POLICIES[cfg.remat], prevent_cse=not cfg.scan_layers)
-        position = [schemes[c.position] for c in configs]
-        if cfg.scan_layers:
-            looped, given = layer, (cfg.layers(self.side)[0], self.side, deterministic)
-            at = position[0]
-            if period > 1:
-                members = tuple(functools.partial(layer, c, self.side, deterministic) for c in configs[:period])
-                looped, given, at = Period, (members,), tuple(position[:period])
-            shared = (at, *shared)
-            scan = nn.scan(
-                looped, length=len(configs) // period, variable_axes={"params": 0, "intermediates": 0}, split_rngs={"params": True, "dropout": True},
-                in_axes=(0, *(nn.broadcast,) * len(shared)), metadata_params={nn.PARTITION_NAME: "layers"},
+    def _of_layers(self, schemes, tokens: Tokens) -> tuple[positions.Position, ...]:
+        """Each layer's scheme, at these tokens' positions."""
+        here = {spec: scheme.at(tokens.positions_BxT) for spec, scheme in schemes.items()}
+        return tuple(here[layer.position] for layer in self.config.layers(self.side))
+
+    def _layers(self, x_BxTxD, cache: Cache | None, schemes, shared, deterministic):
+        """All layers: one after another, looped, or spread over devices. (The stream, the cache's layers)."""
+        cfg, configs = self.config, self.config.layers(self.side)
+        if not cfg.scan_layers:
+            written = []
+            for i, position in enumerate(self._of_layers(schemes, shared[0])):
+                layer = self._layer(configs[i], deterministic)(name=f"layers_{i}")
+                x_BxTxD, one = layer(x_BxTxD, cache and cache.layers[i], position, *shared)
+                written.append(one)
+            return x_BxTxD, tuple(written) if cache is not None else None
+        _, stages = axis_of("layers")
+        micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
+        spread = stages > 1 and cache is None and not self.is_initializing()
+        if spread and not pipeline.why_not(len(x_BxTxD), micro, rounds):
+            return self._pipelined(x_BxTxD, schemes, shared, deterministic, micro), None
+        cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)
+        join = (lambda x: x.reshape(-1, *x.shape[2:])) if rounds > 1 else (lambda x: x)
+        loop, given = self._loop(len(configs) // cfg.period(self.side) // rounds, deterministic)
+        loop = _looped(loop, rounds, "rounds") if rounds > 1 else loop
+        position = self._of_period(self._of_layers(schemes, shared[0]))
+        caches = jax.tree.map(cut, cache and cache.layers)
+        x_BxTxD, written = loop(*given, name="layers")(x_BxTxD, caches, position, *shared)
+        return x_BxTxD, jax.tree.map(join, written)
+
+    def _layer(self, config: ModelConfig, deterministic: bool) -> Callable[..., Layer]:
+        """A layer, but for its name; what it keeps for the backward pass is as `remat` says."""
+        cls = Layer
+        if config.remat != "none":
+            cls = nn.remat(Layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers)
+        return functools.partial(cls, config, self.side, deterministic)
+
+    def _loop(self, length: int, deterministic: bool) -> tuple[type[nn.Module], tuple]:
+        """So many periods of layers as one module: its class, and what that is made with."""
+        cfg = self.config
+        layers = [self._layer(c, deterministic) for c in cfg.layers(self.side)[: cfg.period(self.side)]]
+        if len(layers) > 1:
+            return _looped(Period, length, "layers"), (tuple(layers),)
+        return _looped(layers[0].func, length, "layers"), layers[0].args
+
+    def _of_period(self, schemes: tuple):
+        """What a period is given of the layers' schemes."""
+        period = self.config.period(self.side)
+        return schemes[:period] if period > 1 else schemes[0]
+
+    def _pipelined(self, x_BxTxD, schemes, shared, deterministic, micro: int) -> jax.Array:
+        """The layers spread over "stage" (pipeline.py)."""
+        cfg, (_, stages), (tokens, _, encoded_BxSxD, encoded_tokens, _) = self.config, axis_of("layers"), shared
+        rows = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:])), tree)
+        count = len(cfg.layers(self.side)) // cfg.period(self.side) // cfg.pipeline_rounds // stages
+        loop, given = self._loop(count, deterministic)
+
+        def layers(params, x_bxTxD, shared, schemes, key):
+            tokens, encoded, encoded_tokens = shared
+            position = self._of_period(self._of_layers(schemes, tokens))
+            (x_bxTxD, _), sown = loop(*given, parent=None).apply(
+                {"params": params}, x_bxTxD, None, position, tokens, tokens, encoded, encoded_tokens, None,
+                rngs=None if key is None else {"dropout": key}, mutable=["losses"],
             )  # fmt: skip
-            return scan(*given, name="layers")(x_BxTxD, caches, *shared)
-        written = []
-        for i, c in enumerate(configs):
-            x_BxTxD, one = layer(c, self.side, deterministic, name=f"layers_{i}")(
-                x_BxTxD, caches and caches[i], position[i], *shared
-            )
-            written.append(one)
-        return x_BxTxD, tuple(written) if caches is not None else None
+            return x_bxTxD, sown.get("losses", {})
+
+        key = None if deterministic or not self.has_rng("dropout") else self.make_rng("dropout")
+        shared = (rows(tokens), encoded_BxSxD, rows(encoded_tokens))
+        params = self.variables["params"]["layers"]
+        x_BxTxD, sown = pipeline.pipelined(layers, params, x_BxTxD, shared, schemes, key, micro, cfg.pipeline_rounds)
+        if sown:
+            self.sow("losses", "layers", sown)
+        return x_BxTxD
+
+
+def _looped(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
+    """`cls`, called with (x, caches, position, *shared), over and over; its parameters and caches stacked along an axis of this name."""
+    return nn.scan(
+        cls, length=length, variable_axes={"params": 0, "intermediates": 0, "losses": 0}, split_rngs={"params": True, "dropout": True},
+        in_axes=(0, *(nn.broadcast,) * 6), metadata_params={nn.PARTITION_NAME: axis},
+    )  # fmt: skip
 
 
 def hide_padding(x_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:

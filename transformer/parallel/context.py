@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from transformer.model import positions
 from transformer.model.config import ModelConfig
+from transformer.parallel.sharding import ROWS
 
 
 def order_of(config: ModelConfig, mesh: Mesh) -> str:
@@ -27,7 +28,7 @@ def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
     def place(name: str, x: jax.Array) -> jax.Array:
         if x.ndim > 1 and order == "zigzag" and not name.startswith("source"):
             x = zigzag(x, mesh.shape["context"])
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(("data", "fsdp"), *["context"][: x.ndim - 1])))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(ROWS, *["context"][: x.ndim - 1])))
 
     return {name: place(name, x) for name, x in batch.items()}
 

@@ -1,7 +1,6 @@
 """The device mesh of a config, and the platform it must be on."""
 
 import contextlib
-import dataclasses
 import glob
 import math
 import shutil
@@ -10,13 +9,14 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 from flax import linen as nn
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.parallel.host import keep_freed_memory, memory
 from transformer.parallel.processes import start_processes
-from transformer.parallel.sharding import RULES, human_bytes
+from transformer.parallel.sharding import ROWS, RULES, human_bytes
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
@@ -60,7 +60,7 @@ def _accelerator_on_this_machine() -> str:
 def make_mesh(config: MeshConfig) -> Mesh:
     """The mesh, axes in the config's order. Raises UserError if it needs more devices than there are."""
     devices = jax.devices()
-    sizes = dataclasses.asdict(config)
+    sizes = config.sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
         if len(devices) % fixed:
@@ -77,15 +77,34 @@ def make_mesh(config: MeshConfig) -> Mesh:
         raise UserError(
             f"mesh: {_spell(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, of {jax.process_count()} processes; set an axis to -1"
         )
-    if needed == len(devices):
-        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    return Mesh(
-        np.asarray(devices[:needed]).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    placed = arrange(sizes, config.slices, devices) if needed == len(devices) else np.asarray(devices[:needed])
+    return Mesh(placed.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
+    """The devices as an array of these sizes, neighbours in it being neighbours in the machine; of several slices of TPUs, the outer part
+    of axis `across` goes from one to the next."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices}) if devices[0].platform == "tpu" else 1
+    if slices == 1:
+        return mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+    if sizes[across] % slices:
+        raise UserError(
+            f"mesh.{across}: {sizes[across]} does not divide over {slices} slices; make it a multiple, or choose another axis with mesh.slices"
+        )
+    inner = [size // slices if axis == across else size for axis, size in sizes.items()]
+    outer = [slices if axis == across else 1 for axis in sizes]
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 def check_rows(config: Experiment, mesh: Mesh) -> None:
-    """A batch must divide over devices and micro-batches, and its rows over devices, in every bucket."""
+    """A batch must divide over devices and micro-batches, and its rows over devices, in every bucket; layers over stages."""
+    stages, model = mesh.shape["stage"], config.model
+    if stages > 1 and not model.scan_layers:
+        raise UserError(f"mesh.stage: {stages}, but layers are not looped; set model.scan_layers=True, or mesh.stage=1")
+    if stages > 1 and model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
+        raise UserError(
+            f"model.pipeline_microbatches: {model.pipeline_microbatches} are too few to go round {stages} stages (mesh.stage)"
+        )
     parts = 2 * mesh.shape["context"] if mesh.shape["context"] > 1 else 1  # two chunks each
     for width in config.data.buckets or (config.data.length,):
         for field, tokens in (
@@ -97,10 +116,16 @@ def check_rows(config: Experiment, mesh: Mesh) -> None:
                     f"data.{field}: {tokens} tokens do not divide over 2 * mesh.context = {parts} parts of a row; change one of them"
                 )
         rows = config.data.batch_size * config.data.length // width
-        if rows % (mesh.shape["data"] * mesh.shape["fsdp"] * config.train.accumulate):
+        factors = {f"mesh.{axis}": mesh.shape[axis] for axis in ROWS} | {"train.accumulate": config.train.accumulate}
+        if mesh.shape["stage"] > 1:  # each micro-batch is spread over the other axes, and the whole over all
+            factors["model.pipeline_microbatches"] = config.model.pipeline_microbatches or mesh.shape["stage"]
+            factors["mesh.stage"] = (
+                1 if factors["model.pipeline_microbatches"] % mesh.shape["stage"] == 0 else mesh.shape["stage"]
+            )
+        factors = {name: factor for name, factor in factors.items() if factor > 1}
+        if rows % math.prod(factors.values()):
             raise UserError(
-                f"data.batch_size: {rows} rows of {width} tokens do not divide over mesh.data * mesh.fsdp * train.accumulate = "
-                f"{mesh.shape['data']} * {mesh.shape['fsdp']} * {config.train.accumulate}"
+                f"data.batch_size: {rows} rows of {width} tokens do not divide over {' * '.join(factors)} = {' * '.join(map(str, factors.values()))}"
             )
 
 
@@ -119,7 +144,7 @@ def check_memory(shapes, mesh: Mesh, what: str) -> None:
 
 
 def _spell(sizes: dict[str, int]) -> str:
-    return " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    return " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The table from logical names to mesh axes, and what follows from it: shardings, checks, and a page to read at start.
 
 Parameters and activations carry logical names; this table alone says where they go. Megatron's layout on `tensor`
-(heads, feed-forward, vocabulary), ZeRO-3 on `fsdp` (every matrix along d_model), rows of the batch on `data` and `fsdp`, their tokens on
-`context`.
+(heads, feed-forward, vocabulary; between sublayers the tokens), ZeRO-3 on `fsdp` (every matrix along d_model), layers on `stage`, experts
+on `expert`, tokens of a row on `context`; and rows of the batch on all axes that would otherwise see the same ones.
 """
 
 import dataclasses
@@ -25,21 +25,37 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("kv_heads", "tensor"),
     ("head", None),
     ("ff", "tensor"),
-    ("layers", None),
+    ("layers", "stage"),
+    ("rounds", None),
+    ("expert", "expert"),
     ("positions", None),
     ("buckets", None),
     ("norm", None),
     ("transform", "tensor"),
     # activations
-    ("batch", ("data", "fsdp")),
+    ("batch", ("data", "stage", "fsdp", "expert")),
     ("length", "context"),
+    (
+        "stream",
+        ("context", "tensor"),
+    ),  # tokens between sublayers, where norms and dropout act (Korthikanti et al. 2022)
+    ("expert_batch", ("data", "stage", "fsdp")),  # rows that have come to their experts,
+    ("places", None),  # and where they sit there
     ("activation_embed", None),
     ("activation_heads", "tensor"),
     ("activation_ff", "tensor"),
     ("activation_vocab", "tensor"),
 )
 
-BATCH = P(("data", "fsdp"))
+ROWS = dict(RULES)["batch"]
+"""The mesh axes that a batch's rows are spread over."""
+
+BATCH = P(ROWS)
+
+
+def row_parts(mesh: Mesh) -> int:
+    """Into how many parts a batch's rows are split."""
+    return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +66,7 @@ class Share:
 
     @property
     def parts(self) -> int:
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return row_parts(self.mesh)
 
     @functools.cached_property
     def here(self) -> list[int]:
@@ -136,7 +152,7 @@ def describe(abstract, placed, mesh: Mesh, most: int = 6) -> str:
         here += local
         rows.append((math.prod(leaf.shape), path_name(path), leaf.shape, sharding.spec, local))
     rows.sort(key=lambda row: -row[0])
-    mesh_line = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    mesh_line = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     kind = mesh.devices.flat[0].device_kind
     lines = [f"mesh        {mesh_line}  ({mesh.size} {kind} device{'s' * (mesh.size > 1)})"]
     lines.append(f"parameters  {total:,} ({human_bytes(here)} a device)")

@@ -34,6 +34,34 @@ class Sums:
     def zero() -> "Sums":
         return Sums(*(jnp.zeros((), jnp.float32) for _ in range(4)))
 
+    def means(self) -> dict[str, jax.Array]:
+        """Per unit of weight."""
+        weight = jnp.maximum(self.weight, 1.0)
+        return {"loss": self.nll / weight, "accuracy": self.correct / weight}
+
+
+@struct.dataclass
+class RouterSums:
+    """What the routers of experts cost, and report (model/experts.py), times the number of tokens that they sent somewhere."""
+
+    loss: jax.Array  # of all layers, added up
+    reports: dict[str, jax.Array]  # each a mean over layers
+    weight: jax.Array
+
+    @staticmethod
+    def of(sown, weight: jax.Array) -> "RouterSums":
+        """From what layers sowed, one by one or stacked."""
+        found: dict[str, list] = {}
+        for path, x in jax.tree_util.tree_leaves_with_path(sown):
+            found.setdefault(path[-1].key, []).append(jnp.ravel(x))
+        found = {name: weight * jnp.concatenate(parts) for name, parts in found.items()}
+        loss = jnp.sum(found.pop("loss"))
+        return RouterSums(loss, {name: jnp.mean(x) for name, x in found.items()}, weight)
+
+    def means(self) -> dict[str, jax.Array]:
+        """Per token."""
+        return {name: x / jnp.maximum(self.weight, 1.0) for name, x in self.reports.items()}
+
 
 def label_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array, smoothing: float = 0.0) -> Sums:
     """The loss's sums over classes: logits [..., C] against int32[...]. Differentiable through `Sums.loss`."""

@@ -1,5 +1,6 @@
 """What training changes: the step, the parameters, the optimizer's statistics, perhaps an average of the parameters."""
 
+import re
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ from flax import linen as nn
 from flax import struct
 from jax.sharding import Mesh
 
-from transformer.config import Experiment
-from transformer.parallel.sharding import shardings, unbox
+from transformer.config import Experiment, ModelConfig
+from transformer.errors import UserError
+from transformer.model.layout import flatten, join, part, where
+from transformer.parallel.sharding import path_name, shardings, unbox
 
 
 @struct.dataclass
@@ -36,9 +39,9 @@ def example_inputs(config: Experiment) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def state_maker(config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation):
     """key -> TrainState with logical names on every parameter."""
-    tokens = [jnp.ones(t.shape, t.dtype) for t in example_inputs(config)]
 
     def make(key):
+        tokens = [jnp.ones(t.shape, t.dtype) for t in example_inputs(config)]
         params = model.init(key, *tokens)["params"]
         ema = jax.tree.map(jnp.copy, params) if config.train.ema_decay else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema)
@@ -50,10 +53,47 @@ def abstract_state(
     config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, TrainState]:
     """(shapes with shardings, shardings): what a checkpoint is restored into, nothing allocated."""
-    boxed = jax.eval_shape(state_maker(config, model, optimizer), jax.random.key(config.seed))
+    key = jax.eval_shape(lambda: jax.random.key(config.seed))
+    boxed = jax.eval_shape(state_maker(config, model, optimizer), key)
     placed = shardings(boxed, mesh)
     shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), unbox(boxed), placed)
     return shapes, placed
+
+
+LAYOUT = ("scan_layers", "pipeline_rounds")
+"""The fields of a model that say where its layers' parameters stand, and nothing of what they are."""
+
+
+def layout(model: ModelConfig) -> dict:
+    """Where this model's layers stand."""
+    return {field: getattr(model, field) for field in LAYOUT}
+
+
+def relayout(state: TrainState, old: ModelConfig, new: ModelConfig, abstract: TrainState) -> TrainState:
+    """A state in `old`'s layout as `abstract`, in `new`'s. Raises UserError for a statistic that cannot be moved."""
+    place = where(old, flatten(state.params))
+
+    def moved(leaves):
+        def one(path, target):
+            prefix, param = _STACK.fullmatch(path_name(path)).groups()
+            if not param:
+                return leaves[prefix]
+            get = lambda name: part(leaves[prefix + place[name][0]], place[name][1])
+            x = join(new, param, get, jnp.stack)
+            if x.shape != target.shape:
+                raise UserError(
+                    f"model.scan_layers, model.pipeline_rounds: {prefix}{param} cannot be moved; keep the old values"
+                )
+            return x
+
+        return jax.tree_util.tree_map_with_path(one, abstract)
+
+    leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    return jax.jit(moved, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(leaves)
+
+
+_STACK = re.compile(r"(.*?)((?:(?:encoder|decoder)/layers.*)?)")
+"""What is before a layer's parameter in the path of a state's leaf, and that parameter's own path."""
 
 
 def init_state(

@@ -16,7 +16,7 @@ from transformer.config import Experiment
 from transformer.model.attention_backends import record
 from transformer.parallel.context import arrange, order_of
 from transformer.parallel.sharding import BATCH
-from transformer.training.loss import Sums, auto_chunks, cross_entropy, label_sums
+from transformer.training.loss import RouterSums, Sums, auto_chunks, cross_entropy, label_sums
 from transformer.training.state import TrainState
 
 
@@ -30,8 +30,9 @@ def batch_sums(
     dropout_key=None,
     smoothing=0.0,
     z_loss=0.0,
-) -> dict[str, Sums]:
-    """The loss's sums over one batch (fields as in `data.batching`) for each thing it asks for: tokens, labels, or both."""
+) -> dict[str, Sums | RouterSums]:
+    """The loss's sums over one batch (fields as in `data.batching`) for each thing it asks for: tokens, labels, or both; and
+    for the routers of experts, while training."""
     order = order_of(config.model, mesh)
     batch = arrange(batch, order, mesh)
     given = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
@@ -48,7 +49,14 @@ def batch_sums(
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     asks = tuple(name for name in ("targets", "labels") if name in batch)
     method = {("targets",): "features", ("labels",): "classify", ("targets", "labels"): "both"}[asks]
-    found = model.apply({"params": params}, *tokens, **given, rngs=rngs, method=method)
+    found, sown = model.apply(
+        {"params": params},
+        *tokens,
+        **given,
+        rngs=rngs,
+        method=method,
+        mutable=["losses"] if dropout_key is not None else [],
+    )
     features, logits = found if len(asks) == 2 else (found, found)
     sums = {}
     if "targets" in asks:
@@ -56,6 +64,8 @@ def batch_sums(
         sums["tokens"] = cross_entropy(*features, batch["targets"], batch["weights"], smoothing, z_loss, chunks)
     if "labels" in asks:
         sums["labels"] = label_sums(logits, batch["labels"], batch["label_weights"], smoothing)
+    if sown:
+        sums["router"] = RouterSums.of(sown["losses"], _weights(batch)["router"])
     return sums
 
 
@@ -72,7 +82,9 @@ def attention_backends(config: Experiment, model: nn.Module, params, batch: dict
 def _weights(batch: dict) -> dict[str, jax.Array]:
     """How much is asked for, of each thing."""
     names = {"tokens": "weights", "labels": "label_weights"}
-    return {name: jnp.maximum(jnp.sum(batch[field]), 1.0) for name, field in names.items() if field in batch}
+    total = {name: jnp.sum(batch[field]) for name, field in names.items() if field in batch}
+    total["router"] = jnp.sum(batch["segments"] > 0).astype(jnp.float32)
+    return {name: jnp.maximum(weight, 1.0) for name, weight in total.items()}
 
 
 def make_train_step(
@@ -102,7 +114,9 @@ def make_train_step(
                 jax.tree.map(jnp.add, total, gradients(state.params, one[0], jax.random.fold_in(key, one[1]), weights)),
                 None,
             )
-            zero = {name: Sums.zero() for name in weights}, jax.tree.map(jnp.zeros_like, state.params)
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), micro)
+            sums = jax.eval_shape(gradients, state.params, one, key, weights)[0]
+            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), jax.tree.map(jnp.zeros_like, state.params)
             (sums, grads), _ = jax.lax.scan(add, zero, (micro, jnp.arange(count)))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -128,12 +142,10 @@ def main_thing(sums: dict[str, Sums]) -> str:
 
 
 def means(sums: dict[str, Sums]) -> dict:
-    """loss and accuracy of the main thing asked for; `labels_loss` and `labels_accuracy` where labels are asked for beside it."""
-    out = {}
-    for name, one in sums.items():
-        prefix, weight = "" if name == main_thing(sums) else f"{name}_", jnp.maximum(one.weight, 1.0)
-        out |= {f"{prefix}loss": one.nll / weight, f"{prefix}accuracy": one.correct / weight}
-    return out
+    """loss and accuracy of the main thing asked for; `labels_loss` and `labels_accuracy` where labels are asked for beside it; what
+    routers of experts report, as `router_balance` and so on."""
+    main = main_thing(sums)
+    return {("" if name == main else f"{name}_") + k: x for name, one in sums.items() for k, x in one.means().items()}
 
 
 def make_eval_step(config: Experiment, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
