@@ -84,6 +84,39 @@ def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
+def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
+    """Looped, then unrolled, then in rounds over stages; each start takes parameters, statistics and average along."""
+    from transformer.evaluation.evaluate import load_trained
+    from transformer.training.loop import train
+
+    model = dataclasses.replace(run_config.model, dropout=0.0, num_decoder_layers=4)
+    base = dataclasses.replace(
+        run_config, model=model, optimizer=dataclasses.replace(run_config.optimizer, schedule="constant")
+    )
+
+    def until(steps, mesh=None, **layout):
+        own = dataclasses.replace(
+            base, model=dataclasses.replace(model, **layout), mesh=MeshConfig(**(mesh or {"data": 1}))
+        )
+        assert train(dataclasses.replace(own, train=dataclasses.replace(own.train, steps=steps)), workdir) == steps
+        return own
+
+    workdir = tmp_path / "one"
+    until(12)
+    workdir = tmp_path / "parts"
+    until(4)
+    until(8, scan_layers=False)
+    config = until(12, {"data": 2, "stage": 2}, pipeline_rounds=2)
+    losses = [
+        [line["train/loss"] for line in curve(tmp_path / name) if "train/loss" in line] for name in ("parts", "one")
+    ]
+    assert len(losses[0]) == 3
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    with use(make_mesh(MeshConfig(data=1))) as mesh:  # a config that says otherwise than its checkpoint
+        trained = load_trained(tmp_path / "parts", dataclasses.replace(config, model=model), mesh)
+    assert trained.config.model.pipeline_rounds == 2
+
+
 def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch):
     from transformer.training import loop
 

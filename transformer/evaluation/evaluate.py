@@ -43,11 +43,12 @@ class Trained:
 def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained:
     """The parameters of a run's last checkpoint: their moving average, or the mean over the last few, where the run keeps one."""
     workdir, train = Path(workdir), config.train
-    optimizer = build_optimizer(config.optimizer, train.steps)
-    abstract, placed = abstract_state(config, build_model(config.model), optimizer, mesh)
     has_any = (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, train)).steps
     if not has_any:
         raise UserError(f"--workdir: {workdir} has no checkpoint yet; go on training it, or set train.checkpoint_every")
+    config = dataclasses.replace(config, model=checkpoints.layout(config.model))
+    optimizer = build_optimizer(config.optimizer, train.steps)
+    abstract, placed = abstract_state(config, build_model(config.model), optimizer, mesh)
     check_memory(abstract.params, mesh, "parameters")
     item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)

@@ -1,6 +1,7 @@
 """Checkpoints with Orbax: asynchronous, whole or absent, restored only into declared shapes and shardings."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from etils import epath
 from transformer.config import TrainConfig
 from transformer.errors import UserError
 from transformer.files import check_room, disk_faults
+from transformer.model.config import ModelConfig
 from transformer.parallel.sharding import path_name
 from transformer.training.state import TrainState
 
@@ -59,6 +61,15 @@ class Checkpoints:
             self._prune()
             check_room(Path(self.folder), size(state), "a checkpoint")
             self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
+
+    def layout(self, model: ModelConfig) -> ModelConfig:
+        """`model` as the latest checkpoint holds it: its layers looped or not, in so many rounds."""
+        step = self.steps[-1]
+        with damage(self.folder, step):
+            if "host" not in self._items_of(step):
+                return model
+            host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        return dataclasses.replace(model, **host.get("layout", {}))
 
     def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict]:
         """The state of a step (default: the latest), sharded as `abstract` says, and its `host`."""

@@ -4,6 +4,7 @@ Parameters are matched by name, in the names of unrolled layers, so that looped 
 does not match is an error, unless the config says by name what is to start anew and what is to be left out.
 """
 
+import dataclasses
 import fnmatch
 import hashlib
 from collections.abc import Callable, Mapping
@@ -56,12 +57,13 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping[str, tuple[int, ...]],
     """Shapes by unrolled name, and what fetches one."""
     if (directory / "checkpoints").is_dir():
         config = load_config(directory)
-        abstract, _ = abstract_state(
-            config, build_model(config.model), build_optimizer(config.optimizer, config.train.steps), mesh
-        )
         checkpoints = Checkpoints(directory, config.train)
         if not checkpoints.steps:
             raise UserError(f"train.init_from: {directory} has no checkpoint yet")
+        config = dataclasses.replace(config, model=checkpoints.layout(config.model))
+        abstract, _ = abstract_state(
+            config, build_model(config.model), build_optimizer(config.optimizer, config.train.steps), mesh
+        )
         item, mean_of = ("ema", 1) if config.train.ema_decay else ("params", config.train.average_checkpoints)
         flat = flatten(checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of))
         place = where(config.model, flat)

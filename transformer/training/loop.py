@@ -35,7 +35,7 @@ from transformer.training.initialize import check_tokenizer, start_from
 from transformer.training.metrics import MetricsLog, Progress, check_wandb, human_count, human_number, plot_loss
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.recorder import Diverged, Recorder
-from transformer.training.state import TrainState, abstract_state, init_state
+from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
 from transformer.training.step import attention_backends, make_eval_step, make_train_step
 
 
@@ -124,6 +124,7 @@ class _Run:
         """A checkpoint of this step, with the position in the data and the open logging interval."""
         with self.recorder.aside():
             host = {"data_step": self.step, "window": self.recorder.window, "text_sha256": self.text_sha256}
+            host["layout"] = layout(self.config.model)
             self.checkpoints.save(self.state, self.step, host)
 
 
@@ -148,7 +149,13 @@ def _start(config: Experiment, workdir: Path, mesh: Mesh) -> _Run:
     has_any = (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, config.train)).steps
     agree("--workdir: the last checkpoint in it", str(has_any and checkpoints.steps[-1]))
     if has_any:
-        state, host = checkpoints.restore(abstract)
+        was = checkpoints.layout(config.model)
+        if was == config.model:
+            state, host = checkpoints.restore(abstract)
+        else:
+            there, _ = abstract_state(dataclasses.replace(config, model=was), build_model(was), optimizer, mesh)
+            state, host = checkpoints.restore(there)
+            state = relayout(state, was, config.model, abstract)
         step, window = host["data_step"], host["window"]
         if host["text_sha256"] != text_sha256:
             raise UserError(

@@ -25,6 +25,10 @@ FREE = (
     "mesh",
     "platform",
     "decoding",
+    "model.scan_layers",
+    "model.pipeline_rounds",
+    "model.pipeline_microbatches",
+    "model.remat",
     "data.eval_overlap",
     "train.log_every",
     "train.eval_every",
@@ -34,7 +38,8 @@ FREE = (
     "train.profile",
     "train.keep_checkpoints",
 )
-"""What may differ when a run goes on: nothing of this changes a number that training computes."""
+"""What may differ when a run goes on: nothing of this changes a number that training computes, but for rounding, and which numbers
+dropout draws where layers are looped or not."""
 
 
 def check(workdir: Path, config: Experiment) -> None:
