@@ -78,8 +78,42 @@ def test_a_run_goes_on_on_fewer_processes_bit_for_bit(tmp_path):
     assert found == [0] and "resumed     at step" in output
     whole, parts = curve(tmp_path / "whole"), curve(tmp_path / "parts")
     assert len(whole) == 25 and whole == parts
+    alone, together = (tried(tmp_path / "parts", count) for count in (1, 2))
+    assert alone["loss"] > 1 and alone["answer"].strip() and alone == together
     manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())
     assert [start["processes"] for start in manifest["earlier_starts"]] == [4, 2]
+
+
+def tried(workdir: Path, count: int) -> dict:
+    """What `evaluate` finds, and what `generate` writes, on so many processes with four devices together."""
+    asked, answer = workdir / "asked.txt", workdir / f"answer{count}.txt"
+    asked.write_text("The import statement\n")
+    (workdir / "test.json").unlink(missing_ok=True)
+    generate = ["generate", f"--input={asked}", f"--output={answer}", "--config.decoding.max_extra=4"]
+    for verb in (["evaluate"], generate):
+        command = [
+            sys.executable,
+            "-m",
+            "transformer",
+            *verb,
+            f"--workdir={workdir}",
+            "--config.mesh.fsdp=2",
+            "--config.mesh.data=2",
+        ]
+        port = local.free_port()
+        started = [
+            subprocess.Popen(
+                command, env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port), cwd=ROOT,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for i in range(count)
+        ]  # fmt: skip
+        outputs = [process.communicate(timeout=150) for process in started]
+        assert [process.returncode for process in started] == [0] * count, outputs
+        assert ["perplexity" in out for out, _ in outputs] == [verb == ["evaluate"]] + [False] * (
+            count - 1
+        )  # one speaks for all
+    return json.loads((workdir / "test.json").read_text()) | {"answer": answer.read_text()}
 
 
 def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path):
@@ -202,3 +236,20 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert f"process 1 does not see what process 0 wrote to {tmp_path / '1'}; it must be a shared folder" in errors[1]
+
+
+def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys):
+    from transformer.cli import main
+    from transformer.config import Experiment
+    from transformer.config_io import load_experiment, to_mapping
+
+    config: Experiment = load_experiment(str(ROOT / "experiments" / "smoke.py"), {})
+    (tmp_path / "config.json").write_text(json.dumps(to_mapping(config)))
+    monkeypatch.setattr(processes, "start_processes", lambda: True)
+    for arguments in (
+        ["generate", f"--workdir={tmp_path}"], ["convert", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"],
+        ["convert", f"--workdir={tmp_path / 'new'}", f"--from={tmp_path}"],
+    ):  # fmt: skip
+        assert main(arguments) == 2
+        assert f"{arguments[0]}: several processes cannot do it; convert in one of them" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists() and not (tmp_path / "out").exists()

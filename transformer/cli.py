@@ -110,7 +110,7 @@ def _main(argv: list[str]) -> int:
         sub = verbs.add_parser(
             name, help=about, description=detail or about, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, verb=name)
         return sub
 
     data = verb("data", _data, "fetch, verify and cache a known corpus; without a name, list them")
@@ -204,7 +204,7 @@ def _train(args, overrides) -> int:
 
 
 def _open(args, overrides):
-    """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more."""
+    """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more; of several processes, the run's."""
     from transformer.config import Experiment, MeshConfig
     from transformer.config_io import apply_overrides
     from transformer.training.rundir import converted, load_config
@@ -221,11 +221,12 @@ def _open(args, overrides):
     from transformer.parallel.mesh import start
     from transformer.parallel.processes import start_processes
 
-    if start_processes():
+    together = start_processes()
+    if together and (args.verb == "convert" or getattr(args, "input", "") == "-"):
         raise UserError(
-            "several processes train together; evaluate, generate and convert in one of them, which can use all its devices"
+            f"{args.verb}: several processes cannot do it; convert in one of them, generate from a file (--input=FILE)"
         )
-    chosen = config.mesh if any(key.startswith("mesh") for key in overrides) else MeshConfig(data=1)
+    chosen = config.mesh if together or any(key.startswith("mesh") for key in overrides) else MeshConfig(data=1)
     platform = config.platform if "platform" in overrides else "auto"
     return dataclasses.replace(config, mesh=chosen), start(platform, chosen)
 
@@ -233,11 +234,12 @@ def _open(args, overrides):
 def _evaluate(args, overrides) -> int:
     from transformer.evaluation.evaluate import evaluate, load_trained
     from transformer.parallel.mesh import use
+    from transformer.parallel.processes import is_first
 
     config, mesh = _open(args, overrides)
     with use(mesh):
         found = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
-    for name, value in found.items():
+    for name, value in found.items() if is_first() else ():
         print(f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}")
     return 0
 
@@ -246,6 +248,7 @@ def _generate(args, overrides) -> int:
     from transformer.decoding.generate import Generator
     from transformer.evaluation.evaluate import load_trained
     from transformer.parallel.mesh import use
+    from transformer.parallel.processes import is_first
 
     config, mesh = _open(args, overrides)
     if args.interactive and args.input != "-":
@@ -261,6 +264,8 @@ def _generate(args, overrides) -> int:
             return _converse(trained)
         generate = Generator(config, trained.params, trained.tokenizer)
         answers = generate(lines, _progress(len(lines)))
+    if not is_first():
+        return 0
     if generate.cut:
         print(f"{generate.cut} of {len(lines)} lines were longer than the model can read and were cut", file=sys.stderr)
     text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
@@ -288,8 +293,11 @@ def _convert(args, overrides) -> int:
             )
     _start_jax()
     from transformer.data.tokenizer import find_tokenizer
+    from transformer.parallel.processes import start_processes
     from transformer.training.exchange import from_hf
 
+    if start_processes():
+        raise UserError("convert: several processes cannot do it; convert in one of them")
     config = from_hf(args.source, args.workdir, overrides)
     answers = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
     use = "generate --workdir={}" if answers else "train --config=... --config.train.init_from={}"

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from transformer.config import DecodingConfig, Experiment
 from transformer.config_io import to_mapping
@@ -94,12 +96,15 @@ class Generator:
                 tokens = [bos, *tokens[-(width - 1) :]] if width > 1 else [bos]
                 read[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(
-            jax.random.key(self.config.seed), np.resize(np.asarray(numbers, np.uint32), rows) + self._calls
-        )
+        numbers = np.resize(np.asarray(numbers, np.uint32), rows) + np.uint32(self._calls)
         if width not in self._compiled:
-            self._compiled[width] = jax.jit(functools.partial(self._decode, max_new=self._max_new(width)))
-        return np.asarray(self._compiled[width](self.params, read, real, limits, keys))[: len(ids)]
+            where = jax.tree.leaves(self.params)[
+                0
+            ].sharding  # the same on all devices: each of several processes reads it
+            whole = NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else None
+            decode = functools.partial(self._decode, max_new=self._max_new(width))
+            self._compiled[width] = jax.jit(decode, out_shardings=whole)
+        return np.asarray(self._compiled[width](self.params, read, real, limits, numbers))[: len(ids)]
 
     def _max_new(self, width: int) -> int:
         decoding, max_length = self.config.decoding, self.config.model.max_length
@@ -107,7 +112,7 @@ class Generator:
             min(width + decoding.max_extra, max_length) if self._translates else min(decoding.max_extra, max_length - 1)
         )
 
-    def _decode(self, params, read, real, limits, keys, *, max_new: int) -> jax.Array:
+    def _decode(self, params, read, real, limits, numbers, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
         source = read if self._translates else None
         masks = {"prompt_mask_BxP": real}
@@ -127,5 +132,6 @@ class Generator:
                 **given,
             )
             return texts[:, 0]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), numbers)
         options = {"temperature": decoding.temperature, "top_k": decoding.top_k, "top_p": decoding.top_p}
         return sample(self._model, params, prompt, limits, keys, **options, **given)

@@ -19,6 +19,7 @@ from transformer.evaluation.translation import translate_and_score
 from transformer.files import read_json, write_whole
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory, check_rows
+from transformer.parallel.processes import first_before_the_others, is_first
 from transformer.parallel.sharding import Share
 from transformer.training.checkpoint import Checkpoints
 from transformer.training.metrics import append_metrics
@@ -65,7 +66,8 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     """
     config, workdir = trained.config, trained.workdir
     check_rows(config, mesh)
-    data = open_data(config, find_tokenizer(workdir))
+    with first_before_the_others("the text to evaluate on"):
+        data = open_data(config, find_tokenizer(workdir))
     _check_text(workdir, data, part)
     objective, translates = data.objective, data.objective.columns == ("source", "target")
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)
@@ -90,11 +92,12 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
             lines = [f"source     {source}", f"model      {hypothesis}", *(f"reference  {r}" for r in refs)]
             blocks.append("\n".join(lines) + "\n")
     left_out = batches.report | ({"cut for translation": cut} if cut else {})
-    if blocks:
-        write_whole(workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt"), "\n".join(blocks))
     report |= found | {"signatures": signatures, "left_out": left_out}
-    write_whole(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
-    append_metrics(workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()})
+    if is_first():
+        if blocks:
+            write_whole(workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt"), "\n".join(blocks))
+        write_whole(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
+        append_metrics(workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()})
     return found | {f"{name}_signature": s for name, s in signatures.items()} | left_out
 
 
@@ -114,7 +117,7 @@ def _check_text(workdir: Path, data: Data, part: str) -> None:
 
 def _show_progress(done: int, total: int) -> None:
     """A line in a terminal, gone when all is done; nothing in a log."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and is_first():
         print(
             "\r\x1b[K" + (f"translating {done:,}/{total:,}" if done < total else ""),
             end="",

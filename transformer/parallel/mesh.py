@@ -117,15 +117,13 @@ def check_rows(config: Experiment, mesh: Mesh) -> None:
                 )
         rows = config.data.batch_size * config.data.length // width
         factors = {f"mesh.{axis}": mesh.shape[axis] for axis in ROWS} | {"train.accumulate": config.train.accumulate}
-        if mesh.shape["stage"] > 1:  # each micro-batch is spread over the other axes, and the whole over all
-            factors["model.pipeline_microbatches"] = config.model.pipeline_microbatches or mesh.shape["stage"]
-            factors["mesh.stage"] = (
-                1 if factors["model.pipeline_microbatches"] % mesh.shape["stage"] == 0 else mesh.shape["stage"]
-            )
+        if stages > 1:  # outside of the layers rows are spread over stages; inside they come in micro-batches
+            factors["mesh.stage"] = math.lcm(stages, model.pipeline_microbatches or stages)
         factors = {name: factor for name, factor in factors.items() if factor > 1}
         if rows % math.prod(factors.values()):
+            by = " * ".join(factors).replace("mesh.stage", "(mesh.stage and model.pipeline_microbatches)")
             raise UserError(
-                f"data.batch_size: {rows} rows of {width} tokens do not divide over {' * '.join(factors)} = {' * '.join(map(str, factors.values()))}"
+                f"data.batch_size: {rows} rows of {width} tokens do not divide over {by} = {' * '.join(map(str, factors.values()))}"
             )
 
 
