@@ -6,9 +6,10 @@ import os
 os.environ["XLA_FLAGS"] = (  # small models, run once: what counts is the time to compile them
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     # As much as possible one operation after another on each device: where several run at once, a collective that waits can hold up
-    # the loop that another device waits for, and one step in a thousand stands still for ever.
+    # the loop that another device waits for, and one step in a thousand stands still. After four minutes XLA then ends the process,
+    # and `make test` starts it again.
     "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600 "  # a busy machine
+    "--xla_cpu_collective_call_terminate_timeout_seconds=240 --xla_cpu_collective_timeout_seconds=240 "
     + os.environ.get("XLA_FLAGS", "")
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
