@@ -30,7 +30,11 @@ def evaluate_loss(
     total = None
     count = min(most or len(batches), len(batches))
     for batch in batches.stream(0, count):
-        sums = eval_step(params, share.place(batch))
+        placed = share.place(batch)
+        # One after another: nothing else orders two evaluation steps, and the messages of two that ran side by side could cross, each
+        # waiting for the other's.
+        jax.block_until_ready(total)
+        sums = eval_step(params, placed)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     found = {name: float(value) for name, value in means(total).items()}
     found["perplexity"] = math.exp(min(found["loss"], 700))
