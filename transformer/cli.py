@@ -30,6 +30,19 @@ In the run directory: config.json, manifest.json (versions, hashes, devices), me
 tokenizer.model, loss.png.
 """
 
+PLAN = """What an experiment needs of a machine, before it is rented: its programs are compiled for it here, by its own compiler, on shapes
+alone. Memory of a device by kind, messages, the least time of a step (each part at the chip's published rate), the run's time and price;
+and if it does not fit, what would help.
+
+  python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p:4x4x4 --price=4.2
+  python -m transformer plan --config=... --topology=v5e-256 --slices=2 --config.mesh.fsdp=256 --config.mesh.data=2
+  python -m transformer plan --config=... --topology=v6e-64 --search
+
+  TPUs by shape (v5p:4x4x8) or by name (v5p-256): v4, v5e, v5p, v6e, tpu7x; the compiler comes with pip install -e '.[tpu]', no TPU needed.
+  GPUs by number (a100:8, h100:64, h200:8, b200:8) and cpu:8: compiled for simulated devices; messages and what must be held are theirs,
+  temporaries are not.
+"""
+
 CONVERT = """Hugging Face weights (config.json and safetensors) to a run directory, and back. The tokenizer comes along.
 
   python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
@@ -134,6 +147,14 @@ def _main(argv: list[str]) -> int:
     generate.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
     generate.add_argument("--interactive", action="store_true", help="type a sentence, read the answer")
 
+    plan = verb("plan", _plan, "memory, time and price on a machine that is not here", PLAN)
+    plan.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
+    plan.add_argument("--topology", required=True, metavar="KIND:SHAPE", help="v5p:4x4x8, v5p-256, h100:64, cpu:8")
+    plan.add_argument("--slices", type=int, default=1, metavar="N", help="so many of them, joined by the data centre's network")
+    plan.add_argument("--price", type=float, metavar="MONEY", help="of one chip for one hour")
+    plan.add_argument("--only", metavar="NAMES", help="compile these: train, evaluate, prefill, decode; default: all")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+
     convert = verb("convert", _convert, "Hugging Face weights to a run directory, and back", CONVERT)
     convert.add_argument("--workdir", required=True, type=_folder, metavar="DIR")
     way = convert.add_mutually_exclusive_group(required=True)
@@ -201,6 +222,29 @@ def _train(args, overrides) -> int:
         return 143
     print(f"trained {done:,} steps; next: python -m transformer evaluate --workdir={args.workdir}", file=sys.stderr)
     return 0
+
+
+def _plan(args, overrides) -> int:
+    import json
+
+    from transformer.config_io import load_experiment
+    from transformer.planning.chips import topology
+
+    config, machine = load_experiment(args.config, overrides), topology(args.topology, args.slices)
+    from transformer.planning import programs
+    from transformer.planning.plan import make_plan
+
+    only = tuple(args.only.split(",")) if args.only else programs.PROGRAMS
+    for name in only:
+        if name not in programs.PROGRAMS:
+            raise UserError(f"--only: no program {name!r}; {nearest(name, programs.PROGRAMS)}")
+    devices = programs.start(machine)
+    tell = lambda line: print(line, file=sys.stderr)
+    plan = make_plan(config, machine, devices, only=only, price=args.price, tell=tell)
+    if args.json:
+        write_whole(args.json, json.dumps(plan.to_json(), indent=2) + "\n")
+    print(plan.page(), end="")
+    return 0 if plan.fits else 1
 
 
 def _open(args, overrides):

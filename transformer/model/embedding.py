@@ -69,11 +69,15 @@ class Head:
             logits_BxTxV = soft_cap(logits_BxTxV, self.soft_cap)
         return constrain(logits_BxTxV, ("batch", "length", "activation_vocab"))
 
+    def ready(self, dtype) -> "Head":
+        """The head with its matrix as it is used: of that type, whole along d_model."""
+        return self.replace(matrix_VxE=self._matrix(dtype))
+
     def _matrix(self, dtype) -> jax.Array:
         return gathered(self.matrix_VxE.astype(dtype), ("vocab", "embed"))
 
     def pull_back(self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array) -> tuple[jax.Array, "Head"]:
-        """The gradients by h and by this head, given the logits and the gradient by them: what autodiff gives, with the sum over
+        """The gradients by h and (in float32) by this head, given the logits and the gradient by them: what autodiff gives, with the sum over
         tokens laid out so that the narrow h is transposed and not the wide logits (on a CPU a tenth of a small model's step)."""
         if self.soft_cap:
             d_BxTxV = d_BxTxV * (1.0 - jnp.square(logits_BxTxV / self.soft_cap))
@@ -85,8 +89,8 @@ class Head:
         d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)
         d_bias_V = None
         if self.bias_V is not None:
-            d_bias_V = jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32).astype(self.bias_V.dtype)
-        return d_h_BxTxE, self.replace(matrix_VxE=d_matrix_ExV.T.astype(self.matrix_VxE.dtype), bias_V=d_bias_V)
+            d_bias_V = jnp.sum(d_BxTxV, axis=(0, 1), dtype=jnp.float32)
+        return d_h_BxTxE, self.replace(matrix_VxE=d_matrix_ExV.T, bias_V=d_bias_V)
 
 
 class Unembedding(nn.Module):

@@ -38,7 +38,7 @@ class Mask:
     """`rule(q, k)` is true where a query may attend to a key. Compose with `&` and `|`; call for bool[B, T, S].
 
     What a backend may make use of: `within`, no key is of another document; `causal`, no key is later than its query (or the query's
-    prefix); `window`, keys are fewer than so many positions away (0: no such bound).
+    prefix); `window`, keys are fewer than so many positions away (0: no such bound); `plain`, these three are all it says.
     """
 
     rule: Callable[[Tokens, Tokens], jax.Array]
@@ -46,6 +46,7 @@ class Mask:
     within: bool = False
     causal: bool = False
     window: int = 0
+    plain: bool = False
 
     def __call__(self, q: Tokens, k: Tokens) -> jax.Array:
         return self.rule(q, k)
@@ -54,7 +55,7 @@ class Mask:
         window = min(self.window, other.window) or max(self.window, other.window)
         rule = lambda q, k: self(q, k) & other(q, k)
         return Mask(
-            rule, f"({self.name} & {other.name})", self.within or other.within, self.causal or other.causal, window
+            rule, f"({self.name} & {other.name})", self.within or other.within, self.causal or other.causal, window, self.plain and other.plain
         )
 
     def __or__(self, other: "Mask") -> "Mask":
@@ -77,10 +78,10 @@ def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
     return (q.segments_BxT[:, :, None] == k.segments_BxT[:, None, :]) & (k.segments_BxT[:, None, :] > 0)
 
 
-CAUSAL = Mask(_causal, "causal", causal=True)
+CAUSAL = Mask(_causal, "causal", causal=True, plain=True)
 """A key no later than the query; in a prefix, than the prefix."""
 
-SAME_SEGMENT = Mask(_same_segment, "same_segment", within=True)
+SAME_SEGMENT = Mask(_same_segment, "same_segment", within=True, plain=True)
 """Both in one document; padding belongs to none, so this is the padding mask too."""
 
 
@@ -94,4 +95,4 @@ def window(size: int) -> Mask:
     def near(q: Tokens, k: Tokens) -> jax.Array:
         return jnp.abs(q.positions_BxT[:, :, None] - k.positions_BxT[:, None, :]) < size
 
-    return Mask(near, f"window({size})", window=size)
+    return Mask(near, f"window({size})", window=size, plain=True)

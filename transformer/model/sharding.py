@@ -60,3 +60,10 @@ def _axes(name: str) -> tuple[str, ...]:
     axes = rules[name]
     axes = (axes,) if isinstance(axes, str) else axes or ()
     return tuple(axis for axis in axes if mesh.shape[axis] > 1 and axis not in mesh.manual_axes)
+
+
+def platform() -> str:
+    """cpu, gpu or tpu: what the program that is being traced is for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = device.platform if device is not None else jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name

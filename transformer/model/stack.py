@@ -153,8 +153,9 @@ class Stack(nn.Module):
         drawn = jnp.sort(jnp.argsort(score, axis=1)[:, : cfg.max_length], axis=1)
         spread = lambda at_BxT: jnp.take_along_axis(drawn, jnp.broadcast_to(at_BxT, shape), axis=1)
         return tokens.replace(
-            positions_BxT=spread(tokens.positions_BxT), until_BxT=jax.tree.map(spread, tokens.until_BxT)
-        )
+            positions_BxT=spread(tokens.positions_BxT), until_BxT=jax.tree.map(spread, tokens.until_BxT),
+            order="" if any(layer.window for layer in cfg.layers(self.side)) else tokens.order,  # places tell nothing of a window then
+        )  # fmt: skip
 
     def _schemes(self) -> dict[Choice, positions.Position]:
         """Every position scheme that a layer uses, bound once; the parameters of a second one are told apart by a number."""

@@ -57,9 +57,10 @@ def _accelerator_on_this_machine() -> str:
     return "a TPU" if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") else ""
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh, axes in the config's order. Raises UserError if it needs more devices than there are."""
-    devices = jax.devices()
+def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
+    """The mesh, axes in the config's order, of these devices (all of this machine). Raises UserError if it needs more than there are."""
+    devices = jax.devices() if devices is None else devices
+    processes = len({device.process_index for device in devices})
     sizes = config.sizes
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values():
@@ -73,9 +74,9 @@ def make_mesh(config: MeshConfig) -> Mesh:
         raise UserError(
             f"mesh: {_spell(sizes)} needs {needed} devices, but there are {len(devices)} ({devices[0].platform}); lower an axis or set it to -1"
         )
-    if needed < len(devices) and jax.process_count() > 1:
+    if needed < len(devices) and processes > 1:
         raise UserError(
-            f"mesh: {_spell(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, of {jax.process_count()} processes; set an axis to -1"
+            f"mesh: {_spell(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, of {processes} processes; set an axis to -1"
         )
     placed = arrange(sizes, config.slices, devices) if needed == len(devices) else np.asarray(devices[:needed])
     return Mesh(placed.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -17,8 +17,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from transformer.model.embedding import Head
+from transformer.model.sharding import fitting
+from transformer.parallel.sharding import row_parts
 
 
 @struct.dataclass
@@ -113,27 +117,36 @@ def _chunks(x, count: int):
 def cross_entropy(
     h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing: float = 0.0, z_loss: float = 0.0, chunks: int = 1
 ) -> Sums:
-    """The loss's sums over a batch; differentiable in `h` and `head`, through `Sums.loss` alone. `chunks` divides T."""
+    """The loss's sums over a batch; differentiable in `h` and `head`, through `Sums.loss` alone. `chunks` divides T (what a device holds
+    of it)."""
 
-    def add(sums, chunk):
-        return jax.tree.map(jnp.add, sums, _chunk(chunk[0], head, *chunk[1:], smoothing, z_loss)[0]), None
+    def here(h, head, targets, weights):
+        add = lambda sums, chunk: (
+            jax.tree.map(jnp.add, sums, _chunk(chunk[0], head, *chunk[1:], smoothing, z_loss)[0]),
+            None,
+        )
+        return jax.lax.scan(add, Sums.zero(), tuple(_chunks(x, chunks) for x in (h, targets, weights)))[0], None, None
 
-    parts = tuple(_chunks(x, chunks) for x in (h_BxTxD, targets_BxT, weights_BxT))
-    return jax.lax.scan(add, Sums.zero(), parts)[0]
+    return _on_each_device(here, chunks, h_BxTxD, head, targets_BxT, weights_BxT)[0]
 
 
 def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, chunks):
-    def add(carry, chunk):
-        sums, d_head = carry
-        h, targets, weights = chunk
-        own, kept = _chunk(h, head, targets, weights, smoothing, z_loss)
-        d_logits = _chunk_gradient(kept, weights, smoothing, z_loss)
-        d_h, own_d_head = head.pull_back(h, kept[0], d_logits)
-        return (jax.tree.map(jnp.add, sums, own), jax.tree.map(jnp.add, d_head, own_d_head)), d_h
+    def here(h, head, targets, weights):
+        def add(carry, chunk):
+            sums, d_head = carry
+            h, targets, weights = chunk
+            own, kept = _chunk(h, head, targets, weights, smoothing, z_loss)
+            d_logits = _chunk_gradient(kept, weights, smoothing, z_loss)
+            d_h, own_d_head = head.pull_back(h, kept[0], d_logits)
+            return (jax.tree.map(jnp.add, sums, own), jax.tree.map(jnp.add, d_head, own_d_head)), d_h
 
-    parts = tuple(_chunks(x, chunks) for x in (h_BxTxD, targets_BxT, weights_BxT))
-    (sums, d_head), d_h = jax.lax.scan(add, (Sums.zero(), jax.tree.map(jnp.zeros_like, head)), parts)
-    return sums, (jnp.moveaxis(d_h, 0, 1).reshape(h_BxTxD.shape), d_head)
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), head)
+        parts = tuple(_chunks(x, chunks) for x in (h, targets, weights))
+        (sums, d_head), d_h = jax.lax.scan(add, (Sums.zero(), zero), parts)
+        return sums, jnp.moveaxis(d_h, 0, 1).reshape(h.shape), d_head
+
+    sums, d_h_BxTxD, d_head = _on_each_device(here, chunks, h_BxTxD, head, targets_BxT, weights_BxT)
+    return sums, (d_h_BxTxD, jax.tree.map(lambda d, x: d.astype(x.dtype), d_head, head))
 
 
 def _backward(smoothing, z_loss, chunks, kept, cotangent: Sums):
@@ -144,14 +157,32 @@ def _backward(smoothing, z_loss, chunks, kept, cotangent: Sums):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def auto_chunks(batch: int, length: int, vocab: int, devices: int) -> int:
-    """How many chunks keep a chunk's logits near 2^23 numbers, but no fewer than 1,024 tokens.
+def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights_BxT):
+    """(sums, gradient by h, gradient by the head) of `work`. Several chunks on several devices are gone through by each device for its own
+    tokens: gradients by the head are added up over devices once, behind the last chunk, and not once a chunk."""
+    rows, length = fitting("batch", h_BxTxD.shape[0]), fitting("length", h_BxTxD.shape[1])
+    axes = (*rows, *length)
+    if chunks == 1 or not axes:
+        return work(h_BxTxD, head, targets_BxT, weights_BxT)
 
-    On several devices one chunk, so all of a device's logits are held: the gradient of the matrix is then summed over
-    devices once, not once a chunk.
+    def here(*own):
+        sums, d_h, d_head = work(*own)
+        return jax.lax.psum(sums, axes), d_h, jax.tree.map(lambda x: x[None], d_head)
+
+    spread = P(rows or None, length or None)
+    by_device = jax.shard_map(
+        here, in_specs=(spread, P(), spread, spread), out_specs=(P(), spread, P(axes)), axis_names=set(axes), check_vma=False
+    )
+    sums, d_h_BxTxD, d_head = by_device(h_BxTxD, head.ready(h_BxTxD.dtype), targets_BxT, weights_BxT)
+    return sums, d_h_BxTxD, jax.tree.map(lambda x: jnp.sum(x, axis=0), d_head)
+
+
+def auto_chunks(batch: int, length: int, vocab: int, mesh: Mesh) -> int:
+    """How many chunks keep a chunk's logits near 2^23 numbers, but no fewer than 1,024 tokens; on several devices near 2^27 numbers of
+    each (half a GB), but no fewer than 2,048 tokens: a chunk there reads and writes the gradient by the matrix, which all devices hold whole.
     """
-    if devices > 1:
-        return 1
-    wanted = batch * length / max(1024, 2**23 // vocab)
+    batch, length = batch // min(row_parts(mesh), batch), length // mesh.shape["context"]
+    vocab = -(-vocab // mesh.shape["tensor"])
+    most = max(1024, 2**23 // vocab) if mesh.size == 1 else max(2048, 2**27 // vocab)
     divisors = [n for n in range(1, length + 1) if length % n == 0]
-    return max((n for n in divisors if n <= max(1, wanted)), default=1)
+    return max((n for n in divisors if n <= max(1, batch * length / most)), default=1)

@@ -147,11 +147,11 @@ def human_time(seconds: float) -> str:
 
 def human_count(n: float) -> str:
     """38200 -> '38.2k'."""
-    for unit in ("", "k", "M", "G"):
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
         if abs(n) < 1000:
             return f"{n:.3g}{unit}" if unit == "" else f"{n:.1f}{unit}"
         n /= 1000
-    return f"{n:.1f}T"
+    return f"{n:.1f}Z"
 
 
 def human_number(x: float) -> str:

@@ -60,7 +60,7 @@ def batch_sums(
     features, logits = found if len(asks) == 2 else (found, found)
     sums = {}
     if "targets" in asks:
-        chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, mesh.size)
+        chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, mesh)
         sums["tokens"] = cross_entropy(*features, batch["targets"], batch["weights"], smoothing, z_loss, chunks)
     if "labels" in asks:
         sums["labels"] = label_sums(logits, batch["labels"], batch["label_weights"], smoothing)

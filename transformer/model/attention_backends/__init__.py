@@ -8,10 +8,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from transformer.model.attention_backends import blockwise, ring
+from transformer.model.attention_backends import blockwise, ring, splash
 from transformer.model.attention_backends.base import Attend, Inputs
 from transformer.model.attention_backends.reference import reference
-from transformer.model.sharding import axis_of
+from transformer.model.sharding import axis_of, platform
 
 __all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
 
@@ -28,6 +28,7 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference),
     "blockwise": Backend(blockwise.blockwise, blockwise.why_not),
     "ring": Backend(ring.ring, ring.why_not),
+    "splash": Backend(splash.splash, splash.why_not),
 }
 
 LONG = 1024
@@ -38,15 +39,19 @@ experiments/benchmarks/attention.py.)"""
 def choose(name: str, q, k, v, given: Inputs) -> Attend:
     """The backend of a config, for these arrays; "auto" is the first that serves them and does not waste memory.
 
-    One that is asked for by name and cannot serve them is replaced by the plain path, and says so.
+    One that cannot serve them is replaced by the next, in the end by the plain path, and says so.
     """
-    wanted = name
+    spread, size = axis_of("length")[1] > 1, min(q.shape[1], k.shape[1])
+    wanted = [name] if name != "auto" else ["ring"] if spread and q.shape[1] > 1 else []
     if name == "auto":
-        spread = axis_of("length")[1] > 1 and q.shape[1] > 1
-        wanted = "ring" if spread else "blockwise" if min(q.shape[1], k.shape[1]) >= LONG else "reference"
-    why_not = BACKENDS[wanted].why_not(q, k, v, given)
-    chosen = "reference" if why_not else wanted
-    _note(chosen, f"{wanted}: {why_not}" if why_not else "")
+        wanted += ["splash"] * (platform() == "tpu" and size >= splash.LANES) + ["blockwise"] * (size >= LONG)
+    problems = {}
+    for chosen in (*wanted, "reference"):
+        why_not = BACKENDS[chosen].why_not(q, k, v, given)
+        if not why_not:
+            break
+        problems[chosen] = why_not
+    _note(chosen, "; ".join(f"{other}: {why_not}" for other, why_not in problems.items()))
     return BACKENDS[chosen].attend
 
 

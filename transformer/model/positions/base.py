@@ -107,6 +107,11 @@ class Position:
         """What attention read, with position added to it. No fused kernel's."""
         return out_BxTxNxH
 
+    @property
+    def past_slopes_N(self) -> jax.Array | None:
+        """float32[N]: m, where `bias` is -m_n (t - s) for a key of the past and there is nothing else; then a kernel needs no bias."""
+        return None
+
     pairwise: ClassVar[bool] = True
     """Whether what `bias`, `score` and `value` say of a query and a key depends on these two alone."""
 

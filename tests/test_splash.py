@@ -1,0 +1,127 @@
+"""TPUs' fused attention, interpreted here, against the plain one; and what it is asked for and refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from test_attention_backends import bound, compare, value_and_gradients
+
+from transformer.config import MeshConfig
+from transformer.model import attention_backends
+from transformer.model.attention_backends import BACKENDS, Inputs, choose, record
+from transformer.model.attention_backends.splash import with_slopes
+from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window
+from transformer.model.positions.relative import alibi_slopes
+from transformer.parallel.mesh import make_mesh, use
+
+T = 256
+PACKED = jnp.array([[1] * 90 + [2] * 130 + [0] * 36, [1] * T])
+AT = jnp.stack([jnp.concatenate([jnp.arange(90), jnp.arange(130), jnp.zeros(36, int)]), jnp.arange(T)]).astype(jnp.int32)
+ORDERED = Tokens(AT, PACKED, order="rows")
+OTHERS = Tokens(AT[:, :128], jnp.where(jnp.arange(128) < 100, 1, 0)[None].repeat(2, 0), order="rows")  # the first row's second document has none
+
+CASES = {
+    "both ways": (SAME_SEGMENT, None, {}),
+    "causal": (SAME_SEGMENT & CAUSAL, None, {}),
+    "rotary": (SAME_SEGMENT & CAUSAL, "rotary", {}),  # turns queries and keys before
+    "alibi": (SAME_SEGMENT & CAUSAL, "alibi", {}),
+    "alibi in a window": (SAME_SEGMENT & CAUSAL & window(70), "alibi", {}),
+    "window": (SAME_SEGMENT & CAUSAL & window(130), None, {}),
+    "window both ways": (SAME_SEGMENT & window(20), None, {}),
+    "cap": (SAME_SEGMENT & CAUSAL, None, {"soft_cap": 2.0}),
+    "sink": (SAME_SEGMENT & CAUSAL, None, {"sink_N": jnp.array([0.3, -1.0, 2.0, 0.0])}),
+}
+
+
+def inputs(keys=T, kv_heads=2, d_value=24, batch=2):
+    k = jax.random.split(jax.random.key(1), 3)
+    shapes = ((batch, T, 4, 16), (batch, keys, kv_heads, 16), (batch, keys, kv_heads, d_value))
+    return tuple(jax.random.normal(key, shape) for key, shape in zip(k, shapes, strict=True))
+
+
+def both(q, k, v, given):
+    assert BACKENDS["splash"].why_not(q, k, v, given) is None
+    ours, plain = (value_and_gradients(BACKENDS[name].attend, q, k, v, given) for name in ("splash", "reference"))
+    assert all(np.abs(g).max() > 1e-2 for g in plain[1][:3])
+    compare(ours, plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_plain_attention(case):
+    mask, position, more = CASES[case]
+    position = position and bound(position, "decoder", ORDERED)
+    both(*inputs(), Inputs(mask, ORDERED, ORDERED, position, 0.3, **more))
+
+
+def test_across_documents_of_another_text_and_where_there_is_none():
+    q, k, v = inputs(keys=128)
+    given = Inputs(SAME_SEGMENT, ORDERED, OTHERS, None, 0.3)
+    assert not np.any(BACKENDS["reference"].attend(q, k, v, given)[0, 90:])
+    both(q, k, v, given)
+
+
+@pytest.mark.parametrize(("kv_heads", "sizes"), [(2, {"data": 2, "fsdp": 2, "tensor": 2}), (1, {"data": 2, "tensor": 4}), (4, {"fsdp": 4, "expert": 2})])
+def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
+    mesh = make_mesh(MeshConfig(**{"data": 1} | sizes))
+    q, k, v = (jnp.concatenate([x] * 2) for x in inputs(kv_heads=kv_heads))
+    where = jax.tree.map(lambda x: jnp.concatenate([x] * 2), ORDERED)
+    given = Inputs(SAME_SEGMENT & CAUSAL, where, where, bound("alibi", "decoder", where), 0.3)
+    plain = value_and_gradients(BACKENDS["reference"].attend, q, k, v, given)
+    with use(mesh):
+        rows = lambda tree: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))), tree)
+        found = value_and_gradients(BACKENDS["splash"].attend, *rows((q, k, v)), given.replace(q_tokens=rows(where), k_tokens=rows(where)))
+    assert len(found[0].sharding.device_set) == 8
+    compare(found, plain, atol=1e-4)
+
+
+def test_alibi_in_bfloat16_is_exact():
+    """m s from features of eight bits, for every head of 24 and positions to 65,535, is that of float32 to its last two bits."""
+    positions = jnp.concatenate([jnp.arange(600), jnp.arange(65_000, 65_536)]).astype(jnp.int32)[None]
+    slopes = jnp.asarray(alibi_slopes(24), jnp.float32)
+    q, k = (jnp.zeros((1, n, 24, 1), jnp.bfloat16) for n in (1, positions.size))
+    q, k = with_slopes(q, k, slopes, positions)
+    assert q.dtype == k.dtype == jnp.bfloat16
+    found = np.einsum("BTNF,BSNF->NS", *(np.asarray(x, np.float64) for x in (q, k)))
+    wanted = np.asarray(slopes, np.float64)[:, None] * np.asarray(positions, np.float64)
+    np.testing.assert_array_equal(found, wanted)
+    naive = np.asarray(slopes.astype(jnp.bfloat16), np.float64)[:, None] * np.asarray(positions.astype(jnp.bfloat16), np.float64)
+    assert np.abs(naive - wanted).max() > 10
+
+
+def test_what_it_cannot_do_is_said():
+    q, k, v = inputs()
+    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
+    unordered = ORDERED.replace(order="")
+    custom = Mask(lambda q, k: (q.positions_BxT[:, :, None] + k.positions_BxS[:, None]) % 2 == 0, "even")
+    refused = {
+        "the position scheme": given.replace(position=bound("t5", "decoder", ORDERED)),
+        "changes logits": given.replace(position=bound("alibi", "decoder", ORDERED), soft_cap=2.0),
+        "no dropout": given.replace(dropout=0.1, dropout_key=jax.random.key(0)),
+        "the mask": given.replace(mask=SAME_SEGMENT & CAUSAL & custom),
+        "does not know": given.replace(mask=CAUSAL),
+        "is not known": given.replace(q_tokens=unordered, k_tokens=unordered),
+        "where tokens stand": given.replace(q_tokens=ORDERED.replace(until_BxT=AT)),
+    }
+    for words, one in refused.items():
+        assert words in BACKENDS["splash"].why_not(q, k, v, one), words
+    assert "multiples of 128" in BACKENDS["splash"].why_not(q[:, :200], k, v, given)
+    assert BACKENDS["splash"].why_not(q, k, v, given) is None
+
+
+def test_a_tpu_takes_it_where_it_serves(monkeypatch):
+    from transformer.model.attention_backends import splash
+
+    q, k, v = inputs()
+    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
+    assert choose("auto", q, k, v, given) is BACKENDS["reference"].attend
+    for module in (attention_backends, splash):
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
+    with record() as found:
+        assert choose("auto", q, k, v, given) is BACKENDS["splash"].attend
+        dropout = given.replace(dropout=0.1, dropout_key=jax.random.key(0))
+        assert choose("auto", q, k, v, dropout) is BACKENDS["reference"].attend
+    assert found == {"splash": "", "reference": "splash: it has no dropout on attention weights"}
+    for module in (attention_backends, splash):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    assert choose("splash", q, k, v, given) is BACKENDS["reference"].attend

@@ -1,0 +1,257 @@
+"""The plan of an experiment on a machine: memory, a step's time at least, the run's, its price; on a page and as JSON."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+
+from transformer.config import Experiment
+from transformer.config_io import to_mapping
+from transformer.parallel.sharding import human_bytes, path_name
+from transformer.planning.chips import Topology
+from transformer.planning.model_flops import kernel_flops, model_flops
+from transformer.planning.programs import PROGRAMS, Compiled, Programs, TooLarge
+from transformer.planning.roofline import Roofline, roofline
+from transformer.training.metrics import human_count, human_time
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One program: what it needs and what it does; `too_large` where the compiler found no way to fit it in."""
+
+    memory: dict[str, float]  # bytes of a device, by kind; their sum is the peak
+    roofline: Roofline | None
+    compiled: Compiled | None
+    too_large: TooLarge | None = None
+
+    @property
+    def peak(self) -> float:
+        return self.too_large.needed if self.too_large else sum(self.memory.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An experiment on a machine that is not here."""
+
+    config: Experiment
+    topology: Topology
+    mesh: dict[str, int]
+    parameters: int
+    model_flops: float  # of a training step
+    tokens: int  # of a training step
+    parts: dict[str, Part]
+    price: float | None = None  # of a chip for an hour
+
+    @property
+    def train(self) -> Part | None:
+        return self.parts.get("train")
+
+    @property
+    def room(self) -> float:
+        """Bytes of HBM that JAX has of a device."""
+        return self.topology.chip.hbm / self.topology.chip.devices
+
+    @property
+    def fits(self) -> bool:
+        return not any(part.too_large or (self.room and part.peak > self.room) for part in self.parts.values())
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a training step at least."""
+        return self.train.roofline.step if self.train and self.train.roofline else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation at most (Chowdhery et al. 2022): what the model needs, over what the chips could do in that time."""
+        return self.step and self.model_flops / (self.step * self.topology.chips * self.topology.chip.flops)
+
+    @property
+    def run(self) -> dict[str, float]:
+        """Of the whole run, at that pace: seconds, chip-hours, and money where there is a price."""
+        if not self.step:
+            return {}
+        seconds = self.step * self.config.train.steps
+        hours = seconds / 3600 * self.topology.chips
+        return {"seconds": seconds, "chip_hours": hours} | ({} if self.price is None else {"money": hours * self.price})
+
+    def to_json(self) -> dict:
+        """All of it, for programs."""
+
+        def one(part: Part) -> dict:
+            found = {"peak_bytes": part.peak, "fits": not part.too_large and (not self.room or part.peak <= self.room), "memory_bytes": part.memory}
+            if part.compiled:
+                roof = part.roofline
+                found |= {
+                    "compile_seconds": part.compiled.seconds, "attention": part.compiled.attention, "flops": roof.flops, "hbm_bytes": roof.hbm_bytes,
+                    "seconds_at_least": roof.seconds, "bound_by": roof.bound,
+                    "messages": {kind: dataclasses.asdict(traffic) for kind, traffic in roof.traffic.items()},
+                    "largest_buffers": [[size, shape, name_of(where)] for size, shape, where in part.compiled.program.largest(12)],
+                }  # fmt: skip
+            return found
+
+        return {
+            "topology": str(self.topology), "chip": self.topology.chip.title, "chips": self.topology.chips, "mesh": self.mesh, "hbm_bytes": self.room,
+            "parameters": self.parameters, "tokens_per_step": self.tokens, "model_flops_per_step": self.model_flops,
+            "model_flops_per_token": self.model_flops / self.tokens, "step_seconds_at_least": self.step, "mfu_at_most": self.mfu,
+            "run": self.run, "price_per_chip_hour": self.price, "programs": {name: one(part) for name, part in self.parts.items()},
+            "config": to_mapping(self.config),
+        }  # fmt: skip
+
+    def page(self) -> str:
+        """For a person."""
+        return "\n".join(_page(self)) + "\n"
+
+
+def make_plan(
+    config: Experiment, topology: Topology, devices: list, *, only: Sequence[str] = PROGRAMS, price: float | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Plan:  # fmt: skip
+    """Compiles what is asked for. `tell` is told what is being done. Raises UserError for what cannot be laid out on the machine."""
+    programs = Programs(config, devices)
+    in_order, parts = list(programs.mesh.devices.flat), {}
+    for name in programs.names:
+        if name not in only:
+            continue
+        tell(f"compiling {name} for {topology} ...")
+        holds = _holdings(programs, name)
+        try:
+            compiled = programs.compile(name)
+        except TooLarge as e:
+            parts[name] = Part(holds, None, None, e)
+            continue
+        kept = min(compiled.program.kept, compiled.temporaries)
+        holds["cache and inputs"] = max(compiled.arguments - sum(holds.values()), 0)
+        holds |= {"activations": kept} if name == "train" else {}
+        holds |= {"temporaries": compiled.temporaries - holds.get("activations", 0), "results, code": compiled.results + compiled.code}
+        parts[name] = Part(holds, roofline(compiled.program, topology, in_order, lambda one: kernel_flops(one, config.model)), compiled)
+    batch, params = programs.batch, programs.state.params
+    tokens = math.prod(batch["inputs"].shape) + (math.prod(batch["source"].shape) if "source" in batch else 0)
+    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    return Plan(config, topology, dict(programs.mesh.shape), parameters, model_flops(config, batch, params, devices), tokens, parts, price)
+
+
+def _holdings(programs: Programs, name: str) -> dict[str, float]:
+    """Bytes that a device holds before a program begins, by kind."""
+    state = programs.state
+    holds = {"parameters": programs.bytes(state.params)}
+    if name == "train":
+        holds["optimizer"] = programs.bytes(state.opt_state)
+        if state.ema is not None:
+            holds["moving average"] = programs.bytes(state.ema)
+    return holds
+
+
+def name_of(where: str) -> str:
+    """Where a buffer comes from, as a person would say it: `state.params['decoder']['layers']` -> `params/decoder/layers`."""
+    where = re.sub(r"\[\\*['\"]?([^\]'\"\\]*)\\*['\"]?\]", r"/\1", where.removeprefix("state."))
+    return re.sub(r"^jit\(\w+\)/", "", where)
+
+
+def remedies(plan: Plan) -> list[str]:
+    """What would make a training step fit, the most promising first."""
+    config, mesh, room = plan.config, plan.mesh, plan.room
+    held = sum(plan.train.memory.get(kind, 0.0) for kind in ("parameters", "optimizer", "moving average"))
+    gradients, found = plan.train.memory["parameters"], []
+    idle = math.prod(mesh[axis] for axis in ("data",))
+    if held + gradients > 0.8 * room:
+        if idle > 1:
+            found.append(
+                f"mesh.fsdp={mesh['fsdp'] * idle} mesh.data=1: parameters, optimizer and gradients over {idle} times as many devices, "
+                f"{human_bytes((held + gradients) / idle)} a device instead of {human_bytes(held + gradients)}"
+            )
+        if config.optimizer.name == "adamw":
+            found.append(f"optimizer.name=adafactor: without two moments, about {human_bytes(2 * plan.train.memory['parameters'])} a device less")
+        found.append(f"a machine of {math.ceil((held + gradients) / (0.7 * room)) * plan.topology.chips} chips or more: "
+                     f"parameters, optimizer and gradients alone take {human_bytes(held + gradients)} of {human_bytes(room)}")  # fmt: skip
+    if config.model.remat != "full":
+        found.append("model.remat=full: only the stream between layers is kept for the backward pass")
+    most = config.data.batch_size // math.prod(mesh[axis] for axis in ("data", "stage", "fsdp", "expert"))
+    if most > config.train.accumulate:
+        found.append(f"train.accumulate={min(2 * config.train.accumulate, most)}: half of the rows at a time (up to {most})")
+    if mesh["tensor"] == 1 and config.model.num_kv_heads % 2 == 0:
+        found.append("mesh.tensor=2: heads, d_ff, vocabulary and the stream between sublayers over two devices")
+    found.append("mesh.context=2: the tokens of a row over two devices")
+    return found
+
+
+def _page(plan: Plan) -> list[str]:
+    config, topology, chip = plan.config, plan.topology, plan.topology.chip
+    spelled = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    lines = [
+        f"machine     {topology}: {topology.chips} x {chip.title}" + (f", {human_bytes(chip.hbm)} each" if chip.hbm else ""),
+        f"mesh        {spelled}",
+        f"model       {plan.parameters:,} parameters, {human_count(plan.model_flops / plan.tokens)}FLOP a token in training",
+        f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are {human_count(plan.tokens * config.train.steps)} tokens",
+    ]
+    for name, part in plan.parts.items():
+        for backend, why in part.compiled.attention.items() if part.compiled and name == "train" else ():
+            lines.append(f"attention   {backend}" + (f" ({why})" if why else ""))
+    lines += ["", *_memory(plan)]
+    if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
+        lines += ["", *_times(plan)]
+    if plan.train:
+        lines += ["", *_messages(plan.train.roofline)] if plan.train.roofline else []
+        lines += ["", *_buffers(plan.train)]
+    if not plan.fits:
+        name, worst = max(plan.parts.items(), key=lambda item: item[1].peak)
+        lines += ["", f"IT DOES NOT FIT: {name} takes {human_bytes(worst.peak)} of {human_bytes(plan.room)} a device."]
+        lines += ["What would help:", *(f"  {line}" for line in remedies(plan))] if name == "train" else []
+    return lines
+
+
+def _memory(plan: Plan) -> list[str]:
+    kinds = dict.fromkeys(kind for part in plan.parts.values() for kind in part.memory)
+    rows = [["a device's memory", *plan.parts]]
+    for kind in kinds:
+        rows.append([f"  {kind}", *(human_bytes(part.memory[kind]) if kind in part.memory else "" for part in plan.parts.values())])
+    share = lambda part: f"{human_bytes(part.peak)} {'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
+    rows.append([f"  peak of {human_bytes(plan.room)}" if plan.room else "  peak", *(share(part).strip() for part in plan.parts.values())])
+    rows.append(["  compiled in", *(f"{part.compiled.seconds:.0f} s" if part.compiled else "-" for part in plan.parts.values())])
+    return _table(rows)
+
+
+def _times(plan: Plan) -> list[str]:
+    chip, parts = plan.topology.chip, {name: part for name, part in plan.parts.items() if part.roofline}
+    rates = {"compute": f"{human_count(chip.flops)}FLOP/s", "HBM": f"{human_count(chip.hbm_rate)}B/s"}
+    rows = [["at least", *parts]]
+    for kind in ("compute", "HBM", "network", "slices"):
+        if any(part.roofline.seconds[kind] for part in parts.values()):
+            at = f" at {rates[kind]}" if kind in rates else ""
+            rows.append([f"  {kind}{at}", *(_seconds(part.roofline.seconds[kind]) for part in parts.values())])
+    rows.append(["  a step", *(_seconds(part.roofline.step) for part in parts.values())])
+    rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
+    lines = _table(rows)
+    if plan.step:
+        day = plan.tokens / plan.step * 86400
+        lines.append(f"  MFU at most {plan.mfu:.1%}; {human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s a chip, {human_count(day)} a day")
+        run = plan.run
+        money = f", {run['money']:,.0f} at {plan.price:g} each" if "money" in run else ""
+        lines.append(f"  the run: {human_time(run['seconds'])}, {run['chip_hours']:,.0f} chip-hours{money}")
+    if "decode" in parts:
+        rows = plan.config.decoding.batch_size
+        lines.append(f"  decoding: {human_count(rows / parts['decode'].roofline.step)} tokens/s for {rows} rows")
+    return lines
+
+
+def _messages(roof: Roofline) -> list[str]:
+    rows = [["messages of a training step, a device", "count", "within", "beyond"]]
+    for kind, traffic in sorted(roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer):
+        rows.append([f"  {kind}", f"{traffic.count:,.0f}", human_bytes(traffic.inner), human_bytes(traffic.outer) if traffic.outer else ""])
+    return _table(rows) if roof.traffic else ["no messages between devices"]
+
+
+def _buffers(part: Part, most: int = 8) -> list[str]:
+    found = part.compiled.program.largest(most) if part.compiled else part.too_large.buffers[:most]
+    return ["largest buffers of a training step", *(f"  {human_bytes(size):>9}  {shape:<28} {name_of(where)[-90:]}" for size, shape, where in found)]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(max(w, 12)) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+
+
+def _seconds(s: float) -> str:
+    """0.00021 -> '0.21 ms'."""
+    return f"{s:.2f} s" if s >= 1 else f"{1e3 * s:.1f} ms" if s >= 1e-3 else f"{1e6 * s:.0f} us"
