@@ -91,6 +91,21 @@ def test_blockwise_is_the_plain_attention(mask, position):
     compare(value_and_gradients(BACKENDS["blockwise"].attend, *inputs), plain)
 
 
+@pytest.mark.parametrize("position", SCHEMES)
+def test_places_for_positions_where_distance_is_all_that_counts(position):
+    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound(position, "decoder", ORDERED, 3), 0.4)
+    moved = given.by_place()
+    if position in ("alibi", "t5", "shaw", "transformer_xl", "deberta", "kerple", "sandwich"):
+        assert moved.q_tokens.positions_BxT.shape == (1, T)
+        out = [BACKENDS["reference"].attend(*arrays(3), one) for one in (moved, given, given.replace(position=None))]
+        assert np.abs(out[1] - out[2]).max() > 1e-3
+        compare(*out[:2])
+    else:
+        assert moved is given
+    for other in (given.replace(mask=CAUSAL), given.replace(q_tokens=PREFIX, k_tokens=PREFIX), given.replace(q_tokens=SHUFFLED, k_tokens=SHUFFLED)):
+        assert other.by_place() is other
+
+
 def test_blocks_that_are_filled_up_let_nothing_in():
     """Whatever the mask: the last block of eleven keys holds one that is none."""
     q, k, v = arrays()

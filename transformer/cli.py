@@ -153,6 +153,7 @@ def _main(argv: list[str]) -> int:
     plan.add_argument("--slices", type=int, default=1, metavar="N", help="so many of them, joined by the data centre's network")
     plan.add_argument("--price", type=float, metavar="MONEY", help="of one chip for one hour")
     plan.add_argument("--only", metavar="NAMES", help="compile these: train, evaluate, prefill, decode; default: all")
+    plan.add_argument("--search", nargs="?", type=int, const=8, metavar="N", help="try N (8) meshes, remat policies and micro-batches; print the best")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
 
     convert = verb("convert", _convert, "Hugging Face weights to a run directory, and back", CONVERT)
@@ -240,6 +241,16 @@ def _plan(args, overrides) -> int:
             raise UserError(f"--only: no program {name!r}; {nearest(name, programs.PROGRAMS)}")
     devices = programs.start(machine)
     tell = lambda line: print(line, file=sys.stderr)
+    if args.search is not None:
+        from transformer.planning.search import page, search
+
+        if args.search < 1:
+            raise UserError(f"--search: {args.search}; how many to try, 1 or more")
+        plans = search(config, machine, devices, args.search, tell)
+        if args.json:
+            write_whole(args.json, json.dumps([plan.to_json() for plan in plans], indent=2) + "\n")
+        print(page(plans), end="")
+        return 0 if plans[0].fits else 1
     plan = make_plan(config, machine, devices, only=only, price=args.price, tell=tell)
     if args.json:
         write_whole(args.json, json.dumps(plan.to_json(), indent=2) + "\n")

@@ -10,7 +10,7 @@ from transformer import architecture
 
 def get_config():
     config = ml_collections.ConfigDict()
-    config.model = architecture("bert_large", attention_dropout=0.0, dtype="bfloat16", remat="full")
+    config.model = architecture("bert_large", attention_dropout=0.0, dtype="bfloat16", remat="dots")
     config.data = dict(
         train="gs://BUCKET/wiki_books/*.jsonl",
         format="jsonl",

@@ -15,7 +15,7 @@ def get_config():
         window=0,
         max_length=4096,
         position=dict(name="rotary", theta=1e6),
-        feed_forward=dict(name="experts", num_experts=8, top_k=2),
+        feed_forward=dict(name="experts", num_experts=8, top_k=2, capacity_factor=1.25),
         dtype="bfloat16",
         remat="full",
     )

@@ -66,7 +66,7 @@ class Attention(nn.Module):
         given = attention_backends.Inputs(mask, q_tokens, k_tokens, position, scale, cfg.attention_soft_cap, sink_N)
         if cfg.attention_dropout and not deterministic:
             given = given.replace(dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
-        inputs = (q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given)
+        inputs = (q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given.by_place())
         out_BxTxNxH = attention_backends.choose(cfg.attention_backend, *inputs)(*inputs)
         out_BxTxNxH = by_heads(out_BxTxNxH)
         out = Linear(

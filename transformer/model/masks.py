@@ -22,8 +22,8 @@ class Tokens:
     segments_BxT: int32, which document of its row a token belongs to, from 1; 0 is padding (or an empty cache slot).
     until_BxT: int32, the last position that a token may see under a causal mask; None: its own. That of a prefix's tokens is where
         the prefix ends.
-    order: what is known of where tokens stand in their row. "rows": each document's side by side in the order of their positions, at
-        least as far apart in position as in the row. "zigzag": rows so cut into chunks that device d of n holds chunks d and
+    order: what is known of where tokens stand in their row. "rows": each document's side by side, as far apart in position as in the
+        row. "growing": side by side in the order of their positions, at least as far apart in position as in the row. "zigzag": rows so cut into chunks that device d of n holds chunks d and
         2n - 1 - d (see attention_backends/ring.py). "": nothing. Then whole blocks of a mask are known to be empty beforehand.
     """
 

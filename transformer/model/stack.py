@@ -154,7 +154,7 @@ class Stack(nn.Module):
         spread = lambda at_BxT: jnp.take_along_axis(drawn, jnp.broadcast_to(at_BxT, shape), axis=1)
         return tokens.replace(
             positions_BxT=spread(tokens.positions_BxT), until_BxT=jax.tree.map(spread, tokens.until_BxT),
-            order="" if any(layer.window for layer in cfg.layers(self.side)) else tokens.order,  # places tell nothing of a window then
+            order="growing" if tokens.order == "rows" else tokens.order,
         )  # fmt: skip
 
     def _schemes(self) -> dict[Choice, positions.Position]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import importlib.util
 import math
 import shutil
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ def start(platform: str, config: MeshConfig) -> Mesh:
     """Everything about the machine, before the first computation: the host set, processes joined, the platform checked, the mesh made."""
     if not _accelerator_on_this_machine():
         keep_freed_memory()  # before JAX starts its threads, each of which would take an arena of its own
+        if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and _no_tpu():
+            jax.config.update("jax_platforms", "cpu")  # libtpu is here to plan with; it would look for a TPU, and complain at length
     start_processes()
     check_platform(platform)
     return make_mesh(config)
@@ -55,6 +58,15 @@ def _accelerator_on_this_machine() -> str:
     if glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi"):
         return "an NVIDIA GPU"
     return "a TPU" if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") else ""
+
+
+def _no_tpu() -> bool:
+    """Whether no TPU is on the bus, as JAX itself looks for one."""
+    try:
+        from jax._src.hardware_utils import num_available_tpu_chips_and_device_id as chips
+    except ImportError:  # it is no part of JAX's public surface
+        return False
+    return not chips()[0]
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:

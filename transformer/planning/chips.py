@@ -26,12 +26,13 @@ class Chip:
     axes: int = 0  # of a TPU's torus: each chip has a link to either side on each
     devices: int = 1  # that JAX sees of one chip
     cores: int = 1  # that the product's name counts: v5p-128 has 64 chips
+    mode: str = ""  # in which libtpu takes a chip's two cores for one device, where that is not its default
 
 
 _DCN = 6.25e9  # 200 Gbit/s of a host with four chips
 
 CHIPS = {
-    "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2),
+    "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, mode="megacore"),
     "v5e": Chip("TPU v5e", 197e12, 16 * GIB, 0.819e12, 45e9, _DCN, axes=2),
     "v5p": Chip("TPU v5p", 459e12, 95 * GIB, 2.765e12, 90e9, _DCN, axes=3, cores=2),
     "v6e": Chip("TPU v6e", 918e12, 32 * GIB, 1.64e12, 90e9, _DCN, axes=2),

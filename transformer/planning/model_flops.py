@@ -62,11 +62,12 @@ def kernel_flops(one: Instruction, model: ModelConfig) -> float:
     found = re.match(r"splash_m[hq]a_(fwd|dq|dkv)", one.name)
     if not found:
         return 0.0
-    shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"[bf]\w*\[(\d+,\d+,\d+,\d+)\]", one.attributes.partition("}}")[0])]
-    (batch, heads, queries, size), (_, _, keys, _) = shapes[:2]
+    given = one.attributes.partition("operand_layout_constraints")[2].partition("}}")[0]
+    shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", given)]
+    (*heads, queries, size), (*_, keys, _) = [shape for shape in shapes if len(shape) > 2][:2]
     side = "encoder" if "/encoder/" in one.source else "decoder"
     share = 1.0 if "/cross_attention" in one.source else allowed_pairs(model, side, queries, min(512, queries))
-    return {"fwd": 2, "dq": 3, "dkv": 4}[found.group(1)] * 2.0 * batch * heads * queries * keys * size * share
+    return {"fwd": 2, "dq": 3, "dkv": 4}[found.group(1)] * 2.0 * math.prod(heads) * queries * keys * size * share
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:

@@ -72,9 +72,9 @@ class Plan:
         """Of the whole run, at that pace: seconds, chip-hours, and money where there is a price."""
         if not self.step:
             return {}
-        seconds = self.step * self.config.train.steps
-        hours = seconds / 3600 * self.topology.chips
-        return {"seconds": seconds, "chip_hours": hours} | ({} if self.price is None else {"money": hours * self.price})
+        whole = self.step * self.config.train.steps
+        hours = whole / 3600 * self.topology.chips
+        return {"seconds": whole, "chip_hours": hours} | ({} if self.price is None else {"money": hours * self.price})
 
     def to_json(self) -> dict:
         """All of it, for programs."""
@@ -209,7 +209,7 @@ def _memory(plan: Plan) -> list[str]:
     share = lambda part: f"{human_bytes(part.peak)} {'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
     rows.append([f"  peak of {human_bytes(plan.room)}" if plan.room else "  peak", *(share(part).strip() for part in plan.parts.values())])
     rows.append(["  compiled in", *(f"{part.compiled.seconds:.0f} s" if part.compiled else "-" for part in plan.parts.values())])
-    return _table(rows)
+    return table(rows)
 
 
 def _times(plan: Plan) -> list[str]:
@@ -219,10 +219,10 @@ def _times(plan: Plan) -> list[str]:
     for kind in ("compute", "HBM", "network", "slices"):
         if any(part.roofline.seconds[kind] for part in parts.values()):
             at = f" at {rates[kind]}" if kind in rates else ""
-            rows.append([f"  {kind}{at}", *(_seconds(part.roofline.seconds[kind]) for part in parts.values())])
-    rows.append(["  a step", *(_seconds(part.roofline.step) for part in parts.values())])
+            rows.append([f"  {kind}{at}", *(seconds(part.roofline.seconds[kind]) for part in parts.values())])
+    rows.append(["  a step", *(seconds(part.roofline.step) for part in parts.values())])
     rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
-    lines = _table(rows)
+    lines = table(rows)
     if plan.step:
         day = plan.tokens / plan.step * 86400
         lines.append(f"  MFU at most {plan.mfu:.1%}; {human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s a chip, {human_count(day)} a day")
@@ -239,7 +239,7 @@ def _messages(roof: Roofline) -> list[str]:
     rows = [["messages of a training step, a device", "count", "within", "beyond"]]
     for kind, traffic in sorted(roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer):
         rows.append([f"  {kind}", f"{traffic.count:,.0f}", human_bytes(traffic.inner), human_bytes(traffic.outer) if traffic.outer else ""])
-    return _table(rows) if roof.traffic else ["no messages between devices"]
+    return table(rows) if roof.traffic else ["no messages between devices"]
 
 
 def _buffers(part: Part, most: int = 8) -> list[str]:
@@ -247,11 +247,12 @@ def _buffers(part: Part, most: int = 8) -> list[str]:
     return ["largest buffers of a training step", *(f"  {human_bytes(size):>9}  {shape:<28} {name_of(where)[-90:]}" for size, shape, where in found)]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
+def table(rows: list[list[str]]) -> list[str]:
+    """Rows as lines, the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(max(w, 12)) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
-def _seconds(s: float) -> str:
+def seconds(s: float) -> str:
     """0.00021 -> '0.21 ms'."""
     return f"{s:.2f} s" if s >= 1 else f"{1e3 * s:.1f} ms" if s >= 1e-3 else f"{1e6 * s:.0f} us"

@@ -64,18 +64,22 @@ def start(topology: Topology) -> list:
     shape that there is not."""
     jax.config.update("jax_platforms", "cpu")
     if not topology.is_tpu:
-        jax.config.update("jax_num_cpu_devices", topology.devices)
+        with contextlib.suppress(RuntimeError):  # a process that has begun has its devices
+            jax.config.update("jax_num_cpu_devices", topology.devices)
         found = jax.devices()
         if len(found) < topology.devices:
             raise UserError(f"--topology: {topology} has {topology.devices} devices, but this process has begun with {len(found)}")
         return found[: topology.devices]
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("--topology: the compiler for TPUs is not here; pip install -e '.[tpu]' (no TPU is needed)")
-    # libtpu would ask a machine of Google's cloud what it is, and complain that it is none.
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    # libtpu would ask a machine of Google's cloud what it is, and complain that it is none; and want a TPU for itself.
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }  # fmt: skip
     from jax.experimental import topologies
 
     name, more = str(dataclasses.replace(topology, slices=1)), {"num_slices": topology.slices} if topology.slices > 1 else {}
+    more |= {"chip_config_name": topology.chip.mode} if topology.chip.mode else {}
     try:
         return list(topologies.get_topology_desc(name, "tpu", **more).devices)
     except Exception as e:  # whatever libtpu says
@@ -153,7 +157,7 @@ def _too_large() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
-        found = re.search(r"Used ([\d.]+)([KMGT]) of", str(e))
+        found = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", str(e))
         if "RESOURCE_EXHAUSTED" not in str(e) or not found:
             raise
         size = lambda number, unit: float(number) * 2 ** (10 * ("KMGT".index(unit) + 1))

@@ -41,6 +41,16 @@ class Inputs:
         """The scheme, where it has something to say about logits or about what is read."""
         return self.position if self.position is not None and self.position.acts_on_logits else None
 
+    def by_place(self) -> "Inputs":
+        """The same with tokens' places in the row for their positions, alike in all rows, where that changes nothing: what is said of a
+        query and a key of one document depends on their distance alone, and no others meet. Then a bias is one for all rows."""
+        q, k, position = self.q_tokens, self.k_tokens, self.logits_position
+        alike = q.order == k.order == "rows" and q.positions_BxT.shape == k.positions_BxT.shape and q.until_BxT is None
+        if not alike or not self.mask.within or position is None or not position.by_distance:
+            return self
+        places = jnp.arange(q.positions_BxT.shape[1], dtype=q.positions_BxT.dtype)[None]
+        return self.replace(q_tokens=q.replace(positions_BxT=places), k_tokens=k.replace(positions_BxT=places))
+
     def split(self) -> tuple[tuple, tuple, Callable[[tuple, tuple], "Inputs"]]:
         """(what has a gradient, what has none, how they make the whole again): for attention with a gradient of its own."""
         learned, fixed = (self.position, self.sink_N), (self.q_tokens, self.k_tokens, self.dropout_key)

@@ -50,7 +50,7 @@ def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple
     order of their positions, keys wholly behind or outside a window need not be looked at."""
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
-    if not (given.mask.within and given.q_tokens.order == given.k_tokens.order == "rows" and T == S):
+    if not (given.mask.within and given.q_tokens.order == given.k_tokens.order in ("rows", "growing") and T == S):
         return tuple(pairs)
     first, last = (lambda n, size: n * size), (lambda n, size: (n + 1) * size - 1)
     if given.mask.causal and given.q_tokens.until_BxT is None:

@@ -22,7 +22,8 @@ LANES = 128
 def why_not(q, k, v, given: Inputs) -> str | None:
     """What it cannot do, in a few words."""
     T, S, mask, position = q.shape[1], k.shape[1], given.mask, given.logits_position
-    by_place = given.q_tokens.order == given.k_tokens.order == "rows" and T == S and given.q_tokens.until_BxT is None
+    known = ("rows",) if mask.window else ("rows", "growing")
+    by_place = given.q_tokens.order == given.k_tokens.order in known and T == S and given.q_tokens.until_BxT is None
     problems = {
         "it is a TPU's": platform() == "gpu",
         "tokens are spread over devices": axis_of("length")[1] > 1 and T > 1,

@@ -115,6 +115,9 @@ class Position:
     pairwise: ClassVar[bool] = True
     """Whether what `bias`, `score` and `value` say of a query and a key depends on these two alone."""
 
+    by_distance: ClassVar[bool] = False
+    """Whether what `bias`, `score` and `value` say of a query and a key depends on how far apart they are, and not on where."""
+
     @property
     def reads_content(self) -> bool:
         """Whether `score` or `value` do anything: then no fused backend will do."""

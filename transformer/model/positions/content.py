@@ -38,6 +38,8 @@ class Shaw(Position):
     positions. Beyond the training length: all longer distances are one; holds for a while.
     """
 
+    by_distance: ClassVar = True
+
     max_distance: int = option(16)
     values: bool = option(True)
     keys_RxH: jax.Array | None = None
@@ -76,6 +78,8 @@ class TransformerXL(Position):
     Parameters: d_model * num_heads * d_head + 2 * num_heads * d_head a layer. Cross-attention: nothing. Cache: distances come from the stored
     positions. Beyond the training length: degrades slowly. Cost: T * S sinusoids of d_model, projected.
     """
+
+    by_distance: ClassVar = True
 
     d_model: int = struct.field(pytree_node=False, default=0)
     project_DxNxH: jax.Array | None = None
@@ -116,6 +120,8 @@ class Deberta(Position):
     Parameters: 2 max_distance * d_model a stack, 2 * d_model * num_heads * d_head a layer. Cross-attention: nothing. Cache: distances come
     from the stored positions. Beyond the training length: all longer distances are one.
     """
+
+    by_distance: ClassVar = True
 
     max_distance: int = option(128)
     table_RxD: jax.Array | None = None

@@ -3,6 +3,8 @@
 Shape suffixes: B batch, T query length, S key length, N heads, W width of a small network, d distance |t - s|.
 """
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -27,6 +29,8 @@ class Kerple(Position):
     Parameters: 2 * num_heads a stack. Cross-attention: nothing. Cache: distances come from the stored positions.
     Beyond the training length: holds, the logarithm flattens. Cost: a float32[N, T, S] bias.
     """
+
+    by_distance: ClassVar = True
 
     r_N: jax.Array | None = None
     a_N: jax.Array | None = None
@@ -57,6 +61,8 @@ class Sandwich(Position):
     Parameters: none. Cross-attention: nothing. Cache: distances come from the stored positions.
     Beyond the training length: holds; near keys weigh most, as in ALiBi. Cost: a float32[N, T, S] bias and w/2 cosines a pair.
     """
+
+    by_distance: ClassVar = True
 
     width: int = option(128)
     num_heads: int = fact()

@@ -1,6 +1,7 @@
 """Positions added to the attention logits, as a function of distance: ALiBi, T5's buckets."""
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ class ALiBi(Position):
     Beyond the training length: holds. Cost: a float32[N, T, S] bias where the backend wants one; under a
     causal mask TPUs' fused attention wants six features more instead.
     """
+
+    by_distance: ClassVar = True
 
     num_heads: int = fact()
 
@@ -55,6 +58,8 @@ class T5Bias(Position):
     Parameters: num_buckets * num_heads a stack. Cross-attention: nothing. Cache: distances come from the stored positions.
     Beyond the training length: distances over `max_distance` are one bucket; holds for a while.
     """
+
+    by_distance: ClassVar = True
 
     num_buckets: int = option(32)
     max_distance: int = option(128)

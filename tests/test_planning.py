@@ -1,0 +1,259 @@
+"""The plan: what is read of a compiled program against what is known of it, and what it says of a machine."""
+
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import small
+from test_objectives import CASES, experiment, text  # noqa: F401 (a fixture)
+
+from transformer.cli import main
+from transformer.config import Experiment, MeshConfig
+from transformer.config_io import from_mapping
+from transformer.data.pipeline import open_data
+from transformer.errors import UserError
+from transformer.parallel.mesh import make_mesh
+from transformer.planning import chips, programs
+from transformer.planning.chips import Topology, topology
+from transformer.planning.hlo import Message, Program
+from transformer.planning.model_flops import allowed_pairs, kernel_flops, model_flops
+from transformer.planning.plan import make_plan
+from transformer.planning.programs import Programs
+from transformer.planning.roofline import sent
+from transformer.planning.sample import batch_shapes
+from transformer.planning.search import page, search
+
+D, FF, V, T, ROWS = 32, 64, 48, 64, 16
+
+
+def planned(family="decoder", mesh=None, train=(), data=(), **model):
+    objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "seq2seq"}[family]
+    return from_mapping(Experiment, {
+        "model": {"family": family, "vocab_size": V, "d_model": D, "d_ff": FF, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 3, "max_length": T,
+                  "use_bias": False, "norm_placement": "pre", "position": "rotary", "attention_backend": "reference", **model},
+        "data": {"train": "nowhere", "objective": objective, "length": T, "batch_size": ROWS, **dict(data)},
+        "train": {"steps": 1000, **dict(train)}, "mesh": {"data": 1, **(mesh or {})}, "decoding": {"batch_size": 8},
+    })  # fmt: skip
+
+
+# ---- what is read of a program
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_products_are_counted_as_often_as_they_run(scan):
+    """A forward pass on one device: all products of the model, and all pairs of the plain attention."""
+    config = planned(scan_layers=scan)
+    tokens = ROWS * T
+    layer = 2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D
+    compiled = Programs(config, jax.devices()[:1]).compile("evaluate")
+    assert compiled.program.flops == 3 * layer + 2 * tokens * D * V
+
+
+def test_what_a_model_needs_by_hand():
+    """Training takes three times the forward pass, and of a causal mask's pairs half and the diagonal."""
+    config, mesh = planned(), make_mesh(MeshConfig(data=1))
+    programs = Programs(config, jax.devices()[:1])
+    tokens = ROWS * T
+    pairs = (T + 1) / (2 * T)
+    forward = 3 * (2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D * pairs) + 2 * tokens * D * V
+    assert model_flops(config, batch_shapes(config, mesh), programs.state.params, jax.devices()) == 3 * forward
+
+
+def test_of_experts_those_that_are_asked_count():
+    dense, mixed = planned(), planned(feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5})
+    count = lambda config: model_flops(config, batch_shapes(config, make_mesh(MeshConfig(data=1))), Programs(config, jax.devices()[:1]).state.params, jax.devices())
+    tokens = ROWS * T
+    router, second, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
+    assert count(mixed) - count(dense) == 3 * 3 * (router + second + gather)
+
+
+@pytest.mark.parametrize(("window", "block", "expected"), [(0, 1, 65 / 128), (1, 1, 1 / 64), (16, 1, (16 * 64 - 120) / 64**2), (0, 16, 10 / 16), (17, 16, 7 / 16)])
+def test_pairs_that_a_mask_allows(window, block, expected):
+    assert allowed_pairs(small("decoder", window=window), "decoder", 64, block) == pytest.approx(expected)
+
+
+def test_both_ways_in_a_window():
+    mask = np.abs(np.arange(40)[:, None] - np.arange(40)) < 7
+    assert allowed_pairs(small("encoder", window=7), "encoder", 40) == pytest.approx(mask.mean())
+
+
+TEXT = """HloModule made_up
+
+%inner (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %n = f32[8,4]{1,0} negate(%p)
+}
+
+%body (arg: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %arg = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %x = f32[8,4]{1,0} get-tuple-element(%arg), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %after = s32[] add(%next, %one)
+  %sum = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %kernel = f32[8,4]{1,0} custom-call(%sum), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block": "{1}"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %out = (s32[], f32[8,4]{1,0}) tuple(%after, %kernel)
+}
+
+%condition (arg: (s32[], f32[8,4])) -> pred[] {
+  %arg = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %end = s32[] constant(9)
+  ROOT %less = pred[] compare(%i, %end), direction=LT
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8,4]{1,0}) tuple(%zero, %a)
+  %loop = (s32[], f32[8,4]{1,0}) while(%start), condition=%condition, body=%body, metadata={op_name="jit(f)/jvp(layers)/while"}
+  %made = f32[8,4]{1,0} get-tuple-element(%loop), index=1
+  %gathered = f32[32,4]{1,0} all-gather(%made), replica_groups=mesh['x'=2,'y'=4] {'y'}, dimensions={0}
+  %moved = f32[8,4]{1,0} collective-permute(%made), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %turned = f32[8,4]{1,0} all-to-all(%moved), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
+  %kept = f32[8,4]{1,0:S(1)} fusion(%turned), kind=kLoop, calls=%inner
+  ROOT %back = f32[8,4]{1,0} add(%made, %turned), metadata={op_name="jit(f)/transpose(jvp(layers))/add"}
+}
+"""
+
+
+def test_a_program_in_its_own_words():
+    """Loops that count in twos, the four spellings of groups, attributes over several lines, on-chip memory, what backward keeps."""
+    program = Program.read(TEXT)
+    found = {message.kind: message for message in program.messages}
+    assert found["all-reduce"].times == 5 and found["all-reduce"].groups.tolist() == [[0, 1], [2, 3]]
+    assert found["all-gather"].groups.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and found["all-gather"].bytes == 4 * 128
+    assert found["collective-permute"].groups.tolist() == [[0, 1], [1, 2], [2, 3], [3, 0]]
+    assert found["all-to-all"].groups.tolist() == [[0, 2], [1, 3]]
+    kernel = next((one, times) for one, _, times, _ in program.runs if one.opcode == "custom-call")
+    assert kernel[0].source == "jit(f)/kernel" and kernel[1] == 5
+    assert program.kept == 2 * 128  # the loop's result and what was turned, which the backward pass reads
+    array = 128
+    loop = 5 * (2 * array + 2 * array + 3 * 4 * 2)  # the sum, the kernel, two scalar additions, each read and written
+    compare = 5 * 0  # a condition is not visited
+    assert program.hbm_bytes == loop + compare + (array + 4 * array) + 2 * array + 2 * array + array + 3 * array
+
+
+def test_a_kernels_products_are_those_of_the_blocks_it_looks_at():
+    line = (
+        '  %splash_mha_{}_segmented.1 = bf16[2,4,1024,64]{{3,2,1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", '
+        'operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, bf16[2,4,1024,64]{{3,2,1,0}}, bf16[2,2,1024,64]{{3,2,1,0}}, bf16[2,2,1024,64]{{3,2,1,0}}}}, '
+        'metadata={{op_name="jit(step)/decoder/layers/self_attention/splash"}}'
+    )
+    count = lambda kind, text=line: kernel_flops(
+        Program.read("ENTRY %main (q: f32[]) -> f32[] {\n" + text.format(kind) + "\n}\n").computations["main"][f"splash_mha_{kind}_segmented.1"], small("decoder")
+    )
+    whole = 2 * 2 * 4 * 1024 * 1024 * 64
+    assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
+    assert count("fwd", line.replace("self_attention", "cross_attention")) == 2 * whole
+
+
+def test_what_a_ring_sends():
+    groups = np.arange(4)[None]
+    size = {kind: sent(Message(kind, 100, groups, 3, "")) for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")}
+    assert size == {"all-gather": 225, "reduce-scatter": 225, "all-reduce": 450, "all-to-all": 225, "collective-permute": 300}
+
+
+# ---- a batch's shapes without its text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_has_the_shapes_that_the_text_gives(text, case):  # noqa: F811
+    objective, family, model, data = CASES[case]
+    config = experiment(text, objective, family, model.items(), **data)
+    real = open_data(config).batches("train")[0]
+    made_up = batch_shapes(config, make_mesh(MeshConfig(data=1)))
+    assert {name: (x.shape, x.dtype) for name, x in made_up.items()} == {name: (x.shape, x.dtype) for name, x in real.items()}
+
+
+# ---- machines
+
+
+@pytest.mark.parametrize(("said", "shape", "count"), [
+    ("v5p:4x4x8", (4, 4, 8), 128), ("v5p-128", (4, 4, 4), 64), ("v5p-512", (4, 8, 8), 256), ("v5p-2048", (8, 8, 16), 1024), ("v4-64", (2, 4, 4), 32), ("v4-8", (2, 2, 1), 4),
+    ("v5e-16", (4, 4), 16), ("v5litepod-256", (16, 16), 256), ("v6e-64", (8, 8), 64), ("v5e-8", (2, 4), 8), ("h100:64", (64,), 64), ("cpu:8", (8,), 8),
+])  # fmt: skip
+def test_machines_by_shape_and_by_name(said, shape, count):
+    found = topology(said)
+    assert found.shape == shape and found.chips == count
+
+
+@pytest.mark.parametrize(("said", "slices", "message"), [
+    ("v5p", 1, "write v5p:4x4x8"), ("v7:2x2", 1, "no chip 'v7'"), ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"), ("v5e-12", 1, "no product; write its shape"),
+    ("h100:2x4", 1, "tell the number, h100:8"), ("h100:8", 2, "--slices: 2"), ("v5p:0x4x4", 1, "has no chips"), ("v5e-16", 0, "--slices: 0"),
+])  # fmt: skip
+def test_machines_that_there_are_not(said, slices, message):
+    with pytest.raises(UserError, match=message):
+        topology(said, slices)
+
+
+# ---- plans
+
+
+def test_a_plan_of_simulated_devices(tmp_path, capsys):
+    """Sharded state, messages and page; the command line; what is not known of a CPU is left out."""
+    (tmp_path / "x.py").write_text(
+        "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4, num_decoder_layers=2, max_length=32),"
+        " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16), mesh=dict(data=1, fsdp=-1))\n"
+    )
+    command = ["plan", f"--config={tmp_path / 'x.py'}", "--topology=cpu:8", f"--json={tmp_path / 'plan.json'}", "--only=train,decode"]
+    assert main(command) == 0
+    out, plan = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    assert "mesh        fsdp 8" in out and "all-reduce" in out and "MFU" not in out
+    train = plan["programs"]["train"]
+    assert plan["step_seconds_at_least"] is None and set(plan["programs"]) == {"train", "decode"}
+    assert 1 <= train["memory_bytes"]["parameters"] * 8 / (4 * plan["parameters"]) < 1.3  # norms and biases are on every device
+    assert train["memory_bytes"]["optimizer"] == pytest.approx(2 * train["memory_bytes"]["parameters"], rel=0.01)
+    assert train["memory_bytes"]["activations"] > 0
+    assert main([*command[:-1], "--only=trane"]) == 2
+    assert "--only: no program 'trane'; did you mean 'train'" in capsys.readouterr().err
+
+
+def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):
+    monkeypatch.setitem(chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 150_000, 1e12, 1e9, 1e9))
+    plan = make_plan(planned(mesh={"data": 4}), Topology("h100", (4,)), jax.devices()[:4], only=("train",), price=2.0)
+    said = plan.page()
+    assert not plan.fits and "IT DOES NOT FIT: train takes" in said
+    assert "mesh.fsdp=4 mesh.data=1" in said and "remat=full" in said
+    assert plan.run["money"] == pytest.approx(plan.step * 1000 / 3600 * 4 * 2.0) and plan.train.roofline.bound in said
+    assert 0 < plan.mfu <= 1
+
+
+def test_a_search_ends_with_the_fastest_that_fits(monkeypatch):
+    monkeypatch.setitem(chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 2_300_000, 1e10, 1e9, 1e9))
+    told = []
+    found = search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, told.append)
+    assert found[0].fits and len(found) <= 3 and len(told) >= len(found)
+    steps = [plan.step for plan in found if plan.fits]
+    assert steps == sorted(steps) and "the first: --config.mesh.data=" in page(found)
+    monkeypatch.setitem(chips.CHIPS, "h100", chips.Chip("far too small", 1e12, 1000, 1e10, 1e9, 1e9))
+    with pytest.raises(UserError, match="nothing fits"):
+        search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, told.append)
+
+
+# ---- the compiler for TPUs, which needs no TPU
+
+
+@pytest.mark.parametrize(("machine", "position"), [("v5e:2x2", "alibi"), ("v5p:2x2x1", "rotary")])
+def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, position):
+    assert importlib.util.find_spec("libtpu"), "the extra [test] brings it"
+    where = topology(machine)
+    config = planned(
+        mesh={"fsdp": 2, "tensor": 2}, data={"length": 1024}, position=position, attention_backend="auto", dtype="bfloat16", d_head=64, max_length=1024,
+        remat="full",
+    )  # fmt: skip
+    plan = make_plan(config, where, programs.start(where), only=("train",))
+    kernels = {one.name.split("_segmented")[0] for one, *_ in plan.train.compiled.program.runs if one.opcode == "custom-call" and "splash" in one.name}
+    assert plan.train.compiled.attention == {"splash": ""} and kernels == {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
+    assert plan.fits and 0 < plan.mfu < 1 and plan.train.memory["activations"] > 0
+    # Products of layers four times (forward, again, two gradients), of the head three times; attention's two, two again, three and four, of
+    # three quarters of all blocks of 512.
+    tokens, width = ROWS * 1024, 4 * 64
+    layers = 4 * 3 * 2 * tokens * (4 * D * width + 2 * D * FF)
+    attention = 3 * (2 + 2 + 3 + 4) * 2 * ROWS * 1024**2 * width * 0.75 * (70 / 64 if position == "alibi" else 1)
+    assert plan.train.roofline.flops * 4 == pytest.approx(layers + 3 * 2 * tokens * D * V + attention, rel=0.01)
