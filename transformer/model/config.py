@@ -71,7 +71,7 @@ class ModelConfig:
     attention_sink: bool = False  # a learned logit per head that attention may go to instead of a token (GPT-OSS)
     prefix_lm: bool = False  # decoder: the tokens of a prefix see each other both ways (Raffel et al. 2020)
     window: int = 0  # keys fewer than so many positions away; 0: all
-    attention_backend: str = "auto"  # auto | reference | ...; "reference" forces the plain path
+    attention_backend: str = "auto"  # auto | reference | blockwise | ring | splash (TPU) | cudnn (GPU); one that cannot serve falls back, and says so
 
     tie_embeddings: bool = True  # the unembedding is the (target) embedding, transposed
     share_embeddings: bool = True  # encoder_decoder: source and target read one embedding

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from transformer.model.attention_backends import blockwise, ring, splash
+from transformer.model.attention_backends import blockwise, cudnn, ring, splash
 from transformer.model.attention_backends.base import Attend, Inputs
 from transformer.model.attention_backends.reference import reference
 from transformer.model.sharding import axis_of, platform
@@ -29,6 +29,7 @@ BACKENDS: dict[str, Backend] = {
     "blockwise": Backend(blockwise.blockwise, blockwise.why_not),
     "ring": Backend(ring.ring, ring.why_not),
     "splash": Backend(splash.splash, splash.why_not),
+    "cudnn": Backend(cudnn.cudnn, cudnn.why_not),
 }
 
 LONG = 1024

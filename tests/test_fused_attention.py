@@ -1,4 +1,4 @@
-"""TPUs' fused attention, interpreted here, against the plain one; and what it is asked for and refuses."""
+"""The fused attention of TPUs (interpreted here) and of GPUs (its plain path here) against the plain one; what they refuse."""
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,9 @@ def inputs(keys=T, kv_heads=2, d_value=24, batch=2):
     return tuple(jax.random.normal(key, shape) for key, shape in zip(k, shapes, strict=True))
 
 
-def both(q, k, v, given):
-    assert BACKENDS["splash"].why_not(q, k, v, given) is None
-    ours, plain = (value_and_gradients(BACKENDS[name].attend, q, k, v, given) for name in ("splash", "reference"))
+def both(q, k, v, given, backend="splash"):
+    assert BACKENDS[backend].why_not(q, k, v, given) is None
+    ours, plain = (value_and_gradients(BACKENDS[name].attend, q, k, v, given) for name in (backend, "reference"))
     assert all(np.abs(g).max() > 1e-2 for g in plain[1][:3])
     compare(ours, plain, atol=1e-4)
 
@@ -52,6 +52,39 @@ def test_it_is_the_plain_attention(case):
     mask, position, more = CASES[case]
     position = position and bound(position, "decoder", ORDERED)
     both(*inputs(), Inputs(mask, ORDERED, ORDERED, position, 0.3, **more))
+
+
+@pytest.mark.parametrize("case", [case for case, (_, _, more) in CASES.items() if not more])
+def test_a_gpus_is_the_plain_attention(case):
+    mask, position, more = CASES[case]
+    position = position and bound(position, "decoder", ORDERED)
+    both(*inputs(d_value=16), Inputs(mask, ORDERED, ORDERED, position, 0.3, **more), backend="cudnn")
+
+
+def test_what_a_gpus_is_asked_for(monkeypatch):
+    """The call that reaches cuDNN, which is not here; and what does not reach it."""
+    from transformer.model.attention_backends import cudnn
+
+    calls = []
+    monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **given: calls.append((q.shape, v.shape, given)) or jnp.zeros_like(q))
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(d_value=16))
+    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.3)
+    assert BACKENDS["cudnn"].why_not(q, k, v, given) is None
+    assert BACKENDS["cudnn"].attend(q, k, v, given).shape == q.shape
+    (queries, values, asked), = calls
+    assert queries[-1] == values[-1] == 24 and asked["mask"].shape == (2, 1, T, T)
+    assert asked["implementation"] == "cudnn" and asked["is_causal"] and asked["scale"] == 0.3
+    plain = given.replace(position=None)
+    refused = {
+        "bfloat16": (inputs(d_value=16), plain), "no soft cap": ((q, k, v), plain.replace(soft_cap=1.0)), "no sinks": ((q, k, v), plain.replace(sink_N=jnp.zeros(4))),
+        "no dropout": ((q, k, v), plain.replace(dropout=0.1, dropout_key=jax.random.key(0))), "a head size of 16": ((q, k, v[..., :8]), plain),
+        "no even numbers": ((q[:, :-1], k, v), plain), "changes logits": ((q, k, v), given.replace(mask=SAME_SEGMENT)),
+    }  # fmt: skip
+    for words, (arrays, one) in refused.items():
+        assert words in BACKENDS["cudnn"].why_not(*arrays, one), words
+    monkeypatch.setattr(cudnn, "MOST_PAIRS", 100)
+    assert "too large" in BACKENDS["cudnn"].why_not(q, k, v, plain)
 
 
 def test_across_documents_of_another_text_and_where_there_is_none():
