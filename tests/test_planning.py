@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import small
-from test_objectives import CASES, experiment, text  # noqa: F401 (a fixture)
+from test_objectives import CASES, experiment
+from test_objectives import text as texts  # noqa: F401 (a fixture)
 
 from transformer.cli import main
 from transformer.config import Experiment, MeshConfig
@@ -163,9 +164,9 @@ def test_what_a_ring_sends():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_batch_has_the_shapes_that_the_text_gives(text, case):  # noqa: F811
+def test_a_batch_has_the_shapes_that_the_text_gives(texts, case):  # noqa: F811
     objective, family, model, data = CASES[case]
-    config = experiment(text, objective, family, model.items(), **data)
+    config = experiment(texts, objective, family, model.items(), **data)
     real = open_data(config).batches("train")[0]
     made_up = batch_shapes(config, make_mesh(MeshConfig(data=1)))
     assert {name: (x.shape, x.dtype) for name, x in made_up.items()} == {name: (x.shape, x.dtype) for name, x in real.items()}

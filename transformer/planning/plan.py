@@ -9,7 +9,7 @@ import jax
 
 from transformer.config import Experiment
 from transformer.config_io import to_mapping
-from transformer.parallel.sharding import human_bytes, path_name
+from transformer.parallel.sharding import human_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.model_flops import kernel_flops, model_flops
 from transformer.planning.programs import PROGRAMS, Compiled, Programs, TooLarge
