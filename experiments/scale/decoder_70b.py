@@ -24,5 +24,6 @@ def get_config():
     )
     config.train = dict(steps=100_000, checkpoint_every=1000, eval_every=1000, eval_batches=20)
     config.mesh = dict(data=1, fsdp=-1)
+    config.decoding = dict(batch_size=256, max_extra=2048)  # a row a device at least
     config.platform = "tpu"
     return config

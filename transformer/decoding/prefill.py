@@ -43,10 +43,10 @@ def prefill(
         where["prefix_mask"] = real_BxP
     cache = model.empty_cache(prompt_BxP.shape[0], slots)
     if source_BxS is None:
-        logits, cache = model.apply(given, prompt_BxP, cache, **where, method="decode")
+        logits, cache = model.apply(given, prompt_BxP, cache, **where, last_only=True, method="decode")
         return logits[:, -1], Memory(cache, None)
     encoded = model.apply(given, source_BxS, padding_mask=source_mask_BxS, method="encode")
-    logits, cache = model.apply(given, prompt_BxP, cache, *encoded, **where, method="decode")
+    logits, cache = model.apply(given, prompt_BxP, cache, *encoded, **where, last_only=True, method="decode")
     return logits[:, -1], Memory(cache, encoded[1])
 
 

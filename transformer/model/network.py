@@ -119,11 +119,11 @@ class Decoder(_OneStack):
 
     side = "decoder"
 
-    def decode(self, tokens_BxT, cache: Cache, **given) -> tuple[jax.Array, Cache]:
-        """The logits of these tokens, which follow those in the cache, and the cache with them in it."""
+    def decode(self, tokens_BxT, cache: Cache, *, last_only=False, **given) -> tuple[jax.Array, Cache]:
+        """The logits of these tokens (or `last_only`), which follow those in the cache, and the cache with them in it."""
         where = self._locate(tokens_BxT, **given)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), where, cache=cache)
-        h_BxTxE, head = self.unembedding(h_BxTxD, self.embedding.table_VxE)
+        h_BxTxE, head = self.unembedding(h_BxTxD[:, -1:] if last_only else h_BxTxD, self.embedding.table_VxE)
         return head(h_BxTxE), cache
 
 
@@ -166,14 +166,14 @@ class EncoderDecoder(_Family):
         return encoded_BxSxD, where
 
     def decode(
-        self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, **given
+        self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, *, last_only=False, **given
     ) -> tuple[jax.Array, Cache]:
-        """The logits of these target tokens, which follow those in the cache, and the cache with them in it.
+        """The logits of these target tokens (or `last_only`), which follow those in the cache, and the cache with them in it.
 
         The first call is given the encoder's output and keeps its keys and values in the cache; later ones pass None for it.
         """
         h_BxTxD, cache = self._decoder(target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **given)
-        h_BxTxE, head = self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
+        h_BxTxE, head = self.unembedding(h_BxTxD[:, -1:] if last_only else h_BxTxD, self.target_embedding.table_VxE)
         return head(h_BxTxE), cache
 
     def _decoder(self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, **given):
