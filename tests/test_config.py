@@ -11,7 +11,8 @@ from transformer import ModelConfig, UserError, load_experiment
 from transformer.config import Experiment
 from transformer.config_io import apply_overrides, from_mapping, to_mapping
 
-EXPERIMENTS = sorted(p for p in (Path(__file__).parent.parent / "experiments").glob("*.py"))
+ROOT = Path(__file__).parent.parent
+EXPERIMENTS = [file for folder in ("experiments", "experiments/scale") for file in sorted((ROOT / folder).glob("*.py"))]
 MODEL = {"family": "decoder", "vocab_size": 50}
 
 
@@ -185,7 +186,7 @@ def test_every_experiment_file_builds_in_every_arm(file):
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert f"--config=experiments/{file.name}" in module.__doc__
+    assert f"--config={file.relative_to(ROOT)}" in module.__doc__
     assert "?" in module.__doc__ and "Hardware" in module.__doc__
     for arm in getattr(module, "ARMS", [""]):
         config = load_experiment(f"{file}:{arm}" if arm else str(file))

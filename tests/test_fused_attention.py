@@ -17,9 +17,13 @@ from transformer.parallel.mesh import make_mesh, use
 
 T = 256
 PACKED = jnp.array([[1] * 90 + [2] * 130 + [0] * 36, [1] * T])
-AT = jnp.stack([jnp.concatenate([jnp.arange(90), jnp.arange(130), jnp.zeros(36, int)]), jnp.arange(T)]).astype(jnp.int32)
+AT = jnp.stack([jnp.concatenate([jnp.arange(90), jnp.arange(130), jnp.zeros(36, int)]), jnp.arange(T)]).astype(
+    jnp.int32
+)
 ORDERED = Tokens(AT, PACKED, order="rows")
-OTHERS = Tokens(AT[:, :128], jnp.where(jnp.arange(128) < 100, 1, 0)[None].repeat(2, 0), order="rows")  # the first row's second document has none
+OTHERS = Tokens(
+    AT[:, :128], jnp.where(jnp.arange(128) < 100, 1, 0)[None].repeat(2, 0), order="rows"
+)  # the first row's second document has none
 
 CASES = {
     "both ways": (SAME_SEGMENT, None, {}),
@@ -67,12 +71,16 @@ def test_what_a_gpus_is_asked_for(monkeypatch):
 
     calls = []
     monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **given: calls.append((q.shape, v.shape, given)) or jnp.zeros_like(q))
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda q, k, v, **given: calls.append((q.shape, v.shape, given)) or jnp.zeros_like(q),
+    )
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs(d_value=16))
     given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.3)
     assert BACKENDS["cudnn"].why_not(q, k, v, given) is None
     assert BACKENDS["cudnn"].attend(q, k, v, given).shape == q.shape
-    (queries, values, asked), = calls
+    ((queries, values, asked),) = calls
     assert queries[-1] == values[-1] == 24 and asked["mask"].shape == (2, 1, T, T)
     assert asked["implementation"] == "cudnn" and asked["is_causal"] and asked["scale"] == 0.3
     plain = given.replace(position=None)
@@ -94,7 +102,10 @@ def test_across_documents_of_another_text_and_where_there_is_none():
     both(q, k, v, given)
 
 
-@pytest.mark.parametrize(("kv_heads", "sizes"), [(2, {"data": 2, "fsdp": 2, "tensor": 2}), (1, {"data": 2, "tensor": 4}), (4, {"fsdp": 4, "expert": 2})])
+@pytest.mark.parametrize(
+    ("kv_heads", "sizes"),
+    [(2, {"data": 2, "fsdp": 2, "tensor": 2}), (1, {"data": 2, "tensor": 4}), (4, {"fsdp": 4, "expert": 2})],
+)
 def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
     mesh = make_mesh(MeshConfig(**{"data": 1} | sizes))
     q, k, v = (jnp.concatenate([x] * 2) for x in inputs(kv_heads=kv_heads))
@@ -102,8 +113,12 @@ def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
     given = Inputs(SAME_SEGMENT & CAUSAL, where, where, bound("alibi", "decoder", where), 0.3)
     plain = value_and_gradients(BACKENDS["reference"].attend, q, k, v, given)
     with use(mesh):
-        rows = lambda tree: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))), tree)
-        found = value_and_gradients(BACKENDS["splash"].attend, *rows((q, k, v)), given.replace(q_tokens=rows(where), k_tokens=rows(where)))
+        rows = lambda tree: jax.tree.map(
+            lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))), tree
+        )
+        found = value_and_gradients(
+            BACKENDS["splash"].attend, *rows((q, k, v)), given.replace(q_tokens=rows(where), k_tokens=rows(where))
+        )
     assert len(found[0].sharding.device_set) == 8
     compare(found, plain, atol=1e-4)
 
@@ -118,7 +133,9 @@ def test_alibi_in_bfloat16_is_exact():
     found = np.einsum("BTNF,BSNF->NS", *(np.asarray(x, np.float64) for x in (q, k)))
     wanted = np.asarray(slopes, np.float64)[:, None] * np.asarray(positions, np.float64)
     np.testing.assert_array_equal(found, wanted)
-    naive = np.asarray(slopes.astype(jnp.bfloat16), np.float64)[:, None] * np.asarray(positions.astype(jnp.bfloat16), np.float64)
+    naive = np.asarray(slopes.astype(jnp.bfloat16), np.float64)[:, None] * np.asarray(
+        positions.astype(jnp.bfloat16), np.float64
+    )
     assert np.abs(naive - wanted).max() > 10
 
 

@@ -74,7 +74,9 @@ def test_chunks_divide_the_length_and_bound_the_logits():
     assert auto_chunks(64, 32, 16384, one) == 2
     assert auto_chunks(16, 64, 4096, one) == 1
     assert auto_chunks(64, 32, 16384, eight) == 1
-    assert auto_chunks(64, 8192, 128_000, eight) == 32  # a device has 16 rows of 8,192 tokens and half of the vocabulary
+    assert (
+        auto_chunks(64, 8192, 128_000, eight) == 32
+    )  # a device has 16 rows of 8,192 tokens and half of the vocabulary
     assert auto_chunks(1, 8192, 128_000, make_mesh(MeshConfig(data=1, context=4, tensor=2))) == 1
     assert 30 % auto_chunks(512, 30, 65536, one) == 0
 
@@ -82,23 +84,38 @@ def test_chunks_divide_the_length_and_bound_the_logits():
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}])
 def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once(sizes):
     k = jax.random.split(jax.random.key(0), 4)
-    h, head = jax.random.normal(k[0], (4, 16, 8)), Head(jax.random.normal(k[1], (12, 8)), jax.random.normal(k[2], (12,)))
+    h, head = (
+        jax.random.normal(k[0], (4, 16, 8)),
+        Head(jax.random.normal(k[1], (12, 8)), jax.random.normal(k[2], (12,))),
+    )
     targets, weights = jax.random.randint(k[3], (4, 16), 0, 12), jnp.ones((4, 16)).at[1, 3:].set(0)
     mesh = make_mesh(MeshConfig(**sizes))
-    place = lambda x, *names: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*(fitting(n, x.shape[i]) or None for i, n in enumerate(names)))))
+    place = lambda x, *names: jax.device_put(
+        x, NamedSharding(mesh, PartitionSpec(*(fitting(n, x.shape[i]) or None for i, n in enumerate(names))))
+    )
     with use(mesh):
         h, targets, weights = (place(x, "batch", "length") for x in (h, targets, weights))
         head = Head(place(head.matrix_VxE, "vocab", "embed"), place(head.bias_V, "vocab"))
 
         def run(chunks):
-            both = jax.jit(jax.value_and_grad(lambda h, head: cross_entropy(h, head, targets, weights, 0.1, 0.01, chunks).loss, (0, 1)))
+            both = jax.jit(
+                jax.value_and_grad(
+                    lambda h, head: cross_entropy(h, head, targets, weights, 0.1, 0.01, chunks).loss, (0, 1)
+                )
+            )
             return both(h, head), both.lower(h, head).compile().as_text()
 
         (value, grads), text = run(4)
         (expected, expected_grads), _ = run(1)
         alone = jax.jit(lambda h, head: cross_entropy(h, head, targets, weights, 0.1, 0.01, 4).loss)(h, head)
-    assert float(value) == pytest.approx(float(expected), rel=1e-5) and float(alone) == pytest.approx(float(value), rel=1e-5)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5) and float(alone) == pytest.approx(
+        float(value), rel=1e-5
+    )
     assert all(np.abs(g).max() > 0.1 for g in jax.tree.leaves(grads))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), grads, expected_grads)
-    over_rows = [message for message in Program.read(text).messages if message.groups.shape[1] == 4 and message.bytes >= 6 * 8 * 4]
+    over_rows = [
+        message
+        for message in Program.read(text).messages
+        if message.groups.shape[1] == 4 and message.bytes >= 6 * 8 * 4
+    ]
     assert over_rows and all(message.times == 1 for message in over_rows)  # the matrix's gradient, not once a chunk

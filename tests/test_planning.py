@@ -63,14 +63,25 @@ def test_what_a_model_needs_by_hand():
 
 
 def test_of_experts_those_that_are_asked_count():
-    dense, mixed = planned(), planned(feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5})
-    count = lambda config: model_flops(config, batch_shapes(config, make_mesh(MeshConfig(data=1))), Programs(config, jax.devices()[:1]).state.params, jax.devices())
+    dense, mixed = (
+        planned(),
+        planned(feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5}),
+    )
+    count = lambda config: model_flops(
+        config,
+        batch_shapes(config, make_mesh(MeshConfig(data=1))),
+        Programs(config, jax.devices()[:1]).state.params,
+        jax.devices(),
+    )
     tokens = ROWS * T
     router, second, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
     assert count(mixed) - count(dense) == 3 * 3 * (router + second + gather)
 
 
-@pytest.mark.parametrize(("window", "block", "expected"), [(0, 1, 65 / 128), (1, 1, 1 / 64), (16, 1, (16 * 64 - 120) / 64**2), (0, 16, 10 / 16), (17, 16, 7 / 16)])
+@pytest.mark.parametrize(
+    ("window", "block", "expected"),
+    [(0, 1, 65 / 128), (1, 1, 1 / 64), (16, 1, (16 * 64 - 120) / 64**2), (0, 16, 10 / 16), (17, 16, 7 / 16)],
+)
 def test_pairs_that_a_mask_allows(window, block, expected):
     assert allowed_pairs(small("decoder", window=window), "decoder", 64, block) == pytest.approx(expected)
 
@@ -143,11 +154,14 @@ def test_a_program_in_its_own_words():
 def test_a_kernels_products_are_those_of_the_blocks_it_looks_at():
     line = (
         '  %splash_mha_{}_segmented.1 = bf16[2,4,1024,64]{{3,2,1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", '
-        'operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, bf16[2,4,1024,64]{{3,2,1,0}}, bf16[2,2,1024,64]{{3,2,1,0}}, bf16[2,2,1024,64]{{3,2,1,0}}}}, '
+        "operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, bf16[2,4,1024,64]{{3,2,1,0}}, bf16[2,2,1024,64]{{3,2,1,0}}, bf16[2,2,1024,64]{{3,2,1,0}}}}, "
         'metadata={{op_name="jit(step)/decoder/layers/self_attention/splash"}}'
     )
     count = lambda kind, text=line: kernel_flops(
-        Program.read("ENTRY %main (q: f32[]) -> f32[] {\n" + text.format(kind) + "\n}\n").computations["main"][f"splash_mha_{kind}_segmented.1"], small("decoder")
+        Program.read("ENTRY %main (q: f32[]) -> f32[] {\n" + text.format(kind) + "\n}\n").computations["main"][
+            f"splash_mha_{kind}_segmented.1"
+        ],
+        small("decoder"),
     )
     whole = 2 * 2 * 4 * 1024 * 1024 * 64
     assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
@@ -156,8 +170,17 @@ def test_a_kernels_products_are_those_of_the_blocks_it_looks_at():
 
 def test_what_a_ring_sends():
     groups = np.arange(4)[None]
-    size = {kind: sent(Message(kind, 100, groups, 3, "")) for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")}
-    assert size == {"all-gather": 225, "reduce-scatter": 225, "all-reduce": 450, "all-to-all": 225, "collective-permute": 300}
+    size = {
+        kind: sent(Message(kind, 100, groups, 3, ""))
+        for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+    }
+    assert size == {
+        "all-gather": 225,
+        "reduce-scatter": 225,
+        "all-reduce": 450,
+        "all-to-all": 225,
+        "collective-permute": 300,
+    }
 
 
 # ---- a batch's shapes without its text
@@ -169,7 +192,9 @@ def test_a_batch_has_the_shapes_that_the_text_gives(texts, case):  # noqa: F811
     config = experiment(texts, objective, family, model.items(), **data)
     real = open_data(config).batches("train")[0]
     made_up = batch_shapes(config, make_mesh(MeshConfig(data=1)))
-    assert {name: (x.shape, x.dtype) for name, x in made_up.items()} == {name: (x.shape, x.dtype) for name, x in real.items()}
+    assert {name: (x.shape, x.dtype) for name, x in made_up.items()} == {
+        name: (x.shape, x.dtype) for name, x in real.items()
+    }
 
 
 # ---- machines
@@ -202,17 +227,27 @@ def test_a_plan_of_simulated_devices(tmp_path, capsys):
         "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4, num_decoder_layers=2, max_length=32),"
         " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16), mesh=dict(data=1, fsdp=-1))\n"
     )
-    command = ["plan", f"--config={tmp_path / 'x.py'}", "--topology=cpu:8", f"--json={tmp_path / 'plan.json'}", "--only=train,decode"]
+    command = [
+        "plan",
+        f"--config={tmp_path / 'x.py'}",
+        "--topology=cpu:8",
+        f"--json={tmp_path / 'plan.json'}",
+        "--only=train,decode",
+    ]
     assert main(command) == 0
     out, plan = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     assert "mesh        fsdp 8" in out and "all-reduce" in out and "MFU" not in out
     train = plan["programs"]["train"]
     assert plan["step_seconds_at_least"] is None and set(plan["programs"]) == {"train", "decode"}
-    assert 1 <= train["memory_bytes"]["parameters"] * 8 / (4 * plan["parameters"]) < 1.3  # norms and biases are on every device
+    assert (
+        1 <= train["memory_bytes"]["parameters"] * 8 / (4 * plan["parameters"]) < 1.3
+    )  # norms and biases are on every device
     assert train["memory_bytes"]["optimizer"] == pytest.approx(2 * train["memory_bytes"]["parameters"], rel=0.01)
     assert train["memory_bytes"]["activations"] > 0
     assert main([*command[:-1], "--only=trane"]) == 2
     assert "--only: no program 'trane'; did you mean 'train'" in capsys.readouterr().err
+    assert main([*command[:-2], f"--json={tmp_path / 'no' / 'plan.json'}"]) == 2
+    assert f"--json: no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
 def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):
@@ -249,8 +284,16 @@ def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, po
         remat="full",
     )  # fmt: skip
     plan = make_plan(config, where, programs.start(where), only=("train",))
-    kernels = {one.name.split("_segmented")[0] for one, *_ in plan.train.compiled.program.runs if one.opcode == "custom-call" and "splash" in one.name}
-    assert plan.train.compiled.attention == {"splash": ""} and kernels == {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
+    kernels = {
+        one.name.split("_segmented")[0]
+        for one, *_ in plan.train.compiled.program.runs
+        if one.opcode == "custom-call" and "splash" in one.name
+    }
+    assert plan.train.compiled.attention == {"splash": ""} and kernels == {
+        "splash_mha_fwd",
+        "splash_mha_dq",
+        "splash_mha_dkv",
+    }
     assert plan.fits and 0 < plan.mfu < 1 and plan.train.memory["activations"] > 0
     # Products of layers four times (forward, again, two gradients), of the head three times; attention's two, two again, three and four, of
     # three quarters of all blocks of 512.

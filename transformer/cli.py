@@ -235,6 +235,8 @@ def _plan(args, overrides) -> int:
     from transformer.planning import programs
     from transformer.planning.plan import make_plan
 
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UserError(f"--json: no folder {args.json.absolute().parent}")
     only = tuple(args.only.split(",")) if args.only else programs.PROGRAMS
     for name in only:
         if name not in programs.PROGRAMS:

@@ -103,10 +103,14 @@ def topology(text: str, slices: int = 1) -> Topology:
         return Topology(kind, shape)
     if mark == "-":
         if len(shape) > 1 or shape[0] % chip.cores or (count := shape[0] // chip.cores) & (count - 1):
-            raise UserError(f"--topology: {text!r} is no product; write its shape, {kind}:{'x'.join(['4'] * chip.axes)}")
+            raise UserError(
+                f"--topology: {text!r} is no product; write its shape, {kind}:{'x'.join(['4'] * chip.axes)}"
+            )
         shape = _usual(count, chip.axes)
     if len(shape) != chip.axes:
-        raise UserError(f"--topology: {text!r}; a {chip.title} slice has {chip.axes} axes, like {kind}:{'x'.join(['4'] * chip.axes)}")
+        raise UserError(
+            f"--topology: {text!r}; a {chip.title} slice has {chip.axes} axes, like {kind}:{'x'.join(['4'] * chip.axes)}"
+        )
     return Topology(kind, shape, slices)
 
 

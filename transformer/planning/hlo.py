@@ -21,7 +21,18 @@ _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "afte
          "conditional", "call", "async-start", "async-update", "async-done", "opt-barrier", "domain", "add-dependency"}  # fmt: skip
 """Instructions that move nothing themselves."""
 
-_MOVES = {"bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "slice-done", "copy-done", "copy-start", "slice-start"}
+_MOVES = {
+    "bitcast",
+    "copy",
+    "tuple",
+    "opt-barrier",
+    "reshape",
+    "transpose",
+    "slice-done",
+    "copy-done",
+    "copy-start",
+    "slice-start",
+}
 """Instructions whose result is their operand."""
 
 
@@ -90,7 +101,9 @@ class Program:
 
     @staticmethod
     def read(text: str) -> "Program":
-        text = re.sub(r"kernel_metadata=\{\n.*?\n\}\}", "kernel_metadata={}}", text)  # the one attribute over several lines
+        text = re.sub(
+            r"kernel_metadata=\{\n.*?\n\}\}", "kernel_metadata={}}", text
+        )  # the one attribute over several lines
         computations, entry, current = {}, "", None
         for line in text.splitlines():
             if current is None:
@@ -117,7 +130,11 @@ class Program:
                 yield from self._visit(one.called("body"), times * self.trips(one, computation), fused)
             elif one.opcode == "conditional":
                 names = re.search(r"branch_computations=\{([^}]*)\}", one.attributes)
-                names = names.group(1).split(",") if names else [one.called("true_computation"), one.called("false_computation")]
+                names = (
+                    names.group(1).split(",")
+                    if names
+                    else [one.called("true_computation"), one.called("false_computation")]
+                )
                 for branch in names:
                     yield from self._visit(branch.strip(" %"), times / len(names), fused)
             elif one.opcode == "fusion" or one.opcode.endswith("-start"):
@@ -128,7 +145,7 @@ class Program:
 
     def trips(self, loop: Instruction, computation: Computation) -> int:
         """How often a loop's body runs: its condition compares a counter with a constant."""
-        found = re.search(r'known_trip_count[^0-9]*(\d+)', loop.attributes)
+        found = re.search(r"known_trip_count[^0-9]*(\d+)", loop.attributes)
         if found:
             return int(found.group(1))
         condition, body = (self.computations[loop.called(kind)] for kind in ("condition", "body"))
@@ -136,8 +153,12 @@ class Program:
         if not bounds:
             return 1
         bound = max(bounds, key=lambda one: int(one.literal))
-        compared = next((one for one in condition.values() if one.opcode == "compare" and bound.name in one.operands), None)
-        counter = next((condition[name] for name in compared.operands if name != bound.name), None) if compared else None
+        compared = next(
+            (one for one in condition.values() if one.opcode == "compare" and bound.name in one.operands), None
+        )
+        counter = (
+            next((condition[name] for name in compared.operands if name != bound.name), None) if compared else None
+        )
         step = 1
         if counter is not None and counter.opcode == "get-tuple-element":
             index = _index(counter)
@@ -216,7 +237,11 @@ class Program:
             body = self.computations[maker.called("body")]
             root = next(each for each in body.values() if each.root)
             handed = body.get(root.operands[index]) if root.opcode == "tuple" else None
-            if handed is not None and handed.opcode == "get-tuple-element" and f"index={index}," in handed.attributes + ",":
+            if (
+                handed is not None
+                and handed.opcode == "get-tuple-element"
+                and f"index={index}," in handed.attributes + ","
+            ):
                 given = entry[maker.operands[0]]
                 return self._origins(given.operands[index], entry, found) if given.opcode == "tuple" else None
         if "transpose(" not in maker.source:
@@ -227,9 +252,19 @@ class Program:
         """(bytes, shape, where it comes from) of the largest arrays in HBM that one device makes."""
         seen = {}
         for one, computation, _, fused in self.runs:
-            handed_on = one.opcode in ("tuple", "while", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier")
+            handed_on = one.opcode in (
+                "tuple",
+                "while",
+                "get-tuple-element",
+                "bitcast",
+                "conditional",
+                "call",
+                "opt-barrier",
+            )
             argument = one.opcode == "parameter" and computation is not self.computations[self.entry]
-            if fused or handed_on or argument or one.source.endswith("dynamic_update_slice"):  # the last is written in place
+            if (
+                fused or handed_on or argument or one.source.endswith("dynamic_update_slice")
+            ):  # the last is written in place
                 continue
             for array in one.arrays:
                 if not array.on_chip:
@@ -240,7 +275,10 @@ class Program:
 
 
 def _starts(one: Instruction, computation: Computation) -> bool:
-    return any(one.name in user.operands and 'custom_call_target="AsyncCollectiveStart"' in user.attributes for user in computation.values())
+    return any(
+        one.name in user.operands and 'custom_call_target="AsyncCollectiveStart"' in user.attributes
+        for user in computation.values()
+    )
 
 
 def _index(one: Instruction) -> int:
@@ -263,7 +301,9 @@ def _added(body: Computation, name: str, index: int) -> int | None:
             one = maker
     if one is None or one.opcode != "add":
         return None
-    numbers = [int(body[x].literal) for x in one.operands if body[x].opcode == "constant" and body[x].literal.isdecimal()]
+    numbers = [
+        int(body[x].literal) for x in one.operands if body[x].opcode == "constant" and body[x].literal.isdecimal()
+    ]
     others = [x for x in one.operands if body[x].opcode != "constant"]
     before = _added(body, others[0], index) if len(numbers) == len(others) == 1 else None
     return None if before is None else before + numbers[0]
@@ -303,7 +343,9 @@ def _fusion_traffic(one: Instruction, read: list[Instruction], inner: Computatio
     for user in inner.values():
         for name in user.operands:
             users[name].append(user)
-    through = lambda name: [u for user in users[name] for u in (through(user.name) if user.opcode == "bitcast" else [user])]
+    through = lambda name: [
+        u for user in users[name] for u in (through(user.name) if user.opcode == "bitcast" else [user])
+    ]
     total, updated = 0.0, 0.0
     for parameter in (p for p in inner.values() if p.opcode == "parameter"):
         operand = read[int(parameter.literal)] if int(parameter.literal) < len(read) else None
@@ -314,7 +356,9 @@ def _fusion_traffic(one: Instruction, read: list[Instruction], inner: Computatio
             on_chip = all(array.on_chip for array in operand.arrays)
             total += 0.0 if on_chip else sum(array.bytes for use in uses for array in use.arrays)
         elif uses and all(use.opcode == "dynamic-update-slice" for use in uses):
-            part = sum(array.bytes for use in uses if use.operands[1] in inner for array in inner[use.operands[1]].arrays)
+            part = sum(
+                array.bytes for use in uses if use.operands[1] in inner for array in inner[use.operands[1]].arrays
+            )
             updated += operand.hbm_bytes
             total += 0.0 if not operand.hbm_bytes else part
         else:

@@ -30,7 +30,10 @@ def model_flops(config: Experiment, batch: dict, params, devices: list) -> float
     with use(alone):
         forward = lambda params, batch: batch_sums(model, params, batch, config, alone)
         traced = jax.make_jaxpr(forward)(shapes(params), shapes(batch))
-    lengths = {"encoder": config.data.length, "decoder": config.data.decoder_length if config.model.two_sides else config.data.length}
+    lengths = {
+        "encoder": config.data.length,
+        "decoder": config.data.decoder_length if config.model.two_sides else config.data.length,
+    }
     allowed = {side: allowed_pairs(config.model, side, lengths[side]) for side in config.model.sides}
     total = 0.0
     for flops, where in products(traced.jaxpr):
@@ -80,9 +83,14 @@ def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[floa
             yield 2.0 * times * equation.outvars[0].aval.size * math.prod(left[i] for i in contracted), _module(where)
         elif name == "ragged_dot_general":  # each row by the matrix of its group
             (((contracted,), _), _) = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-            yield 2.0 * times * equation.outvars[0].aval.size * equation.invars[0].aval.shape[contracted], _module(where)
+            yield (
+                2.0 * times * equation.outvars[0].aval.size * equation.invars[0].aval.shape[contracted],
+                _module(where),
+            )
         again = times * equation.params.get("length", 1) if name == "scan" else times
-        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for inner in jax.tree.leaves(
+            tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from products(inner, again, where)
@@ -99,7 +107,9 @@ def _plain(model: ModelConfig) -> ModelConfig:
     def dropless(spec: Choice) -> Choice:
         return {k: v for k, v in spec.items() if k != "capacity_factor"} if isinstance(spec, Mapping) else spec
 
-    pattern = [{k: dropless(v) if k == "feed_forward" else v for k, v in layer.items()} for layer in model.layer_pattern]
+    pattern = [
+        {k: dropless(v) if k == "feed_forward" else v for k, v in layer.items()} for layer in model.layer_pattern
+    ]
     return dataclasses.replace(
         model, attention_backend="reference", pipeline_rounds=1, pipeline_microbatches=0, remat="none",
         feed_forward=dropless(model.feed_forward), layer_pattern=tuple(pattern),

@@ -80,7 +80,11 @@ class Plan:
         """All of it, for programs."""
 
         def one(part: Part) -> dict:
-            found = {"peak_bytes": part.peak, "fits": not part.too_large and (not self.room or part.peak <= self.room), "memory_bytes": part.memory}
+            found = {
+                "peak_bytes": part.peak,
+                "fits": not part.too_large and (not self.room or part.peak <= self.room),
+                "memory_bytes": part.memory,
+            }
             if part.compiled:
                 roof = part.roofline
                 found |= {
@@ -124,12 +128,26 @@ def make_plan(
         kept = min(compiled.program.kept, compiled.temporaries)
         holds["cache and inputs"] = max(compiled.arguments - sum(holds.values()), 0)
         holds |= {"activations": kept} if name == "train" else {}
-        holds |= {"temporaries": compiled.temporaries - holds.get("activations", 0), "results, code": compiled.results + compiled.code}
-        parts[name] = Part(holds, roofline(compiled.program, topology, in_order, lambda one: kernel_flops(one, config.model)), compiled)
+        holds |= {
+            "temporaries": compiled.temporaries - holds.get("activations", 0),
+            "results, code": compiled.results + compiled.code,
+        }
+        parts[name] = Part(
+            holds, roofline(compiled.program, topology, in_order, lambda one: kernel_flops(one, config.model)), compiled
+        )
     batch, params = programs.batch, programs.state.params
     tokens = math.prod(batch["inputs"].shape) + (math.prod(batch["source"].shape) if "source" in batch else 0)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    return Plan(config, topology, dict(programs.mesh.shape), parameters, model_flops(config, batch, params, devices), tokens, parts, price)
+    return Plan(
+        config,
+        topology,
+        dict(programs.mesh.shape),
+        parameters,
+        model_flops(config, batch, params, devices),
+        tokens,
+        parts,
+        price,
+    )
 
 
 def _holdings(programs: Programs, name: str) -> dict[str, float]:
@@ -162,14 +180,18 @@ def remedies(plan: Plan) -> list[str]:
                 f"{human_bytes((held + gradients) / idle)} a device instead of {human_bytes(held + gradients)}"
             )
         if config.optimizer.name == "adamw":
-            found.append(f"optimizer.name=adafactor: without two moments, about {human_bytes(2 * plan.train.memory['parameters'])} a device less")
+            found.append(
+                f"optimizer.name=adafactor: without two moments, about {human_bytes(2 * plan.train.memory['parameters'])} a device less"
+            )
         found.append(f"a machine of {math.ceil((held + gradients) / (0.7 * room)) * plan.topology.chips} chips or more: "
                      f"parameters, optimizer and gradients alone take {human_bytes(held + gradients)} of {human_bytes(room)}")  # fmt: skip
     if config.model.remat != "full":
         found.append("model.remat=full: only the stream between layers is kept for the backward pass")
     most = config.data.batch_size // math.prod(mesh[axis] for axis in ("data", "stage", "fsdp", "expert"))
     if most > config.train.accumulate:
-        found.append(f"train.accumulate={min(2 * config.train.accumulate, most)}: half of the rows at a time (up to {most})")
+        found.append(
+            f"train.accumulate={min(2 * config.train.accumulate, most)}: half of the rows at a time (up to {most})"
+        )
     if mesh["tensor"] == 1 and config.model.num_kv_heads % 2 == 0:
         found.append("mesh.tensor=2: heads, d_ff, vocabulary and the stream between sublayers over two devices")
     found.append("mesh.context=2: the tokens of a row over two devices")
@@ -180,8 +202,14 @@ def _page(plan: Plan) -> list[str]:
     config, topology, chip = plan.config, plan.topology, plan.topology.chip
     spelled = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
     lines = [
-        f"machine     {topology}: {topology.chips} x {chip.title}" + (f", {human_bytes(chip.hbm)} each" if chip.hbm else ""),
+        f"machine     {topology}: {topology.chips} x {chip.title}"
+        + (f", {human_bytes(chip.hbm)} each" if chip.hbm else ""),
         f"mesh        {spelled}",
+        *(
+            ["compiled    for simulated devices: temporaries and memory traffic are those of the CPU's compiler"]
+            if not topology.is_tpu
+            else []
+        ),
         f"model       {plan.parameters:,} parameters, {human_count(plan.model_flops / plan.tokens)}FLOP a token in training",
         f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are {human_count(plan.tokens * config.train.steps)} tokens",
     ]
@@ -205,10 +233,24 @@ def _memory(plan: Plan) -> list[str]:
     kinds = dict.fromkeys(kind for part in plan.parts.values() for kind in part.memory)
     rows = [["a device's memory", *plan.parts]]
     for kind in kinds:
-        rows.append([f"  {kind}", *(human_bytes(part.memory[kind]) if kind in part.memory else "" for part in plan.parts.values())])
-    share = lambda part: f"{human_bytes(part.peak)} {'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
-    rows.append([f"  peak of {human_bytes(plan.room)}" if plan.room else "  peak", *(share(part).strip() for part in plan.parts.values())])
-    rows.append(["  compiled in", *(f"{part.compiled.seconds:.0f} s" if part.compiled else "-" for part in plan.parts.values())])
+        rows.append(
+            [
+                f"  {kind}",
+                *(human_bytes(part.memory[kind]) if kind in part.memory else "" for part in plan.parts.values()),
+            ]
+        )
+    share = lambda part: (
+        f"{human_bytes(part.peak)} {'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
+    )
+    rows.append(
+        [
+            f"  peak of {human_bytes(plan.room)}" if plan.room else "  peak",
+            *(share(part).strip() for part in plan.parts.values()),
+        ]
+    )
+    rows.append(
+        ["  compiled in", *(f"{part.compiled.seconds:.0f} s" if part.compiled else "-" for part in plan.parts.values())]
+    )
     return table(rows)
 
 
@@ -225,7 +267,9 @@ def _times(plan: Plan) -> list[str]:
     lines = table(rows)
     if plan.step:
         day = plan.tokens / plan.step * 86400
-        lines.append(f"  MFU at most {plan.mfu:.1%}; {human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s a chip, {human_count(day)} a day")
+        lines.append(
+            f"  MFU at most {plan.mfu:.1%}; {human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s a chip, {human_count(day)} a day"
+        )
         run = plan.run
         money = f", {run['money']:,.0f} at {plan.price:g} each" if "money" in run else ""
         lines.append(f"  the run: {human_time(run['seconds'])}, {run['chip_hours']:,.0f} chip-hours{money}")
@@ -238,19 +282,35 @@ def _times(plan: Plan) -> list[str]:
 def _messages(roof: Roofline) -> list[str]:
     rows = [["messages of a training step, a device", "count", "within", "beyond"]]
     for kind, traffic in sorted(roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer):
-        rows.append([f"  {kind}", f"{traffic.count:,.0f}", human_bytes(traffic.inner), human_bytes(traffic.outer) if traffic.outer else ""])
+        rows.append(
+            [
+                f"  {kind}",
+                f"{traffic.count:,.0f}",
+                human_bytes(traffic.inner),
+                human_bytes(traffic.outer) if traffic.outer else "",
+            ]
+        )
     return table(rows) if roof.traffic else ["no messages between devices"]
 
 
 def _buffers(part: Part, most: int = 8) -> list[str]:
     found = part.compiled.program.largest(most) if part.compiled else part.too_large.buffers[:most]
-    return ["largest buffers of a training step", *(f"  {human_bytes(size):>9}  {shape:<28} {name_of(where)[-90:]}" for size, shape, where in found)]
+    return [
+        "largest buffers of a training step",
+        *(f"  {human_bytes(size):>9}  {shape:<28} {name_of(where)[-90:]}" for size, shape, where in found),
+    ]
 
 
 def table(rows: list[list[str]]) -> list[str]:
     """Rows as lines, the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(max(w, 12)) for i, (cell, w) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(max(w, 12))
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def seconds(s: float) -> str:

@@ -68,7 +68,9 @@ def start(topology: Topology) -> list:
             jax.config.update("jax_num_cpu_devices", topology.devices)
         found = jax.devices()
         if len(found) < topology.devices:
-            raise UserError(f"--topology: {topology} has {topology.devices} devices, but this process has begun with {len(found)}")
+            raise UserError(
+                f"--topology: {topology} has {topology.devices} devices, but this process has begun with {len(found)}"
+            )
         return found[: topology.devices]
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("--topology: the compiler for TPUs is not here; pip install -e '.[tpu]' (no TPU is needed)")
@@ -78,7 +80,10 @@ def start(topology: Topology) -> list:
     }  # fmt: skip
     from jax.experimental import topologies
 
-    name, more = str(dataclasses.replace(topology, slices=1)), {"num_slices": topology.slices} if topology.slices > 1 else {}
+    name, more = (
+        str(dataclasses.replace(topology, slices=1)),
+        {"num_slices": topology.slices} if topology.slices > 1 else {},
+    )
     more |= {"chip_config_name": topology.chip.mode} if topology.chip.mode else {}
     try:
         return list(topologies.get_topology_desc(name, "tpu", **more).devices)
@@ -130,7 +135,10 @@ class Programs:
         rows = lambda length: jax.ShapeDtypeStruct((decoding.batch_size, length), jnp.int32, sharding=self._everywhere)
         half = max(model.max_length // 2, 1)
         given = (rows(1), rows(half)) if model.two_sides else (rows(half), None)
-        return jax.jit(lambda params, prompt, source: prefill(self.model, params, prompt, model.max_length, source)), (self.state.params, *given)
+        return jax.jit(lambda params, prompt, source: prefill(self.model, params, prompt, model.max_length, source)), (
+            self.state.params,
+            *given,
+        )
 
     def _decode(self):
         """One more token a row. The memory lies as prefill leaves it."""
@@ -161,5 +169,9 @@ def _too_large() -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(e) or not found:
             raise
         size = lambda number, unit: float(number) * 2 ** (10 * ("KMGT".index(unit) + 1))
-        buffers = re.findall(r"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?Shape: (\S+)", str(e))
-        raise TooLarge(size(*found.groups()), [(size(n, unit), shape, where) for n, unit, where, shape in buffers]) from None
+        buffers = re.findall(
+            r"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?Shape: (\S+)", str(e)
+        )
+        raise TooLarge(
+            size(*found.groups()), [(size(n, unit), shape, where) for n, unit, where, shape in buffers]
+        ) from None

@@ -42,10 +42,14 @@ class Roofline:
         return max(self.seconds, key=self.seconds.get) if self.seconds else ""
 
 
-def roofline(program: Program, topology: Topology, devices: list, kernel_flops: Callable[[Instruction], float] = lambda one: 0.0) -> Roofline:
+def roofline(
+    program: Program, topology: Topology, devices: list, kernel_flops: Callable[[Instruction], float] = lambda one: 0.0
+) -> Roofline:
     """`devices` in the order of the mesh. `kernel_flops`: of a kernel the compiler cannot look into."""
     chip, share = topology.chip, topology.chip.devices
-    flops = program.flops + sum(times * kernel_flops(one) for one, _, times, _ in program.runs if one.opcode == "custom-call")
+    flops = program.flops + sum(
+        times * kernel_flops(one) for one, _, times, _ in program.runs if one.opcode == "custom-call"
+    )
     where = np.array([_place(device, topology) for device in devices])
     traffic, inner, outer = collections.defaultdict(Traffic), 0.0, 0.0
     for message in program.messages:
@@ -54,7 +58,9 @@ def roofline(program: Program, topology: Topology, devices: list, kernel_flops: 
             continue
         crosses = bool((at[..., -1] != at[:, :1, -1]).any())
         size, was = sent(message), traffic[message.kind]
-        traffic[message.kind] = Traffic(was.count + message.times, was.inner + size * (not crosses), was.outer + size * crosses)
+        traffic[message.kind] = Traffic(
+            was.count + message.times, was.inner + size * (not crosses), was.outer + size * crosses
+        )
         if crosses:
             outer += size
         elif chip.link_rate:
@@ -72,7 +78,13 @@ def sent(message: Message) -> float:
     """Bytes that a device sends (and gets) with the best algorithm on a ring of n: gathering and scattering (n - 1) / n of the whole,
     adding up twice that, exchanging (n - 1) / n of its own, handing on all of it."""
     share = 1 - 1 / message.groups.shape[1]
-    of_whole = {"all-gather": share, "reduce-scatter": share, "all-reduce": 2 * share, "all-to-all": share, "ragged-all-to-all": share}
+    of_whole = {
+        "all-gather": share,
+        "reduce-scatter": share,
+        "all-reduce": 2 * share,
+        "all-to-all": share,
+        "ragged-all-to-all": share,
+    }
     return message.times * message.bytes * of_whole.get(message.kind, 1.0)
 
 
@@ -89,7 +101,11 @@ def _rate(at: np.ndarray, topology: Topology) -> float:
         return topology.chip.link_rate
     spans = [int(np.unique(at[0, :, axis]).size) for axis in range(at.shape[-1] - 1)]
     whole = WRAPPED[topology.chip.axes]
-    ways = sum(2 if size == length and length % whole == 0 else 1 for size, length in zip(spans, _lengths(topology, at), strict=True) if size > 1)
+    ways = sum(
+        2 if size == length and length % whole == 0 else 1
+        for size, length in zip(spans, _lengths(topology, at), strict=True)
+        if size > 1
+    )
     return max(ways, 1) * topology.chip.link_rate
 
 

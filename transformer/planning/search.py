@@ -57,13 +57,24 @@ def page(plans: list[Plan]) -> str:
     rows = [["", "mesh, remat, micro-batches", "peak", "a step at least", "bound by", "MFU at most"]]
     for number, plan in enumerate(plans, 1):
         share = f"{human_bytes(plan.train.peak)}" + (f" ({plan.train.peak / plan.room:.0%})" if plan.room else "")
-        fits = [seconds(plan.step), plan.train.roofline.bound, f"{plan.mfu:.1%}"] if plan.fits and plan.step else ["does not fit" if not plan.fits else "", "", ""]
+        fits = (
+            [seconds(plan.step), plan.train.roofline.bound, f"{plan.mfu:.1%}"]
+            if plan.fits and plan.step
+            else ["does not fit" if not plan.fits else "", "", ""]
+        )
         rows.append([str(number), _spell(plan.config), share, *fits])
     lines = table(rows)
     best = plans[0]
     if best.fits:
-        flags = " ".join(f"--config.mesh.{axis}={size}" for axis, size in best.config.mesh.sizes.items() if size != 1 or axis in ("data", "fsdp"))
-        lines += ["", f"the first: {flags} --config.model.remat={best.config.model.remat} --config.train.accumulate={best.config.train.accumulate}"]
+        flags = " ".join(
+            f"--config.mesh.{axis}={size}"
+            for axis, size in best.config.mesh.sizes.items()
+            if size != 1 or axis in ("data", "fsdp")
+        )
+        lines += [
+            "",
+            f"the first: {flags} --config.model.remat={best.config.model.remat} --config.train.accumulate={best.config.train.accumulate}",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -113,15 +124,31 @@ def _state_bytes(config: Experiment) -> float:
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
     """That a device goes through at once, those of the other side added."""
     length = config.data.length + (config.data.decoder_length if config.model.two_sides else 0)
-    return config.data.batch_size * length / (mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"] * mesh["context"]) / config.train.accumulate
+    return (
+        config.data.batch_size
+        * length
+        / (mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"] * mesh["context"])
+        / config.train.accumulate
+    )
 
 
 def _left(config: Experiment, mesh: dict[str, int]) -> float:
     """Bytes that layers leave for the backward pass at least."""
     model = config.model
-    width = {"none": 4 * model.d_model + 3 * model.d_ff, "dots": 3 * model.d_model + 2 * model.d_ff, "full": model.d_model}[model.remat]
+    width = {
+        "none": 4 * model.d_model + 3 * model.d_ff,
+        "dots": 3 * model.d_model + 2 * model.d_ff,
+        "full": model.d_model,
+    }[model.remat]
     layers = max(model.num_encoder_layers, model.num_decoder_layers)
-    return layers * _tokens(config, mesh) * width * (2 if model.dtype == "bfloat16" else 4) / mesh["tensor"] / mesh["stage"]
+    return (
+        layers
+        * _tokens(config, mesh)
+        * width
+        * (2 if model.dtype == "bfloat16" else 4)
+        / mesh["tensor"]
+        / mesh["stage"]
+    )
 
 
 def _sent(config: Experiment, mesh: dict[str, int]) -> float:

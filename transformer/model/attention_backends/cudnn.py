@@ -44,7 +44,9 @@ def cudnn(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, give
         q_BxTxNxH, k_BxSxKxH = with_slopes(
             q_BxTxNxH, k_BxSxKxH, position.past_slopes_N / given.scale, given.k_tokens.positions_BxT
         )
-        widen = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, d_value + 8 - x.shape[-1]),))  # to one head size for all three
+        widen = lambda x: jnp.pad(
+            x, ((0, 0),) * 3 + ((0, d_value + 8 - x.shape[-1]),)
+        )  # to one head size for all three
         q_BxTxNxH, k_BxSxKxH, v_BxSxKxH = map(widen, (q_BxTxNxH, k_BxSxKxH, v_BxSxKxH))
     by_place = given.q_tokens.order == given.k_tokens.order in ("rows", "growing") and given.q_tokens.until_BxT is None
     out_BxTxNxH = jax.nn.dot_product_attention(

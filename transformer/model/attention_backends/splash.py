@@ -45,8 +45,13 @@ def splash(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, giv
     rows, over = fitting("batch", len(q_BxTxNxH)), fitting("activation_heads", heads)
     if over != fitting("activation_heads", k_BxSxKxH.shape[2]):  # fewer key heads than devices
         k_BxSxKxH, v_BxSxKxH = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k_BxSxKxH, v_BxSxKxH))
-    segments = [jnp.broadcast_to(tokens.segments_BxT, x.shape[:2]) for tokens, x in ((given.q_tokens, q_BxTxNxH), (given.k_tokens, k_BxSxKxH))]
-    here = lambda q, k, v, q_segments, k_segments, sink_N: _on_one_device(q, k, v, q_segments, k_segments, sink_N, given)
+    segments = [
+        jnp.broadcast_to(tokens.segments_BxT, x.shape[:2])
+        for tokens, x in ((given.q_tokens, q_BxTxNxH), (given.k_tokens, k_BxSxKxH))
+    ]
+    here = lambda q, k, v, q_segments, k_segments, sink_N: _on_one_device(
+        q, k, v, q_segments, k_segments, sink_N, given
+    )
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and (axes := set(mesh.axis_names) - set(mesh.manual_axes)):
         by_heads = P(rows or None, None, over or None)
@@ -64,7 +69,9 @@ def with_slopes(q_BxTxNxH, k_BxSxKxH, slopes_N, positions_BxS) -> tuple[jax.Arra
     slopes_NxF = jnp.stack([part for part in parts for _ in range(2)], axis=-1)
     low_BxS = positions_BxS % 256
     places_BxSxF = jnp.stack([positions_BxS - low_BxS, low_BxS] * 3, axis=-1)
-    more = lambda x, features: jnp.concatenate([x, jnp.broadcast_to(features, (*x.shape[:3], 6)).astype(dtype)], axis=-1)
+    more = lambda x, features: jnp.concatenate(
+        [x, jnp.broadcast_to(features, (*x.shape[:3], 6)).astype(dtype)], axis=-1
+    )
     return more(q_BxTxNxH, slopes_NxF), more(k_BxSxKxH, places_BxSxF[:, :, None])
 
 
@@ -75,7 +82,13 @@ def _on_one_device(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, q_segments_BxT, k_segments_B
     T, S, N = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], q_BxTxNxH.shape[2]
     mask, window = given.mask, given.mask.window
     near = (window - 1 if window else None, 0 if mask.causal else window - 1 if window else None)
-    one = masks.FullMask((T, S)) if near == (None, None) else masks.LocalMask((T, S), near, 0) if window else masks.CausalMask((T, S))
+    one = (
+        masks.FullMask((T, S))
+        if near == (None, None)
+        else masks.LocalMask((T, S), near, 0)
+        if window
+        else masks.CausalMask((T, S))
+    )
     q_block, k_block = (next(size for size in (512, 384, 256, 128) if n % size == 0) for n in (T, S))
     sizes = kernels.BlockSizes(
         block_q=q_block, block_kv=k_block, block_kv_compute=k_block, block_q_dkv=q_block, block_kv_dkv=k_block, block_kv_dkv_compute=k_block,
@@ -93,5 +106,7 @@ def _on_one_device(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, q_segments_BxT, k_segments_B
     if mask.causal:
         reads_BxT = q_segments_BxT > 0
     else:
-        reads_BxT = jnp.any((q_segments_BxT[:, :, None] == k_segments_BxS[:, None]) & (k_segments_BxS > 0)[:, None], axis=2)
+        reads_BxT = jnp.any(
+            (q_segments_BxT[:, :, None] == k_segments_BxS[:, None]) & (k_segments_BxS > 0)[:, None], axis=2
+        )
     return jnp.where(reads_BxT[..., None, None], out_BxTxNxH, 0)
