@@ -148,6 +148,11 @@ def test_what_it_cannot_do_is_said():
         "the position scheme": given.replace(position=bound("t5", "decoder", ORDERED)),
         "changes logits": given.replace(position=bound("alibi", "decoder", ORDERED), soft_cap=2.0),
         "no dropout": given.replace(dropout=0.1, dropout_key=jax.random.key(0)),
+        "positions may be 65,536": given.replace(
+            position=bound("alibi", "decoder", ORDERED),
+            q_tokens=ORDERED.replace(order="growing"),
+            k_tokens=ORDERED.replace(order="growing"),
+        ),
         "the mask": given.replace(mask=SAME_SEGMENT & CAUSAL & custom),
         "does not know": given.replace(mask=CAUSAL),
         "is not known": given.replace(q_tokens=unordered, k_tokens=unordered),
@@ -172,6 +177,10 @@ def test_a_tpu_takes_it_where_it_serves(monkeypatch):
         dropout = given.replace(dropout=0.1, dropout_key=jax.random.key(0))
         assert choose("auto", q, k, v, dropout) is BACKENDS["reference"].attend
     assert found == {"splash": "", "reference": "splash: it has no dropout on attention weights"}
+    monkeypatch.setattr(attention_backends, "LONG", T)
+    assert choose("splash", q, k, v, dropout) is choose("auto", q, k, v, dropout) is BACKENDS["blockwise"].attend
+    assert choose("reference", q, k, v, given) is BACKENDS["reference"].attend
+    monkeypatch.undo()
     for module in (attention_backends, splash):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     assert choose("splash", q, k, v, given) is BACKENDS["reference"].attend

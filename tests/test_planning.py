@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import types
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from transformer.planning.hlo import Message, Program
 from transformer.planning.model_flops import allowed_pairs, kernel_flops, model_flops
 from transformer.planning.plan import make_plan
 from transformer.planning.programs import Programs
-from transformer.planning.roofline import sent
+from transformer.planning.roofline import roofline, sent
 from transformer.planning.sample import batch_shapes
 from transformer.planning.search import page, search
 
@@ -76,6 +77,25 @@ def test_of_experts_those_that_are_asked_count():
     tokens = ROWS * T
     router, second, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
     assert count(mixed) - count(dense) == 3 * 3 * (router + second + gather)
+
+
+@pytest.mark.parametrize(
+    "model", [{"pipeline_rounds": 3}, {"scan_layers": False}, {"layer_pattern": ({"window": 7}, {}, {})}]
+)
+def test_a_model_needs_the_same_however_its_layers_are_laid_out(model):
+    count = lambda config: model_flops(
+        config,
+        batch_shapes(config, make_mesh(MeshConfig(data=1))),
+        Programs(config, jax.devices()[:1]).state.params,
+        jax.devices(),
+    )
+    plain, other = count(planned()), count(planned(**model))
+    assert other < plain if "layer_pattern" in model else other == plain
+
+
+def test_what_is_kept_of_micro_batches_is_found_in_their_loop():
+    kept = [Programs(planned(train={"accumulate": n}), jax.devices()[:1]).compile("train").program.kept for n in (1, 4)]
+    assert 0 < kept[1] < kept[0]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +171,45 @@ def test_a_program_in_its_own_words():
     assert program.hbm_bytes == loop + compare + (array + 4 * array) + 2 * array + 2 * array + array + 3 * array
 
 
+MOVES = """HloModule moves
+
+%sliced (w: f32[16,64], i: s32[]) -> f32[1,64] {
+  %w = f32[16,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %one = f32[1,64]{1,0} dynamic-slice(%w, %i, %zero), dynamic_slice_sizes={1,64}
+}
+
+%put (whole: f32[16,64], part: f32[1,64], i: s32[]) -> f32[16,64] {
+  %whole = f32[16,64]{1,0} parameter(0)
+  %part = f32[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %out = f32[16,64]{1,0} dynamic-update-slice(%whole, %part, %i, %zero)
+}
+
+ENTRY %main (w: f32[16,64], i: s32[]) -> f32[16,64] {
+  %w = f32[16,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %one = f32[1,64]{1,0} fusion(%w, %i), kind=kLoop, calls=%sliced
+  %start = (f32[1,64]{1,0}, f32[1,64]{1,0:S(1)}, u32[]) copy-start(%one)
+  %done = f32[1,64]{1,0:S(1)} copy-done(%start)
+  %all = f32[16,64]{1,0} fusion(%w, %one, %i), kind=kLoop, calls=%put
+  ROOT %sum = f32[16,64]{1,0} all-reduce(%all), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+def test_what_is_moved_is_counted_once():
+    """A slice with its index, a copy to on-chip memory, a part put in its place; and a gather that is spelled as a sum of zeros."""
+    program = Program.read(MOVES)
+    one, whole = 4 * 64, 4 * 1024
+    slice_of, copied, put = (one + 4) + one, one, one + one + 4  # an index is four bytes; the part is read, and written
+    assert program.hbm_bytes == slice_of + copied + put + 2 * whole
+    (message,) = program.messages
+    assert (message.kind, message.bytes) == ("all-gather", whole)
+
+
 def test_a_kernels_products_are_those_of_the_blocks_it_looks_at():
     line = (
         '  %splash_mha_{}_segmented.1 = bf16[2,4,1024,64]{{3,2,1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", '
@@ -168,19 +227,36 @@ def test_a_kernels_products_are_those_of_the_blocks_it_looks_at():
     assert count("fwd", line.replace("self_attention", "cross_attention")) == 2 * whole
 
 
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
 def test_what_a_ring_sends():
-    groups = np.arange(4)[None]
-    size = {
-        kind: sent(Message(kind, 100, groups, 3, ""))
-        for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-    }
-    assert size == {
-        "all-gather": 225,
-        "reduce-scatter": 225,
-        "all-reduce": 450,
-        "all-to-all": 225,
-        "collective-permute": 300,
-    }
+    size = {kind: sent(Message(kind, 100, np.arange(4)[None], 3, "")) for kind in KINDS}
+    assert {kind: beyond for kind, (_, beyond) in size.items()} == dict.fromkeys(KINDS, 0)
+    assert [here for here, _ in size.values()] == [225, 225, 450, 225, 300]
+
+
+def test_what_goes_beyond_a_slice_is_shared_by_its_devices():
+    """Of 8 devices in two slices: within each, four gather; between them each sends a fourth of the other half."""
+    size = {kind: sent(Message(kind, 800, np.arange(8)[None], 1, ""), slices=2) for kind in KINDS}
+    assert size["all-gather"] == size["reduce-scatter"] == (600, 100) and size["all-reduce"] == (1200, 200)
+    assert size["all-to-all"] == (300, 400) and size["collective-permute"] == (0, 800)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "expected"), [("h100", [0, 1, 2, 3], (0.75e9, 0)), ("h100", [0, 1, 8, 9], (0.5e9, 0.25e9))]
+)
+def test_what_leaves_a_host_is_told_apart(kind, devices, expected):
+    """Ten GPUs: eight in one host, two in another."""
+    fake = [types.SimpleNamespace(id=i) for i in range(10)]
+    text = f"ENTRY %main (a: f32[8]) -> f32[8] {{\n  %a = f32[62500000]{{0}} parameter(0)\n  %g = f32[250000000]{{0}} all-gather(%a), replica_groups={{{{{','.join(map(str, devices))}}}}}\n}}\n"
+    found = roofline(Program.read(text), topology(f"{kind}:10"), fake)
+    assert (found.traffic["all-gather"].inner, found.traffic["all-gather"].outer) == expected
+    chip = chips.CHIPS[kind]
+    assert (
+        found.seconds["network"] == expected[0] / chip.link_rate
+        and found.seconds["slices"] == expected[1] / chip.outer_rate
+    )
 
 
 # ---- a batch's shapes without its text
@@ -250,6 +326,23 @@ def test_a_plan_of_simulated_devices(tmp_path, capsys):
     assert f"--json: no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
+def test_every_arm_side_by_side(tmp_path, capsys):
+    (tmp_path / "x.py").write_text(
+        "ARMS = ('none', 't5')\ndef get_config(arm='none'):\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4,"
+        " num_decoder_layers=2, max_length=32, position=arm), data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16))\n"
+    )
+    command = ["plan", f"--config={tmp_path / 'x.py'}", "--topology=cpu:2", f"--json={tmp_path / 'plan.json'}"]
+    assert main([*command, "--arms"]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["t5"]["parameters"] - found["none"]["parameters"] == 32 * 4
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["none", "t5"] and f"{found['t5']['parameters']:,}" in lines[2]
+    assert main([*command, "--arms", "--search"]) == 2
+    (tmp_path / "x.py").write_text((tmp_path / "x.py").read_text().replace("ARMS", "OTHERS"))
+    assert main([*command, "--arms"]) == 2
+    assert "lists no ARMS" in capsys.readouterr().err
+
+
 def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):
     monkeypatch.setitem(chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 150_000, 1e12, 1e9, 1e9))
     plan = make_plan(planned(mesh={"data": 4}), Topology("h100", (4,)), jax.devices()[:4], only=("train",), price=2.0)
@@ -268,7 +361,7 @@ def test_a_search_ends_with_the_fastest_that_fits(monkeypatch):
     steps = [plan.step for plan in found if plan.fits]
     assert steps == sorted(steps) and "the first: --config.mesh.data=" in page(found)
     monkeypatch.setitem(chips.CHIPS, "h100", chips.Chip("far too small", 1e12, 1000, 1e10, 1e9, 1e9))
-    with pytest.raises(UserError, match="nothing fits"):
+    with pytest.raises(UserError, match="nothing to try .* parameters, gradients and optimizer take"):
         search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, told.append)
 
 
@@ -299,5 +392,6 @@ def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, po
     # three quarters of all blocks of 512.
     tokens, width = ROWS * 1024, 4 * 64
     layers = 4 * 3 * 2 * tokens * (4 * D * width + 2 * D * FF)
-    attention = 3 * (2 + 2 + 3 + 4) * 2 * ROWS * 1024**2 * width * 0.75 * (70 / 64 if position == "alibi" else 1)
+    by_keys, by_values = (2 + 2 + 2) * (70 if position == "alibi" else 64), (2 + 1 + 2) * 64
+    attention = 3 * (by_keys + by_values) * 2 * ROWS * 1024**2 * 4 * 0.75
     assert plan.train.roofline.flops * 4 == pytest.approx(layers + 3 * 2 * tokens * D * V + attention, rel=0.01)

@@ -37,6 +37,7 @@ and if it does not fit, what would help.
   python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p:4x4x4 --price=4.2
   python -m transformer plan --config=... --topology=v5e-256 --slices=2 --config.mesh.fsdp=256 --config.mesh.data=2
   python -m transformer plan --config=... --topology=v6e-64 --search
+  python -m transformer plan --config=experiments/positions.py --topology=v5e-16 --arms
 
   TPUs by shape (v5p:4x4x8) or by name (v5p-256): v4, v5e, v5p, v6e, tpu7x; the compiler comes with pip install -e '.[tpu]', no TPU needed.
   GPUs by number (a100:8, h100:64, h200:8, b200:8) and cpu:8: compiled for simulated devices; messages and what must be held are theirs,
@@ -150,10 +151,20 @@ def _main(argv: list[str]) -> int:
     plan = verb("plan", _plan, "memory, time and price on a machine that is not here", PLAN)
     plan.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
     plan.add_argument("--topology", required=True, metavar="KIND:SHAPE", help="v5p:4x4x8, v5p-256, h100:64, cpu:8")
-    plan.add_argument("--slices", type=int, default=1, metavar="N", help="so many of them, joined by the data centre's network")
+    plan.add_argument(
+        "--slices", type=int, default=1, metavar="N", help="so many of them, joined by the data centre's network"
+    )
     plan.add_argument("--price", type=float, metavar="MONEY", help="of one chip for one hour")
     plan.add_argument("--only", metavar="NAMES", help="compile these: train, evaluate, prefill, decode; default: all")
-    plan.add_argument("--search", nargs="?", type=int, const=8, metavar="N", help="try N (8) meshes, remat policies and micro-batches; print the best")
+    plan.add_argument("--arms", action="store_true", help="every arm that the file lists, side by side")
+    plan.add_argument(
+        "--search",
+        nargs="?",
+        type=int,
+        const=8,
+        metavar="N",
+        help="try N (8) meshes, remat policies and micro-batches; print the best",
+    )
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
 
     convert = verb("convert", _convert, "Hugging Face weights to a run directory, and back", CONVERT)
@@ -228,36 +239,44 @@ def _train(args, overrides) -> int:
 def _plan(args, overrides) -> int:
     import json
 
-    from transformer.config_io import load_experiment
+    from transformer.config_io import arms_of, load_experiment
     from transformer.planning.chips import topology
 
-    config, machine = load_experiment(args.config, overrides), topology(args.topology, args.slices)
-    from transformer.planning import programs
-    from transformer.planning.plan import make_plan
+    machine = topology(args.topology, args.slices)
+    if args.arms and ":" in args.config:
+        raise UserError(f"--arms: {args.config!r} names one already; leave it out")
+    files = {arm: f"{args.config}:{arm}" for arm in arms_of(args.config)} if args.arms else {"": args.config}
+    configs = {arm: load_experiment(file, overrides) for arm, file in files.items()}
+    from transformer.planning import programs, search
+    from transformer.planning.plan import compare, make_plan
 
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json: no folder {args.json.absolute().parent}")
-    only = tuple(args.only.split(",")) if args.only else programs.PROGRAMS
+    if args.search is not None and (args.search < 1 or args.arms or args.only):
+        raise UserError(f"--search: {args.search}; how many to try, 1 or more, and neither --arms nor --only beside it")
+    only = ("train",) if args.arms else tuple(args.only.split(",")) if args.only else programs.PROGRAMS
     for name in only:
         if name not in programs.PROGRAMS:
             raise UserError(f"--only: no program {name!r}; {nearest(name, programs.PROGRAMS)}")
+    if args.arms and args.only:
+        raise UserError("--arms: every arm's training step is planned; leave out --only")
     devices = programs.start(machine)
     tell = lambda line: print(line, file=sys.stderr)
-    if args.search is not None:
-        from transformer.planning.search import page, search
-
-        if args.search < 1:
-            raise UserError(f"--search: {args.search}; how many to try, 1 or more")
-        plans = search(config, machine, devices, args.search, tell)
-        if args.json:
-            write_whole(args.json, json.dumps([plan.to_json() for plan in plans], indent=2) + "\n")
-        print(page(plans), end="")
-        return 0 if plans[0].fits else 1
-    plan = make_plan(config, machine, devices, only=only, price=args.price, tell=tell)
+    if args.search:
+        found = search.search(configs[""], machine, devices, args.search, tell, args.price)
+        fits, page, numbers = found[0].fits, search.page(found), [plan.to_json() for plan in found]
+    else:
+        plans = {}
+        for arm, config in configs.items():
+            about = (lambda line, arm=arm: tell(f"{arm}: {line}")) if arm else tell
+            plans[arm] = make_plan(config, machine, devices, only=only, price=args.price, tell=about)
+        fits = all(plan.fits for plan in plans.values())
+        page = compare(plans) if args.arms else plans[""].page()
+        numbers = {arm: plan.to_json() for arm, plan in plans.items()} if args.arms else plans[""].to_json()
     if args.json:
-        write_whole(args.json, json.dumps(plan.to_json(), indent=2) + "\n")
-    print(plan.page(), end="")
-    return 0 if plan.fits else 1
+        write_whole(args.json, json.dumps(numbers, indent=2) + "\n")
+    print(page, end="")
+    return 0 if fits else 1
 
 
 def _open(args, overrides):

@@ -5,13 +5,14 @@ UserError that names the field, the value and the nearest right one.
 """
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import traceback
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from flax.core import FrozenDict
@@ -100,17 +101,11 @@ def _with_overrides(tree: dict, overrides: Mapping[str, str]) -> Experiment:
 def load_tree(file: str) -> dict:
     """What an experiment file says, as nested dicts."""
     name, _, arg = file.partition(":")
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(f"--config: no file {name!r}; experiments/ holds the shipped ones")
+    path = _existing(name)
     if path.suffix == ".json":
         return _thaw(from_mapping(Experiment, read_json(path)))
-    spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
-    if spec is None:
-        raise UserError(f"--config: {name!r} is no Python file and no config.json")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
+    with _faults_of(path):
+        module = _module(path)
         if not hasattr(module, "get_config"):
             raise UserError(f"--config: {name!r} defines no get_config()")
         if arg and not inspect.signature(module.get_config).parameters:
@@ -119,6 +114,38 @@ def load_tree(file: str) -> dict:
         if not isinstance(given, Experiment | Mapping | ConfigDict):
             raise UserError(f"--config: get_config() of {name!r} returns {given!r}; a ConfigDict or a dict is expected")
         return _thaw(given)
+
+
+def arms_of(file: str) -> list[str]:
+    """The arms that an experiment file lists in `ARMS`. Raises UserError if it lists none."""
+    path = _existing(file)
+    with _faults_of(path):
+        arms = getattr(_module(path), "ARMS", None)
+    if not arms:
+        raise UserError(f"--arms: {file!r} lists no ARMS")
+    return list(arms)
+
+
+def _existing(name: str) -> Path:
+    if not Path(name).is_file():
+        raise UserError(f"--config: no file {name!r}; experiments/ holds the shipped ones")
+    return Path(name)
+
+
+def _module(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
+    if spec is None:
+        raise UserError(f"--config: {str(path)!r} is no Python file and no config.json")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _faults_of(path: Path) -> Iterator[None]:
+    """What goes wrong in an experiment file as one line that names its line."""
+    try:
+        yield
     except UserError:
         raise
     except (Exception, SystemExit) as e:

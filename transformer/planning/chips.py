@@ -47,9 +47,6 @@ CHIPS = {
 HOST = 8
 """GPUs of one host, each joined to all others."""
 
-WRAPPED = {2: 16, 3: 4}
-"""So many chips along an axis of a 2- or 3-dimensional torus, or a multiple, and its ends are joined."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Topology:

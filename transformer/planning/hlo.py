@@ -181,10 +181,14 @@ class Program:
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             return 0.0
         read = [computation[name] for name in one.operands if name in computation]
-        if one.opcode == "dynamic-slice":
-            return 2 * one.hbm_bytes
-        if one.opcode == "dynamic-update-slice":
-            return 2 * read[1].hbm_bytes
+        if one.opcode.endswith("-start"):  # what is moved, read here and written there: its result names both places
+            moved = one.arrays[1] if len(one.arrays) > 1 else one.arrays[0]
+            return moved.bytes * ((not moved.on_chip) + bool(read and read[0].hbm_bytes))
+        if one.opcode in ("dynamic-slice", "gather", "slice"):
+            return one.hbm_bytes + (sum(array.bytes for array in one.arrays) if read[0].hbm_bytes else 0.0)
+        if one.opcode in ("dynamic-update-slice", "scatter"):
+            part = read[1] if one.opcode == "dynamic-update-slice" else read[-1]
+            return 2 * sum(array.bytes for array in part.arrays)
         if one.opcode != "fusion" or not (inner := self.computations.get(one.called("calls"))):
             return one.hbm_bytes + sum(operand.hbm_bytes for operand in read)
         return _fusion_traffic(one, read, inner)
@@ -200,20 +204,29 @@ class Program:
                 continue
             operands = [computation[name] for name in one.operands if name in computation]
             size = sum(array.bytes for operand in operands for array in operand.arrays)
-            if kind == "all-gather":
+            if kind == "all-reduce" and operands and all(map(self._puts_a_part, operands)):
+                kind = "all-gather"  # as the compiler for TPUs spells it on a large torus: each adds its part, in zeros, to all others'
+            elif kind == "all-gather":
                 size *= _groups(one).shape[1]
             found.append(Message(kind, size, _groups(one), times, one.source))
         return found
 
     @functools.cached_property
     def kept(self) -> float:
-        """Bytes in HBM of what the forward pass leaves for the backward pass: made before differentiation's transposed part, read in it."""
-        entry, found = self.computations[self.entry], {}
-        for one in entry.values():
-            if "transpose(" in one.source:
-                for name in one.operands:
-                    self._origins(name, entry, found)
-        return sum(found.values())
+        """Bytes in HBM of what the forward pass leaves for the backward pass: made before differentiation's transposed part, read in it. (Of
+        micro-batches, both are in one loop's body.)"""
+
+        def of(computation: Computation) -> float:
+            found: dict[str, float] = {}
+            for one in computation.values():
+                if "transpose(" in one.source:
+                    for name in one.operands:
+                        self._origins(name, computation, found)
+            return sum(found.values())
+
+        bodies = {one.called("body") for one, *_ in self.runs if one.opcode == "while"}
+        mixed = [c for name in (self.entry, *sorted(bodies)) if _both_passes(c := self.computations[name])]
+        return max(map(of, mixed), default=0.0)
 
     def _origins(self, name: str, entry: Computation, found: dict[str, float]) -> None:
         """Adds the bytes of the arrays that `name` is made of by moving alone, but for arguments and what the backward pass made."""
@@ -231,6 +244,8 @@ class Program:
     def _element(self, one: Instruction, entry: Computation, found: dict[str, float]) -> None:
         """An element of a tuple: of a loop's, what the loop made; or, where it only hands it on, what it was given."""
         maker, index = entry[one.operands[0]], _index(one)
+        if maker.opcode == "parameter":  # a loop's body was given it
+            return None
         if maker.opcode == "tuple":
             return self._origins(maker.operands[index], entry, found)
         if maker.opcode == "while":
@@ -247,6 +262,12 @@ class Program:
         if "transpose(" not in maker.source:
             found[one.name] = one.hbm_bytes
         return None
+
+    def _puts_a_part(self, one: Instruction) -> bool:
+        """Whether it puts an array into a larger one."""
+        inner = self.computations.get(one.called("calls") or "") if one.opcode == "fusion" else None
+        root = next((each for each in inner.values() if each.root), one) if inner else one
+        return root.opcode in ("dynamic-update-slice", "pad")
 
     def largest(self, most: int = 8) -> list[tuple[float, str, str]]:
         """(bytes, shape, where it comes from) of the largest arrays in HBM that one device makes."""
@@ -279,6 +300,12 @@ def _starts(one: Instruction, computation: Computation) -> bool:
         one.name in user.operands and 'custom_call_target="AsyncCollectiveStart"' in user.attributes
         for user in computation.values()
     )
+
+
+def _both_passes(computation: Computation) -> bool:
+    """Whether instructions of both the forward and the backward pass stand in it."""
+    passes = {"transpose(" in one.source for one in computation.values() if "jvp(" in one.source}
+    return len(passes) == 2
 
 
 def _index(one: Instruction) -> int:
@@ -338,29 +365,32 @@ def _closing(text: str, start: int) -> int:
 
 
 def _fusion_traffic(one: Instruction, read: list[Instruction], inner: Computation) -> float:
-    """Of an operand that is only sliced, the slices; of a result that only updates a part of an operand, the part."""
+    """Of an operand that is only sliced or looked up in, the parts; of a result that only updates a part of an operand, the part."""
     users = collections.defaultdict(list)
     for user in inner.values():
         for name in user.operands:
-            users[name].append(user)
-    through = lambda name: [
-        u for user in users[name] for u in (through(user.name) if user.opcode == "bitcast" else [user])
-    ]
+            users[name].append((user, name))
+
+    def uses(name: str) -> list[tuple[Instruction, bool]]:
+        """(instruction, whether it takes the array as what is sliced or updated), through bitcasts."""
+        found = []
+        for user, operand in users[name]:
+            found += uses(user.name) if user.opcode == "bitcast" else [(user, user.operands[0] == operand)]
+        return found
+
     total, updated = 0.0, 0.0
     for parameter in (p for p in inner.values() if p.opcode == "parameter"):
         operand = read[int(parameter.literal)] if int(parameter.literal) < len(read) else None
-        if operand is None:
+        if operand is None or not operand.hbm_bytes:
             continue
-        uses = through(parameter.name)
-        if uses and all(use.opcode == "dynamic-slice" for use in uses):
-            on_chip = all(array.on_chip for array in operand.arrays)
-            total += 0.0 if on_chip else sum(array.bytes for use in uses for array in use.arrays)
-        elif uses and all(use.opcode == "dynamic-update-slice" for use in uses):
-            part = sum(
-                array.bytes for use in uses if use.operands[1] in inner for array in inner[use.operands[1]].arrays
+        taken = uses(parameter.name)
+        if taken and all(first and use.opcode in ("dynamic-slice", "gather", "slice") for use, first in taken):
+            total += sum(array.bytes for use, _ in taken for array in use.arrays)
+        elif taken and all(first and use.opcode == "dynamic-update-slice" for use, first in taken):
+            total += sum(
+                array.bytes for use, _ in taken if use.operands[1] in inner for array in inner[use.operands[1]].arrays
             )
             updated += operand.hbm_bytes
-            total += 0.0 if not operand.hbm_bytes else part
         else:
             total += operand.hbm_bytes
     return total + max(one.hbm_bytes - updated, 0.0)

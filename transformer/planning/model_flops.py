@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from transformer.config import Experiment, MeshConfig
+from transformer.model.attention_backends.splash import block_size
 from transformer.model.config import Choice, ModelConfig
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
@@ -67,10 +68,12 @@ def kernel_flops(one: Instruction, model: ModelConfig) -> float:
         return 0.0
     given = one.attributes.partition("operand_layout_constraints")[2].partition("}}")[0]
     shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", given)]
-    (*heads, queries, size), (*_, keys, _) = [shape for shape in shapes if len(shape) > 2][:2]
+    (*heads, queries, size), (*_, keys, _), (*_, d_value) = [shape for shape in shapes if len(shape) > 2][:3]
     side = "encoder" if "/encoder/" in one.source else "decoder"
-    share = 1.0 if "/cross_attention" in one.source else allowed_pairs(model, side, queries, min(512, queries))
-    return {"fwd": 2, "dq": 3, "dkv": 4}[found.group(1)] * 2.0 * math.prod(heads) * queries * keys * size * share
+    share = 1.0 if "/cross_attention" in one.source else allowed_pairs(model, side, queries, block_size(queries))
+    # By queries and keys: q k; again, and both gradients of it. By values: w v; again for d w, and the gradient by v.
+    by_keys, by_values = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}[found.group(1)]
+    return 2.0 * math.prod(heads) * queries * keys * share * (by_keys * size + by_values * d_value)
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:
@@ -102,7 +105,7 @@ def _module(where: str) -> str:
 
 
 def _plain(model: ModelConfig) -> ModelConfig:
-    """The same mathematics on the plain path: nothing in blocks, in rounds, again, or padded to a capacity."""
+    """The same mathematics on the plain path: nothing in blocks, again, or padded to a capacity."""
 
     def dropless(spec: Choice) -> Choice:
         return {k: v for k, v in spec.items() if k != "capacity_factor"} if isinstance(spec, Mapping) else spec
@@ -111,6 +114,6 @@ def _plain(model: ModelConfig) -> ModelConfig:
         {k: dropless(v) if k == "feed_forward" else v for k, v in layer.items()} for layer in model.layer_pattern
     ]
     return dataclasses.replace(
-        model, attention_backend="reference", pipeline_rounds=1, pipeline_microbatches=0, remat="none",
+        model, attention_backend="reference", pipeline_microbatches=0, remat="none",
         feed_forward=dropless(model.feed_forward), layer_pattern=tuple(pattern),
     )  # fmt: skip

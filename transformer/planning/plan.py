@@ -9,6 +9,7 @@ import jax
 
 from transformer.config import Experiment
 from transformer.config_io import to_mapping
+from transformer.errors import UserError
 from transformer.parallel.sharding import human_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.model_flops import kernel_flops, model_flops
@@ -53,9 +54,14 @@ class Plan:
         """Bytes of HBM that JAX has of a device."""
         return self.topology.chip.hbm / self.topology.chip.devices
 
+    def fits_in(self, part: Part) -> bool:
+        """Whether a device has room for it. Of what another compiler than the machine's says only what must be held counts."""
+        held = sum(size for kind, size in part.memory.items() if self.topology.is_tpu or kind != "temporaries")
+        return not part.too_large and (not self.room or held <= self.room)
+
     @property
     def fits(self) -> bool:
-        return not any(part.too_large or (self.room and part.peak > self.room) for part in self.parts.values())
+        return all(map(self.fits_in, self.parts.values()))
 
     @property
     def step(self) -> float | None:
@@ -82,7 +88,7 @@ class Plan:
         def one(part: Part) -> dict:
             found = {
                 "peak_bytes": part.peak,
-                "fits": not part.too_large and (not self.room or part.peak <= self.room),
+                "fits": self.fits_in(part),
                 "memory_bytes": part.memory,
             }
             if part.compiled:
@@ -115,6 +121,8 @@ def make_plan(
     """Compiles what is asked for. `tell` is told what is being done. Raises UserError for what cannot be laid out on the machine."""
     programs = Programs(config, devices)
     in_order, parts = list(programs.mesh.devices.flat), {}
+    if not set(only) & set(programs.names):
+        raise UserError(f"--only: this experiment has no {' or '.join(only)}; it has {', '.join(programs.names)}")
     for name in programs.names:
         if name not in only:
             continue
@@ -126,7 +134,8 @@ def make_plan(
             parts[name] = Part(holds, None, None, e)
             continue
         kept = min(compiled.program.kept, compiled.temporaries)
-        holds["cache and inputs"] = max(compiled.arguments - sum(holds.values()), 0)
+        holds["cache and inputs"] = programs.bytes(programs.inputs(name))
+        holds["padding"] = max(compiled.arguments - sum(holds.values()), 0)
         holds |= {"activations": kept} if name == "train" else {}
         holds |= {
             "temporaries": compiled.temporaries - holds.get("activations", 0),
@@ -150,6 +159,18 @@ def make_plan(
     )
 
 
+def compare(plans: dict[str, Plan]) -> str:
+    """Several experiments side by side, for a person."""
+    rows = [["", "parameters", "FLOP a token", "peak", "a step at least", "bound by", "MFU at most", "attention"]]
+    for name, plan in plans.items():
+        part, roof = plan.train, plan.train.roofline
+        known = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
+        peak = human_bytes(part.peak) + ("" if plan.fits else " (!)")
+        used = " ".join(part.compiled.attention) if part.compiled else ""
+        rows.append([name, f"{plan.parameters:,}", human_count(plan.model_flops / plan.tokens), peak, *known, used])
+    return "\n".join(table(rows)) + "\n"
+
+
 def _holdings(programs: Programs, name: str) -> dict[str, float]:
     """Bytes that a device holds before a program begins, by kind."""
     state = programs.state
@@ -171,27 +192,28 @@ def remedies(plan: Plan) -> list[str]:
     """What would make a training step fit, the most promising first."""
     config, mesh, room = plan.config, plan.mesh, plan.room
     held = sum(plan.train.memory.get(kind, 0.0) for kind in ("parameters", "optimizer", "moving average"))
-    gradients, found = plan.train.memory["parameters"], []
-    idle = math.prod(mesh[axis] for axis in ("data",))
-    if held + gradients > 0.8 * room:
-        if idle > 1:
+    parameters, found = plan.train.memory["parameters"], []
+    needed = held + parameters  # with gradients
+    if needed > 0.8 * room:
+        if mesh["data"] > 1:
             found.append(
-                f"mesh.fsdp={mesh['fsdp'] * idle} mesh.data=1: parameters, optimizer and gradients over {idle} times as many devices, "
-                f"{human_bytes((held + gradients) / idle)} a device instead of {human_bytes(held + gradients)}"
+                f"mesh.fsdp={mesh['fsdp'] * mesh['data']} mesh.data=1: parameters, optimizer and gradients over {mesh['data']} times as many devices, "
+                f"{human_bytes(needed / mesh['data'])} a device instead of {human_bytes(needed)}"
             )
         if config.optimizer.name == "adamw":
             found.append(
-                f"optimizer.name=adafactor: without two moments, about {human_bytes(2 * plan.train.memory['parameters'])} a device less"
+                f"optimizer.name=adafactor: without two moments, about {human_bytes(2 * parameters)} a device less"
             )
-        found.append(f"a machine of {math.ceil((held + gradients) / (0.7 * room)) * plan.topology.chips} chips or more: "
-                     f"parameters, optimizer and gradients alone take {human_bytes(held + gradients)} of {human_bytes(room)}")  # fmt: skip
+        spread = plan.topology.devices // mesh["data"]
+        found.append(
+            f"{math.ceil(needed / (0.7 * room)) * spread} devices or more, with mesh.fsdp over all: parameters, optimizer and gradients alone take "
+            f"{human_bytes(needed)} of {human_bytes(room)} a device"
+        )
     if config.model.remat != "full":
         found.append("model.remat=full: only the stream between layers is kept for the backward pass")
-    most = config.data.batch_size // math.prod(mesh[axis] for axis in ("data", "stage", "fsdp", "expert"))
-    if most > config.train.accumulate:
-        found.append(
-            f"train.accumulate={min(2 * config.train.accumulate, most)}: half of the rows at a time (up to {most})"
-        )
+    rows = config.data.batch_size // math.prod(mesh[axis] for axis in ("data", "stage", "fsdp", "expert"))
+    if more := [n for n in range(config.train.accumulate + 1, rows + 1) if rows % n == 0]:
+        found.append(f"train.accumulate={more[0]}: fewer rows at a time (up to {more[-1]})")
     if mesh["tensor"] == 1 and config.model.num_kv_heads % 2 == 0:
         found.append("mesh.tensor=2: heads, d_ff, vocabulary and the stream between sublayers over two devices")
     found.append("mesh.context=2: the tokens of a row over two devices")
@@ -213,20 +235,31 @@ def _page(plan: Plan) -> list[str]:
         f"model       {plan.parameters:,} parameters, {human_count(plan.model_flops / plan.tokens)}FLOP a token in training",
         f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are {human_count(plan.tokens * config.train.steps)} tokens",
     ]
-    for name, part in plan.parts.items():
-        for backend, why in part.compiled.attention.items() if part.compiled and name == "train" else ():
-            lines.append(f"attention   {backend}" + (f" ({why})" if why else ""))
+    lines += _attention(plan)
     lines += ["", *_memory(plan)]
     if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
         lines += ["", *_times(plan)]
     if plan.train:
         lines += ["", *_messages(plan.train.roofline)] if plan.train.roofline else []
         lines += ["", *_buffers(plan.train)]
-    if not plan.fits:
-        name, worst = max(plan.parts.items(), key=lambda item: item[1].peak)
-        lines += ["", f"IT DOES NOT FIT: {name} takes {human_bytes(worst.peak)} of {human_bytes(plan.room)} a device."]
-        lines += ["What would help:", *(f"  {line}" for line in remedies(plan))] if name == "train" else []
+    for name, part in plan.parts.items():
+        if not plan.fits_in(part):
+            lines += [
+                "",
+                f"IT DOES NOT FIT: {name} takes {human_bytes(part.peak)} of {human_bytes(plan.room)} a device.",
+            ]
+            lines += ["What would help:", *(f"  {line}" for line in remedies(plan))] if name == "train" else []
     return lines
+
+
+def _attention(plan: Plan) -> list[str]:
+    """Which inner attention each program uses, and why not another; alike ones together."""
+    used: dict[str, list[str]] = {}
+    for name, part in plan.parts.items():
+        for backend, why in part.compiled.attention.items() if part.compiled else ():
+            used.setdefault(backend + (f" ({why})" if why else ""), []).append(name)
+    mark = "" if plan.topology.is_tpu else "; on that machine perhaps another"
+    return [f"attention   {what}: {', '.join(names)}{mark}" for what, names in used.items()]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -259,9 +292,9 @@ def _times(plan: Plan) -> list[str]:
     rates = {"compute": f"{human_count(chip.flops)}FLOP/s", "HBM": f"{human_count(chip.hbm_rate)}B/s"}
     rows = [["at least", *parts]]
     for kind in ("compute", "HBM", "network", "slices"):
-        if any(part.roofline.seconds[kind] for part in parts.values()):
+        if any(part.roofline.seconds.get(kind) for part in parts.values()):
             at = f" at {rates[kind]}" if kind in rates else ""
-            rows.append([f"  {kind}{at}", *(seconds(part.roofline.seconds[kind]) for part in parts.values())])
+            rows.append([f"  {kind}{at}", *(seconds(part.roofline.seconds.get(kind, 0.0)) for part in parts.values())])
     rows.append(["  a step", *(seconds(part.roofline.step) for part in parts.values())])
     rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
     lines = table(rows)
@@ -274,8 +307,11 @@ def _times(plan: Plan) -> list[str]:
         money = f", {run['money']:,.0f} at {plan.price:g} each" if "money" in run else ""
         lines.append(f"  the run: {human_time(run['seconds'])}, {run['chip_hours']:,.0f} chip-hours{money}")
     if "decode" in parts:
-        rows = plan.config.decoding.batch_size
-        lines.append(f"  decoding: {human_count(rows / parts['decode'].roofline.step)} tokens/s for {rows} rows")
+        decoding, each = plan.config.decoding, parts["decode"].roofline.step
+        beams = f" of {decoding.beam_size} beams" if decoding.beam_size > 1 else ""
+        lines.append(
+            f"  decoding: {human_count(decoding.batch_size / each)} tokens/s for {decoding.batch_size} rows{beams}"
+        )
     return lines
 
 

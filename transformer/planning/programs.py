@@ -88,7 +88,9 @@ def start(topology: Topology) -> list:
     try:
         return list(topologies.get_topology_desc(name, "tpu", **more).devices)
     except Exception as e:  # whatever libtpu says
-        raise UserError(f"--topology: libtpu knows no {topology} ({str(e).splitlines()[0][:160]})") from None
+        raise UserError(
+            f"--topology: libtpu knows no {topology} ({(str(e).splitlines() or [type(e).__name__])[0][:160]})"
+        ) from None
 
 
 class Programs:
@@ -101,6 +103,7 @@ class Programs:
         with use(self.mesh):
             self.state, self.placed = abstract_state(config, self.model, self.optimizer, self.mesh)
             self.batch = batch_shapes(config, self.mesh)
+        self._memory_lies = None  # known when prefill is compiled
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,16 +113,27 @@ class Programs:
     def compile(self, name: str) -> Compiled:
         """Raises TooLarge."""
         with use(self.mesh), record() as attention:
-            began = time.perf_counter()
             jitted, given = getattr(self, f"_{name}")()
-            with _too_large():
-                compiled = jitted.lower(*given).compile()
-            seconds = time.perf_counter() - began
+            compiled, seconds = self._compiled(jitted, given)
+            if name == "prefill":
+                self._memory_lies = compiled.output_shardings[1]
         memory = compiled.memory_analysis()
         return Compiled(
             Program.read(compiled.as_text()), memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes,
             memory.temp_size_in_bytes, memory.generated_code_size_in_bytes, attention, seconds,
         )  # fmt: skip
+
+    @staticmethod
+    def _compiled(jitted, given):
+        """(the compiled program, the seconds that took)."""
+        began = time.perf_counter()
+        with _too_large():
+            return jitted.lower(*given).compile(), time.perf_counter() - began
+
+    def inputs(self, name: str) -> dict | tuple:
+        """What a program is given beside the state."""
+        with use(self.mesh):
+            return getattr(self, f"_{name}")()[1][1:]
 
     def _train(self):
         step = make_train_step(self.config, self.model, self.optimizer, self.mesh, self.placed)
@@ -131,25 +145,30 @@ class Programs:
 
     def _prefill(self):
         """Reading as much as a batch's rows hold, in half of the model's room."""
-        decoding, model = self.config.decoding, self.config.model
-        rows = lambda length: jax.ShapeDtypeStruct((decoding.batch_size, length), jnp.int32, sharding=self._everywhere)
+        model, rows = self.config.model, self.rows
+        tokens = lambda length: jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=self._everywhere)
         half = max(model.max_length // 2, 1)
-        given = (rows(1), rows(half)) if model.two_sides else (rows(half), None)
-        return jax.jit(lambda params, prompt, source: prefill(self.model, params, prompt, model.max_length, source)), (
-            self.state.params,
-            *given,
-        )
+        given = (tokens(1), tokens(half)) if model.two_sides else (tokens(half), None)
+        run = lambda params, prompt, source: prefill(self.model, params, prompt, model.max_length, source)
+        return jax.jit(run, keep_unused=True), (self.state.params, *given)
 
     def _decode(self):
         """One more token a row. The memory lies as prefill leaves it."""
         jitted, given = self._prefill()
-        with _too_large():
-            left = jitted.lower(*given).compile().output_shardings[1]
-        _, memory = jax.eval_shape(jitted, *given)
-        memory = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), memory, left)
-        tokens = jax.ShapeDtypeStruct((self.config.decoding.batch_size,), jnp.int32, sharding=self._everywhere)
-        step = jax.jit(lambda params, tokens, memory: advance(self.model, params, tokens, memory), donate_argnums=2)
-        return step, (self.state.params, tokens, memory)
+        with record():
+            if self._memory_lies is None:
+                self._memory_lies = self._compiled(jitted, given)[0].output_shardings[1]
+            _, memory = jax.eval_shape(jitted, *given)
+        placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        memory = jax.tree.map(placed, memory, self._memory_lies)
+        tokens = jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=self._everywhere)
+        run = lambda params, tokens, memory: advance(self.model, params, tokens, memory)
+        return jax.jit(run, donate_argnums=2, keep_unused=True), (self.state.params, tokens, memory)
+
+    @property
+    def rows(self) -> int:
+        """That are decoded at a time: each of a batch as often as it has beams."""
+        return self.config.decoding.batch_size * self.config.decoding.beam_size
 
     @property
     def _everywhere(self) -> NamedSharding:
@@ -165,7 +184,9 @@ def _too_large() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
-        found = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", str(e))
+        found = re.search(
+            r"(?:HLO temporaries \(|Used )([\d.]+)([KMGT])(?=\)| of \S+ hbm)", str(e)
+        )  # and not of a core's own memory
         if "RESOURCE_EXHAUSTED" not in str(e) or not found:
             raise
         size = lambda number, unit: float(number) * 2 ** (10 * ("KMGT".index(unit) + 1))

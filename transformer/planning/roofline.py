@@ -1,5 +1,7 @@
 """How long a program takes at least: its compute, its memory traffic and its messages at the chips' published rates (Williams et al. 2009).
 
+Messages on different axes of a torus go side by side; those on one share its links.
+
 A step cannot be faster than the slowest of them alone; how much slower it is, only a machine tells.
 """
 
@@ -9,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from transformer.planning.chips import HOST, WRAPPED, Topology
+from transformer.planning.chips import HOST, Topology
 from transformer.planning.hlo import Instruction, Message, Program
 
 
@@ -51,41 +53,44 @@ def roofline(
         times * kernel_flops(one) for one, _, times, _ in program.runs if one.opcode == "custom-call"
     )
     where = np.array([_place(device, topology) for device in devices])
-    traffic, inner, outer = collections.defaultdict(Traffic), 0.0, 0.0
+    traffic, outer = collections.defaultdict(Traffic), 0.0
+    links = collections.defaultdict(float)  # seconds that those of each axis of the torus are in use
     for message in program.messages:
         at = where[message.groups]  # [groups, members, coordinates and slice]
         if at.shape[1] < 2:
             continue
-        crosses = bool((at[..., -1] != at[:, :1, -1]).any())
-        size, was = sent(message), traffic[message.kind]
-        traffic[message.kind] = Traffic(
-            was.count + message.times, was.inner + size * (not crosses), was.outer + size * crosses
-        )
-        if crosses:
-            outer += size
-        elif chip.link_rate:
-            inner += size / _rate(at, topology)
+        crosses = (at[..., -1] != at[:, :1, -1]).any(axis=1)
+        slices = len(np.unique(at[crosses.argmax(), :, -1])) if crosses.any() else 1
+        here, beyond = sent(message, slices)
+        was = traffic[message.kind]
+        traffic[message.kind] = Traffic(was.count + message.times, was.inner + here, was.outer + beyond)
+        outer += beyond
+        ways = _ways(at, topology)
+        for axis in ways if chip.link_rate else ():
+            links[axis] += here / (sum(ways.values()) * chip.link_rate)
     seconds = None
     if chip.flops:
-        seconds = {
-            "compute": flops * share / chip.flops, "HBM": program.hbm_bytes * share / chip.hbm_rate,
-            "network": inner * share, "slices": outer * share / chip.outer_rate,
-        }  # fmt: skip
+        seconds = {"compute": flops * share / chip.flops}
+        if topology.is_tpu:  # what a GPU's compiler fuses is not known here
+            seconds["HBM"] = program.hbm_bytes * share / chip.hbm_rate
+        seconds |= {"network": max(links.values(), default=0.0), "slices": outer / chip.outer_rate}
     return Roofline(flops, program.hbm_bytes, dict(traffic), seconds)
 
 
-def sent(message: Message) -> float:
-    """Bytes that a device sends (and gets) with the best algorithm on a ring of n: gathering and scattering (n - 1) / n of the whole,
-    adding up twice that, exchanging (n - 1) / n of its own, handing on all of it."""
-    share = 1 - 1 / message.groups.shape[1]
-    of_whole = {
-        "all-gather": share,
-        "reduce-scatter": share,
-        "all-reduce": 2 * share,
-        "all-to-all": share,
-        "ragged-all-to-all": share,
-    }
-    return message.times * message.bytes * of_whole.get(message.kind, 1.0)
+def sent(message: Message, slices: int = 1) -> tuple[float, float]:
+    """Bytes that a device sends (and gets) within its slice and beyond it, the best way that is known. Of n on a ring: gathering and
+    scattering (n - 1) / n of the whole, adding up twice that, exchanging (n - 1) / n of its own, handing on all of it. Over `slices`,
+    devices of one slice share what goes beyond it; what is exchanged or handed on is all counted there."""
+    n = max(message.groups.shape[1] // slices, 1)
+    inner, outer = 1 - 1 / n, (1 - 1 / slices) / n
+    total = message.times * message.bytes
+    if message.kind in ("all-gather", "reduce-scatter"):
+        return total * inner, total * outer
+    if message.kind == "all-reduce":
+        return 2 * total * inner, 2 * total * outer
+    if message.kind in ("all-to-all", "ragged-all-to-all"):
+        return total * (n - 1) / (n * slices), total * (1 - 1 / slices)
+    return (total, 0.0) if slices == 1 else (0.0, total)
 
 
 def _place(device, topology: Topology) -> tuple[int, ...]:
@@ -95,20 +100,14 @@ def _place(device, topology: Topology) -> tuple[int, ...]:
     return (device.id % HOST, device.id // HOST)
 
 
-def _rate(at: np.ndarray, topology: Topology) -> float:
-    """Bytes a second that a device sends to its group: over all links of all axes of the torus that the group spans."""
+def _ways(at: np.ndarray, topology: Topology) -> dict[int, int]:
+    """Axis of the torus -> how many links of it a device sends over to its group. (Of GPUs one of all links of a host.)"""
     if not topology.is_tpu:
-        return topology.chip.link_rate
-    spans = [int(np.unique(at[0, :, axis]).size) for axis in range(at.shape[-1] - 1)]
-    whole = WRAPPED[topology.chip.axes]
-    ways = sum(
-        2 if size == length and length % whole == 0 else 1
-        for size, length in zip(spans, _lengths(topology, at), strict=True)
-        if size > 1
-    )
-    return max(ways, 1) * topology.chip.link_rate
-
-
-def _lengths(topology: Topology, at: np.ndarray) -> tuple[int, ...]:
-    """Chips along each coordinate."""
-    return (topology.shape + (1,) * at.shape[-1])[: at.shape[-1] - 1]
+        return {0: 1}
+    # Ends are joined along axes of 16 chips (two dimensions), or where all are multiples of 4 (three).
+    shape = topology.shape
+    wrapped = [size % 16 == 0 for size in shape] if len(shape) == 2 else [all(size % 4 == 0 for size in shape)] * 3
+    group = at[0, :, :-1]
+    spans = {axis: len(np.unique(group[:, axis])) for axis in range(len(shape))}
+    ways = {axis: 2 if wrapped[axis] and span == shape[axis] else 1 for axis, span in spans.items() if span > 1}
+    return ways or {0: 1}

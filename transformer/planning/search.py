@@ -4,51 +4,71 @@ Meshes are tried in the order of what they send (a formula); on each, less and l
 What cannot fit is not compiled: the state alone, or what the layers' matrix products leave alone, is more than a chip holds.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
 
+import jax
+
 from transformer.config import Experiment
 from transformer.errors import UserError
+from transformer.model.network import build_model
 from transformer.parallel.sharding import human_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.plan import Plan, make_plan, seconds, table
+from transformer.training.state import example_inputs
 
 LADDER = (("none", 1), ("dots", 1), ("full", 1), ("full", 2), ("full", 4), ("full", 8))
 """(remat, times as many micro-batches), from fast and large to slow and small."""
 
 
-def search(config: Experiment, topology: Topology, devices: list, most: int, tell: Callable[[str], None]) -> list[Plan]:
+def search(
+    config: Experiment,
+    topology: Topology,
+    devices: list,
+    most: int,
+    tell: Callable[[str], None],
+    price: float | None = None,
+) -> list[Plan]:
     """Up to `most` layouts compiled; those that fit, the fastest first, then the others."""
     found: list[Plan] = []
-    state = _state_bytes(config)
+    why_not = collections.Counter()
+    size = _size(config)
+    state = _state_bytes(config, size)
+    room = topology.chip.hbm / topology.chip.devices if topology.chip.hbm else math.inf
     rung = 0  # of the ladder, on which the mesh before fitted in: the next needs about as much
-    for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent(config, mesh)):
-        room = topology.chip.hbm / topology.chip.devices if topology.chip.hbm else math.inf
+    for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent(config, size, mesh)):
         if state / _parts(mesh) > 0.9 * room:
+            why_not[
+                f"parameters, gradients and optimizer take {human_bytes(state / _parts(mesh))} of {human_bytes(room)} a device"
+            ] += 1
             continue
         for at in range(rung, len(LADDER)):
             remat, times = LADDER[at]
             changed = _changed(config, mesh, remat, times)
-            if changed is None or state / _parts(mesh) + _left(changed, mesh) > room:
+            if changed is None:
+                why_not[f"data.batch_size: {config.data.batch_size} rows do not divide over the devices"] += 1
+                continue
+            if state / _parts(mesh) + _left(changed, mesh) > room:
+                why_not["layers leave too much for the backward pass"] += 1
                 continue
             if len(found) == most:
                 break
             tell(f"{len(found) + 1}/{most}: {_spell(changed)}")
             try:
-                plan = make_plan(changed, topology, devices, only=("train",))
+                plan = make_plan(changed, topology, devices, only=("train",), price=price)
             except UserError as e:  # heads that do not divide, and the like
-                tell(f"      {e}")
+                why_not[str(e)] += 1
                 break
             found.append(plan)
             if plan.fits:
                 rung = at
                 break
     if not found:
-        raise UserError(
-            f"--search: nothing fits: state and gradients of {human_bytes(state)} over {topology.devices} devices; a larger machine, or a smaller model"
-        )
+        reason = why_not.most_common(1)[0][0] if why_not else "no mesh has so many devices and slices"
+        raise UserError(f"--search: nothing to try on {topology}; {reason}")
     return sorted(found, key=lambda plan: (not plan.fits, plan.step or math.inf, plan.train.peak))
 
 
@@ -66,11 +86,7 @@ def page(plans: list[Plan]) -> str:
     lines = table(rows)
     best = plans[0]
     if best.fits:
-        flags = " ".join(
-            f"--config.mesh.{axis}={size}"
-            for axis, size in best.config.mesh.sizes.items()
-            if size != 1 or axis in ("data", "fsdp")
-        )
+        flags = " ".join(f"--config.mesh.{axis}={size}" for axis, size in best.config.mesh.sizes.items())
         lines += [
             "",
             f"the first: {flags} --config.model.remat={best.config.model.remat} --config.train.accumulate={best.config.train.accumulate}",
@@ -82,8 +98,9 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
     """Sizes of all axes. Those of stages, experts and parts of a row stay as the config has them."""
     fixed = {axis: max(config.mesh.sizes[axis], 1) for axis in ("stage", "expert", "context")}
     left, heads = topology.devices // math.prod(fixed.values()), config.model.num_kv_heads
-    for tensor, data in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)):
-        if left % (tensor * data) or heads % tensor or data % topology.slices:
+    across = topology.slices if config.mesh.slices == "data" else 1
+    for tensor, data in itertools.product((1, 2, 4, 8, 16), (across * n for n in (1, 2, 4, 8, 16, 32))):
+        if left % (tensor * data) or heads % tensor:
             continue
         yield {"data": data, "fsdp": left // (tensor * data), "tensor": tensor} | fixed
 
@@ -105,20 +122,15 @@ def _parts(mesh: dict[str, int]) -> int:
 
 
 def _size(config: Experiment) -> float:
-    """Parameters, about: what the state is reckoned from before anything is traced."""
-    import jax
-
-    from transformer.model.network import build_model
-    from transformer.training.state import example_inputs
-
+    """Parameters."""
     shapes = jax.eval_shape(build_model(config.model).init, jax.random.key(0), *example_inputs(config))
     return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
 
-def _state_bytes(config: Experiment) -> float:
+def _state_bytes(config: Experiment, size: float) -> float:
     """Parameters, gradients and, of AdamW, two moments, or one (Lion), or next to none."""
     moments = {"adamw": 2, "lion": 1}.get(config.optimizer.name, 0) + bool(config.train.ema_decay)
-    return _size(config) * 4 * (2 + moments)
+    return size * (4 if config.model.param_dtype == "float32" else 2) * (2 + moments)
 
 
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
@@ -133,7 +145,7 @@ def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
 
 
 def _left(config: Experiment, mesh: dict[str, int]) -> float:
-    """Bytes that layers leave for the backward pass at least."""
+    """Bytes that layers leave for the backward pass, from below."""
     model = config.model
     width = {
         "none": 4 * model.d_model + 3 * model.d_ff,
@@ -151,10 +163,10 @@ def _left(config: Experiment, mesh: dict[str, int]) -> float:
     )
 
 
-def _sent(config: Experiment, mesh: dict[str, int]) -> float:
+def _sent(config: Experiment, size: float, mesh: dict[str, int]) -> float:
     """Bytes that a device sends, about: parameters gathered twice and gradients scattered (fsdp), or added up (data); the stream between
     sublayers gathered and scattered, forward and backward (tensor)."""
-    size, model = _size(config) * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"]), config.model
+    size, model = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"]), config.model
     parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + 2 * size / mesh["fsdp"] * (1 - 1 / mesh["data"])
     layers = model.num_encoder_layers + model.num_decoder_layers
     stream = 8 * layers * _tokens(config, mesh) * model.d_model * 2 * (1 - 1 / mesh["tensor"]) / mesh["stage"]

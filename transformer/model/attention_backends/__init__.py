@@ -44,8 +44,10 @@ def choose(name: str, q, k, v, given: Inputs) -> Attend:
     """
     spread, size = axis_of("length")[1] > 1, min(q.shape[1], k.shape[1])
     wanted = [name] if name != "auto" else ["ring"] if spread and q.shape[1] > 1 else []
-    if name == "auto":
-        wanted += ["splash"] * (platform() == "tpu" and size >= splash.LANES) + ["blockwise"] * (size >= LONG)
+    if name == "auto" and platform() == "tpu" and size >= splash.LANES:
+        wanted.append("splash")
+    if size >= LONG and name not in ("reference", "blockwise"):
+        wanted.append("blockwise")
     problems = {}
     for chosen in (*wanted, "reference"):
         why_not = BACKENDS[chosen].why_not(q, k, v, given)

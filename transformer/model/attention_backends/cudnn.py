@@ -2,7 +2,7 @@
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size.
 
-It is given every mask as an array, two bytes a pair of tokens, so that documents that share a row stay apart; a causal one is named
+It is given every mask as an array, so that documents that share a row stay apart; a causal one is named
 too, and what lies above the diagonal is not computed. ALiBi under a causal mask becomes features of queries and keys, as in splash.py.
 """
 
@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from transformer.model.attention_backends.base import Inputs
-from transformer.model.attention_backends.splash import with_slopes
-from transformer.model.sharding import axis_of, platform
+from transformer.model.attention_backends.splash import FARTHEST, too_far, with_slopes
+from transformer.model.sharding import axis_of, fitting, platform
 
 MOST_PAIRS = 8192**2
-"""Of tokens, a row: the mask takes 128 MB then."""
+"""Of tokens, a row: the mask, the bias that it becomes and that bias's gradient take 5 bytes each, 320 MB then."""
 
 
 def why_not(q, k, v, given: Inputs) -> str | None:
@@ -29,6 +29,8 @@ def why_not(q, k, v, given: Inputs) -> str | None:
         "it has no soft cap": bool(given.soft_cap),
         "it has no sinks": given.sink_N is not None,
         "the position scheme changes logits": position is not None and (position.past_slopes_N is None or not given.mask.causal),
+        f"positions may be {FARTHEST:,} or more": position is not None and too_far(given, S),
+        "fewer key heads than devices for heads": fitting("activation_heads", q.shape[2]) != fitting("activation_heads", k.shape[2]),
         f"a head size of {size} for queries and keys and {v.shape[-1]} for values": size % 8 or size > 128 or v.shape[-1] != q.shape[-1],
         f"{T} and {S} tokens are no even numbers": T % 2 or S % 2,
         f"the mask of {T} and {S} tokens would be too large": T * S > MOST_PAIRS,

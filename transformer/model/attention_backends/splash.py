@@ -18,6 +18,14 @@ from transformer.model.sharding import axis_of, fitting, platform
 LANES = 128
 """Tokens come in blocks of a multiple of this."""
 
+FARTHEST = 2**16
+"""Positions below this are two numbers of eight bits."""
+
+
+def block_size(tokens: int) -> int:
+    """Of queries, and of keys, at a time."""
+    return next(size for size in (512, 384, 256, 128) if tokens % size == 0)
+
 
 def why_not(q, k, v, given: Inputs) -> str | None:
     """What it cannot do, in a few words."""
@@ -30,10 +38,16 @@ def why_not(q, k, v, given: Inputs) -> str | None:
         f"{T} and {S} tokens are no multiples of {LANES}": T % LANES or S % LANES,
         "it has no dropout on attention weights": given.dropout_key is not None,
         "the position scheme changes logits": position is not None and (position.past_slopes_N is None or not mask.causal or given.soft_cap),
+        f"positions may be {FARTHEST:,} or more": position is not None and too_far(given, S),
         f"it does not know the mask {mask}": not (mask.plain and mask.within),
         "where tokens stand in their rows is not known": (mask.causal or mask.window) and not by_place,
     }  # fmt: skip
     return next((words for words, holds in problems.items() if holds), None)
+
+
+def too_far(given: Inputs, keys: int) -> bool:
+    """Whether a key may stand where `with_slopes` is not exact any more."""
+    return keys > FARTHEST or "growing" in (given.q_tokens.order, given.k_tokens.order)
 
 
 def splash(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
@@ -89,7 +103,7 @@ def _on_one_device(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, q_segments_BxT, k_segments_B
         if window
         else masks.CausalMask((T, S))
     )
-    q_block, k_block = (next(size for size in (512, 384, 256, 128) if n % size == 0) for n in (T, S))
+    q_block, k_block = block_size(T), block_size(S)
     sizes = kernels.BlockSizes(
         block_q=q_block, block_kv=k_block, block_kv_compute=k_block, block_q_dkv=q_block, block_kv_dkv=k_block, block_kv_dkv_compute=k_block,
         block_q_dq=q_block, block_kv_dq=k_block,
