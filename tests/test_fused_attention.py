@@ -184,3 +184,13 @@ def test_a_tpu_takes_it_where_it_serves(monkeypatch):
     for module in (attention_backends, splash):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     assert choose("splash", q, k, v, given) is BACKENDS["reference"].attend
+
+
+def test_who_listens_inside_of_another_hears_for_himself():
+    q, k, v = inputs()
+    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
+    with record() as outer:
+        with record() as inner:
+            choose("blockwise", q, k, v, given)
+        choose("reference", q, k, v, given)
+    assert inner == {"blockwise": ""} and outer == {"blockwise": "", "reference": ""}

@@ -112,9 +112,10 @@ class Programs:
 
     def compile(self, name: str) -> Compiled:
         """Raises TooLarge."""
-        with use(self.mesh), record() as attention:
+        with use(self.mesh):
             jitted, given = getattr(self, f"_{name}")()
-            compiled, seconds = self._compiled(jitted, given)
+            with record() as attention:
+                compiled, seconds = self._compiled(jitted, given)
             if name == "prefill":
                 self._memory_lies = compiled.output_shardings[1]
         memory = compiled.memory_analysis()
@@ -155,10 +156,9 @@ class Programs:
     def _decode(self):
         """One more token a row. The memory lies as prefill leaves it."""
         jitted, given = self._prefill()
-        with record():
-            if self._memory_lies is None:
-                self._memory_lies = self._compiled(jitted, given)[0].output_shardings[1]
-            _, memory = jax.eval_shape(jitted, *given)
+        if self._memory_lies is None:
+            self._memory_lies = self._compiled(jitted, given)[0].output_shardings[1]
+        _, memory = jax.eval_shape(jitted, *given)
         placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
         memory = jax.tree.map(placed, memory, self._memory_lies)
         tokens = jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=self._everywhere)

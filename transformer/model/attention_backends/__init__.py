@@ -74,4 +74,4 @@ def record() -> Iterator[dict[str, str]]:
     try:
         yield found
     finally:
-        _LISTENERS.remove(found)
+        _LISTENERS[:] = [listener for listener in _LISTENERS if listener is not found]
