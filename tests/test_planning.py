@@ -243,6 +243,19 @@ def test_what_goes_beyond_a_slice_is_shared_by_its_devices():
     assert size["all-to-all"] == (300, 400) and size["collective-permute"] == (0, 800)
 
 
+def test_what_is_sent_between_slices_is_read():
+    """As the compiler for TPUs spells it: sent to the host, and on by its runtime."""
+    text = (
+        "ENTRY %main (a: bf16[1000]) -> bf16[1000] {\n  %a = bf16[1000]{0} parameter(0)\n  %t = token[] after-all()\n"
+        "  %s = (bf16[1000]{0}, u32[], token[]) send(%a, %t), channel_id=2, is_host_transfer=true, "
+        'frontend_attributes={_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}\n}\n'
+    )
+    fake = [types.SimpleNamespace(coords=(i, 0, 0), slice_index=i // 8) for i in range(16)]
+    found = roofline(Program.read(text), topology("v5p:2x2x2", 2), fake)
+    assert found.traffic["all-reduce"].inner == 0 and found.traffic["all-reduce"].outer == 2000
+    assert found.seconds["slices"] == 2000 / chips.CHIPS["v5p"].outer_rate
+
+
 @pytest.mark.parametrize(
     ("kind", "devices", "expected"), [("h100", [0, 1, 2, 3], (0.75e9, 0)), ("h100", [0, 1, 8, 9], (0.5e9, 0.25e9))]
 )

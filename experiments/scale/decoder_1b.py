@@ -9,23 +9,26 @@ Beside it Nothing to compare with was found for this chip and size; MaxText's 16
     mesh        fsdp 16
     model       1,364,297,728 parameters, 8.4GFLOP a token in training
     batch       524,288 tokens; 50,000 steps are 26.2G tokens
-    attention   splash
+    attention   splash: train, evaluate
+    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   reference: decode
 
     a device's memory           train      evaluate       prefill        decode
       parameters             325.6 MB      325.6 MB      325.6 MB      325.6 MB
       optimizer              651.3 MB
-      cache and inputs       641.5 KB      640.0 KB      256.0 KB        1.5 GB
+      cache and inputs       640.0 KB      640.0 KB      256.0 KB        1.5 GB
+      padding                  1.5 KB           0 B           0 B         764 B
       activations              3.5 GB
       temporaries              7.4 GB        1.4 GB      329.6 MB        1.8 GB
       results, code           31.7 MB        7.1 MB        1.5 GB        4.4 MB
       peak of 16.0 GB   11.9 GB (74%)  1.7 GB (11%)  2.2 GB (13%)  3.6 GB (22%)
-      compiled in                30 s           9 s          12 s          15 s
+      compiled in                31 s           9 s          10 s           3 s
 
     at least                          train      evaluate       prefill        decode
       compute at 197.0TFLOP/s        1.84 s      473.9 ms       59.7 ms         53 us
-      HBM at 819.0GB/s               1.42 s      181.8 ms      238.4 ms       24.8 ms
-      network                      120.5 ms       28.4 ms       28.4 ms       28.4 ms
-      a step                         1.84 s      473.9 ms      238.4 ms       28.4 ms
+      HBM at 819.0GB/s               1.38 s      180.2 ms       71.3 ms       16.0 ms
+      network                       93.1 ms       28.4 ms       28.4 ms       28.4 ms
+      a step                         1.84 s      473.9 ms       71.3 ms       28.4 ms
       bound by                      compute       compute           HBM       network
       MFU at most 75.7%; 17.8k tokens/s a chip, 24.6G a day
       the run: 25:37 h, 410 chip-hours

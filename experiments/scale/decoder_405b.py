@@ -9,23 +9,26 @@ Beside it MaxText measured 38.6 % for this model (v6e, 256); for 1,160 B on a v5
     mesh        fsdp 128 x tensor 8
     model       405,853,388,800 parameters, 2.5TFLOP a token in training
     batch       4,194,304 tokens; 100,000 steps are 419.4G tokens
-    attention   splash
+    attention   splash: train, evaluate
+    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   reference: decode
 
     a device's memory           train      evaluate       prefill        decode
       parameters               1.5 GB        1.5 GB        1.5 GB        1.5 GB
       optimizer                3.0 GB
-      cache and inputs         1.4 MB      896.0 KB        2.2 MB      504.3 MB
+      cache and inputs       640.0 KB      640.0 KB        2.0 MB      504.0 MB
+      padding                769.5 KB      256.0 KB      256.0 KB      256.5 KB
       activations             17.5 GB
       temporaries             19.7 GB        3.0 GB        1.1 GB        2.0 GB
       results, code           36.8 MB        8.7 MB      513.2 MB        2.6 MB
       peak of 95.0 GB   41.7 GB (44%)   4.5 GB (5%)   3.1 GB (3%)   4.0 GB (4%)
-      compiled in                36 s          10 s           7 s           8 s
+      compiled in                32 s           7 s           6 s           1 s
 
     at least                          train      evaluate       prefill        decode
       compute at 459.0TFLOP/s       28.59 s        7.53 s      971.5 ms         18 us
-      HBM at 2.8TB/s                 4.49 s        1.69 s        2.29 s       76.9 ms
-      network                        9.80 s        4.99 s      900.3 ms      279.7 ms
-      a step                        28.59 s        7.53 s        2.29 s      279.7 ms
+      HBM at 2.8TB/s                 4.24 s        1.56 s        2.27 s       76.3 ms
+      network                        9.04 s        4.71 s      620.6 ms      279.6 ms
+      a step                        28.59 s        7.53 s        2.27 s      279.6 ms
       bound by                      compute       compute           HBM       network
       MFU at most 78.8%; 143 tokens/s a chip, 12.7G a day
       the run: 33.1 days, 813,169 chip-hours

@@ -10,60 +10,65 @@ Beside it MaxText measured 45.5 % (7,207 tokens/s a chip) at this size and lengt
     mesh        fsdp 64
     model       8,030,261,248 parameters, 51.5GFLOP a token in training
     batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
-    attention   splash
+    attention   splash: train, evaluate
+    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   reference: decode
 
     a device's memory           train      evaluate       prefill        decode
       parameters             479.6 MB      479.6 MB      479.6 MB      479.6 MB
       optimizer              959.3 MB
-      cache and inputs       321.5 KB      320.0 KB        1.0 MB        1.0 GB
+      cache and inputs       320.0 KB      320.0 KB        1.0 MB        1.0 GB
+      padding                  1.5 KB           0 B           0 B         764 B
       activations              4.6 GB
       temporaries             11.9 GB        3.8 GB        3.9 GB        4.0 GB
       results, code           66.3 MB       21.7 MB        1.0 GB       16.7 MB
       peak of 95.0 GB   18.0 GB (19%)   4.3 GB (5%)   5.4 GB (6%)   5.5 GB (6%)
-      compiled in                46 s          18 s          16 s          26 s
+      compiled in                43 s          18 s          19 s          10 s
 
     at least                          train      evaluate       prefill        decode
       compute at 459.0TFLOP/s        2.42 s      617.2 ms      162.9 ms          9 us
-      HBM at 2.8TB/s               674.8 ms       91.7 ms      627.0 ms       28.7 ms
-      network                      172.1 ms       62.4 ms       62.4 ms       62.4 ms
-      a step                         2.42 s      617.2 ms      627.0 ms       62.4 ms
+      HBM at 2.8TB/s               662.9 ms       91.2 ms      563.3 ms       27.8 ms
+      network                      115.4 ms       31.2 ms       31.2 ms       31.2 ms
+      a step                         2.42 s      617.2 ms      563.3 ms       31.2 ms
       bound by                      compute       compute           HBM       network
       MFU at most 75.9%; 6.8k tokens/s a chip, 37.4G a day
       the run: 2.8 days, 4,301 chip-hours
-      decoding: 1.0k tokens/s for 64 rows
+      decoding: 2.1k tokens/s for 64 rows
 
     messages of a training step, a device         count        within        beyond
-      all-reduce                                    422       86.4 GB
+      all-reduce                                    163       29.4 GB
+      all-gather                                    259       28.5 GB
       all-to-all                                      1      126.0 MB
 
     machine     v6e:8x8: 64 x TPU v6e, 32.0 GB each
     mesh        fsdp 64
     model       8,030,261,248 parameters, 51.5GFLOP a token in training
     batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
-    attention   splash
+    attention   splash: train
 
     a device's memory           train
       parameters             479.6 MB
       optimizer              959.3 MB
-      cache and inputs       321.5 KB
+      cache and inputs       320.0 KB
+      padding                  1.5 KB
       activations              4.7 GB
       temporaries             11.7 GB
       results, code           41.2 MB
       peak of 32.0 GB   17.8 GB (56%)
-      compiled in                73 s
+      compiled in                72 s
 
     at least                          train
       compute at 918.0TFLOP/s        1.21 s
-      HBM at 1.6TB/s                 1.14 s
-      network                      346.5 ms
+      HBM at 1.6TB/s                 1.06 s
+      network                      340.6 ms
       a step                         1.21 s
       bound by                      compute
       MFU at most 75.9%; 13.5k tokens/s a chip, 74.9G a day
       the run: 33:36 h, 2,151 chip-hours
 
     messages of a training step, a device         count        within        beyond
-      all-reduce                                    228       31.4 GB
-      all-gather                                    322       26.5 GB
+      all-reduce                                    163       29.4 GB
+      all-gather                                    387       27.5 GB
       all-to-all                                      1      126.0 MB
 """
 

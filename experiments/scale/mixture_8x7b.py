@@ -10,23 +10,26 @@ bound is 40.1 %, below that: gradients of experts' matrices then go over all gat
     mesh        fsdp 16 x expert 8
     model       46,702,792,704 parameters, 79.7GFLOP a token in training
     batch       2,097,152 tokens; 100,000 steps are 209.7G tokens
-    attention   splash
+    attention   splash: train, evaluate
+    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   reference: decode
 
     a device's memory           train      evaluate       prefill        decode
       parameters               1.7 GB        1.7 GB        1.7 GB        1.7 GB
       optimizer                3.4 GB
-      cache and inputs       321.5 KB      320.0 KB      512.0 KB        2.0 GB
+      cache and inputs       320.0 KB      320.0 KB      512.0 KB        2.0 GB
+      padding                  1.5 KB           0 B           0 B         764 B
       activations              5.5 GB
       temporaries             14.6 GB        4.3 GB        1.6 GB        3.4 GB
       results, code           50.8 MB       11.1 MB        2.0 GB        4.7 MB
       peak of 95.0 GB   25.2 GB (27%)   6.0 GB (6%)   5.3 GB (6%)   7.1 GB (7%)
-      compiled in                56 s          22 s          17 s          23 s
+      compiled in                50 s          13 s          13 s           4 s
 
     at least                          train      evaluate       prefill        decode
       compute at 459.0TFLOP/s        4.67 s        1.15 s      149.2 ms        143 us
-      HBM at 2.8TB/s                 1.44 s      188.4 ms      728.2 ms       20.9 ms
-      network                      493.6 ms      142.1 ms       63.8 ms       37.8 ms
-      a step                         4.67 s        1.15 s      728.2 ms       37.8 ms
+      HBM at 2.8TB/s                 1.42 s      189.4 ms      663.6 ms       18.9 ms
+      network                      317.7 ms      104.4 ms       37.7 ms       37.7 ms
+      a step                         4.67 s        1.15 s      663.6 ms       37.7 ms
       bound by                      compute       compute           HBM       network
       MFU at most 60.9%; 3.5k tokens/s a chip, 38.8G a day
       the run: 5.4 days, 16,616 chip-hours

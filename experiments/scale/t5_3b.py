@@ -9,27 +9,28 @@ Beside it No fused kernel has T5's bias, so logits go through memory, which bind
     mesh        fsdp 32
     model       2,851,598,336 parameters, 9.1GFLOP a token in training
     batch       1,310,720 tokens; 500,000 steps are 655.4G tokens
-    attention   reference (splash: the position scheme changes logits)
-    attention   splash
+    attention   reference (splash: the position scheme changes logits): train, evaluate
+    attention   splash: train, evaluate
 
     a device's memory           train      evaluate
       parameters             340.4 MB      340.4 MB
       optimizer               47.5 MB
-      cache and inputs       435.9 KB      408.0 KB
+      cache and inputs       544.0 KB      544.0 KB
+      padding                     0 B           0 B
       activations              2.7 GB
       temporaries              9.1 GB        2.7 GB
       results, code           77.0 MB       14.0 MB
       peak of 32.0 GB   12.3 GB (38%)  3.0 GB (10%)
-      compiled in                78 s          21 s
+      compiled in                59 s          17 s
 
     at least                          train      evaluate
       compute at 275.0TFLOP/s        1.70 s      453.3 ms
-      HBM at 1.2TB/s                 3.31 s      272.6 ms
-      network                      146.6 ms       24.6 ms
-      a step                         3.31 s      453.3 ms
+      HBM at 1.2TB/s                 3.15 s      266.9 ms
+      network                      184.6 ms       40.9 ms
+      a step                         3.15 s      453.3 ms
       bound by                          HBM       compute
-      MFU at most 41.0%; 12.4k tokens/s a chip, 34.2G a day
-      the run: 19.1 days, 14,700 chip-hours
+      MFU at most 43.1%; 13.0k tokens/s a chip, 36.0G a day
+      the run: 18.2 days, 13,987 chip-hours
 
     messages of a training step, a device         count        within        beyond
       all-gather                                    786       10.3 GB

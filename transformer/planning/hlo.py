@@ -90,6 +90,7 @@ class Message:
     groups: np.ndarray  # [groups, devices of one]; for collective-permute [pairs, 2]
     times: float
     source: str
+    between_slices: bool = False  # each device with those at its place in all other slices; `groups` are not told then
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +199,10 @@ class Program:
         """What a device sends, in which groups, how often."""
         found = []
         for one, computation, times, fused in self.runs:
+            if one.opcode == "send" and (told := re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)):
+                size = sum(array.bytes for array in computation[one.operands[0]].arrays)
+                kind = told.group(1).lower().replace("_", "-")
+                found.append(Message(kind, size, np.zeros((0, 0), int), times, one.source, between_slices=True))
             kind = one.opcode.removesuffix("-start")
             # Inside of fusions a message stands once for every piece of work that it goes on beside; it is sent where it starts.
             if kind not in COLLECTIVES or (fused and not _starts(one, computation)):

@@ -56,6 +56,14 @@ def roofline(
     traffic, outer = collections.defaultdict(Traffic), 0.0
     links = collections.defaultdict(float)  # seconds that those of each axis of the torus are in use
     for message in program.messages:
+        if message.between_slices:
+            whole = message.bytes * (topology.slices if message.kind == "all-gather" else 1)
+            message = dataclasses.replace(message, bytes=whole, groups=np.zeros((1, topology.slices), int))
+            _, beyond = sent(message, topology.slices)
+            was = traffic[message.kind]
+            traffic[message.kind] = Traffic(was.count + message.times, was.inner, was.outer + beyond)
+            outer += beyond
+            continue
         at = where[message.groups]  # [groups, members, coordinates and slice]
         if at.shape[1] < 2:
             continue
