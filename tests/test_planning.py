@@ -210,6 +210,28 @@ def test_what_is_moved_is_counted_once():
     assert (message.kind, message.bytes) == ("all-gather", whole)
 
 
+SCATTER = """HloModule scatter
+
+%all-reduce-scatter.1 (input: bf16[64,8]) -> bf16[16,8] {
+  %input = bf16[64,8]{1,0} parameter(0)
+  %sum = bf16[64,8]{1,0} all-reduce(%input), replica_groups={{0,1,2,3}}, to_apply=%add
+  %at = u32[] partition-id()
+  %zero = u32[] constant(0)
+  ROOT %part = bf16[16,8]{1,0} dynamic-slice(%sum, %at, %zero), dynamic_slice_sizes={16,8}
+}
+
+ENTRY %main (a: bf16[64,8]) -> bf16[16,8] {
+  %a = bf16[64,8]{1,0} parameter(0)
+  ROOT %part = bf16[16,8]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_sum_of_which_each_keeps_its_part_is_a_scatter():
+    (message,) = Program.read(SCATTER).messages
+    assert (message.kind, message.bytes) == ("reduce-scatter", 1024)
+
+
 def test_a_kernels_products_are_those_of_the_blocks_it_looks_at():
     line = (
         '  %splash_mha_{}_segmented.1 = bf16[2,4,1024,64]{{3,2,1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", '

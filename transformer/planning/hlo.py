@@ -204,12 +204,15 @@ class Program:
                 kind = told.group(1).lower().replace("_", "-")
                 found.append(Message(kind, size, np.zeros((0, 0), int), times, one.source, between_slices=True))
             kind = one.opcode.removesuffix("-start")
+            scatters = fused and _scatters(one, computation)
             # Inside of fusions a message stands once for every piece of work that it goes on beside; it is sent where it starts.
-            if kind not in COLLECTIVES or (fused and not _starts(one, computation)):
+            if kind not in COLLECTIVES or (fused and not scatters and not _starts(one, computation)):
                 continue
             operands = [computation[name] for name in one.operands if name in computation]
             size = sum(array.bytes for operand in operands for array in operand.arrays)
-            if kind == "all-reduce" and operands and all(map(self._puts_a_part, operands)):
+            if scatters:
+                kind = "reduce-scatter"
+            elif kind == "all-reduce" and operands and all(map(self._puts_a_part, operands)):
                 kind = "all-gather"  # as the compiler for TPUs spells it on a large torus: each adds its part, in zeros, to all others'
             elif kind == "all-gather":
                 size *= _groups(one).shape[1]
@@ -305,6 +308,13 @@ def _starts(one: Instruction, computation: Computation) -> bool:
         one.name in user.operands and 'custom_call_target="AsyncCollectiveStart"' in user.attributes
         for user in computation.values()
     )
+
+
+def _scatters(one: Instruction, computation: Computation) -> bool:
+    """Whether a fusion adds up and keeps its part: how the compiler for TPUs spells a reduce-scatter that nothing goes on beside."""
+    asynchronous = any("AsyncCollective" in other.attributes for other in computation.values())
+    kept = any(other.opcode == "dynamic-slice" and other.operands[0] == one.name for other in computation.values())
+    return one.opcode == "all-reduce" and kept and not asynchronous
 
 
 def _both_passes(computation: Computation) -> bool:
