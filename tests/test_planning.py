@@ -18,14 +18,18 @@ from transformer.data.pipeline import open_data
 from transformer.errors import UserError
 from transformer.parallel.mesh import make_mesh
 from transformer.planning import chips, programs
+from transformer.planning.buffers import kept
 from transformer.planning.chips import Topology, topology
-from transformer.planning.hlo import Message, Program
-from transformer.planning.model_flops import allowed_pairs, kernel_flops, model_flops
+from transformer.planning.hlo import Program
+from transformer.planning.kernels import kernel
+from transformer.planning.messages import Message, messages
+from transformer.planning.model_flops import allowed_pairs, model_flops
 from transformer.planning.plan import make_plan
 from transformer.planning.programs import Programs
 from transformer.planning.roofline import roofline, sent
 from transformer.planning.sample import batch_shapes
 from transformer.planning.search import page, search
+from transformer.planning.work import flops, hbm_bytes
 
 D, FF, V, T, ROWS = 32, 64, 48, 64, 16
 
@@ -50,7 +54,7 @@ def test_products_are_counted_as_often_as_they_run(scan):
     tokens = ROWS * T
     layer = 2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D
     compiled = Programs(config, jax.devices()[:1]).compile("evaluate")
-    assert compiled.program.flops == 3 * layer + 2 * tokens * D * V
+    assert flops(compiled.program) == 3 * layer + 2 * tokens * D * V
 
 
 def test_what_a_model_needs_by_hand():
@@ -60,7 +64,7 @@ def test_what_a_model_needs_by_hand():
     tokens = ROWS * T
     pairs = (T + 1) / (2 * T)
     forward = 3 * (2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D * pairs) + 2 * tokens * D * V
-    assert model_flops(config, batch_shapes(config, mesh), programs.state.params, jax.devices()) == 3 * forward
+    assert model_flops(config, batch_shapes(config, mesh), programs.state.params) == 3 * forward
 
 
 def test_of_experts_those_that_are_asked_count():
@@ -72,7 +76,6 @@ def test_of_experts_those_that_are_asked_count():
         config,
         batch_shapes(config, make_mesh(MeshConfig(data=1))),
         Programs(config, jax.devices()[:1]).state.params,
-        jax.devices(),
     )
     tokens = ROWS * T
     router, second, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
@@ -87,15 +90,15 @@ def test_a_model_needs_the_same_however_its_layers_are_laid_out(model):
         config,
         batch_shapes(config, make_mesh(MeshConfig(data=1))),
         Programs(config, jax.devices()[:1]).state.params,
-        jax.devices(),
     )
     plain, other = count(planned()), count(planned(**model))
     assert other < plain if "layer_pattern" in model else other == plain
 
 
 def test_what_is_kept_of_micro_batches_is_found_in_their_loop():
-    kept = [Programs(planned(train={"accumulate": n}), jax.devices()[:1]).compile("train").program.kept for n in (1, 4)]
-    assert 0 < kept[1] < kept[0]
+    planned_in = lambda n: Programs(planned(train={"accumulate": n}), jax.devices()[:1])
+    whole, fourths = (kept(planned_in(n).compile("train").program) for n in (1, 4))
+    assert 0 < fourths < whole
 
 
 @pytest.mark.parametrize(
@@ -157,18 +160,18 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
 def test_a_program_in_its_own_words():
     """Loops that count in twos, the four spellings of groups, attributes over several lines, on-chip memory, what backward keeps."""
     program = Program.read(TEXT)
-    found = {message.kind: message for message in program.messages}
+    found = {message.kind: message for message in messages(program)}
     assert found["all-reduce"].times == 5 and found["all-reduce"].groups.tolist() == [[0, 1], [2, 3]]
     assert found["all-gather"].groups.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and found["all-gather"].bytes == 4 * 128
     assert found["collective-permute"].groups.tolist() == [[0, 1], [1, 2], [2, 3], [3, 0]]
     assert found["all-to-all"].groups.tolist() == [[0, 2], [1, 3]]
     kernel = next((one, times) for one, _, times, _ in program.runs if one.opcode == "custom-call")
     assert kernel[0].source == "jit(f)/kernel" and kernel[1] == 5
-    assert program.kept == 2 * 128  # the loop's result and what was turned, which the backward pass reads
+    assert kept(program) == 2 * 128  # the loop's result and what was turned, which the backward pass reads
     array = 128
     loop = 5 * (2 * array + 2 * array + 3 * 4 * 2)  # the sum, the kernel, two scalar additions, each read and written
     compare = 5 * 0  # a condition is not visited
-    assert program.hbm_bytes == loop + compare + (array + 4 * array) + 2 * array + 2 * array + array + 3 * array
+    assert hbm_bytes(program) == loop + compare + (array + 4 * array) + 2 * array + 2 * array + array + 3 * array
 
 
 MOVES = """HloModule moves
@@ -205,8 +208,8 @@ def test_what_is_moved_is_counted_once():
     program = Program.read(MOVES)
     one, whole = 4 * 64, 4 * 1024
     slice_of, copied, put = (one + 4) + one, one, one + one + 4  # an index is four bytes; the part is read, and written
-    assert program.hbm_bytes == slice_of + copied + put + 2 * whole
-    (message,) = program.messages
+    assert hbm_bytes(program) == slice_of + copied + put + 2 * whole
+    (message,) = messages(program)
     assert (message.kind, message.bytes) == ("all-gather", whole)
 
 
@@ -228,25 +231,39 @@ ENTRY %main (a: bf16[64,8]) -> bf16[16,8] {
 
 
 def test_a_sum_of_which_each_keeps_its_part_is_a_scatter():
-    (message,) = Program.read(SCATTER).messages
+    (message,) = messages(Program.read(SCATTER))
     assert (message.kind, message.bytes) == ("reduce-scatter", 1024)
 
 
-def test_a_kernels_products_are_those_of_the_blocks_it_looks_at():
+def called(name, out, given, where, **model):
+    """What a call of a kernel of this name does, that is given these shapes."""
+    given = ", ".join(f"bf16[{dims}]{{1,0}}" for dims in given)
     line = (
-        '  %splash_mha_{}_segmented.1 = bf16[2,4,1024,64]{{3,2,1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", '
-        "operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, bf16[2,4,1024,64]{{3,2,1,0}}, bf16[2,2,1024,64]{{3,2,1,0}}, bf16[2,2,1024,64]{{3,2,1,0}}}}, "
-        'metadata={{op_name="jit(step)/decoder/layers/self_attention/splash"}}'
+        f'  %{name} = bf16[{out}]{{1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", '
+        f"operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, {given}}}, "
+        f'metadata={{op_name="jit(step)/decoder/layers/{where}"}}'
     )
-    count = lambda kind, text=line: kernel_flops(
-        Program.read("ENTRY %main (q: f32[]) -> f32[] {\n" + text.format(kind) + "\n}\n").computations["main"][
-            f"splash_mha_{kind}_segmented.1"
-        ],
-        small("decoder"),
-    )
+    program = Program.read("ENTRY %main (q: f32[]) -> f32[] {\n" + line + "\n}\n")
+    return kernel(program.computations["main"][name], small("decoder", **model))
+
+
+def test_an_attention_kernels_products_are_those_of_the_blocks_it_looks_at():
+    shapes = "2,4,1024,64", ("2,4,1024,64", "2,2,1024,64", "2,2,1024,64")
+    count = lambda kind, where="self_attention": called(f"splash_mha_{kind}_segmented.1", *shapes, where).flops
     whole = 2 * 2 * 4 * 1024 * 1024 * 64
     assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
-    assert count("fwd", line.replace("self_attention", "cross_attention")) == 2 * whole
+    assert count("fwd", "cross_attention") == 2 * whole
+
+
+def test_a_grouped_kernel_goes_over_its_experts_share_of_the_rows():
+    """2 of 8 experts are here: a quarter of 1024 rows."""
+    mixture = {"feed_forward": {"name": "experts", "num_experts": 8}}
+    forward = called("gmm.3", "1024,96", ("1024,64", "2,64,96"), "feed_forward", **mixture)
+    by_matrices = called("tgmm.1", "2,64,96", ("1024,64", "1024,96"), "feed_forward", **mixture)
+    assert forward == by_matrices
+    assert (forward.flops, forward.untouched) == (2 * 256 * 64 * 96, 768 * (64 + 96) * 2)
+    turned = called("gmm.4", "1024,64", ("1024,96", "2,64,96"), "feed_forward", **mixture)  # the gradient by rows
+    assert turned == forward
 
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -430,3 +447,19 @@ def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, po
     by_keys, by_values = (2 + 2 + 2) * (70 if position == "alibi" else 64), (2 + 1 + 2) * 64
     attention = 3 * (by_keys + by_values) * 2 * ROWS * 1024**2 * 4 * 0.75
     assert plan.train.roofline.flops * 4 == pytest.approx(layers + 3 * 2 * tokens * D * V + attention, rel=0.01)
+
+
+@pytest.mark.parametrize(("machine", "mesh"), [("v5e:2x2", {"expert": 2, "fsdp": 2}), ("v5p:2x2x1", {"fsdp": 4})])
+def test_dropless_experts_on_a_tpu_take_each_pair_once(machine, mesh):
+    """Whether experts are spread over devices or each device has all of them: nothing is multiplied that belongs to another expert."""
+    experts, chosen = 4, 2
+    where = topology(machine)
+    mixture = {"name": "experts", "num_experts": experts, "top_k": chosen}
+    config = planned(mesh=mesh, data={"length": 256}, dtype="bfloat16", max_length=256, feed_forward=mixture)
+    plan = make_plan(config, where, programs.start(where), only=("train",))
+    runs = plan.train.compiled.program.runs
+    assert {one.name.partition(".")[0] for one, *_ in runs if "gmm" in one.name} >= {"gmm", "tgmm"}
+    layer, pairs = 4 * D * D + chosen * 2 * D * FF + D * experts, 2 * 256 * D
+    needed = lambda layer: 3 * 2 * ROWS * 256 * (3 * layer + D * V)
+    assert plan.train.roofline.flops * 4 == pytest.approx(needed(layer + pairs), rel=0.01)  # with what is masked
+    assert plan.model_flops == pytest.approx(needed(layer + pairs * 257 / 512), rel=0.01)

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import drop
+from transformer.model.grouped import grouped_product
 from transformer.model.initializers import matrix_init
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
@@ -89,7 +90,7 @@ class Experts(nn.Module):
 
 
 class Matrices(nn.Module):
-    """W_in, W_gate or, `outwards`, W_out of every expert, each initialised as the matrix that it is."""
+    """W_in, W_gate or, `outwards`, W_out of every expert, each initialised as the matrix that it is; spread over devices as it is kept."""
 
     config: ModelConfig
     outwards: bool
@@ -104,8 +105,7 @@ class Matrices(nn.Module):
         one = matrix_init(cfg.initializer, cfg.init_std, self.gain)
         init = lambda key, shape, dtype: jax.vmap(lambda key: one(key, sizes, dtype))(jax.random.split(key, count))
         boxed = nn.with_logical_partitioning(init, ("expert", *names))
-        kernel = self.param("kernel", boxed, (count, *sizes), cfg.param_dtype)
-        kernel = gathered(kernel.astype(cfg.dtype), ("expert", *names))
+        kernel = self.param("kernel", boxed, (count, *sizes), cfg.param_dtype).astype(cfg.dtype)
         if not cfg.use_bias:
             return Matrix(kernel, None)
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("expert", names[1]))
@@ -136,6 +136,10 @@ def by_place(factor: float):
 
     def bring(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
         (B, T, D), K, E = x_BxTxD.shape, experts_BxTxK.shape[2], matrices["in"].kernel_ExIxO.shape[0]
+        names = {name: ("expert", "ff", "embed") if name == "out" else ("expert", "embed", "ff") for name in matrices}
+        matrices = {
+            name: m.replace(kernel_ExIxO=gathered(m.kernel_ExIxO, names[name])) for name, m in matrices.items()
+        }
         C = min(T, math.ceil(factor * T * K / E))
         wants_BxTKxE = jax.nn.one_hot(jnp.where(real_BxT[..., None], experts_BxTxK, E), E, dtype=jnp.int32).reshape(
             B, T * K, E
@@ -169,19 +173,20 @@ def _rows(x_BxSxD, index_BxT) -> jax.Array:
 
 
 def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
-    """`bring` without a bound: sorted by expert, group after group. By hand over every axis that tokens or experts are spread on: what
-    is sorted is what a device has."""
-    E, _, F = matrices["in"].kernel_ExIxO.shape
-    sizes = {"batch": x_BxTxD.shape[0], "length": x_BxTxD.shape[1], "expert": E, "activation_ff": F}
-    batch, length, expert, ff = (fitting(name, size) for name, size in sizes.items())
+    """`bring` without a bound: sorted by expert, group after group. By hand over every axis of the mesh: what is sorted is what a device
+    has."""
+    E, D, F = matrices["in"].kernel_ExIxO.shape
+    sizes = {"batch": x_BxTxD.shape[0], "length": x_BxTxD.shape[1], "expert": E, "embed": D, "activation_ff": F}
+    batch, length, expert, kept, ff = (fitting(name, size) for name, size in sizes.items())
     given = (x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key)
     axes = tuple(dict.fromkeys((*batch, *length, *expert, *ff)))
     local = functools.partial(
-        _sorted, axes=axes, expert=expert, ff=ff, apart=expert and expert[0] in batch, apply=apply
+        _sorted, axes=axes, expert=expert, kept=kept, ff=ff, apart=expert and expert[0] in batch, apply=apply
     )
-    if axes:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and (by_hand := set(mesh.axis_names) - set(mesh.manual_axes)):
         rows = P(batch or None, length or None)
-        spec = {"in": P(expert or None, None, ff or None), "out": P(expert or None, ff or None)}
+        spec = {"in": P(expert or None, kept or None, ff or None), "out": P(expert or None, ff or None, kept or None)}
         bias = {"in": P(expert or None, ff or None), "out": P(expert or None)}
         side = lambda name: "out" if name == "out" else "in"
         places = {
@@ -189,14 +194,17 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
             for name, m in matrices.items()
         }
         local = jax.shard_map(
-            local, in_specs=(rows, rows, rows, places, P()), out_specs=rows, axis_names=set(axes), check_vma=False
+            local, in_specs=(rows, rows, rows, places, P()), out_specs=rows, axis_names=by_hand, check_vma=False
         )
     return local(*given), jnp.zeros(())
 
 
-def _sorted(x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key, *, axes, expert, ff, apart, apply):
-    """On one device. `axes`: all that something here is spread on; `expert`, `ff`: those of experts, and of their d_ff; `apart`: tokens
-    are spread on the first too."""
+def _sorted(x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key, *, axes, expert, kept, ff, apart, apply):
+    """On one device. `axes`: all that tokens or experts are spread on; `expert`, `ff`: those of experts, and of their d_ff; `kept`: those
+    over which matrices are kept in parts along d_model (ZeRO-3); `apart`: tokens are spread on `expert` too."""
+    if kept:
+        whole = lambda name, x: jax.lax.all_gather(x, kept, axis=2 if name == "out" else 1, tiled=True)
+        matrices = {name: m.replace(kernel_ExIxO=whole(name, m.kernel_ExIxO)) for name, m in matrices.items()}
     if key is not None and axes:
         key = jax.random.fold_in(key, jax.lax.axis_index(axes))
     if apart:
@@ -209,7 +217,7 @@ def _sorted(x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key, *, axes, exper
     expert_n, sizes_E = own_n[order_n], jnp.bincount(own_n, length=here)
 
     def product(x_nxI, m: Matrix):
-        y_nxO = jax.lax.ragged_dot(x_nxI, m.kernel_ExIxO, sizes_E)
+        y_nxO = grouped_product(x_nxI, m.kernel_ExIxO, sizes_E)
         if m.bias_ExO is None:
             return y_nxO
         bias_ExO = m.bias_ExO

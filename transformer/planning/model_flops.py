@@ -7,25 +7,22 @@ that share a row are not told apart), though the plain path computes it.
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 
 from transformer.config import Experiment, MeshConfig
-from transformer.model.attention_backends.splash import block_size
 from transformer.model.config import Choice, ModelConfig
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.planning.hlo import Instruction
 from transformer.training.step import batch_sums
 
 
-def model_flops(config: Experiment, batch: dict, params, devices: list) -> float:
+def model_flops(config: Experiment, batch: dict, params) -> float:
     """Of a training step on a batch of these shapes, all devices together."""
     config = dataclasses.replace(config, model=_plain(config.model))
-    alone = make_mesh(MeshConfig(data=1), devices[:1])
+    alone = make_mesh(MeshConfig(data=1), jax.local_devices(backend="cpu")[:1])  # no chip's kernels
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     model = build_model(config.model)
     with use(alone):
@@ -58,22 +55,6 @@ def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) ->
         return float(np.sum(last - first + 1)) / length**2
 
     return float(np.mean([share(layer.window) for layer in model.layers(side)]))
-
-
-def kernel_flops(one: Instruction, model: ModelConfig) -> float:
-    """What a call of TPUs' attention kernel computes, into which the compiler cannot look: 2 products of queries and keys forward, 3 for the
-    gradient by queries, 4 for that by keys and values, over the blocks that the mask does not leave out."""
-    found = re.match(r"splash_m[hq]a_(fwd|dq|dkv)", one.name)
-    if not found:
-        return 0.0
-    given = one.attributes.partition("operand_layout_constraints")[2].partition("}}")[0]
-    shapes = [tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", given)]
-    (*heads, queries, size), (*_, keys, _), (*_, d_value) = [shape for shape in shapes if len(shape) > 2][:3]
-    side = "encoder" if "/encoder/" in one.source else "decoder"
-    share = 1.0 if "/cross_attention" in one.source else allowed_pairs(model, side, queries, block_size(queries))
-    # By queries and keys: q k; again, and both gradients of it. By values: w v; again for d w, and the gradient by v.
-    by_keys, by_values = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}[found.group(1)]
-    return 2.0 * math.prod(heads) * queries * keys * share * (by_keys * size + by_values * d_value)
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:

@@ -11,8 +11,10 @@ from transformer.config import Experiment
 from transformer.config_io import to_mapping
 from transformer.errors import UserError
 from transformer.parallel.sharding import human_bytes
+from transformer.planning.buffers import kept, largest
 from transformer.planning.chips import Topology
-from transformer.planning.model_flops import kernel_flops, model_flops
+from transformer.planning.kernels import kernel
+from transformer.planning.model_flops import model_flops
 from transformer.planning.programs import PROGRAMS, Compiled, Programs, TooLarge
 from transformer.planning.roofline import Roofline, roofline
 from transformer.training.metrics import human_count, human_time
@@ -97,7 +99,7 @@ class Plan:
                     "compile_seconds": part.compiled.seconds, "attention": part.compiled.attention, "flops": roof.flops, "hbm_bytes": roof.hbm_bytes,
                     "seconds_at_least": roof.seconds, "bound_by": roof.bound,
                     "messages": {kind: dataclasses.asdict(traffic) for kind, traffic in roof.traffic.items()},
-                    "largest_buffers": [[size, shape, name_of(where)] for size, shape, where in part.compiled.program.largest(12)],
+                    "largest_buffers": [[size, shape, name_of(where)] for size, shape, where in largest(part.compiled.program, 12)],
                 }  # fmt: skip
             return found
 
@@ -133,16 +135,16 @@ def make_plan(
         except TooLarge as e:
             parts[name] = Part(holds, None, None, e)
             continue
-        kept = min(compiled.program.kept, compiled.temporaries)
+        activations = min(kept(compiled.program), compiled.temporaries)
         holds["cache and inputs"] = programs.bytes(programs.inputs(name))
         holds["padding"] = max(compiled.arguments - sum(holds.values()), 0)
-        holds |= {"activations": kept} if name == "train" else {}
+        holds |= {"activations": activations} if name == "train" else {}
         holds |= {
             "temporaries": compiled.temporaries - holds.get("activations", 0),
             "results, code": compiled.results + compiled.code,
         }
         parts[name] = Part(
-            holds, roofline(compiled.program, topology, in_order, lambda one: kernel_flops(one, config.model)), compiled
+            holds, roofline(compiled.program, topology, in_order, lambda one: kernel(one, config.model)), compiled
         )
     batch, params = programs.batch, programs.state.params
     tokens = math.prod(batch["inputs"].shape) + (math.prod(batch["source"].shape) if "source" in batch else 0)
@@ -152,7 +154,7 @@ def make_plan(
         topology,
         dict(programs.mesh.shape),
         parameters,
-        model_flops(config, batch, params, devices),
+        model_flops(config, batch, params),
         tokens,
         parts,
         price,
@@ -330,7 +332,7 @@ def _messages(roof: Roofline) -> list[str]:
 
 
 def _buffers(part: Part, most: int = 8) -> list[str]:
-    found = part.compiled.program.largest(most) if part.compiled else part.too_large.buffers[:most]
+    found = largest(part.compiled.program, most) if part.compiled else part.too_large.buffers[:most]
     return [
         "largest buffers of a training step",
         *(f"  {human_bytes(size):>9}  {shape:<28} {name_of(where)[-90:]}" for size, shape, where in found),

@@ -12,7 +12,10 @@ from collections.abc import Callable
 import numpy as np
 
 from transformer.planning.chips import HOST, Topology
-from transformer.planning.hlo import Instruction, Message, Program
+from transformer.planning.hlo import Instruction, Program
+from transformer.planning.kernels import Kernel
+from transformer.planning.messages import Message, messages
+from transformer.planning.work import flops, hbm_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +48,17 @@ class Roofline:
 
 
 def roofline(
-    program: Program, topology: Topology, devices: list, kernel_flops: Callable[[Instruction], float] = lambda one: 0.0
+    program: Program, topology: Topology, devices: list, kernel: Callable[[Instruction], Kernel] = lambda one: Kernel()
 ) -> Roofline:
-    """`devices` in the order of the mesh. `kernel_flops`: of a kernel the compiler cannot look into."""
+    """`devices` in the order of the mesh. `kernel`: what a call does that the compiler cannot look into."""
     chip, share = topology.chip, topology.chip.devices
-    flops = program.flops + sum(
-        times * kernel_flops(one) for one, _, times, _ in program.runs if one.opcode == "custom-call"
-    )
+    kernels = [(kernel(one), times) for one, _, times, _ in program.runs if one.opcode == "custom-call"]
+    computed = flops(program) + sum(times * one.flops for one, times in kernels)
+    moved = hbm_bytes(program) - sum(times * one.untouched for one, times in kernels)
     where = np.array([_place(device, topology) for device in devices])
     traffic, outer = collections.defaultdict(Traffic), 0.0
     links = collections.defaultdict(float)  # seconds that those of each axis of the torus are in use
-    for message in program.messages:
+    for message in messages(program):
         if message.between_slices:
             whole = message.bytes * (topology.slices if message.kind == "all-gather" else 1)
             message = dataclasses.replace(message, bytes=whole, groups=np.zeros((1, topology.slices), int))
@@ -78,11 +81,11 @@ def roofline(
             links[axis] += here / (sum(ways.values()) * chip.link_rate)
     seconds = None
     if chip.flops:
-        seconds = {"compute": flops * share / chip.flops}
+        seconds = {"compute": computed * share / chip.flops}
         if topology.is_tpu:  # what a GPU's compiler fuses is not known here
-            seconds["HBM"] = program.hbm_bytes * share / chip.hbm_rate
+            seconds["HBM"] = moved * share / chip.hbm_rate
         seconds |= {"network": max(links.values(), default=0.0), "slices": outer / chip.outer_rate}
-    return Roofline(flops, program.hbm_bytes, dict(traffic), seconds)
+    return Roofline(computed, moved, dict(traffic), seconds)
 
 
 def sent(message: Message, slices: int = 1) -> tuple[float, float]:
