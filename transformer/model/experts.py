@@ -6,10 +6,9 @@ in a row, n pairs of a token and one of its experts.
 With router probabilities p = softmax(x W_r) and the K largest of them, y = sum over these of w_e FF_e(x), where w is p, made to sum to
 one if `normalize` (Mixtral) or as it is (Switch). Two ways to bring tokens to experts:
 
-dropless (`capacity_factor` 0): pairs are sorted by expert and multiplied group by group (Gale et al. 2023, "MegaBlocks"). Nothing is
-    lost. Where experts are spread over devices, each gathers the tokens of all and answers for its own experts; the gradients of its
-    matrices are then products over all gathered pairs, its own or not. At Mixtral's size on 8 of 128 devices that is half of the step
-    (experiments/scale/mixture_8x7b.py): with many devices for experts, take a capacity.
+dropless (`capacity_factor` 0): pairs are sorted by expert and multiplied group by group (grouped.py). Nothing is lost. Where experts are
+    spread over devices, each gathers the tokens of all and answers for its own experts: as it cannot know how many will ask for them, its
+    rows have room for all.
 capacity: in a row of T tokens each expert has C = ceil(capacity_factor T K / E) places; who comes too late is passed over, its stream
     goes on as it is (Lepikhin et al. 2021; Fedus et al. 2022). Places are given out in the order of tokens, so that no token depends
     on a later one. Tokens move to their experts' devices and back (all-to-all).
