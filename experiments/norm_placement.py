@@ -30,10 +30,10 @@ pre-norm. One seed tells apart 2.9 from 3.3, not pre from deepnorm and peri.
 
 import ml_collections
 
-ARMS = ("pre", "post", "peri", "res_post", "deepnorm", "none", "rezero")
+from transformer import Sweep, vary
 
 
-def get_config(arm: str = "pre"):
+def get_config():
     config = ml_collections.ConfigDict()
     config.model = dict(
         family="encoder_decoder",
@@ -45,7 +45,7 @@ def get_config(arm: str = "pre"):
         num_heads=4,
         max_length=128,
         position="sinusoidal",
-        norm_placement=arm,
+        norm_placement="pre",
         activation="relu",
         embedding_scale=True,
         dropout=0.1,
@@ -54,3 +54,11 @@ def get_config(arm: str = "pre"):
     config.optimizer = dict(name="adamw", learning_rate=1e-3, schedule="inverse_sqrt", warmup_steps=300)
     config.train = dict(steps=1000, label_smoothing=0.1, eval_every=250, checkpoint_every=250)
     return config
+
+
+def sweep():
+    return Sweep(
+        vary("model.norm_placement", "pre", "post", "peri", "res_post", "deepnorm", "none", "rezero"),
+        question="Which norm placement translates best after a thousand steps, six layers a side?",
+        declared={"parameters": "placements have other numbers of norms, none has none, rezero a gate a sublayer"},
+    )

@@ -19,19 +19,14 @@ Seen      after 1,000 steps, test side (two cores of an AMD EPYC 9005): causal_l
 
 import ml_collections
 
-ARMS = {
-    "causal_lm": dict(family="decoder", num_decoder_layers=4),
-    "prefix_lm": dict(family="decoder", num_decoder_layers=4, prefix_lm=True),
-    "masked_lm": dict(family="encoder", num_encoder_layers=4),
-    "span_corruption": dict(family="encoder_decoder", num_encoder_layers=2, num_decoder_layers=2),
-    "ul2": dict(family="encoder_decoder", num_encoder_layers=2, num_decoder_layers=2),
-}
+from transformer import Sweep, arms
 
 
-def get_config(arm: str = "masked_lm"):
+def get_config():
     config = ml_collections.ConfigDict()
     config.model = dict(
-        **ARMS[arm],
+        family="encoder",
+        num_encoder_layers=4,
         vocab_size=4096,
         d_model=128,
         d_ff=512,
@@ -41,9 +36,21 @@ def get_config(arm: str = "masked_lm"):
         norm_placement="pre",
         activation="gelu",
     )
-    config.data = dict(corpus="wikitext2", objective=arm, length=256, batch_size=8)
+    config.data = dict(corpus="wikitext2", objective="masked_lm", length=256, batch_size=8)
     config.optimizer = dict(
         name="adamw", learning_rate=2e-3, schedule="cosine", warmup_steps=200, weight_decay=0.1, clip_norm=1.0
     )
     config.train = dict(steps=1000, eval_every=250, checkpoint_every=250)
     return config
+
+
+def sweep():
+    decoder = {"model.family": "decoder", "model.num_encoder_layers": 0, "model.num_decoder_layers": 4}
+    both = {"model.family": "encoder_decoder", "model.num_encoder_layers": 2, "model.num_decoder_layers": 2}
+    return Sweep(arms(
+        masked_lm={},
+        causal_lm=decoder | {"data.objective": "causal_lm"},
+        prefix_lm=decoder | {"data.objective": "prefix_lm", "model.prefix_lm": True},
+        span_corruption=both | {"data.objective": "span_corruption"},
+        ul2=both | {"data.objective": "ul2"},
+    ))  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_collections
 import pytest
 
-from transformer import ModelConfig, UserError, load_experiment
+from transformer import ModelConfig, UserError, load_arms, load_experiment
 from transformer.config import Experiment
 from transformer.config_io import apply_overrides, from_mapping, to_mapping
 
@@ -188,8 +188,8 @@ def test_every_experiment_file_builds_in_every_arm(file):
     spec.loader.exec_module(module)
     assert f"--config={file.relative_to(ROOT)}" in module.__doc__
     assert "?" in module.__doc__ and "Hardware" in module.__doc__
-    for arm in getattr(module, "ARMS", [""]):
-        config = load_experiment(f"{file}:{arm}" if arm else str(file))
+    configs = load_arms(str(file))[1].values() if hasattr(module, "sweep") else [load_experiment(str(file))]
+    for config in configs:
         with use(make_mesh(config.mesh)) as mesh:
             abstract, _ = abstract_state(
                 config, build_model(config.model), build_optimizer(config.optimizer, config.train.steps), mesh

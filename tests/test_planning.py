@@ -380,8 +380,9 @@ def test_a_plan_of_simulated_devices(tmp_path, capsys):
 
 def test_every_arm_side_by_side(tmp_path, capsys):
     (tmp_path / "x.py").write_text(
-        "ARMS = ('none', 't5')\ndef get_config(arm='none'):\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4,"
-        " num_decoder_layers=2, max_length=32, position=arm), data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16))\n"
+        "from transformer import vary\ndef sweep():\n    return vary('model.position', 'none', 't5')\n"
+        "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4,"
+        " num_decoder_layers=2, max_length=32), data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16))\n"
     )
     command = ["plan", f"--config={tmp_path / 'x.py'}", "--topology=cpu:2", f"--json={tmp_path / 'plan.json'}"]
     assert main([*command, "--arms"]) == 0
@@ -390,9 +391,9 @@ def test_every_arm_side_by_side(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["none", "t5"] and f"{found['t5']['parameters']:,}" in lines[2]
     assert main([*command, "--arms", "--search"]) == 2
-    (tmp_path / "x.py").write_text((tmp_path / "x.py").read_text().replace("ARMS", "OTHERS"))
+    (tmp_path / "x.py").write_text((tmp_path / "x.py").read_text().replace("def sweep", "def other"))
     assert main([*command, "--arms"]) == 2
-    assert "lists no ARMS" in capsys.readouterr().err
+    assert "defines no sweep()" in capsys.readouterr().err
 
 
 def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):

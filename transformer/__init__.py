@@ -12,16 +12,23 @@ from transformer.convert import load_hf, save_hf
 from transformer.errors import UserError
 from transformer.model.architectures import architecture
 from transformer.model.network import build_model
+from transformer.sweeps import Sweep, arms, chain, product, vary, zipped
 from transformer.version import __version__
 
 __all__ = [
     "Experiment",
     "ModelConfig",
+    "Sweep",
     "UserError",
     "__version__",
     "architecture",
+    "arms",
     "build_model",
+    "chain",
     "load_experiment",
     "load_hf",
+    "product",
     "save_hf",
+    "vary",
+    "zipped",
 ]

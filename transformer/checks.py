@@ -49,7 +49,7 @@ def _bounded(section: str, field: str, value) -> None:
 def in_unit_interval(section: str, config, *fields: str) -> None:
     """Each of these fields of `config` is a share under one."""
     for field in fields:
-        if not 0 <= getattr(config, field) < 1:
+        if not traced(getattr(config, field)) and not 0 <= getattr(config, field) < 1:
             raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
 
 
@@ -95,3 +95,13 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
         elif kind is float and not math.isfinite(value):
             raise UserError(f"{field}.{key}: {value} is no finite number")
     return cls(**given)
+
+
+def is_zero(number) -> bool:
+    """Whether it is known to be 0."""
+    return not traced(number) and number == 0
+
+
+def traced(number) -> bool:
+    """Whether it is none of Python's but an argument of a program: a number in which the runs of one program differ (lab/together.py)."""
+    return not isinstance(number, (int, float))

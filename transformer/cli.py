@@ -22,7 +22,7 @@ TRAIN = """Train an experiment; or go on with it: the same command on the same -
 bit for bit, after Ctrl-C, a crash or a preemption.
 
   --config=FILE.py            an experiment file; experiments/ holds the shipped ones
-  --config=FILE.py:ARG        with an argument, for files that hold several arms (norm_placement.py:post)
+  --config=FILE.py:ARG        with an argument, or an arm of the file's sweep() (norm_placement.py:post)
   --config.a.b=VALUE          change one field: --config.model.d_model=256 --config.optimizer.learning_rate=3e-4
                               a choice with options: --config.model.position.theta=500000
 
@@ -156,7 +156,7 @@ def _main(argv: list[str]) -> int:
     )
     plan.add_argument("--price", type=float, metavar="MONEY", help="of one chip for one hour")
     plan.add_argument("--only", metavar="NAMES", help="compile these: train, evaluate, prefill, decode; default: all")
-    plan.add_argument("--arms", action="store_true", help="every arm that the file lists, side by side")
+    plan.add_argument("--arms", action="store_true", help="every arm of the file's sweep(), side by side")
     plan.add_argument(
         "--search",
         nargs="?",
@@ -239,14 +239,13 @@ def _train(args, overrides) -> int:
 def _plan(args, overrides) -> int:
     import json
 
-    from transformer.config_io import arms_of, load_experiment
+    from transformer.config_io import load_arms, load_experiment
     from transformer.planning.chips import topology
 
     machine = topology(args.topology, args.slices)
     if args.arms and ":" in args.config:
         raise UserError(f"--arms: {args.config!r} names one already; leave it out")
-    files = {arm: f"{args.config}:{arm}" for arm in arms_of(args.config)} if args.arms else {"": args.config}
-    configs = {arm: load_experiment(file, overrides) for arm, file in files.items()}
+    configs = load_arms(args.config, overrides)[1] if args.arms else {"": load_experiment(args.config, overrides)}
     from transformer.planning import programs, search
     from transformer.planning.plan import compare, make_plan
 

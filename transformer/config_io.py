@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from transformer.config import Choice, Experiment, ModelConfig
 from transformer.errors import UserError, nearest
 from transformer.files import read_json
+from transformer.sweeps import Grid, Sweep
 
 
 def from_mapping(cls, given: Mapping, path: str = ""):
@@ -94,7 +95,7 @@ def apply_overrides(config: Experiment, overrides: Mapping[str, str]) -> Experim
 
 def _with_overrides(tree: dict, overrides: Mapping[str, str]) -> Experiment:
     for key, text in overrides.items():
-        _override(tree, key, text)
+        override(tree, key, text)
     return from_mapping(Experiment, tree)
 
 
@@ -108,22 +109,62 @@ def load_tree(file: str) -> dict:
         module = _module(path)
         if not hasattr(module, "get_config"):
             raise UserError(f"--config: {name!r} defines no get_config()")
-        if arg and not inspect.signature(module.get_config).parameters:
-            raise UserError(f"--config: {name!r} takes no argument; leave out :{arg}")
-        given = module.get_config(arg) if arg else module.get_config()
+        takes = inspect.signature(module.get_config).parameters
+        if arg and not takes and not hasattr(module, "sweep"):
+            raise UserError(f"--config: {name!r} takes no argument and has no sweep(); leave out :{arg}")
+        given = module.get_config(arg) if arg and takes else module.get_config()
         if not isinstance(given, Experiment | Mapping | ConfigDict):
             raise UserError(f"--config: get_config() of {name!r} returns {given!r}; a ConfigDict or a dict is expected")
-        return _thaw(given)
+        tree = _thaw(given)
+        if arg and not takes:
+            arms = _sweep(module, name).arms
+            if arg not in arms:
+                raise UserError(f"--config: the sweep() of {name!r} has no arm {arg!r}; {nearest(arg, arms)}")
+            change(tree, arms[arg])
+        return tree
 
 
-def arms_of(file: str) -> list[str]:
-    """The arms that an experiment file lists in `ARMS`. Raises UserError if it lists none."""
+def load_sweep(file: str) -> Sweep:
+    """What an experiment file varies. Raises UserError if it says nothing of it."""
     path = _existing(file)
     with _faults_of(path):
-        arms = getattr(_module(path), "ARMS", None)
-    if not arms:
-        raise UserError(f"--arms: {file!r} lists no ARMS")
-    return list(arms)
+        return _sweep(_module(path), file)
+
+
+def load_arms(file: str, overrides: Mapping[str, str] = types.MappingProxyType({})) -> tuple[Sweep, dict[str, Experiment]]:
+    """The sweep of an experiment file, and its arms' experiments, the baseline first; `overrides` are of all of them."""
+    sweep, found = load_sweep(file), {}
+    for key in overrides:
+        if same := [field for field in sweep.fields if key == field or key.startswith(field + ".")]:
+            raise UserError(f"--config.{key}: the sweep varies {same[0]}; leave it out, or change sweep()")
+    if "seed" in overrides:
+        raise UserError("--config.seed: the sweep has its own seeds; change Sweep(seeds=...)")
+    for arm, changes in sweep.arms.items():
+        tree = load_tree(file)
+        for key, text in overrides.items():
+            override(tree, key, text)
+        change(tree, changes)
+        try:
+            found[arm] = from_mapping(Experiment, tree)
+        except UserError as e:
+            raise UserError(f"sweep: arm {arm!r}: {e}") from None
+    return sweep, found
+
+
+def _sweep(module, name: str) -> Sweep:
+    if not hasattr(module, "sweep"):
+        raise UserError(f"--config: {name!r} defines no sweep(); see transformer/sweeps.py")
+    given = module.sweep()
+    given = Sweep(given) if isinstance(given, Grid) else given
+    if not isinstance(given, Sweep):
+        raise UserError(f"--config: sweep() of {name!r} returns {given!r}; a Sweep or a Grid is expected")
+    return given
+
+
+def change(tree: dict, changes: Mapping[str, object]) -> None:
+    """Sets the fields that an arm changes."""
+    for key, value in changes.items():
+        override(tree, key, value, "sweep: ")
 
 
 def _existing(name: str) -> Path:
@@ -169,8 +210,9 @@ def _thaw(value):
     return [_thaw(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _override(tree: dict, dotted: str, text: str) -> None:
-    """Sets one dotted key from the command line's text; the types are checked when the dataclasses are built."""
+def override(tree: dict, dotted: str, value, said: str = "--config.") -> None:
+    """Sets one dotted key to a value, or to what the command line's text means; the types are checked when the dataclasses are built.
+    Raises UserError for a field that there is not, named as it was `said`."""
     cls, *parents, last = Experiment, *dotted.split(".")
     node, path = tree, ""
     for key in parents:
@@ -178,9 +220,7 @@ def _override(tree: dict, dotted: str, text: str) -> None:
         fields = {key: Choice} if cls is Choice else typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
         if key not in fields:
             raise UserError(
-                f"--config.{path}: no such field; {nearest(key, fields)}"
-                if fields
-                else f"--config.{dotted}: {path} has no fields"
+                f"{said}{path}: no such field; {nearest(key, fields)}" if fields else f"{said}{dotted}: {path} has no fields"
             )
         default = {} if cls is Choice else {f.name: f.default for f in dataclasses.fields(cls)}[key]
         cls = fields[key]
@@ -188,12 +228,14 @@ def _override(tree: dict, dotted: str, text: str) -> None:
             node[key] = {"name": chosen}  # position="rotary" becomes dict(name="rotary", theta=...)
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
-            raise UserError(f"--config.{dotted}: {path} is a single value, it has no fields")
+            raise UserError(f"{said}{dotted}: {path} is a single value, it has no fields")
         path += "."
     fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
     if fields and last not in fields:
-        raise UserError(f"--config.{dotted}: no such field; {nearest(last, fields)}")
-    node[last] = _parse(text, fields.get(last))
+        raise UserError(f"{said}{dotted}: no such field; {nearest(last, fields)}")
+    if dataclasses.is_dataclass(fields.get(last)):
+        raise UserError(f"{said}{dotted}: a table of fields; set one of them: {dotted}.{next(iter(typing.get_type_hints(fields[last])))}")
+    node[last] = _parse(value, fields.get(last)) if isinstance(value, str) else _thaw(value)
 
 
 def _parse(text: str, kind):

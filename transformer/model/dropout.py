@@ -4,29 +4,31 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from transformer.checks import is_zero
+
 
 class Dropout(nn.Module):
     """Zeroes each number with probability `rate` and divides the others by 1 - rate.
 
     The mask is drawn from 16-bit integers, two to a random word: random bits are the larger part of dropout's cost.
-    The rate is exact to 2^-16.
+    The rate is exact to 2^-16. It may be traced: runs that differ in it alone are one program (lab/together.py).
     """
 
-    rate: float
+    rate: float | jax.Array
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
-        if deterministic or self.rate == 0.0:
+        if deterministic or is_zero(self.rate):
             return x
         return drop(self.make_rng("dropout"), self.rate, x)
 
 
-def drop(key: jax.Array, rate: float, x: jax.Array) -> jax.Array:
+def drop(key: jax.Array, rate: float | jax.Array, x: jax.Array) -> jax.Array:
     """x with numbers zeroed and the others grown."""
     return jnp.where(keep_mask(key, rate, x.shape), x / (1.0 - rate), 0).astype(x.dtype)
 
 
-def keep_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
+def keep_mask(key: jax.Array, rate: float | jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """bool[shape], false with probability `rate`."""
     dropped = round(rate * 2**16)
     if shape[-1] % 2:

@@ -30,7 +30,7 @@ def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
             x = zigzag(x, mesh.shape["context"])
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(ROWS, *["context"][: x.ndim - 1])))
 
-    return {name: place(name, x) for name, x in batch.items()}
+    return {name: place(name, x) for name, x in batch.items()} if mesh.size > 1 else batch
 
 
 def zigzag(x_BxT: jax.Array, count: int) -> jax.Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from transformer.checks import is_zero
 from transformer.config import OptimizerConfig
 
 
@@ -46,7 +47,8 @@ def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransf
         "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(decay_rate=0.8), optax.clip_by_block_rms(1.0)),
         "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
     }[config.name]()
-    decay = optax.add_decayed_weights(config.weight_decay, decayed) if config.weight_decay else optax.identity()
+    decays = not is_zero(config.weight_decay)
+    decay = optax.add_decayed_weights(config.weight_decay, decayed) if decays else optax.identity()
     rule = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
 

@@ -91,6 +91,14 @@ def make_train_step(
     config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh, placed: TrainState
 ) -> Callable:
     """jit(state, batch) -> (state, metrics); the old state is given up (donated)."""
+    rows, step = NamedSharding(mesh, BATCH), training_step(config, model, optimizer, mesh)
+    return jax.jit(step, in_shardings=(placed, rows), out_shardings=(placed, None), donate_argnums=0)
+
+
+def training_step(
+    config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Callable:
+    """(state, batch) -> (state, metrics)."""
     train, count = config.train, config.train.accumulate
 
     def gradients(params, batch, key, weights) -> tuple[dict[str, Sums], dict]:
@@ -132,8 +140,7 @@ def make_train_step(
         }
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 
-    rows = NamedSharding(mesh, BATCH)
-    return jax.jit(step, in_shardings=(placed, rows), out_shardings=(placed, None), donate_argnums=0)
+    return step
 
 
 def main_thing(sums: dict[str, Sums]) -> str:

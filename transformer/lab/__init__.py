@@ -1,0 +1,1 @@
+"""The ablation laboratory: sweeps, what makes arms comparable, comparison, report."""

@@ -1,0 +1,178 @@
+"""Runs that differ in numbers alone, trained as one program: their states stand side by side, [R, ...], and one step takes all of them on.
+
+What differs is an argument of the program and no constant in it, so it is compiled once; small models leave most of a chip idle, which is
+then filled. Where there are several devices each takes some of the runs and nothing is sent between them. Every run has its own directory,
+text order, logs and checkpoints, as if it had been trained alone, and the same numbers but for the rounding of sums.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import linen as nn
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from transformer.config import Experiment, MeshConfig
+from transformer.config_io import to_mapping
+from transformer.files import disk_faults
+from transformer.model.network import build_model
+from transformer.parallel.mesh import start, use
+from transformer.training.loop import stop_signals, train
+from transformer.training.optimizer import build_optimizer
+from transformer.training.recorder import Diverged
+from transformer.training.run import Run, begin
+from transformer.training.step import training_step
+
+NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.dropout")
+"""The fields that may differ."""
+
+
+def alike(config: Experiment) -> str | None:
+    """Runs of which this is the same can be trained together; None: this one is trained alone."""
+    mesh = config.mesh
+    if any(size not in (1, -1) for size in mesh.sizes.values()) or config.train.init_from or config.train.profile:
+        return None
+    tree = to_mapping(config)
+    for field in NUMBERS:
+        *parents, last = field.split(".")
+        node = tree
+        for key in parents:
+            node = node[key]
+        if field != "seed" or not config.data.buckets:  # rows of other seeds come in other widths at a step
+            node[last] = node[last] > 0 if field != "seed" else "any"  # nothing of it is another program than some
+    return json.dumps(tree, sort_keys=True)
+
+
+def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> list[int]:
+    """Trains each run in its directory, or goes on with it, as `training.loop.train` does; returns the steps that each has done. One that
+    diverges ends, as it would alone, and the others go on."""
+    config = configs[0]
+    if len({alike(c) for c in configs}) > 1 or alike(config) is None:
+        raise ValueError("these runs differ in more than numbers")
+    with disk_faults(workdirs[0].parent), use(start(config.platform, MeshConfig(data=1))) as mesh:
+        runs = [
+            begin(c, w, mesh, together=len(configs), speaks=n == 0)
+            for n, (c, w) in enumerate(zip(configs, workdirs, strict=True))
+        ]
+        in_step = len({run.step for run in runs}) == 1
+        for run in runs:
+            run.eval_step = runs[0].eval_step  # no number is in it
+        with _Group(runs) as group, stop_signals() as stopped:
+            if in_step:
+                _loop(group, mesh, stopped)
+    if not in_step:  # cut off while saving: some are ahead
+        return [train(c, w) for c, w in zip(configs, workdirs, strict=True)]
+    return [run.step for run in runs]
+
+
+class _Group:
+    """Runs that begin together, and end together or, where one diverges, before the others."""
+
+    def __init__(self, runs: list[Run]):
+        self.runs, self.going = runs, list(range(len(runs)))
+
+    def __enter__(self) -> "_Group":
+        for run in self.runs:
+            run.__enter__()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        for n in self.going:
+            self.runs[n].__exit__(kind, error, trace)
+
+    def each(self, act: Callable[[int, Run], None]) -> None:
+        """`act` on every run that is not over; those that are found to have diverged are."""
+        for n in list(self.going):
+            try:
+                act(n, self.runs[n])
+            except Diverged as e:
+                self.going.remove(n)
+                self.runs[0].progress.note(f"{self.runs[n].workdir}: {e}")
+                self.runs[n].__exit__(type(e), e, None)
+
+
+def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
+    runs, config = group.runs, group.runs[0].config
+    over = _over(len(runs))
+    step_all = make_step(config, mesh, over)
+    place = lambda tree: jax.device_put(tree, NamedSharding(over, P("runs")))
+    numbers = {field: [_get(run.config, field) for run in runs] for field in NUMBERS}
+    numbers = {field: place(np.array(x, np.int32 if field == "seed" else np.float32)) for field, x in numbers.items() if field == "seed" or x[0]}
+    states = place(jax.tree.map(lambda *x: np.stack(x), *(jax.device_get(run.state) for run in runs)))
+    streams = [run.batches.stream(run.step, config.train.steps) for run in runs]
+    step, late = runs[0].step, None
+
+    def take_in() -> None:
+        nonlocal late
+        if late is not None:
+            (at, metrics), late = late, None
+            metrics = jax.device_get(metrics)
+            group.each(lambda n, run: run.recorder.push(at, {name: x[n] for name, x in metrics.items()}))
+
+    def stand(n: int, run: Run) -> None:
+        """The run as if it had been alone, to be evaluated or saved."""
+        run.recorder.flush()
+        run.state = jax.device_put(jax.tree.map(lambda x: x[n], host), NamedSharding(mesh, P()))
+        if run.evaluation_due() and not stop:
+            run.evaluate()
+        if run.saving_due() or stop:
+            run.save()
+
+    for batches in zip(*streams, strict=True):
+        with jax.set_mesh(over), nn.logical_axis_rules(()):  # a run is on one device
+            states, metrics = step_all(numbers, states, place(jax.tree.map(lambda *x: np.stack(x), *batches)))
+        step += 1
+        take_in()  # of the step before, which is over by now
+        late = step, metrics
+        for n in group.going:
+            runs[n].step = step
+        stop = stopped(step)
+        if stop or any(runs[n].evaluation_due() or runs[n].saving_due() for n in group.going):
+            take_in()
+            host = jax.device_get(states)
+            group.each(stand)
+        if stop or not group.going:
+            break
+
+
+def make_step(config: Experiment, mesh: Mesh, over: Mesh):
+    """jit(numbers, states, batches) -> (states, metrics), all [R, ...]."""
+
+    def one(numbers, state, batch):
+        own = _with(config, numbers)
+        return training_step(own, build_model(own.model), build_optimizer(own.optimizer, own.train.steps), mesh)(state, batch)
+
+    step = jax.vmap(one)
+    if over.size > 1:
+        step = jax.shard_map(step, mesh=over, in_specs=P("runs"), out_specs=P("runs"), check_vma=False)
+    return jax.jit(step, donate_argnums=1)
+
+
+def _over(runs: int) -> Mesh:
+    """As many devices as the runs can be spread over evenly."""
+    devices = jax.local_devices()
+    count = max(n for n in range(1, min(runs, len(devices)) + 1) if runs % n == 0)
+    return Mesh(np.array(devices[:count]), ("runs",), axis_types=(AxisType.Auto,))
+
+
+def _get(config: Experiment, field: str):
+    for key in field.split("."):
+        config = getattr(config, key)
+    return config
+
+
+def _with(config: Experiment, numbers: dict[str, jax.Array]) -> Experiment:
+    """The config with traced numbers in their places, unchecked: those that they stand for have been."""
+    config = copy.copy(config)
+    for field, value in numbers.items():
+        *parents, last = field.split(".")
+        node = config
+        for key in parents:
+            object.__setattr__(node, key, copy.copy(getattr(node, key)))
+            node = getattr(node, key)
+        object.__setattr__(node, last, value)
+    return config

@@ -1,0 +1,141 @@
+"""What a study varies: a small algebra over dotted fields of an experiment.
+
+An experiment file says beside `get_config()`:
+
+    def sweep():
+        return Sweep(
+            product(vary("model.norm_placement", "pre", "post"), vary("model.position", "rotary", "alibi")),
+            question="Is post-norm as good as pre-norm at this depth, whatever tells positions?",
+            seeds=3,
+        )
+
+An arm is one setting of the fields that vary; it has a name (`post-alibi`) and is trained once for each seed. All arms see the same seeds,
+and so the same text in the same order.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+
+from transformer.errors import UserError, nearest
+
+Changes = Mapping[str, object]
+"""Dotted field of an experiment -> its value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Named points, in order."""
+
+    points: tuple[tuple[str, Changes], ...]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+
+def vary(field: str, *values, **named) -> Grid:
+    """One field, a point for each value; `named` gives the points other names: vary("model.d_ff", narrow=256, wide=1024)."""
+    if not values and not named:
+        raise UserError(f"sweep: vary({field!r}) has no values")
+    spelled = [(_spell(field, value), value) for value in values] + list(named.items())
+    return Grid(tuple((name, {field: value}) for name, value in spelled))
+
+
+def arms(**named: Changes) -> Grid:
+    """Points by name, each with its own changes: arms(plain={}, deep={"model.num_decoder_layers": 24})."""
+    for name, changes in named.items():
+        if not isinstance(changes, Mapping):
+            raise UserError(f"sweep: arms({name}={changes!r}): expected a table of fields, {{'model.d_ff': 512}}")
+    return Grid(tuple((name, dict(changes)) for name, changes in named.items()))
+
+
+def product(*grids: Grid) -> Grid:
+    """Every point of each with every point of the others."""
+    return Grid(tuple(_joined(points) for points in itertools.product(*(grid.points for grid in grids))))
+
+
+def zipped(*grids: Grid) -> Grid:
+    """The first points together, then the second, and so on."""
+    if len({len(grid) for grid in grids}) > 1:
+        raise UserError(f"sweep: zipped() of {' and '.join(str(len(grid)) for grid in grids)} points; they must be as many")
+    return Grid(tuple(_joined(points) for points in zip(*(grid.points for grid in grids), strict=True)))
+
+
+def chain(*grids: Grid) -> Grid:
+    """The points of one after those of another."""
+    return Grid(tuple(itertools.chain.from_iterable(grid.points for grid in grids)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A study: arms, seeds, and how they are to be compared.
+
+    `metric` is what decides: a name in metrics.jsonl, `test/loss` or `test/bleu`, say. `declared` says why arms may differ in what no field
+    of theirs says (see lab/guard.py): {"parameters": "T5's bias has 128 numbers"}. `match` sizes arms equal to the baseline in
+    "parameters" or "flops" by their d_ff, or in "time" by their steps.
+    """
+
+    grid: Grid
+    question: str = ""
+    baseline: str = ""  # an arm; "": the first
+    seeds: int | tuple[int, ...] = 3
+    metric: str = "test/loss"
+    higher_is_better: bool = False
+    declared: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    match: str = ""
+
+    def __post_init__(self):
+        names = [name for name, _ in self.grid.points]
+        if not names:
+            raise UserError("sweep: no arms")
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) or arms(NAME={{...}})")
+            if not re.fullmatch(r"[A-Za-z0-9][\w.=+,-]*", name):
+                raise UserError(f"sweep: {name!r} is no name for a folder; name it with vary(field, NAME=value) or arms(NAME={{...}})")
+        if self.baseline and self.baseline not in names:
+            raise UserError(f"sweep: baseline {self.baseline!r} is no arm; {nearest(self.baseline, names)}")
+        seeds = tuple(range(self.seeds)) if isinstance(self.seeds, int) else tuple(self.seeds)
+        if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+            raise UserError(f"sweep: seeds: {self.seeds!r}; a number of seeds, 1 or more, or a list of different ones")
+        if any("seed" in changes for _, changes in self.grid.points):
+            raise UserError("sweep: 'seed' varies in the grid; say Sweep(..., seeds=N), so that all arms have the same")
+        if self.match not in ("", "parameters", "flops", "time"):
+            raise UserError(f"sweep: match: {self.match!r}; {nearest(self.match, ('parameters', 'flops', 'time'))}")
+        object.__setattr__(self, "baseline", self.baseline or names[0])
+        object.__setattr__(self, "seeds", seeds)
+
+    @property
+    def arms(self) -> dict[str, Changes]:
+        """Name -> what it changes, the baseline first."""
+        found = dict(self.grid.points)
+        return {self.baseline: found.pop(self.baseline)} | found
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All that varies."""
+        return tuple(dict.fromkeys(field for changes in self.arms.values() for field in changes))
+
+
+def _joined(points: Iterable[tuple[str, Changes]]) -> tuple[str, Changes]:
+    changes: dict[str, object] = {}
+    names = []
+    for name, more in points:
+        if both := changes.keys() & more.keys():
+            raise UserError(f"sweep: {both.pop()!r} is set twice in one arm ({'-'.join([*names, name])})")
+        changes |= more
+        names.append(name)
+    return "-".join(names), changes
+
+
+def _spell(field: str, value) -> str:
+    """A short name: the value, with its field where that alone says nothing."""
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, Mapping):
+        options = [f"{key}={x}" for key, x in value.items() if key != "name"]
+        return ",".join([str(value.get("name", field.rpartition(".")[2])), *options])
+    if isinstance(value, (list, tuple)):
+        return f"{field.rpartition('.')[2]}=" + ",".join(map(str, value))
+    return f"{field.rpartition('.')[2]}={value}"

@@ -1,0 +1,202 @@
+"""A run: what stands before its first step, and what is done beside its steps: evaluations, checkpoints, logs."""
+
+import dataclasses
+import hashlib
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from transformer.checks import plain
+from transformer.config import Experiment
+from transformer.config_io import to_mapping
+from transformer.data.batching import Batches
+from transformer.data.pipeline import Data, open_data
+from transformer.data.tokenizer import find_tokenizer
+from transformer.errors import UserError
+from transformer.evaluation.loss import evaluate_loss
+from transformer.files import check_room
+from transformer.model.network import build_model
+from transformer.parallel.mesh import check_memory, check_rows
+from transformer.parallel.processes import agree, barrier, first_before_the_others, is_first
+from transformer.parallel.sharding import Share, describe
+from transformer.training import rundir
+from transformer.training.checkpoint import Checkpoints, size
+from transformer.training.initialize import check_tokenizer, start_from
+from transformer.training.metrics import MetricsLog, Progress, check_wandb, human_count, human_number, plot_loss
+from transformer.training.optimizer import build_optimizer, schedule
+from transformer.training.recorder import Diverged, Recorder
+from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
+from transformer.training.step import attention_backends, make_eval_step, make_train_step
+
+
+@dataclasses.dataclass
+class Run:
+    """What a loop holds while it runs: where the run stands, and all that is done beside its steps."""
+
+    config: Experiment
+    workdir: Path
+    state: TrainState
+    step: int
+    batches: Batches
+    valid: Batches
+    share: Share
+    train_step: Callable
+    eval_step: Callable
+    checkpoints: Checkpoints
+    log: MetricsLog
+    progress: Progress
+    recorder: Recorder
+    text_sha256: str
+
+    def __enter__(self) -> "Run":
+        if self.step and self.evaluation_due() and self.log.last("eval/loss") != self.step:
+            self.evaluate()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Ends the logs in any case, and waits for the last checkpoint."""
+        try:
+            if kind is None:
+                self.recorder.flush()
+            together = kind is None or issubclass(kind, Diverged)
+            if together or jax.process_count() == 1:  # else the others may not come to close it
+                self.checkpoints.close()
+        finally:
+            self.progress.close()
+            self.log.close()
+            if is_first():
+                plot_loss(self.workdir)
+        if kind is None:
+            barrier("the run is over")
+
+    def saving_due(self) -> bool:
+        return _due(self.step, self.config.train.checkpoint_every) or self.step == self.config.train.steps
+
+    def evaluation_due(self) -> bool:
+        return _due(self.step, self.config.train.eval_every) or self.step == self.config.train.steps
+
+    def evaluate(self) -> None:
+        """Loss on the validation side, into the log and onto a line of its own."""
+        with self.recorder.aside():
+            most = self.config.train.eval_batches
+            found = evaluate_loss(self.eval_step, self.state.eval_params, self.valid, self.share, most=most)
+            self.log.write(self.step, **{f"eval/{name}": value for name, value in found.items()})
+            self.progress.note(
+                f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {human_number(found['perplexity'])}, accuracy {found['accuracy']:.1%}"
+            )
+
+    def save(self) -> None:
+        """A checkpoint of this step, with the position in the data and the open logging interval."""
+        with self.recorder.aside():
+            host = {"data_step": self.step, "window": self.recorder.window, "text_sha256": self.text_sha256}
+            host["layout"] = layout(self.config.model)
+            self.checkpoints.save(self.state, self.step, host)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def begin(config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, speaks: bool = True) -> Run:
+    """Everything before the first step: checks first, then data, then the state, new or as it was left. `together`: of so many runs that
+    are trained as one program; one of them `speaks`."""
+    agree("the config", hashlib.sha256(json.dumps(to_mapping(config), sort_keys=True).encode()).hexdigest())
+    check_rows(config, mesh)
+    check_wandb(config.train.wandb)
+    rundir.check(workdir, config)
+    model = build_model(config.model)
+    optimizer = build_optimizer(config.optimizer, config.train.steps)
+    abstract, placed = abstract_state(config, model, optimizer, mesh)
+    check_memory((abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients")
+    check_room(workdir.absolute(), size(abstract), "a checkpoint")
+    with first_before_the_others("data"):
+        data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
+    share = Share(mesh)
+    batches, valid = (data.batches(part, share.rows) for part in ("train", "valid"))
+    text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
+    agree("the training text, or its tokenizer", text_sha256[:32] + data.tokenizer.sha256[:32])
+    progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
+    has_any = (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, config.train)).steps
+    agree("--workdir: the last checkpoint in it", str(has_any and checkpoints.steps[-1]))
+    if has_any:
+        was = checkpoints.layout(config.model)
+        if was == config.model:
+            state, host = checkpoints.restore(abstract)
+        else:
+            there, _ = abstract_state(dataclasses.replace(config, model=was), build_model(was), optimizer, mesh)
+            state, host = checkpoints.restore(there)
+            state = relayout(state, was, config.model, abstract)
+        step, window = host["data_step"], host["window"]
+        if host["text_sha256"] != text_sha256:
+            raise UserError(
+                f"--workdir: the training text has changed since {workdir} was trained on it; choose another directory, or restore the text"
+            )
+    else:
+        state = init_state(config, model, optimizer, placed)
+        if config.train.init_from:
+            check_tokenizer(config.train.init_from, data.tokenizer.sha256)
+            state = start_from(config, state, placed, mesh)
+    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
+    backends = attention_backends(config, model, abstract.params, batches[0], mesh)
+    origin = {"data": data.describe(), "attention_backends": backends, "trained_together": together}
+    if is_first():
+        rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
+    barrier("the run directory is there")
+    if not (workdir / "config.json").exists():
+        raise UserError(
+            f"--workdir: process {jax.process_index()} does not see what process 0 wrote to {workdir}; it must be a shared folder"
+        )
+    checkpoints = Checkpoints(workdir, config.train)
+    progress.note(describe(abstract.params, placed.params, mesh) + "\n" + _describe_data(data, batches, config))
+    if backends:
+        spelled = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
+        progress.note(f"attention   {spelled}")
+    for line in _advice(config, data):
+        progress.note(f"note        {line}")
+    if step:
+        progress.note(f"resumed     at step {step:,} from {checkpoints.folder}")
+    log = MetricsLog(
+        workdir, step, writes=is_first(), tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config)
+    )  # fmt: skip
+    barrier("all have read the metrics so far")
+    rate = schedule(config.optimizer, config.train.steps)
+    return Run(
+        config, workdir, state, step, batches, valid, share,
+        make_train_step(config, model, optimizer, mesh, placed), make_eval_step(config, model, mesh, placed.params),
+        checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window), text_sha256,
+    )  # fmt: skip
+
+
+def _advice(config: Experiment, data: Data) -> list[str]:
+    """What a person should know before waiting for the result."""
+    lines = [
+        f"{count:,} examples of the {part} file share a sentence with training: its scores flatter"
+        for part, count in data.store.meta["overlap"].items()
+        if count
+    ]
+    hint = max(config.model.placement(side).warmup_hint for side in config.model.sides)
+    if config.optimizer.warmup_steps < hint:
+        lines.append(
+            f"norm_placement {plain(config.model.norm_placement)!r} is known to need about {hint:,} steps of warm-up"
+        )
+    if not config.train.checkpoint_every:
+        lines.append(
+            "saved at the end and when stopped; --config.train.checkpoint_every=N saves every N steps, against crashes"
+        )
+    return lines
+
+
+def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:
+    meta, epochs = data.store.meta, config.train.steps / batches.per_epoch
+    counts = ", ".join(f"{part} {meta[part]['examples']:,}" for part in ("train", "valid", "test"))
+    lines = [
+        f"text        {config.data.corpus or config.data.train}: {counts} examples; {human_count(meta['train']['tokens'])} training tokens",
+        f"tokenizer   {config.data.tokenizer.path or config.data.tokenizer.kind}, {data.tokenizer.vocab_size:,} pieces, sha256 {data.tokenizer.sha256[:12]}",
+        f"batches     of {config.data.batch_size * config.data.length:,} tokens, {batches.per_epoch:,} an epoch, {epochs:.1f} epochs",
+    ]
+    return "\n".join(lines + [f"            {count:,} {what}" for what, count in batches.report.items()])
