@@ -7,9 +7,9 @@ from pathlib import Path
 import ml_collections
 import pytest
 
-from transformer import ModelConfig, UserError, load_arms, load_experiment
+from transformer import ModelConfig, UserError, load_experiment
 from transformer.config import Experiment
-from transformer.config_io import apply_overrides, from_mapping, to_mapping
+from transformer.config_io import apply_overrides, from_mapping, load_arms, to_mapping
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = [file for folder in ("experiments", "experiments/scale") for file in sorted((ROOT / folder).glob("*.py"))]

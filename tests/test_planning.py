@@ -338,7 +338,8 @@ def test_machines_by_shape_and_by_name(said, shape, count):
 
 
 @pytest.mark.parametrize(("said", "slices", "message"), [
-    ("v5p", 1, "write v5p:4x4x8"), ("v7:2x2", 1, "no chip 'v7'"), ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"), ("v5e-12", 1, "no product; write its shape"),
+    ("v5p", 1, "write v5p:4x4x8"), ("v7:2x2", 1, "no chip 'v7'"), ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"), ("v5e-12", 1, "is a power of two; or write its shape, v5e:4x4"),
+        ("v5e:32x32", 1, "has 256 chips at most, 16 along an axis"),
     ("h100:2x4", 1, "tell the number, h100:8"), ("h100:8", 2, "--slices: 2"), ("v5p:0x4x4", 1, "has no chips"), ("v5e-16", 0, "--slices: 0"),
 ])  # fmt: skip
 def test_machines_that_there_are_not(said, slices, message):
@@ -394,6 +395,25 @@ def test_every_arm_side_by_side(tmp_path, capsys):
     (tmp_path / "x.py").write_text((tmp_path / "x.py").read_text().replace("def sweep", "def other"))
     assert main([*command, "--arms"]) == 2
     assert "defines no sweep()" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ("--topology=cpu:2 --price=1", "the run's time is not known on a CPU"), ("--topology=h100:2 --price=-1", "--price: -1; the price of one chip"),
+    ("--topology=h100:2 --price=1 --only=evaluate", "--only must name train"), ("--topology=cpu:2 --search", "how fast a CPU is, is not known"),
+])  # fmt: skip
+def test_what_cannot_be_told_is_refused(given, message, capsys):
+    assert main(["plan", "--config=experiments/smoke.py", *given.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["v5e-1", "v6e:2x2", "v5p:1x1x1", "v5p:2x2x1"])
+def test_machines_of_one_host(said):
+    assert len(programs.start(topology(said))) == topology(said).devices
+
+
+def test_a_shape_that_there_is_not():
+    with pytest.raises(UserError, match="there is no v5e:3x5; shapes are 1x1, 2x2, 2x4"):
+        programs.start(topology("v5e:3x5"))
 
 
 def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):

@@ -84,7 +84,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
     with use(make_mesh(MeshConfig(data=2, fsdp=4))) as mesh:
         abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh)
         with pytest.raises(
-            UserError, match=r"model: parameters take [\d,.]+ TB a device, which has [\d.]+ GB; lower model.d_model"
+            UserError, match=r"model: parameters take [\d,.]+ TiB a device, which has [\d.]+ GiB; lower model.d_model"
         ):
             check_memory(abstract.params, mesh, "parameters")
         check_memory(abstract.step, mesh, "a number")

@@ -44,6 +44,17 @@ and if it does not fit, what would help.
   temporaries are not.
 """
 
+SWEEP = """Train and evaluate every arm of an experiment file's sweep(), once for each seed. What is done is skipped, what was cut off goes on,
+what diverges or dies is noted and the rest goes on; the same command again does what is left. Before anything runs it shows what each
+arm changes in the model that is built, and refuses arms that differ in anything that is not declared.
+
+  python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
+  python -m transformer sweep --config=... --workdir=/shared/ablation --shard=2/4      the second of four machines that share a folder
+  python -m transformer sweep --workdir=runs/ablation                                  go on with what is there
+
+Runs that differ in numbers alone (seed, learning rate, weight decay, dropout) are trained as one program.
+"""
+
 CONVERT = """Hugging Face weights (config.json and safetensors) to a run directory, and back. The tokenizer comes along.
 
   python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
@@ -167,6 +178,16 @@ def _main(argv: list[str]) -> int:
     )
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
 
+    sweep = verb("sweep", _sweep, "train and evaluate every arm and seed of a study", SWEEP)
+    sweep.add_argument("--config", metavar="FILE.py", help="an experiment file that defines sweep()")
+    sweep.add_argument("--workdir", required=True, type=_folder, metavar="DIR", help="a run directory for every arm and seed goes here")
+    sweep.add_argument("--jobs", type=int, default=1, metavar="N", help="so many processes at a time")
+    sweep.add_argument("--shard", default="1/1", metavar="I/N", help="of N machines that share DIR, this is number I")
+    sweep.add_argument("--together", type=int, default=8, metavar="N", help="train up to N (8) runs as one program; 1: each by itself")
+    sweep.add_argument("--dry-run", action="store_true", help="show the arms and what would run; write nothing")
+    sweep.add_argument("--runs", metavar="ARM/seed-S,...", help="these runs of DIR, in this process")
+    sweep.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
+
     convert = verb("convert", _convert, "Hugging Face weights to a run directory, and back", CONVERT)
     convert.add_argument("--workdir", required=True, type=_folder, metavar="DIR")
     way = convert.add_mutually_exclusive_group(required=True)
@@ -253,12 +274,17 @@ def _plan(args, overrides) -> int:
         raise UserError(f"--json: no folder {args.json.absolute().parent}")
     if args.search is not None and (args.search < 1 or args.arms or args.only):
         raise UserError(f"--search: {args.search}; how many to try, 1 or more, and neither --arms nor --only beside it")
+    if args.search and not machine.chip.flops:
+        raise UserError(f"--search: how fast a {machine.chip.title} is, is not known; name a TPU or a GPU")
     only = ("train",) if args.arms else tuple(args.only.split(",")) if args.only else programs.PROGRAMS
     for name in only:
         if name not in programs.PROGRAMS:
             raise UserError(f"--only: no program {name!r}; {nearest(name, programs.PROGRAMS)}")
     if args.arms and args.only:
         raise UserError("--arms: every arm's training step is planned; leave out --only")
+    if args.price is not None and (args.price <= 0 or not machine.chip.flops or "train" not in only):
+        why = "the price of one chip for one hour" if args.price <= 0 else f"the run's time is not known on a {machine.chip.title}"
+        raise UserError(f"--price: {args.price:g}; " + (why if "train" in only else "of the run, for which --only must name train"))
     devices = programs.start(machine)
     tell = lambda line: print(line, file=sys.stderr)
     if args.search:
@@ -276,6 +302,51 @@ def _plan(args, overrides) -> int:
         write_whole(args.json, json.dumps(numbers, indent=2) + "\n")
     print(page, end="")
     return 0 if fits else 1
+
+
+def _sweep(args, overrides) -> int:
+    from transformer.lab import prepare, runner
+    from transformer.lab.study import load_study
+
+    if args.runs:
+        if args.config or overrides:
+            raise UserError("--runs: of a sweep that is there; leave out --config")
+        _start_jax()
+        return runner.work(args.workdir, args.runs.split(","), lambda run: _evaluate_run(run.folder))
+    shard = prepare.parse_shard(args.shard)
+    if args.jobs < 1 or args.together < 1:
+        raise UserError(f"--jobs and --together: {args.jobs} and {args.together}; 1 or more")
+    if args.config and (args.prepare or args.dry_run):
+        _start_jax()
+        study = prepare.study(args.config, args.workdir, overrides, lambda line: print(line, file=sys.stderr))
+        print(prepare.describe(study), end="")
+        if args.prepare:
+            study.write()
+            return 0
+    elif args.config:
+        prepare.elsewhere(args.config, args.workdir, overrides)
+    elif overrides:
+        raise UserError(f"--config.{next(iter(overrides))}: goes with --config=FILE.py")
+    study = study if args.dry_run and args.config else load_study(args.workdir)
+    if args.dry_run:
+        print(prepare.describe_runs(study, shard, args.together), end="")
+        return 0
+    code = runner.run_study(study, jobs=args.jobs, shard=shard, most=args.together)
+    if code == 143:
+        print("stopped; the same command goes on from there", file=sys.stderr)
+    elif code == 0:
+        print(f"next: python -m transformer compare {args.workdir}", file=sys.stderr)
+    return code
+
+
+def _evaluate_run(workdir: Path) -> None:
+    """What `evaluate --workdir=DIR` does."""
+    from transformer.evaluation.evaluate import evaluate, load_trained
+    from transformer.parallel.mesh import use
+
+    config, mesh = _open(argparse.Namespace(workdir=workdir, verb="evaluate"), {})
+    with use(mesh):
+        evaluate(load_trained(workdir, config, mesh), mesh, "test")
 
 
 def _open(args, overrides):

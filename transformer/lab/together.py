@@ -103,6 +103,8 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
     numbers = {field: [_get(run.config, field) for run in runs] for field in NUMBERS}
     numbers = {field: place(np.array(x, np.int32 if field == "seed" else np.float32)) for field, x in numbers.items() if field == "seed" or x[0]}
     states = place(jax.tree.map(lambda *x: np.stack(x), *(jax.device_get(run.state) for run in runs)))
+    for run in runs:
+        run.state = None  # it stands among the others
     streams = [run.batches.stream(run.step, config.train.steps) for run in runs]
     step, late = runs[0].step, None
 
@@ -116,7 +118,7 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
     def stand(n: int, run: Run) -> None:
         """The run as if it had been alone, to be evaluated or saved."""
         run.recorder.flush()
-        run.state = jax.device_put(jax.tree.map(lambda x: x[n], host), NamedSharding(mesh, P()))
+        run.state = jax.device_put(jax.tree.map(lambda x: np.array(x[n]), host), NamedSharding(mesh, P()))
         if run.evaluation_due() and not stop:
             run.evaluate()
         if run.saving_due() or stop:

@@ -37,6 +37,8 @@ class Embedding(nn.Module):
         cfg = self.config
         # Whole along E on every device: looked up in parts, rows would come in parts too, and be moved instead of the table.
         table_VxE = gathered(self.table_VxE.astype(cfg.dtype), ("vocab", "embed"))
+        # So is its gradient, before it is added up: else the stream's would be moved to where each part of the table is kept.
+        table_VxE = constrain(table_VxE, ("vocab", "activation_embed"))
         # Each device finds the tokens of its part of the vocabulary; what they find is added up.
         x_BxTxD = constrain(table_VxE[tokens_BxT], ("batch", "length", "activation_embed"))
         if cfg.embedding_size != cfg.d_model:

@@ -24,11 +24,17 @@ def start(platform: str, config: MeshConfig) -> Mesh:
     """Everything about the machine, before the first computation: the host set, processes joined, the platform checked, the mesh made."""
     if not _accelerator_on_this_machine():
         keep_freed_memory()  # before JAX starts its threads, each of which would take an arena of its own
-        if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and _no_tpu():
-            jax.config.update("jax_platforms", "cpu")  # libtpu is here to plan with; it would look for a TPU, and complain at length
+    look_for_no_tpu()
     start_processes()
     check_platform(platform)
     return make_mesh(config)
+
+
+def look_for_no_tpu() -> None:
+    """Before JAX's first computation: where libtpu is there to plan with alone, it would look for a TPU, and complain at length."""
+    here = not jax.config.jax_platforms and importlib.util.find_spec("libtpu")
+    if here and not _accelerator_on_this_machine() and _no_tpu():
+        jax.config.update("jax_platforms", "cpu")
 
 
 def check_platform(wanted: str) -> str:

@@ -158,19 +158,19 @@ def describe(abstract, placed, mesh: Mesh, most: int = 6) -> str:
     lines.append(f"parameters  {total:,} ({human_bytes(here)} a device)")
     for _, name, shape, spec, local in rows[:most]:
         where = ", ".join("·" if s is None else str(s) for s in spec) or "replicated"
-        lines.append(f"            {name:<58} {'x'.join(map(str, shape)):>16}  {where:<18} {human_bytes(local):>8}")
+        lines.append(f"            {name:<58} {'x'.join(map(str, shape)):>16}  {where:<18} {human_bytes(local):>9}")
     if len(rows) > most:
         lines.append(f"            and {len(rows) - most} more")
     return "\n".join(lines)
 
 
 def human_bytes(n: float) -> str:
-    """1536 -> '1.5 KB'."""
-    for unit in ("B", "KB", "MB", "GB"):
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
-    return f"{n:.1f} TB"
+    return f"{n:.1f} TiB"
 
 
 def unbox(tree):

@@ -17,7 +17,7 @@ from transformer.planning.kernels import kernel
 from transformer.planning.model_flops import model_flops
 from transformer.planning.programs import PROGRAMS, Compiled, Programs, TooLarge
 from transformer.planning.roofline import Roofline, roofline
-from transformer.training.metrics import human_count, human_time
+from transformer.training.metrics import human_count, human_number, human_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +209,7 @@ def remedies(plan: Plan) -> list[str]:
         spread = plan.topology.devices // mesh["data"]
         found.append(
             f"{math.ceil(needed / (0.7 * room)) * spread} devices or more, with mesh.fsdp over all: parameters, optimizer and gradients alone take "
-            f"{human_bytes(needed)} of {human_bytes(room)} a device"
+            f"{human_bytes(needed)} of {human_bytes(room)} a device, and 0.3 of that is left for all else"
         )
     if config.model.remat != "full":
         found.append("model.remat=full: only the stream between layers is kept for the backward pass")
@@ -227,7 +227,8 @@ def _page(plan: Plan) -> list[str]:
     spelled = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
     lines = [
         f"machine     {topology}: {topology.chips} x {chip.title}"
-        + (f", {human_bytes(chip.hbm)} each" if chip.hbm else ""),
+        + (f", {human_bytes(chip.hbm)} each" if chip.hbm else "")
+        + (f", {chip.devices} devices a chip" if chip.devices > 1 else ""),
         f"mesh        {spelled}",
         *(
             ["compiled    for simulated devices: temporaries and memory traffic are those of the CPU's compiler"]
@@ -237,13 +238,16 @@ def _page(plan: Plan) -> list[str]:
         f"model       {plan.parameters:,} parameters, {human_count(plan.model_flops / plan.tokens)}FLOP a token in training",
         f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are {human_count(plan.tokens * config.train.steps)} tokens",
     ]
+    if plan.parts.keys() & {"prefill", "decode"}:
+        length, rows = config.model.max_length, config.decoding.batch_size * config.decoding.beam_size
+        lines.append(f"decoding    {rows} rows, prompts of {max(length // 2, 1):,} tokens, a cache of {length:,}")
     lines += _attention(plan)
     lines += ["", *_memory(plan)]
     if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
         lines += ["", *_times(plan)]
     if plan.train:
         lines += ["", *_messages(plan.train.roofline)] if plan.train.roofline else []
-        lines += ["", *_buffers(plan.train)]
+        lines += ["", *found] if (found := _buffers(plan.train)) else []
     for name, part in plan.parts.items():
         if not plan.fits_in(part):
             lines += [
@@ -277,6 +281,9 @@ def _memory(plan: Plan) -> list[str]:
     share = lambda part: (
         f"{human_bytes(part.peak)} {'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
     )
+    if any(part.too_large for part in plan.parts.values()):
+        rest = lambda part: human_bytes(max(part.peak - sum(part.memory.values()), 0)) if part.too_large else ""
+        rows.append(["  all else", *map(rest, plan.parts.values())])
     rows.append(
         [
             f"  peak of {human_bytes(plan.room)}" if plan.room else "  peak",
@@ -298,17 +305,26 @@ def _times(plan: Plan) -> list[str]:
             at = f" at {rates[kind]}" if kind in rates else ""
             rows.append([f"  {kind}{at}", *(seconds(part.roofline.seconds.get(kind, 0.0)) for part in parts.values())])
     rows.append(["  a step", *(seconds(part.roofline.step) for part in parts.values())])
-    rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
+    if plan.topology.is_tpu:
+        rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
     lines = table(rows)
+    if not plan.topology.is_tpu:
+        lines.append("  HBM's part is not known here; where it takes longer, as in decoding, these are far too short")
+    if plan.config.model.dtype == "float32":
+        lines.append("  the rate is bfloat16's, and model.dtype is float32: products take longer")
+    if plan.step and plan.step < 1e-3:
+        lines.append("  what it takes to start a program or a message is not counted, and is more than that")
     if plan.step:
         day = plan.tokens / plan.step * 86400
         lines.append(
             f"  MFU at most {plan.mfu:.1%}; {human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s a chip, {human_count(day)} a day"
         )
         run = plan.run
-        money = f", {run['money']:,.0f} at {plan.price:g} each" if "money" in run else ""
-        lines.append(f"  the run: {human_time(run['seconds'])}, {run['chip_hours']:,.0f} chip-hours{money}")
-    if "decode" in parts:
+        money = f", {human_number(run['money'])} at {plan.price:g} each" if "money" in run else ""
+        lines.append(
+            f"  the run at least: {human_time(run['seconds'])}, {human_number(run['chip_hours'])} chip-hours{money}, without evaluation and checkpoints"
+        )
+    if "decode" in parts and plan.topology.is_tpu:
         decoding, each = plan.config.decoding, parts["decode"].roofline.step
         beams = f" of {decoding.beam_size} beams" if decoding.beam_size > 1 else ""
         lines.append(
@@ -318,7 +334,7 @@ def _times(plan: Plan) -> list[str]:
 
 
 def _messages(roof: Roofline) -> list[str]:
-    rows = [["messages of a training step, a device", "count", "within", "beyond"]]
+    rows = [["sent in a training step, by a device", "count", "within", "beyond"]]
     for kind, traffic in sorted(roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer):
         rows.append(
             [
@@ -333,9 +349,9 @@ def _messages(roof: Roofline) -> list[str]:
 
 def _buffers(part: Part, most: int = 8) -> list[str]:
     found = largest(part.compiled.program, most) if part.compiled else part.too_large.buffers[:most]
-    return [
+    return found and [
         "largest buffers of a training step",
-        *(f"  {human_bytes(size):>9}  {shape:<28} {name_of(where)[-90:]}" for size, shape, where in found),
+        *(f"  {human_bytes(size):>10}  {shape:<28} {name_of(where)[-90:]}" for size, shape, where in found),
     ]
 
 

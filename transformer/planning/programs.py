@@ -85,12 +85,14 @@ def start(topology: Topology) -> list:
         {"num_slices": topology.slices} if topology.slices > 1 else {},
     )
     more |= {"chip_config_name": topology.chip.mode} if topology.chip.mode else {}
+    if math.prod(topology.shape) < 4:  # less than a host has
+        more["chips_per_host_bounds"] = (*topology.shape, 1)[:3]
     try:
         return list(topologies.get_topology_desc(name, "tpu", **more).devices)
     except Exception as e:  # whatever libtpu says
-        raise UserError(
-            f"--topology: libtpu knows no {topology} ({(str(e).splitlines() or [type(e).__name__])[0][:160]})"
-        ) from None
+        host = "2x4, then multiples of 4" if topology.chip.axes == 2 else "2x2x1, then multiples of 4"
+        reason = (str(e).splitlines() or [type(e).__name__])[0][:160]
+        raise UserError(f"--topology: there is no {topology}; shapes are 1x1, 2x2, {host} ({reason})") from None
 
 
 class Programs:

@@ -18,9 +18,10 @@ from transformer.model.network import build_model
 from transformer.parallel.sharding import human_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.plan import Plan, make_plan, seconds, table
+from transformer.training.metrics import human_number
 from transformer.training.state import example_inputs
 
-LADDER = (("none", 1), ("dots", 1), ("full", 1), ("full", 2), ("full", 4), ("full", 8))
+LADDER = (("none", 1), ("dots", 1), ("full", 1), ("full", 2), ("full", 4), ("full", 8), ("full", 16), ("full", 32), ("full", 64))
 """(remat, times as many micro-batches), from fast and large to slow and small."""
 
 
@@ -74,18 +75,23 @@ def search(
 
 def page(plans: list[Plan]) -> str:
     """For a person, with why."""
-    rows = [["", "mesh, remat, micro-batches", "peak", "a step at least", "bound by", "MFU at most"]]
+    priced = any(plan.price is not None for plan in plans)
+    rows = [["", "mesh, remat, micro-batches", "peak", "a step at least", "bound by", "MFU at most", *(["the run at least"] if priced else [])]]
     for number, plan in enumerate(plans, 1):
         share = f"{human_bytes(plan.train.peak)}" + (f" ({plan.train.peak / plan.room:.0%})" if plan.room else "")
         fits = (
-            [seconds(plan.step), plan.train.roofline.bound, f"{plan.mfu:.1%}"]
+            [seconds(plan.step), plan.train.roofline.bound if plan.topology.is_tpu else "", f"{plan.mfu:.1%}"]
             if plan.fits and plan.step
             else ["does not fit" if not plan.fits else "", "", ""]
         )
+        if priced:
+            fits.append(human_number(plan.run["money"]) if plan.fits and plan.step else "")
         rows.append([str(number), _spell(plan.config), share, *fits])
     lines = table(rows)
     best = plans[0]
-    if best.fits:
+    if not best.fits:
+        lines += ["", f"none of these fits; more may: --search={2 * len(plans)}, or more devices"]
+    else:
         flags = " ".join(f"--config.mesh.{axis}={size}" for axis, size in best.config.mesh.sizes.items())
         lines += [
             "",

@@ -1,0 +1,180 @@
+"""What arms really differ in, found in the models and programs that are built of them; and arms made equal in size.
+
+A comparison says something of what varies only if nothing else does. What a field changes beside itself (parameters, floating-point
+operations, the kernel that computes attention, the text) is found here before anything runs, and must be declared by the sweep.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from transformer.config import Experiment, MeshConfig
+from transformer.config_io import to_mapping
+from transformer.errors import UserError
+from transformer.model.network import build_model
+from transformer.parallel.mesh import make_mesh, use
+from transformer.planning.model_flops import model_flops
+from transformer.planning.sample import batch_shapes
+from transformer.sweeps import Sweep
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state, init_state
+from transformer.training.step import attention_backends, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What an arm is, beside its name."""
+
+    parameters: int
+    flops: float  # of a token, in training
+    attention: str  # the backends that compute it
+    data: tuple[str, ...]  # text, objective, rows and batches
+    tokenizer: tuple[str, ...]
+    warmup: str
+
+
+GIVEN_BY = {
+    "parameters": (),
+    "flops": (),
+    "attention": ("model.attention_backend",),
+    "data": ("data", "train.accumulate"),
+    "tokenizer": ("data.tokenizer", "data.corpus", "data.train", "model.vocab_size"),
+    "warmup": ("optimizer.warmup_steps", "optimizer.schedule"),
+}
+"""Fact -> the fields that say it themselves: where one of them varies, the fact is what is asked, and needs no declaration."""
+
+CLOSE = 0.01
+"""Arms that are matched differ by no more than this share in what is matched."""
+
+
+@functools.lru_cache(maxsize=64)
+def facts(config: Experiment) -> Facts:
+    """Of the model and program that are built of a config, on shapes alone."""
+    config = dataclasses.replace(config, mesh=MeshConfig(data=1))
+    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+    mesh = make_mesh(config.mesh, jax.local_devices()[:1])
+    with use(mesh):
+        state, _ = abstract_state(config, model, optimizer, mesh)
+        batch = batch_shapes(config, mesh)
+        backends = attention_backends(config, model, state.params, batch, mesh)
+    tokens = math.prod(batch["inputs"].shape) + (math.prod(batch["source"].shape) if "source" in batch else 0)
+    data = to_mapping(config.data)
+    its = data.pop("tokenizer")
+    return Facts(
+        sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
+        model_flops(config, batch, state.params) / tokens,
+        " + ".join(backends) or "none",
+        _say(data),
+        _say(its | {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}),
+        f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}",
+    )
+
+
+def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
+    """A line for each thing in which arms differ, and no word of the sweep says that they do."""
+    lines, base = [], found[sweep.baseline]
+    for name, given_by in GIVEN_BY.items():
+        varies = any(field == given or field.startswith(given + ".") for field in sweep.fields for given in given_by)
+        if varies or name in sweep.declared:
+            continue
+        others = {arm: one for arm, one in found.items() if not _same(name, one, base, sweep.match)}
+        if others:
+            arm, one = next(iter(others.items()))
+            more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+            lines.append(f"{name}: {sweep.baseline} {_spelled(name, base, one)}, {arm} {_spelled(name, one, base)}{more}")
+    return lines
+
+
+def check(sweep: Sweep, found: Mapping[str, Facts]) -> None:
+    """Raises UserError if arms differ in anything that is not declared; or a declaration is of nothing."""
+    for name in sweep.declared:
+        if name not in GIVEN_BY:
+            raise UserError(f"sweep: declared: {name!r} is nothing that is compared; there is: {', '.join(GIVEN_BY)}")
+    if lines := undeclared(sweep, found):
+        name = lines[0].partition(":")[0]
+        way = f"; or size them equal: match={name!r}" if name in ("parameters", "flops") else ""
+        raise UserError(
+            "sweep: arms differ in what nothing declares:\n  " + "\n  ".join(lines)
+            + f"\nif that belongs to what is asked, say why: Sweep(..., declared={{{name!r}: \"...\"}}){way}"
+        )  # fmt: skip
+
+
+def _same(name: str, one: Facts, base: Facts, match: str) -> bool:
+    a, b = getattr(one, name), getattr(base, name)
+    return abs(a - b) <= CLOSE * b if match == name else a == b
+
+
+def _spelled(name: str, one: Facts, other: Facts) -> str:
+    """What `one` says that `other` does not."""
+    value = getattr(one, name)
+    if isinstance(value, tuple):
+        return ", ".join(part for part in value if part not in getattr(other, name)) or "nothing of that"
+    return f"{value:,}" if name == "parameters" else f"{value:,.0f} a token" if name == "flops" else value
+
+
+def _say(tree: dict) -> tuple[str, ...]:
+    return tuple(f"{key}={value}" for key, value in tree.items() if value not in ("", [], {}, None))
+
+
+def matched(sweep: Sweep, configs: Mapping[str, Experiment], tell: Callable[[str], None]) -> dict[str, Experiment]:
+    """The arms, sized equal to the baseline in what the sweep matches: parameters or floating-point operations by d_ff, in multiples of 8;
+    time by training fewer or more steps. Raises UserError for an arm that cannot be."""
+    if not sweep.match:
+        return dict(configs)
+    base = configs[sweep.baseline]
+    if sweep.match == "time":
+        wanted = seconds_a_step(base) * base.train.steps
+        return {arm: _in_time(arm, config, wanted, tell) if arm != sweep.baseline else config for arm, config in configs.items()}
+    if "model.d_ff" in sweep.fields:
+        raise UserError(f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; leave one of them out")
+    wanted = getattr(facts(base), sweep.match)
+    return {arm: _sized(arm, config, sweep.match, wanted, tell) for arm, config in configs.items()}
+
+
+def _sized(arm: str, config: Experiment, what: str, wanted: float, tell) -> Experiment:
+    width = lambda eights: dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=8 * eights))
+    of = lambda eights: getattr(facts(width(eights)), what)
+    if abs(getattr(facts(config), what) - wanted) <= 1e-6 * wanted:
+        return config
+    low, high = 1, max(1, config.model.d_ff // 8)
+    while of(high) < wanted and high < 2**20:
+        low, high = high, 2 * high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if of(middle) < wanted else (low, middle)
+    best = min((low, high), key=lambda eights: abs(of(eights) - wanted))
+    if abs(of(best) - wanted) > CLOSE * wanted:
+        raise UserError(
+            f"sweep: arm {arm!r} cannot be sized to the baseline's {what} ({wanted:,.0f}) by model.d_ff: {of(best):,.0f} at {8 * best}"
+        )
+    if 8 * best != config.model.d_ff:
+        tell(f"{arm}: model.d_ff {config.model.d_ff} -> {8 * best}, {what} {of(best):,.0f} for the baseline's {wanted:,.0f}")
+    return width(best)
+
+
+def _in_time(arm: str, config: Experiment, wanted: float, tell) -> Experiment:
+    steps = max(1, round(wanted / seconds_a_step(config)))
+    tell(f"{arm}: train.steps {config.train.steps:,} -> {steps:,}, as long as the baseline")
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+
+
+def seconds_a_step(config: Experiment, steps: int = 10) -> float:
+    """How long a training step takes on this machine, on made-up text: the median of a few."""
+    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+    with use(make_mesh(config.mesh)) as mesh:
+        _, placed = abstract_state(config, model, optimizer, mesh)
+        state = init_state(config, model, optimizer, placed)
+        batch = {name: np.ones(x.shape, x.dtype) for name, x in batch_shapes(config, mesh).items()}
+        batch = {name: jax.device_put(x, batch_shapes(config, mesh)[name].sharding) for name, x in batch.items()}
+        step, taken = make_train_step(config, model, optimizer, mesh, placed), []
+        for _ in range(steps + 2):
+            began = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+            taken.append(time.perf_counter() - began)
+    return float(np.median(taken[2:]))

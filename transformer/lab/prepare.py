@@ -1,0 +1,87 @@
+"""From an experiment file to a study: arms built, compared, sized, shown."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from transformer.config_io import load_arms
+from transformer.errors import UserError
+from transformer.lab.guard import GIVEN_BY, check, facts, matched
+from transformer.lab.runner import groups
+from transformer.lab.study import Study
+from transformer.parallel.mesh import look_for_no_tpu
+from transformer.training.metrics import human_count
+
+
+def study(file: str, folder: Path, overrides: Mapping[str, str], tell: Callable[[str], None]) -> Study:
+    """The study of an experiment file; writes nothing. Raises UserError where its arms cannot be compared."""
+    sweep, configs = load_arms(file, overrides)
+    look_for_no_tpu()
+    configs = matched(sweep, configs, tell)
+    found = {arm: facts(config) for arm, config in configs.items()}
+    check(sweep, found)
+    return Study(folder, sweep, configs, found)
+
+
+def elsewhere(file: str, folder: Path, overrides: Mapping[str, str]) -> None:
+    """The same in a process of its own, which writes sweep.json: this one must not hold the device that its runs need."""
+    given = [f"--config.{key}={value}" for key, value in overrides.items()]
+    command = [sys.executable, "-m", "transformer", "sweep", f"--config={file}", f"--workdir={folder}", "--prepare", *given]
+    if code := subprocess.run(command).returncode:
+        raise SystemExit(code if code > 0 else 1)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """'2/4' -> (2, 4)."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise UserError(f"--shard: {text!r}; I/N, where this is machine I of N: 1/4, 2/4, 3/4, 4/4")
+    return int(number), int(count)
+
+
+def describe(study: Study) -> str:
+    """What was asked, and what each arm changes from the baseline in the model and program that are built."""
+    sweep, base = study.sweep, study.facts[study.sweep.baseline]
+    rows = [["arm", "changes", "parameters", "FLOP a token", "attention"]]
+    for arm, changes in sweep.arms.items():
+        one = study.facts[arm]
+        said = " ".join(f"{field}={_short(value)}" for field, value in changes.items())
+        more = one.parameters - base.parameters
+        parameters = f"{one.parameters:,}" if not more else f"{one.parameters:,} ({more:+,})"
+        flops = human_count(one.flops) + ("" if one.flops == base.flops else f" ({one.flops / base.flops - 1:+.1%})")
+        rows.append([arm + (" (baseline)" if arm == sweep.baseline else ""), said, parameters, flops, one.attention])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"asked       {sweep.question}"] if sweep.question else []
+    config = study.configs[sweep.baseline]
+    lines.append(f"decides     {sweep.metric}, {'higher' if sweep.higher_is_better else 'lower'} is better")
+    lines.append(f"runs        {len(sweep.arms)} arms x {len(sweep.seeds)} seeds ({', '.join(map(str, sweep.seeds))}), {config.train.steps:,} steps each")
+    for name in GIVEN_BY:
+        if name in sweep.declared:
+            lines.append(f"declared    {name}: {sweep.declared[name]}")
+    if sweep.match:
+        lines.append(f"matched     {sweep.match}")
+    lines.append("")
+    lines += ["  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def describe_runs(study: Study, shard: tuple[int, int], most: int) -> str:
+    """What would run, in which order, and what is done."""
+    statuses = {run.name: run.status() for run in study.runs}
+    over = [f"{name} ({status.kind})" for name, status in statuses.items() if status.over]
+    units = groups(study, [run for run in study.runs if not statuses[run.name].over], most)
+    lines = [""]
+    for n, unit in enumerate(units, 1):
+        whose = "" if (n - 1) % shard[1] == shard[0] - 1 else "  (another machine)"
+        said = ", ".join(run.name + (f" ({statuses[run.name].kind})" if statuses[run.name].kind != "waiting" else "") for run in unit)
+        lines.append(f"{n:>3}. {said}{'  together' if len(unit) > 1 else ''}{whose}")
+    if over:
+        lines.append(f"over: {', '.join(over)}")
+    return "\n".join(lines) + "\n"
+
+
+def _short(value) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {x}" for key, x in value.items()) + "}"
+    return str(value)

@@ -1,0 +1,216 @@
+"""Runs a study: what is done is skipped, what was cut off goes on, what dies is noted and the rest goes on.
+
+Every run, or group of runs that are trained together, has a process of its own.
+"""
+
+import contextlib
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from transformer.lab.study import Planned, Status, Study, load_study
+from transformer.lab.together import alike, train_together
+from transformer.training.metrics import human_time
+from transformer.training.recorder import Diverged
+
+MOST_PARAMETERS = 100_000_000
+"""Runs are trained together as long as they have no more than so many parameters together."""
+
+
+def groups(study: Study, runs: Sequence[Planned], most: int) -> list[list[Planned]]:
+    """Runs to be trained as one program, `most` at a time; all others by themselves."""
+    found: dict[object, list[list[Planned]]] = {}
+    for run in runs:
+        room = min(most, MOST_PARAMETERS // max(study.facts[run.arm].parameters, 1))
+        kind = alike(run.config) if room > 1 else None
+        batches = found.setdefault(kind or run.name, [[]])
+        if len(batches[-1]) >= max(room, 1):
+            batches.append([])
+        batches[-1].append(run)
+    return [group for batches in found.values() for group in batches]
+
+
+def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, stream=sys.stderr) -> int:
+    """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1]. Returns the exit
+    code: 0 when all of its runs are over, 1 when some have failed, 143 when it was stopped."""
+    waiting = [run for run in study.runs if not run.status().over]
+    units = groups(study, waiting, most)[shard[0] - 1 :: shard[1]]
+    table, working, failed = _Table(study, stream), [], []
+    with _stopping() as stopped:
+        while (units and not stopped()) or working:
+            while units and len(working) < jobs and not stopped():
+                if child := _begin(study, units.pop(0)):
+                    working.append(child)
+            for child in list(working):
+                for run in child.runs:
+                    run.renew()
+                if stopped() and not child.told:
+                    child.told = True
+                    child.process.send_signal(signal.SIGTERM)
+                code = child.process.poll()
+                if code is not None:
+                    working.remove(child)
+                    failed += child.end(code)
+            table.show([run.name for child in working for run in child.runs])
+            time.sleep(0.3)
+    table.show([], last=True)
+    return 143 if stopped() else 1 if failed else 0
+
+
+class _Child:
+    """A process that trains and evaluates some runs."""
+
+    def __init__(self, study: Study, runs: list[Planned]):
+        self.runs, self.told = runs, False
+        runs[0].log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = runs[0].log.open("ab")
+        names = ",".join(run.name for run in runs)
+        command = [sys.executable, "-m", "transformer", "sweep", f"--workdir={study.folder}", f"--runs={names}"]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True)
+
+    def end(self, code: int) -> list[Planned]:
+        """Gives its runs back; those that have failed."""
+        self.log.close()
+        failed = []
+        for run in self.runs:
+            run.release()
+            if code not in (0, 143) and not run.status().over:
+                run.release(_reason(code, self.runs[0].log))
+                failed.append(run)
+        return failed
+
+
+def _begin(study: Study, runs: list[Planned]) -> _Child | None:
+    """A process for those of the runs that nobody else has, or has done meanwhile."""
+    mine = [run for run in runs if not run.status().over and run.claim()]
+    return _Child(study, mine) if mine else None
+
+
+def _reason(code: int, log: Path) -> str:
+    if code < 0:
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"ended by {signal.Signals(-code).name}{hint}; see {log}"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "")
+    return f"exit code {code}: {said.removeprefix('error: ')[:200]}; see {log}"
+
+
+def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]) -> int:
+    """In a process of its own: trains the named runs of a study, or goes on with them, and evaluates those that are trained."""
+    from transformer.errors import UserError, nearest
+    from transformer.training.loop import train
+
+    runs = {run.name: run for run in load_study(folder).runs}
+    for name in names:
+        if name not in runs:
+            raise UserError(f"--runs: no run {name!r}; {nearest(name, runs)}")
+    chosen = [runs[name] for name in names]
+    left = [run for run in chosen if run.status().kind not in ("done", "diverged", "trained")]
+    for group in [left] if len(left) > 1 and len({alike(run.config) for run in left}) == 1 else [[run] for run in left]:
+        if len(group) > 1:
+            done = train_together([run.config for run in group], [run.folder for run in group])
+        else:
+            try:
+                done = [train(group[0].config, group[0].folder)]
+            except Diverged as e:
+                print(f"{group[0].name}: {e}", file=sys.stderr)
+                continue
+        if any(steps < run.config.train.steps and run.status().kind != "diverged" for steps, run in zip(done, group, strict=True)):
+            return 143
+    for run in chosen:
+        if not run.status().over:
+            evaluate(run)
+    return 0
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """After Ctrl-C or SIGTERM the function it yields returns True; a second Ctrl-C interrupts."""
+    seen: list[int] = []
+
+    def note(number, frame):
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- what a person sees
+
+
+def cell(status: Status, steps: int) -> str:
+    """A few words."""
+    loss = "" if math.isnan(status.loss) else f" {status.loss:.3f}"
+    return {
+        "done": f"done{loss}",
+        "running": f"{status.step / steps:4.0%}{loss}" if status.step else "starting",
+        "stopped": f"stopped {status.step / steps:.0%}",
+        "trained": "to evaluate",
+        "diverged": f"diverged @{status.step:,}",
+    }.get(status.kind, status.kind)
+
+
+def overview(study: Study, statuses: dict[str, Status]) -> list[str]:
+    """An arm a line, a seed a column."""
+    rows = [["arm", *(f"seed {seed}" for seed in study.sweep.seeds)]]
+    for arm, config in study.configs.items():
+        rows.append([arm, *(cell(statuses[f"{arm}/seed-{seed}"], config.train.steps) for seed in study.sweep.seeds)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+class _Table:
+    """The status of all runs: in a terminal a table that stays in place, in a log a line for what changes."""
+
+    def __init__(self, study: Study, stream):
+        self._study, self._stream, self._live = study, stream, stream.isatty()
+        self._began, self._shown, self._last, self._kinds = time.monotonic(), 0, 0.0, {}
+        self._first: float | None = None
+
+    def show(self, working: list[str], last: bool = False) -> None:
+        if not last and time.monotonic() - self._last < 2:
+            return
+        self._last = time.monotonic()
+        statuses = {run.name: run.status() for run in self._study.runs}
+        if self._live:
+            lines = [*overview(self._study, statuses), self._summary(statuses)]
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write((f"\x1b[{self._shown}A" if self._shown else "") + "".join(f"\x1b[K{line[:width]}\n" for line in lines))
+            self._shown = len(lines)
+        else:
+            for name, status in statuses.items():
+                if self._kinds.get(name) != status.kind and not (name not in self._kinds and status.kind == "waiting"):
+                    said = f"{status.kind}: {status.why}" if status.why else cell(status, self._steps(name))
+                    self._stream.write(f"{name}  {said}\n")
+                self._kinds[name] = status.kind
+            if last:
+                self._stream.write("\n".join([*overview(self._study, statuses), self._summary(statuses)]) + "\n")
+        if last:
+            for name, status in statuses.items():
+                if status.kind == "failed":
+                    self._stream.write(f"{name}  failed: {status.why}\n")
+        self._stream.flush()
+
+    def _steps(self, name: str) -> int:
+        return self._study.configs[name.partition("/")[0]].train.steps
+
+    def _summary(self, statuses: dict[str, Status]) -> str:
+        """How many are over, and how long the rest takes at the speed so far."""
+        share = lambda name, status: 1.0 if status.over else min(status.step / self._steps(name), 1.0)
+        done = sum(share(name, status) for name, status in statuses.items()) / len(statuses)
+        self._first = done if self._first is None else self._first
+        spent, since = time.monotonic() - self._began, done - self._first
+        left = f", {human_time(spent / since * (1 - done))} left" if since > 0.02 and done < 1 else ""
+        over = sum(status.over for status in statuses.values())
+        return f"{over} of {len(statuses)} runs are over; {human_time(spent)} so far{left}"

@@ -1,0 +1,188 @@
+"""A sweep in its directory: DIR/sweep.json, and a run directory for every arm and seed, DIR/ARM/seed-S.
+
+What state a run is in is read from its directory alone, so any number of machines that share it agree.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformer.config import Experiment
+from transformer.config_io import from_mapping, to_mapping
+from transformer.errors import UserError
+from transformer.files import read_json, write_whole
+from transformer.lab.guard import Facts
+from transformer.sweeps import Grid, Sweep
+from transformer.training.metrics import read_metrics
+
+STALE = 90.0
+"""A claim that nobody has renewed for so many seconds is of a machine that died."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """Where a run stands: waiting, running, stopped, trained, done, diverged or failed; at which step, with which training loss."""
+
+    kind: str
+    step: int = 0
+    loss: float = float("nan")
+    why: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.kind in ("done", "diverged")
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A run that a study consists of."""
+
+    study: Path
+    arm: str
+    config: Experiment
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}/seed-{self.config.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.study / self.name
+
+    def status(self) -> Status:
+        """Read from its directory."""
+        lines = read_metrics(self.folder)
+        losses = [line for line in lines if "train/loss" in line]
+        at = {"step": losses[-1]["step"], "loss": losses[-1]["train/loss"]} if losses else {}
+        if diverged := [line for line in lines if line.get("train/diverged")]:
+            return Status("diverged", diverged[-1]["step"])
+        report = self.folder / "test.json"
+        if report.exists() and read_json(report).get("step") == self.config.train.steps:
+            return Status("done", **at)
+        if self.claimed():
+            return Status("running", **at)
+        if self._failure.exists():
+            return Status("failed", **at, why=self._failure.read_text().strip())
+        kept = [int(folder.name) for folder in (self.folder / "checkpoints").glob("[0-9]*") if folder.name.isdigit()]
+        if not kept:
+            return Status("waiting")
+        return Status("trained" if max(kept) == self.config.train.steps else "stopped", max(kept), at.get("loss", float("nan")))
+
+    # ---- who works on it
+
+    @property
+    def _claim(self) -> Path:
+        return self.study / "claims" / self.name.replace("/", ".")
+
+    @property
+    def _failure(self) -> Path:
+        return self._claim.with_name(self._claim.name + ".failed")
+
+    @property
+    def log(self) -> Path:
+        """What was said while it ran, or while the runs did that it was trained together with."""
+        return self.study / "logs" / (self.name.replace("/", ".") + ".log")
+
+    def claim(self) -> bool:
+        """Takes it, for this process, unless somebody has it."""
+        self._claim.parent.mkdir(parents=True, exist_ok=True)
+        if self.claimed():
+            return False
+        self._claim.unlink(missing_ok=True)
+        try:
+            with self._claim.open("x") as file:
+                file.write(f"{socket.gethostname()} {os.getpid()}")
+        except FileExistsError:  # another was faster
+            return False
+        self._failure.unlink(missing_ok=True)
+        return True
+
+    def renew(self) -> None:
+        """To be called now and then by who has claimed it."""
+        if self._claim.exists():
+            os.utime(self._claim)
+
+    def release(self, failure: str = "") -> None:
+        if failure:
+            write_whole(self._failure, failure + "\n")
+        self._claim.unlink(missing_ok=True)
+
+    def claimed(self) -> bool:
+        """Whether a living process has it."""
+        try:
+            host, pid = self._claim.read_text().split()
+            if host == socket.gethostname() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+                return False
+            return time.time() - self._claim.stat().st_mtime < STALE
+        except (FileNotFoundError, ValueError):
+            return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What was asked, and the runs that answer it, arm by arm."""
+
+    folder: Path
+    sweep: Sweep
+    configs: Mapping[str, Experiment]  # of the arms, the baseline first
+    facts: Mapping[str, Facts]
+
+    @property
+    def runs(self) -> list[Planned]:
+        """Seed by seed, so that what is there early can be compared."""
+        with_seed = lambda config, seed: dataclasses.replace(config, seed=seed)
+        return [Planned(self.folder, arm, with_seed(config, seed)) for seed in self.sweep.seeds for arm, config in self.configs.items()]
+
+    def write(self) -> None:
+        """sweep.json. Raises UserError where the directory holds something else; arms and seeds may be added."""
+        file = self.folder / "sweep.json"
+        if file.exists():
+            before = load_study(self.folder)
+            for arm, config in before.configs.items():
+                if arm not in self.configs:
+                    raise UserError(f"--workdir: {self.folder} holds a sweep that has an arm {arm!r}, which this has not; choose another directory")
+                if config != self.configs[arm]:
+                    raise UserError(
+                        f"--workdir: {self.folder} holds a sweep whose arm {arm!r} is another: {_difference(config, self.configs[arm])}; choose another directory"
+                    )
+        elif self.folder.exists() and any(self.folder.iterdir()):
+            raise UserError(f"--workdir: {self.folder} is not empty and no sweep (no sweep.json); choose another directory")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        said = {field.name: getattr(self.sweep, field.name) for field in dataclasses.fields(self.sweep) if field.name != "grid"}
+        arms = {
+            arm: {"changes": to_mapping(changes), "facts": dataclasses.asdict(self.facts[arm]), "config": to_mapping(self.configs[arm])}
+            for arm, changes in self.sweep.arms.items()
+        }
+        write_whole(file, json.dumps(to_mapping(said) | {"arms": arms}, indent=2) + "\n")
+
+
+def load_study(folder: Path) -> Study:
+    """The study of a directory. Raises UserError if there is none."""
+    file = Path(folder) / "sweep.json"
+    if not file.exists():
+        raise UserError(f"--workdir: no sweep in {folder} (no sweep.json)")
+    said = read_json(file)
+    arms = said.pop("arms")
+    try:
+        sweep = Sweep(Grid(tuple((arm, one["changes"]) for arm, one in arms.items())), **said | {"seeds": tuple(said["seeds"])})
+        configs = {arm: from_mapping(Experiment, one["config"]) for arm, one in arms.items()}
+        facts = {arm: Facts(**{k: tuple(v) if isinstance(v, list) else v for k, v in one["facts"].items()}) for arm, one in arms.items()}
+    except (TypeError, KeyError, AttributeError) as e:
+        raise UserError(f"{file}: damaged ({type(e).__name__}: {e})") from None
+    return Study(Path(folder), sweep, configs, facts)
+
+
+def _difference(old: Experiment, new: Experiment) -> str:
+    """The first field in which two experiments differ."""
+
+    def walk(a, b, path: str) -> str | None:
+        if isinstance(a, dict) and isinstance(b, dict):
+            found = (walk(a.get(key), b.get(key), f"{path}.{key}" if path else key) for key in {**a, **b})
+            return next((line for line in found if line), None)
+        return None if a == b else f"{path} was {a!r}, is {b!r}"
+
+    return walk(to_mapping(old), to_mapping(new), "") or "nothing"
