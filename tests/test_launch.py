@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +22,15 @@ def launch(script: str, *options: str, path: Path | None = None, code: int = 0) 
         [sys.executable, str(ROOT / "launch" / script), *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )  # fmt: skip
     assert done.returncode == code, done.stderr
-    return done.stdout if code in (0, 5) else done.stderr
+    return done.stderr if code else done.stdout
+
+
+UP = ["up", "my-tpu", "--zone=z", "--type=v5p-128", "--wait=0"]
+
+
+def on_worker(line: str) -> str:
+    """What a printed `gcloud ... ssh` has a worker's shell do."""
+    return next(word for word in shlex.split(line) if word.startswith("--command=")).removeprefix("--command=")
 
 
 def test_tpu_vm_does_one_thing_after_another():
@@ -34,9 +45,9 @@ def test_tpu_vm_does_one_thing_after_another():
         == f"{vm} create my-tpu --zone=us-east5-a --project=p --accelerator-type=v5p-128 --version=v2-alpha-tpuv5 --spot"
     )
     assert (
-        archive.startswith("git archive")
+        archive.startswith(f"git -C {ROOT} archive")
         and scp.startswith(f"{vm} scp")
-        and scp.endswith("transformer.tar.gz my-tpu: --worker=all")
+        and scp.endswith("scp --zone=us-east5-a --project=p /tmp/transformer.tar.gz my-tpu: --worker=all")
     )
     assert (
         "--worker=all" in install
@@ -72,7 +83,8 @@ def test_tpu_vm_begins_again_after_a_preemption_and_not_after_a_mistake(tools, t
     counting = f"""
 log={tmp_path}/log; echo "$@" >> $log
 case "$*" in
-  *describe*) [ $(grep -c 'run.code.*exit' $log) -eq 1 ] && [ $(grep -c ' create ' $log) -eq 1 ] && echo PREEMPTED || echo READY;;
+  *describe*) [ $(grep -c ' create ' $log) -eq 0 ] && exit 1
+    [ $(grep -c 'run.code.*exit' $log) -eq 1 ] && [ $(grep -c ' create ' $log) -eq 1 ] && echo PREEMPTED || echo READY;;
   *"exit "*) n=$(grep -c 'run.code.*exit' $log); [ $n -ge 3 ] && exit 0; exit 143;;
 esac
 """
@@ -87,18 +99,124 @@ esac
     assert (tmp_path / "log2").read_text().count("setsid") == 1
 
 
+def test_following_ends_when_the_run_has_ended(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "run.log").write_text("step 1\n")
+    (tmp_path / "transformer" / "run.code").write_text("7\n")
+    watch = on_worker(launch("tpu_vm.py", "follow", "my-tpu", "--zone=z", "--dry-run"))
+    done = subprocess.run(["bash", "-c", watch], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == (7, "step 1\n")
+
+
+def test_stopping_spares_the_shell_that_writes_the_exit_code():
+    where = ["my-tpu", "--zone=z", "--dry-run"]
+    stop = shlex.split(on_worker(launch("tpu_vm.py", "stop", *where)))
+    inside = shlex.split(on_worker(launch("tpu_vm.py", "start", *where, *TRAIN)))
+    shell = inside[inside.index("sh") :]
+    pattern = stop[stop.index("-f") + 1]
+    assert shell[2].startswith(".venv/bin/python -m transformer train")
+    assert re.search(pattern, shell[2]) and not re.search(pattern, " ".join(shell))
+
+
+def test_tpu_vm_leaves_no_archive_behind(tools, tmp_path):
+    path = tools(
+        "gcloud",
+        f'case "$*" in *" scp "*) for word; do [ -s "$word" ] && echo "$word" > {tmp_path}/sent; done;; esac; exit 0',
+    )
+    launch("tpu_vm.py", "install", "my-tpu", "--zone=z", path=path)
+    archive = Path((tmp_path / "sent").read_text().strip())
+    assert archive.name == "transformer.tar.gz" and not archive.exists() and not (ROOT / archive.name).exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "tried"),
+    [
+        ("The required property [project] is not currently set.", 1),
+        ('"code": 8, "message": "Quota limit \'TPUs\' has been exceeded. Limit: 0 in zone z"', 1),
+        ('"code": 8, "message": "There is no more capacity in the zone"', 3),
+        ("RESOURCE_EXHAUSTED", 3),
+    ],
+)
+def test_tpu_vm_waits_for_capacity_and_for_nothing_else(tools, tmp_path, said, tried):
+    path = tools(
+        "gcloud", f'case "$*" in *create*) echo x >> {tmp_path}/log; echo {shlex.quote(said)} >&2;; esac; exit 1'
+    )
+    errors = launch("tpu_vm.py", *UP, "--restarts=2", *TRAIN, path=path, code=2 if tried == 1 else 1)
+    assert (tmp_path / "log").read_text().count("x") == tried == errors.count(said)
+    assert "stays up" not in errors and errors.count("beginning again") == tried - 1
+
+
+@pytest.mark.parametrize(
+    ("code", "delete", "stays"), [(0, [], True), (2, [], True), (2, ["--delete"], True), (0, ["--delete"], False)]
+)
+def test_a_tpu_that_stays_up_is_told_last(tools, code, delete, stays):
+    path = tools("gcloud", f'case "$*" in *"exit "*) exit {code};; esac')
+    done = subprocess.run(
+        [sys.executable, "launch/tpu_vm.py", *UP, "--project=p", *delete, *TRAIN],
+        cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code
+    last = "launch: my-tpu stays up, and is paid for, until it is deleted: python launch/tpu_vm.py delete my-tpu --zone=z --project=p\n"
+    assert done.stdout.endswith(last) == stays and (" delete my-tpu" in done.stdout.removesuffix(last)) != stays
+
+
+def test_what_is_there_is_used(tools, tmp_path):
+    """The same `up` once more, after a mistake was mended."""
+    path = tools("gcloud", f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) echo READY;; esac')
+    launch("tpu_vm.py", *UP, *TRAIN, path=path)
+    assert " create " not in (log := (tmp_path / "log").read_text()) and " delete " not in log and "setsid" in log
+
+
+MACHINES = [  # as `plan` takes it, gcloud's, GKE's
+    ("v5e-16", "v5litepod-16", ("tpu-v5-lite-podslice", "4x4")),
+    ("v5litepod-16", "v5litepod-16", ("tpu-v5-lite-podslice", "4x4")),
+    ("v5p:4x4x4", "v5p-128", ("tpu-v5p-slice", "4x4x4")),
+    ("v5p-128", "v5p-128", ("tpu-v5p-slice", "4x4x4")),
+    ("v5p:4x4x12", "v5p-384", ("tpu-v5p-slice", "4x4x12")),
+    ("v6e:2x4", "v6e-8", ("tpu-v6e-slice", "2x4")),
+    ("v4-8", "v4-8", ("tpu-v4-podslice", "2x2x1")),
+    ("tpu7x-128", None, ("tpu7x", "4x4x4")),
+]
+
+
+@pytest.mark.parametrize(("text", "product", "selector"), MACHINES)
+def test_a_machine_is_spelt_as_for_plan(text, product, selector):
+    if product:
+        assert f" --accelerator-type={product} " in launch(
+            "tpu_vm.py", "create", "n", "--zone=z", f"--type={text}", "--dry-run"
+        )
+    pod = pod_of(launch("gke.py", "n", f"--topology={text}", "--image=i", "--bucket=b", "--dry-run", *TRAIN))
+    assert tuple(pod["nodeSelector"].values()) == selector
+
+
+def test_the_launchers_need_no_jax():
+    """With nothing but Python itself."""
+    command = ["launch/gke.py", "n", "--topology=v5e-16", "--image=i", "--bucket=b", "--dry-run", *TRAIN]
+    done = subprocess.run([sys.executable, "-E", "-S", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "tpu-v5-lite-podslice" in done.stdout, done.stderr
+
+
+def test_every_verb_is_known_to_the_launchers(capsys):
+    from transformer.cli import main
+
+    assert main(["?"]) == 2
+    for verb in capsys.readouterr().err.partition("there is: ")[2].strip().split(", "):
+        launch("local.py", "--dry-run", "--", verb)
+
+
 def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
     printed = launch("slurm.py", "--nodes=4", "--gpus-per-node=8", "--sbatch=--partition=gpu", "--dry-run", *TRAIN)
-    assert printed.startswith("sbatch\n#!/bin/bash\n")
     for line in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=TERM@120", "--partition=gpu"):
         assert f"#SBATCH {line}\n" in printed
     assert "JAX_PLATFORMS" not in printed
     assert "JAX_PLATFORMS=cpu" in (cpu := launch("slurm.py", "--dry-run", *TRAIN)) and "ntasks-per-node=1" in cpu
     # What it does, with a run that ends in one way or another.
     script = tmp_path / "job.sh"
-    script.write_text(printed.partition("\n")[2])
+    tools("sbatch", f"cat > {script}")
     path = tools("scontrol", f'echo "$@" > {tmp_path}/queued')
     environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash"], input=printed, text=True, env=environment, check=True)  # it can be pasted
+    assert script.read_text().startswith("#!/bin/bash\n#SBATCH ") and script.read_text().endswith("exit $code\n")
     for code, restarts, queued in ((143, 0, True), (134, 3, True), (0, 0, False), (2, 0, False), (143, 20, False)):
         tools("srun", f'printf "%s|" "$@" > {tmp_path}/ran\nexit {code}')
         done = subprocess.run(
@@ -108,6 +226,89 @@ def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
         assert (tmp_path / "queued").exists() == queued
         (tmp_path / "queued").unlink(missing_ok=True)
     assert "|-m|transformer|train|--config=experiments/smoke.py|--workdir=runs/a b|" in (tmp_path / "ran").read_text()
+
+
+def test_slurm_shares_a_sweep_out(tools, tmp_path):
+    sweep = ["--", "sweep", "--config=experiments/norm_placement.py", "--workdir=runs/a b"]
+    printed = launch("slurm.py", "--array=3", "--gpus-per-node=8", "--dry-run", *sweep)
+    assert "#SBATCH --array=0-2\n" in printed and "#SBATCH --ntasks-per-node=1\n" in printed
+    path = tools("srun", f'printf "%s|" "$@" >> {tmp_path}/ran; echo >> {tmp_path}/ran')
+    tools("sbatch", f"cat > {tmp_path}/job; for i in 0 1 2; do SLURM_ARRAY_TASK_ID=$i bash {tmp_path}/job; done")
+    subprocess.run(
+        ["bash"], input=printed, text=True, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}, check=True
+    )
+    ran = (tmp_path / "ran").read_text().splitlines()
+    assert [line.split("|")[-3:-1] for line in ran] == [["--workdir=runs/a b", f"--shard={i}/3"] for i in (1, 2, 3)]
+    assert "--array" not in launch("slurm.py", "--dry-run", *sweep)
+
+
+@pytest.mark.parametrize("time", ["90", "90:30", "24:00:00", "2-12", "2-12:30", "2-12:30:00"])
+def test_slurm_takes_its_own_times(time):
+    assert f"#SBATCH --time={time}\n" in launch("slurm.py", f"--time={time}", "--dry-run", *TRAIN)
+
+
+def test_slurm_warns_of_a_missing_environment(tools, tmp_path):
+    path = tools("sbatch", f"cat > {tmp_path}/job")
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "smoke.py").touch()
+    for there in (False, True):
+        done = subprocess.run(
+            [sys.executable, "launch/slurm.py", f"--folder={tmp_path}", *TRAIN],
+            cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert (f"no {tmp_path}/.venv on this machine" in done.stderr) != there and done.stderr.count("\n") == (
+            not there
+        )
+        assert (tmp_path / "job").read_text().startswith("#!/bin/bash")
+        (tmp_path / ".venv").mkdir(exist_ok=True)
+
+
+def pod_of(printed: str) -> dict:
+    """The pod in what gke.py --dry-run prints."""
+    (job,) = json.loads(printed.partition("\n")[2].removesuffix("END\n"))["spec"]["replicatedJobs"]
+    return job["template"]["spec"]["template"]["spec"]
+
+
+def test_gke_asks_for_spot():
+    options = ["n", "--topology=v5e-16", "--image=i", "--bucket=b", "--dry-run"]
+    pod = pod_of(launch("gke.py", *options, "--spot", *TRAIN))
+    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    (toleration,) = pod["tolerations"]
+    assert toleration == {
+        "key": "cloud.google.com/gke-spot",
+        "operator": "Equal",
+        "value": "true",
+        "effect": "NoSchedule",
+    }
+    assert "gke-spot" not in json.dumps(pod_of(launch("gke.py", *options, *TRAIN)))
+
+
+LOCAL = """
+import sys
+sys.path.insert(0, "launch")
+import local
+sys.exit(local.run([sys.executable, "-c", sys.argv[1]], 2, 1, 12355, []))
+"""
+
+
+def test_local_relays_all_but_the_chatter_of_gloo():
+    child = "import sys; print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('said'); print('told', file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", LOCAL, child], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "said\n" and sorted(done.stderr.splitlines()) == ["[1] said", "[1] told", "told"]
+
+
+def test_local_tells_a_stop_from_a_failure():
+    child = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(143)); print('ready', flush=True); time.sleep(60)"
+    running = subprocess.Popen(
+        [sys.executable, "-c", LOCAL, child], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert {running.stdout.readline(), running.stdout.readline()} == {"ready\n", "[1] ready\n"}
+    running.send_signal(signal.SIGINT)
+    assert re.fullmatch(
+        r"process [01] of 2 was stopped \(exit code 143\); the same command goes on from there\n",
+        running.communicate()[0],
+    )
+    assert running.returncode == 143
 
 
 def test_gke_makes_a_job_of_every_slice_and_a_pod_of_every_host():
@@ -121,8 +322,8 @@ def test_gke_makes_a_job_of_every_slice_and_a_pod_of_every_host():
         "--dry-run",
     ]
     command, _, manifest = launch("gke.py", *options, *TRAIN).partition("\n")
-    assert command == "kubectl apply --filename=-"
-    spec = json.loads(manifest)["spec"]
+    assert command == "kubectl apply --filename=- <<'END'" and manifest.endswith("\nEND\n")
+    spec = json.loads(manifest.removesuffix("END\n"))["spec"]
     (job,) = spec["replicatedJobs"]
     assert (
         job["replicas"] == 2 and job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"] == 16
@@ -142,15 +343,69 @@ def test_gke_makes_a_job_of_every_slice_and_a_pod_of_every_host():
     assert rule["onExitCodes"]["values"] == [2] and spec["failurePolicy"]["maxRestarts"] == 20
 
 
+GKE = ["n", "--image=i", "--bucket=b"]
+V5P = "--topology=v5p-128"
+SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
+
+
 @pytest.mark.parametrize(
     ("script", "options", "message"),
     [
-        ("gke.py", ["n", "--topology=v9:2x2", "--image=i", *TRAIN], "--topology: no 'v9:2x2'"),
+        ("gke.py", [*GKE, "--topology=v9:2x2", *TRAIN], "--topology: no chip 'v9'"),
+        ("gke.py", [*GKE, "--topology=v5e:3x5", *TRAIN], f"--topology: no 'v5e:3x5'; {SHAPES}"),
+        ("gke.py", [*GKE, "--topology=v5e:1x3", *TRAIN], f"--topology: no 'v5e:1x3'; {SHAPES}"),
+        ("gke.py", [*GKE, "--topology=h100:8", *TRAIN], "--topology: no 'h100:8' here; one of v4,"),
+        ("gke.py", [*GKE, "--topology=v5p:3x5x7", *TRAIN], "--topology: no 'v5p:3x5x7'; a TPU v5p slice is made of hosts"),
+        ("gke.py", [*GKE, V5P, "--slices=0", *TRAIN], "--slices: 0; 1 or more"),
+        ("gke.py", [*GKE, V5P, "--restarts=-1", *TRAIN], "--restarts: -1; 0 or more"),
+        ("gke.py", ["n_1", "--image=i", V5P, *TRAIN], "NAME: 'n_1'; lowercase letters"),
+        ("gke.py", ["n", "--image=i", V5P, *TRAIN], "--workdir: 'runs/a b' would go with the machine; keep runs/ in a bucket"),
+        ("gke.py", [*GKE, V5P, "--", "train", "--workdir", "out/a"], "--workdir: 'out/a' would go with the machine; write runs/"),
+        ("gke.py", [*GKE, V5P, "--", "train", "--workdir=runs/../a"], "--workdir: 'runs/../a' would go with the machine"),
+        ("gke.py", [*GKE, V5P, "--", "trian"], "no verb 'trian' behind --; there is: train, "),
         ("tpu_vm.py", ["up", "n", "--zone=z", *TRAIN], "--type: what kind of TPU"),
-        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v9-8"], "no --type 'v9-8'"),
+        ("tpu_vm.py", ["up", "n"], "the following arguments are required: --zone; see tpu_vm.py --help"),
+        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v9-8"], "--type: no chip 'v9'"),
+        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=tpu7x-8"], "--type: no 'tpu7x-8' here; one of v4, v5e, v5p, v6e"),
+        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v5p:2x2x16"], "--type: 'v5p:2x2x16'; a TPU VM with so many chips is v5p:4x4x4"),
+        ("tpu_vm.py", ["create", "My-tpu", "--zone=z", "--type=v4-8"], "NAME: 'My-tpu'; lowercase letters"),
+        ("tpu_vm.py", ["create", "a" * 41, "--zone=z", "--type=v4-8"], "40 characters at most"),
+        ("tpu_vm.py", ["create", "a-", "--zone=z", "--type=v4-8"], "NAME: 'a-'; lowercase letters"),
+        ("tpu_vm.py", [*UP, "--spot", *TRAIN], "--spot: the run's checkpoints go when the TPU is taken away"),
+        ("tpu_vm.py", [*UP, "--spot", "--bucket=b", "--", "train", "--workdir=out"], "--workdir: 'out' would go with the machine"),
+        ("tpu_vm.py", [*UP, "--restarts=-1", *TRAIN], "--restarts: -1; 0 or more"),
+        ("tpu_vm.py", [*UP, "--", "train", "--config=experiments/no.py:post"], "experiments/no.py'"),
+        ("tpu_vm.py", [*UP, "--", "train", f"--config={ROOT / 'experiments/smoke.py'}"], "is not there where the run is"),
+        ("tpu_vm.py", [*UP, "--", "train", "--config=../smoke.py"], "--config: '../smoke.py' is not there where the run is"),
         ("slurm.py", [], "name what to run behind --"),
-        ("slurm.py", TRAIN, "sbatch is not installed here"),
+        ("slurm.py", ["--nodes=0", *TRAIN], "--nodes: 0; 1 or more"),
+        ("slurm.py", ["--time=24h", *TRAIN], "--time: '24h'; minutes, MM:SS"),
+        ("slurm.py", ["--time=1:2:3:4", *TRAIN], "--time: '1:2:3:4'; minutes"),
+        ("slurm.py", ["--array=3", *TRAIN], "--array: 3; it shares out a sweep, not train"),
+        ("slurm.py", ["--array=-1", "--", "sweep"], "--array: -1; 0 or more"),
+        ("slurm.py", ["--array=3", "--", "sweep", "--shard=1/2"], "--shard: every task of --array=3 has its own"),
+        ("slurm.py", ["--nodes=3", "--", "sweep"], "--nodes: 3; a sweep is on one node; share it out with --array=3"),
+        ("slurm.py", ["--", "train", "--config=/smoke.py"], "--config: '/smoke.py' is not there where the run is"),
+        ("local.py", ["--", "train", "--config", "experiments/no.py"], "experiments/no.py'"),
+        ("local.py", ["--", "trian"], "no verb 'trian'"),
+        ("local.py", TRAIN[1:], "put -- before the verb: local.py ... -- train ..."),
+        ("local.py", ["--procs=2", *TRAIN], "no option '--procs=2'; what python -m transformer is given stands behind --"),
+        ("local.py", ["--processes=0", *TRAIN], "--processes: 0; 1 or more"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_told_before_anything_runs(script, options, message):
-    assert message in launch(script, *options, code=2)
+    """In one line, and with --dry-run too."""
+    said = launch(script, "--dry-run", *options, code=2)
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_tool_that_is_missing_is_named():
+    environment = {"PATH": ""}
+    for script, options, tool in (
+        ("slurm.py", [], "sbatch"),
+        ("tpu_vm.py", UP, "gcloud"),
+        ("gke.py", [*GKE, V5P], "kubectl"),
+    ):
+        command = [sys.executable, f"launch/{script}", *options, *TRAIN]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (2, f"launch: {tool} is not installed here\n")

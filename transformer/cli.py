@@ -55,6 +55,13 @@ arm changes in the model that is built, and refuses arms that differ in anything
 Runs that differ in numbers alone (seed, learning rate, weight decay, dropout) are trained as one program.
 """
 
+COMPARE = """Compare the arms of a sweep, or several runs, and write a report: index.html (one file, opens from disk), report.md, summary.csv, runs.csv,
+curves.csv, figures/*.png and *.pdf. What it says is what intervals over seeds allow, and no more.
+
+  python -m transformer compare runs/ablation
+  python -m transformer compare runs/a runs/b --metric=test/bits_per_byte
+"""
+
 CONVERT = """Hugging Face weights (config.json and safetensors) to a run directory, and back. The tokenizer comes along.
 
   python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
@@ -187,6 +194,12 @@ def _main(argv: list[str]) -> int:
     sweep.add_argument("--dry-run", action="store_true", help="show the arms and what would run; write nothing")
     sweep.add_argument("--runs", metavar="ARM/seed-S,...", help="these runs of DIR, in this process")
     sweep.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
+
+    compare = verb("compare", _compare, "a report of a sweep, or of several runs", COMPARE)
+    compare.add_argument("folders", nargs="+", type=_folder, metavar="DIR", help="a sweep's directory, or run directories")
+    compare.add_argument("--metric", default="", metavar="NAME", help="what decides: test/loss, test/bleu, eval/loss, ...")
+    compare.add_argument("--baseline", default="", metavar="ARM", help="what the others are compared with")
+    compare.add_argument("--output", type=_folder, metavar="DIR", help="default: report/ in the first DIR")
 
     convert = verb("convert", _convert, "Hugging Face weights to a run directory, and back", CONVERT)
     convert.add_argument("--workdir", required=True, type=_folder, metavar="DIR")
@@ -337,6 +350,21 @@ def _sweep(args, overrides) -> int:
     elif code == 0:
         print(f"next: python -m transformer compare {args.workdir}", file=sys.stderr)
     return code
+
+
+def _compare(args, overrides) -> int:
+    from transformer.lab import report, results, verdict
+
+    if overrides:
+        raise UserError("compare: takes no --config.*; it reads what the runs have logged")
+    found = results.read(args.folders, args.metric, args.baseline)
+    judged = verdict.judge(found)
+    page = report.write(judged, args.output or args.folders[0] / "report")
+    print("\n".join(judged.sentences))
+    for line in found.left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    print(f"report: {page}", file=sys.stderr)
+    return 0
 
 
 def _evaluate_run(workdir: Path) -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -71,6 +73,7 @@ class Recorder:
         self._mark, self._timed_tokens, self._timed_steps = now, 0.0, 0
         lr = float(self._rate(step - 1))
         timing = {"time/tokens_per_second": round(speed, 1)} if speed else {}
+        timing["memory/peak_bytes"] = peak_memory()
         self._log.write(step, **means, **{"train/tokens": tokens, "train/learning_rate": lr}, **timing)
         self._progress.show(step, means["train/loss"], lr, speed, spent / steps)
 
@@ -82,3 +85,10 @@ class Recorder:
         yield
         if self._mark is not None:
             self._mark += time.perf_counter() - began
+
+
+def peak_memory() -> int:
+    """Bytes that the fullest of this process's devices has held at most; where devices do not tell (CPUs), that the process has."""
+    found = [stats.get("peak_bytes_in_use", 0) for device in jax.local_devices() if (stats := device.memory_stats())]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return max(found) if found else unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

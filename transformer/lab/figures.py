@@ -1,0 +1,125 @@
+"""The pictures of a report. Okabe and Ito's colours, which colour-blind eyes tell apart; in grey print, line styles and markers do.
+
+Small enough for a phone's width, and alike in PNG, PDF and inside of the page.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from transformer.lab.results import Arm
+from transformer.lab.statistics import mean
+from transformer.lab.verdict import Verdict, unit
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WIDTH = 4.6
+"""Inches."""
+
+Style = Mapping[str, dict]
+
+
+def styles(names: Sequence[str]) -> Style:
+    """A colour, a line and a marker for each arm; the same in all pictures."""
+    cycles = zip(names, itertools.cycle(COLOURS), itertools.cycle(LINES), itertools.cycle(MARKERS), strict=False)
+    return {name: {"color": colour, "linestyle": line, "marker": marker} for name, colour, line, marker in cycles}
+
+
+def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
+    """Name -> (what it shows, picture); those for which there are numbers."""
+    results, look = verdict.results, styles(list(verdict.results.arms))
+    metric, found = results.sweep.metric, {}
+    label = lambda name: f"{name.replace('/', ' ')}{f' ({unit(name)})' if unit(name) else ''}"
+    if any(row.value.count for row in verdict.rows.values()):
+        found["by_arm"] = (f"{metric}: each seed, the mean and its 95 % interval.", _by_arm(verdict, look, label(metric)))
+    if any(row.to_baseline and row.to_baseline.mean.count > 1 for row in verdict.rows.values()):
+        said = f"Difference to {results.sweep.baseline}, seed by seed, with its 95 % interval. Right of the line is a higher {metric}."
+        found["differences"] = (said, _differences(verdict, look, label(metric)))
+    axes = {
+        "steps": ("training steps", lambda arm, run: {step: step for step, *_ in run.spent()} | {s: s for s, _ in run.curve("eval/loss")}),
+        "tokens": ("training tokens", lambda arm, run: {step: tokens for step, tokens, _ in run.spent()}),
+        "flops": ("floating-point operations of training", lambda arm, run: {step: tokens * arm.flops for step, tokens, _ in run.spent()} if arm.flops else {}),
+        "time": ("seconds of training", lambda arm, run: {step: seconds for step, _, seconds in run.spent()}),
+    }
+    for name, (x_label, x_of) in axes.items():
+        if figure := _curves(results.arms, look, "eval/loss", x_label, label("validation/loss"), x_of):
+            found[f"loss_by_{name}"] = (f"Validation loss against {x_label}: mean over seeds, and its 95 % interval.", figure)
+    return found
+
+
+def _new(height: float) -> tuple[Figure, plt.Axes]:
+    figure, axes = plt.subplots(figsize=(WIDTH, height), dpi=200, layout="constrained")
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _by_arm(verdict: Verdict, look: Style, label: str) -> Figure:
+    rows = {name: row for name, row in verdict.rows.items() if row.value.count}
+    figure, axes = _new(0.9 + 0.34 * len(rows))
+    for at, (name, row) in enumerate(rows.items()):
+        seeds = list(row.arm.values(verdict.results.sweep.metric).values())
+        one = look[name]
+        axes.plot(seeds, [at] * len(seeds), linestyle="", marker="|", markersize=10, color=one["color"], alpha=0.7)
+        half = 0.0 if math.isnan(row.value.half) else row.value.half
+        axes.errorbar(row.value.mean, at, xerr=half, capsize=4, color=one["color"], marker=one["marker"], markersize=6)
+    _arms_down(axes, rows)
+    axes.set_xlabel(label)
+    return figure
+
+
+def _differences(verdict: Verdict, look: Style, label: str) -> Figure:
+    rows = {name: row for name, row in verdict.rows.items() if row.to_baseline and row.to_baseline.mean.count > 1}
+    figure, axes = _new(0.9 + 0.34 * len(rows))
+    axes.axvline(0, color="black", linewidth=1)
+    for at, (name, row) in enumerate(rows.items()):
+        one = row.to_baseline
+        axes.errorbar(one.mean.mean, at, xerr=one.mean.half, capsize=4, color=look[name]["color"], marker=look[name]["marker"], markersize=6,
+                      markerfacecolor=look[name]["color"] if one.tells else "white")  # fmt: skip
+    _arms_down(axes, rows)
+    axes.set_xlabel(f"difference of {label}\nfilled: told apart from the baseline")
+    return figure
+
+
+def _arms_down(axes: plt.Axes, names) -> None:
+    axes.set_yticks(range(len(names)), list(names))
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+
+
+def _curves(arms: Mapping[str, Arm], look: Style, metric: str, x_label: str, y_label: str, x_of: Callable) -> Figure | None:
+    """Mean over seeds at each step that all of an arm's runs have, where the x of that step is the mean of theirs."""
+    drawn = []
+    for name, arm in arms.items():
+        curves = [(dict(run.curve(metric)), x_of(arm, run)) for run in arm.runs.values() if run.diverged is None]
+        curves = [(ys, xs) for ys, xs in curves if ys]
+        steps = sorted(set.intersection(*(set(ys) & set(xs) for ys, xs in curves))) if curves else []
+        if len(steps) > 1:
+            means = [mean([ys[step] for ys, _ in curves]) for step in steps]
+            drawn.append((name, [float(np.mean([xs[step] for _, xs in curves])) for step in steps], means))
+    if not drawn:
+        return None
+    figure, axes = _new(3.5)
+    for name, xs, means in drawn:
+        every = max(1, len(xs) // 8)
+        axes.plot(xs, [m.mean for m in means], label=name, linewidth=1.5, markersize=4.5, markevery=every, **look[name])
+        if all(math.isfinite(m.half) for m in means):
+            axes.fill_between(xs, [m.low for m in means], [m.high for m in means], color=look[name]["color"], alpha=0.15, linewidth=0)
+    ends = sorted(m.mean for _, _, means in drawn for m in means)
+    low, high = ends[0], ends[min(len(ends) - 1, int(0.9 * len(ends)))]
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.legend(frameon=False, fontsize=8, ncols=2 if len(drawn) > 4 else 1)
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    return figure

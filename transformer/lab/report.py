@@ -1,0 +1,212 @@
+"""A verdict as files: one page that opens from disk, Markdown for a paper's appendix, tables as CSV, pictures as PNG and PDF."""
+
+import base64
+import csv
+import html
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from transformer.files import write_whole
+from transformer.lab.figures import draw
+from transformer.lab.results import Results
+from transformer.lab.verdict import Verdict, p_value, signed, spell, unit
+from transformer.parallel.sharding import human_bytes
+from transformer.training.metrics import human_count
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 62rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 1rem 0 .25rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #ccc; }
+p.about, figcaption, .note { color: #555; font-size: .9rem; }
+ul.verdict { padding-left: 1.1rem; } ul.verdict li { margin: .35rem 0; }
+.wide { overflow-x: auto; margin-bottom: 1rem; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .3rem .7rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
+td.text { text-align: left; white-space: normal; min-width: 12rem; overflow-wrap: anywhere; }
+tr.best td:first-child { font-weight: 650; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1.5rem; }
+figure { margin: 0; } figure img { width: 100%; height: auto; }
+pre { background: #f4f4f4; padding: .6rem .8rem; overflow-x: auto; font-size: .85rem; }
+@media print { body { max-width: none; font-size: 10.5pt; } .wide { overflow: visible; } figure, table, pre { break-inside: avoid; }
+  .figures { grid-template-columns: 1fr 1fr; } th, td { white-space: normal; } th:first-child, td:first-child { position: static; } }
+"""
+
+
+def write(verdict: Verdict, folder: Path) -> Path:
+    """Writes the report's files; returns the page."""
+    figures = draw(verdict)
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for name, (said, figure) in figures.items():
+        image = io.BytesIO()
+        figure.savefig(image, format="png")
+        (folder / "figures" / f"{name}.png").write_bytes(image.getvalue())
+        figure.savefig(folder / "figures" / f"{name}.pdf")
+        plt.close(figure)
+        pictures[name] = (said, image.getvalue())
+    for name, rows in tables(verdict).items():
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        write_whole(folder / f"{name}.csv", text.getvalue())
+    write_whole(folder / "report.md", markdown(verdict))
+    page = folder / "index.html"
+    write_whole(page, as_html(verdict, pictures))
+    return page
+
+
+# ---- the parts, of which page and Markdown are made
+
+
+def about(results: Results) -> list[str]:
+    """What was asked and what varied."""
+    sweep, runs = results.sweep, sum(len(arm.runs) for arm in results.arms.values())
+    fields = [field for field in sweep.fields if field != "arm"]
+    lines = [f"Varied: {', '.join(fields)}." if fields else "Runs compared with each other."]
+    lines.append(
+        f"{len(results.arms)} arms, {runs} runs, seeds {', '.join(map(str, sweep.seeds))}; all arms have the same seeds, and so the same text in the same order."
+        if len(sweep.seeds) > 1
+        else f"{len(results.arms)} arms, {runs} runs of one seed: nothing is known of how much another seed would change, so there are no intervals."
+    )
+    lines.append(f"Decides: {sweep.metric}{f', {unit(sweep.metric)}' if unit(sweep.metric) else ''}; {'higher' if sweep.higher_is_better else 'lower'} is better.")
+    lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
+    lines += [f"Arms were sized equal in {sweep.match}."] if sweep.match else []
+    return lines
+
+
+def outcome(verdict: Verdict) -> list[list[str]]:
+    """The table of arms, for a person: what came out."""
+    sweep, rows = verdict.results.sweep, []
+    for name, row in verdict.rows.items():
+        one, arm = row.to_baseline, row.arm
+        difference = ["-", "-", "-"]
+        if one is not None and one.mean.count > 1:
+            low, high = (signed(x, one.mean.half) for x in (one.mean.low, one.mean.high))
+            difference = [signed(one.mean.mean, one.mean.half), f"{low} to {high}", p_value(one.p).removeprefix("p ").removeprefix("= ")]
+        reaches = "-" if one is None else "never" if math.isnan(row.reaches) else f"{row.reaches:.0%} of its steps"
+        diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
+        rows.append([name + (" *" if row.among_best else ""), spell(row.value), *difference, str(row.value.count), diverged, reaches])
+    head = ["arm", f"{sweep.metric} ± 95 %", f"less {sweep.baseline}", "95 % interval", "p", "seeds", "diverged", "as good as the baseline after"]
+    return [head, *rows]
+
+
+def cost(verdict: Verdict) -> list[list[str]]:
+    """The table of arms, for a person: what they took."""
+    rows = [["arm", "parameters", "FLOP a token", "tokens/s", "memory", "attention"]]
+    for name, row in verdict.rows.items():
+        arm = row.arm
+        together = {run.together for run in arm.runs.values()} - {1}
+        mark = f" ({'/'.join(map(str, sorted(together)))} together)" if together else ""
+        attention = sorted({backend for run in arm.runs.values() for backend in run.manifest.get("attention_backends", {})})
+        known = lambda x, text: "-" if not x or math.isnan(x) else text(x)
+        rows.append([
+            name, known(arm.parameters, "{:,}".format), known(arm.flops, human_count), known(row.tokens_per_second, human_count) + mark,
+            known(row.memory, human_bytes) + mark, " + ".join(attention) or "-",
+        ])  # fmt: skip
+    return rows
+
+
+NOTE = (
+    "* the best, and arms that cannot be told from it. Means over seeds with 95 % t intervals; differences seed by seed, paired t-test, "
+    "p corrected by Holm for the number of comparisons; an interval is of its comparison alone, so it may leave out zero where p does not tell. "
+    "Speed is of one run and memory of its process, on the machine below; (n together): n runs were one program and shared it."
+)
+
+
+def provenance(results: Results) -> list[tuple[str, str]]:
+    """Where the numbers come from."""
+    runs = [run for arm in results.arms.values() for run in arm.runs.values()]
+    told = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
+    versions = sorted({f"{name} {version}" for run in runs for name, version in run.manifest.get("versions", {}).items()})
+    devices = sorted({f"{len(run.manifest.get('devices', []))} x {(run.manifest.get('devices') or ['?'])[0]}" for run in runs})
+    test = runs[0].manifest.get("data", {}).get("test", {}) if runs else {}
+    return [
+        ("code", ", ".join(f"transformer {version}" for version in told("transformer")) + f"; commit {', '.join(one[:12] + '+' * one.endswith('+') for one in told('commit'))}"),
+        ("versions", f"Python {', '.join(told('python'))}; {', '.join(versions)}"),
+        ("devices", ", ".join(devices)),
+        ("tested on", f"{test.get('examples', '?')} examples, sha256 {str(test.get('sha256', '?'))[:16]}"),
+        ("tokenizer", ", ".join(sorted({str(run.manifest.get("data", {}).get("tokenizer_sha256", "?"))[:16] for run in runs}))),
+    ]
+
+
+def again(results: Results) -> str:
+    """The commands that give it again."""
+    where = " ".join(map(str, results.folders))
+    lines = [f"python -m transformer compare {where}"]
+    if len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists():
+        lines.insert(0, f"python -m transformer sweep --workdir={where}")
+    return "\n".join(lines)
+
+
+def tables(verdict: Verdict) -> dict[str, list[list]]:
+    """CSV: the summary in full precision, every run's last metrics, and the curves."""
+    results, blank = verdict.results, lambda x: "" if isinstance(x, float) and math.isnan(x) else x
+    head = ["arm", "mean", "low", "high", "seeds", "diverged", "difference", "difference_low", "difference_high", "p_corrected", "parameters", "flops_per_token"]
+    rows = [head]
+    for name, row in verdict.rows.items():
+        one = row.to_baseline
+        more = [one.mean.mean, one.mean.low, one.mean.high, one.p] if one else [""] * 4
+        rows.append([blank(x) for x in (name, row.value.mean, row.value.low, row.value.high, row.value.count, len(row.arm.diverged), *more, row.arm.parameters, row.arm.flops)])
+    runs = [(name, seed, run) for name, arm in results.arms.items() for seed, run in arm.runs.items()]
+    names = sorted({key for *_, run in runs for line in run.lines for key in line} - {"step"})
+    last = [["arm", "seed", "diverged_at", *names]]
+    last += [[name, seed, run.diverged or "", *(blank(run.last(key)) for key in names)] for name, seed, run in runs]
+    curves = [["arm", "seed", "step", "metric", "value"]]
+    curves += [[name, seed, step, key, value] for name, seed, run in runs for key in ("train/loss", "eval/loss") for step, value in run.curve(key)]
+    return {"summary": rows, "runs": last, "curves": curves}
+
+
+def markdown(verdict: Verdict) -> str:
+    """For a paper's appendix."""
+    results = verdict.results
+    lines = [f"# {results.sweep.question or results.title}", "", *(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
+    for head, *rows in (outcome(verdict), cost(verdict)):
+        cell = lambda text: text.replace("|", "\\|")
+        lines += ["| " + " | ".join(map(cell, row)) + " |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
+        lines.append("")
+    lines += [NOTE, ""]
+    if results.left_out:
+        lines += ["Left out:", "", *(f"- {line}" for line in results.left_out), ""]
+    lines += ["## Where it comes from", "", *(f"- {name}: {said}" for name, said in provenance(results)), "", "```", again(results), "```", ""]
+    return "\n".join(lines)
+
+
+def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
+    """One file, which asks for nothing else."""
+    results, escape = verdict.results, html.escape
+    table = lambda head, rows, classes=(): (
+        "<div class=wide><table><thead><tr>" + "".join(f"<th>{escape(x)}</th>" for x in head) + "</tr></thead><tbody>"
+        + "".join(f"<tr{' class=best' if row[0].endswith(' *') else ''}>" + "".join(f"<td{' class=text' if n in classes else ''}>{escape(x)}</td>" for n, x in enumerate(row)) + "</tr>" for row in rows)
+        + "</tbody></table></div>"
+    )  # fmt: skip
+    settings = [
+        [name, ", ".join(f"{field} = {value}" for field, value in arm.changes.items() if field != "arm") or "as it is", ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items()) or "-"]
+        for name, arm in results.arms.items()
+    ]
+    figure = lambda said, image: (
+        f'<figure><img alt="{escape(said)}" src="data:image/png;base64,{base64.b64encode(image).decode()}"><figcaption>{escape(said)}</figcaption></figure>'
+    )
+    parts = [
+        f"<h1>{escape(results.sweep.question or results.title)}</h1>",
+        "<ul class=verdict>" + "".join(f"<li>{escape(line)}</li>" for line in verdict.sentences) + "</ul>",
+        f"<p class=about>{escape(' '.join(about(results)))}</p>",
+        "<h2>Results</h2>", table(*_split(outcome(verdict))), table(*_split(cost(verdict))), f"<p class=note>{escape(NOTE)}</p>",
+        *(["<h2>Left out</h2><ul>", *(f"<li>{escape(line)}</li>" for line in results.left_out), "</ul>"] if results.left_out else []),
+        "<h2>Figures</h2><div class=figures>", *(figure(*picture) for picture in pictures.values()), "</div>",
+        "<h2>Arms</h2>", table(["arm", "what it sets", "diverged (seed)"], settings, classes=(1, 2)),
+        "<h2>Where it comes from</h2>", table(["", ""], [[name, said] for name, said in provenance(results)], classes=(1,)),
+        f"<pre>{escape(again(results))}</pre>",
+    ]  # fmt: skip
+    title = escape(results.sweep.question or results.title)
+    return (
+        '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
+    )
+
+
+def _split(rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    return rows[0], rows[1:]

@@ -1,0 +1,222 @@
+"""Runs read from their directories, as arms that can be compared; and what was left out of the comparison, and why."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformer.config import Experiment
+from transformer.config_io import to_mapping
+from transformer.errors import UserError
+from transformer.files import read_json
+from transformer.lab.study import load_study
+from transformer.sweeps import Grid, Sweep
+from transformer.training.metrics import read_metrics
+from transformer.training.rundir import load_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run: of which seed, what it logged, where it came from."""
+
+    folder: Path
+    seed: int
+    config: Experiment
+    lines: tuple[dict, ...]  # of metrics.jsonl
+    manifest: Mapping
+
+    @property
+    def diverged(self) -> int | None:
+        """At which step, if it did."""
+        return next((line["step"] for line in self.lines if line.get("train/diverged")), None)
+
+    def last(self, name: str) -> float:
+        """The last value of a metric; NaN if there is none."""
+        return next((float(line[name]) for line in reversed(self.lines) if name in line), math.nan)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """(step, value), finite ones."""
+        return [(line["step"], line[name]) for line in self.lines if name in line and math.isfinite(line[name])]
+
+    @property
+    def together(self) -> int:
+        """So many runs were trained as one program."""
+        return self.manifest.get("trained_together", 1)
+
+    def spent(self) -> list[tuple[int, float, float]]:
+        """(step, tokens so far, seconds so far); of runs that were trained together, each has its share of the time."""
+        found, tokens, seconds = [(0, 0.0, 0.0)], 0.0, 0.0
+        for line in self.lines:
+            if "train/tokens" in line:
+                tokens += line["train/tokens"]
+                speed = line.get("time/tokens_per_second", 0.0)
+                seconds += line["train/tokens"] / speed / self.together if speed else 0.0
+                found.append((line["step"], tokens, seconds))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """The runs of one setting, by seed."""
+
+    name: str
+    changes: Mapping[str, object]
+    runs: Mapping[int, Run]
+    flops: float = 0.0  # of a token; 0: not known
+    parameters: int = 0
+
+    def values(self, metric: str) -> dict[int, float]:
+        """Seed -> the last value, of the runs that have come to their end with one."""
+        return {
+            seed: value
+            for seed, run in self.runs.items()
+            if run.diverged is None and math.isfinite(value := run.last(metric))
+        }
+
+    @property
+    def diverged(self) -> dict[int, int]:
+        """Seed -> step."""
+        return {seed: run.diverged for seed, run in self.runs.items() if run.diverged is not None}
+
+    def mean_of(self, name: str) -> float:
+        """Over all lines of all runs that have it."""
+        found = [float(line[name]) for run in self.runs.values() for line in run.lines if name in line]
+        return sum(found) / len(found) if found else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What is compared: the study, its arms, and what was left out."""
+
+    title: str
+    sweep: Sweep
+    arms: Mapping[str, Arm]  # the baseline first
+    left_out: tuple[str, ...]
+    folders: tuple[Path, ...]
+
+
+def read(folders: Sequence[Path], metric: str = "", baseline: str = "") -> Results:
+    """The results of a sweep's directory, or of several run directories (runs whose configs differ in the seed alone are one arm, named
+    after the folder of the first). Raises UserError where nothing can be compared."""
+    studies = [folder for folder in folders if (folder / "sweep.json").exists()]
+    if studies and len(folders) > 1:
+        raise UserError(f"compare: {studies[0]} is a sweep, which is compared by itself; name one sweep, or several runs")
+    sweep, arms, left_out = _of_study(folders[0]) if studies else _of_runs(folders)
+    if metric:
+        sweep = dataclasses.replace(sweep, metric=metric)
+    if baseline:
+        sweep = dataclasses.replace(sweep, baseline=baseline)
+    arms = {sweep.baseline: arms[sweep.baseline]} | arms
+    arms, more = _comparable(arms, sweep)
+    left_out += more
+    for arm in arms.values():
+        for seed, run in arm.runs.items():
+            if run.diverged is None and not math.isfinite(run.last(sweep.metric)):
+                said = "is no number" if any(sweep.metric in line for line in run.lines) else "is not there (yet)"
+                left_out.append(f"{arm.name}, seed {seed}: {sweep.metric} {said}")
+    if not any(arm.values(sweep.metric) or arm.diverged for arm in arms.values()):
+        names = sorted({name for arm in arms.values() for run in arm.runs.values() for line in run.lines for name in line} - {"step"})
+        raise UserError(f"compare: no run has {sweep.metric!r}; --metric may be one of: {', '.join(names) or 'nothing yet'}")
+    title = folders[0].resolve().name if len(folders) == 1 else f"{len(arms)} arms"
+    return Results(title, sweep, arms, tuple(left_out), tuple(folders))
+
+
+def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
+    study, left_out, arms = load_study(folder), [], {}
+    for name, changes in study.sweep.arms.items():
+        runs = {}
+        for run in (run for run in study.runs if run.arm == name):
+            if found := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
+                runs[run.config.seed] = found
+        facts = study.facts[name]
+        arms[name] = Arm(name, changes, runs, facts.flops, facts.parameters)
+    return study.sweep, arms, left_out
+
+
+def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]:
+    groups: dict[str, list[Run]] = {}
+    left_out: list[str] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"compare: no directory {folder}")
+        if run := _run(folder, left_out, str(folder), must=True):
+            groups.setdefault(json.dumps(to_mapping(dataclasses.replace(run.config, seed=0)), sort_keys=True), []).append(run)
+    if not groups:
+        raise UserError(f"compare: no run in {', '.join(map(str, folders))}")
+    names, arms = [], {}
+    for runs in groups.values():
+        name = runs[0].folder.resolve().name
+        names.append(name if name not in names else f"{runs[0].folder.resolve().parent.name}-{name}")
+    base = _flat(to_mapping(next(iter(groups.values()))[0].config))
+    for name, runs in zip(names, groups.values(), strict=True):
+        changes = {k: v for k, v in _flat(to_mapping(runs[0].config)).items() if base.get(k) != v and k != "seed"}
+        by_seed = {run.seed: run for run in runs}
+        if len(by_seed) < len(runs):
+            left_out.append(f"{name}: several runs of one seed; the last counts")
+        arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
+    seeds = tuple(sorted({seed for arm in arms.values() for seed in arm.runs}))
+    return Sweep(Grid(tuple((name, {"arm": name}) for name in arms)), seeds=seeds), arms, left_out
+
+
+def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Run | None:
+    if not (folder / "config.json").exists():
+        if must:
+            raise UserError(f"compare: no run in {folder} (no config.json) and no sweep (no sweep.json)")
+        left_out.append(f"{name}: not begun")
+        return None
+    try:
+        config, manifest = load_config(folder), read_json(folder / "manifest.json")
+    except (UserError, OSError) as e:
+        left_out.append(f"{name}: damaged ({e})")
+        return None
+    lines = read_metrics(folder)
+    if not lines:
+        left_out.append(f"{name}: has logged nothing yet")
+        return None
+    return Run(folder, config.seed, config, tuple(lines), manifest)
+
+
+BY_TOKEN = ("loss", "perplexity", "accuracy")
+"""Metrics that other tokens would change, beside those of the text alone (bits per byte, BLEU)."""
+
+
+def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
+    """The arms whose runs were judged by the same as the baseline's; and what was left out."""
+    first = next((run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values()), None)
+    if first is None:
+        raise UserError("compare: no run has begun")
+    kept, left_out = {}, []
+    for name, arm in arms.items():
+        runs = {}
+        for seed, run in arm.runs.items():
+            if why := _why_not(run, first, sweep.metric):
+                left_out.append(f"{name}, seed {seed}: {why}, and cannot be compared")
+            else:
+                runs[seed] = run
+        kept[name] = dataclasses.replace(arm, runs=runs)
+    return kept, left_out
+
+
+def _why_not(run: Run, first: Run, metric: str) -> str | None:
+    told = lambda run, *keys: _inside(run.manifest, "data", *keys)
+    if told(run, "test", "sha256") != told(first, "test", "sha256"):
+        return f"was tested on another text than {first.folder}"
+    if metric.endswith(BY_TOKEN) and told(run, "tokenizer_sha256") != told(first, "tokenizer_sha256"):
+        return f"has another tokenizer than {first.folder} (test/bits_per_byte does not ask for tokens)"
+    if told(run, "objective") != told(first, "objective"):
+        return f"has another objective ({told(run, 'objective')}) than {first.folder} ({told(first, 'objective')})"
+    return None
+
+
+def _inside(tree, *keys):
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    out = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out

@@ -1,0 +1,192 @@
+"""From results to what may be said of them: tables of numbers, and a sentence that claims no more than an interval does."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from transformer.lab.results import Arm, Results
+from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
+
+UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte", "perplexity": "per token", "accuracy": "of tokens",
+         "bleu": "BLEU", "chrf": "chrF", "word_perplexity": "per word"}  # fmt: skip
+
+
+def unit(metric: str) -> str:
+    """What a number of this name counts."""
+    return UNITS.get(metric.rpartition("/")[2], "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An arm in numbers."""
+
+    arm: Arm
+    value: Mean  # of the metric, over the seeds that came to their end
+    to_baseline: Difference | None  # arm - baseline; None of the baseline
+    among_best: bool  # the best, or not to be told from it
+    reaches: float  # the share of the baseline's steps after which it is as good as the baseline at its end; NaN: never
+    tokens_per_second: float
+    memory: float  # bytes at most, of the process or the device
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """All that is said of some results."""
+
+    results: Results
+    rows: Mapping[str, Row]
+    factors: Mapping[str, Mapping[str, Difference]]  # field -> "b - a" -> over all settings of the others
+    sentences: tuple[str, ...]
+
+
+def judge(results: Results) -> Verdict:
+    """Means, paired differences to the baseline and to the best (p corrected for the number of comparisons), and what follows."""
+    sweep, arms = results.sweep, results.arms
+    base, sign = arms[sweep.baseline], -1.0 if sweep.higher_is_better else 1.0
+    values = {name: arm.values(sweep.metric) for name, arm in arms.items()}
+    to_base = corrected({name: difference(values[name], values[base.name]) for name in arms if name != base.name})
+    ended = {name: sign * mean(x).mean for name in arms if (x := list(values[name].values()))}
+    best = min(ended, key=ended.get, default="")
+    to_best = corrected({name: difference(values[name], values[best]) for name in ended if name != best})
+    rows = {}
+    for name, arm in arms.items():
+        rows[name] = Row(
+            arm, mean(list(values[name].values())), to_base.get(name),
+            name == best or (name in to_best and not to_best[name].tells and not math.isnan(to_best[name].p)),
+            _reaches(arm, base), arm.mean_of("time/tokens_per_second"),
+            max((float(line["memory/peak_bytes"]) for run in arm.runs.values() for line in run.lines if "memory/peak_bytes" in line), default=math.nan),
+        )  # fmt: skip
+    factors = _factors(results, values)
+    return Verdict(results, rows, factors, tuple(_sentences(results, rows, best, factors)))
+
+
+def _reaches(arm: Arm, base: Arm) -> float:
+    """After which share of the baseline's steps the arm's validation loss is what the baseline's is at the end, on average over seeds that
+    both have: between two evaluations in a straight line."""
+    shares = []
+    for seed in arm.runs.keys() & base.runs.keys():
+        curve, last = arm.runs[seed].curve("eval/loss"), base.runs[seed].curve("eval/loss")
+        if not curve or not last:
+            continue
+        (steps, target), at = last[-1], math.nan
+        for (before, high), (after, low) in itertools.pairwise([(0, math.inf), *curve]):
+            if low <= target:
+                way = 1.0 if math.isinf(high) or high == low else (high - target) / (high - low)
+                at = (before + way * (after - before)) / steps
+                break
+        shares.append(at)
+    return float(np.mean(shares)) if shares else math.nan
+
+
+def _factors(results: Results, values: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, Difference]]:
+    """Where several fields vary: what one of them does on average over the settings of the others that are there with both of its values."""
+    fields, found = results.sweep.fields, {}
+    if len(fields) < 2 or any(set(arm.changes) != set(fields) for arm in results.arms.values()):
+        return {}
+    for field in fields:
+        by_value: dict[str, dict[str, str]] = {}  # value -> setting of the others -> arm
+        for name, arm in results.arms.items():
+            others = str(sorted((k, str(v)) for k, v in arm.changes.items() if k != field))
+            by_value.setdefault(str(arm.changes[field]), {})[others] = name
+        first, *rest = by_value
+        of_field = {}
+        for value in rest:
+            both = [(by_value[value][o], by_value[first][o]) for o in by_value[value].keys() & by_value[first].keys()]
+            if len(both) < 2:
+                continue
+            seeds = set.intersection(*(set(values[arm]) for pair in both for arm in pair))
+            average = lambda side, both=both, seeds=seeds: {
+                seed: float(np.mean([values[pair[side]][seed] for pair in both])) for seed in seeds
+            }
+            of_field[f"{value} - {first}"] = difference(average(0), average(1))
+        if of_field:
+            found[field] = of_field
+    flat = corrected({f"{field}|{name}": one for field, those in found.items() for name, one in those.items()})
+    return {field: {name: flat[f"{field}|{name}"] for name in those} for field, those in found.items()}
+
+
+def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) -> list[str]:
+    sweep, lines = results.sweep, []
+    what, base = f"{sweep.metric}{f' ({unit(sweep.metric)})' if unit(sweep.metric) else ''}", sweep.baseline
+    compared = sum(row.to_baseline is not None and not math.isnan(row.to_baseline.p) for row in rows.values())
+    if best and rows[best].value.count:
+        others = [name for name, row in rows.items() if row.among_best and name != best]
+        alike = f"; {_listed(others)} cannot be told from it" if others else ""
+        single = ", of one seed" if rows[best].value.count == 1 else ""
+        lines.append(f"By {what} {best} has the best mean{single}: {spell(rows[best].value)}{alike}.")
+    for name, row in rows.items():
+        dead = row.arm.diverged
+        if dead:
+            at = ", ".join(f"{step:,}" for step in dead.values())
+            lines.append(f"{name} diverged with {len(dead)} of {len(row.arm.runs)} seeds, at step {at}; means are over the others.")
+        if row.to_baseline is None or not row.value.count:
+            continue
+        one = row.to_baseline
+        if one.mean.count < 2:
+            lines.append(f"{name} and {base} have {one.mean.count or 'no'} seed{'s' * (one.mean.count == 0)} in common: no interval can be had, and nothing is claimed.")
+        elif one.tells:
+            better = (one.mean.mean < 0) != sweep.higher_is_better
+            lines.append(
+                f"{name} is {'better' if better else 'worse'} than {base} by {number(abs(one.mean.mean), one.mean.half)} "
+                f"[{_range(one.mean, abs_value=True)}], {p_value(one.p)}{_corrected(compared)}, {one.mean.count} seeds."
+            )
+        else:
+            lines.append(
+                f"{name} cannot be told from {base}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}"
+                f"{_corrected(compared)}, {one.mean.count} seeds."
+            )
+    for field, those in factors.items():
+        for pair, one in those.items():
+            if one.mean.count >= 2:
+                told = "" if one.tells else ", which cannot be told from nothing"
+                lines.append(
+                    f"On average over the rest, {field.rpartition('.')[2]} {pair}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}{told}."
+                )
+    return lines
+
+
+def _corrected(compared: int) -> str:
+    return f" corrected for {compared} comparisons" if compared > 1 else ""
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+# ---- numbers as text
+
+
+def digits(half: float, most: int = 4) -> int:
+    """Decimals that an interval of this half-width allows: two of its own."""
+    if not math.isfinite(half) or half <= 0:
+        return 3
+    return min(most, max(0, 1 - math.floor(math.log10(half))))
+
+
+def number(x: float, half: float = math.nan) -> str:
+    """As many decimals as the interval allows."""
+    return "-" if math.isnan(x) else f"{x:,.{digits(half)}f}"
+
+
+def signed(x: float, half: float = math.nan) -> str:
+    return "-" if math.isnan(x) else f"{x:+,.{digits(half)}f}"
+
+
+def spell(one: Mean) -> str:
+    """mean ± half of the 95 % interval."""
+    if one.count < 2:
+        return f"{number(one.mean)} (one seed)" if one.count else "-"
+    return f"{number(one.mean, one.half)} ± {number(one.half, one.half)}"
+
+
+def p_value(p: float) -> str:
+    return "p unknown" if math.isnan(p) else "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+
+
+def _range(one: Mean, abs_value: bool = False) -> str:
+    low, high = sorted((abs(one.low), abs(one.high))) if abs_value else (one.low, one.high)
+    say = number if abs_value else signed
+    return f"{say(low, one.half)}, {say(high, one.half)}"
