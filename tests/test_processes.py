@@ -46,7 +46,7 @@ def launch(count: int, workdir: Path, *options: str) -> list[subprocess.Popen]:
 def curve(workdir: Path) -> list[dict]:
     file = workdir / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
 
 
 def until(condition, seconds: float = 120) -> None:

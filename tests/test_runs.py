@@ -31,7 +31,7 @@ def run_config():
 def curve(workdir):
     """The lines of metrics.jsonl, without times."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
 
 
 @pytest.mark.parametrize("stop_at", [5, 7])

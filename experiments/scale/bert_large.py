@@ -5,37 +5,36 @@
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it Nothing to compare with was found. No fused kernel has dropout on attention weights, so there is none.
 
-    machine     v5e:4x4: 16 x TPU v5e, 16.0 GB each
+    machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
     mesh        fsdp 16
     model       336,226,108 parameters, 2.2GFLOP a token in training
     batch       131,072 tokens; 1,000,000 steps are 131.1G tokens
     attention   splash: train, evaluate
 
-    a device's memory          train      evaluate
-      parameters             81.3 MB       81.3 MB
-      optimizer             162.5 MB
-      cache and inputs      192.1 KB      192.1 KB
-      padding                72.9 MB       24.3 MB
-      activations             3.8 GB
-      temporaries             4.2 GB      956.7 MB
-      results, code          41.6 MB        9.0 MB
-      peak of 16.0 GB   8.3 GB (52%)   1.0 GB (7%)
-      compiled in               36 s          11 s
+    a device's memory           train      evaluate
+      parameters             81.3 MiB      81.3 MiB
+      optimizer             162.5 MiB
+      cache and inputs      192.1 KiB     192.1 KiB
+      padding                72.9 MiB      24.3 MiB
+      activations             3.8 GiB
+      temporaries             4.2 GiB     956.7 MiB
+      results, code          43.3 MiB       9.0 MiB
+      peak of 16.0 GiB  8.3 GiB (52%)  1.0 GiB (7%)
+      compiled in                39 s          10 s
 
     at least                          train      evaluate
       compute at 197.0TFLOP/s       94.9 ms       29.9 ms
-      HBM at 819.0GB/s              77.5 ms       10.1 ms
-      network                       22.7 ms        7.0 ms
+      HBM at 819.0GB/s              77.8 ms       10.1 ms
+      network                       23.8 ms        7.0 ms
       a step                        94.9 ms       29.9 ms
       bound by                      compute       compute
       MFU at most 94.5%; 86.3k tokens/s a chip, 119.3G a day
-      the run: 26:21 h, 422 chip-hours
+      the run at least: 26:21 h, 422 chip-hours, without evaluation and checkpoints
 
-    messages of a training step, a device         count        within        beyond
-      all-gather                                    343        1.1 GB
-      collective-permute                          2,482      740.8 MB
-      all-to-all                                      1       15.0 MB
-      all-reduce                                     52        9.3 MB
+    sent in a training step, by a device         count        within        beyond
+      all-gather                                   342       1.1 GiB
+      collective-permute                         2,482     740.8 MiB
+      all-reduce                                    52     121.0 MiB
 """
 
 import ml_collections

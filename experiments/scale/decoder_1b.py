@@ -5,24 +5,25 @@
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it Nothing to compare with was found for this chip and size; MaxText's 16 B model reached 61.1 % on a v5e-256.
 
-    machine     v5e:4x4: 16 x TPU v5e, 16.0 GB each
+    machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
     mesh        fsdp 16
     model       1,364,297,728 parameters, 8.4GFLOP a token in training
     batch       524,288 tokens; 50,000 steps are 26.2G tokens
+    decoding    64 rows, prompts of 1,024 tokens, a cache of 2,048
     attention   splash: train, evaluate
     attention   blockwise (splash: where tokens stand in their rows is not known): prefill
     attention   reference: decode
 
-    a device's memory           train      evaluate       prefill        decode
-      parameters             325.6 MB      325.6 MB      325.6 MB      325.6 MB
-      optimizer              651.3 MB
-      cache and inputs       640.0 KB      640.0 KB      256.0 KB        1.5 GB
-      padding                  1.5 KB           0 B           0 B         764 B
-      activations              3.5 GB
-      temporaries              7.4 GB        1.4 GB      329.6 MB        1.8 GB
-      results, code           31.7 MB        7.1 MB        1.5 GB        4.4 MB
-      peak of 16.0 GB   11.9 GB (74%)  1.7 GB (11%)  2.2 GB (13%)  3.6 GB (22%)
-      compiled in                31 s           9 s          10 s           3 s
+    a device's memory            train       evaluate        prefill         decode
+      parameters             325.6 MiB      325.6 MiB      325.6 MiB      325.6 MiB
+      optimizer              651.3 MiB
+      cache and inputs       640.0 KiB      640.0 KiB      256.0 KiB        1.5 GiB
+      padding                  1.5 KiB            0 B            0 B          764 B
+      activations              3.5 GiB
+      temporaries              7.4 GiB        1.4 GiB      329.6 MiB        1.8 GiB
+      results, code           31.7 MiB        7.1 MiB        1.5 GiB        4.4 MiB
+      peak of 16.0 GiB  11.9 GiB (74%)  1.7 GiB (11%)  2.2 GiB (13%)  3.6 GiB (22%)
+      compiled in                 28 s            8 s            9 s            3 s
 
     at least                          train      evaluate       prefill        decode
       compute at 197.0TFLOP/s        1.84 s      473.9 ms       59.7 ms         53 us
@@ -31,13 +32,13 @@ Beside it Nothing to compare with was found for this chip and size; MaxText's 16
       a step                         1.84 s      473.9 ms       71.3 ms       28.4 ms
       bound by                      compute       compute           HBM       network
       MFU at most 75.7%; 17.8k tokens/s a chip, 24.6G a day
-      the run: 25:37 h, 410 chip-hours
+      the run at least: 25:37 h, 410 chip-hours, without evaluation and checkpoints
       decoding: 2.3k tokens/s for 64 rows
 
-    messages of a training step, a device         count        within        beyond
-      all-gather                                    338        4.5 GB
-      collective-permute                          2,856        2.4 GB
-      all-reduce                                     28      703.8 MB
+    sent in a training step, by a device         count        within        beyond
+      all-gather                                   338       4.5 GiB
+      collective-permute                         2,856       2.4 GiB
+      all-reduce                                    28     703.8 MiB
 """
 
 import ml_collections

@@ -5,40 +5,41 @@
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it MaxText measured 38.6 % for this model (v6e, 256); for 1,160 B on a v5p-12288 66.2 %.
 
-    machine     v5p:8x8x16: 1024 x TPU v5p, 95.0 GB each
+    machine     v5p:8x8x16: 1024 x TPU v5p, 95.0 GiB each
     mesh        fsdp 128 x tensor 8
     model       405,853,388,800 parameters, 2.5TFLOP a token in training
     batch       4,194,304 tokens; 100,000 steps are 419.4G tokens
+    decoding    128 rows, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
     attention   blockwise (splash: where tokens stand in their rows is not known): prefill
     attention   reference: decode
 
-    a device's memory           train      evaluate       prefill        decode
-      parameters               1.5 GB        1.5 GB        1.5 GB        1.5 GB
-      optimizer                3.0 GB
-      cache and inputs       640.0 KB      640.0 KB        2.0 MB      504.0 MB
-      padding                769.5 KB      256.0 KB      256.0 KB      256.5 KB
-      activations             17.5 GB
-      temporaries             19.7 GB        3.0 GB        1.1 GB        2.0 GB
-      results, code           36.8 MB        8.7 MB      513.2 MB        2.6 MB
-      peak of 95.0 GB   41.7 GB (44%)   4.5 GB (5%)   3.1 GB (3%)   4.0 GB (4%)
-      compiled in                32 s           7 s           6 s           1 s
+    a device's memory            train      evaluate       prefill        decode
+      parameters               1.5 GiB       1.5 GiB       1.5 GiB       1.5 GiB
+      optimizer                3.0 GiB
+      cache and inputs       640.0 KiB     640.0 KiB       2.0 MiB     504.0 MiB
+      padding                769.5 KiB     256.0 KiB     256.0 KiB     256.5 KiB
+      activations             17.5 GiB
+      temporaries             19.7 GiB       3.0 GiB       1.1 GiB       2.0 GiB
+      results, code           33.9 MiB       8.7 MiB     513.2 MiB       2.6 MiB
+      peak of 95.0 GiB  41.7 GiB (44%)  4.5 GiB (5%)  3.1 GiB (3%)  4.0 GiB (4%)
+      compiled in                 67 s          13 s          14 s           2 s
 
     at least                          train      evaluate       prefill        decode
       compute at 459.0TFLOP/s       28.59 s        7.53 s      971.5 ms         18 us
       HBM at 2.8TB/s                 4.24 s        1.56 s        2.27 s       76.3 ms
-      network                        9.04 s        4.71 s      620.6 ms      279.6 ms
+      network                       10.37 s        4.71 s      620.6 ms      279.6 ms
       a step                        28.59 s        7.53 s        2.27 s      279.6 ms
       bound by                      compute       compute           HBM       network
       MFU at most 78.8%; 143 tokens/s a chip, 12.7G a day
-      the run: 33.1 days, 813,169 chip-hours
+      the run at least: 33.1 days, 813,169 chip-hours, without evaluation and checkpoints
       decoding: 458 tokens/s for 128 rows
 
-    messages of a training step, a device         count        within        beyond
-      all-gather                                  2,528      849.9 GB
-      collective-permute                          3,404      425.3 GB
-      all-reduce                                    386       68.6 GB
-      all-to-all                                      1     1016.0 MB
+    sent in a training step, by a device         count        within        beyond
+      all-gather                                 2,527     849.9 GiB
+      collective-permute                         3,402     425.2 GiB
+      reduce-scatter                               634     281.7 GiB
+      all-reduce                                   387      69.6 GiB
 """
 
 import ml_collections

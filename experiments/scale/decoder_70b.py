@@ -5,39 +5,39 @@
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it MaxText measured 65.4 % (692 tokens/s a chip) for Llama 2 70B at a length of 4,096 (v5p, 512).
 
-    machine     v5p:4x8x8: 256 x TPU v5p, 95.0 GB each
+    machine     v5p:4x8x8: 256 x TPU v5p, 95.0 GiB each
     mesh        fsdp 256
     model       70,553,706,496 parameters, 449.2GFLOP a token in training
     batch       2,097,152 tokens; 100,000 steps are 209.7G tokens
+    decoding    256 rows, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
     attention   blockwise (splash: where tokens stand in their rows is not known): prefill
     attention   reference: decode
 
-    a device's memory           train      evaluate        prefill         decode
-      parameters               1.0 GB        1.0 GB         1.0 GB         1.0 GB
-      optimizer                2.1 GB
-      cache and inputs       160.0 KB      160.0 KB         4.0 MB         2.5 GB
-      padding                  1.5 KB           0 B            0 B          508 B
-      activations             11.3 GB
-      temporaries             23.4 GB        7.8 GB         7.8 GB         8.9 GB
-      results, code           66.6 MB       21.0 MB         2.5 GB        17.5 MB
-      peak of 95.0 GB   37.8 GB (40%)   8.8 GB (9%)  11.4 GB (12%)  12.4 GB (13%)
-      compiled in                45 s          16 s           15 s           11 s
+    a device's memory            train      evaluate         prefill          decode
+      parameters               1.0 GiB       1.0 GiB         1.0 GiB         1.0 GiB
+      optimizer                2.1 GiB
+      cache and inputs       160.0 KiB     160.0 KiB         4.0 MiB         2.5 GiB
+      padding                  1.5 KiB           0 B             0 B           508 B
+      activations             11.3 GiB
+      temporaries             23.4 GiB       7.8 GiB         7.8 GiB         8.9 GiB
+      results, code           63.1 MiB      21.0 MiB         2.5 GiB        17.5 MiB
+      peak of 95.0 GiB  37.8 GiB (40%)  8.8 GiB (9%)  11.4 GiB (12%)  12.4 GiB (13%)
+      compiled in                 95 s          40 s            36 s            23 s
 
     at least                          train      evaluate       prefill        decode
       compute at 459.0TFLOP/s       10.34 s        2.68 s        1.41 s         47 us
       HBM at 2.8TB/s                 1.28 s      357.8 ms        2.67 s      215.3 ms
-      network                        1.04 s      264.2 ms      264.2 ms      264.2 ms
+      network                        1.05 s      264.2 ms      264.2 ms      264.2 ms
       a step                        10.34 s        2.68 s        2.67 s      264.2 ms
       bound by                      compute       compute           HBM       network
       MFU at most 77.6%; 793 tokens/s a chip, 17.5G a day
-      the run: 12.0 days, 73,494 chip-hours
+      the run at least: 12.0 days, 73,494 chip-hours, without evaluation and checkpoints
       decoding: 969 tokens/s for 256 rows
 
-    messages of a training step, a device         count        within        beyond
-      all-reduce                                    563      261.8 GB
-      all-gather                                    963      259.9 GB
-      all-to-all                                      1      127.5 MB
+    sent in a training step, by a device         count        within        beyond
+      all-reduce                                   564     265.7 GiB
+      all-gather                                   962     259.9 GiB
 """
 
 import ml_collections

@@ -1,75 +1,74 @@
 """How fast can a decoder of 8 B parameters, Llama 3's shape, be on a v5p-128 or a v6e-64?
 
     python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p-128
-    python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v6e-64
+    python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v6e-64 --only=train
 
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it MaxText measured 45.5 % (7,207 tokens/s a chip) at this size and length (v6e, 256).
 
-    machine     v5p:4x4x4: 64 x TPU v5p, 95.0 GB each
+    machine     v5p:4x4x4: 64 x TPU v5p, 95.0 GiB each
     mesh        fsdp 64
     model       8,030,261,248 parameters, 51.5GFLOP a token in training
     batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
+    decoding    64 rows, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
     attention   blockwise (splash: where tokens stand in their rows is not known): prefill
     attention   reference: decode
 
-    a device's memory           train      evaluate       prefill        decode
-      parameters             479.6 MB      479.6 MB      479.6 MB      479.6 MB
-      optimizer              959.3 MB
-      cache and inputs       320.0 KB      320.0 KB        1.0 MB        1.0 GB
-      padding                  1.5 KB           0 B           0 B         764 B
-      activations              4.6 GB
-      temporaries             11.9 GB        3.8 GB        3.9 GB        4.0 GB
-      results, code           66.3 MB       21.7 MB        1.0 GB       16.7 MB
-      peak of 95.0 GB   18.0 GB (19%)   4.3 GB (5%)   5.4 GB (6%)   5.5 GB (6%)
-      compiled in                43 s          18 s          19 s          10 s
+    a device's memory            train      evaluate       prefill        decode
+      parameters             479.6 MiB     479.6 MiB     479.6 MiB     479.6 MiB
+      optimizer              959.3 MiB
+      cache and inputs       320.0 KiB     320.0 KiB       1.0 MiB       1.0 GiB
+      padding                  1.5 KiB           0 B           0 B         764 B
+      activations              4.6 GiB
+      temporaries             11.9 GiB       3.8 GiB       3.9 GiB       4.0 GiB
+      results, code           65.5 MiB      21.7 MiB       1.0 GiB      16.7 MiB
+      peak of 95.0 GiB  18.0 GiB (19%)  4.3 GiB (5%)  5.4 GiB (6%)  5.5 GiB (6%)
+      compiled in                108 s          24 s          19 s          11 s
 
     at least                          train      evaluate       prefill        decode
       compute at 459.0TFLOP/s        2.42 s      617.2 ms      162.9 ms          9 us
-      HBM at 2.8TB/s               662.9 ms       91.2 ms      563.3 ms       27.8 ms
-      network                      115.4 ms       31.2 ms       31.2 ms       31.2 ms
+      HBM at 2.8TB/s               664.6 ms       91.2 ms      563.3 ms       27.8 ms
+      network                      119.0 ms       31.2 ms       31.2 ms       31.2 ms
       a step                         2.42 s      617.2 ms      563.3 ms       31.2 ms
       bound by                      compute       compute           HBM       network
       MFU at most 75.9%; 6.8k tokens/s a chip, 37.4G a day
-      the run: 2.8 days, 4,301 chip-hours
+      the run at least: 2.8 days, 4,301 chip-hours, without evaluation and checkpoints
       decoding: 2.1k tokens/s for 64 rows
 
-    messages of a training step, a device         count        within        beyond
-      all-reduce                                    163       29.4 GB
-      all-gather                                    259       28.5 GB
-      all-to-all                                      1      126.0 MB
+    sent in a training step, by a device         count        within        beyond
+      all-reduce                                   164      31.4 GiB
+      all-gather                                   258      28.5 GiB
 
-    machine     v6e:8x8: 64 x TPU v6e, 32.0 GB each
+    machine     v6e:8x8: 64 x TPU v6e, 32.0 GiB each
     mesh        fsdp 64
     model       8,030,261,248 parameters, 51.5GFLOP a token in training
     batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
     attention   splash: train
 
-    a device's memory           train
-      parameters             479.6 MB
-      optimizer              959.3 MB
-      cache and inputs       320.0 KB
-      padding                  1.5 KB
-      activations              4.7 GB
-      temporaries             11.7 GB
-      results, code           41.2 MB
-      peak of 32.0 GB   17.8 GB (56%)
-      compiled in                72 s
+    a device's memory            train
+      parameters             479.6 MiB
+      optimizer              959.3 MiB
+      cache and inputs       320.0 KiB
+      padding                  1.5 KiB
+      activations              4.7 GiB
+      temporaries             11.7 GiB
+      results, code           39.3 MiB
+      peak of 32.0 GiB  17.8 GiB (56%)
+      compiled in                 99 s
 
     at least                          train
       compute at 918.0TFLOP/s        1.21 s
-      HBM at 1.6TB/s                 1.06 s
-      network                      340.6 ms
+      HBM at 1.6TB/s                 1.07 s
+      network                      351.3 ms
       a step                         1.21 s
       bound by                      compute
       MFU at most 75.9%; 13.5k tokens/s a chip, 74.9G a day
-      the run: 33:36 h, 2,151 chip-hours
+      the run at least: 33:36 h, 2,151 chip-hours, without evaluation and checkpoints
 
-    messages of a training step, a device         count        within        beyond
-      all-reduce                                    163       29.4 GB
-      all-gather                                    387       27.5 GB
-      all-to-all                                      1      126.0 MB
+    sent in a training step, by a device         count        within        beyond
+      all-reduce                                   164      31.4 GiB
+      all-gather                                   386      27.5 GiB
 """
 
 import ml_collections

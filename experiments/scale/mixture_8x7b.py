@@ -5,26 +5,27 @@
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it MaxText measured 52.6 % (2,909 tokens/s a chip) for Mixtral 8x7B at this length (v5p, 256). Experts are dropless. Their rows
 take room for the case that all tokens of eight devices ask for one's experts; with mesh.expert=1 the bound is the same 3.87 s of compute,
-the peak 24.3 GB and the HBM's part 1.25 s, but a step of decoding takes 177 ms. With capacity_factor=1.25 the bound is 4.67 s, 60.9 %.
+the peak 24.3 GiB and the HBM's part 1.25 s, but a step of decoding takes 177 ms. With capacity_factor=1.25 the bound is 4.67 s, 60.9 %.
 
-    machine     v5p:4x4x8: 128 x TPU v5p, 95.0 GB each
+    machine     v5p:4x4x8: 128 x TPU v5p, 95.0 GiB each
     mesh        fsdp 16 x expert 8
     model       46,702,792,704 parameters, 79.7GFLOP a token in training
     batch       2,097,152 tokens; 100,000 steps are 209.7G tokens
+    decoding    128 rows, prompts of 2,048 tokens, a cache of 4,096
     attention   splash: train, evaluate
     attention   blockwise (splash: where tokens stand in their rows is not known): prefill
     attention   reference: decode
 
-    a device's memory           train       evaluate       prefill        decode
-      parameters               1.7 GB         1.7 GB        1.7 GB        1.7 GB
-      optimizer                3.4 GB
-      cache and inputs       320.0 KB       320.0 KB        1.0 MB      512.0 MB
-      padding                  1.5 KB            0 B           0 B         508 B
-      activations              5.8 GB
-      temporaries             39.0 GB        19.6 GB        3.0 GB        1.6 GB
-      results, code           72.2 MB        24.1 MB      528.4 MB        4.9 MB
-      peak of 95.0 GB   50.0 GB (53%)  21.4 GB (22%)   5.2 GB (6%)   3.8 GB (4%)
-      compiled in                85 s           28 s          16 s           4 s
+    a device's memory            train        evaluate       prefill        decode
+      parameters               1.7 GiB         1.7 GiB       1.7 GiB       1.7 GiB
+      optimizer                3.4 GiB
+      cache and inputs       320.0 KiB       320.0 KiB       1.0 MiB     512.0 MiB
+      padding                  1.5 KiB             0 B           0 B         508 B
+      activations              5.8 GiB
+      temporaries             39.0 GiB        19.6 GiB       3.0 GiB       1.6 GiB
+      results, code           72.2 MiB        24.1 MiB     528.4 MiB       4.9 MiB
+      peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (22%)  5.2 GiB (6%)  3.8 GiB (4%)
+      compiled in                 70 s            26 s          15 s           3 s
 
     at least                          train      evaluate       prefill        decode
       compute at 459.0TFLOP/s        3.87 s      953.2 ms      122.2 ms         54 us
@@ -33,13 +34,13 @@ the peak 24.3 GB and the HBM's part 1.25 s, but a step of decoding takes 177 ms.
       a step                         3.87 s      953.2 ms      208.5 ms       37.7 ms
       bound by                      compute       compute           HBM       network
       MFU at most 73.6%; 4.2k tokens/s a chip, 46.8G a day
-      the run: 4.5 days, 13,754 chip-hours
+      the run at least: 4.5 days, 13,754 chip-hours, without evaluation and checkpoints
       decoding: 3.4k tokens/s for 128 rows
 
-    messages of a training step, a device         count        within        beyond
-      all-gather                                    674      108.9 GB
-      reduce-scatter                                224       61.6 GB
-      all-reduce                                    262       14.9 GB
+    sent in a training step, by a device         count        within        beyond
+      all-gather                                   674     108.9 GiB
+      reduce-scatter                               224      61.6 GiB
+      all-reduce                                   262      14.9 GiB
 """
 
 import ml_collections

@@ -5,38 +5,37 @@
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it No fused kernel has T5's bias, so logits go through memory, which binds the step. T5X published no utilisation for this size on TPUs.
 
-    machine     v4:2x4x4: 32 x TPU v4, 32.0 GB each
+    machine     v4:2x4x4: 32 x TPU v4, 32.0 GiB each
     mesh        fsdp 32
     model       2,851,598,336 parameters, 9.1GFLOP a token in training
     batch       1,310,720 tokens; 500,000 steps are 655.4G tokens
     attention   reference (splash: the position scheme changes logits): train, evaluate
     attention   splash: train, evaluate
 
-    a device's memory           train      evaluate
-      parameters             340.4 MB      340.4 MB
-      optimizer               47.5 MB
-      cache and inputs       544.0 KB      544.0 KB
-      padding                     0 B           0 B
-      activations              2.7 GB
-      temporaries              9.1 GB        2.7 GB
-      results, code           77.0 MB       14.0 MB
-      peak of 32.0 GB   12.3 GB (38%)  3.0 GB (10%)
-      compiled in                59 s          17 s
+    a device's memory            train       evaluate
+      parameters             340.4 MiB      340.4 MiB
+      optimizer               47.5 MiB
+      cache and inputs       544.0 KiB      544.0 KiB
+      padding                      0 B            0 B
+      activations              2.7 GiB
+      temporaries              9.1 GiB        2.7 GiB
+      results, code           75.3 MiB       14.0 MiB
+      peak of 32.0 GiB  12.3 GiB (38%)  3.0 GiB (10%)
+      compiled in                 57 s           17 s
 
     at least                          train      evaluate
       compute at 275.0TFLOP/s        1.70 s      453.3 ms
       HBM at 1.2TB/s                 3.15 s      266.9 ms
-      network                      184.6 ms       40.9 ms
+      network                      185.5 ms       40.9 ms
       a step                         3.15 s      453.3 ms
       bound by                          HBM       compute
       MFU at most 43.1%; 13.0k tokens/s a chip, 36.0G a day
-      the run: 18.2 days, 13,987 chip-hours
+      the run at least: 18.2 days, 13,988 chip-hours, without evaluation and checkpoints
 
-    messages of a training step, a device         count        within        beyond
-      all-gather                                    786       10.3 GB
-      collective-permute                         12,705        5.5 GB
-      all-reduce                                     52        1.7 GB
-      all-to-all                                      1       15.5 MB
+    sent in a training step, by a device         count        within        beyond
+      all-gather                                   785      10.3 GiB
+      collective-permute                        12,705       5.5 GiB
+      all-reduce                                    53       1.8 GiB
 """
 
 import ml_collections

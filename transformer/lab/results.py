@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformer.config import Experiment
 from transformer.config_io import to_mapping
-from transformer.errors import UserError
+from transformer.errors import UserError, nearest
 from transformer.files import read_json
 from transformer.lab.study import load_study
 from transformer.sweeps import Grid, Sweep
@@ -105,6 +106,8 @@ def read(folders: Sequence[Path], metric: str = "", baseline: str = "") -> Resul
     sweep, arms, left_out = _of_study(folders[0]) if studies else _of_runs(folders)
     if metric:
         sweep = dataclasses.replace(sweep, metric=metric)
+    if baseline and baseline not in arms:
+        raise UserError(f"--baseline: no arm {baseline!r}; {nearest(baseline, arms)}")
     if baseline:
         sweep = dataclasses.replace(sweep, baseline=baseline)
     arms = {sweep.baseline: arms[sweep.baseline]} | arms
@@ -115,8 +118,9 @@ def read(folders: Sequence[Path], metric: str = "", baseline: str = "") -> Resul
             if run.diverged is None and not math.isfinite(run.last(sweep.metric)):
                 said = "is no number" if any(sweep.metric in line for line in run.lines) else "is not there (yet)"
                 left_out.append(f"{arm.name}, seed {seed}: {sweep.metric} {said}")
-    if not any(arm.values(sweep.metric) or arm.diverged for arm in arms.values()):
-        names = sorted({name for arm in arms.values() for run in arm.runs.values() for line in run.lines for name in line} - {"step"})
+    ended = [run for arm in arms.values() for run in arm.runs.values() if run.diverged is None]
+    if ended and not any(sweep.metric in line for run in ended for line in run.lines):
+        names = sorted({name for run in ended for line in run.lines for name in line} - {"step"})
         raise UserError(f"compare: no run has {sweep.metric!r}; --metric may be one of: {', '.join(names) or 'nothing yet'}")
     title = folders[0].resolve().name if len(folders) == 1 else f"{len(arms)} arms"
     return Results(title, sweep, arms, tuple(left_out), tuple(folders))
@@ -146,8 +150,8 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         raise UserError(f"compare: no run in {', '.join(map(str, folders))}")
     names, arms = [], {}
     for runs in groups.values():
-        name = runs[0].folder.resolve().name
-        names.append(name if name not in names else f"{runs[0].folder.resolve().parent.name}-{name}")
+        name = _name(runs[0].folder.resolve())
+        names.append(name if name not in names else f"{name}-{len(names)}")
     base = _flat(to_mapping(next(iter(groups.values()))[0].config))
     for name, runs in zip(names, groups.values(), strict=True):
         changes = {k: v for k, v in _flat(to_mapping(runs[0].config)).items() if base.get(k) != v and k != "seed"}
@@ -157,6 +161,12 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
     seeds = tuple(sorted({seed for arm in arms.values() for seed in arm.runs}))
     return Sweep(Grid(tuple((name, {"arm": name}) for name in arms)), seeds=seeds), arms, left_out
+
+
+def _name(folder: Path) -> str:
+    """Of an arm: its folder's, or where that is a seed's the folder's above."""
+    folder = folder.parent if re.fullmatch(r"seed-?\d+", folder.name) else folder
+    return re.sub(r"[^\w.=+,-]", "_", folder.name).lstrip("_.-+,=") or "run"
 
 
 def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Run | None:

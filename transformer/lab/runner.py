@@ -35,12 +35,12 @@ def groups(study: Study, runs: Sequence[Planned], most: int) -> list[list[Planne
     return [group for batches in found.values() for group in batches]
 
 
-def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, stream=sys.stderr) -> int:
+def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int) -> int:
     """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1]. Returns the exit
     code: 0 when all of its runs are over, 1 when some have failed, 143 when it was stopped."""
     waiting = [run for run in study.runs if not run.status().over]
     units = groups(study, waiting, most)[shard[0] - 1 :: shard[1]]
-    table, working, failed = _Table(study, stream), [], []
+    table, working, failed = _Table(study, sys.stderr), [], []
     with _stopping() as stopped:
         while (units and not stopped()) or working:
             while units and len(working) < jobs and not stopped():

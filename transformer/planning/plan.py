@@ -17,7 +17,7 @@ from transformer.planning.kernels import kernel
 from transformer.planning.model_flops import model_flops
 from transformer.planning.programs import PROGRAMS, Compiled, Programs, TooLarge
 from transformer.planning.roofline import Roofline, roofline
-from transformer.training.metrics import human_count, human_number, human_time
+from transformer.training.metrics import human_count, human_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,9 +320,9 @@ def _times(plan: Plan) -> list[str]:
             f"  MFU at most {plan.mfu:.1%}; {human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s a chip, {human_count(day)} a day"
         )
         run = plan.run
-        money = f", {human_number(run['money'])} at {plan.price:g} each" if "money" in run else ""
+        money = f", {_few(run['money'])} at {plan.price:g} each" if "money" in run else ""
         lines.append(
-            f"  the run at least: {human_time(run['seconds'])}, {human_number(run['chip_hours'])} chip-hours{money}, without evaluation and checkpoints"
+            f"  the run at least: {human_time(run['seconds'])}, {_few(run['chip_hours'])} chip-hours{money}, without evaluation and checkpoints"
         )
     if "decode" in parts and plan.topology.is_tpu:
         decoding, each = plan.config.decoding, parts["decode"].roofline.step
@@ -365,6 +365,11 @@ def table(rows: list[list[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def _few(x: float) -> str:
+    """4301.03 -> '4,301', 0.0312 -> '0.031'."""
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 
 def seconds(s: float) -> str:

@@ -18,7 +18,6 @@ from transformer.model.network import build_model
 from transformer.parallel.sharding import human_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.plan import Plan, make_plan, seconds, table
-from transformer.training.metrics import human_number
 from transformer.training.state import example_inputs
 
 LADDER = (("none", 1), ("dots", 1), ("full", 1), ("full", 2), ("full", 4), ("full", 8), ("full", 16), ("full", 32), ("full", 64))
@@ -85,7 +84,7 @@ def page(plans: list[Plan]) -> str:
             else ["does not fit" if not plan.fits else "", "", ""]
         )
         if priced:
-            fits.append(human_number(plan.run["money"]) if plan.fits and plan.step else "")
+            fits.append(f"{plan.run['money']:,.2f}" if plan.fits and plan.step else "")
         rows.append([str(number), _spell(plan.config), share, *fits])
     lines = table(rows)
     best = plans[0]

@@ -1,0 +1,392 @@
+"""The laboratory: statistics against SciPy, the guard, runs trained together, whole sweeps, and reports over runs made up here."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+from scipy import stats
+
+from transformer import Sweep, UserError, arms, product, vary
+from transformer.cli import main
+from transformer.config import Experiment
+from transformer.config_io import from_mapping, override, to_mapping
+from transformer.lab import guard, report, results, runner, verdict
+from transformer.lab.statistics import corrected, difference, mean
+from transformer.lab.study import Study
+from transformer.lab.together import NUMBERS, alike, train_together
+from transformer.training.loop import train
+from transformer.training.metrics import read_metrics
+
+
+def experiment(**changes) -> Experiment:
+    tree = {
+        "model": {"family": "decoder", **TINY, "vocab_size": 512, "max_length": 32, "position": "rotary"},
+        "data": {"corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "optimizer": {"warmup_steps": 4, "learning_rate": 1e-3},
+        "train": {"steps": 8, "log_every": 2, "eval_every": 4, "eval_batches": 2, "tensorboard": False},
+    }  # fmt: skip
+    for field, value in changes.items():
+        override(tree, field.replace("__", "."), value)
+    return from_mapping(Experiment, tree)
+
+
+# ---- statistics
+
+
+def test_means_and_differences_are_students():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(3, 1, 6), rng.normal(3.5, 1, 6)
+    low, high = stats.t.interval(0.95, 5, loc=a.mean(), scale=stats.sem(a))
+    found = mean(a)
+    np.testing.assert_allclose([found.mean, found.low, found.high], [a.mean(), low, high])
+    pairs = stats.ttest_rel(a, b)
+    one = difference(dict(enumerate(a)), dict(enumerate(b)) | {9: 100.0})
+    assert one.p == pytest.approx(pairs.pvalue) and one.mean.count == 6
+    np.testing.assert_allclose([one.mean.low, one.mean.high], pairs.confidence_interval(0.95))
+
+
+def test_an_interval_covers_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    covered = [(one := mean(rng.normal(size=3))).low <= 0 <= one.high for _ in range(4000)]
+    assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
+
+
+def test_holm_holds_the_family():
+    """Of many comparisons of nothing, something is found in one study of twenty, and not in most."""
+    found = {name: dataclasses.replace(difference({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.5}), p=p) for name, p in zip("abcd", (0.01, 0.04, 0.03, math.nan), strict=True)}
+    assert {name: one.p for name, one in corrected(found).items() if name != "d"} == {"a": 0.03, "b": 0.06, "c": 0.06}
+    rng, wrong = np.random.default_rng(2), []
+    draw = lambda: dict(enumerate(rng.normal(size=5)))
+    for _ in range(400):
+        base = draw()
+        wrong.append(any(one.tells for one in corrected({str(i): difference(draw(), base) for i in range(6)}).values()))
+    assert 0 < np.mean(wrong) < 0.08
+
+
+def test_too_few_to_tell():
+    assert math.isnan(mean([3.0]).low) and mean([]).count == 0
+    assert math.isnan(difference({0: 1.0}, {0: 2.0}).p) and not difference({0: 1.0}, {0: 2.0}).tells
+    same = {0: 1.0, 1: 2.0}
+    assert difference(same, same).p == 1.0 and not difference(same, same).tells
+    assert difference({0: 2.0, 1: 3.0}, same).tells  # the same to the last bit in every seed
+
+
+# ---- the guard
+
+
+def facts_of(sweep, **base):
+    configs = {arm: experiment(**base | {k.replace(".", "__"): v for k, v in changes.items()}) for arm, changes in sweep.arms.items()}
+    return configs, {arm: guard.facts(config) for arm, config in configs.items()}
+
+
+def test_what_is_not_declared_is_refused():
+    sweep = Sweep(vary("model.position", "rotary", "t5", "alibi"))
+    _, found = facts_of(sweep)
+    assert found["t5"].parameters - found["rotary"].parameters == 32 * 4
+    with pytest.raises(UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+\n(.|\n)*declared=\{'parameters'"):
+        guard.check(sweep, found)
+    guard.check(dataclasses.replace(sweep, declared={"parameters": "T5's bias"}), found)
+    guard.check(Sweep(vary("model.position", "rotary", "alibi")), {arm: found[arm] for arm in ("rotary", "alibi")})
+    with pytest.raises(UserError, match="'params' is nothing that is compared; there is: parameters"):
+        guard.check(dataclasses.replace(sweep, declared={"params": "?"}), found)
+
+
+@pytest.mark.parametrize(
+    ("grid", "name"),
+    [
+        (vary("model.d_ff", 32, 64), "flops"),
+        (vary("model.max_length", 32, 2048), None),
+        (arms(reads={}, fills={"model.family": "encoder", "model.num_encoder_layers": 2, "data.objective": "masked_lm"}), "tokenizer"),
+        (vary("data.batch_size", 8, 16), None),  # said by the field itself
+        (vary("optimizer.warmup_steps", 1, 4), None),
+        (vary("model.attention_backend", "reference", "blockwise"), None),
+    ],
+)
+def test_each_fact_is_found(grid, name):
+    sweep = Sweep(grid, declared={"parameters": "of it"})
+    _, found = facts_of(sweep)
+    lines = guard.undeclared(sweep, found)
+    assert any(line.startswith(name) for line in lines) if name else not lines
+
+
+def test_another_backend_is_found():
+    """A scheme that blocks cannot serve falls back to the plain path, where nobody asked for it."""
+    sweep = Sweep(vary("model.position", "rotary", "cope"), declared=dict.fromkeys(("parameters", "flops"), "of it"))
+    _, found = facts_of(sweep, model__attention_backend="blockwise")
+    (line,) = guard.undeclared(sweep, found)
+    assert line == "attention: rotary blockwise, cope reference"
+
+
+@pytest.mark.parametrize("what", ["parameters", "flops"])
+def test_arms_are_sized_equal(what):
+    sweep = Sweep(vary("model.num_decoder_layers", 2, 4), match=what)
+    configs, before = facts_of(sweep, model__d_ff=512)
+    found = {arm: guard.facts(config) for arm, config in guard.matched(sweep, configs, lambda line: None).items()}
+    of = lambda facts: [getattr(one, what) for one in facts.values()]
+    assert abs(np.subtract(*of(before))) > 0.2 * of(before)[0]
+    np.testing.assert_allclose(*of(found), rtol=guard.CLOSE)
+    assert not any(line.startswith(what) for line in guard.undeclared(sweep, found))
+
+
+def test_what_cannot_be_sized_is_refused():
+    sweep = Sweep(vary("model.num_decoder_layers", 1, 9), match="parameters")
+    configs, _ = facts_of(sweep)
+    with pytest.raises(UserError, match="'num_decoder_layers=9' cannot be sized to the baseline's parameters"):
+        guard.matched(sweep, configs, lambda line: None)
+    with pytest.raises(UserError, match="sizes arms by model.d_ff, which varies"):
+        guard.matched(Sweep(vary("model.d_ff", 8, 16), match="flops"), facts_of(Sweep(vary("model.d_ff", 8, 16)))[0], print)
+
+
+# ---- runs together
+
+
+def test_runs_together_equal_runs_alone(tmp_path):
+    """Seeds, rates, decay and dropout, each in its place; a run that diverges takes no other along; three devices take two runs each."""
+    numbers = [(0, 1e-3, 0.1, 0.1), (1, 1e-3, 0.1, 0.1), (0, 3e-3, 0.1, 0.1), (0, 1e-3, 0.3, 0.1), (0, 1e-3, 0.1, 0.4), (0, 1e9, 0.1, 0.1)]
+    configs = [experiment(**dict(zip([field.replace(".", "__") for field in NUMBERS], one, strict=True))) for one in numbers]
+    folders = [tmp_path / "together" / str(n) for n in range(len(configs))]
+    done = train_together(configs, folders)
+    assert done[:5] == [8] * 5 and done[5] < 8
+    for n in range(5):
+        alone = tmp_path / "alone" / str(n)
+        train(dataclasses.replace(configs[n], mesh=dataclasses.replace(configs[n].mesh, data=1)), alone)
+        ours, theirs = read_metrics(folders[n]), read_metrics(alone)
+        assert [line["step"] for line in ours] == [line["step"] for line in theirs] and len(ours) == 6
+        for a, b in zip(ours, theirs, strict=True):
+            same = [key for key in a if not key.startswith(("time/", "memory/"))]
+            np.testing.assert_allclose([a[key] for key in same], [b[key] for key in same], rtol=2e-4, err_msg=str(n))
+    losses = [read_metrics(folder)[-1]["eval/loss"] for folder in folders[:5]]
+    assert len(set(losses)) == 5, "every number matters"
+    assert any(line.get("train/diverged") for line in read_metrics(folders[5]))
+    assert json.loads((folders[0] / "manifest.json").read_text())["trained_together"] == 6
+
+
+def test_runs_together_go_on(tmp_path):
+    """Cut off after a checkpoint, and cut off while saving, when one was further."""
+    shorter = [experiment(seed=s, train__checkpoint_every=4, optimizer__schedule="constant", train__steps=4) for s in (0, 1)]
+    longer = [dataclasses.replace(config, train=dataclasses.replace(config.train, steps=8)) for config in shorter]
+    folders = [tmp_path / str(n) for n in range(2)]
+    assert train_together(shorter, folders) == [4, 4] and train_together(longer, folders) == [8, 8]
+    whole = [tmp_path / f"whole{n}" for n in range(2)]
+    train_together(longer, whole)
+    loss = lambda folder: read_metrics(folder)[-1]["eval/loss"]
+    np.testing.assert_allclose([loss(f) for f in folders], [loss(f) for f in whole], rtol=1e-6)
+    apart = [tmp_path / f"apart{n}" for n in range(2)]
+    train(dataclasses.replace(shorter[0], mesh=dataclasses.replace(shorter[0].mesh, data=1)), apart[0])
+    assert train_together(longer, apart) == [8, 8]
+    np.testing.assert_allclose([loss(f) for f in apart], [loss(f) for f in whole], rtol=1e-4)
+
+
+def test_what_is_no_number_is_trained_apart():
+    base = experiment()
+    assert alike(base) == alike(experiment(seed=3)) == alike(experiment(optimizer__learning_rate=0.5)) != alike(experiment(model__d_ff=48))
+    assert alike(experiment(model__dropout=0.1)) == alike(experiment(model__dropout=0.2)) != alike(base)  # none is another program
+    assert alike(experiment(mesh__tensor=2)) is None
+    with pytest.raises(ValueError, match="more than numbers"):
+        train_together([base, experiment(model__d_ff=48)], [None, None])
+
+
+# ---- whole sweeps
+
+FILE = """
+from transformer import *
+def get_config():
+    return CONFIG
+def sweep():
+    return Sweep(vary("optimizer.learning_rate", low=1e-3, wild=1e9), seeds=2, question="Does a rate of a thousand million train?")
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep of two arms and two seeds, one arm of which diverges, run by the command line."""
+    home = tmp_path_factory.mktemp("sweep")
+    config = to_mapping(experiment())
+    config["model"] |= {"d_head": 0, "num_kv_heads": 0}
+    (home / "x.py").write_text(FILE.replace("CONFIG", repr(config)))
+    environment = os.environ | {"TRANSFORMER_DATA": str(tmp_path_factory.getbasetemp() / "data"), "XLA_FLAGS": ""}
+    environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+
+    def sweep(*more):
+        command = [sys.executable, "-m", "transformer", "sweep", f"--config={home / 'x.py'}", f"--workdir={home / 'runs'}", *more]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    return home / "runs", sweep, sweep("--jobs=2", "--together=1")
+
+
+def test_a_sweep_ends_with_every_run_over(swept):
+    folder, sweep, first = swept
+    assert first.returncode == 0, first.stderr
+    assert "low (baseline)" in first.stdout and re.search(r"low +done \d\.\d+ +done", first.stderr)
+    assert re.search(r"wild +diverged @\d +diverged @\d", first.stderr) and "4 of 4 runs are over" in first.stderr
+    assert all((folder / "low" / f"seed-{seed}" / "test.json").exists() for seed in (0, 1))
+    before = sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
+    again = sweep("--dry-run")
+    assert again.returncode == 0 and "over: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout, again.stderr
+    assert before == sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
+    refused = sweep("--config.train.steps=9")
+    assert refused.returncode == 2 and "arm 'low' is another: train.steps was 8, is 9" in refused.stderr
+
+
+def test_a_sweep_is_compared(swept, capsys):
+    folder, *_ = swept
+    assert main(["compare", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "wild diverged with 2 of 2 seeds" in said.out and f"report: {folder / 'report' / 'index.html'}" in said.err
+    assert {path.name for path in (folder / "report").iterdir()} == {"index.html", "report.md", "summary.csv", "runs.csv", "curves.csv", "figures"}
+    assert main(["compare", str(folder), "--metric=test/blue"]) == 2
+    assert "no run has 'test/blue'; --metric may be one of: " in capsys.readouterr().err
+
+
+def make_study(folder, seeds=2):
+    sweep = Sweep(vary("model.position", "rotary", "alibi"), seeds=seeds)
+    configs, found = facts_of(sweep)
+    return Study(folder, sweep, configs, found)
+
+
+def test_who_has_a_run_has_it_alone(tmp_path):
+    run, other = make_study(tmp_path).runs[:2]
+    assert run.claim() and not run.claim() and run.status().kind == "running" and other.claim()
+    run.release("it broke")
+    assert run.status().kind == "failed" and run.status().why == "it broke"
+    assert run.claim() and run.status().kind == "running", "what has failed may be tried again"
+    claim = next((tmp_path / "claims").glob("rotary*"))
+    os.utime(claim, (0, 0))
+    assert run.status().kind == "waiting" and run.claim(), "nobody has renewed it"
+    claim.write_text(f"{os.uname().nodename} 999999999")
+    assert run.claim(), "its process is dead"
+
+
+def test_shards_take_every_run_once(tmp_path):
+    study = make_study(tmp_path, seeds=5)
+    units = runner.groups(study, study.runs, 2)
+    assert [len(unit) for unit in units] == [2, 2, 1, 2, 2, 1] and all(len({run.arm for run in unit}) == 1 for unit in units)
+    shares = [units[i - 1 :: 4] for i in range(1, 5)]
+    assert sorted(run.name for share in shares for unit in share for run in unit) == sorted(run.name for run in study.runs)
+    assert [len(unit) for unit in runner.groups(study, study.runs, 1)] == [1] * 10
+
+
+def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    study = make_study(tmp_path, seeds=1)
+    study.write()
+    program = "import sys, os; print('error: no such thing'); os.kill(os.getpid(), 9) if 'rotary' in sys.argv[-1] else sys.exit(1)"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([sys.executable, "-c", program, command[-1]], **more))
+    assert runner.run_study(study, jobs=1, shard=(1, 1), most=8) == 1
+    said = capsys.readouterr().err
+    assert "rotary/seed-0  failed: ended by SIGKILL (out of memory?)" in said and "alibi/seed-0  failed: exit code 1: no such thing" in said
+
+
+# ---- comparisons of runs that are made up
+
+
+def made_up(folder, arm, seed, loss, *, test="t", tokenizer="k", diverged=0, eval_losses=(), **changes):
+    where = folder / arm / f"seed-{seed}"
+    where.mkdir(parents=True)
+    (where / "config.json").write_text(json.dumps(to_mapping(experiment(seed=seed, **changes))))
+    data = {"objective": "CausalLM", "tokenizer_sha256": tokenizer, "test": {"sha256": test, "examples": 4}}
+    (where / "manifest.json").write_text(json.dumps({"data": data, "devices": ["cpu"], "parameters": 100, "attention_backends": {"reference": ""}}))
+    lines = [{"step": 4 * (n + 1), "eval/loss": x} for n, x in enumerate(eval_losses)]
+    lines += [{"step": 8, "train/loss": 3.0, "train/tokens": 1000, "time/tokens_per_second": 100.0}]
+    lines += [{"step": diverged, "train/diverged": True}] if diverged else [] if loss is None else [{"step": 8, "test/loss": loss}]
+    (where / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return where
+
+
+def compare(folder, **given):
+    study = sorted(path.parent for path in folder.glob("*/*/config.json"))
+    return verdict.judge(results.read(study, **given))
+
+
+def test_a_verdict_claims_what_the_interval_does(tmp_path):
+    for seed, noise in enumerate((0.0, 0.3, 0.1, 0.2)):  # a seed is good or bad for all arms
+        made_up(tmp_path, "a", seed, 4.0 + noise)
+        made_up(tmp_path, "b", seed, 4.1 + noise + 0.001 * seed, model__d_ff=48)
+        made_up(tmp_path, "c", seed, 4.0 + noise + (-1) ** seed * 0.05, model__d_ff=64)
+    found = compare(tmp_path)
+    said = " ".join(found.sentences)
+    assert list(found.rows) == ["a", "b", "c"]
+    a, b, c = found.rows.values()
+    assert b.to_baseline.tells and not c.to_baseline.tells and a.among_best and c.among_best and not b.among_best
+    assert "is worse than" in said and "cannot be told from" in said and "corrected for 2 comparisons" in said
+    assert a.value.half > 0.1 > b.to_baseline.mean.half, "pairs see what means do not"
+    higher = dataclasses.replace(found.results, sweep=dataclasses.replace(found.results.sweep, higher_is_better=True))
+    assert "is better than" in " ".join(verdict.judge(higher).sentences)
+
+
+def test_one_seed_claims_nothing(tmp_path):
+    made_up(tmp_path, "a", 0, 4.0)
+    made_up(tmp_path, "b", 0, 9.0, model__d_ff=48)
+    found = compare(tmp_path)
+    said = " ".join(found.sentences)
+    assert "no interval can be had, and nothing is claimed" in said and "worse" not in said and "better" not in said
+    assert not any(row.to_baseline and row.to_baseline.tells for row in found.rows.values())
+    assert "one seed" in report.markdown(found) and "there are no intervals" in report.markdown(found)
+
+
+def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
+    for seed in (0, 1):
+        made_up(tmp_path, "a", seed, 4.0 + seed)
+        made_up(tmp_path, "b", seed, 4.1 + seed, test="other", model__d_ff=48)
+        made_up(tmp_path, "c", seed, 4.2 + seed, tokenizer="other", model__d_ff=64)
+        made_up(tmp_path, "d", seed, float("nan") if seed else None, model__d_ff=72)
+        made_up(tmp_path, "e", seed, 4.3 + seed, model__d_ff=80)
+    (tmp_path / "e" / "seed-1" / "metrics.jsonl").write_text('{"step": 8, "test/lo')
+    found = compare(tmp_path)
+    told = "\n".join(found.results.left_out)
+    for words in ("was tested on another text", "has another tokenizer", "test/loss is no number", "test/loss is not there (yet)", "has logged nothing yet"):
+        assert words in told
+    assert next(iter(found.rows.values())).value.count == 2
+    page = report.write(found, tmp_path / "report")
+    assert "was tested on another text" in page.read_text()
+
+
+def test_divergence_is_a_result(tmp_path):
+    for seed in (0, 1):
+        made_up(tmp_path, "a", seed, 4.0 + seed)
+        made_up(tmp_path, "b", seed, 4.0 + seed, diverged=5 if seed else 0, model__d_ff=48)
+    found = compare(tmp_path)
+    assert any("diverged with 1 of 2 seeds, at step 5" in line for line in found.sentences)
+    assert [row.value.count for row in found.rows.values()] == [2, 1]
+
+
+def test_when_an_arm_is_as_good_as_the_baseline_at_its_end(tmp_path):
+    made_up(tmp_path, "a", 0, 4.0, eval_losses=(6.0, 5.0))
+    made_up(tmp_path, "b", 0, 4.0, eval_losses=(5.5, 4.5), model__d_ff=48)
+    made_up(tmp_path, "c", 0, 4.0, eval_losses=(6.5, 6.0), model__d_ff=64)
+    a, b, c = compare(tmp_path).rows.values()
+    assert (a.reaches, b.reaches) == (1.0, 0.75) and math.isnan(c.reaches)
+
+
+def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
+    grid = product(vary("model.d_ff", narrow=32, wide=64), vary("model.d_model", thin=16, thick=32))
+    sweep = Sweep(grid, seeds=3, declared=dict.fromkeys(("parameters", "flops"), "of it"))
+    configs, found = facts_of(sweep)
+    Study(tmp_path, sweep, configs, found).write()
+    for name in configs:
+        for seed in range(3):
+            made_up(tmp_path, name, seed, 4.0 + 0.2 * seed + 0.1 * ("wide" in name) + 0.01 * seed * ("thick" in name))
+    told = verdict.judge(results.read([tmp_path])).factors
+    wide, thick = told["model.d_ff"]["64 - 32"], told["model.d_model"]["32 - 16"]
+    assert wide.mean.mean == pytest.approx(0.1) and wide.tells and not thick.tells
+
+
+def test_the_page_stands_alone(tmp_path):
+    for seed in (0, 1, 2):
+        made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed, eval_losses=(6.0, 5.0))
+        made_up(tmp_path, "b<b>", seed, 4.5 + 0.1 * seed**2, eval_losses=(5.5, 4.5), model__d_ff=48)
+    page = report.write(compare(tmp_path), tmp_path / "report").read_text()
+    assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "url(" not in page and "<script" not in page
+    assert "b_b_" in page and "viewport" in page
+    assert page.count("data:image/png;base64,") == 5  # seeds, differences, loss by steps, tokens and time
+    for name in ("summary", "runs", "curves"):
+        assert len((tmp_path / "report" / f"{name}.csv").read_text().splitlines()) > 2
+    assert {path.suffix for path in (tmp_path / "report" / "figures").iterdir()} == {".png", ".pdf"}
