@@ -1,5 +1,6 @@
 # make run    install, fetch the text, train a small translator, evaluate it, translate
 # make test   install what tests need, run them
+# make ablation   train a small grid of norm placements and position schemes with three seeds, and write the report
 # make lint   what the tests also check: style and imports
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -13,6 +14,10 @@ run: .venv/installed
 	$(BIN)/python -m transformer evaluate --workdir=$(WORKDIR)
 	@printf 'Where is the library?\nI have never seen such a beautiful house.\nShe told me that she was going to buy a new car.\n' > $(WORKDIR)/examples.txt
 	$(BIN)/python -m transformer generate --workdir=$(WORKDIR) --input=$(WORKDIR)/examples.txt
+
+ablation: .venv/installed
+	$(BIN)/python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
+	$(BIN)/python -m transformer compare runs/ablation
 
 test: .venv/installed-test
 	$(BIN)/ruff check .
@@ -34,4 +39,4 @@ lint: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $@ .venv/installed
 
-.PHONY: run test lint
+.PHONY: run ablation test lint

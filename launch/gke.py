@@ -3,35 +3,49 @@
     python launch/gke.py NAME --topology=v5p:4x4x4 --slices=2 --image=REGION-docker.pkg.dev/PROJECT/REPO/transformer:TAG \\
         --bucket=MY_BUCKET --service-account=SA -- train --config=... --workdir=runs/8b --config.mesh.fsdp=64 --config.mesh.data=-1
 
-prints the manifest and hands it to `kubectl apply`; --dry-run prints it alone. The image is built by launch/Dockerfile:
+hands a manifest to `kubectl apply`; --dry-run prints both. --topology is written as for `plan`: v5p:4x4x4 or v5p-128. The image is
+built by launch/Dockerfile:
 
     docker build --file=launch/Dockerfile --tag=IMAGE . && docker push IMAGE
 
 The cluster needs the JobSet controller, a node pool of that topology and, for --bucket, the GCS FUSE driver and a Kubernetes service
-account that may use it. The bucket is the pods' /transformer/runs. Pods find each other by what GKE tells them. When a pod is preempted
-or dies, the whole set begins again, `--restarts` times at most, and the run goes on from its last checkpoint; exit code 2, a mistake,
-ends it. Follow it:   kubectl logs --follow -l jobset.sigs.k8s.io/jobset-name=NAME --prefix
-Delete it:            kubectl delete jobset NAME
+account that may use it. The bucket is the pods' /transformer/runs; all else they write goes with them. Pods find each other by what GKE
+tells them. When a pod is preempted or dies, the whole set begins again, `--restarts` times at most, and the run goes on from its last
+checkpoint; exit code 2, a mistake, ends it. To share out a sweep, start several of one host each, with --shard=1/4, --shard=2/4, ...
+
+Follow it:   kubectl logs --follow -l jobset.sigs.k8s.io/jobset-name=NAME --prefix
+Delete it:   kubectl delete jobset NAME
 """
 
-import argparse
 import json
-import math
 import sys
 
-from shell import MISTAKE, need_command, parse, run
+from shell import (
+    HOST,
+    MISTAKE,
+    ROOT,
+    Parser,
+    check_command,
+    check_name,
+    check_numbers,
+    check_workdir,
+    machine,
+    parse,
+    run,
+)
 
-CHIPS = {  # topology's name -> (the accelerator's name on GKE, chips of a host)
-    "v4": ("tpu-v4-podslice", 4), "v5e": ("tpu-v5-lite-podslice", 4), "v5p": ("tpu-v5p-slice", 4), "v6e": ("tpu-v6e-slice", 4),
+ACCELERATORS = {
+    "v4": "tpu-v4-podslice", "v5e": "tpu-v5-lite-podslice", "v5p": "tpu-v5p-slice", "v6e": "tpu-v6e-slice", "tpu7x": "tpu7x",
 }  # fmt: skip
+"""A kind of chip -> its name on GKE (cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus)."""
+
+SPOT = "cloud.google.com/gke-spot"
 
 
-def manifest(args) -> dict:
+def manifest(args, tpu) -> dict:
     """The JobSet, as Kubernetes reads it."""
-    chip, _, shape = args.topology.partition(":")
-    accelerator, per_host = CHIPS[chip]
-    chips = math.prod(map(int, shape.split("x")))
-    hosts, on_host = max(chips // per_host, 1), min(chips, per_host)
+    chips, shape = tpu.chips // tpu.slices, "x".join(map(str, tpu.shape))
+    hosts, on_host = max(chips // HOST, 1), min(chips, HOST)
     container = {
         "name": "transformer", "image": args.image, "workingDir": "/transformer", "command": ["python", "-m", "transformer", *args.command],
         "ports": [{"containerPort": 8471}, {"containerPort": 8431}],
@@ -39,9 +53,12 @@ def manifest(args) -> dict:
     }  # fmt: skip
     pod = {
         "restartPolicy": "Never", "hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet", "terminationGracePeriodSeconds": 120,
-        "nodeSelector": {"cloud.google.com/gke-tpu-accelerator": accelerator, "cloud.google.com/gke-tpu-topology": shape},
+        "nodeSelector": {"cloud.google.com/gke-tpu-accelerator": ACCELERATORS[tpu.kind], "cloud.google.com/gke-tpu-topology": shape},
         "containers": [container],
     }  # fmt: skip
+    if args.spot:
+        pod["nodeSelector"][SPOT] = "true"
+        pod["tolerations"] = [{"key": SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}]
     annotations = {}
     if args.bucket:
         annotations = {"gke-gcsfuse/volumes": "true"}
@@ -69,21 +86,25 @@ def manifest(args) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("name", help="of the JobSet")
-    parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5e:4x8, v6e:8x8, v4:2x2x4, ...")
+    parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5p-128, v5e:4x8, v6e-64, tpu7x:4x4x4, ...")
     parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("--spot", action="store_true", help="cheaper, and may be taken away")
     parser.add_argument("--image", required=True)
     parser.add_argument("--bucket", default="", help="holds the runs")
     parser.add_argument("--service-account", default="")
     parser.add_argument("--restarts", type=int, default=20)
     parser.add_argument("--dry-run", action="store_true", help="print what would be applied")
     args = parse(parser, argv)
-    chip, _, shape = args.topology.partition(":")
-    if chip not in CHIPS or not all(size.isdecimal() and int(size) for size in shape.split("x")):
-        parser.error(f"--topology: no {args.topology!r}; one of {', '.join(CHIPS)} and a shape, as v5p:4x4x4")
-    need_command(parser, args)
-    return run(["kubectl", "apply", "--filename=-"], args.dry_run, stdin=json.dumps(manifest(args), indent=2) + "\n")
+    check_name(args.name)
+    tpu = machine("--topology", args.topology, ACCELERATORS, args.slices)
+    check_numbers(args, restarts=0)
+    check_command(args.command, ROOT)
+    check_workdir(args.command, args.bucket)
+    return run(
+        ["kubectl", "apply", "--filename=-"], args.dry_run, stdin=json.dumps(manifest(args, tpu), indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
     python launch/local.py --processes=2 --devices=4 -- train --config=experiments/smoke.py --workdir=runs/smoke --config.mesh.fsdp=2
 
 Everything behind `--` is what `python -m transformer` is given. Every process has the same command and three variables (see
-transformer/parallel/processes.py). Lines of process 0 come as they are, those of the others with their number before them.
+transformer/parallel/processes.py). Lines of process 0 come as they are, those of the others with their number before them;
+what gloo says of its connections is left out.
 
 If one process dies, the others end within a minute. If all stopped to be restarted (a preemption: exit code 143), or one died, the
 command is started again, `--restarts` times at most. Ctrl-C and SIGTERM go to all, and nothing is started again.
 """
 
-import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -18,10 +19,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
-from shell import need_command, parse
+from shell import Parser, check_command, check_numbers, parse
 
 PATIENCE = 60  # seconds that the others have to notice that one is dead
+
+STOPPED = 143  # the exit code of a run that has saved, to go on
 
 
 def variables(index: int, count: int, devices: int, port: int) -> dict[str, str]:
@@ -52,18 +56,18 @@ def free_port() -> int:
 
 def run(command: list[str], count: int, devices: int, port: int, told: list[int]) -> int:
     """Starts all, waits for all; 0, or the first exit code that was not. Signals that came to this process are noted in `told`."""
-    processes = []
+    processes, copies = [], []
     for index in range(count):
         environment = os.environ | variables(index, count, devices, port)
-        out = None if index == 0 else subprocess.PIPE
-        processes.append(
-            # In a session of its own: a terminal's Ctrl-C comes through this process, once.
-            subprocess.Popen(
-                command, env=environment, stdout=out, stderr=subprocess.STDOUT if out else None, start_new_session=True
-            )
+        # In a session of its own: a terminal's Ctrl-C comes through this process, once. Process 0 may draw on a terminal by its stderr.
+        errors = subprocess.STDOUT if index else None
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
         )
-    for index, process in enumerate(processes[1:], 1):
-        threading.Thread(target=_copy, args=(index, process.stdout), daemon=True).start()
+        to, mark = (sys.stderr, f"[{index}] ") if index else (sys.stdout, "")
+        copies.append(threading.Thread(target=_copy, args=(process.stdout, to, mark), daemon=True))
+        processes.append(process)
+        copies[-1].start()
 
     def pass_on(number: int, frame) -> None:
         told.append(number)
@@ -72,35 +76,46 @@ def run(command: list[str], count: int, devices: int, port: int, told: list[int]
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return _wait(processes)
+        code = _wait(processes)
+        for copy in copies:
+            copy.join(timeout=5)  # longer only if a process has left one of its own behind
+        return code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _copy(index: int, stream) -> None:
-    for line in stream:
-        sys.stderr.write(f"[{index}] {line.decode(errors='replace')}")
+def _copy(stream, to, mark: str) -> None:
+    """Line by line. If nobody reads any more, the process is told so by the end of its stream."""
+    with stream, contextlib.suppress(BrokenPipeError):
+        for line in stream:
+            if not line.startswith(b"[Gloo] Rank"):
+                to.write(mark + line.decode(errors="replace"))
+                to.flush()
 
 
 def _wait(processes: list[subprocess.Popen]) -> int:
     first = 0  # the first exit code that was not zero
     until = None
-    while any(process.poll() is None for process in processes):
-        for index, process in enumerate(processes):
-            if not first and (code := process.poll()):
+    while True:
+        codes = [process.poll() for process in processes]
+        for index, code in enumerate(codes):
+            if code and not first:
                 first, until = code, time.monotonic() + PATIENCE
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                if code == STOPPED:
+                    how = f"was stopped (exit code {code}); the same command goes on from there"
                 print(f"process {index} of {len(processes)} {how}", file=sys.stderr)
+        if None not in codes:
+            return first
         if until and time.monotonic() > until:
             for process in processes:
                 process.kill()
         time.sleep(0.1)
-    return first or next((process.returncode for process in processes if process.returncode), 0)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--devices", type=int, default=1, help="simulated devices of each process")
     parser.add_argument("--port", type=int, default=0, help="of the coordinator; 0: a free one")
@@ -109,9 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
     args = parse(parser, argv)
-    need_command(parser, args)
-    if args.processes < 1 or args.devices < 1 or args.restarts < 0:
-        parser.error("--processes and --devices are 1 or more, --restarts 0 or more")
+    check_command(args.command, Path.cwd(), travels=False)
+    check_numbers(args, processes=1, devices=1, restarts=0)
     command = [sys.executable, "-m", "transformer", *args.command]
     if args.dry_run:
         for index in range(args.processes):

@@ -1,38 +1,42 @@
 """A run as a SLURM job, on GPUs or CPUs.
 
     python launch/slurm.py --nodes=4 --gpus-per-node=8 --time=24:00:00 -- \\
-        train --config=experiments/scale/decoder_1b.py --workdir=/shared/runs/1b --config.mesh.fsdp=-1 --config.mesh.data=1
+        train --config=experiments/vaswani_big.py --workdir=/shared/runs/vaswani_big
+    python launch/slurm.py --array=4 --gpus-per-node=1 -- sweep --config=experiments/ablation.py --workdir=/shared/runs/ablation
 
 One task a GPU (or, without GPUs, one a node); they find each other by what SLURM tells them. Two minutes before the time is up every
 task gets SIGTERM, saves and ends with exit code 143, and the job puts itself into the queue again, `--restarts` times at most; so it
 does when a process or a node dies. The run goes on from its last checkpoint. A run that is done, or was a mistake (exit code 2), is not
 queued again.
 
+A sweep is one task on one node, which starts processes of its own; --array=N shares its runs out among N such jobs (--shard=1/N to N/N).
+
 --workdir must lie on a file system that all nodes share, and so must this folder and its .venv. Whatever else a cluster asks for
 (partition, account, constraint) goes into --sbatch, once for each: --sbatch=--partition=gpu --sbatch=--account=me.
 """
 
-import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
 
-from shell import MISTAKE, need_command, parse, run
-
-ROOT = Path(__file__).resolve().parent.parent
+from shell import MISTAKE, ROOT, Parser, check_command, check_numbers, mistake, option, parse, run
 
 
 def script(args) -> str:
     """What sbatch is given."""
-    tasks = args.gpus_per_node or 1
+    tasks = 1 if args.command[0] == "sweep" else args.gpus_per_node or 1
     options = [f"--job-name={args.name}", f"--nodes={args.nodes}", f"--ntasks-per-node={tasks}", f"--time={args.time}",
                "--signal=TERM@120", "--requeue", "--open-mode=append", f"--output={args.log}", *args.sbatch]  # fmt: skip
     if args.gpus_per_node:
         options.append(f"--gpus-per-node={args.gpus_per_node}")
     if args.cpus_per_task:
         options.append(f"--cpus-per-task={args.cpus_per_task}")
+    if args.array:
+        options.append(f"--array=0-{args.array - 1}")
     platform = [] if args.gpus_per_node else ["env", "JAX_PLATFORMS=cpu"]
     command = shlex.join([*platform, ".venv/bin/python", "-m", "transformer", *args.command])
+    command += f" --shard=$((SLURM_ARRAY_TASK_ID+1))/{args.array}" if args.array else ""
     again = f"[ $code -ne 0 ] && [ $code -ne {MISTAKE} ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {args.restarts} ]"
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), f"cd {shlex.quote(str(args.folder))}"]
     lines += [f"srun --wait=120 {command}", "code=$?"]
@@ -40,15 +44,32 @@ def script(args) -> str:
     return "\n".join(lines) + "\n"
 
 
+def check(args) -> None:
+    """Ends with exit code 2 if SLURM would not take it, or would take it for something else."""
+    check_command(args.command, Path(args.folder))
+    check_numbers(args, nodes=1, gpus_per_node=0, cpus_per_task=0, array=0, restarts=0)
+    if not re.fullmatch(r"(\d+-)?\d+(:[0-5]?\d){,2}", args.time):
+        mistake(f"--time: {args.time!r}; minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, as 24:00:00")
+    sweep = args.command[0] == "sweep"
+    if args.array and not sweep:
+        mistake(f"--array: {args.array}; it shares out a sweep, not {args.command[0]}; leave it out")
+    if args.array and option(args.command, "--shard"):
+        mistake(f"--shard: every task of --array={args.array} has its own; leave it out")
+    if sweep and args.nodes > 1:
+        mistake(f"--nodes: {args.nodes}; a sweep is on one node; share it out with --array={args.nodes}")
+    if not (Path(args.folder) / ".venv").is_dir():
+        print(
+            f"launch: no {args.folder}/.venv on this machine; the job starts its bin/python: make it first",
+            file=sys.stderr,
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options] -- VERB ...",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=0, help="0: CPUs")
     parser.add_argument("--cpus-per-task", type=int, default=0)
+    parser.add_argument("--array", type=int, default=0, metavar="N", help="share a sweep out among N jobs; 0: one job")
     parser.add_argument("--time", default="24:00:00")
     parser.add_argument("--restarts", type=int, default=20)
     parser.add_argument("--name", default="transformer")
@@ -57,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sbatch", action="append", default=[], metavar="--OPTION=VALUE")
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
     args = parse(parser, argv)
-    need_command(parser, args)
+    check(args)
     return run(["sbatch"], args.dry_run, stdin=script(args))
 
 

@@ -295,10 +295,11 @@ sys.exit(local.run([sys.executable, "-c", sys.argv[1]], 2, 1, 12355, []))
 
 
 def test_local_relays_all_but_the_chatter_of_gloo():
-    child = "import sys; print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('said\\n' * 20000, end=''); print('told', file=sys.stderr)"
+    child = (
+        "import sys; print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('said'); sys.stderr.write('told\\n')"
+    )
     done = subprocess.run([sys.executable, "-c", LOCAL, child], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "said\n" * 20000
-    assert sorted(done.stderr.splitlines()) == ["[1] said"] * 20000 + ["[1] told", "told"]
+    assert done.stdout == "said\n" and sorted(done.stderr.splitlines()) == ["[1] said", "[1] told", "told"]
 
 
 def test_local_tells_a_stop_from_a_failure():
@@ -413,3 +414,12 @@ def test_a_tool_that_is_missing_is_named():
         command = [sys.executable, f"launch/{script}", *options, *TRAIN]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and done.stderr.endswith(f"launch: {tool} is not installed here\n")
+
+
+def test_the_launchers_know_the_verbs_that_there_are(capsys):
+    from transformer.cli import main
+
+    main([])
+    said = capsys.readouterr().out.partition("verbs:")[2]
+    known = launch("slurm.py", "--", "trian", code=2).partition("there is: ")[2]
+    assert set(re.findall(r"^ {4}(\w+) ", said, re.M)) == set(known.strip().split(", "))

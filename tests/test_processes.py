@@ -203,7 +203,9 @@ def test_a_process_that_is_alone_has_every_row():
         np.testing.assert_array_equal(share.rows(16), np.arange(16))
 
 
-def test_the_launcher_prints_what_would_run(capsys):
+def test_the_launcher_prints_what_would_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.py").touch()
     assert (
         local.main(["--processes=2", "--devices=4", "--port=9999", "--dry-run", "--", "train", "--config=a b.py"]) == 0
     )
