@@ -11,6 +11,7 @@ from flax.core import FrozenDict
 from transformer.checks import LARGEST, at_least, in_unit_interval, one_of, positive
 from transformer.data import objectives
 from transformer.errors import UserError
+from transformer.evaluation import kinds
 from transformer.model.config import Choice, ModelConfig
 
 __all__ = [
@@ -191,6 +192,7 @@ class TrainConfig:
     log_every: int = 50
     eval_every: int = 0  # 0: at the end only
     eval_batches: int = 0  # of the validation side, during training; 0: all
+    evaluators: tuple[Choice, ...] = ()  # what else is measured: loss_by_position | extrapolation | depth_profile, or dict(name=...)
     checkpoint_every: int = 0  # 0: at the end only
     keep_checkpoints: int = 2
     tensorboard: bool = True
@@ -202,6 +204,11 @@ class TrainConfig:
         at_least("train", self, 0, "eval_every", "eval_batches", "checkpoint_every", "average_checkpoints", "z_loss")
         at_least("train", self, 0, "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
+        object.__setattr__(
+            self, "evaluators", tuple(x if isinstance(x, str) else FrozenDict(x) for x in self.evaluators)
+        )
+        for spec in self.evaluators:
+            kinds.build(spec)
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
         if (self.init_new or self.init_drop) and not self.init_from:
             raise UserError("train.init_new and train.init_drop: they go with train.init_from, which is not set")

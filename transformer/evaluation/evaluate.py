@@ -14,6 +14,7 @@ from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
+from transformer.evaluation.evaluators import Subject, measure
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.translation import translate_and_score
 from transformer.files import read_json, write_whole
@@ -74,6 +75,7 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     share = Share(mesh)
     batches, text = data.batches(part, share.rows), data.store.meta[part] if objective.every_token else None
     found = evaluate_loss(eval_step, trained.params, batches, share, text=text)
+    found |= measure(Subject(config, trained.params, data, part, mesh), during=False)
     report = {"step": trained.step, "part": part}
     if objective.every_token:
         report["eval_overlap"] = config.data.eval_overlap

@@ -2,7 +2,8 @@
 
     y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )        an absent norm is the identity
 
-Sublayers side by side (GPT-J, GPT-NeoX, PaLM) are one sum over branches, each with its own norms and gate.
+Sublayers side by side (GPT-J, GPT-NeoX, PaLM) are one sum over branches, each with its own norms and gate. Who asks for the collection
+"intermediates" is told how large the stream and the branch are.
 
 Shape suffixes: B batch, T length, D d_model.
 """
@@ -10,6 +11,7 @@ Shape suffixes: B batch, T length, D d_model.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.model.config import ModelConfig
@@ -29,7 +31,7 @@ class Residual(nn.Module):
         self, x_BxTxD: jax.Array, *sublayers: Callable[[jax.Array], jax.Array], deterministic: bool
     ) -> jax.Array:
         p, norm = self.placement, self.config.norm_module
-        y = p.residual_scale * x_BxTxD if p.residual_scale else None
+        y = stream = p.residual_scale * x_BxTxD if p.residual_scale else None
         for i, f in enumerate(sublayers):
             suffix = f"_{i}" if i else ""
             h = norm(name="in_norm" + suffix)(x_BxTxD) if p.in_norm else x_BxTxD
@@ -41,5 +43,16 @@ class Residual(nn.Module):
                 zero = nn.with_logical_partitioning(nn.initializers.zeros, ())
                 h = self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype) * h
             y = h if y is None else y + h
+        if self.is_mutable_collection("intermediates"):
+            kept = 0.0 if stream is None else rms(stream)
+            branch = rms(y if stream is None else y - stream)
+            self.sow("intermediates", "sizes", {"stream": rms(x_BxTxD), "kept": kept, "branch": branch})
         y = norm(name="out_norm")(y) if p.out_norm else y
         return constrain(y, ("batch", "stream", "activation_embed"))
+
+
+def rms(x_BxTxD: jax.Array) -> jax.Array:
+    """The root of the mean square, over tokens that are there: padding is zero."""
+    x_BxTxD = x_BxTxD.astype(jnp.float32)
+    there = jnp.sum(jnp.any(x_BxTxD != 0, axis=-1))
+    return jnp.sqrt(jnp.sum(jnp.square(x_BxTxD)) / jnp.maximum(there * x_BxTxD.shape[-1], 1))

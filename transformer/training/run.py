@@ -18,6 +18,7 @@ from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
+from transformer.evaluation.evaluators import Subject, measure
 from transformer.evaluation.loss import evaluate_loss
 from transformer.files import check_room
 from transformer.model.network import build_model
@@ -51,10 +52,11 @@ class Run:
     log: MetricsLog
     progress: Progress
     recorder: Recorder
-    text_sha256: str
+    data: Data
 
     def __enter__(self) -> "Run":
-        if self.step and self.evaluation_due() and self.log.last("eval/loss") != self.step:
+        due = self.evaluation_due() if self.step else self.config.train.evaluators  # how it looks before the first step
+        if due and self.log.last("eval/loss") != self.step:
             self.evaluate()
         return self
 
@@ -85,15 +87,20 @@ class Run:
         with self.recorder.aside():
             most = self.config.train.eval_batches
             found = evaluate_loss(self.eval_step, self.state.eval_params, self.valid, self.share, most=most)
+            found |= measure(self._subject(most), during=True)
             self.log.write(self.step, **{f"eval/{name}": value for name, value in found.items()})
             self.progress.note(
                 f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {human_number(found['perplexity'])}, accuracy {found['accuracy']:.1%}"
             )
 
+    def _subject(self, most: int) -> Subject:
+        optimizer = build_optimizer(self.config.optimizer, self.config.train.steps)
+        return Subject(self.config, self.state.eval_params, self.data, "valid", self.share.mesh, most, self.state.opt_state, optimizer)
+
     def save(self) -> None:
         """A checkpoint of this step, with the position in the data and the open logging interval."""
         with self.recorder.aside():
-            host = {"data_step": self.step, "window": self.recorder.window, "text_sha256": self.text_sha256}
+            host = {"data_step": self.step, "window": self.recorder.window, "text_sha256": self.data.store.meta["train"]["sha256"]}
             host["layout"] = layout(self.config.model)
             self.checkpoints.save(self.state, self.step, host)
 
@@ -168,7 +175,7 @@ def begin(config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, s
     return Run(
         config, workdir, state, step, batches, valid, share,
         make_train_step(config, model, optimizer, mesh, placed), make_eval_step(config, model, mesh, placed.params),
-        checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window), text_sha256,
+        checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window), data,
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ FREE = (
     "train.log_every",
     "train.eval_every",
     "train.eval_batches",
+    "train.evaluators",
     "train.tensorboard",
     "train.wandb",
     "train.profile",

@@ -4,7 +4,7 @@ The loss is the sum over tokens divided by the sum of weights over the global ba
 or devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,30 @@ from transformer.training.loss import RouterSums, Sums, auto_chunks, cross_entro
 from transformer.training.state import TrainState
 
 
+def asked(batch: dict) -> tuple[str, ...]:
+    """What a batch asks for: tokens, labels, or both."""
+    return tuple(name for name in ("targets", "labels") if name in batch)
+
+
+def outputs(model: nn.Module, params, batch: dict, order: str, dropout_key=None, watch: Sequence[str] = ()):
+    """(what the model makes of a batch whose tokens stand in that order: (features, head), labels' logits, or both; the collections of
+    `watch`, where it sowed something)."""
+    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
+    given["deterministic"] = dropout_key is None
+    tokens = (batch["inputs"],)
+    if "source" in batch:
+        tokens = (batch["source"], batch["inputs"])
+        given |= {"source_positions": batch["source_positions"], "source_segment_ids": batch["source_segments"]}
+        given["source_order"] = "rows"
+    if "prefix" in batch:
+        given["prefix_mask"] = batch["prefix"]
+    if "token_types" in batch:
+        given["token_types"] = batch["token_types"]
+    rngs = None if dropout_key is None else {"dropout": dropout_key}
+    method = {("targets",): "features", ("labels",): "classify", ("targets", "labels"): "both"}[asked(batch)]
+    return model.apply({"params": params}, *tokens, **given, rngs=rngs, method=method, mutable=list(watch))
+
+
 def batch_sums(
     model: nn.Module,
     params,
@@ -33,30 +57,9 @@ def batch_sums(
 ) -> dict[str, Sums | RouterSums]:
     """The loss's sums over one batch (fields as in `data.batching`) for each thing it asks for: tokens, labels, or both; and
     for the routers of experts, while training."""
-    order = order_of(config.model, mesh)
+    asks, order = asked(batch), order_of(config.model, mesh)
     batch = arrange(batch, order, mesh)
-    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
-    given["deterministic"] = dropout_key is None
-    tokens = (batch["inputs"],)
-    if "source" in batch:
-        tokens = (batch["source"], batch["inputs"])
-        given |= {"source_positions": batch["source_positions"], "source_segment_ids": batch["source_segments"]}
-        given["source_order"] = "rows"
-    if "prefix" in batch:
-        given["prefix_mask"] = batch["prefix"]
-    if "token_types" in batch:
-        given["token_types"] = batch["token_types"]
-    rngs = None if dropout_key is None else {"dropout": dropout_key}
-    asks = tuple(name for name in ("targets", "labels") if name in batch)
-    method = {("targets",): "features", ("labels",): "classify", ("targets", "labels"): "both"}[asks]
-    found, sown = model.apply(
-        {"params": params},
-        *tokens,
-        **given,
-        rngs=rngs,
-        method=method,
-        mutable=["losses"] if dropout_key is not None else [],
-    )
+    found, sown = outputs(model, params, batch, order, dropout_key, ("losses",) if dropout_key is not None else ())
     features, logits = found if len(asks) == 2 else (found, found)
     sums = {}
     if "targets" in asks:

@@ -1,0 +1,144 @@
+"""What a run is measured by beside its loss."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY
+
+from transformer import UserError
+from transformer.config import Experiment
+from transformer.config_io import from_mapping
+from transformer.data.pipeline import open_data
+from transformer.evaluation.evaluate import evaluate, load_trained
+from transformer.evaluation.evaluators import Subject, measure
+from transformer.evaluation.loss import evaluate_loss
+from transformer.model.layout import flatten
+from transformer.model.network import build_model
+from transformer.parallel.mesh import make_mesh, use
+from transformer.parallel.sharding import Share
+from transformer.training.loop import train
+from transformer.training.metrics import read_metrics
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state, init_state, relayout
+from transformer.training.step import batch_sums, make_eval_step
+
+
+def experiment(*evaluators, mesh=(), **model) -> Experiment:
+    return from_mapping(Experiment, {
+        "model": {"family": "decoder", **TINY, "vocab_size": 512, "max_length": 32, "position": "rotary", "norm_placement": "pre", **model},
+        "data": {"corpus": "pydoc", "objective": "span_corruption" if model.get("family") == "encoder_decoder" else "causal_lm", "length": 16, "batch_size": 16, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2}, "mesh": {"data": 1, **dict(mesh)},
+        "train": {"steps": 4, "log_every": 2, "eval_every": 2, "eval_batches": 2, "tensorboard": False, "evaluators": evaluators},
+    })  # fmt: skip
+
+
+def measured(config, most=3, during=False, like=None):
+    """(what is found at the start, with the numbers that `like` starts with; the loss of the same batches, the parameters, a batch)."""
+    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
+    with use(make_mesh(config.mesh)) as mesh:
+        abstract, placed = abstract_state(config, model, optimizer, mesh)
+        if like is None:
+            state = init_state(config, model, optimizer, placed)
+        else:
+            with use(make_mesh(like.mesh)) as alone:
+                there = init_state(like, build_model(like.model), optimizer, abstract_state(like, build_model(like.model), optimizer, alone)[1])
+            state = jax.device_put(jax.device_get(relayout(jax.device_get(there), like.model, config.model, abstract)), placed)
+        data, share = open_data(config), Share(mesh)
+        subject = Subject(config, state.params, data, "valid", mesh, most, state.opt_state, optimizer)
+        found = measure(subject, during)
+        batches = data.batches("valid", share.rows)
+        loss = evaluate_loss(make_eval_step(config, model, mesh, placed.params), state.params, batches, share, most=most)
+        return found, loss["loss"], state.params, batches[0]
+
+
+def test_loss_by_position_adds_up_to_the_loss():
+    found, loss, *_ = measured(experiment({"name": "loss_by_position", "parts": 1}))
+    assert found["loss_by_position/00000"] == pytest.approx(loss, rel=1e-5)
+    parts, *_ = measured(experiment({"name": "loss_by_position", "parts": 4}))
+    assert list(parts) == [f"loss_by_position/{place:05d}" for place in (0, 4, 8, 12)]
+    assert len(set(parts.values())) == 4 and min(parts.values()) < loss < max(parts.values())
+
+
+def test_losses_in_longer_rows():
+    found, loss, *_ = measured(experiment({"name": "extrapolation", "times": 4, "tokens": 0}), most=0)
+    assert list(found) == [
+        "extrapolation/000016", "extrapolation/000032", "extrapolation_sliding/000032", "extrapolation/000064", "extrapolation_sliding/000064",
+    ]  # fmt: skip
+    assert found["extrapolation/000016"] == pytest.approx(loss, rel=1e-5)
+    assert len({round(x, 6) for x in found.values()}) == 5 and all(np.isfinite(x) for x in found.values())
+
+
+def test_what_sees_no_further_than_a_window_is_the_same_in_longer_rows():
+    """Without positions and with a window, two layers of it, a token sees 7 before it: in the second half of any row the same."""
+    found, *_ = measured(experiment({"name": "extrapolation", "times": 4, "tokens": 0}, position="none", window=4), most=0)
+    sliding = [found[f"extrapolation_sliding/{length:06d}"] for length in (32, 64)]
+    assert sliding[0] == pytest.approx(sliding[1], rel=2e-3) and sliding[0] != pytest.approx(found["extrapolation/000016"], rel=1e-5)
+
+
+def test_a_table_of_positions_ends():
+    found, *_ = measured(experiment({"name": "extrapolation", "times": 16, "sliding": False}, position="learned"))
+    assert list(found) == ["extrapolation/000016", "extrapolation/000032"]
+
+
+def test_gradients_by_depth_are_those_of_the_loss():
+    config = experiment("depth_profile")
+    found, _, params, batch = measured(config)
+    with use(make_mesh(config.mesh)) as mesh:
+        def loss(params):
+            return (sums := batch_sums(build_model(config.model), params, batch, config, mesh)["tokens"]).loss / sums.weight
+
+        grads = flatten(jax.jit(jax.grad(loss))(params))
+    for sublayer in ("self_attention", "feed_forward"):
+        for layer in range(2):
+            own = [g[layer] for path, g in grads.items() if path.startswith(f"decoder/layers/{sublayer}/")]
+            assert len(own) > 1
+            assert found[f"depth/gradient/decoder/{layer:02d}/{sublayer}"] == pytest.approx(np.sqrt(sum(np.sum(np.square(g)) for g in own)), rel=1e-4)
+    assert all(0 < value < 10 for name, value in found.items() if "/update/" in name)
+    stream = [found[f"depth/stream/decoder/{layer:02d}/{sublayer}"] for layer in range(2) for sublayer in ("self_attention", "feed_forward")]
+    branch = [found[f"depth/branch/decoder/{layer:02d}/{sublayer}"] for layer in range(2) for sublayer in ("self_attention", "feed_forward")]
+    embedded = np.asarray(params["embedding"]["embedding"])[batch["inputs"]]
+    assert stream[0] == pytest.approx(np.sqrt(np.mean(np.square(embedded[batch["segments"] > 0]))), rel=1e-4)
+    assert all(x > 0 for x in branch) and stream == sorted(stream), "a stream that is only added to grows"
+
+
+@pytest.mark.parametrize("other", [{"scan_layers": False}, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}}, {"pipeline_rounds": 2}])
+@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+def test_it_is_the_same_however_the_model_is_laid_out(family, other):
+    evaluators = "depth_profile", "loss_by_position"
+    here, *_ = measured(experiment(*evaluators, family=family))
+    there, *_ = measured(experiment(*evaluators, family=family, **other), like=experiment(family=family))
+    assert here.keys() == there.keys() and len(here) > 20
+    for name, value in here.items():
+        assert there[name] == pytest.approx(value, rel=1e-3), name
+
+
+def test_a_run_that_asks_is_measured_before_its_first_step_and_at_its_end(tmp_path):
+    config = experiment("depth_profile", "loss_by_position", {"name": "extrapolation", "times": 2, "tokens": 1000})
+    assert train(config, tmp_path / "run") == 4
+    lines = [line for line in read_metrics(tmp_path / "run") if "eval/depth/stream/decoder/00/self_attention" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4] and not any("eval/extrapolation" in name for line in lines for name in line)
+    with use(make_mesh(config.mesh)) as mesh:
+        evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
+    report = json.loads((tmp_path / "run" / "test.json").read_text())
+    assert {"extrapolation/000032", "loss_by_position/00000", "depth/gradient/decoder/01/feed_forward"} <= report.keys()
+    plain = dataclasses.replace(config, train=dataclasses.replace(config.train, evaluators=()))
+    train(plain, tmp_path / "plain")
+    losses = [[line["train/loss"] for line in read_metrics(tmp_path / name) if "train/loss" in line] for name in ("run", "plain")]
+    assert losses[0] == losses[1], "being measured changes nothing"
+
+
+@pytest.mark.parametrize(("evaluator", "message"), [
+    ("depth_profil", "train.evaluators: no 'depth_profil'; did you mean 'depth_profile'"), ({"name": "extrapolation", "times": 3}, "times: 3; a power of two"),
+    ({"name": "loss_by_position", "bins": 3}, "has no option 'bins'"), ({"name": "loss_by_position", "parts": 0}, "parts: 0 is too small"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused(evaluator, message):
+    with pytest.raises(UserError, match=message):
+        experiment(evaluator)
+
+
+def test_only_language_models_read_longer_rows():
+    with pytest.raises(UserError, match="extrapolation is of decoders"):
+        measured(experiment("extrapolation", family="encoder_decoder"))
