@@ -118,12 +118,12 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
 
 
 def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch):
-    from transformer.training import loop
+    from transformer.training import loop, run
 
     made = []
     for name in ("make_train_step", "make_eval_step"):
-        original = getattr(loop, name)
-        monkeypatch.setattr(loop, name, lambda *a, original=original: made.append(original(*a)) or made[-1])
+        original = getattr(run, name)
+        monkeypatch.setattr(run, name, lambda *a, original=original: made.append(original(*a)) or made[-1])
     loop.train(run_config, tmp_path / "run")
     assert [step._cache_size() for step in made] == [1, 1]
 

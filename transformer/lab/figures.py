@@ -44,10 +44,10 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
         said = f"Difference to {results.sweep.baseline}, seed by seed, with its 95 % interval. Right of the line is a higher {metric}."
         found["differences"] = (said, _differences(verdict, look, label(metric)))
     axes = {
-        "steps": ("training steps", lambda arm, run: {step: step for step, *_ in run.spent()} | {s: s for s, _ in run.curve("eval/loss")}),
-        "tokens": ("training tokens", lambda arm, run: {step: tokens for step, tokens, _ in run.spent()}),
-        "flops": ("floating-point operations of training", lambda arm, run: {step: tokens * arm.flops for step, tokens, _ in run.spent()} if arm.flops else {}),
-        "time": ("seconds of training", lambda arm, run: {step: seconds for step, _, seconds in run.spent()}),
+        "steps": ("training steps", lambda arm, step, tokens, seconds: step),
+        "tokens": ("training tokens", lambda arm, step, tokens, seconds: tokens),
+        "flops": ("floating-point operations of training", lambda arm, step, tokens, seconds: tokens * arm.flops),
+        "time": ("seconds of training", lambda arm, step, tokens, seconds: seconds),
     }
     for name, (x_label, x_of) in axes.items():
         if figure := _curves(results.arms, look, "eval/loss", x_label, label("validation/loss"), x_of):
@@ -98,15 +98,16 @@ def _arms_down(axes: plt.Axes, names) -> None:
 
 
 def _curves(arms: Mapping[str, Arm], look: Style, metric: str, x_label: str, y_label: str, x_of: Callable) -> Figure | None:
-    """Mean over seeds at each step that all of an arm's runs have, where the x of that step is the mean of theirs."""
+    """Mean over seeds at each step that all of an arm's runs have; the x of that step is the mean of theirs, between two log lines in
+    proportion."""
     drawn = []
     for name, arm in arms.items():
-        curves = [(dict(run.curve(metric)), x_of(arm, run)) for run in arm.runs.values() if run.diverged is None]
-        curves = [(ys, xs) for ys, xs in curves if ys]
-        steps = sorted(set.intersection(*(set(ys) & set(xs) for ys, xs in curves))) if curves else []
-        if len(steps) > 1:
-            means = [mean([ys[step] for ys, _ in curves]) for step in steps]
-            drawn.append((name, [float(np.mean([xs[step] for _, xs in curves])) for step in steps], means))
+        curves = [(dict(ys), np.array(run.spent())) for run in arm.runs.values() if run.diverged is None and (ys := run.curve(metric))]
+        steps = sorted(set.intersection(*(set(ys) for ys, _ in curves))) if curves else []
+        at = lambda step, spent: x_of(arm, step, *(np.interp(step, spent[:, 0], spent[:, n]) for n in (1, 2)))  # noqa: B023
+        xs = [float(np.mean([at(step, spent) for _, spent in curves])) for step in steps]
+        if len(steps) > 1 and any(xs):
+            drawn.append((name, xs, [mean([ys[step] for ys, _ in curves]) for step in steps]))
     if not drawn:
         return None
     figure, axes = _new(3.5)

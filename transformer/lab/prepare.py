@@ -21,7 +21,7 @@ def study(file: str, folder: Path, overrides: Mapping[str, str], tell: Callable[
     configs = matched(sweep, configs, tell)
     found = {arm: facts(config) for arm, config in configs.items()}
     check(sweep, found)
-    return Study(folder, sweep, configs, found)
+    return Study(folder, sweep, configs, found, file)
 
 
 def elsewhere(file: str, folder: Path, overrides: Mapping[str, str]) -> None:

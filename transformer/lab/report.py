@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 from transformer.files import write_whole
 from transformer.lab.figures import draw
 from transformer.lab.results import Results
+from transformer.lab.study import load_study
 from transformer.lab.verdict import Verdict, p_value, signed, spell, unit
 from transformer.parallel.sharding import human_bytes
 from transformer.training.metrics import human_count
@@ -138,7 +139,8 @@ def again(results: Results) -> str:
     where = " ".join(map(str, results.folders))
     lines = [f"python -m transformer compare {where}"]
     if len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists():
-        lines.insert(0, f"python -m transformer sweep --workdir={where}")
+        file = load_study(results.folders[0]).file
+        lines.insert(0, f"python -m transformer sweep --workdir={where}" + (f" --config={file}" if file else ""))
     return "\n".join(lines)
 
 

@@ -130,6 +130,7 @@ class Study:
     sweep: Sweep
     configs: Mapping[str, Experiment]  # of the arms, the baseline first
     facts: Mapping[str, Facts]
+    file: str = ""  # the experiment file that it came from
 
     @property
     def runs(self) -> list[Planned]:
@@ -157,7 +158,7 @@ class Study:
             arm: {"changes": to_mapping(changes), "facts": dataclasses.asdict(self.facts[arm]), "config": to_mapping(self.configs[arm])}
             for arm, changes in self.sweep.arms.items()
         }
-        write_whole(file, json.dumps(to_mapping(said) | {"arms": arms}, indent=2) + "\n")
+        write_whole(file, json.dumps({"file": self.file} | to_mapping(said) | {"arms": arms}, indent=2) + "\n")
 
 
 def load_study(folder: Path) -> Study:
@@ -166,14 +167,14 @@ def load_study(folder: Path) -> Study:
     if not file.exists():
         raise UserError(f"--workdir: no sweep in {folder} (no sweep.json)")
     said = read_json(file)
-    arms = said.pop("arms")
     try:
+        arms, source = said.pop("arms"), said.pop("file")
         sweep = Sweep(Grid(tuple((arm, one["changes"]) for arm, one in arms.items())), **said | {"seeds": tuple(said["seeds"])})
         configs = {arm: from_mapping(Experiment, one["config"]) for arm, one in arms.items()}
         facts = {arm: Facts(**{k: tuple(v) if isinstance(v, list) else v for k, v in one["facts"].items()}) for arm, one in arms.items()}
     except (TypeError, KeyError, AttributeError) as e:
         raise UserError(f"{file}: damaged ({type(e).__name__}: {e})") from None
-    return Study(Path(folder), sweep, configs, facts)
+    return Study(Path(folder), sweep, configs, facts, source)
 
 
 def _difference(old: Experiment, new: Experiment) -> str:

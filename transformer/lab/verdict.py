@@ -159,7 +159,7 @@ def _listed(names: list[str]) -> str:
 # ---- numbers as text
 
 
-def digits(half: float, most: int = 4) -> int:
+def digits(half: float, most: int = 3) -> int:
     """Decimals that an interval of this half-width allows: two of its own."""
     if not math.isfinite(half) or half <= 0:
         return 3
