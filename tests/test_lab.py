@@ -274,6 +274,15 @@ def test_shards_take_every_run_once(tmp_path):
     assert [len(unit) for unit in runner.groups(study, study.runs, 1)] == [1] * 10
 
 
+def test_what_is_whose_does_not_hang_on_what_is_over(tmp_path):
+    study = make_study(tmp_path, seeds=2)
+    names = lambda i: [run.name for unit in runner.share_of(study, (i, 2), 1) for run in unit]
+    before = names(1) + names(2)
+    assert len(before) == 4
+    made_up(tmp_path, *before[0].split("/seed-")[:1], int(before[0][-1]), 4.0, diverged=3)
+    assert names(1) + names(2) == before[1:]
+
+
 def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     study = make_study(tmp_path, seeds=1)
     study.write()
@@ -288,13 +297,14 @@ def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch,
 # ---- comparisons of runs that are made up
 
 
-def made_up(folder, arm, seed, loss, *, test="t", tokenizer="k", diverged=0, eval_losses=(), **changes):
+def made_up(folder, arm, seed, loss, *, more=(), test="t", tokenizer="k", diverged=0, eval_losses=(), **changes):
     where = folder / arm / f"seed-{seed}"
     where.mkdir(parents=True)
     (where / "config.json").write_text(json.dumps(to_mapping(experiment(seed=seed, **changes))))
     data = {"objective": "CausalLM", "tokenizer_sha256": tokenizer, "test": {"sha256": test, "examples": 4}}
     (where / "manifest.json").write_text(json.dumps({"data": data, "devices": ["cpu"], "parameters": 100, "attention_backends": {"reference": ""}}))
     lines = [{"step": 4 * (n + 1), "eval/loss": x} for n, x in enumerate(eval_losses)]
+    lines += [{"step": 0, **dict(more)}] if more else []
     lines += [{"step": 8, "train/loss": 3.0, "train/tokens": 1000, "time/tokens_per_second": 100.0}]
     lines += [{"step": diverged, "train/diverged": True}] if diverged else [] if loss is None else [{"step": 8, "test/loss": loss}]
     (where / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -383,10 +393,13 @@ def test_the_page_stands_alone(tmp_path):
     for seed in (0, 1, 2):
         made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed, eval_losses=(6.0, 5.0))
         made_up(tmp_path, "b<b>", seed, 4.5 + 0.1 * seed**2, eval_losses=(5.5, 4.5), model__d_ff=48)
+    for layer in range(3):
+        made_up(tmp_path, f"deep{layer}", 0, 4.0, model__d_ff=64 + 8 * layer, more={f"eval/depth/gradient/decoder/{n:02d}/feed_forward": n + 1 for n in range(3)})
     page = report.write(compare(tmp_path), tmp_path / "report").read_text()
+    assert (tmp_path / "report" / "figures" / "gradient_by_depth_decoder_first.png").exists()
     assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "url(" not in page and "<script" not in page
     assert "b_b_" in page and "viewport" in page
-    assert page.count("data:image/png;base64,") == 5  # seeds, differences, loss by steps, tokens and time
+    assert page.count("data:image/png;base64,") == 7  # seeds, differences, loss by steps, tokens and time, two profiles
     for name in ("summary", "runs", "curves"):
         assert len((tmp_path / "report" / f"{name}.csv").read_text().splitlines()) > 2
     assert {path.suffix for path in (tmp_path / "report" / "figures").iterdir()} == {".png", ".pdf"}

@@ -67,7 +67,7 @@ def refused(message: str):
         (lambda: DataConfig(length=8, target_length=6, packing=False, buckets=(2, 8)), r"data.buckets: \(2, 8\) times data.target_length / data.length"),
         (lambda: OptimizerConfig(decay_fraction=0.0), r"optimizer.decay_fraction: 0.0 must lie in \(0, 1\]"),
         (lambda: DecodingConfig(top_p=0.0), r"decoding.top_p: 0.0 must lie in \(0, 1\]"),
-        (lambda: load_experiment("experiments/smoke.py:arm"), "'experiments/smoke.py' takes no argument; leave out :arm"),
+        (lambda: load_experiment("experiments/smoke.py:arm"), r"'experiments/smoke.py' takes no argument and has no sweep\(\); leave out :arm"),
         (lambda: cli._overrides(["--config.seed"]), "--config.seed: no value; write --config.seed=VALUE"),
         (lambda: cli._overrides(["--config.seed", "--config.seed=1"]), "--config.seed: no value"),
     ],

@@ -5,6 +5,7 @@ Small enough for a phone's width, and alike in PNG, PDF and inside of the page.
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib
@@ -15,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from transformer.lab.results import Arm
-from transformer.lab.statistics import mean
+from transformer.lab.statistics import Mean, mean
 from transformer.lab.verdict import Verdict, unit
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -52,7 +53,60 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
     for name, (x_label, x_of) in axes.items():
         if figure := _curves(results.arms, look, "eval/loss", x_label, label("validation/loss"), x_of):
             found[f"loss_by_{name}"] = (f"Validation loss against {x_label}: mean over seeds, and its 95 % interval.", figure)
+    for name, (said, pattern, x_label, y_label, when, log) in PROFILES.items():
+        if figure := _profile(results.arms, look, re.compile(pattern), x_label, y_label, when, log):
+            found[name] = (f"{said}: mean over seeds, and its 95 % interval.", figure)
     return found
+
+
+PROFILES = {
+    "loss_by_position": ("Test loss by the place in the row", r"test/loss_by_position/(\d+)", "tokens before", "loss (nats per token)", "last", ""),
+    "extrapolation": ("Test loss in longer rows that do not overlap", r"test/extrapolation/(\d+)", "tokens in a row", "loss (nats per token)", "last", "x"),
+    "extrapolation_sliding": ("Test loss of the last tokens of longer rows", r"test/extrapolation_sliding/(\d+)", "tokens in a row", "loss (nats per token)", "last", "x"),
+} | {
+    f"{what}_by_depth_{side}_{when}": (
+        f"{said} by layer, {side}, {'before the first step' if when == 'first' else 'at the end'}", rf"eval/depth/{what}/{side}/(\d+)/feed_forward",
+        "layer", f"{said.lower()}, feed-forward", when, "y",
+    )
+    for what, said in {"gradient": "Norm of the gradient", "stream": "Root mean square of the stream", "branch": "Branch to stream", "update": "Update to weight"}.items()
+    for side in ("encoder", "decoder")
+    for when in ("first", "last")
+}  # fmt: skip
+"""What runs measure at several places (train.evaluators): name -> what it shows, the metrics' pattern, the axes, which line, which axis is a
+logarithm."""
+
+
+def _profile(arms: Mapping[str, Arm], look: Style, pattern: re.Pattern, x_label: str, y_label: str, when: str, log: str) -> Figure | None:
+    """One metric at several places, named by a number: mean over seeds."""
+    drawn = []
+    for name, arm in arms.items():
+        runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
+        places = sorted({(int(at.group(1)), key) for run in runs for key in run.names if (at := pattern.fullmatch(key))})
+        values = [mean([x for run in runs if math.isfinite(x := getattr(run, when)(key))]) for _, key in places]
+        if len(places) > 1 and any(one.count for one in values):
+            drawn.append((name, [place for place, _ in places], values))
+    if not drawn:
+        return None
+    figure, axes = _new(3.5)
+    for name, xs, values in drawn:
+        _line(axes, xs, values, name, look[name])
+    if "x" in log:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for _, xs, _ in drawn for x in xs})
+        axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
+    if "y" in log:
+        axes.set_yscale("log")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.legend(frameon=False, fontsize=8, ncols=2 if len(drawn) > 4 else 1)
+    return figure
+
+
+def _line(axes: plt.Axes, xs: Sequence[float], means: Sequence[Mean], name: str, look: dict) -> None:
+    """Means as a line, intervals as a band."""
+    axes.plot(xs, [m.mean for m in means], label=name, linewidth=1.5, markersize=4.5, markevery=max(1, len(xs) // 8), **look)
+    if all(math.isfinite(m.half) for m in means):
+        axes.fill_between(xs, [m.low for m in means], [m.high for m in means], color=look["color"], alpha=0.15, linewidth=0)
 
 
 def _new(height: float) -> tuple[Figure, plt.Axes]:
@@ -112,10 +166,7 @@ def _curves(arms: Mapping[str, Arm], look: Style, metric: str, x_label: str, y_l
         return None
     figure, axes = _new(3.5)
     for name, xs, means in drawn:
-        every = max(1, len(xs) // 8)
-        axes.plot(xs, [m.mean for m in means], label=name, linewidth=1.5, markersize=4.5, markevery=every, **look[name])
-        if all(math.isfinite(m.half) for m in means):
-            axes.fill_between(xs, [m.low for m in means], [m.high for m in means], color=look[name]["color"], alpha=0.15, linewidth=0)
+        _line(axes, xs, means, name, look[name])
     ends = sorted(m.mean for _, _, means in drawn for m in means)
     low, high = ends[0], ends[min(len(ends) - 1, int(0.9 * len(ends)))]
     axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformer.config_io import load_arms
 from transformer.errors import UserError
 from transformer.lab.guard import GIVEN_BY, check, facts, matched
-from transformer.lab.runner import groups
+from transformer.lab.runner import share_of
 from transformer.lab.study import Study
 from transformer.parallel.mesh import look_for_no_tpu
 from transformer.training.metrics import human_count
@@ -70,12 +70,12 @@ def describe_runs(study: Study, shard: tuple[int, int], most: int) -> str:
     """What would run, in which order, and what is done."""
     statuses = {run.name: run.status() for run in study.runs}
     over = [f"{name} ({status.kind})" for name, status in statuses.items() if status.over]
-    units = groups(study, [run for run in study.runs if not statuses[run.name].over], most)
     lines = [""]
-    for n, unit in enumerate(units, 1):
-        whose = "" if (n - 1) % shard[1] == shard[0] - 1 else "  (another machine)"
+    for n, unit in enumerate(share_of(study, shard, most), 1):
         said = ", ".join(run.name + (f" ({statuses[run.name].kind})" if statuses[run.name].kind != "waiting" else "") for run in unit)
-        lines.append(f"{n:>3}. {said}{'  together' if len(unit) > 1 else ''}{whose}")
+        lines.append(f"{n:>3}. {said}{'  together' if len(unit) > 1 else ''}")
+    if shard[1] > 1:
+        lines.append(f"of machine {shard[0]}; the rest is of the other {shard[1] - 1}")
     if over:
         lines.append(f"over: {', '.join(over)}")
     return "\n".join(lines) + "\n"

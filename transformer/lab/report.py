@@ -154,7 +154,7 @@ def tables(verdict: Verdict) -> dict[str, list[list]]:
         more = [one.mean.mean, one.mean.low, one.mean.high, one.p] if one else [""] * 4
         rows.append([blank(x) for x in (name, row.value.mean, row.value.low, row.value.high, row.value.count, len(row.arm.diverged), *more, row.arm.parameters, row.arm.flops)])
     runs = [(name, seed, run) for name, arm in results.arms.items() for seed, run in arm.runs.items()]
-    names = sorted({key for *_, run in runs for line in run.lines for key in line} - {"step"})
+    names = sorted({name for *_, run in runs for name in run.names})
     last = [["arm", "seed", "diverged_at", *names]]
     last += [[name, seed, run.diverged or "", *(blank(run.last(key)) for key in names)] for name, seed, run in runs]
     curves = [["arm", "seed", "step", "metric", "value"]]

@@ -40,6 +40,15 @@ class Run:
         """(step, value), finite ones."""
         return [(line["step"], line[name]) for line in self.lines if name in line and math.isfinite(line[name])]
 
+    def first(self, name: str) -> float:
+        """The first value of a metric; NaN if there is none."""
+        return next((float(line[name]) for line in self.lines if name in line), math.nan)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all metrics."""
+        return {name for line in self.lines for name in line} - {"step"}
+
     @property
     def together(self) -> int:
         """So many runs were trained as one program."""
@@ -120,7 +129,7 @@ def read(folders: Sequence[Path], metric: str = "", baseline: str = "") -> Resul
                 left_out.append(f"{arm.name}, seed {seed}: {sweep.metric} {said}")
     ended = [run for arm in arms.values() for run in arm.runs.values() if run.diverged is None]
     if ended and not any(sweep.metric in line for run in ended for line in run.lines):
-        names = sorted({name for run in ended for line in run.lines for name in line} - {"step"})
+        names = sorted({name for run in ended for name in run.names})
         raise UserError(f"compare: no run has {sweep.metric!r}; --metric may be one of: {', '.join(names) or 'nothing yet'}")
     title = folders[0].resolve().name if len(folders) == 1 else f"{len(arms)} arms"
     return Results(title, sweep, arms, tuple(left_out), tuple(folders))

@@ -35,12 +35,18 @@ def groups(study: Study, runs: Sequence[Planned], most: int) -> list[list[Planne
     return [group for batches in found.values() for group in batches]
 
 
+def share_of(study: Study, shard: tuple[int, int], most: int) -> list[list[Planned]]:
+    """The groups of machine shard[0] of shard[1], without what is over. What is whose does not hang on what is over: machines may begin one
+    after another."""
+    mine = groups(study, study.runs, most)[shard[0] - 1 :: shard[1]]
+    return [left for unit in mine if (left := [run for run in unit if not run.status().over])]
+
+
 def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int) -> int:
     """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1]. Returns the exit
-    code: 0 when all of its runs are over, 1 when some have failed, 143 when it was stopped."""
-    waiting = [run for run in study.runs if not run.status().over]
-    units = groups(study, waiting, most)[shard[0] - 1 :: shard[1]]
-    table, working, failed = _Table(study, sys.stderr), [], []
+    code: 0 when all of its runs are over, 1 when some have failed, 143 when it, or one of them, was stopped."""
+    units, table = share_of(study, shard, most), _Table(study, sys.stderr)
+    working, failed, cut = [], [], False
     with _stopping() as stopped:
         while (units and not stopped()) or working:
             while units and len(working) < jobs and not stopped():
@@ -56,10 +62,11 @@ def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int) -> 
                 if code is not None:
                     working.remove(child)
                     failed += child.end(code)
+                    cut |= code == 143
             table.show([run.name for child in working for run in child.runs])
             time.sleep(0.3)
     table.show([], last=True)
-    return 143 if stopped() else 1 if failed else 0
+    return 143 if cut or stopped() else 1 if failed else 0
 
 
 class _Child:
