@@ -11,7 +11,7 @@ from transformer.lab.guard import GIVEN_BY, check, facts, matched
 from transformer.lab.runner import share_of
 from transformer.lab.study import Study
 from transformer.parallel.mesh import look_for_no_tpu
-from transformer.training.metrics import human_count
+from transformer.training.metrics import columns, human_count
 
 
 def study(file: str, folder: Path, overrides: Mapping[str, str], tell: Callable[[str], None]) -> Study:
@@ -51,7 +51,6 @@ def describe(study: Study) -> str:
         parameters = f"{one.parameters:,}" if not more else f"{one.parameters:,} ({more:+,})"
         flops = human_count(one.flops) + ("" if one.flops == base.flops else f" ({one.flops / base.flops - 1:+.1%})")
         rows.append([arm + (" (baseline)" if arm == sweep.baseline else ""), said, parameters, flops, one.attention])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"asked       {sweep.question}"] if sweep.question else []
     config = study.configs[sweep.baseline]
     lines.append(f"decides     {sweep.metric}, {'higher' if sweep.higher_is_better else 'lower'} is better")
@@ -61,8 +60,7 @@ def describe(study: Study) -> str:
             lines.append(f"declared    {name}: {sweep.declared[name]}")
     if sweep.match:
         lines.append(f"matched     {sweep.match}")
-    lines.append("")
-    lines += ["  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", *columns(rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from transformer.files import read_json
 from transformer.lab.study import load_study
 from transformer.sweeps import Grid, Sweep
 from transformer.training.metrics import read_metrics
-from transformer.training.rundir import load_config
+from transformer.training.rundir import flat, load_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +161,9 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
     for runs in groups.values():
         name = _name(runs[0].folder.resolve())
         names.append(name if name not in names else f"{name}-{len(names)}")
-    base = _flat(to_mapping(next(iter(groups.values()))[0].config))
+    base = flat(to_mapping(next(iter(groups.values()))[0].config))
     for name, runs in zip(names, groups.values(), strict=True):
-        changes = {k: v for k, v in _flat(to_mapping(runs[0].config)).items() if base.get(k) != v and k != "seed"}
+        changes = {k: v for k, v in flat(to_mapping(runs[0].config)).items() if base.get(k) != v and k != "seed"}
         by_seed = {run.seed: run for run in runs}
         if len(by_seed) < len(runs):
             left_out.append(f"{name}: several runs of one seed; the last counts")
@@ -232,10 +232,3 @@ def _inside(tree, *keys):
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
-
-
-def _flat(tree: dict, prefix: str = "") -> dict:
-    out = {}
-    for key, value in tree.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformer.lab.study import Planned, Status, Study, load_study
 from transformer.lab.together import alike, train_together
-from transformer.training.metrics import human_time
+from transformer.training.metrics import columns, human_time
 from transformer.training.recorder import Diverged
 
 MOST_PARAMETERS = 100_000_000
@@ -173,8 +173,7 @@ def overview(study: Study, statuses: dict[str, Status]) -> list[str]:
     rows = [["arm", *(f"seed {seed}" for seed in study.sweep.seeds)]]
     for arm, config in study.configs.items():
         rows.append([arm, *(cell(statuses[f"{arm}/seed-{seed}"], config.train.steps) for seed in study.sweep.seeds)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return columns(rows)
 
 
 class _Table:

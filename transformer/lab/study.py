@@ -18,6 +18,7 @@ from transformer.files import read_json, write_whole
 from transformer.lab.guard import Facts
 from transformer.sweeps import Grid, Sweep
 from transformer.training.metrics import read_metrics
+from transformer.training.rundir import flat
 
 STALE = 90.0
 """A claim that nobody has renewed for so many seconds is of a machine that died."""
@@ -179,11 +180,5 @@ def load_study(folder: Path) -> Study:
 
 def _difference(old: Experiment, new: Experiment) -> str:
     """The first field in which two experiments differ."""
-
-    def walk(a, b, path: str) -> str | None:
-        if isinstance(a, dict) and isinstance(b, dict):
-            found = (walk(a.get(key), b.get(key), f"{path}.{key}" if path else key) for key in {**a, **b})
-            return next((line for line in found if line), None)
-        return None if a == b else f"{path} was {a!r}, is {b!r}"
-
-    return walk(to_mapping(old), to_mapping(new), "") or "nothing"
+    before, now = flat(to_mapping(old)), flat(to_mapping(new))
+    return next((f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in {**before, **now} if before.get(key) != now.get(key)), "nothing")

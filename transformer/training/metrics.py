@@ -135,6 +135,12 @@ class Progress:
         self._stream.flush()
 
 
+def columns(rows: list[list[str]]) -> list[str]:
+    """Rows of cells as lines whose columns stand under each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def human_time(seconds: float) -> str:
     """95 -> '1:35', 4000 -> '1:06 h'."""
     seconds = round(seconds)

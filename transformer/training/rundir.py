@@ -51,7 +51,7 @@ def check(workdir: Path, config: Experiment) -> None:
     if (workdir / "config.json").exists():
         if not trained(workdir):
             return  # a mended config may take the place
-        old, new = (_flat(to_mapping(c)) for c in (load_config(workdir), config))
+        old, new = (flat(to_mapping(c)) for c in (load_config(workdir), config))
         differ = [
             key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not key.startswith(FREE)
         ]
@@ -148,10 +148,11 @@ def _commit() -> str:
     return head.stdout.strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").stdout.strip() else "")
 
 
-def _flat(tree: dict, prefix: str = "") -> dict:
+def flat(tree: dict, prefix: str = "") -> dict:
+    """Dotted names of fields -> values."""
     out = {}
     for key, value in tree.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return out
 
 
