@@ -25,6 +25,7 @@ from transformer.training.loop import stop_signals, train
 from transformer.training.optimizer import build_optimizer
 from transformer.training.recorder import Diverged
 from transformer.training.run import Run, begin
+from transformer.training.rundir import flat
 from transformer.training.step import training_step
 
 NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.dropout")
@@ -36,15 +37,12 @@ def alike(config: Experiment) -> str | None:
     mesh = config.mesh
     if any(size not in (1, -1) for size in mesh.sizes.values()) or config.train.init_from or config.train.profile:
         return None
-    tree = to_mapping(config)
-    for field in NUMBERS:
-        *parents, last = field.split(".")
-        node = tree
-        for key in parents:
-            node = node[key]
-        if field != "seed" or not config.data.buckets:  # rows of other seeds come in other widths at a step
-            node[last] = node[last] > 0 if field != "seed" else "any"  # nothing of it is another program than some
-    return json.dumps(tree, sort_keys=True)
+    fields = flat(to_mapping(config))
+    for field in NUMBERS[1:]:
+        fields[field] = fields[field] > 0  # nothing of it is another program than some
+    if not config.data.buckets:  # else rows of other seeds come in other widths at a step
+        del fields["seed"]
+    return json.dumps(fields, sort_keys=True)
 
 
 def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> list[int]:
