@@ -13,8 +13,9 @@ from transformer.config import Experiment
 from transformer.config_io import from_mapping
 from transformer.data.pipeline import open_data
 from transformer.evaluation.evaluate import evaluate, load_trained
-from transformer.evaluation.evaluators import Subject, measure
+from transformer.evaluation.evaluators import measure
 from transformer.evaluation.loss import evaluate_loss
+from transformer.evaluation.subject import At, Subject
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
@@ -47,8 +48,7 @@ def measured(config, most=3, during=False, like=None):
                 there = init_state(like, build_model(like.model), optimizer, abstract_state(like, build_model(like.model), optimizer, alone)[1])
             state = jax.device_put(jax.device_get(relayout(jax.device_get(there), like.model, config.model, abstract)), placed)
         data, share = open_data(config), Share(mesh)
-        subject = Subject(config, state.params, data, "valid", mesh, most, state.opt_state, optimizer)
-        found = measure(subject, during)
+        found = measure(Subject(config, data, "valid", mesh, most, optimizer), At(state.params, state.opt_state), during)
         batches = data.batches("valid", share.rows)
         loss = evaluate_loss(make_eval_step(config, model, mesh, placed.params), state.params, batches, share, most=most)
         return found, loss["loss"], state.params, batches[0]
@@ -106,12 +106,15 @@ def test_gradients_by_depth_are_those_of_the_loss():
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_it_is_the_same_however_the_model_is_laid_out(family):
-    evaluators = "depth_profile", "loss_by_position"
-    here, *_ = measured(experiment(*evaluators, family=family))
-    others = [{"scan_layers": False}, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}}]
-    for other in [*others, {"pipeline_rounds": 2}] if family == "decoder" else others:
-        there, *_ = measured(experiment(*evaluators, family=family, **other), like=experiment(family=family))
-        assert here.keys() == there.keys() and len(here) > 20
+    evaluators = "depth_profile", "loss_by_position", "attention", "logit_lens"
+    # Without biases: that of keys has no gradient but the noise of sums, which Adam makes an update of its full size.
+    unbiased = lambda *asked, **more: experiment(*asked, family=family, use_bias=False, **more)
+    here, *_ = measured(unbiased(*evaluators))
+    others = [{"scan_layers": False}, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "attention_backend": "blockwise"}]
+    more = [{"pipeline_rounds": 2}, {"mesh": {"stage": 2, "context": 2, "data": 2}}]
+    for other in [*others, *more] if family == "decoder" else others:
+        there, *_ = measured(unbiased(*evaluators, **other), like=unbiased())
+        assert here.keys() == there.keys() and len(here) > 60
         for name, value in here.items():
             assert there[name] == pytest.approx(value, rel=1e-3), (name, other)
 
@@ -133,11 +136,27 @@ def test_a_run_that_asks_is_measured_before_its_first_step_and_at_its_end(tmp_pa
 
 @pytest.mark.parametrize(("evaluator", "message"), [
     ("depth_profil", "train.evaluators: no 'depth_profil'; did you mean 'depth_profile'"), ({"name": "extrapolation", "times": 3}, "times: 3; a power of two"),
+    ({"name": "loss_with", "change": "seed=3"}, "a field of the model"), ({"name": "probe", "task": "copi"}, "did you mean 'copy'"),
     ({"name": "loss_by_position", "bins": 3}, "has no option 'bins'"), ({"name": "loss_by_position", "parts": 0}, "parts: 0 is too small"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(evaluator, message):
     with pytest.raises(UserError, match=message):
         experiment(evaluator)
+
+
+def test_the_loss_with_a_field_changed():
+    found, loss, *_ = measured(experiment({"name": "loss_with", "change": "model.window=16"}, {"name": "loss_with", "change": "model.causal=False"}))
+    assert found["loss_with/model.window=16"] == pytest.approx(loss, rel=1e-6), "a window as wide as the row"
+    assert abs(found["loss_with/model.causal=False"] - loss) > 1e-3
+    with pytest.raises(UserError, match="changes the model's parameters"):
+        measured(experiment({"name": "loss_with", "change": "model.d_ff=64"}))
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_the_lens_ends_in_the_loss(placement):
+    found, loss, *_ = measured(experiment("logit_lens", norm_placement=placement), most=1)
+    assert found["lens/loss/01"] == pytest.approx(loss, rel=1e-5) and found["lens/agrees/01"] == 1.0
+    assert abs(found["lens/loss/00"] - loss) > 1e-3 and found["lens/agrees/00"] < 1
 
 
 def test_only_language_models_read_longer_rows():

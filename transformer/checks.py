@@ -88,6 +88,8 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
         kind = type(options[key])
         if isinstance(value, Mapping) and kind is str:  # a choice within a choice
             given[key] = FrozenDict(value)
+        elif isinstance(value, list) and kind is tuple:
+            given[key] = tuple(value)
         elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (
             kind is bool
         ):

@@ -62,6 +62,15 @@ curves.csv, figures/*.png and *.pdf. What it says is what intervals over seeds a
   python -m transformer compare runs/a runs/b --metric=test/bits_per_byte
 """
 
+INSPECT = """Look inside a trained model while it reads a text: what each token cost, what each layer would have said (the logit lens), where each head
+looks, how the stream grows. One page, which opens from disk.
+
+  python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?"
+  python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?" --target="¿Dónde está la biblioteca?"
+
+Without --text it asks for one, or reads standard input. A translator reads its own translation, unless --target is given.
+"""
+
 CONVERT = """Hugging Face weights (config.json and safetensors) to a run directory, and back. The tokenizer comes along.
 
   python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
@@ -200,6 +209,12 @@ def _main(argv: list[str]) -> int:
     compare.add_argument("--metric", default="", metavar="NAME", help="what decides: test/loss, test/bleu, eval/loss, ...")
     compare.add_argument("--baseline", default="", metavar="ARM", help="what the others are compared with")
     compare.add_argument("--output", type=_folder, metavar="DIR", help="default: report/ in the first DIR")
+
+    inspect = verb("inspect", _inspect, "attention maps, logit lens and profiles of a run for a text, as one page", INSPECT)
+    inspect.add_argument("--workdir", required=True, type=_folder, metavar="DIR")
+    inspect.add_argument("--text", metavar="TEXT", help="what the model is to read; default: asked for, or standard input")
+    inspect.add_argument("--target", default="", metavar="TEXT", help="what an encoder-decoder's decoder is to read; default: its own translation")
+    inspect.add_argument("--output", type=Path, metavar="FILE", help="default: inspect.html in DIR")
 
     convert = verb("convert", _convert, "Hugging Face weights to a run directory, and back", CONVERT)
     convert.add_argument("--workdir", required=True, type=_folder, metavar="DIR")
@@ -447,6 +462,28 @@ def _generate(args, overrides) -> int:
         sys.stdout.write(text)
     else:
         write_whole(Path(args.output), text)
+    return 0
+
+
+def _inspect(args, overrides) -> int:
+    from transformer.evaluation.evaluate import load_trained
+    from transformer.lab import inside, inspect_page
+    from transformer.parallel.mesh import use
+
+    config, mesh = _open(args, overrides)
+    output = args.output or args.workdir / "inspect.html"
+    if not output.resolve().parent.is_dir() or output.is_dir():
+        raise UserError(f"--output: {output} is a folder, or lies in none; name a file")
+    if args.target and not config.model.two_sides:
+        raise UserError(f"--target: model.family = {config.model.family!r} reads one text; put all of it into --text")
+    text = args.text
+    if text is None:
+        text = input("text: ") if sys.stdin.isatty() else "\n".join(_read_lines("-"))
+    with use(mesh):
+        trained = load_trained(args.workdir, config, mesh)
+        view = inside.look_inside(trained, mesh, text, args.target)
+    write_whole(output, inspect_page.page(view, f"Inside {args.workdir}", [f"Step {trained.step:,} of {trained.workdir}."]))
+    print(f"page: {output}", file=sys.stderr)
     return 0
 
 

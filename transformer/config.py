@@ -9,7 +9,7 @@ import dataclasses
 from flax.core import FrozenDict
 
 from transformer.checks import LARGEST, at_least, in_unit_interval, one_of, positive
-from transformer.data import objectives
+from transformer.data import objectives, probes
 from transformer.errors import UserError
 from transformer.evaluation import kinds
 from transformer.model.config import Choice, ModelConfig
@@ -32,7 +32,7 @@ class TokenizerConfig:
     """SentencePiece, trained from the run's own training text (both languages together) to `model.vocab_size` pieces, less what the
     objective keeps for its signs."""
 
-    kind: str = "unigram"  # unigram | bpe
+    kind: str = "unigram"  # unigram | bpe | char: every character a piece, at most model.vocab_size of them
     path: str = ""  # a SentencePiece .model, a tokenizer.json (extra [hf]) or a run's tokenizer.pair, to use instead of training one
     pad_id: int = -1  # of a given one: padding,
     bos_id: int = -1  # what a text, or a decoder, begins with,
@@ -43,7 +43,7 @@ class TokenizerConfig:
     max_sentences: int = 1_000_000  # read at most so many lines for training
 
     def __post_init__(self):
-        one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe"))
+        one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe", "char"))
         at_least("data.tokenizer", self, 1, "max_sentences")
         at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id", "source_bos_id")
         if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
@@ -55,8 +55,8 @@ class DataConfig:
     """Text to batches of static shape."""
 
     corpus: str = ""  # a known corpus (python -m transformer data), or "" to read the files below
-    format: str = "tsv"  # tsv | paired | text | jsonl | arrayrecord | huggingface
-    train: str = ""  # a path or glob, local or gs://; paired: "source,target"; huggingface: "name[/subset]:split"
+    format: str = "tsv"  # tsv | paired | text | jsonl | arrayrecord | huggingface | probe
+    train: str = ""  # a path or glob, local or gs://; paired: "source,target"; huggingface: "name[/subset]:split"; probe: "reverse:1-20"
     valid: str = ""  # "": held out from train
     test: str = ""
     fields: tuple[
@@ -86,7 +86,10 @@ class DataConfig:
             )
         if not isinstance(self.objective, str):
             object.__setattr__(self, "objective", FrozenDict(self.objective))
-        one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface"))
+        one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe"))
+        for part in ("train", "valid", "test") if self.format == "probe" else ():
+            if path := getattr(self, part):
+                probes.parse(path, f"data.{part}")
         one_of("data.too_long", self.too_long, ("drop", "cut"))
         at_least("data", self, 2, "length")
         at_least("data", self, 1, "batch_size", "held_out")
@@ -192,7 +195,7 @@ class TrainConfig:
     log_every: int = 50
     eval_every: int = 0  # 0: at the end only
     eval_batches: int = 0  # of the validation side, during training; 0: all
-    evaluators: tuple[Choice, ...] = ()  # what else is measured: loss_by_position | extrapolation | depth_profile, or dict(name=...)
+    evaluators: tuple[Choice, ...] = ()  # what else is measured (evaluation/kinds.py): loss_by_position | depth_profile | attention | ..., or dict(name=...)
     checkpoint_every: int = 0  # 0: at the end only
     keep_checkpoints: int = 2
     tensorboard: bool = True
@@ -205,7 +208,7 @@ class TrainConfig:
         at_least("train", self, 0, "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
         object.__setattr__(
-            self, "evaluators", tuple(x if isinstance(x, str) else FrozenDict(x) for x in self.evaluators)
+            self, "evaluators", tuple(x if isinstance(x, str) else _frozen(x) for x in self.evaluators)
         )
         for spec in self.evaluators:
             kinds.build(spec)
@@ -218,6 +221,10 @@ class TrainConfig:
             )
         if self.average_checkpoints > 1 and self.ema_decay:
             raise UserError("train.average_checkpoints and train.ema_decay: two ways to average; set one of them to 0")
+
+
+def _frozen(choice) -> FrozenDict:
+    return FrozenDict({key: tuple(value) if isinstance(value, list) else value for key, value in choice.items()})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
+from transformer.data import probes
 from transformer.errors import UserError
 
 Example = tuple[str, ...]
@@ -27,6 +28,8 @@ def read(
     count = 0
     if format == "paired":
         examples = _paired(path)
+    elif format == "probe":
+        examples = probes.parse(path).draw()
     else:
         reader = {"tsv": _tsv, "text": _text, "jsonl": _jsonl, "arrayrecord": _arrayrecord}[format]
         examples = (example for file in expand(path) for example in reader(file, fields))

@@ -138,7 +138,7 @@ class _Text:
 
     def fingerprint(self) -> list:
         """Names, sizes and dates of all files, without reading them."""
-        if self.format == "huggingface":
+        if self.format in ("huggingface", "probe"):
             return sorted(self.paths.items())
         files = [
             f

@@ -90,6 +90,10 @@ class Tokenizer:
         """The id of a piece, None if there is none."""
         raise NotImplementedError
 
+    def piece(self, i: int) -> str:
+        """The piece of an id, as a person is to see it: a space before it is `\u2581`."""
+        raise NotImplementedError
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids up to the first eos; pad, bos and ids that no piece has are left out."""
         ids = [int(i) for i in ids]
@@ -135,6 +139,9 @@ class SentencePiece(Tokenizer):
 
     def _text(self, ids):
         return self._processor.decode(ids)
+
+    def piece(self, i):
+        return self._processor.id_to_piece(i) if i < self.vocab_size else f"<{i}>"
 
     def find(self, piece):
         p = self._processor
@@ -187,6 +194,9 @@ class Fast(Tokenizer):
 
     def _text(self, ids):
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def piece(self, i):
+        return (self._tokenizer.id_to_token(i) or f"<{i}>").replace("\u0120", "\u2581").replace("\u010a", "\n")
 
     def find(self, piece):
         return self._tokenizer.token_to_id(piece)
@@ -258,6 +268,9 @@ class Pair(Tokenizer):
     def _text(self, ids):
         return self._models[1].decode_pieces([self._pieces[i] for i in ids if i in self._pieces])
 
+    def piece(self, i):
+        return self._pieces.get(i, f"<{i}>")
+
     def find(self, piece):
         return self.vocabulary.get(piece)
 
@@ -312,17 +325,19 @@ def find_tokenizer(folder: str | os.PathLike) -> Path | None:
 
 
 def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterable[str], reserved: int = 0) -> Tokenizer:
-    """Trains to exactly `vocab_size - reserved` pieces. Lines are sentences; the line end is a piece of its own. Of more than
+    """Trains to exactly `vocab_size - reserved` pieces ("char": at most). Lines are sentences; the line end is a piece of its own. Of more than
     `max_sentences` lines, an even sample (always the same) is read."""
     model, lines, pieces = io.BytesIO(), _sample(sentences, config.max_sentences), vocab_size - reserved
     if pieces < 1:
         raise UserError(
             f"model.vocab_size: {vocab_size} leaves no piece beside the {reserved} signs of data.objective; raise it"
         )
+    by_pieces = config.kind != "char"
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, vocab_size=pieces,
-            model_type=config.kind, byte_fallback=config.byte_fallback, character_coverage=config.character_coverage,
+            model_type=config.kind, byte_fallback=config.byte_fallback and by_pieces, hard_vocab_limit=by_pieces, add_dummy_prefix=by_pieces,
+            character_coverage=config.character_coverage,
             pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, user_defined_symbols=["\n"],
             normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
             num_threads=8, minloglevel=2,

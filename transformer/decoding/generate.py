@@ -39,14 +39,18 @@ class Generator:
             raise UserError("this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory")
         self._model = build_model(self.config.model)
         self._translates = self.config.model.two_sides
+        # A decoder that has learned answers to questions is told that the question is over, and its answer is a text by itself.
+        self._answers = not self._translates and self.config.objective.columns == ("source", "target")
         self._compiled: dict[int, Callable] = {}
         self._calls = 0  # texts answered before: each is sampled with a key of its own
 
     def __call__(self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> list[str]:
         """One output a text, in order: its translation, or what the model writes after it. `progress` is told how many are done."""
         ids = self.tokenizer.encode(texts)
-        if self._translates:
+        if self._translates or self._answers:
             ids = [[*self.tokenizer.before_source, *i] for i in ids]
+        if self._answers:
+            ids = [[*i, self.tokenizer.eos] for i in ids]
         out: list[str] = [""] * len(texts)
         done = 0
         for width, members in self._batches([len(i) for i in ids]).items():
@@ -62,7 +66,7 @@ class Generator:
 
     def _text(self, read: list[int], written: np.ndarray) -> str:
         """What was written, as text; a continuation keeps the space it may begin with."""
-        if self._translates:
+        if self._translates or self._answers:
             return self.tokenizer.decode(written)
         return self.tokenizer.decode([*read, *written])[len(self.tokenizer.decode(read)) :]
 

@@ -14,8 +14,9 @@ from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
-from transformer.evaluation.evaluators import Subject, measure
+from transformer.evaluation.evaluators import measure
 from transformer.evaluation.loss import evaluate_loss
+from transformer.evaluation.subject import At, Subject
 from transformer.evaluation.translation import translate_and_score
 from transformer.files import read_json, write_whole
 from transformer.model.network import build_model
@@ -75,11 +76,10 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     share = Share(mesh)
     batches, text = data.batches(part, share.rows), data.store.meta[part] if objective.every_token else None
     found = evaluate_loss(eval_step, trained.params, batches, share, text=text)
-    found |= measure(Subject(config, trained.params, data, part, mesh), during=False)
     report = {"step": trained.step, "part": part}
     if objective.every_token:
         report["eval_overlap"] = config.data.eval_overlap
-    examples, blocks, signatures, cut = data.store.examples(part), [], {}, 0
+    examples, blocks, signatures, cut, translations = data.store.examples(part), [], {}, 0, None
     generate = Generator(config, trained.params, trained.tokenizer) if objective.writes else None
     if objective.writes and not translates:
         prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]
@@ -87,6 +87,7 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     elif translates:
         began = time.perf_counter()
         sources, hypotheses, references, scores, signatures = translate_and_score(generate, examples, _show_progress)
+        translations = sources, hypotheses, references
         speed = len(sources) / (time.perf_counter() - began)
         found |= scores | {"sentences": len(sources), "sentences_per_second": speed}
         cut = generate.cut
@@ -94,6 +95,7 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
             lines = [f"source     {source}", f"model      {hypothesis}", *(f"reference  {r}" for r in refs)]
             blocks.append("\n".join(lines) + "\n")
     left_out = batches.report | ({"cut for translation": cut} if cut else {})
+    found |= measure(Subject(config, data, part, mesh), At(trained.params, translations=translations), during=False)
     report |= found | {"signatures": signatures, "left_out": left_out}
     if is_first():
         if blocks:

@@ -4,9 +4,11 @@ How each is measured stands in `evaluators.py`.
 """
 
 import dataclasses
+import re
 from typing import ClassVar
 
 from transformer.checks import at_least, build_choice
+from transformer.data import probes
 from transformer.errors import UserError
 
 
@@ -56,7 +58,75 @@ class DepthProfile:
     during: ClassVar[bool] = True
 
 
-KINDS = {kind.name: kind for kind in (LossByPosition, Extrapolation, DepthProfile)}
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Where each head of each layer looks, on one batch: entropy, weight on the first token, mean distance, weight on the token before,
+    largest logit; and, of a decoder on random tokens said twice, the induction score (Olsson et al. 2022). The model's own attention may be
+    any backend: it is computed once more, from queries and keys."""
+
+    name: ClassVar[str] = "attention"
+    during: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitLens:
+    """What the head would say if the stack ended behind each layer (nostalgebraist 2020), on one batch: its loss, and how often it says what
+    the last layer says."""
+
+    name: ClassVar[str] = "logit_lens"
+    during: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LossWith:
+    """Loss of the same parameters with one field of the model changed: `dict(name="loss_with", change="model.causal=True")`."""
+
+    name: ClassVar[str] = "loss_with"
+    during: ClassVar[bool] = True
+
+    change: str = ""
+
+    def __post_init__(self):
+        if not re.fullmatch(r"model\.[\w.]+=.+", self.change):
+            raise UserError(f"train.evaluators: loss_with: change: {self.change!r}; a field of the model and its value: 'model.window=16'")
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Synthetic tasks (data/probes.py) at lengths that may be beyond those trained: of fresh examples of each length, how many answers are
+    right from end to end, and how many of their tokens."""
+
+    name: ClassVar[str] = "probe"
+    during: ClassVar[bool] = True
+
+    task: str = ""  # "": the one that data.train names
+    lengths: tuple[int, ...] = ()  # (): the longest that data.train names, twice and four times that
+    examples: int = 256  # of each length
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "examples")
+        if self.task:
+            probes.look_up_task("train.evaluators: probe: task", self.task)
+        if not all(isinstance(length, int) and length > 0 for length in self.lengths):
+            raise UserError(f"train.evaluators: probe: lengths: {self.lengths}; positive numbers")
+
+
+@dataclasses.dataclass(frozen=True)
+class BleuByLength:
+    """BLEU of translations by the number of words in the source."""
+
+    name: ClassVar[str] = "bleu_by_length"
+    during: ClassVar[bool] = False
+
+    words: int = 5  # in each group so many more than in the one before
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "words")
+
+
+KINDS = {
+    kind.name: kind for kind in (LossByPosition, Extrapolation, LossWith, DepthProfile, Attention, LogitLens, Probe, BleuByLength)
+}
 
 
 def build(spec):

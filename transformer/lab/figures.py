@@ -87,7 +87,7 @@ def _profile(arms: Mapping[str, Arm], look: Style, pattern: re.Pattern, x_label:
             drawn.append((name, [place for place, _ in places], values))
     if not drawn:
         return None
-    figure, axes = _new(3.5)
+    figure, axes = new_figure(3.5)
     for name, xs, values in drawn:
         _line(axes, xs, values, name, look[name])
     if "x" in log:
@@ -109,7 +109,8 @@ def _line(axes: plt.Axes, xs: Sequence[float], means: Sequence[Mean], name: str,
         axes.fill_between(xs, [m.low for m in means], [m.high for m in means], color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _new(height: float) -> tuple[Figure, plt.Axes]:
+def new_figure(height: float) -> tuple[Figure, plt.Axes]:
+    """Of a phone's width, so high in inches, with a light grid."""
     figure, axes = plt.subplots(figsize=(WIDTH, height), dpi=200, layout="constrained")
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
@@ -120,7 +121,7 @@ def _new(height: float) -> tuple[Figure, plt.Axes]:
 
 def _by_arm(verdict: Verdict, look: Style, label: str) -> Figure:
     rows = {name: row for name, row in verdict.rows.items() if row.value.count}
-    figure, axes = _new(0.9 + 0.34 * len(rows))
+    figure, axes = new_figure(0.9 + 0.34 * len(rows))
     for at, (name, row) in enumerate(rows.items()):
         seeds = list(row.arm.values(verdict.results.sweep.metric).values())
         one = look[name]
@@ -134,7 +135,7 @@ def _by_arm(verdict: Verdict, look: Style, label: str) -> Figure:
 
 def _differences(verdict: Verdict, look: Style, label: str) -> Figure:
     rows = {name: row for name, row in verdict.rows.items() if row.to_baseline and row.to_baseline.mean.count > 1}
-    figure, axes = _new(0.9 + 0.34 * len(rows))
+    figure, axes = new_figure(0.9 + 0.34 * len(rows))
     axes.axvline(0, color="black", linewidth=1)
     for at, (name, row) in enumerate(rows.items()):
         one = row.to_baseline
@@ -164,7 +165,7 @@ def _curves(arms: Mapping[str, Arm], look: Style, metric: str, x_label: str, y_l
             drawn.append((name, xs, [mean([ys[step] for ys, _ in curves]) for step in steps]))
     if not drawn:
         return None
-    figure, axes = _new(3.5)
+    figure, axes = new_figure(3.5)
     for name, xs, means in drawn:
         _line(axes, xs, means, name, look[name])
     ends = sorted(m.mean for _, _, means in drawn for m in means)

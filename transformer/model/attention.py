@@ -7,13 +7,14 @@ Multi-head, grouped-query and multi-query attention are K = N, 1 < K < N and K =
 import jax
 from flax import linen as nn
 
-from transformer.model import attention_backends
+from transformer.model import attention_backends, attention_statistics
 from transformer.model.cache import KeyValue
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Linear
 from transformer.model.masks import Mask, Tokens
 from transformer.model.positions import Position
 from transformer.model.sharding import constrain
+from transformer.model.watch import watched
 
 
 class Attention(nn.Module):
@@ -67,6 +68,10 @@ class Attention(nn.Module):
         if cfg.attention_dropout and not deterministic:
             given = given.replace(dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
         inputs = (q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given.by_place())
+        if watched(self, "heads"):
+            self.sow("heads", "heads", attention_statistics.heads(q_BxTxNxH, kv.k_BxSxKxH, given))
+        if watched(self, "maps"):
+            self.sow("maps", "weights", attention_statistics.weights(q_BxTxNxH, kv.k_BxSxKxH, given)[0])
         out_BxTxNxH = attention_backends.choose(cfg.attention_backend, *inputs)(*inputs)
         out_BxTxNxH = by_heads(out_BxTxNxH)
         out = Linear(

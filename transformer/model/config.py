@@ -69,6 +69,7 @@ class ModelConfig:
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     attention_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
     attention_sink: bool = False  # a learned logit per head that attention may go to instead of a token (GPT-OSS)
+    causal: bool = True  # decoder: a token sees itself and what comes before; False: what comes after, too, which is what it is asked for
     prefix_lm: bool = False  # decoder: the tokens of a prefix see each other both ways (Raffel et al. 2020)
     window: int = 0  # keys fewer than so many positions away; 0: all
     attention_backend: str = "auto"  # auto | reference | blockwise | ring | splash (TPU) | cudnn (GPU); one that cannot serve falls back, and says so
@@ -202,6 +203,8 @@ class ModelConfig:
             raise UserError(
                 f"model.prefix_lm: True, but model.family = {self.family!r}; only a decoder alone reads a prefix"
             )
+        if not self.causal and ("decoder" not in self.sides or self.prefix_lm):
+            raise UserError("model.causal: False takes the mask off a decoder that has one; leave it at True without a decoder, or with prefix_lm")
         if not 0 <= self.pad_id < self.vocab_size:
             raise UserError(f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}")
 
@@ -300,7 +303,7 @@ class ModelConfig:
         """What a position scheme may know."""
         return positions.StackFacts(
             d_model=self.d_model, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, d_head=self.d_head,
-            d_value=self.value_size, max_length=max(self.max_length, self.random_positions), causal=side == "decoder" and not self.prefix_lm, param_dtype=self.param_dtype,
+            d_value=self.value_size, max_length=max(self.max_length, self.random_positions), causal=side == "decoder" and self.causal and not self.prefix_lm, param_dtype=self.param_dtype,
         )  # fmt: skip
 
     @property

@@ -89,6 +89,10 @@ class _OneStack(_Family):
     def features(self, tokens_BxT, **given) -> tuple[jax.Array, Head]:
         """What the language model's head is applied to, [B, T, E], and the head. Options as for `hidden`."""
         h_BxTxD, _ = self.hidden(tokens_BxT, **given)
+        return self.read(h_BxTxD)
+
+    def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
+        """The same of a last hidden state."""
         return self.unembedding(h_BxTxD, self.embedding.table_VxE)
 
     def classify(self, tokens_BxT, **given) -> jax.Array:
@@ -98,7 +102,7 @@ class _OneStack(_Family):
     def both(self, tokens_BxT, **given) -> tuple[tuple[jax.Array, Head], jax.Array]:
         """What `features` and what `classify` give, from one pass."""
         h_BxTxD, where = self.hidden(tokens_BxT, **given)
-        return self.unembedding(h_BxTxD, self.embedding.table_VxE), self.classifier(h_BxTxD, where)
+        return self.read(h_BxTxD), self.classifier(h_BxTxD, where)
 
     def __call__(self, tokens_BxT, **given) -> jax.Array:
         """int32[B, T] -> float32[B, T, V]; without `lm_head` what `classify` gives. Options as for `hidden`."""
@@ -123,7 +127,7 @@ class Decoder(_OneStack):
         """The logits of these tokens (or `last_only`), which follow those in the cache, and the cache with them in it."""
         where = self._locate(tokens_BxT, **given)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), where, cache=cache)
-        h_BxTxE, head = self.unembedding(h_BxTxD[:, -1:] if last_only else h_BxTxD, self.embedding.table_VxE)
+        h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
 
 
@@ -157,6 +161,10 @@ class EncoderDecoder(_Family):
             padding_mask=source_padding_mask, deterministic=deterministic, order=source_order,
         )  # fmt: skip
         h_BxTxD, _ = self._decoder(target_BxT, *encoded, None, deterministic, **given)
+        return self.read(h_BxTxD)
+
+    def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
+        """The same of a last hidden state."""
         return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
 
     def encode(self, source_BxS, *, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
@@ -173,7 +181,7 @@ class EncoderDecoder(_Family):
         The first call is given the encoder's output and keeps its keys and values in the cache; later ones pass None for it.
         """
         h_BxTxD, cache = self._decoder(target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **given)
-        h_BxTxE, head = self.unembedding(h_BxTxD[:, -1:] if last_only else h_BxTxD, self.target_embedding.table_VxE)
+        h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
 
     def _decoder(self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, **given):

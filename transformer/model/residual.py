@@ -2,8 +2,8 @@
 
     y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )        an absent norm is the identity
 
-Sublayers side by side (GPT-J, GPT-NeoX, PaLM) are one sum over branches, each with its own norms and gate. Who asks for the collection
-"intermediates" is told how large the stream and the branch are.
+Sublayers side by side (GPT-J, GPT-NeoX, PaLM) are one sum over branches, each with its own norms and gate. Who asks for
+"sizes" (watch.py) is told how large the stream and the branch are.
 
 Shape suffixes: B batch, T length, D d_model.
 """
@@ -18,6 +18,7 @@ from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.placements import Placement
 from transformer.model.sharding import constrain
+from transformer.model.watch import watched
 
 
 class Residual(nn.Module):
@@ -43,10 +44,10 @@ class Residual(nn.Module):
                 zero = nn.with_logical_partitioning(nn.initializers.zeros, ())
                 h = self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype) * h
             y = h if y is None else y + h
-        if self.is_mutable_collection("intermediates"):
+        if watched(self, "sizes"):
             kept = 0.0 if stream is None else rms(stream)
             branch = rms(y if stream is None else y - stream)
-            self.sow("intermediates", "sizes", {"stream": rms(x_BxTxD), "kept": kept, "branch": branch})
+            self.sow("sizes", "sizes", {"stream": rms(x_BxTxD), "kept": kept, "branch": branch})
         y = norm(name="out_norm")(y) if p.out_norm else y
         return constrain(y, ("batch", "stream", "activation_embed"))
 

@@ -21,6 +21,7 @@ from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual
 from transformer.model.sharding import axis_of, constrain
+from transformer.model.watch import WATCHED, any_watched, watched
 
 
 class Layer(nn.Module):
@@ -49,7 +50,7 @@ class Layer(nn.Module):
         if cfg.residual_init_scale:
             gains["out_gain"] = ((2 + cross) * cfg.num_layers(self.side)) ** -0.5
         residual = functools.partial(Residual, cfg)
-        mask = SAME_SEGMENT & CAUSAL if self.side == "decoder" else SAME_SEGMENT
+        mask = SAME_SEGMENT & CAUSAL if self.side == "decoder" and cfg.causal else SAME_SEGMENT
         if cfg.window:
             mask &= window(cfg.window)
         self_attention = Attention(cfg, self.side, **gains, name="self_attention")
@@ -87,6 +88,8 @@ class Layer(nn.Module):
             bare = i == 0 and not cfg.first_norm
             parts = dataclasses.replace(placement, in_norm=False) if bare else placement
             x_BxTxD = residual(parts, name=name)(x_BxTxD, *fs, deterministic=self.deterministic)
+        if watched(self, "streams"):
+            self.sow("streams", "after", x_BxTxD)
         return x_BxTxD, LayerCache(**kept) if cache is not None else None
 
 
@@ -183,7 +186,7 @@ class Stack(nn.Module):
             return x_BxTxD, tuple(written) if cache is not None else None
         _, stages = axis_of("layers")
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
-        spread = stages > 1 and cache is None and not self.is_initializing()
+        spread = stages > 1 and cache is None and not self.is_initializing() and not any_watched(self)
         if spread and not pipeline.why_not(len(x_BxTxD), micro, rounds):
             return self._pipelined(x_BxTxD, schemes, shared, deterministic, micro), None
         cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)
@@ -243,7 +246,7 @@ class Stack(nn.Module):
 def _looped(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
     """`cls`, called with (x, caches, position, *shared), over and over; its parameters and caches stacked along an axis of this name."""
     return nn.scan(
-        cls, length=length, variable_axes={"params": 0, "intermediates": 0, "losses": 0}, split_rngs={"params": True, "dropout": True},
+        cls, length=length, variable_axes=dict.fromkeys(("params", "losses", *WATCHED), 0), split_rngs={"params": True, "dropout": True},
         in_axes=(0, *(nn.broadcast,) * 6), metadata_params={nn.PARTITION_NAME: axis},
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) ->
     def share(window: int) -> float:
         window = -(-(window - 1) // block) + 1 if window else 0
         first = np.maximum(at - window + 1, 0) if window else np.zeros_like(at)
-        causal = side == "decoder" and not model.prefix_lm
+        causal = side == "decoder" and model.causal and not model.prefix_lm
         last = at if causal else np.minimum(at + window - 1, length - 1) if window else np.full_like(at, length - 1)
         return float(np.sum(last - first + 1)) / length**2
 

@@ -1,6 +1,7 @@
 """A run: what stands before its first step, and what is done beside its steps: evaluations, checkpoints, logs."""
 
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -18,8 +19,9 @@ from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
-from transformer.evaluation.evaluators import Subject, measure
+from transformer.evaluation.evaluators import measure
 from transformer.evaluation.loss import evaluate_loss
+from transformer.evaluation.subject import At, Subject
 from transformer.files import check_room
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory, check_rows
@@ -87,15 +89,18 @@ class Run:
         with self.recorder.aside():
             most = self.config.train.eval_batches
             found = evaluate_loss(self.eval_step, self.state.eval_params, self.valid, self.share, most=most)
-            found |= measure(self._subject(most), during=True)
+            found |= measure(self._subject, At(self.state.eval_params, self.state.opt_state), during=True)
             self.log.write(self.step, **{f"eval/{name}": value for name, value in found.items()})
             self.progress.note(
                 f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {human_number(found['perplexity'])}, accuracy {found['accuracy']:.1%}"
             )
 
-    def _subject(self, most: int) -> Subject:
-        optimizer = build_optimizer(self.config.optimizer, self.config.train.steps)
-        return Subject(self.config, self.state.eval_params, self.data, "valid", self.share.mesh, most, self.state.opt_state, optimizer)
+    @functools.cached_property
+    def _subject(self) -> Subject:
+        config = self.config
+        return Subject(
+            config, self.data, "valid", self.share.mesh, config.train.eval_batches, build_optimizer(config.optimizer, config.train.steps)
+        )
 
     def save(self) -> None:
         """A checkpoint of this step, with the position in the data and the open logging interval."""

@@ -16,14 +16,17 @@ def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, 
     Masked keys weigh exactly zero; a query with no key at all yields zeros, with finite gradients. Memory: B N T S numbers.
     """
     logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, given)
+    return read(softmax(logits_BxNxTxS, mask_BxTxS, given.sink_N), v_BxSxKxH, given, mask_BxTxS)
+
+
+def softmax(logits_BxNxTxS: jax.Array, mask_BxTxS: jax.Array, sink_N: jax.Array | None) -> jax.Array:
+    """Weights over the keys that the mask allows, zero elsewhere; with a sink they add up to less than one."""
     mask_Bx1xTxS = mask_BxTxS[:, None]
     logits_BxNxTxS = jnp.where(mask_Bx1xTxS, logits_BxNxTxS, jnp.finfo(jnp.float32).min)
-    weights_BxNxTxS = jnp.where(mask_Bx1xTxS, _softmax(logits_BxNxTxS, given.sink_N), 0.0)
-    return read(weights_BxNxTxS, v_BxSxKxH, given, mask_BxTxS)
+    return jnp.where(mask_Bx1xTxS, _softmax(logits_BxNxTxS, sink_N), 0.0)
 
 
 def _softmax(logits_BxNxTxS: jax.Array, sink_N: jax.Array | None) -> jax.Array:
-    """Over the keys, and the sink where there is one."""
     if sink_N is None:
         return jax.nn.softmax(logits_BxNxTxS, axis=-1)
     sink_BxNxTx1 = jnp.broadcast_to(sink_N.astype(jnp.float32)[:, None, None], (*logits_BxNxTxS.shape[:-1], 1))

@@ -1,0 +1,113 @@
+"""Synthetic tasks: the text that is made, and how answers are judged."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from transformer import UserError
+from transformer.config import Experiment
+from transformer.config_io import from_mapping
+from transformer.data import probes
+from transformer.data.pipeline import open_data
+from transformer.decoding.generate import Generator
+from transformer.evaluation.evaluate import evaluate, load_trained
+from transformer.parallel.mesh import make_mesh, use
+from transformer.training.loop import train
+
+
+def judged(task: str, question: str, answer: str) -> bool:
+    """Whether the answer is right, told in another way than it was made."""
+    match task:
+        case "copy" | "reverse" | "sort":
+            return answer == {"copy": question, "reverse": "".join(reversed(question)), "sort": "".join(sorted(question))}[task]
+        case "addition":
+            return int(answer) == eval(re.sub(r"\b0+(\d)", r"\1", question))
+        case "induction":
+            before, asked = question[:-1], question[-1]
+            return asked in before and (before.split(asked)[-1] + asked)[0] == answer
+        case "needle":
+            return question[:-1].count(question[-1]) == 1 and f"{question[-1]}{answer}" in question
+        case "dyck":
+            whole = question + answer
+            while (shorter := re.sub(r"\(\)|\[\]|\{\}", "", whole)) != whole:
+                whole = shorter
+            return not whole and not re.search(r"[(\[{]", answer) and bool(answer)
+
+
+@pytest.mark.parametrize("task", probes.TASKS)
+def test_answers_are_right(task):
+    wanted = probes.parse(f"{task}:4-24:300")
+    examples = list(wanted.draw())
+    assert len(set(examples)) > 250 and examples == list(wanted.draw()) and examples != list(probes.parse(f"{task}:4-25:300").draw())
+    for question, answer in examples:
+        assert judged(task, question, answer), (question, answer)
+    wrong = sum(judged(task, question, other) for (question, answer), (_, other) in zip(examples, examples[1:], strict=False) if answer != other)
+    assert wrong == 0
+    numbers = {len(question.split("+")[0]) - (task == "needle") for question, _ in examples}
+    assert numbers == set(range(4, 25)), "lengths are those that were asked for"
+
+
+@pytest.mark.parametrize(("path", "message"), [
+    ("copi:1-4", "did you mean 'copy'"), ("copy", "TASK:SHORTEST-LONGEST"), ("copy:4-1", "begin at 1 and grow"), ("copy:0-3", "begin at 1"),
+])  # fmt: skip
+def test_a_path_that_asks_for_nothing_is_refused(path, message):
+    with pytest.raises(UserError, match=f"data.train: .*{message}"):
+        experiment("decoder", path)
+
+
+def experiment(family: str, path: str = "copy:1-3:2000", **changes) -> Experiment:
+    return from_mapping(Experiment, {
+        "model": {"family": family, "vocab_size": 40, "d_model": 32, "d_ff": 64, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2, "max_length": 16, "position": "rotary", **changes},
+        "data": {"format": "probe", "train": path, "objective": "seq2seq", "length": 16, "batch_size": 32, "held_out": 32, "tokenizer": {"kind": "char"}},
+        "optimizer": {"warmup_steps": 10, "learning_rate": 1e-2}, "mesh": {"data": 1},
+        "train": {"steps": 120, "tensorboard": False, "evaluators": ({"name": "probe", "lengths": (2, 5), "examples": 64}, "bleu_by_length")},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
+def test_what_counts_as_right_is_what_the_model_would_write(family, tmp_path):
+    config = experiment(family)
+    train(config, tmp_path)
+    with use(make_mesh(config.mesh)) as mesh:
+        trained = load_trained(tmp_path, config, mesh)
+        evaluate(trained, mesh)
+        found, shares = json.loads((tmp_path / "test.json").read_text()), []
+        for length in (2, 5):
+            questions, answers = zip(*probes.Wanted("copy", length, length, 64).draw(), strict=True)
+            written = Generator(config, trained.params, trained.tokenizer)(questions)
+            shares.append(np.mean([a == b for a, b in zip(answers, written, strict=True)]))
+            assert found[f"probe/exact/{length:05d}"] == pytest.approx(shares[-1])
+            assert found[f"probe/exact/{length:05d}"] <= found[f"probe/tokens/{length:05d}"] < 1.01
+    assert shares[0] > 0.2 and shares[0] != shares[1], "something was learned, or nothing is compared"
+
+
+def test_a_decoder_is_asked_for_the_answer_alone():
+    config = experiment("decoder")
+    data = open_data(config)
+    rows = data.objective.rows(data.store, "train", config)
+    assert max(map(len, rows.rows)) > 1, "several pairs share a row"
+    tokenizer, (first, *_) = data.tokenizer, rows.segments(0, None)
+    question, answer = (tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1))
+    (asked,) = tokenizer.encode([answer])
+    assert first.inputs.tolist() == [tokenizer.bos, *tokenizer.encode([question])[0], tokenizer.eos, *asked]
+    assert first.targets.tolist() == [*first.inputs[1:], tokenizer.eos]
+    assert first.targets[first.weights > 0].tolist() == [*asked, tokenizer.eos] and first.prefix is None
+    whole = experiment("decoder", prefix_lm=True)
+    assert open_data(whole).objective.rows(data.store, "train", whole).segments(0, None)[0].prefix == len(question) + 2
+
+
+def test_pairs_that_are_too_long_for_a_decoder():
+    for too_long in ("drop", "cut"):
+        mapping = experiment("decoder", "copy:6-10:200")
+        config = from_mapping(Experiment, {"model": mapping.model, "data": {**vars(mapping.data), "too_long": too_long, "packing": False}})
+        data = open_data(config)
+        rows = data.objective.rows(data.store, "train", config)
+        sizes = [sum(len(data.store.texts("train", side)[i]) for side in (0, 1)) for i in range(len(data.store.texts("train", 0)))]
+        long = sum(size > 16 for size in sizes)
+        assert 0 < long < len(sizes) and list(rows.report.values()) == [long]
+        assert len(rows.lengths) == (len(sizes) if too_long == "cut" else len(sizes) - long) and max(rows.lengths) <= 16
+        for row in range(len(rows.lengths)):
+            (one,) = rows.segments(row, None)
+            assert len(one.inputs) == len(one.targets) == rows.lengths[row] and one.targets[-1] == data.tokenizer.eos

@@ -1,0 +1,59 @@
+"""What goes on by layer and sublayer: stream, branch, gradient, update."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.config import Experiment
+from transformer.evaluation.kinds import DepthProfile
+from transformer.evaluation.subject import At, Found, Subject
+from transformer.model.layout import flatten, part, where
+from transformer.training.step import batch_sums
+
+
+def depth_profile(kind: DepthProfile, subject: Subject, at: At) -> Found:
+    """Of one batch, by layer and sublayer, as depth/WHAT/SIDE/LAYER/SUBLAYER:
+
+    stream    root mean square of the residual stream that the sublayer is given
+    branch    of what it adds, as a share of that of the stream it is added to
+    gradient  norm of the loss's gradient by its parameters
+    update    norm of what the next update would change, as a share of its parameters' (while training)
+    """
+    config, mesh = subject.config, subject.mesh
+
+    def profile(params, opt_state, batch):
+        def loss(params):
+            sums = batch_sums(subject.model, params, batch, config, mesh)
+            return sum(one.loss / jnp.maximum(one.weight, 1.0) for one in sums.values())
+
+        grads = jax.grad(loss)(params)
+        updates = subject.optimizer.update(grads, opt_state, params)[0] if opt_state is not None else None
+        _, told, _ = subject.watch(params, batch, "sizes")
+        return flatten(told["sizes"]), _squares(config, grads), _squares(config, params), updates and _squares(config, updates)
+
+    sizes, grads, params, updates = subject.program(kind, profile)(at.params, at.opt_state, subject.batch)
+    for name, (path, place) in where(config.model, sizes).items():
+        if found := re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(?:(\w+)_)?residual/sizes", name):
+            side, layer, sublayer = found.groups()
+            here = f"{side}/{int(layer):02d}/{sublayer or 'all'}"
+            of = {key: float(np.asarray(part(x, place))) for key, x in sizes[path][0].items()}
+            yield f"depth/stream/{here}", of["stream"]
+            yield f"depth/branch/{here}", of["branch"] / of["kept"] if of["kept"] else 1.0
+    for here, square in grads.items():
+        yield f"depth/gradient/{here}", float(square) ** 0.5
+    for here, square in (updates or {}).items():
+        yield f"depth/update/{here}", (float(square) / max(float(params[here]), 1e-30)) ** 0.5
+
+
+def _squares(config: Experiment, tree) -> dict[str, jax.Array]:
+    """SIDE/LAYER/SUBLAYER -> the sum of squares of its parameters, norms left out."""
+    flat, found = flatten(tree), collections.defaultdict(float)
+    for name, (path, place) in where(config.model, flat).items():
+        if at := re.match(r"(encoder|decoder)/layers_(\d+)/(\w+)/", name):
+            side, layer, sublayer = at.groups()
+            if not sublayer.endswith("residual"):
+                found[f"{side}/{int(layer):02d}/{sublayer}"] += jnp.sum(jnp.square(part(flat[path], place).astype(jnp.float32)))
+    return dict(found)

@@ -1,0 +1,105 @@
+"""What goes on inside, seen from where heads look and from what the head would say of each layer's stream.
+
+Shape suffixes: B batch, T length, D d_model, V vocabulary, N heads.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer.errors import UserError
+from transformer.evaluation.kinds import Attention, LogitLens
+from transformer.evaluation.subject import At, Found, Subject, token_losses
+from transformer.model.config import ModelConfig
+from transformer.model.layout import flatten, part, where
+from transformer.training.loss import auto_chunks
+
+OF_ONE_SIDE = ("distance", "previous")
+"""What means nothing between the tokens of two sides."""
+
+
+def attention(kind: Attention, subject: Subject, at: At) -> Found:
+    """attention/WHAT/SIDE/LAYER/SUBLAYER/HEAD, on one batch; WHAT as in model/attention_statistics.py, `induction` being `repeated` on random
+    tokens said twice."""
+    if "recurrent" in subject.config.model.family:
+        raise UserError("train.evaluators: attention: model.family = 'recurrent_encoder_decoder' has no heads")
+    look = subject.program("attention", lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"]))
+    of_text = dict(_by_head(subject.config.model, look(at.params, subject.batch)))
+    for (what, here), values in of_text.items():
+        if what != "repeated" and not (what in OF_ONE_SIDE and here.endswith("cross_attention")):
+            yield from ((f"attention/{what}/{here}/{head:02d}", float(value)) for head, value in enumerate(values))
+    if subject.config.model.family == "decoder":
+        for (what, here), values in _by_head(subject.config.model, look(at.params, _said_twice(subject))):
+            if what == "repeated":
+                yield from ((f"attention/induction/{here}/{head:02d}", float(value)) for head, value in enumerate(values))
+
+
+def _by_head(config: ModelConfig, told: dict) -> Iterator[tuple[tuple[str, str], np.ndarray]]:
+    """((WHAT, SIDE/LAYER/SUBLAYER), a number a head)."""
+    for name, (path, place) in where(config, told).items():
+        side, layer, sublayer = re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(\w+)/heads", name).groups()
+        for what, values in told[path][0].items():
+            yield (what, f"{side}/{int(layer):02d}/{sublayer}"), np.asarray(part(values, place))
+
+
+def _said_twice(subject: Subject) -> dict[str, jax.Array]:
+    """The batch with random pieces of text, the second half of each row being the first once more."""
+    whole = {name: np.array(x) for name, x in subject.data.batches(subject.part)[0].items()}
+    rows, length = whole["inputs"].shape
+    half = np.random.default_rng(0).choice(subject.data.tokenizer.text_ids, (rows, length // 2))
+    whole["inputs"][:, : 2 * (length // 2)] = np.tile(half, 2)
+    whole["segments"][:] = 1
+    whole["positions"][:] = np.arange(length)
+    here = subject.share.rows(rows)
+    return subject.share.place({name: x[here] for name, x in whole.items() if name != "prefix"})
+
+
+def logit_lens(kind: LogitLens, subject: Subject, at: At) -> Found:
+    """lens/loss/LAYER, nats per token of one batch read from the stream behind that layer by the model's own last norm and head;
+    lens/agrees/LAYER, the share of tokens of which it says what the model says."""
+    config = subject.config.model
+    if not config.lm_head or "recurrent" in config.family:
+        raise UserError("train.evaluators: logit_lens is of models that end in a head over the vocabulary, after layers that add to a stream")
+
+    def look(params, batch):
+        found, told, batch = subject.watch(params, batch, "streams")
+        (h_BxTxE, head) = found[0] if "labels" in batch else found
+        chunks = auto_chunks(*batch["targets"].shape, config.vocab_size, subject.mesh)
+        cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+        asked = cut(batch["weights"])
+
+        def says(h_BxTxE, head):
+            """(loss of each token, what is said of it), by chunks."""
+            def one(given):
+                logits_BxTxV = head(given[0])
+                return token_losses(logits_BxTxV, given[1]), jnp.argmax(logits_BxTxV, axis=-1)
+
+            return jax.lax.map(one, (cut(h_BxTxE), cut(batch["targets"])))
+
+        last, out = says(h_BxTxE, head)[1], {}
+        for layer, read in enumerate(streams(subject, params, told["streams"])):
+            losses, said = says(*read)
+            total = jnp.maximum(jnp.sum(asked), 1.0)
+            out[layer] = jnp.sum(losses * asked) / total, jnp.sum((said == last) * asked) / total
+        return out
+
+    for layer, (loss, agrees) in subject.program(kind, look)(at.params, subject.batch).items():
+        yield f"lens/loss/{layer:02d}", float(loss)
+        yield f"lens/agrees/{layer:02d}", float(agrees)
+
+
+def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, Callable]]:
+    """(what the head is applied to, the head) of the stream behind each layer of the last stack, as if the stack ended there."""
+    config, flat = subject.config.model, flatten(told)
+    side = config.sides[-1]
+    norm = config.norm_module(parent=None)
+    places = where(config, flat)
+    for layer in range(config.num_layers(side)):
+        path, place = places[f"{side}/layers_{layer}/after"]
+        h_BxTxD = part(flat[path][0], place)
+        if config.placement(side).final_norm:
+            h_BxTxD = norm.apply({"params": params[side].get("final_norm", {})}, h_BxTxD)
+        yield subject.model.apply({"params": params}, h_BxTxD, method="read")

@@ -1,0 +1,202 @@
+"""A View as one page that opens from disk: maps of all heads, the lens, each token's loss, profiles by depth."""
+
+import base64
+import html
+import io
+import json
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from transformer.evaluation.inside import OF_ONE_SIDE
+from transformer.lab.figures import new_figure, styles
+from transformer.lab.inside import Map, View
+from transformer.lab.report import STYLE
+
+INSIDE = """
+.tokens { line-height: 2.1; overflow-wrap: anywhere; } .tokens span { padding: .15rem .1rem; border-radius: .2rem; white-space: pre-wrap; }
+td.cell { text-align: center; padding: .2rem .45rem; border-bottom: none; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
+.tokens span, canvas { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
+.heads { display: grid; gap: 3px; width: fit-content; max-width: 100%; align-items: center; }
+.heads button { padding: 0; border: 2px solid transparent; background: none; cursor: pointer; line-height: 0; }
+.heads button[aria-pressed=true] { border-color: #d55e00; } .heads canvas { width: 100%; image-rendering: pixelated; }
+.heads .side { font-size: .75rem; color: #555; padding-right: .4rem; white-space: nowrap; }
+.numbers { display: flex; flex-wrap: wrap; gap: 0 2.5rem; } .numbers .about { margin: .8rem 0 .2rem; }
+.large { overflow: auto; max-width: 100%; } .large canvas { display: block; }
+"""
+
+SCRIPT = """
+const shade = w => { const t = Math.sqrt(w); return [255 - 255 * t, 255 - 141 * t, 255 - 77 * t]; };  // white to #0072b2
+const piece = s => s.replace(/\\n/g, '\\u21b5');
+document.querySelectorAll('section.map').forEach(section => {
+  const map = JSON.parse(section.querySelector('script').textContent);
+  const [L, N, T, S] = map.shape, bytes = Uint8Array.from(atob(map.weights), c => c.charCodeAt(0));
+  const at = (l, n, t, s) => bytes[((l * N + n) * T + t) * S + s] / 255;
+  const grid = section.querySelector('.heads'), large = section.querySelector('.large canvas'), said = section.querySelector('.said');
+  grid.style.gridTemplateColumns = `auto repeat(${N}, minmax(0, 5rem))`;
+  const paint = (canvas, l, n) => {
+    canvas.width = S; canvas.height = T;
+    const context = canvas.getContext('2d'), image = context.createImageData(S, T);
+    for (let t = 0; t < T; t++) for (let s = 0; s < S; s++)
+      image.data.set([...shade(at(l, n, t, s)), 255], 4 * (t * S + s));
+    context.putImageData(image, 0, 0);
+  };
+  let now = [0, 0];
+  const enlarge = (l, n) => {
+    now = [l, n];
+    grid.querySelectorAll('button').forEach(b => b.setAttribute('aria-pressed', b.dataset.at == `${l},${n}`));
+    const cell = Math.max(9, Math.min(26, Math.floor(640 / Math.max(S, T)))), ratio = devicePixelRatio || 1;
+    const longest = pieces => Math.min(12, Math.max(...pieces.map(p => p.length))) * 7 + 12;
+    const left = longest(map.queries), top = longest(map.keys) * .87;
+    large.width = (left + S * cell + 60) * ratio; large.height = (top + T * cell + 4) * ratio;
+    large.style.width = large.width / ratio + 'px'; large.style.height = large.height / ratio + 'px';
+    const c = large.getContext('2d');
+    c.scale(ratio, ratio); c.font = `${Math.min(12, cell + 2)}px system-ui, sans-serif`; c.fillStyle = '#1a1a1a'; c.textBaseline = 'middle';
+    for (let t = 0; t < T; t++) { c.textAlign = 'right'; c.fillText(piece(map.queries[t]), left - 6, top + (t + .5) * cell, left - 8); }
+    for (let s = 0; s < S; s++) {
+      c.save(); c.translate(left + (s + .5) * cell, top - 6); c.rotate(-Math.PI / 3); c.textAlign = 'left'; c.fillText(piece(map.keys[s]), 0, 0, top); c.restore();
+    }
+    for (let t = 0; t < T; t++) for (let s = 0; s < S; s++) {
+      c.fillStyle = `rgb(${shade(at(l, n, t, s)).join()})`; c.fillRect(left + s * cell, top + t * cell, cell, cell);
+    }
+    c.strokeStyle = '#ccc'; c.strokeRect(left, top, S * cell, T * cell);
+    said.textContent = `layer ${l}, head ${n}; down: queries, across: keys. Point at a cell for its weight.`;
+    large.onmousemove = e => {
+      const s = Math.floor((e.offsetX - left) / cell), t = Math.floor((e.offsetY - top) / cell);
+      if (s >= 0 && s < S && t >= 0 && t < T)
+        said.textContent = `layer ${l}, head ${n}: ${piece(map.queries[t])} looks at ${piece(map.keys[s])} with ${at(l, n, t, s).toFixed(2)}`;
+    };
+  };
+  for (let l = 0; l < L; l++) {
+    const side = document.createElement('div'); side.className = 'side'; side.textContent = `layer ${l}`; grid.append(side);
+    for (let n = 0; n < N; n++) {
+      const button = document.createElement('button'), canvas = document.createElement('canvas');
+      button.dataset.at = `${l},${n}`; button.title = button.ariaLabel = `layer ${l}, head ${n}`; button.onclick = () => enlarge(l, n);
+      paint(canvas, l, n); button.append(canvas); grid.append(button);
+    }
+  }
+  enlarge(...now);
+});
+"""
+
+SAID = {
+    "entropy": "entropy of the weights, nats", "sink": "weight on the first token", "distance": "mean distance, tokens",
+    "previous": "weight on the token before", "logit": "largest logit",
+}  # fmt: skip
+
+
+def page(view: View, title: str, about: Sequence[str]) -> str:
+    """One file, which asks for nothing else."""
+    escape = html.escape
+    parts = [f"<h1>{escape(title)}</h1>", f"<p class=about>{escape(' '.join(about))}</p>", f"<p><b>text</b> {escape(view.text)}</p>"]
+    if view.answer:
+        parts.append(f"<p><b>model</b> {escape(view.answer)}</p>")
+    if view.cut:
+        parts.append(f"<p class=note>{view.cut} tokens were longer than the model can read and were cut.</p>")
+    known = view.losses_T[~np.isnan(view.losses_T)]
+    parts += [
+        "<h2>What each token cost</h2>", f"<div class=tokens>{_tokens(view)}</div>",
+        f"<p class=note>Darker: less expected, given all that the model saw. {known.mean():.3f} nats a token on average; point at one for its loss and for "
+        "what the model held likely there.</p>",
+        "<h2>What each layer would have said</h2>", _lens(view),
+        "<p class=note>The model's own last norm and head, read from the stream behind each layer (the logit lens). Darker: more likely; "
+        "in bold where it is what really follows.</p>",
+    ]  # fmt: skip
+    for one in view.maps:
+        parts += [f"<h2>Where the heads look: {escape(one.name.replace('_', '-'))}</h2>", _map(one), "<div class=numbers>", *_numbers(one), "</div>"]
+    parts += ["<h2>By depth</h2><div class=figures>", *_profiles(view), "</div>"]
+    return (
+        '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}{INSIDE}</style>\n" + "\n".join(parts) + f"\n<script>{SCRIPT}</script>\n</html>\n"
+    )
+
+
+def _blue(share: float) -> str:
+    """A background from white to dark blue, and a letter colour that can be read on it."""
+    share = min(max(share, 0.0), 1.0)
+    red, green, blue = 255 - 255 * share, 255 - 141 * share, 255 - 77 * share
+    return f"background:rgb({red:.0f},{green:.0f},{blue:.0f});color:{'#fff' if share > 0.55 else '#1a1a1a'}"
+
+
+def _shown(piece: str) -> str:
+    return html.escape(piece.replace("\n", "\u21b5").replace("\u2581", " ").strip() or piece.replace("\n", "\u21b5"))
+
+
+def _likely(view: View, place: int) -> str:
+    return ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in view.said_LxT[-1][place])
+
+
+def _tokens(view: View) -> str:
+    out = []
+    for place, (piece, loss) in enumerate(zip(view.asked, view.losses_T, strict=True)):
+        text = html.escape(piece.replace("\u2581", " ").replace("\n", "\u21b5\n"))
+        if np.isnan(loss):
+            out.append(f"<span title='not asked for'>{text}</span>")
+        else:
+            out.append(f"<span style='{_blue(loss / 10)}' title='{loss:.2f} nats; likely: {_likely(view, place)}'>{text}</span>")
+    return "".join(out)
+
+
+def _lens(view: View) -> str:
+    head = "".join(f"<th>{_shown(piece)}</th>" for piece in view.read)
+    rows = []
+    for layer in reversed(range(len(view.said_LxT))):
+        cells = []
+        for place, top in enumerate(view.said_LxT[layer]):
+            piece, p = top[0]
+            told = ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in top)
+            right = piece == view.asked[place]
+            cells.append(f"<td class=cell style='{_blue(p)}' title='{told}'>{'<b>' if right else ''}{_shown(piece)}{'</b>' if right else ''}</td>")
+        rows.append(f"<tr><td>layer {layer} <span class=note>{view.lens_L[layer]:.2f} nats</span></td>{''.join(cells)}</tr>")
+    asked = "".join(f"<td class=cell>{_shown(piece)}</td>" for piece in view.asked)
+    return (
+        f"<div class=wide><table><thead><tr><th>given</th>{head}</tr></thead><tbody>{''.join(rows)}<tr><td>asked for</td>{asked}</tr></tbody></table></div>"
+    )
+
+
+def _map(one: Map) -> str:
+    bytes_ = np.round(np.clip(one.weights_LxNxTxS, 0, 1) * 255).astype(np.uint8).tobytes()
+    data = json.dumps({
+        "shape": one.weights_LxNxTxS.shape, "weights": base64.b64encode(bytes_).decode(),
+        "queries": [piece.replace("\u2581", " ") for piece in one.queries], "keys": [piece.replace("\u2581", " ") for piece in one.keys],
+    }).replace("<", "\\u003c")  # fmt: skip
+    return (
+        f"<section class=map><script type=application/json>{data}</script><div class=heads></div>"
+        "<p class='said note'>This part is drawn by the page's own script.</p><div class=large><canvas></canvas></div></section>"
+    )
+
+
+def _numbers(one: Map) -> list[str]:
+    """A table of layers and heads for each number."""
+    out = []
+    for what, said in SAID.items():
+        if "cross_attention" in one.name and what in OF_ONE_SIDE:
+            continue
+        values_LxN = one.numbers[what]
+        low, high = float(values_LxN.min()), float(values_LxN.max())
+        head = "".join(f"<th>head {n}</th>" for n in range(values_LxN.shape[1]))
+        rows = "".join(
+            f"<tr><td>layer {layer}</td>" + "".join(f"<td class=cell style='{_blue((x - low) / max(high - low, 1e-9) * 0.9)}'>{x:.2f}</td>" for x in row) + "</tr>"
+            for layer, row in enumerate(values_LxN)
+        )
+        out.append(f"<div><p class=about>{said.capitalize()}</p><div class=wide><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>")
+    return out
+
+
+def _profiles(view: View) -> list[str]:
+    out = []
+    for what, label in {"stream": "root mean square of the stream", "branch": "branch, as a share of the stream"}.items():
+        figure, axes = new_figure(3.2)
+        for (name, of), look in zip(view.sizes.items(), styles(list(view.sizes)).values(), strict=True):
+            axes.plot(range(len(of[what])), of[what], label=name.replace("_", "-"), linewidth=1.5, markersize=4.5, **look)
+        axes.set_xlabel("layer")
+        axes.set_ylabel(label)
+        axes.set_xticks(range(max(len(of[what]) for of in view.sizes.values())))
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=8)
+        image = io.BytesIO()
+        figure.savefig(image, format="png")
+        plt.close(figure)
+        out.append(f'<figure><img alt="{label} by layer" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"></figure>')
+    return out
