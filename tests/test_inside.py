@@ -49,7 +49,8 @@ def test_what_a_head_may_not_see_does_not_count():
     segments = np.array([1] * 8 + [0] * 4)
     here, there = told(q, k, segments), told(q, poisoned, segments)
     for name, values in here.items():
-        assert np.array_equal(values, there[name]) and not np.allclose(values, alone[name], rtol=1e-3) or name == "logit"
+        assert np.array_equal(values, there[name])
+        assert name == "logit" or not np.allclose(values, alone[name], rtol=1e-3)
     with_sink = told(q, k, sink_N=jnp.full(4, 2.0))
     assert np.all(with_sink["sink"] > alone["sink"]) and np.all(with_sink["entropy"] != alone["entropy"])
 

@@ -1,5 +1,6 @@
 """Synthetic tasks: the text that is made, and how answers are judged."""
 
+import itertools
 import json
 import re
 
@@ -43,7 +44,7 @@ def test_answers_are_right(task):
     assert len(set(examples)) > 250 and examples == list(wanted.draw()) and examples != list(probes.parse(f"{task}:4-25:300").draw())
     for question, answer in examples:
         assert judged(task, question, answer), (question, answer)
-    wrong = sum(judged(task, question, other) for (question, answer), (_, other) in zip(examples, examples[1:], strict=False) if answer != other)
+    wrong = sum(judged(task, question, other) for (question, answer), (_, other) in itertools.pairwise(examples) if answer != other)
     assert wrong == 0
     numbers = {len(question.split("+")[0]) - (task == "needle") for question, _ in examples}
     assert numbers == set(range(4, 25)), "lengths are those that were asked for"
