@@ -22,7 +22,8 @@ TRAIN = """Train an experiment; or go on with it: the same command on the same -
 bit for bit, after Ctrl-C, a crash or a preemption.
 
   --config=FILE.py            an experiment file; experiments/ holds the shipped ones
-  --config=FILE.py:ARG        with an argument, or an arm of the file's sweep() (norm_placement.py:post)
+  --config=FILE.py:ARM        an arm of the file's sweep() (norm_placement.py:post); of a file that takes an argument, FILE.py:ARG[:ARM]
+                              (findings/xiong_2020.py:paper:post)
   --config.a.b=VALUE          change one field: --config.model.d_model=256 --config.optimizer.learning_rate=3e-4
                               a choice with options: --config.model.position.theta=500000
 
@@ -292,8 +293,6 @@ def _plan(args, overrides) -> int:
     from transformer.planning.chips import topology
 
     machine = topology(args.topology, args.slices)
-    if args.arms and ":" in args.config:
-        raise UserError(f"--arms: {args.config!r} names one already; leave it out")
     configs = load_arms(args.config, overrides)[1] if args.arms else {"": load_experiment(args.config, overrides)}
     from transformer.planning import programs, search
     from transformer.planning.plan import compare, make_plan

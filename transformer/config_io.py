@@ -101,34 +101,27 @@ def _with_overrides(tree: dict, overrides: Mapping[str, str]) -> Experiment:
 
 def load_tree(file: str) -> dict:
     """What an experiment file says, as nested dicts."""
-    name, _, arg = file.partition(":")
-    path = _existing(name)
-    if path.suffix == ".json":
-        return _thaw(from_mapping(Experiment, read_json(path)))
-    with _faults_of(path):
-        module = _module(path)
-        if not hasattr(module, "get_config"):
-            raise UserError(f"--config: {name!r} defines no get_config()")
-        takes = inspect.signature(module.get_config).parameters
-        if arg and not takes and not hasattr(module, "sweep"):
-            raise UserError(f"--config: {name!r} takes no argument and has no sweep(); leave out :{arg}")
-        given = module.get_config(arg) if arg and takes else module.get_config()
-        if not isinstance(given, Experiment | Mapping | ConfigDict):
-            raise UserError(f"--config: get_config() of {name!r} returns {given!r}; a ConfigDict or a dict is expected")
-        tree = _thaw(given)
-        if arg and not takes:
-            arms = _sweep(module, name).arms
-            if arg not in arms:
-                raise UserError(f"--config: the sweep() of {name!r} has no arm {arg!r}; {nearest(arg, arms)}")
-            change(tree, arms[arg])
+    name = file.partition(":")[0]
+    if Path(name).suffix == ".json":
+        return _thaw(from_mapping(Experiment, read_json(_existing(name))))
+    found = _open(file)
+    with _faults_of(found.path):
+        tree = found.tree()
+        if found.arm:
+            arms = found.sweep().arms
+            if found.arm not in arms:
+                raise UserError(f"--config: the sweep() of {str(found.path)!r} has no arm {found.arm!r}; {nearest(found.arm, arms)}")
+            change(tree, arms[found.arm])
         return tree
 
 
 def load_sweep(file: str) -> Sweep:
     """What an experiment file varies. Raises UserError if it says nothing of it."""
-    path = _existing(file)
-    with _faults_of(path):
-        return _sweep(_module(path), file)
+    found = _open(file)
+    if found.arm:
+        raise UserError(f"--config: {file!r} names one arm, and all are asked for; leave out :{found.arm}")
+    with _faults_of(found.path):
+        return found.sweep()
 
 
 def load_arms(file: str, overrides: Mapping[str, str] = types.MappingProxyType({})) -> tuple[Sweep, dict[str, Experiment]]:
@@ -151,14 +144,50 @@ def load_arms(file: str, overrides: Mapping[str, str] = types.MappingProxyType({
     return sweep, found
 
 
-def _sweep(module, name: str) -> Sweep:
-    if not hasattr(module, "sweep"):
-        raise UserError(f"--config: {name!r} defines no sweep(); see transformer/sweeps.py")
-    given = module.sweep()
-    given = Sweep(given) if isinstance(given, Grid) else given
-    if not isinstance(given, Sweep):
-        raise UserError(f"--config: sweep() of {name!r} returns {given!r}; a Sweep or a Grid is expected")
-    return given
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """An experiment file and what was asked of it. `arg` goes to `get_config` and to `sweep`, where they take one."""
+
+    path: Path
+    module: types.ModuleType
+    arg: str
+    arm: str
+
+    def tree(self) -> dict:
+        given = self._call("get_config")
+        if not isinstance(given, Experiment | Mapping | ConfigDict):
+            raise UserError(f"--config: get_config() of {str(self.path)!r} returns {given!r}; a ConfigDict or a dict is expected")
+        return _thaw(given)
+
+    def sweep(self) -> Sweep:
+        if not hasattr(self.module, "sweep"):
+            raise UserError(f"--config: {str(self.path)!r} defines no sweep(); see transformer/sweeps.py")
+        given = self._call("sweep")
+        given = Sweep(given) if isinstance(given, Grid) else given
+        if not isinstance(given, Sweep):
+            raise UserError(f"--config: sweep() of {str(self.path)!r} returns {given!r}; a Sweep or a Grid is expected")
+        return given
+
+    def _call(self, name: str):
+        function = getattr(self.module, name)
+        return function(self.arg) if self.arg and inspect.signature(function).parameters else function()
+
+
+def _open(file: str) -> _File:
+    """FILE.py, FILE.py:ARG, FILE.py:ARG:ARM; FILE.py:ARM where get_config() takes no argument."""
+    name, *given = file.split(":")
+    path = _existing(name)
+    with _faults_of(path):
+        module = _module(path)
+        if not hasattr(module, "get_config"):
+            raise UserError(f"--config: {name!r} defines no get_config()")
+        takes = bool(inspect.signature(module.get_config).parameters)
+    if given and not takes and not hasattr(module, "sweep"):
+        raise UserError(f"--config: {name!r} takes no argument and has no sweep(); leave out :{':'.join(given)}")
+    if len(given) > takes + hasattr(module, "sweep"):
+        raise UserError(f"--config: {file!r}; it is FILE.py{':ARG' * takes}{':ARM' * hasattr(module, 'sweep')}")
+    arg = given.pop(0) if takes and given else ""
+    return _File(path, module, arg, given[0] if given else "")
 
 
 def change(tree: dict, changes: Mapping[str, object]) -> None:
