@@ -1,0 +1,58 @@
+"""What is 1 / sqrt(d_k) good for? Vaswani et al. (2017), section 3.2.1.
+
+The paper suspects that for large d_k dot products grow large and push the softmax to where its gradient is small. Here queries and keys grow
+from 8 to 256 numbers, with the scale and without it: entropy of the weights, largest logit and the gradient of W_Q and W_K before the first
+step, and the loss after a few.
+
+    python -m transformer sweep --config=experiments/findings/attention_scaling.py --workdir=runs/attention_scaling
+    python -m transformer compare runs/attention_scaling
+
+At a larger scale (d_model 1024, 12 layers; TPU v5e-8): --config=experiments/findings/attention_scaling.py:large
+
+SEEN
+"""
+
+import ml_collections
+
+from transformer import Sweep, product, vary
+
+
+def get_config(scale="small"):
+    config = ml_collections.ConfigDict()
+    config.model = dict(
+        family="decoder",
+        vocab_size=2048,
+        num_decoder_layers=2,
+        d_model=128,
+        d_head=64,
+        d_value=32,
+        d_ff=256,
+        num_heads=4,
+        max_length=64,
+        position="none",
+        norm_placement="pre",
+        attention_backend="reference",
+    )
+    config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=32)
+    config.optimizer = dict(name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=20, clip_norm=1.0)
+    config.train = dict(
+        steps=200, log_every=20, eval_every=100, eval_batches=10, tensorboard=False, evaluators=("attention", "depth_profile")
+    )
+    if scale == "large":
+        config.model.update(
+            vocab_size=32000, num_decoder_layers=12, d_model=1024, d_value=64, d_ff=4096, num_heads=16, max_length=512, dtype="bfloat16",
+        )  # fmt: skip
+        config.data.update(length=512, batch_size=256)
+        config.train.update(steps=2000, eval_every=500)
+        config.platform = "accelerator"
+    return config
+
+
+def sweep(scale="small"):
+    return Sweep(
+        product(vary("model.attention_scale", scaled=None, unscaled=1.0), vary("model.d_head", 8, 16, 32, 64, 128, 256)),
+        question="What is 1 / sqrt(d_k) good for?",
+        baseline="scaled-d_head=64",
+        declared={"parameters": "W_Q and W_K grow with d_k", "flops": "so does their product"},
+        seeds=3,
+    )

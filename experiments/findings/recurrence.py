@@ -1,0 +1,65 @@
+"""Does a recurrent network remember as far as attention reaches? The textbook's contrast: two tokens n apart meet after n steps of recurrence
+and after one of attention.
+
+A question hides a digit behind a capital, among so many letters and other such pairs, and asks for it at the end (`needle`, data/probes.py):
+LSTMs that read both ways and pass their state on, against a Transformer of as many numbers, at growing distance. What it costs in time and in steps
+one after another: experiments/benchmarks/recurrence.py.
+
+    python -m transformer sweep --config=experiments/findings/recurrence.py --workdir=runs/recurrence
+    python -m transformer compare runs/recurrence
+
+At a larger scale (d_model 512, up to 1,024 letters; TPU v5e-4): --config=experiments/findings/recurrence.py:large
+
+SEEN
+"""
+
+import ml_collections
+
+from transformer import Sweep, product, vary
+
+LENGTHS = {"small": (8, 16, 32, 64), "large": (64, 256, 1024)}
+
+
+def get_config(scale="small"):
+    longest = LENGTHS[scale][-1]
+    config = ml_collections.ConfigDict()
+    config.model = dict(
+        family="encoder_decoder",
+        vocab_size=80,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        d_model=64,
+        d_ff=128,
+        num_heads=4,
+        max_length=2 * longest,
+        position="rotary",
+        norm_placement="pre",
+        attention_backend="reference",
+    )
+    config.data = dict(
+        format="probe", train=f"needle:{longest}-{longest}", objective="seq2seq", length=longest + 8, target_length=8, batch_size=32, packing=False,
+        held_out=500, tokenizer=dict(kind="char", character_coverage=1.0),
+    )  # fmt: skip
+    config.optimizer = dict(name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=100, clip_norm=1.0)
+    config.train = dict(steps=1000, log_every=50, eval_every=250, tensorboard=False)
+    if scale == "large":
+        config.model.update(num_encoder_layers=4, num_decoder_layers=4, d_model=512, d_ff=2048, num_heads=8, dtype="bfloat16", attention_backend="auto")
+        config.data.update(batch_size=256)
+        config.optimizer.update(learning_rate=5e-4)
+        config.train.update(steps=10_000, eval_every=1000, log_every=100)
+        config.platform = "accelerator"
+    return config
+
+
+def sweep(scale="small"):
+    return Sweep(
+        product(
+            vary("model.family", attention="encoder_decoder", recurrent="recurrent_encoder_decoder"),
+            vary("data.train", **{f"at_{length}": f"needle:{length}-{length}" for length in LENGTHS[scale]}),
+        ),
+        question="Does a recurrent network remember as far as attention reaches?",
+        metric="test/accuracy",
+        higher_is_better=True,
+        declared={"parameters": "LSTMs and attention are of other matrices", "flops": "and take other products", "attention": "LSTMs have none"},
+        seeds=3,
+    )
