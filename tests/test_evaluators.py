@@ -96,6 +96,9 @@ def test_gradients_by_depth_are_those_of_the_loss():
             own = [g[layer] for path, g in grads.items() if path.startswith(f"decoder/layers/{sublayer}/")]
             assert len(own) > 1
             assert found[f"depth/gradient/decoder/{layer:02d}/{sublayer}"] == pytest.approx(np.sqrt(sum(np.sum(np.square(g)) for g in own)), rel=1e-4)
+        matrix = "self_attention/query" if sublayer == "self_attention" else "feed_forward/in"
+        own = [g[0] for path, g in grads.items() if path.startswith(f"decoder/layers/{matrix}/")]
+        assert found[f"depth/gradient/decoder/00/{matrix}"] == pytest.approx(np.sqrt(sum(np.sum(np.square(g)) for g in own)), rel=1e-4)
     assert all(0 < value < 10 for name, value in found.items() if "/update/" in name)
     stream = [found[f"depth/stream/decoder/{layer:02d}/{sublayer}"] for layer in range(2) for sublayer in ("self_attention", "feed_forward")]
     branch = [found[f"depth/branch/decoder/{layer:02d}/{sublayer}"] for layer in range(2) for sublayer in ("self_attention", "feed_forward")]

@@ -14,7 +14,7 @@ import pytest
 from conftest import TINY
 from scipy import stats
 
-from transformer import Sweep, UserError, arms, product, vary
+from transformer import Sweep, UserError, arms, product, scan, vary
 from transformer.cli import main
 from transformer.config import Experiment
 from transformer.config_io import from_mapping, override, to_mapping
@@ -387,6 +387,29 @@ def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
     told = verdict.judge(results.read([tmp_path])).factors
     wide, thick = told["model.d_ff"]["64 - 32"], told["model.d_model"]["32 - 16"]
     assert wide.mean.mean == pytest.approx(0.1) and wide.tells and not thick.tells
+
+
+def test_a_number_that_the_sweep_goes_through(tmp_path):
+    """Of two placements, one fails from a rate on (a seed diverges, another ends with more than knowing nothing) and is worse by more."""
+    sweep = Sweep(product(vary("model.norm_placement", "pre", "post"), scan("optimizer.learning_rate", 1e-3, 1e-1, 3)), seeds=2, declared={"parameters": "of it"})
+    configs, found = facts_of(sweep)
+    assert list(configs) == [f"{place}-learning_rate={rate}" for place in ("pre", "post") for rate in (0.001, 0.01, 0.1)]
+    Study(tmp_path, sweep, configs, found).write()
+    losses = {"pre": (5.0, 4.0, 4.5), "post": (4.6, None, 9.0)}
+    for name, loss in zip(configs, (*losses["pre"], *losses["post"]), strict=True):
+        for seed in range(2):
+            made_up(tmp_path, name, seed, loss and loss + 0.1 * seed, diverged=0 if loss else 3)
+    judged = verdict.judge(results.read([tmp_path]))
+    pre, post = judged.scans
+    nothing = math.log(next(iter(configs.values())).model.vocab_size)
+    assert (pre.setting, pre.best, pre.stable) == ("pre", 0.01, 0.1) and (post.setting, post.best, post.stable) == ("post", 0.001, 0.001)
+    assert pre.sensitivity == pytest.approx(np.mean([5.05, 4.05, 4.55]) - 4.05)
+    assert post.sensitivity == pytest.approx(np.mean([4.65, nothing, nothing]) - 4.65) and 4 < nothing < 9
+    assert any("pre: of 3 values of learning_rate, 0.01 is best" in line and "up to 0.1 no seed failed" in line for line in judged.sentences)
+    page = report.write(judged, tmp_path / "report").read_text()
+    assert "Sensitivity (Wortsman" in page and (tmp_path / "report" / "figures" / "scan_optimizer.learning_rate.png").exists()
+    with pytest.raises(UserError, match="from a number over 0"):
+        scan("optimizer.learning_rate", 0.0, 1.0, 3)
 
 
 def test_the_page_stands_alone(tmp_path):

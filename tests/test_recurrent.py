@@ -45,8 +45,8 @@ def lstm(p, x, order):
     return np.stack([out[t] for t in range(len(x))])
 
 
-def slow(params, source, target):
-    """float64 logits of one pair, token by token, from the equations."""
+def slow(params, source, target, attends=True):
+    """float64 logits of one pair, token by token, from the equations; without attention the decoder reads the encoder's last state."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params["params"])
     table = p["embedding"]["embedding"]
     x, enc = table[source], p["encoder"]
@@ -62,7 +62,7 @@ def slow(params, source, target):
     for y in table[target]:
         e = np.array([np.tanh(h @ first["query"]["kernel"] + key) @ first["score"]["kernel"][:, 0] for key in keys])
         a = np.exp(e - e.max()) / np.exp(e - e.max()).sum()
-        context = a @ encoded
+        context = a @ encoded if attends else encoded[-1]
         z = np.einsum("d,dfe->fe", y, first["input"]["kernel"]) + first["input"]["bias"]
         z += np.einsum("d,dfe->fe", h, first["hidden"]["kernel"]) + np.einsum(
             "d,dfe->fe", context, first["context"]["kernel"]
@@ -92,6 +92,19 @@ def test_it_is_its_equations(model):
         np.testing.assert_allclose(
             found[row], slow(params, np.asarray(source[row]), np.asarray(target[row])), atol=2e-5
         )
+
+
+def test_without_attention_it_reads_the_last_state(model):
+    _, params, apply = model
+    source, target = pair()
+    source = source.at[1, 4:].set(0)
+    found = np.asarray(build_model(small(FAMILY, pooling="last")).apply(params, source, target))
+    assert np.abs(found - apply(params, source, target)).max() > 1e-2
+    for row, length in enumerate((7, 4)):
+        expected = slow(params, np.asarray(source[row, :length]), np.asarray(target[row]), attends=False)
+        np.testing.assert_allclose(found[row], expected, atol=2e-5)
+    with pytest.raises(UserError, match="is for labels"):
+        small(FAMILY, pooling="mean")
 
 
 @pytest.mark.parametrize("reverse", [False, True])

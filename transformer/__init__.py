@@ -12,7 +12,7 @@ from transformer.convert import load_hf, save_hf
 from transformer.errors import UserError
 from transformer.model.architectures import architecture
 from transformer.model.network import build_model
-from transformer.sweeps import Sweep, arms, chain, product, vary, zipped
+from transformer.sweeps import Sweep, arms, chain, product, scan, vary, zipped
 from transformer.version import __version__
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "load_hf",
     "product",
     "save_hf",
+    "scan",
     "vary",
     "zipped",
 ]

@@ -42,6 +42,15 @@ def vary(field: str, *values, **named) -> Grid:
     return Grid(tuple((name, {field: value}) for name, value in spelled))
 
 
+def scan(field: str, low: float, high: float, points: int) -> Grid:
+    """One number from `low` to `high`, each so many times the one before, to two digits: scan("optimizer.learning_rate", 1e-4, 1e-1, 7)."""
+    if not 0 < low < high or points < 2:
+        raise UserError(f"sweep: scan({field!r}, {low}, {high}, {points}): from a number over 0 to a larger one, by 2 points or more")
+    values = [low * (high / low) ** (n / (points - 1)) for n in range(points)]
+    whole = isinstance(low, int) and isinstance(high, int)
+    return vary(field, *dict.fromkeys(int(x) if whole else x for x in (float(f"{x:.1e}") for x in values)))
+
+
 def arms(**named: Changes) -> Grid:
     """Points by name, each with its own changes: arms(plain={}, deep={"model.num_decoder_layers": 24})."""
     for name, changes in named.items():

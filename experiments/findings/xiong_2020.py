@@ -16,7 +16,7 @@ import ml_collections
 
 from transformer import Sweep, product, vary
 
-WARM_UP = {"small": 100, "paper": 4000}
+WARM_UP = {"small": 200, "paper": 4000}
 
 
 def get_config(scale="small"):
@@ -24,7 +24,7 @@ def get_config(scale="small"):
     config.model = dict(
         family="decoder",
         vocab_size=2048,
-        num_decoder_layers=12,
+        num_decoder_layers=6,
         d_model=64,
         d_ff=256,
         num_heads=4,
@@ -37,7 +37,7 @@ def get_config(scale="small"):
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=16)
     config.optimizer = dict(name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=WARM_UP[scale])
     config.train = dict(
-        steps=300, log_every=10, eval_every=50, eval_batches=10, tensorboard=False, evaluators=("depth_profile",)
+        steps=800, log_every=20, eval_every=100, eval_batches=10, tensorboard=False, evaluators=("depth_profile",)
     )
     if scale == "paper":
         config.model.update(

@@ -15,7 +15,7 @@ from transformer.training.step import batch_sums
 
 
 def depth_profile(kind: DepthProfile, subject: Subject, at: At) -> Found:
-    """Of one batch, by layer and sublayer, as depth/WHAT/SIDE/LAYER/SUBLAYER:
+    """Of one batch, by layer and sublayer, as depth/WHAT/SIDE/LAYER/SUBLAYER, and the last two of each matrix too, as .../SUBLAYER/MATRIX:
 
     stream    root mean square of the residual stream that the sublayer is given
     branch    of what it adds, as a share of that of the stream it is added to
@@ -49,11 +49,13 @@ def depth_profile(kind: DepthProfile, subject: Subject, at: At) -> Found:
 
 
 def _squares(config: Experiment, tree) -> dict[str, jax.Array]:
-    """SIDE/LAYER/SUBLAYER -> the sum of squares of its parameters, norms left out."""
+    """SIDE/LAYER/SUBLAYER, and SIDE/LAYER/SUBLAYER/MATRIX -> the sum of squares of its parameters, norms left out."""
     flat, found = flatten(tree), collections.defaultdict(float)
     for name, (path, place) in where(config.model, flat).items():
-        if at := re.match(r"(encoder|decoder)/layers_(\d+)/(\w+)/", name):
-            side, layer, sublayer = at.groups()
+        if at := re.match(r"(encoder|decoder)/layers_(\d+)/(\w+)/(\w+)", name):
+            side, layer, sublayer, matrix = at.groups()
             if not sublayer.endswith("residual"):
-                found[f"{side}/{int(layer):02d}/{sublayer}"] += jnp.sum(jnp.square(part(flat[path], place).astype(jnp.float32)))
+                square = jnp.sum(jnp.square(part(flat[path], place).astype(jnp.float32)))
+                found[f"{side}/{int(layer):02d}/{sublayer}"] += square
+                found[f"{side}/{int(layer):02d}/{sublayer}/{matrix}"] += square
     return dict(found)

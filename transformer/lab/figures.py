@@ -53,6 +53,8 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
     for name, (x_label, x_of) in axes.items():
         if figure := _curves(results.arms, look, "eval/loss", x_label, label("validation/loss"), x_of):
             found[f"loss_by_{name}"] = (f"Validation loss against {x_label}: mean over seeds, and its 95 % interval.", figure)
+    for field in dict.fromkeys(one.field for one in verdict.scans):
+        found[f"scan_{field}"] = (f"{metric} against {field}: mean over seeds that came to their end, and its 95 % interval.", _scan(verdict, field, label(metric)))
     for name, (said, pattern, x_label, y_label, when, log) in PROFILES.items():
         if figure := _profile(results.arms, look, re.compile(pattern), x_label, y_label, when, log):
             found[name] = (f"{said}: mean over seeds, and its 95 % interval.", figure)
@@ -63,6 +65,18 @@ PROFILES = {
     "loss_by_position": ("Test loss by the place in the row", r"test/loss_by_position/(\d+)", "tokens before", "loss (nats per token)", "last", ""),
     "extrapolation": ("Test loss in longer rows that do not overlap", r"test/extrapolation/(\d+)", "tokens in a row", "loss (nats per token)", "last", "x"),
     "extrapolation_sliding": ("Test loss of the last tokens of longer rows", r"test/extrapolation_sliding/(\d+)", "tokens in a row", "loss (nats per token)", "last", "x"),
+    "probe": ("Answers right from end to end, by the length of the task", r"test/probe/exact/(\d+)", "length of the task", "share right", "last", "x"),
+    "logit_lens": ("Loss of what each layer would have said", r"test/lens/loss/(\d+)", "layer", "loss (nats per token)", "last", ""),
+    "bleu_by_length": ("BLEU by the length of the source", r"test/bleu_by_length/(\d+)", "words in the source, or more", "BLEU", "last", ""),
+} | {
+    f"{what}_of_heads_{side}_{when}": (
+        f"{said}, mean over heads, by layer, {side} self-attention, {'before the first step' if when == 'first' else 'at the end'}",
+        rf"eval/attention/{what}/{side}/(\d+)/self_attention/\d+", "layer", said.lower(), when, "",
+    )
+    for what, said in {"entropy": "Entropy (nats)", "sink": "Weight on the first token", "distance": "Mean distance (tokens)", "previous": "Weight on the token before",
+                       "induction": "Induction score", "logit": "Largest logit"}.items()
+    for side in ("encoder", "decoder")
+    for when in ("first", "last")
 } | {
     f"{what}_by_depth_{side}_{when}": (
         f"{said} by layer, {side}, {'before the first step' if when == 'first' else 'at the end'}", rf"eval/depth/{what}/{side}/(\d+)/feed_forward",
@@ -81,10 +95,13 @@ def _profile(arms: Mapping[str, Arm], look: Style, pattern: re.Pattern, x_label:
     drawn = []
     for name, arm in arms.items():
         runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
-        places = sorted({(int(at.group(1)), key) for run in runs for key in run.names if (at := pattern.fullmatch(key))})
-        values = [mean([x for run in runs if math.isfinite(x := getattr(run, when)(key))]) for _, key in places]
+        places: dict[int, set[str]] = {}
+        for key, at in [(key, at) for run in runs for key in run.names if (at := pattern.fullmatch(key))]:
+            places.setdefault(int(at.group(1)), set()).add(key)
+        of_run = lambda run, keys: float(np.mean([getattr(run, when)(key) for key in keys]))
+        values = [mean([x for run in runs if math.isfinite(x := of_run(run, places[at]))]) for at in sorted(places)]
         if len(places) > 1 and any(one.count for one in values):
-            drawn.append((name, [place for place, _ in places], values))
+            drawn.append((name, sorted(places), values))
     if not drawn:
         return None
     figure, axes = new_figure(3.5)
@@ -99,6 +116,22 @@ def _profile(arms: Mapping[str, Arm], look: Style, pattern: re.Pattern, x_label:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.legend(frameon=False, fontsize=8, ncols=2 if len(drawn) > 4 else 1)
+    return figure
+
+
+def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
+    """A metric against a number that the sweep went through, a line for each setting of the rest."""
+    chosen = [one for one in verdict.scans if one.field == field]
+    figure, axes = new_figure(3.5)
+    for one, look in zip(chosen, styles([one.setting for one in chosen]).values(), strict=True):
+        there = {x: value for x, value in one.points.items() if value.count}
+        _line(axes, list(there), list(there.values()), one.setting or verdict.results.sweep.metric, look)
+    if all(x > 0 for one in chosen for x in one.points):
+        axes.set_xscale("log")
+    axes.set_xlabel(field)
+    axes.set_ylabel(y_label)
+    if any(one.setting for one in chosen):
+        axes.legend(frameon=False, fontsize=8, ncols=2 if len(chosen) > 4 else 1)
     return figure
 
 

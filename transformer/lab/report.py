@@ -111,6 +111,21 @@ def cost(verdict: Verdict) -> list[list[str]]:
     return rows
 
 
+def scanned(verdict: Verdict) -> list[list[str]]:
+    """The table of numbers that the sweep went through."""
+    rows = [["field", "arms", "values", "best", verdict.results.sweep.metric, "no seed failed up to", "sensitivity"]]
+    for one in verdict.scans:
+        known = lambda x, text: "-" if math.isnan(x) else text.format(x)
+        spelled = f"{min(one.points):g} to {max(one.points):g}"
+        rows.append([one.field, one.setting or "all", spelled, f"{one.best:g}", spell(one.points[one.best]), known(one.stable, "{:g}"), known(one.sensitivity, "{:.3f}")])
+    return rows
+
+
+SCANNED = (
+    "Sensitivity (Wortsman et al. 2023): the mean loss over all values, that of a failed run being the loss of knowing nothing, log V, less the loss at "
+    "the best. A run fails that diverges or ends with more than log V."
+)
+
 NOTE = (
     "* the best, and arms that cannot be told from it. Means over seeds with 95 % t intervals; differences seed by seed, paired t-test, "
     "p corrected by Holm for the number of comparisons; an interval is of its comparison alone, so it may leave out zero where p does not tell. "
@@ -167,14 +182,21 @@ def markdown(verdict: Verdict) -> str:
     results = verdict.results
     lines = [f"# {results.sweep.question or results.title}", "", *(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
     for head, *rows in (outcome(verdict), cost(verdict)):
-        cell = lambda text: text.replace("|", "\\|")
-        lines += ["| " + " | ".join(map(cell, row)) + " |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
-        lines.append("")
+        lines += [*_rows([head, *rows]), ""]
     lines += [NOTE, ""]
+    if verdict.scans:
+        lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
     if results.left_out:
         lines += ["Left out:", "", *(f"- {line}" for line in results.left_out), ""]
     lines += ["## Where it comes from", "", *(f"- {name}: {said}" for name, said in provenance(results)), "", "```", again(results), "```", ""]
     return "\n".join(lines)
+
+
+def _rows(table: list[list[str]]) -> list[str]:
+    """A table in Markdown."""
+    head, *rows = table
+    cell = lambda text: text.replace("|", "\\|")
+    return ["| " + " | ".join(map(cell, row)) + " |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
 
 
 def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
@@ -197,6 +219,7 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         "<ul class=verdict>" + "".join(f"<li>{escape(line)}</li>" for line in verdict.sentences) + "</ul>",
         f"<p class=about>{escape(' '.join(about(results)))}</p>",
         "<h2>Results</h2>", table(*_split(outcome(verdict))), table(*_split(cost(verdict))), f"<p class=note>{escape(NOTE)}</p>",
+        *(["<h2>Scans</h2>", table(*_split(scanned(verdict))), f"<p class=note>{escape(SCANNED)}</p>"] if verdict.scans else []),
         *(["<h2>Left out</h2><ul>", *(f"<li>{escape(line)}</li>" for line in results.left_out), "</ul>"] if results.left_out else []),
         "<h2>Figures</h2><div class=figures>", *(figure(*picture) for picture in pictures.values()), "</div>",
         "<h2>Arms</h2>", table(["arm", "what it sets", "diverged (seed)"], settings, classes=(1, 2)),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from transformer.lab.results import Arm, Results
+from transformer.lab.scans import Scan, scans
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
 
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte", "perplexity": "per token", "accuracy": "of tokens",
@@ -39,6 +40,7 @@ class Verdict:
     results: Results
     rows: Mapping[str, Row]
     factors: Mapping[str, Mapping[str, Difference]]  # field -> "b - a" -> over all settings of the others
+    scans: tuple[Scan, ...]
     sentences: tuple[str, ...]
 
 
@@ -60,7 +62,9 @@ def judge(results: Results) -> Verdict:
             max((float(line["memory/peak_bytes"]) for run in arm.runs.values() for line in run.lines if "memory/peak_bytes" in line), default=math.nan),
         )  # fmt: skip
     factors = _factors(results, values)
-    return Verdict(results, rows, factors, tuple(_sentences(results, rows, best, factors)))
+    scanned = tuple(scans(results))
+    sentences = (*_sentences(results, rows, best, factors), *(_of_scan(one, results) for one in scanned))
+    return Verdict(results, rows, factors, scanned, sentences)
 
 
 def _reaches(arm: Arm, base: Arm) -> float:
@@ -146,6 +150,16 @@ def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) ->
                     f"On average over the rest, {field.rpartition('.')[2]} {pair}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}{told}."
                 )
     return lines
+
+
+def _of_scan(one: Scan, results: Results) -> str:
+    name, of = one.field.rpartition(".")[2], f"{one.setting}: " if one.setting else ""
+    best = one.points[one.best]
+    line = f"{of}of {len(one.points)} values of {name}, {one.best:g} is best ({spell(best)})"
+    if results.sweep.metric.endswith("/loss"):
+        line += f"; up to {one.stable:g} no seed failed" if not math.isnan(one.stable) else "; at the smallest a seed failed already"
+        line += f"; sensitivity {one.sensitivity:.3f} nats"
+    return line + "."
 
 
 def _corrected(compared: int) -> str:

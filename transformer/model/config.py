@@ -82,7 +82,7 @@ class ModelConfig:
     head_transform: bool = False  # act(h W + b), normed, before the unembedding (BERT's masked-language-model head)
     lm_head: bool = True  # logits over the vocabulary; an encoder or decoder may do without
     pooling: str = (
-        "none"  # none | cls | mean | last: from a row's hidden states to one, for labels; none: a label a token
+        "none"  # none | cls | mean | last: from a row's hidden states to one, for labels; none: a label a token. recurrent_encoder_decoder, last: no attention
     )
     pooler: bool = False  # tanh(h W + b) of what is pooled (BERT)
     num_labels: int = 0  # a classifier; 0: none
@@ -191,6 +191,8 @@ class ModelConfig:
             )
         if (self.num_labels or self.pooler) and self.two_sides:
             raise UserError("model.num_labels: an encoder_decoder writes text; encoders and decoders have labels")
+        if self.two_sides and self.pooling not in ("none", "last" if "recurrent" in self.family else "none"):
+            raise UserError(f"model.pooling: {self.pooling!r} is for labels, and model.family = {self.family!r} writes text; leave it at 'none'")
         if self.random_positions and self.random_positions < self.max_length:
             raise UserError(
                 f"model.random_positions: {self.random_positions} is less than model.max_length = {self.max_length}"

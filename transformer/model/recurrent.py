@@ -99,7 +99,10 @@ class AttentiveLSTM(nn.Module):
     e_j = v . tanh(W s + U h_j),  a = softmax(e),  context = sum_j a_j h_j,  s' = LSTM([x, context], s)
 
     and that puts out tanh(V [s', context, x]): after Bahdanau et al. (2015, sec. 3.1 and appendix A.2), who have a GRU that starts from
-    the backward encoder's first state, and a maxout; here an LSTM that starts from zero, and a tanh."""
+    the backward encoder's first state, and a maxout; here an LSTM that starts from zero, and a tanh.
+
+    With `pooling="last"` it reads the encoder's last state alone, whatever it asks: what recurrence remembers without attention (after
+    Sutskever et al. 2014)."""
 
     config: ModelConfig
 
@@ -110,6 +113,8 @@ class AttentiveLSTM(nn.Module):
         hidden, read = (Matrix(cfg, name=name)(cfg.d_model, 4, cfg.d_model) for name in ("hidden", "context"))
         query, score = (Matrix(cfg, name=name)(cfg.d_model, n) for name, n in (("query", cfg.d_model), ("score", 1)))
         may_BxTxS = SAME_SEGMENT(tokens, source)
+        if cfg.pooling == "last":
+            may_BxTxS &= ends(source)[:, None]
 
         def step(state, given):
             z, may_BxS = given
@@ -127,6 +132,11 @@ class AttentiveLSTM(nn.Module):
         state, (h_BxTxD, context_BxTxD) = walk(step, start, (z_BxTx4xD, may_BxTxS), tokens)
         both = jnp.concatenate([h_BxTxD.astype(cfg.dtype), context_BxTxD.astype(cfg.dtype), x_BxTxD], axis=-1)
         return jnp.tanh(Linear(cfg, (cfg.d_model,), ("embed", None), True, name="out")(both)), state
+
+
+def ends(tokens: Tokens) -> jax.Array:
+    """bool[B, T]: the last token of each document."""
+    return jnp.diff(tokens.segments_BxT, axis=1, append=0) != 0
 
 
 def zero_state(rows: int, width: int) -> State:

@@ -1,0 +1,61 @@
+"""What a number does that a sweep goes through, learning rate or warm-up say: where it is best, how far it can be pushed, how much it matters.
+
+Wortsman et al. (2023), "Small-scale proxies for large-scale Transformer training instabilities", whose sensitivity this is: the mean over the
+rates of min(loss, loss of knowing nothing) - the loss at the best rate. Who knows nothing says all tokens alike: log V nats.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from transformer.lab.results import Arm, Results
+from transformer.lab.statistics import Mean, mean
+
+LEAST = 3
+"""Values that make a scan."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """One setting of all other fields, and what it gives at each value of this one."""
+
+    field: str
+    setting: str  # what the other fields are; "" where none varies
+    points: Mapping[float, Mean]  # of seeds that came to their end
+    best: float
+    stable: float  # the largest value up to which every seed came to its end with less than the loss of knowing nothing; NaN: none
+    sensitivity: float  # NaN: not known, or not of a loss
+
+
+def scans(results: Results) -> list[Scan]:
+    """Of every field that is a number with three values or more, for each setting of the others that has as many."""
+    found = []
+    for field in results.sweep.fields:
+        groups: dict[str, dict[float, Arm]] = {}
+        for arm in results.arms.values():
+            value = arm.changes.get(field)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                others = "-".join(str(x) for key, x in arm.changes.items() if key != field)
+                groups.setdefault(others, {})[float(value)] = arm
+        found += [_scan(results, field, setting, arms) for setting, arms in groups.items() if len(arms) >= LEAST]
+    return [scan for scan in found if scan is not None]
+
+
+def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm]) -> Scan | None:
+    metric, sign = results.sweep.metric, -1.0 if results.sweep.higher_is_better else 1.0
+    arms = dict(sorted(arms.items()))
+    points = {x: mean(list(arm.values(metric).values())) for x, arm in arms.items()}
+    ended = {x: one for x, one in points.items() if one.count}
+    if not ended:
+        return None
+    best = min(ended, key=lambda x: sign * ended[x].mean)
+    is_loss = metric.endswith("/loss")
+    nothing = math.log(next(run for arm in arms.values() for run in arm.runs.values()).config.model.vocab_size) if is_loss else math.inf
+    failed = {x: bool(arm.diverged) or not points[x].count or (is_loss and points[x].mean >= nothing) for x, arm in arms.items()}
+    stable = [x for x, _ in itertools.takewhile(lambda one: not one[1], failed.items())]
+    losses = [nothing if failed[x] else points[x].mean for x in arms]
+    sensitivity = float(np.mean(losses)) - ended[best].mean if is_loss else math.nan
+    return Scan(field, setting, points, best, stable[-1] if stable else math.nan, sensitivity)
