@@ -24,13 +24,13 @@ from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state, relayout
-from transformer.training.step import batch_sums, make_eval_step
+from transformer.training.step import batch_sums, make_eval_step, make_train_step
 
 
 def experiment(*evaluators, mesh=(), **model) -> Experiment:
     return from_mapping(Experiment, {
         "model": {"family": "decoder", **TINY, "vocab_size": 512, "max_length": 32, "position": "rotary", "norm_placement": "pre", **model},
-        "data": {"corpus": "pydoc", "objective": "span_corruption" if model.get("family") == "encoder_decoder" else "causal_lm", "length": 16, "batch_size": 16, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "data": {"corpus": "pydoc", "objective": {"encoder_decoder": "span_corruption", "encoder": "masked_lm"}.get(model.get("family"), "causal_lm"), "length": 16, "batch_size": 16, "held_out": 4, "tokenizer": {"kind": "bpe"}},
         "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2}, "mesh": {"data": 1, **dict(mesh)},
         "train": {"steps": 4, "log_every": 2, "eval_every": 2, "eval_batches": 2, "tensorboard": False, "evaluators": evaluators},
     })  # fmt: skip
@@ -153,6 +153,24 @@ def test_the_loss_with_a_field_changed():
     assert abs(found["loss_with/model.causal=False"] - loss) > 1e-3
     with pytest.raises(UserError, match="changes the model's parameters"):
         measured(experiment({"name": "loss_with", "change": "model.d_ff=64"}))
+
+
+@pytest.mark.parametrize(("family", "position", "blind"), [("decoder", "none", False), ("encoder", "none", True), ("encoder", "alibi", False)])
+def test_without_a_mask_and_positions_order_is_nothing(family, position, blind):
+    found, *_ = measured(experiment("order", family=family, position=position))
+    assert found["order/kl"] < 1e-6 if blind else found["order/kl"] > 1e-4
+
+
+def test_what_is_measured_is_no_part_of_the_step():
+    """The training step is the same program, word for word, whether anything is measured or not."""
+    texts = []
+    for asked in ((), ("depth_profile", "attention", "logit_lens", "order", "loss_by_position")):
+        config = experiment(*asked)
+        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
+        with use(make_mesh(config.mesh)) as mesh:
+            state, placed = abstract_state(config, model, optimizer, mesh)
+            texts.append(make_train_step(config, model, optimizer, mesh, placed).lower(state, open_data(config).batches("train")[0]).as_text())
+    assert texts[0] == texts[1] and len(texts[0]) > 10_000
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])

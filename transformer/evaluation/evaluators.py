@@ -9,7 +9,7 @@ from typing import Any
 
 from transformer.evaluation import kinds
 from transformer.evaluation.depth import depth_profile
-from transformer.evaluation.inside import attention, logit_lens
+from transformer.evaluation.inside import attention, logit_lens, order
 from transformer.evaluation.losses import extrapolation, loss_by_position, loss_with
 from transformer.evaluation.probes import probe
 from transformer.evaluation.subject import At, Found, Subject
@@ -22,6 +22,7 @@ EVALUATORS: dict[type, Callable[[Any, Subject, At], Found]] = {
     kinds.DepthProfile: depth_profile,
     kinds.Attention: attention,
     kinds.LogitLens: logit_lens,
+    kinds.Order: order,
     kinds.Probe: probe,
     kinds.BleuByLength: bleu_by_length,
 }

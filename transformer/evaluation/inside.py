@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.errors import UserError
-from transformer.evaluation.kinds import Attention, LogitLens
+from transformer.evaluation.kinds import Attention, LogitLens, Order
 from transformer.evaluation.subject import At, Found, Subject, token_losses
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, part, where
@@ -89,6 +89,33 @@ def logit_lens(kind: LogitLens, subject: Subject, at: At) -> Found:
     for layer, (loss, agrees) in subject.program(kind, look)(at.params, subject.batch).items():
         yield f"lens/loss/{layer:02d}", float(loss)
         yield f"lens/agrees/{layer:02d}", float(agrees)
+
+
+def order(kind: Order, subject: Subject, at: At) -> Found:
+    """order/kl: sum of p log(p / q) at the last place of a row, mean over rows, in nats; p as the tokens stand, q with all tokens before the last
+    in another order. Rows are read as one document each."""
+    if subject.config.model.two_sides or not subject.config.model.lm_head:
+        raise UserError("train.evaluators: order is of models of one stack with a head over the vocabulary")
+
+    def last(params, batch):
+        (h_BxTxE, head), _, batch = subject.watch(params, batch)
+        at_last = batch["positions"] == jnp.max(batch["positions"], axis=1, keepdims=True)
+        return jax.nn.log_softmax(head(jnp.sum(jnp.where(at_last[..., None], h_BxTxE, 0), axis=1, keepdims=True))[:, 0])
+
+    whole = {name: np.array(x) for name, x in subject.data.batches(subject.part)[0].items() if name not in ("prefix", "labels", "label_weights")}
+    rows, length = whole["inputs"].shape
+    full = np.flatnonzero((whole["segments"] > 0).all(axis=1))
+    if not len(full):
+        raise UserError("train.evaluators: order needs a row that is full of tokens; set data.packing=True")
+    chosen = np.resize(full, rows)
+    inputs, there = whole["inputs"][chosen], np.random.default_rng(0).permutation(length - 1)
+    logs = []
+    for tokens in (inputs, np.concatenate([inputs[:, there], inputs[:, -1:]], axis=1)):
+        batch = {name: x[chosen] for name, x in whole.items()} | {"inputs": tokens, "segments": np.ones_like(inputs)}
+        batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), inputs.shape)
+        here = subject.share.rows(rows)
+        logs.append(np.asarray(subject.program(kind, last)(at.params, subject.share.place({name: x[here] for name, x in batch.items()}))))
+    yield "order/kl", float(np.mean(np.sum(np.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)))
 
 
 def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, Callable]]:

@@ -78,6 +78,15 @@ class LogitLens:
 
 
 @dataclasses.dataclass(frozen=True)
+class Order:
+    """What the order of tokens is worth to the model: how far its prediction at the last place of a row moves when all tokens before it are put
+    in another order, on one batch. Who is blind to order does not notice."""
+
+    name: ClassVar[str] = "order"
+    during: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True)
 class LossWith:
     """Loss of the same parameters with one field of the model changed: `dict(name="loss_with", change="model.causal=True")`."""
 
@@ -125,7 +134,7 @@ class BleuByLength:
 
 
 KINDS = {
-    kind.name: kind for kind in (LossByPosition, Extrapolation, LossWith, DepthProfile, Attention, LogitLens, Probe, BleuByLength)
+    kind.name: kind for kind in (LossByPosition, Extrapolation, LossWith, DepthProfile, Attention, LogitLens, Order, Probe, BleuByLength)
 }
 
 

@@ -1,0 +1,79 @@
+"""What does attention save over recurrence: time and sequential steps against length?
+
+    python experiments/benchmarks/recurrence.py
+
+The reading of a source by an encoder, forward and backward: the LSTMs of the recurrent family against a Transformer's encoder of the same width and
+depth. Sequential steps are matrix products that wait for one another: the longest chain of them in the traced program, loops by their
+trips. Time: the best of seven, the two interleaved, compiled, on this machine.
+
+SEEN
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer import ModelConfig, build_model
+
+FAMILIES = {"attention": "encoder_decoder", "recurrent": "recurrent_encoder_decoder"}
+LENGTHS = (32, 64, 128, 256, 512, 1024)
+TOKENS = 4096
+"""In a batch, whatever the length."""
+
+
+def longest_chain(jaxpr, depth_of=None) -> int:
+    """Matrix products on the longest path through a program."""
+    depth = dict(zip(jaxpr.invars, depth_of or [0] * len(jaxpr.invars), strict=True))
+    get = lambda x: depth.get(x, 0) if not hasattr(x, "val") else 0
+    for one in jaxpr.eqns:
+        before = [get(x) for x in one.invars]
+        start, name = max(before, default=0), one.primitive.name
+        inner = [x for x in (one.params.get("jaxpr"), one.params.get("call_jaxpr"), one.params.get("fun_jaxpr")) if x is not None]
+        if name == "scan":
+            after = start + one.params["length"] * longest_chain(one.params["jaxpr"].jaxpr)
+        elif inner:
+            body = getattr(inner[0], "jaxpr", inner[0])
+            after = start + longest_chain(body)
+        else:
+            after = start + (name == "dot_general")
+        depth.update(dict.fromkeys(one.outvars, after))
+    return max((get(x) for x in jaxpr.outvars), default=0)
+
+
+def reading(family: str, length: int):
+    """(step, its arguments): the gradient of the encoder's output by its parameters."""
+    config = ModelConfig(
+        family=family, vocab_size=512, d_model=128, d_ff=512, num_heads=4, num_encoder_layers=2, num_decoder_layers=2, max_length=length,
+        position="rotary", attention_backend="reference",
+    )  # fmt: skip
+    model, tokens = build_model(config), jnp.asarray(np.random.default_rng(0).integers(4, 512, (TOKENS // length, length)), jnp.int32)
+    params = jax.jit(model.init)(jax.random.key(0), tokens[:, :8], tokens[:, :8])
+    loss = lambda params, tokens: jnp.sum(jnp.square(model.apply(params, tokens, method="encode")[0]))
+    return jax.grad(loss), (params, tokens)
+
+
+def main():
+    head = f"{'length':>7}  " + "  ".join(f"{name + ' ms':>13}  {'steps':>7}" for name in FAMILIES) + f"  {'ratio of time':>14}"
+    print(f"{TOKENS:,} tokens a batch, forward and backward, on {jax.devices()[0].device_kind}\n{head}")
+    for length in LENGTHS:
+        programs = {name: reading(family, length) for name, family in FAMILIES.items()}
+        chains = {name: longest_chain(jax.make_jaxpr(step)(*args).jaxpr) for name, (step, args) in programs.items()}
+        compiled = {name: jax.jit(step) for name, (step, _) in programs.items()}
+        seconds = {name: [] for name in FAMILIES}
+        for trial in range(8):
+            for name, (_, args) in programs.items():
+                began = time.perf_counter()
+                jax.block_until_ready(compiled[name](*args))
+                if trial:
+                    seconds[name].append(time.perf_counter() - began)
+        best = {name: min(x) for name, x in seconds.items()}
+        print(
+            f"{length:>7,}  " + "  ".join(f"{1e3 * best[name]:>13.1f}  {chains[name]:>7,}" for name in FAMILIES) + f"  {best['recurrent'] / best['attention']:>14.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Does a model without positions know the order of its tokens? Haviv et al. (2022); Kazemnejad et al. (2023), "The Impact of Positional Encoding
+on Length Generalization in Transformers".
+
+The papers: with a causal mask yes, since a token sees how many stand before it; without one attention is a sum over a set, and the model is blind
+to order. Here: how far a prediction moves when all other tokens of the row are put in another order (`order`, evaluation/kinds.py).
+
+    python -m transformer sweep --config=experiments/findings/kazemnejad_2023.py --workdir=runs/kazemnejad_2023
+    python -m transformer compare runs/kazemnejad_2023
+
+At a larger scale (110 M parameters, rows of 512; TPU v5e-8): --config=experiments/findings/kazemnejad_2023.py:large
+
+SEEN
+"""
+
+import ml_collections
+
+from transformer import Sweep, arms, product, vary
+
+
+def get_config(scale="small"):
+    config = ml_collections.ConfigDict()
+    config.model = dict(
+        family="decoder",
+        vocab_size=2048,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        d_model=64,
+        d_ff=256,
+        num_heads=4,
+        max_length=64,
+        position="none",
+        norm_placement="pre",
+        attention_backend="reference",
+    )
+    config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=32)
+    config.optimizer = dict(name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, clip_norm=1.0)
+    config.train = dict(steps=400, log_every=20, eval_every=100, eval_batches=10, tensorboard=False, evaluators=("order",))
+    if scale == "large":
+        config.model.update(
+            vocab_size=32000, num_encoder_layers=12, num_decoder_layers=12, d_model=768, d_ff=3072, num_heads=12, max_length=512, dtype="bfloat16",
+        )  # fmt: skip
+        config.data.update(length=512, batch_size=256)
+        config.optimizer.update(learning_rate=6e-4, warmup_steps=1000)
+        config.train.update(steps=20_000, log_every=100, eval_every=2000, checkpoint_every=2000)
+        config.platform = "accelerator"
+    return config
+
+
+def sweep(scale="small"):
+    return Sweep(
+        product(
+            arms(masked={"model.family": "decoder", "data.objective": "causal_lm"}, unmasked={"model.family": "encoder", "data.objective": "masked_lm"}),
+            vary("model.position", "none", "rotary"),
+        ),
+        question="Does a model without positions know the order of its tokens?",
+        metric="test/order/kl",
+        higher_is_better=True,
+        declared={
+            "flops": "without a mask every pair of tokens is computed",
+            "tokenizer": "masked language modelling keeps one id for its sign",
+        },
+        seeds=3,
+    )
