@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MISTAKE = 2
 """The exit code of a mistake in the command or the config: made again, it would end the same way."""
 
-VERBS = ("train", "evaluate", "generate", "sweep", "compare", "plan", "data", "convert")
+VERBS = ("train", "evaluate", "generate", "sweep", "compare", "inspect", "plan", "data", "convert")
 """Of `python -m transformer`."""
 
 FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))

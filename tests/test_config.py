@@ -12,7 +12,7 @@ from transformer.config import Experiment
 from transformer.config_io import apply_overrides, from_mapping, load_arms, to_mapping
 
 ROOT = Path(__file__).parent.parent
-EXPERIMENTS = [file for folder in ("experiments", "experiments/scale") for file in sorted((ROOT / folder).glob("*.py"))]
+EXPERIMENTS = [file for folder in ("experiments", "experiments/findings", "experiments/scale") for file in sorted((ROOT / folder).glob("*.py"))]
 MODEL = {"family": "decoder", "vocab_size": 50}
 
 
@@ -188,7 +188,10 @@ def test_every_experiment_file_builds_in_every_arm(file):
     spec.loader.exec_module(module)
     assert f"--config={file.relative_to(ROOT)}" in module.__doc__
     assert "?" in module.__doc__ and "Hardware" in module.__doc__
-    configs = load_arms(str(file))[1].values() if hasattr(module, "sweep") else [load_experiment(str(file))]
+    configs = list(load_arms(str(file))[1].values()) if hasattr(module, "sweep") else [load_experiment(str(file))]
+    for scale in getattr(module, "ARGUMENTS", ())[1:]:  # as the paper has it: every arm is read, one is built
+        assert f"--config={file.relative_to(ROOT)}:{scale}" in module.__doc__
+        configs += list(load_arms(f"{file}:{scale}")[1].values())[:1]
     for config in configs:
         with use(make_mesh(config.mesh)) as mesh:
             abstract, _ = abstract_state(

@@ -187,6 +187,8 @@ def _open(file: str) -> _File:
     if len(given) > takes + hasattr(module, "sweep"):
         raise UserError(f"--config: {file!r}; it is FILE.py{':ARG' * takes}{':ARM' * hasattr(module, 'sweep')}")
     arg = given.pop(0) if takes and given else ""
+    if arg and arg not in (known := getattr(module, "ARGUMENTS", (arg,))):
+        raise UserError(f"--config: {name!r} takes no {arg!r}; {nearest(arg, known)}")
     return _File(path, module, arg, given[0] if given else "")
 
 

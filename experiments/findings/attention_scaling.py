@@ -9,12 +9,16 @@ step, and the loss after a few.
 
 At a larger scale (d_model 1024, 12 layers; TPU v5e-8): --config=experiments/findings/attention_scaling.py:large
 
-SEEN
+Hardware  two CPU cores, about @@ minutes
+
+Seen      not run yet.
 """
 
 import ml_collections
 
 from transformer import Sweep, product, vary
+
+ARGUMENTS = ("small", "large")
 
 
 def get_config(scale="small"):

@@ -9,12 +9,16 @@ trains at any depth; pre-norm and norms on both sides of the branch (peri-norm) 
 
 At the paper's scale (up to 200 layers of d_model 512, WMT14; TPU v5p-16): --config=experiments/findings/deep_stacks.py:paper
 
-SEEN
+Hardware  two CPU cores, about @@ minutes
+
+Seen      not run yet.
 """
 
 import ml_collections
 
 from transformer import Sweep, arms, product, vary
+
+ARGUMENTS = ("small", "paper")
 
 
 def get_config(scale="small"):

@@ -9,12 +9,16 @@ to order. Here: how far a prediction moves when all other tokens of the row are 
 
 At a larger scale (110 M parameters, rows of 512; TPU v5e-8): --config=experiments/findings/kazemnejad_2023.py:large
 
-SEEN
+Hardware  two CPU cores, about @@ minutes
+
+Seen      not run yet.
 """
 
 import ml_collections
 
 from transformer import Sweep, arms, product, vary
+
+ARGUMENTS = ("small", "large")
 
 
 def get_config(scale="small"):

@@ -8,12 +8,24 @@ zero, and with the mask put back its perplexity collapses.
 
 At a larger scale (124 M parameters, GPT-2's shape, rows of 1,024; TPU v5e-8): --config=experiments/findings/missing_mask.py:large
 
-SEEN
+Hardware  two CPU cores, about 4 minutes
+
+Seen (two cores of an AMD EPYC 9005; test side, three seeds, mean and 95 % interval, nats per token; perplexity in brackets):
+
+    trained      evaluated with the mask       evaluated without
+    masked       4.784 +- 0.056     (120)      4.832 +- 0.033
+    unmasked     8.340 +- 0.084   (4,187)      0.149 +- 0.029     (1.2)
+
+So it is as the exercise says: without the mask the model reads the answer (1.2 of 2,048 tokens in doubt), and with the mask put back it is worse by
+3.556 [3.526, 3.585] nats, more than if it held all tokens for alike (log 2,048 = 7.62). A model that was trained with the mask loses little where it
+may suddenly look ahead: it has not learned to.
 """
 
 import ml_collections
 
 from transformer import Sweep, vary
+
+ARGUMENTS = ("small", "large")
 
 
 def get_config(scale="small"):

@@ -9,12 +9,16 @@ ALiBi stays flat. No positions at all work in a decoder, whose causal mask lets 
 
 At the paper's scale (WikiText-103, 16 layers of d_model 1024, rows of 512; TPU v5e-16): --config=experiments/findings/press_2022.py:paper
 
-SEEN
+Hardware  two CPU cores, about @@ minutes
+
+Seen      not run yet.
 """
 
 import ml_collections
 
 from transformer import Sweep, vary
+
+ARGUMENTS = ("small", "paper")
 
 
 def get_config(scale="small"):

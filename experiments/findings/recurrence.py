@@ -10,13 +10,16 @@ last state alone (after Sutskever et al. 2014). What they cost in time, and in s
 
 At a larger scale (d_model 512, up to 1,024 letters; TPU v5e-4): --config=experiments/findings/recurrence.py:large
 
-SEEN
+Hardware  two CPU cores, about @@ minutes
+
+Seen      not run yet.
 """
 
 import ml_collections
 
 from transformer import Sweep, arms, product, vary
 
+ARGUMENTS = ("small", "large")
 LENGTHS = {"small": (8, 16, 32, 64), "large": (64, 256, 1024)}
 
 

@@ -9,13 +9,16 @@ worse, 25.1 at 16; (C) bigger is better: 2 layers 23.7, 4 layers 25.3, d_model 2
 
 At the paper's scale (WMT14, TPU v5e-8): --config=experiments/findings/vaswani_2017_table3.py:paper
 
-SEEN
+Hardware  two CPU cores, about @@ minutes
+
+Seen      not run yet.
 """
 
 import ml_collections
 
 from transformer import Sweep, arms
 
+ARGUMENTS = ("small", "paper")
 LAYERS = "model.num_encoder_layers", "model.num_decoder_layers"
 
 

@@ -9,13 +9,16 @@ against about 34), and with one they meet.
 
 At the paper's scale (WMT14 English-German, 6 + 6 layers, d_model 512; TPU v5e-8): --config=experiments/findings/xiong_2020.py:paper
 
-SEEN
+Hardware  two CPU cores, about @@ minutes
+
+Seen      not run yet.
 """
 
 import ml_collections
 
 from transformer import Sweep, product, vary
 
+ARGUMENTS = ("small", "paper")
 WARM_UP = {"small": 200, "paper": 4000}
 
 

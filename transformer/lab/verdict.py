@@ -12,12 +12,15 @@ from transformer.lab.scans import Scan, scans
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
 
 UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte", "perplexity": "per token", "accuracy": "of tokens",
-         "bleu": "BLEU", "chrf": "chrF", "word_perplexity": "per word"}  # fmt: skip
+         "bleu": "BLEU", "chrf": "chrF", "word_perplexity": "per word", "loss_with": "nats per token", "loss_by_position": "nats per token",
+         "extrapolation": "nats per token", "extrapolation_sliding": "nats per token", "kl": "nats", "exact": "of answers",
+         "bleu_by_length": "BLEU"}  # fmt: skip
 
 
 def unit(metric: str) -> str:
     """What a number of this name counts."""
-    return UNITS.get(metric.rpartition("/")[2], "")
+    parts = metric.split("/")
+    return next((UNITS[part] for part in reversed(parts) if part in UNITS), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ def judge(results: Results) -> Verdict:
         rows[name] = Row(
             arm, mean(list(values[name].values())), to_base.get(name),
             name == best or (name in to_best and not to_best[name].tells and not math.isnan(to_best[name].p)),
-            _reaches(arm, base), arm.mean_of("time/tokens_per_second"),
+            _reaches(arm, base, sweep.metric, sign), arm.mean_of("time/tokens_per_second"),
             max((float(line["memory/peak_bytes"]) for run in arm.runs.values() for line in run.lines if "memory/peak_bytes" in line), default=math.nan),
         )  # fmt: skip
     factors = _factors(results, values)
@@ -67,12 +70,15 @@ def judge(results: Results) -> Verdict:
     return Verdict(results, rows, factors, scanned, sentences)
 
 
-def _reaches(arm: Arm, base: Arm) -> float:
-    """After which share of the baseline's steps the arm's validation loss is what the baseline's is at the end, on average over seeds that
-    both have: between two evaluations in a straight line."""
+def _reaches(arm: Arm, base: Arm, metric: str, sign: float) -> float:
+    """After which share of the baseline's steps the arm is in validation as good as the baseline at its end, on average over seeds that
+    both have: by the metric itself where validation knows it, else by the loss; between two evaluations in a straight line."""
+    name = "eval/" + metric.partition("/")[2]
+    if not any(run.curve(name) for run in base.runs.values()):
+        name, sign = "eval/loss", 1.0
     shares = []
     for seed in arm.runs.keys() & base.runs.keys():
-        curve, last = arm.runs[seed].curve("eval/loss"), base.runs[seed].curve("eval/loss")
+        curve, last = ([(step, sign * x) for step, x in one.runs[seed].curve(name)] for one in (arm, base))
         if not curve or not last:
             continue
         (steps, target), at = last[-1], math.nan
