@@ -1,0 +1,25 @@
+"""`data`: fetch, verify and cache a known corpus; without a name, list them."""
+
+
+
+ABOUT = "fetch, verify and cache a known corpus; without a name, list them"
+
+DETAIL = ""
+
+
+def arguments(parser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME")
+
+
+def run(args, overrides) -> int:
+    from transformer.data.corpora import CORPORA, fetch
+
+    if args.name is None:
+        for name, corpus in CORPORA.items():
+            print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.licence}; {corpus.attribution}")
+        return 0
+    corpus, folder = fetch(args.name)
+    print(f"{args.name}: {corpus.about}\nlicence      {corpus.licence}\nattribution  {corpus.attribution}")
+    for file in sorted(folder.iterdir()):
+        print(f"             {file}  {file.stat().st_size:,} bytes")
+    return 0

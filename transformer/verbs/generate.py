@@ -1,0 +1,91 @@
+"""`generate`: translate or continue text, a line per line."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from transformer.errors import UserError
+from transformer.files import write_whole
+from transformer.verbs.common import folder, open_run, read_lines
+
+ABOUT = "translate or continue text, a line per line"
+
+DETAIL = """Translate (encoder-decoder) or continue (decoder) text: a line in, a line out.
+
+  --config.decoding.beam_size=4 and other --config.decoding.* change how, for this call.
+"""
+
+
+def arguments(parser) -> None:
+    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
+    parser.add_argument("--input", default="-", metavar="FILE", help="a text file; - (the default) is standard input")
+    parser.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
+    parser.add_argument("--interactive", action="store_true", help="type a sentence, read the answer")
+
+
+def run(args, overrides) -> int:
+    from transformer.decoding.generate import Generator
+    from transformer.evaluation.evaluate import load_trained
+    from transformer.parallel.mesh import use
+    from transformer.parallel.processes import is_first
+
+    config, mesh = open_run(args, overrides)
+    if args.interactive and args.input != "-":
+        raise UserError("--interactive and --input: one asks at the terminal, the other reads a file; leave one out")
+    if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
+        raise UserError(f"--output: no folder {Path(args.output).parent}")
+    if args.output != "-" and Path(args.output).is_dir():
+        raise UserError(f"--output: {args.output} is a folder; name a file")
+    lines = None if args.interactive else read_lines(args.input)
+    with use(mesh):
+        trained = load_trained(args.workdir, config, mesh)
+        if args.interactive:
+            return _converse(trained)
+        generate = Generator(config, trained.params, trained.tokenizer)
+        answers = generate(lines, _progress(len(lines)))
+    if not is_first():
+        return 0
+    if generate.cut:
+        print(f"{generate.cut} of {len(lines)} lines were longer than the model can read and were cut", file=sys.stderr)
+    text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
+    if args.output == "-":
+        sys.stdout.write(text)
+    else:
+        write_whole(Path(args.output), text)
+    return 0
+
+
+def _progress(total: int):
+    """Tells how many lines are done, in a terminal that is not also showing the answers."""
+    if not sys.stderr.isatty() or sys.stdout.isatty():
+        return lambda done: None
+    end = lambda done: "\n" if done == total else ""
+    return lambda done: print(f"\r{done:,}/{total:,} lines", end=end(done), file=sys.stderr, flush=True)
+
+
+def _converse(trained) -> int:
+    """One line at a time, until an empty one or the end of input."""
+    import readline  # noqa: F401  (arrow keys and history at the prompt)
+
+    from transformer.decoding.generate import Generator
+
+    one = dataclasses.replace(trained.config.decoding, batch_size=1)
+    config = dataclasses.replace(trained.config, decoding=one)
+    generate = Generator(config, trained.params, trained.tokenizer)
+    does = "translates" if config.model.two_sides else "continues"
+    print("Getting ready ...", end="", flush=True)
+    generate(["."])  # compiles
+    print(f"\rThe model {does} what you type. An empty line or Ctrl-D ends.")
+    while True:
+        try:
+            line = input("\n> ")
+        except EOFError:
+            print()
+            return 0
+        if not line.strip():
+            return 0
+        cut = generate.cut
+        answer = generate([line])[0]
+        print("  " + answer.strip("\n").replace("\n", "\n  "))
+        if generate.cut > cut:
+            print("  (cut: longer than the model can read)")

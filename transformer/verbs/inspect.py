@@ -1,0 +1,48 @@
+"""`inspect`: attention maps, logit lens and profiles of a run for a text, as one page."""
+
+import sys
+from pathlib import Path
+
+from transformer.errors import UserError
+from transformer.files import write_whole
+from transformer.verbs.common import folder, open_run, read_lines
+
+ABOUT = "attention maps, logit lens and profiles of a run for a text, as one page"
+
+DETAIL = """Look inside a trained model while it reads a text: what each token cost, what each layer would have said (the logit lens), where each head
+looks, how the stream grows. One page, which opens from disk.
+
+  python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?"
+  python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?" --target="¿Dónde está la biblioteca?"
+
+Without --text it asks for one, or reads standard input. A translator reads its own translation, unless --target is given.
+"""
+
+
+def arguments(parser) -> None:
+    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
+    parser.add_argument("--text", metavar="TEXT", help="what the model is to read; default: asked for, or standard input")
+    parser.add_argument("--target", default="", metavar="TEXT", help="what an encoder-decoder's decoder is to read; default: its own translation")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: inspect.html in DIR")
+
+
+def run(args, overrides) -> int:
+    from transformer.evaluation.evaluate import load_trained
+    from transformer.lab import inside, inspect_page
+    from transformer.parallel.mesh import use
+
+    config, mesh = open_run(args, overrides)
+    output = args.output or args.workdir / "inspect.html"
+    if not output.resolve().parent.is_dir() or output.is_dir():
+        raise UserError(f"--output: {output} is a folder, or lies in none; name a file")
+    if args.target and not config.model.two_sides:
+        raise UserError(f"--target: model.family = {config.model.family!r} reads one text; put all of it into --text")
+    text = args.text
+    if text is None:
+        text = input("text: ") if sys.stdin.isatty() else "\n".join(read_lines("-"))
+    with use(mesh):
+        trained = load_trained(args.workdir, config, mesh)
+        view = inside.look_inside(trained, mesh, text, args.target)
+    write_whole(output, inspect_page.page(view, f"Inside {args.workdir}", [f"Step {trained.step:,} of {trained.workdir}."]))
+    print(f"page: {output}", file=sys.stderr)
+    return 0
