@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer import ModelConfig, build_model
+from transformer.parallel.mesh import look_for_no_tpu
 
 FAMILIES = {"attention": "encoder_decoder", "recurrent": "recurrent_encoder_decoder"}
 LENGTHS = (32, 64, 128, 256, 512, 1024)
@@ -55,6 +56,7 @@ def reading(family: str, length: int):
 
 
 def main():
+    look_for_no_tpu()
     head = f"{'length':>7}  " + "  ".join(f"{name + ' ms':>13}  {'steps':>7}" for name in FAMILIES) + f"  {'ratio of time':>14}"
     print(f"{TOKENS:,} tokens a batch, forward and backward, on {jax.devices()[0].device_kind}\n{head}")
     for length in LENGTHS:

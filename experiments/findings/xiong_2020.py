@@ -9,9 +9,25 @@ against about 34), and with one they meet.
 
 At the paper's scale (WMT14 English-German, 6 + 6 layers, d_model 512; TPU v5e-8): --config=experiments/findings/xiong_2020.py:paper
 
-Hardware  two CPU cores, about @@ minutes
+Hardware  two CPU cores, about 20 minutes with --jobs=2
 
-Seen      not run yet.
+Seen (two cores of an AMD EPYC 9005, 23 minutes while other work ran beside it; test side, five seeds, mean and 95 % interval; p of paired t-tests,
+corrected by Holm, all under 0.001):
+
+    arm         test/loss         less pre-warm
+    pre-warm    4.637 +- 0.008
+    pre-cold    4.667 +- 0.007    +0.030  +0.023 to +0.037
+    post-warm   4.808 +- 0.026    +0.171  +0.149 to +0.194
+    post-cold   5.628 +- 0.050    +0.991  +0.939 to +1.043
+
+    gradient of the feed-forward matrices before the first step, by layer (mean of five seeds)
+    pre         0.84  0.69  0.64  0.60  0.55  0.49
+    post        1.06  1.07  1.25  1.25  1.18  1.16
+
+So post-norm without a warm-up is all but lost at this rate (a model of single words has 5.9), and pre-norm hardly notices. Other than in the paper they
+do not meet: with the warm-up post-norm is still 0.17 behind after these 800 steps. And the gradient does not grow all the way under post-norm, by a
+tenth to a sixth over six layers; under pre-norm it is not flat but falls to six tenths. Between the two the last layer's gradient is 2.4 times as large
+under post-norm, the first's 1.3 times: the paper's order of things, in six layers by less.
 """
 
 import ml_collections

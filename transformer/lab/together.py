@@ -95,7 +95,7 @@ class _Group:
 
 def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
     runs, config = group.runs, group.runs[0].config
-    over = _over(len(runs))
+    over = over_devices(len(runs))
     step_all = make_step(config, mesh, over)
     place = lambda tree: jax.device_put(tree, NamedSharding(over, P("runs")))
     numbers = {field: [_get(run.config, field) for run in runs] for field in NUMBERS}
@@ -152,7 +152,7 @@ def make_step(config: Experiment, mesh: Mesh, over: Mesh):
     return jax.jit(step, donate_argnums=1)
 
 
-def _over(runs: int) -> Mesh:
+def over_devices(runs: int) -> Mesh:
     """As many devices as the runs can be spread over evenly."""
     devices = jax.local_devices()
     count = max(n for n in range(1, min(runs, len(devices)) + 1) if runs % n == 0)

@@ -34,9 +34,9 @@ def open_run(args, overrides):
     from transformer.parallel.processes import start_processes
 
     together = start_processes()
-    if together and (args.verb == "convert" or getattr(args, "input", "") == "-"):
+    if together and (args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"):
         raise UserError(
-            f"{args.verb}: several processes cannot do it; convert in one of them, generate from a file (--input=FILE)"
+            f"{args.verb}: several processes cannot do it; start one, or generate from a file (--input=FILE)"
         )
     chosen = config.mesh if together or any(key.startswith("mesh") for key in overrides) else MeshConfig(data=1)
     platform = config.platform if "platform" in overrides else "auto"

@@ -1,0 +1,82 @@
+"""What do runs save that are trained as one program? Steps of R seeds together against R steps of one, interleaved, on this machine.
+
+    python experiments/benchmarks/together.py [--devices=8] [--d_model=64]
+
+A decoder of four layers, 16 rows of 64 tokens a run. `--devices` simulates so many CPU devices, over which runs are spread, and over which a lone run
+spreads its rows. The ratio is time of R runs one after another over that of R together; compiling, which is done once instead of R times, is left
+out.
+
+SEEN
+"""
+
+import argparse
+import os
+import time
+
+ROWS, LENGTH, VOCABULARY = 16, 64, 2048
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--devices", type=int, default=0, help="simulated CPU devices")
+    parser.add_argument("--d_model", type=int, default=64)
+    parser.add_argument("--trials", type=int, default=10)
+    options = parser.parse_args()
+    if options.devices:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices}"
+
+    import jax
+    import numpy as np
+    from flax import linen as nn
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from transformer.config import Experiment, MeshConfig
+    from transformer.config_io import from_mapping
+    from transformer.lab.together import make_step, over_devices
+    from transformer.model.network import build_model
+    from transformer.parallel.mesh import make_mesh, start, use
+    from transformer.training.optimizer import build_optimizer
+    from transformer.training.state import abstract_state, init_state
+    from transformer.training.step import make_train_step
+
+    config = from_mapping(Experiment, {
+        "model": {"family": "decoder", "vocab_size": VOCABULARY, "num_decoder_layers": 4, "d_model": options.d_model, "d_ff": 4 * options.d_model, "num_heads": 4,
+                  "max_length": LENGTH, "position": "rotary", "attention_backend": "reference"},
+        "data": {"corpus": "pydoc", "length": LENGTH, "batch_size": ROWS}, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
+    })  # fmt: skip
+    whole = start("auto", MeshConfig())
+    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+    ids = np.random.default_rng(0).integers(4, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
+    ones = np.ones((ROWS, LENGTH), np.int32)
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": ones.astype(np.float32), "segments": ones, "positions": np.cumsum(ones, axis=1) - 1}
+    batch["positions"] = batch["positions"].astype(np.int32)
+    print(f"{whole.size} x {jax.devices()[0].device_kind}, d_model {options.d_model}\n{'runs':>5}  {'alone ms':>9}  {'together ms':>12}  {'ratio':>6}")
+    for runs in (1, 2, 4, 8):
+        with use(whole):
+            _, placed = abstract_state(config, model, optimizer, whole)
+            alone, states = make_train_step(config, model, optimizer, whole, placed), [init_state(config, model, optimizer, placed) for _ in range(runs)]
+        one, over = make_mesh(MeshConfig(data=1)), over_devices(runs)
+        place = lambda tree, over=over: jax.device_put(tree, NamedSharding(over, P("runs")))
+        numbers = {"seed": place(np.arange(runs, dtype=np.int32)), "optimizer.learning_rate": place(np.full(runs, 1e-3, np.float32))}
+        together, stacked = make_step(config, one, over), place(jax.tree.map(lambda x, runs=runs: np.stack([np.asarray(x)] * runs), jax.device_get(states[0])))
+        batches, seconds = place({name: np.stack([x] * runs) for name, x in batch.items()}), {"alone": [], "together": []}
+        for trial in range(options.trials + 2):
+            began = time.perf_counter()
+            with use(whole):
+                for n in range(runs):
+                    states[n], _ = alone(states[n], batch)
+            jax.block_until_ready(states)
+            between = time.perf_counter()
+            with jax.set_mesh(over), nn.logical_axis_rules(()):
+                stacked, _ = together(numbers, stacked, batches)
+            jax.block_until_ready(stacked)
+            if trial > 1:
+                seconds["alone"].append(between - began)
+                seconds["together"].append(time.perf_counter() - between)
+        best = {name: 1e3 * min(x) for name, x in seconds.items()}
+        print(f"{runs:>5}  {best['alone']:>9.1f}  {best['together']:>12.1f}  {best['alone'] / best['together']:>6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
