@@ -253,5 +253,5 @@ def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys)
         ["convert", f"--workdir={tmp_path / 'new'}", f"--from={tmp_path}"],
     ):  # fmt: skip
         assert main(arguments) == 2
-        assert f"{arguments[0]}: several processes cannot do it; convert in one of them" in capsys.readouterr().err
+        assert f"{arguments[0]}: several processes cannot do it; start one" in capsys.readouterr().err
     assert not (tmp_path / "new").exists() and not (tmp_path / "out").exists()

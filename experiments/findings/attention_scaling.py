@@ -9,7 +9,7 @@ step, and the loss after a few.
 
 At a larger scale (d_model 1024, 12 layers; TPU v5e-8): --config=experiments/findings/attention_scaling.py:large
 
-Hardware  two CPU cores, about @@ minutes
+Hardware  two CPU cores, about 10 minutes by estimate
 
 Seen      not run yet.
 """

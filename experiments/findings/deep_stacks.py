@@ -9,7 +9,7 @@ trains at any depth; pre-norm and norms on both sides of the branch (peri-norm) 
 
 At the paper's scale (up to 200 layers of d_model 512, WMT14; TPU v5p-16): --config=experiments/findings/deep_stacks.py:paper
 
-Hardware  two CPU cores, about @@ minutes
+Hardware  two CPU cores, about 40 minutes by estimate
 
 Seen      not run yet.
 """

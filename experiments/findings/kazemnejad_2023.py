@@ -9,7 +9,7 @@ to order. Here: how far a prediction moves when all other tokens of the row are 
 
 At a larger scale (110 M parameters, rows of 512; TPU v5e-8): --config=experiments/findings/kazemnejad_2023.py:large
 
-Hardware  two CPU cores, about @@ minutes
+Hardware  two CPU cores, about 6 minutes by estimate
 
 Seen      not run yet.
 """

@@ -9,7 +9,7 @@ ALiBi stays flat. No positions at all work in a decoder, whose causal mask lets 
 
 At the paper's scale (WikiText-103, 16 layers of d_model 1024, rows of 512; TPU v5e-16): --config=experiments/findings/press_2022.py:paper
 
-Hardware  two CPU cores, about @@ minutes
+Hardware  two CPU cores, about 45 minutes by estimate
 
 Seen      not run yet.
 """

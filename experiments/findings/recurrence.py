@@ -10,7 +10,7 @@ last state alone (after Sutskever et al. 2014). What they cost in time, and in s
 
 At a larger scale (d_model 512, up to 1,024 letters; TPU v5e-4): --config=experiments/findings/recurrence.py:large
 
-Hardware  two CPU cores, about @@ minutes
+Hardware  two CPU cores, about 20 minutes by estimate
 
 Seen      not run yet.
 """

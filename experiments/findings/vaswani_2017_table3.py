@@ -9,7 +9,7 @@ worse, 25.1 at 16; (C) bigger is better: 2 layers 23.7, 4 layers 25.3, d_model 2
 
 At the paper's scale (WMT14, TPU v5e-8): --config=experiments/findings/vaswani_2017_table3.py:paper
 
-Hardware  two CPU cores, about @@ minutes
+Hardware  two CPU cores, about 90 minutes by estimate
 
 Seen      not run yet.
 """

@@ -51,7 +51,7 @@ def run(args, overrides) -> int:
     from transformer.training.exchange import from_hf
 
     if start_processes():
-        raise UserError("convert: several processes cannot do it; convert in one of them")
+        raise UserError("convert: several processes cannot do it; start one")
     config = from_hf(args.source, args.workdir, overrides)
     answers = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
     use = "generate --workdir={}" if answers else "train --config=... --config.train.init_from={}"
