@@ -359,6 +359,19 @@ def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
     assert "was tested on another text" in page.read_text()
 
 
+def test_what_the_sweep_asks_about_may_differ(tmp_path):
+    """Arms of another objective or text are compared where that is what varies."""
+    sweep = Sweep(vary("data.length", 8, 16), seeds=2, declared=dict.fromkeys(("parameters", "flops"), "of it"))
+    configs, found = facts_of(sweep)
+    Study(tmp_path, sweep, configs, found).write()
+    for name in configs:
+        for seed in range(2):
+            made_up(tmp_path, name, seed, 4.0 + seed, test=name)
+    judged = verdict.judge(results.read([tmp_path]))
+    assert not judged.results.left_out and [row.value.count for row in judged.rows.values()] == [2, 2]
+    assert "on texts of their own" in report.markdown(judged)
+
+
 def test_divergence_is_a_result(tmp_path):
     for seed in (0, 1):
         made_up(tmp_path, "a", seed, 4.0 + seed)

@@ -9,9 +9,20 @@ to order. Here: how far a prediction moves when all other tokens of the row are 
 
 At a larger scale (110 M parameters, rows of 512; TPU v5e-8): --config=experiments/findings/kazemnejad_2023.py:large
 
-Hardware  two CPU cores, about 6 minutes by estimate
+Hardware  two CPU cores, about 6 minutes with --jobs=2
 
-Seen      not run yet.
+Seen (two cores of an AMD EPYC 9005; test side, three seeds, mean and 95 % interval; kl in nats, losses of masked and unmasked are not of the same
+question):
+
+    arm               test/order/kl       test/loss
+    masked-none       0.021 +- 0.029      4.880 +- 0.044
+    masked-rotary     0.34  +- 0.20       4.811 +- 0.066
+    unmasked-none     0.000               5.474 +- 0.003
+    unmasked-rotary   0.16  +- 0.14       5.118 +- 0.073
+
+So it is as the papers say: without a mask and without positions the prediction does not move at all (below 1e-7 in every seed), with the mask it
+does, in every seed, though after these 0.8 M tokens sixteen times less than with rotary positions, whose model is 0.07 better; without a mask rotary
+positions are worth 0.36.
 """
 
 import ml_collections

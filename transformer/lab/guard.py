@@ -75,13 +75,16 @@ def facts(config: Experiment) -> Facts:
     )
 
 
+def asked(sweep: Sweep) -> set[str]:
+    """The facts in which arms may differ: those that a varied field says itself, and those declared."""
+    of = lambda given_by: any(field == given or field.startswith(given + ".") for field in sweep.fields for given in given_by)
+    return {name for name, given_by in GIVEN_BY.items() if of(given_by)} | set(sweep.declared)
+
+
 def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
     """A line for each thing in which arms differ, and no word of the sweep says that they do."""
     lines, base = [], found[sweep.baseline]
-    for name, given_by in GIVEN_BY.items():
-        varies = any(field == given or field.startswith(given + ".") for field in sweep.fields for given in given_by)
-        if varies or name in sweep.declared:
-            continue
+    for name in [name for name in GIVEN_BY if name not in asked(sweep)]:
         others = {arm: one for arm, one in found.items() if not _same(name, one, base, sweep.match)}
         if others:
             arm, one = next(iter(others.items()))

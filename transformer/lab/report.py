@@ -74,6 +74,8 @@ def about(results: Results) -> list[str]:
         else f"{len(results.arms)} arms, {runs} runs of one seed: nothing is known of how much another seed would change, so there are no intervals."
     )
     lines.append(f"Decides: {sweep.metric}{f', {unit(sweep.metric)}' if unit(sweep.metric) else ''}; {'higher' if sweep.higher_is_better else 'lower'} is better.")
+    texts = {str(run.manifest.get("data", {}).get("test", {}).get("sha256")) for arm in results.arms.values() for run in arm.runs.values()}
+    lines += ["Arms are judged on texts of their own, which belongs to what was asked."] if len(texts) > 1 else []
     lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
     lines += [f"Arms were sized equal in {sweep.match}."] if sweep.match else []
     return lines

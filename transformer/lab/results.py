@@ -11,6 +11,7 @@ from transformer.config import Experiment
 from transformer.config_io import to_mapping
 from transformer.errors import UserError, nearest
 from transformer.files import read_json
+from transformer.lab.guard import asked
 from transformer.lab.study import load_study
 from transformer.sweeps import Grid, Sweep
 from transformer.training.metrics import read_metrics
@@ -201,7 +202,7 @@ BY_TOKEN = ("loss", "perplexity", "accuracy")
 
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
-    """The arms whose runs were judged by the same as the baseline's; and what was left out."""
+    """The arms whose runs were judged by the same as the baseline's, but for what the sweep asks about; and what was left out."""
     first = next((run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values()), None)
     if first is None:
         raise UserError("compare: no run has begun")
@@ -209,7 +210,7 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
     for name, arm in arms.items():
         runs = {}
         for seed, run in arm.runs.items():
-            if why := _why_not(run, first, sweep.metric):
+            if why := _why_not(run, first, sweep):
                 left_out.append(f"{name}, seed {seed}: {why}, and cannot be compared")
             else:
                 runs[seed] = run
@@ -217,13 +218,13 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
     return kept, left_out
 
 
-def _why_not(run: Run, first: Run, metric: str) -> str | None:
-    told = lambda run, *keys: _inside(run.manifest, "data", *keys)
-    if told(run, "test", "sha256") != told(first, "test", "sha256"):
+def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
+    told, may = lambda run, *keys: _inside(run.manifest, "data", *keys), asked(sweep)
+    if "data" not in may and told(run, "test", "sha256") != told(first, "test", "sha256"):
         return f"was tested on another text than {first.folder}"
-    if metric.endswith(BY_TOKEN) and told(run, "tokenizer_sha256") != told(first, "tokenizer_sha256"):
+    if "tokenizer" not in may and sweep.metric.endswith(BY_TOKEN) and told(run, "tokenizer_sha256") != told(first, "tokenizer_sha256"):
         return f"has another tokenizer than {first.folder} (test/bits_per_byte does not ask for tokens)"
-    if told(run, "objective") != told(first, "objective"):
+    if "data" not in may and told(run, "objective") != told(first, "objective"):
         return f"has another objective ({told(run, 'objective')}) than {first.folder} ({told(first, 'objective')})"
     return None
 
