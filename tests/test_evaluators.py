@@ -140,6 +140,8 @@ def test_a_run_that_asks_is_measured_before_its_first_step_and_at_its_end(tmp_pa
 @pytest.mark.parametrize(("evaluator", "message"), [
     ("depth_profil", "train.evaluators: no 'depth_profil'; did you mean 'depth_profile'"), ({"name": "extrapolation", "times": 3}, "times: 3; a power of two"),
     ({"name": "loss_with", "change": "seed=3"}, "a field of the model"), ({"name": "probe", "task": "copi"}, "did you mean 'copy'"),
+    ({"name": "loss_with", "change": "model.cusal=True"}, "loss_with changes model.cusal=True: no such field; did you mean 'causal'"),
+    ("probe", "probe asks a question"), ("bleu_by_length", "bleu_by_length is of what translates"),
     ({"name": "loss_by_position", "bins": 3}, "has no option 'bins'"), ({"name": "loss_by_position", "parts": 0}, "parts: 0 is too small"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(evaluator, message):

@@ -415,7 +415,7 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
     judged = verdict.judge(results.read([tmp_path]))
     pre, post = judged.scans
     nothing = math.log(next(iter(configs.values())).model.vocab_size)
-    assert (pre.setting, pre.best, pre.stable) == ("pre", 0.01, 0.1) and (post.setting, post.best, post.stable) == ("post", 0.001, 0.001)
+    assert (pre.setting, pre.best, pre.stable) == ("pre", 0.01, 0.1) and (post.setting, post.best, post.stable) == ("post", 0.001, 0.001), "nothing fails behind the best of pre"
     assert pre.sensitivity == pytest.approx(np.mean([5.05, 4.05, 4.55]) - 4.05)
     assert post.sensitivity == pytest.approx(np.mean([4.65, nothing, nothing]) - 4.65) and 4 < nothing < 9
     assert any("pre: of 3 values of learning_rate, 0.01 is best" in line and "up to 0.1 no seed failed" in line for line in judged.sentences)

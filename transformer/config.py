@@ -291,6 +291,9 @@ class Experiment:
             raise UserError(
                 f"data.target_length: {self.data.target_length}, but model.family = {self.model.family!r} has one side; leave it at 0"
             )
+        for kind in map(kinds.build, self.train.evaluators):
+            if problem := kind.why_not(self):
+                raise UserError(f"train.evaluators: {kind.name} {problem}")
         if problem := objective.check(self):
             raise UserError(f"data.objective: {name!r} {problem}")
 

@@ -24,8 +24,6 @@ OF_ONE_SIDE = ("distance", "previous")
 def attention(kind: Attention, subject: Subject, at: At) -> Found:
     """attention/WHAT/SIDE/LAYER/SUBLAYER/HEAD, on one batch; WHAT as in model/attention_statistics.py, `induction` being `repeated` on random
     tokens said twice."""
-    if "recurrent" in subject.config.model.family:
-        raise UserError("train.evaluators: attention: model.family = 'recurrent_encoder_decoder' has no heads")
     look = subject.program("attention", lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"]))
     of_text = dict(_by_head(subject.config.model, look(at.params, subject.batch)))
     for (what, here), values in of_text.items():
@@ -61,9 +59,6 @@ def logit_lens(kind: LogitLens, subject: Subject, at: At) -> Found:
     """lens/loss/LAYER, nats per token of one batch read from the stream behind that layer by the model's own last norm and head;
     lens/agrees/LAYER, the share of tokens of which it says what the model says."""
     config = subject.config.model
-    if not config.lm_head or "recurrent" in config.family:
-        raise UserError("train.evaluators: logit_lens is of models that end in a head over the vocabulary, after layers that add to a stream")
-
     def look(params, batch):
         found, told, batch = subject.watch(params, batch, "streams")
         (h_BxTxE, head) = found[0] if "labels" in batch else found
@@ -94,9 +89,6 @@ def logit_lens(kind: LogitLens, subject: Subject, at: At) -> Found:
 def order(kind: Order, subject: Subject, at: At) -> Found:
     """order/kl: sum of p log(p / q) at the last place of a row, mean over rows, in nats; p as the tokens stand, q with all tokens before the last
     in another order. Rows are read as one document each."""
-    if subject.config.model.two_sides or not subject.config.model.lm_head:
-        raise UserError("train.evaluators: order is of models of one stack with a head over the vocabulary")
-
     def last(params, batch):
         (h_BxTxE, head), _, batch = subject.watch(params, batch)
         at_last = batch["positions"] == jnp.max(batch["positions"], axis=1, keepdims=True)

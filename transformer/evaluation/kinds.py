@@ -9,24 +9,40 @@ from typing import ClassVar
 
 from transformer.checks import at_least, build_choice
 from transformer.data import probes
-from transformer.errors import UserError
+from transformer.errors import UserError, nearest
+
+_NO_TOKENS = "is of models that are asked for tokens, and data.objective asks for classes"
+
+
+class Kind:
+    """What may be measured."""
+
+    name: ClassVar[str]
+    during: ClassVar[bool]  # at every evaluation in training, not in `evaluate` alone
+
+    def why_not(self, experiment) -> str | None:
+        """Why it says nothing of such an experiment, to be read behind its name; None if it does."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
-class LossByPosition:
+class LossByPosition(Kind):
     """Loss by the place in the row, in so many parts of equal length: what context is worth."""
 
     name: ClassVar[str] = "loss_by_position"
-    during: ClassVar[bool] = True  # at every evaluation in training, not in `evaluate` alone
+    during: ClassVar[bool] = True
 
     parts: int = 8
 
     def __post_init__(self):
         at_least("train.evaluators", self, 1, "parts")
 
+    def why_not(self, experiment):
+        return None if experiment.objective.asks_for_tokens else _NO_TOKENS
+
 
 @dataclasses.dataclass(frozen=True)
-class Extrapolation:
+class Extrapolation(Kind):
     """Loss of a language model in rows of the training length, twice, four times, ... `times` as long (Press et al. 2022): in rows that
     do not overlap, and, `sliding`, of the last tokens of each row alone, which have all the row before them as context."""
 
@@ -48,18 +64,25 @@ class Extrapolation:
         """1, 2, 4, ..., times."""
         return tuple(2**n for n in range(self.times.bit_length()))
 
+    def why_not(self, experiment):
+        if experiment.model.family != "decoder" or not experiment.objective.every_token:
+            return "is of decoders that are asked for every token (causal_lm)"
+
 
 @dataclasses.dataclass(frozen=True)
-class DepthProfile:
+class DepthProfile(Kind):
     """By layer and sublayer, on one batch: how large the residual stream and the branch beside it are, the gradient, and what one update
     changes (Xiong et al. 2020; Liu et al. 2020)."""
 
     name: ClassVar[str] = "depth_profile"
     during: ClassVar[bool] = True
 
+    def why_not(self, experiment):
+        return "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not" if "recurrent" in experiment.model.family else None
+
 
 @dataclasses.dataclass(frozen=True)
-class Attention:
+class Attention(Kind):
     """Where each head of each layer looks, on one batch: entropy, weight on the first token, mean distance, weight on the token before,
     largest logit; and, of a decoder on random tokens said twice, the induction score (Olsson et al. 2022). The model's own attention may be
     any backend: it is computed once more, from queries and keys."""
@@ -67,27 +90,39 @@ class Attention:
     name: ClassVar[str] = "attention"
     during: ClassVar[bool] = True
 
+    def why_not(self, experiment):
+        return "is of heads, which model.family = 'recurrent_encoder_decoder' has not" if "recurrent" in experiment.model.family else None
+
 
 @dataclasses.dataclass(frozen=True)
-class LogitLens:
+class LogitLens(Kind):
     """What the head would say if the stack ended behind each layer (nostalgebraist 2020), on one batch: its loss, and how often it says what
     the last layer says."""
 
     name: ClassVar[str] = "logit_lens"
     during: ClassVar[bool] = True
 
+    def why_not(self, experiment):
+        if "recurrent" in experiment.model.family:
+            return "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not"
+        return None if experiment.objective.asks_for_tokens else _NO_TOKENS
+
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class Order(Kind):
     """What the order of tokens is worth to the model: how far its prediction at the last place of a row moves when all tokens before it are put
     in another order, on one batch. Who is blind to order does not notice."""
 
     name: ClassVar[str] = "order"
     during: ClassVar[bool] = True
 
+    def why_not(self, experiment):
+        if experiment.model.two_sides or not experiment.objective.asks_for_tokens:
+            return "is of models of one stack that are asked for tokens"
+
 
 @dataclasses.dataclass(frozen=True)
-class LossWith:
+class LossWith(Kind):
     """Loss of the same parameters with one field of the model changed: `dict(name="loss_with", change="model.causal=True")`."""
 
     name: ClassVar[str] = "loss_with"
@@ -99,9 +134,16 @@ class LossWith:
         if not re.fullmatch(r"model\.[\w.]+=.+", self.change):
             raise UserError(f"train.evaluators: loss_with: change: {self.change!r}; a field of the model and its value: 'model.window=16'")
 
+    def why_not(self, experiment):
+        field = self.change.removeprefix("model.").partition("=")[0].partition(".")[0]
+        names = [one.name for one in dataclasses.fields(experiment.model)]
+        if field not in names:
+            return f"changes {self.change}: no such field; {nearest(field, names)}"
+        return None if experiment.objective.asks_for_tokens else _NO_TOKENS
+
 
 @dataclasses.dataclass(frozen=True)
-class Probe:
+class Probe(Kind):
     """Synthetic tasks (data/probes.py) at lengths that may be beyond those trained: of fresh examples of each length, how many answers are
     right from end to end, and how many of their tokens."""
 
@@ -119,9 +161,15 @@ class Probe:
         if not all(isinstance(length, int) and length > 0 for length in self.lengths):
             raise UserError(f"train.evaluators: probe: lengths: {self.lengths}; positive numbers")
 
+    def why_not(self, experiment):
+        if experiment.objective.columns != ("source", "target"):
+            return "asks a question and expects an answer; data.objective = 'seq2seq' learns that"
+        if experiment.data.format != "probe" and not (self.task and self.lengths):
+            return "needs task and lengths, for data.format is not 'probe'"
+
 
 @dataclasses.dataclass(frozen=True)
-class BleuByLength:
+class BleuByLength(Kind):
     """BLEU of translations by the number of words in the source."""
 
     name: ClassVar[str] = "bleu_by_length"
@@ -131,6 +179,9 @@ class BleuByLength:
 
     def __post_init__(self):
         at_least("train.evaluators", self, 1, "words")
+
+    def why_not(self, experiment):
+        return None if experiment.objective.columns == ("source", "target") else "is of what translates a source; data.objective = 'seq2seq' learns that"
 
 
 KINDS = {

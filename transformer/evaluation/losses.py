@@ -38,8 +38,6 @@ def extrapolation(kind: Extrapolation, subject: Subject, at: At) -> Found:
     """extrapolation/LENGTH: nats per token in rows of that length that do not overlap. extrapolation_sliding/LENGTH: of the last training
     length of tokens of such rows, each row beginning a training length after the one before."""
     config, length = subject.config, subject.config.data.length
-    if config.model.family != "decoder" or not subject.data.objective.every_token:
-        raise UserError("train.evaluators: extrapolation is of decoders that are asked for every token (causal_lm)")
     for times in kind.multiples:
         longer = length * times
         if (model := reading(config.model, longer)) is None:

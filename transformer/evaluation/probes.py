@@ -7,7 +7,6 @@ import numpy as np
 
 from transformer.data import probes
 from transformer.data.store import Texts
-from transformer.errors import UserError
 from transformer.evaluation.kinds import Probe
 from transformer.evaluation.losses import reading
 from transformer.evaluation.subject import At, Found, Subject
@@ -17,11 +16,7 @@ def probe(kind: Probe, subject: Subject, at: At) -> Found:
     """probe/exact/LENGTH, the share of answers of which every token is the most likely one given those before it, which is what greedy
     decoding would write; probe/tokens/LENGTH, the share of tokens. LENGTH is that of the task (data/probes.py)."""
     config = subject.config
-    if subject.data.objective.columns != ("source", "target"):
-        raise UserError("train.evaluators: probe: asks a question and expects an answer; data.objective = 'seq2seq' learns that")
     trained = probes.parse(config.data.train) if config.data.format == "probe" else None
-    if trained is None and not (kind.task and kind.lengths):
-        raise UserError("train.evaluators: probe: task and lengths must be set, for data.format is not 'probe'")
     for length in kind.lengths or tuple(times * trained.longest for times in (1, 2, 4)):
         store = _Answers(subject.data.store.tokenizer, probes.Wanted(kind.task or trained.task, length, length, kind.examples))
         longest = store.longest(config.model.two_sides)

@@ -119,13 +119,13 @@ def scanned(verdict: Verdict) -> list[list[str]]:
     for one in verdict.scans:
         known = lambda x, text: "-" if math.isnan(x) else text.format(x)
         spelled = f"{min(one.points):g} to {max(one.points):g}"
-        rows.append([one.field, one.setting or "all", spelled, f"{one.best:g}", spell(one.points[one.best]), known(one.stable, "{:g}"), known(one.sensitivity, "{:.3f}")])
+        rows.append([one.field, one.setting or "all", spelled, f"{one.best:g}", spell(one.points[one.best]), f"{one.stable:g}", known(one.sensitivity, "{:.3f}")])
     return rows
 
 
 SCANNED = (
     "Sensitivity (Wortsman et al. 2023): the mean loss over all values, that of a failed run being the loss of knowing nothing, log V, less the loss at "
-    "the best. A run fails that diverges or ends with more than log V."
+    "the best. A run fails that diverges or ends with more than log V; looked at from the best value on."
 )
 
 NOTE = (

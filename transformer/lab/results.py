@@ -191,6 +191,9 @@ def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Ru
         left_out.append(f"{name}: damaged ({e})")
         return None
     lines = read_metrics(folder)
+    file = folder / "metrics.jsonl"
+    if damaged := (len(file.read_bytes().split(b"\n")) - file.read_bytes().endswith(b"\n") if file.exists() else 0) - len(lines):
+        left_out.append(f"{name}: {damaged} of the lines of metrics.jsonl are damaged")
     if not lines:
         left_out.append(f"{name}: has logged nothing yet")
         return None

@@ -26,7 +26,7 @@ class Scan:
     setting: str  # what the other fields are; "" where none varies
     points: Mapping[float, Mean]  # of seeds that came to their end
     best: float
-    stable: float  # the largest value up to which every seed came to its end with less than the loss of knowing nothing; NaN: none
+    stable: float  # the largest value up to which, from the best on, no seed failed
     sensitivity: float  # NaN: not known, or not of a loss
 
 
@@ -54,8 +54,9 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     best = min(ended, key=lambda x: sign * ended[x].mean)
     is_loss = metric.endswith("/loss")
     nothing = math.log(next(run for arm in arms.values() for run in arm.runs.values()).config.model.vocab_size) if is_loss else math.inf
-    failed = {x: bool(arm.diverged) or not points[x].count or (is_loss and points[x].mean >= nothing) for x, arm in arms.items()}
-    stable = [x for x, _ in itertools.takewhile(lambda one: not one[1], failed.items())]
-    losses = [nothing if failed[x] else points[x].mean for x in arms]
-    sensitivity = float(np.mean(losses)) - ended[best].mean if is_loss else math.nan
-    return Scan(field, setting, points, best, stable[-1] if stable else math.nan, sensitivity)
+    # Of every seed: what it ended with, at most what knowing nothing gives.
+    losses = {x: [min(value, nothing) for value in arm.values(metric).values()] + [nothing] * len(arm.diverged) for x, arm in arms.items()}
+    failed = {x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= nothing) for x, arm in arms.items()}
+    beyond = itertools.takewhile(lambda x: x == best or not failed[x], (x for x in arms if x >= best))
+    sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - ended[best].mean if is_loss else math.nan
+    return Scan(field, setting, points, best, max(beyond), sensitivity)

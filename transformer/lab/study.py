@@ -26,7 +26,8 @@ STALE = 90.0
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Where a run stands: waiting, running, stopped, trained, done, diverged or failed; at which step, with which training loss."""
+    """Where a run stands: waiting, running, stopped, trained, done, diverged or failed; at which step, with which training loss, or when it is
+    done with which value of the metric that decides."""
 
     kind: str
     step: int = 0
@@ -45,6 +46,7 @@ class Planned:
     study: Path
     arm: str
     config: Experiment
+    metric: str = ""  # that decides
 
     @property
     def name(self) -> str:
@@ -62,8 +64,10 @@ class Planned:
         if diverged := [line for line in lines if line.get("train/diverged")]:
             return Status("diverged", diverged[-1]["step"])
         report = self.folder / "test.json"
-        if report.exists() and read_json(report).get("step") == self.config.train.steps:
-            return Status("done", **at)
+        judged = any(key.startswith("test/") for line in lines for key in line)
+        if judged and report.exists() and read_json(report).get("step") == self.config.train.steps:
+            decided = [line[self.metric] for line in lines if self.metric in line]
+            return Status("done", self.config.train.steps, decided[-1] if decided else float("nan"))
         if self.claimed():
             return Status("running", **at)
         if self._failure.exists():
@@ -137,14 +141,15 @@ class Study:
     def runs(self) -> list[Planned]:
         """Seed by seed, so that what is there early can be compared."""
         with_seed = lambda config, seed: dataclasses.replace(config, seed=seed)
-        return [Planned(self.folder, arm, with_seed(config, seed)) for seed in self.sweep.seeds for arm, config in self.configs.items()]
+        return [Planned(self.folder, arm, with_seed(config, seed), self.sweep.metric) for seed in self.sweep.seeds for arm, config in self.configs.items()]
 
     def write(self) -> None:
-        """sweep.json. Raises UserError where the directory holds something else; arms and seeds may be added."""
+        """sweep.json. Raises UserError where the directory holds something else; arms and seeds may be added, and as long as no run has begun everything may change."""
         file = self.folder / "sweep.json"
         if file.exists():
             before = load_study(self.folder)
-            for arm, config in before.configs.items():
+            begun = any(run.folder.exists() for run in before.runs)
+            for arm, config in before.configs.items() if begun else ():
                 if arm not in self.configs:
                     raise UserError(f"--workdir: {self.folder} holds a sweep that has an arm {arm!r}, which this has not; choose another directory")
                 if config != self.configs[arm]:

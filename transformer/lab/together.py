@@ -5,6 +5,7 @@ then filled. Where there are several devices each takes some of the runs and not
 text order, logs and checkpoints, as if it had been trained alone, and the same numbers but for the rounding of sums.
 """
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable, Sequence
@@ -134,7 +135,11 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
         if stop or any(runs[n].evaluation_due() or runs[n].saving_due() for n in group.going):
             take_in()
             host = jax.device_get(states)
-            group.each(stand)
+            group.each(lambda n, run: run.recorder.flush())
+            with contextlib.ExitStack() as aside:  # one is evaluated after the other, and no one's training is slower for it
+                for n in group.going:
+                    aside.enter_context(runs[n].recorder.aside())
+                group.each(stand)
         if stop or not group.going:
             break
 

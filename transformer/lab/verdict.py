@@ -122,11 +122,14 @@ def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) ->
     sweep, lines = results.sweep, []
     what, base = f"{sweep.metric}{f' ({unit(sweep.metric)})' if unit(sweep.metric) else ''}", sweep.baseline
     compared = sum(row.to_baseline is not None and not math.isnan(row.to_baseline.p) for row in rows.values())
-    if best and rows[best].value.count:
+    if best and sum(row.value.count > 0 for row in rows.values()) < 2:
+        lines.append(f"Nothing is compared: only {best} has {what}, {spell(rows[best].value)}.")
+    elif best:
         others = [name for name, row in rows.items() if row.among_best and name != best]
         alike = f"; {_listed(others)} cannot be told from it" if others else ""
-        single = ", of one seed" if rows[best].value.count == 1 else ""
-        lines.append(f"By {what} {best} has the best mean{single}: {spell(rows[best].value)}{alike}.")
+        lines.append(f"By {what} {best} has the best mean: {spell(rows[best].value)}{alike}.")
+        if rows[best].value.count == 2:
+            lines.append("Two seeds leave wide intervals, and little can be told apart; three or more tell more.")
     for name, row in rows.items():
         dead = row.arm.diverged
         if dead:
@@ -162,8 +165,9 @@ def _of_scan(one: Scan, results: Results) -> str:
     name, of = one.field.rpartition(".")[2], f"{one.setting}: " if one.setting else ""
     best = one.points[one.best]
     line = f"{of}of {len(one.points)} values of {name}, {one.best:g} is best ({spell(best)})"
+    line += ", at the end of what was scanned" if one.best in (min(one.points), max(one.points)) else ""
     if results.sweep.metric.endswith("/loss"):
-        line += f"; up to {one.stable:g} no seed failed" if not math.isnan(one.stable) else "; at the smallest a seed failed already"
+        line += f"; up to {one.stable:g} no seed failed"
         line += f"; sensitivity {one.sensitivity:.3f} nats"
     return line + "."
 

@@ -35,6 +35,7 @@ class Recorder:
             None  # when the open interval began; None until the first step, which compiles, is over
         )
         self._timed_tokens, self._timed_steps = 0.0, 0
+        self._aside = False
 
     def push(self, step: int, metrics: dict) -> None:
         """Metrics of a step just started. Raises Diverged for those of an earlier one."""
@@ -79,11 +80,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Evaluation, saving: time that is no training."""
+        """Evaluation, saving, of this run or of one beside it: time that is no training. One within another counts once."""
         self.flush()
-        began = time.perf_counter()
+        began, inner, self._aside = time.perf_counter(), self._aside, True
         yield
-        if self._mark is not None:
+        self._aside = inner
+        if self._mark is not None and not inner:
             self._mark += time.perf_counter() - began
 
 

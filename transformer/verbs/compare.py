@@ -30,8 +30,8 @@ def run(args, overrides) -> int:
     found = results.read(args.folders, args.metric, args.baseline)
     judged = verdict.judge(found)
     page = report.write(judged, args.output or args.folders[0] / "report")
-    print("\n".join(judged.sentences))
     for line in found.left_out:
         print(f"left out: {line}", file=sys.stderr)
+    print("\n".join(judged.sentences))
     print(f"report: {page}", file=sys.stderr)
     return 0
