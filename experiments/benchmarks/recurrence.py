@@ -6,7 +6,17 @@ The reading of a source by an encoder, forward and backward: the LSTMs of the re
 depth. Sequential steps are matrix products that wait for one another: the longest chain of them in the traced program, loops by their
 trips. Time: the best of seven, the two interleaved, compiled, on this machine.
 
-SEEN
+Seen (two cores of an AMD EPYC 9005):
+
+    length   attention ms    steps   recurrent ms    steps   ratio of time
+        32          155.6       24          113.5      132            0.73
+       128          169.3       24          100.9      516            0.60
+       512          416.7       24          158.1    2,052            0.38
+     1,024          931.4       24          233.0    4,100            0.25
+
+So attention takes as many steps for any length and recurrence four for each token (two layers, forward and backward), but two cores, which do little
+at a time, do not wait for steps: there the work counts, which grows with the square of the length only in attention. On a machine that does thousands
+of products at once it is the steps that count; none was at hand.
 """
 
 import time
