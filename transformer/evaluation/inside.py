@@ -15,7 +15,6 @@ from transformer.evaluation.kinds import Attention, LogitLens, Order
 from transformer.evaluation.subject import At, Found, Subject, token_losses
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, part, where
-from transformer.training.loss import auto_chunks
 
 OF_ONE_SIDE = ("distance", "previous")
 """What means nothing between the tokens of two sides."""
@@ -58,21 +57,19 @@ def _said_twice(subject: Subject) -> dict[str, jax.Array]:
 def logit_lens(kind: LogitLens, subject: Subject, at: At) -> Found:
     """lens/loss/LAYER, nats per token of one batch read from the stream behind that layer by the model's own last norm and head;
     lens/agrees/LAYER, the share of tokens of which it says what the model says."""
-    config = subject.config.model
     def look(params, batch):
         found, told, batch = subject.watch(params, batch, "streams")
         (h_BxTxE, head) = found[0] if "labels" in batch else found
-        chunks = auto_chunks(*batch["targets"].shape, config.vocab_size, subject.mesh)
-        cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
-        asked = cut(batch["weights"])
+        asked = batch["weights"]
 
         def says(h_BxTxE, head):
-            """(loss of each token, what is said of it), by chunks."""
-            def one(given):
-                logits_BxTxV = head(given[0])
-                return token_losses(logits_BxTxV, given[1]), jnp.argmax(logits_BxTxV, axis=-1)
+            """(loss of each token, what is said of it)."""
 
-            return jax.lax.map(one, (cut(h_BxTxE), cut(batch["targets"])))
+            def one(h, targets):
+                logits_BxTxV = head(h)
+                return token_losses(logits_BxTxV, targets), jnp.argmax(logits_BxTxV, axis=-1)
+
+            return subject.in_chunks(one, h_BxTxE, batch["targets"])
 
         last, out = says(h_BxTxE, head)[1], {}
         for layer, read in enumerate(streams(subject, params, told["streams"])):

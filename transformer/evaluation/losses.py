@@ -17,7 +17,6 @@ from transformer.evaluation.kinds import Extrapolation, LossByPosition, LossWith
 from transformer.evaluation.subject import At, Found, Subject, token_losses
 from transformer.model.config import ModelConfig
 from transformer.model.network import build_model
-from transformer.training.loss import auto_chunks
 
 
 def loss_by_position(kind: LossByPosition, subject: Subject, at: At) -> Found:
@@ -84,10 +83,7 @@ def _losses(subject: Subject, at: At, most: int = 0) -> Iterator[tuple[np.ndarra
 
     def losses(params, batch):
         (h_BxTxD, head), _, batch = subject.watch(params, batch)
-        chunks = auto_chunks(*batch["targets"].shape, subject.config.model.vocab_size, subject.mesh)
-        cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
-        nll = jax.lax.map(lambda given: token_losses(head(given[0]), given[1]), (cut(h_BxTxD), cut(batch["targets"])))
-        nll_BxT = jnp.moveaxis(nll, 0, 1).reshape(batch["targets"].shape)
+        nll_BxT = subject.in_chunks(lambda h, targets: token_losses(head(h), targets), h_BxTxD, batch["targets"])
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 
     batches, run = subject.data.batches(subject.part, subject.share.rows), subject.program("losses", losses)

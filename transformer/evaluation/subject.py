@@ -17,6 +17,7 @@ from transformer.data.pipeline import Data
 from transformer.model.network import build_model
 from transformer.parallel.context import arrange, order_of
 from transformer.parallel.sharding import Share
+from transformer.training.loss import auto_chunks
 from transformer.training.step import outputs
 
 Found = Iterator[tuple[str, float]]
@@ -77,6 +78,14 @@ class Subject:
         batch = arrange(dict(batch), order, self.mesh)
         found, told = outputs(self.model, params, batch, order, watch=what)
         return found, told, batch
+
+    def in_chunks(self, function: Callable, *arrays_BxT: jax.Array):
+        """function(*arrays) of [B, T, ...], which gives [B, T], some tokens at a time: so logits of all are never held at once."""
+        rows, length = arrays_BxT[0].shape[:2]
+        chunks = auto_chunks(rows, length, self.config.model.vocab_size, self.mesh)
+        cut = lambda x: jnp.moveaxis(x.reshape(rows, chunks, -1, *x.shape[2:]), 1, 0)
+        out = jax.lax.map(lambda given: function(*given), tuple(map(cut, arrays_BxT)))
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length), out)
 
 
 def token_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
