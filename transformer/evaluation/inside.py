@@ -57,6 +57,7 @@ def _said_twice(subject: Subject) -> dict[str, jax.Array]:
 def logit_lens(kind: LogitLens, subject: Subject, at: At) -> Found:
     """lens/loss/LAYER, nats per token of one batch read from the stream behind that layer by the model's own last norm and head;
     lens/agrees/LAYER, the share of tokens of which it says what the model says."""
+
     def look(params, batch):
         found, told, batch = subject.watch(params, batch, "streams")
         (h_BxTxE, head) = found[0] if "labels" in batch else found
