@@ -11,7 +11,8 @@ built by launch/Dockerfile:
 The cluster needs the JobSet controller, a node pool of that topology and, for --bucket, the GCS FUSE driver and a Kubernetes service
 account that may use it. The bucket is the pods' /transformer/runs; all else they write goes with them. Pods find each other by what GKE
 tells them. When a pod is preempted or dies, the whole set begins again, `--restarts` times at most, and the run goes on from its last
-checkpoint; exit code 2, a mistake, ends it. To share out a sweep, start several of one host each, with --shard=1/4, --shard=2/4, ...
+checkpoint; exit code 2, a mistake, ends it. A sweep's runs are each on all of it, one after another; to share it out instead, start several,
+with --shard=1/4, --shard=2/4, ...
 
 Follow it:   kubectl logs --follow -l jobset.sigs.k8s.io/jobset-name=NAME --prefix
 Delete it:   kubectl delete jobset NAME

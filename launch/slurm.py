@@ -9,7 +9,8 @@ task gets SIGTERM, saves and ends with exit code 143, and the job puts itself in
 does when a process or a node dies. The run goes on from its last checkpoint. A run that is done, or was a mistake (exit code 2), is not
 queued again.
 
-A sweep is one task on one node, which starts processes of its own; --array=N shares its runs out among N such jobs (--shard=1/N to N/N).
+A sweep on one node is one task, which starts processes of its own; --array=N shares its runs out among N such jobs (--shard=1/N to N/N).
+On several nodes each of its runs is on all of them, one after another.
 
 --workdir must lie on a file system that all nodes share, and so must this folder and its .venv. Whatever else a cluster asks for
 (partition, account, constraint) goes into --sbatch, once for each: --sbatch=--partition=gpu --sbatch=--account=me.
@@ -25,7 +26,7 @@ from shell import MISTAKE, ROOT, Parser, check_command, check_numbers, mistake, 
 
 def script(args) -> str:
     """What sbatch is given."""
-    tasks = 1 if args.command[0] == "sweep" else args.gpus_per_node or 1
+    tasks = 1 if args.command[0] == "sweep" and args.nodes == 1 else args.gpus_per_node or 1
     options = [f"--job-name={args.name}", f"--nodes={args.nodes}", f"--ntasks-per-node={tasks}", f"--time={args.time}",
                "--signal=TERM@120", "--requeue", "--open-mode=append", f"--output={args.log}", *args.sbatch]  # fmt: skip
     if args.gpus_per_node:
@@ -55,8 +56,6 @@ def check(args) -> None:
         mistake(f"--array: {args.array}; it shares out a sweep, not {args.command[0]}; leave it out")
     if args.array and option(args.command, "--shard"):
         mistake(f"--shard: every task of --array={args.array} has its own; leave it out")
-    if sweep and args.nodes > 1:
-        mistake(f"--nodes: {args.nodes}; a sweep is on one node; share it out with --array={args.nodes}")
     if not (Path(args.folder) / ".venv").is_dir():
         print(
             f"launch: no {args.folder}/.venv on this machine; the job starts its bin/python: make it first",

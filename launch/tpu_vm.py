@@ -12,7 +12,8 @@ verb of its own:
 
 The bucket is mounted as ~/transformer/runs on every worker (gcsfuse), so that all see one --workdir and it outlives the TPU. Ctrl-C
 ends the following alone; the run goes on. Exit codes are the run's own; 2, a mistake, is not tried again. The TPU stays up, unless
---delete was given and all went well. To share out a sweep, start several of one host each, with --shard=1/4, --shard=2/4, ...
+--delete was given and all went well. A sweep's runs are each on the whole TPU, one after another; to share it out instead, start several
+TPUs, with --shard=1/4, --shard=2/4, ...
 """
 
 import re

@@ -129,7 +129,7 @@ def test_another_backend_is_found():
 def test_arms_are_sized_equal(what):
     sweep = Sweep(vary("model.num_decoder_layers", 2, 4), match=what)
     configs, before = facts_of(sweep, model__d_ff=512)
-    found = {arm: guard.facts(config) for arm, config in guard.matched(sweep, configs, lambda line: None).items()}
+    found = {arm: guard.facts(config) for arm, config in guard.matched(sweep, configs, {}, lambda line: None).items()}
     of = lambda facts: [getattr(one, what) for one in facts.values()]
     assert abs(np.subtract(*of(before))) > 0.2 * of(before)[0]
     np.testing.assert_allclose(*of(found), rtol=guard.CLOSE)
@@ -140,9 +140,22 @@ def test_what_cannot_be_sized_is_refused():
     sweep = Sweep(vary("model.num_decoder_layers", 1, 9), match="parameters")
     configs, _ = facts_of(sweep)
     with pytest.raises(UserError, match="'num_decoder_layers=9' cannot be sized to the baseline's parameters"):
-        guard.matched(sweep, configs, lambda line: None)
+        guard.matched(sweep, configs, {}, lambda line: None)
     with pytest.raises(UserError, match="sizes arms by model.d_ff, which varies"):
-        guard.matched(Sweep(vary("model.d_ff", 8, 16), match="flops"), facts_of(Sweep(vary("model.d_ff", 8, 16)))[0], print)
+        guard.matched(Sweep(vary("model.d_ff", 8, 16), match="flops"), facts_of(Sweep(vary("model.d_ff", 8, 16)))[0], {}, print)
+
+
+def test_arms_train_as_long_as_the_baseline():
+    """And a sweep that goes on does so with the steps that were measured first."""
+    sweep = Sweep(vary("model.num_decoder_layers", 1, 8), match="time")
+    configs, _ = facts_of(sweep)
+    once = guard.matched(sweep, configs, {}, lambda line: None)
+    base, deep = (one.train.steps for one in once.values())
+    assert base == 8 > deep >= 1
+    noted = {arm: dataclasses.replace(one, train=dataclasses.replace(one.train, steps=n)) for n, (arm, one) in zip((8, 77), once.items(), strict=True)}
+    assert guard.matched(sweep, configs, noted, pytest.fail) == noted
+    others, _ = facts_of(sweep, train__steps=80)
+    assert 8 < list(guard.matched(sweep, others, noted, lambda line: None).values())[1].train.steps < 80
 
 
 # ---- runs together

@@ -243,6 +243,8 @@ def test_slurm_shares_a_sweep_out(tools, tmp_path):
     ran = (tmp_path / "ran").read_text().splitlines()
     assert [line.split("|")[-3:-1] for line in ran] == [["--workdir=runs/a b", f"--shard={i}/3"] for i in (1, 2, 3)]
     assert "--array" not in launch("slurm.py", "--dry-run", *sweep)
+    whole = launch("slurm.py", "--nodes=2", "--gpus-per-node=8", "--dry-run", *sweep)  # each run on all of them
+    assert "#SBATCH --nodes=2\n" in whole and "#SBATCH --ntasks-per-node=8\n" in whole
 
 
 @pytest.mark.parametrize("time", ["90", "90:30", "24:00:00", "2-12", "2-12:30", "2-12:30:00"])
@@ -389,7 +391,6 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
         ("slurm.py", ["--array=3", *TRAIN], "--array: 3; it shares out a sweep, not train"),
         ("slurm.py", ["--array=-1", "--", "sweep"], "--array: -1; 0 or more"),
         ("slurm.py", ["--array=3", "--", "sweep", "--shard=1/2"], "--shard: every task of --array=3 has its own"),
-        ("slurm.py", ["--nodes=3", "--", "sweep"], "--nodes: 3; a sweep is on one node; share it out with --array=3"),
         ("slurm.py", ["--", "train", "--config=/smoke.py"], "--config: '/smoke.py' is not there where the run is"),
         ("local.py", ["--", "train", "--config", "experiments/no.py"], "experiments/no.py'"),
         ("local.py", ["--", "trian"], "no verb 'trian'"),

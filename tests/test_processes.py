@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from transformer.cli import main
 from transformer.config import MeshConfig
 from transformer.data.batching import Batches
 from transformer.errors import UserError
@@ -31,9 +33,9 @@ TRAIN = [
 ]  # fmt: skip
 
 
-def launch(count: int, workdir: Path, *options: str) -> list[subprocess.Popen]:
-    """The processes of one run on four devices."""
-    port, command = local.free_port(), [sys.executable, "-m", "transformer", *TRAIN, f"--workdir={workdir}", *options]
+def launch(count: int, workdir: Path, *options: str, command=TRAIN) -> list[subprocess.Popen]:
+    """The processes of one command on four devices."""
+    port, command = local.free_port(), [sys.executable, "-m", "transformer", *command, f"--workdir={workdir}", *options]
     return [
         subprocess.Popen(
             command, env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port), cwd=ROOT,
@@ -255,3 +257,28 @@ def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys)
         assert main(arguments) == 2
         assert f"{arguments[0]}: several processes cannot do it; start one" in capsys.readouterr().err
     assert not (tmp_path / "new").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_pod_sweeps_as_one(tmp_path):
+    """Every host is given the sweep: each run is on all of them, one after another. A host that is told to stop stops all, and they go on."""
+    asked = 'def sweep():\n    from transformer import Sweep, vary\n    return Sweep(vary("optimizer.learning_rate", low=1e-3, high=1e-2), seeds=1)\n'
+    (tmp_path / "x.py").write_text((ROOT / "experiments" / "smoke.py").read_text() + asked)
+    command, runs = ["sweep", f"--config={tmp_path / 'x.py'}", *TRAIN[2:], "--config.train.steps=12"], tmp_path / "runs"
+    stopped = launch(2, runs, command=command)
+    until(lambda: len(curve(runs / "low" / "seed-0")) > 2)
+    stopped[1].send_signal(signal.SIGTERM)
+    found, outputs = codes(stopped)
+    assert found == [143, 143], outputs
+    assert re.search(r"low +stopped", outputs[0]) and "seed 0" not in outputs[1] and not (runs / "high").exists()
+    found, outputs = codes(launch(2, runs, command=command))
+    assert found == [0, 0], outputs
+    assert "2 of 2 runs are over" in outputs[0] and all((runs / arm / "seed-0" / "test.json").exists() for arm in ("low", "high"))
+    low, high = (curve(runs / arm / "seed-0") for arm in ("low", "high"))
+    assert [line["step"] for line in low if "train/loss" in line] == list(range(1, 13)) and low[2] != high[2]
+
+
+def test_a_pod_sweeps_one_run_at_a_time(tmp_path, monkeypatch, capsys):
+    for name, value in {"COORDINATOR": "localhost:12345", "PROCESSES": "2", "PROCESS": "1"}.items():
+        monkeypatch.setenv(f"TRANSFORMER_{name}", value)
+    assert main(["sweep", "--config=experiments/ablation.py", f"--workdir={tmp_path}", "--jobs=2"]) == 2
+    assert "--jobs: 2; each run is on all 2 processes" in capsys.readouterr().err

@@ -124,18 +124,18 @@ def _say(tree: dict) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in tree.items() if value not in ("", [], {}, None))
 
 
-def matched(sweep: Sweep, configs: Mapping[str, Experiment], tell: Callable[[str], None]) -> dict[str, Experiment]:
+def matched(
+    sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], tell: Callable[[str], None]
+) -> dict[str, Experiment]:
     """The arms, sized equal to the baseline in what the sweep matches: parameters or floating-point operations by d_ff, in multiples of 8;
-    time by training fewer or more steps. Raises UserError for an arm that cannot be."""
+    time by training fewer or more steps, as was measured `before` if it was. Raises UserError for an arm that cannot be."""
     if not sweep.match:
         return dict(configs)
-    base = configs[sweep.baseline]
     if sweep.match == "time":
-        wanted = seconds_a_step(base) * base.train.steps
-        return {arm: _in_time(arm, config, wanted, tell) if arm != sweep.baseline else config for arm, config in configs.items()}
+        return _in_time(sweep, configs, before, tell)
     if "model.d_ff" in sweep.fields:
         raise UserError(f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; leave one of them out")
-    wanted = getattr(facts(base), sweep.match)
+    wanted = getattr(facts(configs[sweep.baseline]), sweep.match)
     return {arm: _sized(arm, config, sweep.match, wanted, tell) for arm, config in configs.items()}
 
 
@@ -160,10 +160,20 @@ def _sized(arm: str, config: Experiment, what: str, wanted: float, tell) -> Expe
     return width(best)
 
 
-def _in_time(arm: str, config: Experiment, wanted: float, tell) -> Experiment:
-    steps = max(1, round(wanted / seconds_a_step(config)))
-    tell(f"{arm}: train.steps {config.train.steps:,} -> {steps:,}, as long as the baseline")
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+def _in_time(sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], tell) -> dict[str, Experiment]:
+    """An arm that was measured before and is otherwise the same keeps its steps: another measurement would give others."""
+    base = configs[sweep.baseline]
+    with_steps = lambda config, steps: dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    sized = {sweep.baseline: base}
+    if before.get(sweep.baseline) == base:
+        sized |= {arm: one for arm, one in before.items() if arm in configs and one == with_steps(configs[arm], one.train.steps)}
+    left = [arm for arm in configs if arm not in sized]
+    seconds = seconds_a_step(base) if left else math.nan
+    for arm in left:
+        steps = max(1, round(seconds / seconds_a_step(configs[arm]) * base.train.steps))
+        tell(f"{arm}: train.steps {base.train.steps:,} -> {steps:,}, as long as the baseline")
+        sized[arm] = with_steps(configs[arm], steps)
+    return {arm: sized[arm] for arm in configs}
 
 
 def seconds_a_step(config: Experiment, steps: int = 10) -> float:

@@ -9,8 +9,9 @@ from transformer.config_io import load_arms
 from transformer.errors import UserError
 from transformer.lab.guard import GIVEN_BY, check, facts, matched
 from transformer.lab.runner import share_of
-from transformer.lab.study import Study
+from transformer.lab.study import Study, load_study
 from transformer.parallel.mesh import look_for_no_tpu
+from transformer.parallel.processes import start_processes
 from transformer.training.metrics import columns, human_count
 
 
@@ -18,7 +19,9 @@ def study(file: str, folder: Path, overrides: Mapping[str, str], tell: Callable[
     """The study of an experiment file; writes nothing. Raises UserError where its arms cannot be compared."""
     sweep, configs = load_arms(file, overrides)
     look_for_no_tpu()
-    configs = matched(sweep, configs, tell)
+    start_processes()
+    there = load_study(folder) if (folder / "sweep.json").exists() else None
+    configs = matched(sweep, configs, there.configs if there and there.sweep.match == sweep.match else {}, tell)
     found = {arm: facts(config) for arm, config in configs.items()}
     check(sweep, found)
     return Study(folder, sweep, configs, found, file)

@@ -1,6 +1,7 @@
 """Runs a study: what is done is skipped, what was cut off goes on, what dies is noted and the rest goes on.
 
-Every run, or group of runs that are trained together, has a process of its own.
+Every run, or group of runs that are trained together, has a process of its own. On a pod, where every host is given the same command, a run
+has a process on each host: all go through the runs in the same order, and the first alone writes what becomes of them.
 """
 
 import contextlib
@@ -42,18 +43,20 @@ def share_of(study: Study, shard: tuple[int, int], most: int) -> list[list[Plann
     return [left for unit in mine if (left := [run for run in unit if not run.status().over])]
 
 
-def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int) -> int:
-    """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1]. Returns the exit
-    code: 0 when all of its runs are over, 1 when some have failed, 143 when it, or one of them, was stopped."""
+def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, place: tuple[int, int] = (0, 1)) -> int:
+    """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1], of a pod's
+    processes number place[0] of place[1]. Returns the exit code: 0 when all of its runs are over, 1 when some have failed, 143 when it, or
+    one of them, was stopped."""
     units, table = share_of(study, shard, most), _Table(study, sys.stderr)
+    first, alone = place[0] == 0, place[1] == 1
     working, failed, cut = [], [], False
     with _stopping() as stopped:
         while (units and not stopped()) or working:
             while units and len(working) < jobs and not stopped():
-                if child := _begin(study, units.pop(0)):
+                if child := _begin(study, units.pop(0), place):
                     working.append(child)
             for child in list(working):
-                for run in child.runs:
+                for run in child.runs if first else ():
                     run.renew()
                 if stopped() and not child.told:
                     child.told = True
@@ -63,19 +66,24 @@ def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int) -> 
                     working.remove(child)
                     failed += child.end(code)
                     cut |= code == 143
-            table.show([run.name for child in working for run in child.runs])
+            if cut and not alone:  # whichever host was told to stop: all of them are
+                units.clear()
+            if first:
+                table.show()
             time.sleep(0.3)
-    table.show([], last=True)
+    if first:
+        table.show(last=True)
     return 143 if cut or stopped() else 1 if failed else 0
 
 
 class _Child:
-    """A process that trains and evaluates some runs."""
+    """A process that trains and evaluates some runs; of a pod, the part of it that is on this host, number `index`."""
 
-    def __init__(self, study: Study, runs: list[Planned]):
-        self.runs, self.told = runs, False
-        runs[0].log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = runs[0].log.open("ab")
+    def __init__(self, study: Study, runs: list[Planned], index: int):
+        self.runs, self.told, self.first = runs, False, index == 0
+        log = runs[0].log if self.first else runs[0].log.with_suffix(f".process-{index}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log = log.open("ab")
         names = ",".join(run.name for run in runs)
         command = [sys.executable, "-m", "transformer", "sweep", f"--workdir={study.folder}", f"--runs={names}"]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True)
@@ -85,17 +93,26 @@ class _Child:
         self.log.close()
         failed = []
         for run in self.runs:
-            run.release()
+            if self.first:
+                run.release()
             if code not in (0, 143) and not run.status().over:
-                run.release(_reason(code, self.runs[0].log))
                 failed.append(run)
+                if self.first:
+                    run.release(_reason(code, self.runs[0].log))
         return failed
 
 
-def _begin(study: Study, runs: list[Planned]) -> _Child | None:
+def _begin(study: Study, runs: list[Planned], place: tuple[int, int]) -> _Child | None:
     """A process for those of the runs that nobody else has, or has done meanwhile."""
-    mine = [run for run in runs if not run.status().over and run.claim()]
-    return _Child(study, mine) if mine else None
+    index, count = place
+    left = [run for run in runs if not run.status().over]
+    if count == 1:
+        left = [run for run in left if run.claim()]
+    elif index == 0:  # the others begin them too: an old claim must not keep the first from it
+        for run in left:
+            run.release()
+            run.claim()
+    return _Child(study, left, index) if left else None
 
 
 def _reason(code: int, log: Path) -> str:
@@ -158,7 +175,7 @@ def _stopping() -> Iterator[Callable[[], bool]]:
 
 def cell(status: Status, steps: int) -> str:
     """A few words."""
-    loss = "" if math.isnan(status.loss) else f" {status.loss:.3f}"
+    loss = "" if math.isnan(status.loss) else f" {status.loss:.3f}" if abs(status.loss) < 1e5 else f" {status.loss:.1e}"
     return {
         "done": f"done{loss}",
         "running": f"{status.step / steps:4.0%}{loss}" if status.step else "starting",
@@ -184,7 +201,7 @@ class _Table:
         self._began, self._shown, self._last, self._kinds = time.monotonic(), 0, 0.0, {}
         self._first: float | None = None
 
-    def show(self, working: list[str], last: bool = False) -> None:
+    def show(self, last: bool = False) -> None:
         if not last and time.monotonic() - self._last < 2:
             return
         self._last = time.monotonic()

@@ -143,10 +143,10 @@ class Study:
         with_seed = lambda config, seed: dataclasses.replace(config, seed=seed)
         return [Planned(self.folder, arm, with_seed(config, seed), self.sweep.metric) for seed in self.sweep.seeds for arm, config in self.configs.items()]
 
-    def write(self) -> None:
-        """sweep.json. Raises UserError where the directory holds something else; arms and seeds may be added, and as long as no run has begun everything may change."""
-        file = self.folder / "sweep.json"
-        if file.exists():
+    def check(self) -> None:
+        """Raises UserError where the directory holds something else; arms and seeds may be added, and as long as no run has begun everything
+        may change."""
+        if (self.folder / "sweep.json").exists():
             before = load_study(self.folder)
             begun = any(run.folder.exists() for run in before.runs)
             for arm, config in before.configs.items() if begun else ():
@@ -158,13 +158,17 @@ class Study:
                     )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise UserError(f"--workdir: {self.folder} is not empty and no sweep (no sweep.json); choose another directory")
+
+    def write(self) -> None:
+        """sweep.json, if the directory is one for it."""
+        self.check()
         self.folder.mkdir(parents=True, exist_ok=True)
         said = {field.name: getattr(self.sweep, field.name) for field in dataclasses.fields(self.sweep) if field.name != "grid"}
         arms = {
             arm: {"changes": to_mapping(changes), "facts": dataclasses.asdict(self.facts[arm]), "config": to_mapping(self.configs[arm])}
             for arm, changes in self.sweep.arms.items()
         }
-        write_whole(file, json.dumps({"file": self.file} | to_mapping(said) | {"arms": arms}, indent=2) + "\n")
+        write_whole(self.folder / "sweep.json", json.dumps({"file": self.file} | to_mapping(said) | {"arms": arms}, indent=2) + "\n")
 
 
 def load_study(folder: Path) -> Study:

@@ -17,7 +17,8 @@ arm changes in the model that is built, and refuses arms that differ in anything
   python -m transformer sweep --config=... --workdir=/shared/ablation --shard=2/4      the second of four machines that share a folder
   python -m transformer sweep --workdir=runs/ablation                                  go on with what is there
 
-Runs that differ in numbers alone (seed, learning rate, weight decay, dropout) are trained as one program.
+Runs that differ in numbers alone (seed, learning rate, weight decay, dropout) are trained as one program. On a pod, where every host is given
+this command, each run is on all of its chips, one after another.
 """
 
 
@@ -35,6 +36,7 @@ def arguments(parser) -> None:
 def run(args, overrides) -> int:
     from transformer.lab import prepare, runner
     from transformer.lab.study import load_study
+    from transformer.parallel.processes import barrier, place
 
     if args.runs:
         if args.config or overrides:
@@ -44,12 +46,20 @@ def run(args, overrides) -> int:
     shard = prepare.parse_shard(args.shard)
     if args.jobs < 1 or args.together < 1:
         raise UserError(f"--jobs and --together: {args.jobs} and {args.together}; 1 or more")
+    here = place()
+    if here[1] > 1 and args.jobs > 1:
+        raise UserError(f"--jobs: {args.jobs}; each run is on all {here[1]} processes, one after another; leave it out")
+    most = args.together if here[1] == 1 else 1
     if args.config and (args.prepare or args.dry_run):
         start_jax()
-        study = prepare.study(args.config, args.workdir, overrides, lambda line: print(line, file=sys.stderr))
-        print(prepare.describe(study), end="")
+        say = print if here[0] == 0 else lambda *_, **__: None
+        study = prepare.study(args.config, args.workdir, overrides, lambda line: say(line, file=sys.stderr))
+        say(prepare.describe(study), end="")
         if args.prepare:
-            study.write()
+            study.check()
+            barrier("the sweep is built")
+            if here[0] == 0:
+                study.write()
             return 0
     elif args.config:
         prepare.elsewhere(args.config, args.workdir, overrides)
@@ -57,11 +67,12 @@ def run(args, overrides) -> int:
         raise UserError(f"--config.{next(iter(overrides))}: goes with --config=FILE.py")
     study = study if args.dry_run and args.config else load_study(args.workdir)
     if args.dry_run:
-        print(prepare.describe_runs(study, shard, args.together), end="")
+        if here[0] == 0:
+            print(prepare.describe_runs(study, shard, most), end="")
         return 0
-    code = runner.run_study(study, jobs=args.jobs, shard=shard, most=args.together)
+    code = runner.run_study(study, jobs=args.jobs, shard=shard, most=most, place=here)
     if code == 143:
         print("stopped; the same command goes on from there", file=sys.stderr)
-    elif code == 0:
+    elif code == 0 and here[0] == 0:
         print(f"next: python -m transformer compare {args.workdir}", file=sys.stderr)
     return code
