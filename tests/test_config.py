@@ -63,6 +63,9 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
     ("tree", "message"),
     [
         ({"modle": {}}, r"modle: no such field; did you mean 'model'"),
+        ({"tokenizer": {"kind": "char"}}, r"tokenizer: no such field; it is data\.tokenizer$"),
+        ({"model": {**MODEL, "batch_size": 3}}, r"model.batch_size: no such field; it is data\.batch_size or decoding\.batch_size"),
+        ({"model": MODEL, "data": {"tokenizer": "char"}}, r"data.tokenizer: expected a table of fields, dict\(kind=...\), got 'char'"),
         ({"model": {**MODEL, "d_modle": 3}}, r"model.d_modle: no such field; did you mean 'd_model'"),
         ({"model": {**MODEL, "d_model": "wide"}}, r"model.d_model: expected int, got 'wide'"),
         ({"model": {**MODEL, "use_bias": 1}}, r"model.use_bias: expected bool, got 1"),

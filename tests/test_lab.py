@@ -253,6 +253,8 @@ def test_a_sweep_is_compared(swept, capsys):
     folder, *_ = swept
     assert main(["compare", str(folder)]) == 0
     said = capsys.readouterr()
+    page = (folder / "report" / "index.html").read_text()
+    assert re.search(r"x\.py, sha256 [0-9a-f]{16}", page) and "Does a rate of a thousand million train?&quot;" in page, "the experiment file is in the report"
     assert "wild diverged with 2 of 2 seeds" in said.out and f"report: {folder / 'report' / 'index.html'}" in said.err
     assert {path.name for path in (folder / "report").iterdir()} == {"index.html", "report.md", "summary.csv", "runs.csv", "curves.csv", "figures"}
     assert main(["compare", str(folder), "--metric=test/blue"]) == 2
@@ -305,6 +307,12 @@ def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch,
     assert runner.run_study(study, jobs=1, shard=(1, 1), most=8) == 1
     said = capsys.readouterr().err
     assert "rotary/seed-0  failed: ended by SIGKILL (out of memory?)" in said and "alibi/seed-0  failed: exit code 1: no such thing" in said
+    with pytest.raises(UserError, match="nothing to compare: rotary, seed 0: failed: ended by SIGKILL .*, and 1 more"):
+        results.read([tmp_path])
+    made_up(tmp_path, "alibi", 0, None)
+    made_up(tmp_path, "rotary", 0, 4.0)
+    (tmp_path / "claims" / "rotary.seed-0.failed").unlink()
+    assert any("alibi, seed 0: failed: exit code 1: no such thing" in line for line in results.read([tmp_path]).left_out), "and the rest comes"
 
 
 # ---- comparisons of runs that are made up
@@ -446,6 +454,9 @@ def test_the_page_stands_alone(tmp_path):
         made_up(tmp_path, f"deep{layer}", 0, 4.0, model__d_ff=64 + 8 * layer, more={f"eval/depth/gradient/decoder/{n:02d}/feed_forward": n + 1 for n in range(3)})
     page = report.write(compare(tmp_path), tmp_path / "report").read_text()
     assert (tmp_path / "report" / "figures" / "gradient_by_depth_decoder_first.png").exists()
+    for said in (page, (tmp_path / "report" / "report.md").read_text()):
+        assert re.search(r"deep1\W+(td\W+)*1\.000 \(one seed\)\W+(td\W+)*2\.000", said), "a profile has its numbers"
+    assert "gradient_by_depth_decoder_first,deep2,2,3.0,,,1" in (tmp_path / "report" / "profiles.csv").read_text()
     assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "url(" not in page and "<script" not in page
     assert "b_b_" in page and "viewport" in page
     assert page.count("data:image/png;base64,") == 7  # seeds, differences, loss by steps, tokens and time, two profiles

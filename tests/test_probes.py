@@ -81,6 +81,8 @@ def test_what_counts_as_right_is_what_the_model_would_write(family, tmp_path):
             shares.append(np.mean([a == b for a, b in zip(answers, written, strict=True)]))
             assert found[f"probe/exact/{length:05d}"] == pytest.approx(shares[-1])
             assert found[f"probe/exact/{length:05d}"] <= found[f"probe/tokens/{length:05d}"] < 1.01
+    samples = [dict(re.split(r" {2,}", line) for line in one.splitlines()) for one in (tmp_path / "samples.txt").read_text().split("\n\n")]
+    assert found["exact"] == np.mean([one["model"] == one["source"] for one in samples]) > 0.2 and "bleu" not in found
     assert shares[0] > 0.2 and shares[0] != shares[1], "something was learned, or nothing is compared"
 
 

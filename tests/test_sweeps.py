@@ -27,7 +27,7 @@ def test_the_algebra():
     assert names(chain(NORMS, PLACES)) == ["pre", "post", "rotary", "alibi", "t5"]
     assert names(zipped(NORMS, vary("optimizer.warmup_steps", 1, 100))) == ["pre-warmup_steps=1", "post-warmup_steps=100"]
     assert names(vary("model.d_ff", narrow=64, wide=256)) == ["narrow", "wide"]
-    assert names(vary("model.position", {"name": "rotary", "theta": 5e5}, "none")) == ["rotary,theta=500000.0", "none"]
+    assert names(vary("model.position", {"name": "rotary", "theta": 5e5}, "none")) == ["rotary+theta=500000.0", "none"]
     assert names(arms(plain={}, deep={"model.num_decoder_layers": 24})) == ["plain", "deep"]
     assert product(NORMS, chain(PLACES)) == product(NORMS, PLACES) and len(product()) == 1
 
@@ -69,9 +69,9 @@ def write(tmp_path, sweep):
 def test_arms_are_experiments(tmp_path):
     file = write(tmp_path, "Sweep(vary('model.position', 'none', {'name': 'rotary', 'theta': 500.0}), baseline='none')")
     sweep, configs = load_arms(file, {"model.d_ff": "128"})
-    assert list(configs) == ["none", "rotary,theta=500.0"] == list(sweep.arms)
+    assert list(configs) == ["none", "rotary+theta=500.0"] == list(sweep.arms)
     assert [config.model.d_ff for config in configs.values()] == [128, 128]
-    assert configs["rotary,theta=500.0"].model.position["theta"] == 500.0
+    assert configs["rotary+theta=500.0"].model.position["theta"] == 500.0
     assert load_experiment(f"{file}:none").model.position == "none"
     assert load_experiment(file).model.position == load_experiment(file, {}).model.position != "none"
     assert list(load_arms(write(tmp_path, "vary('model.d_ff', 32, 64)"))[1]) == ["d_ff=32", "d_ff=64"]  # a Grid alone

@@ -30,15 +30,27 @@ def from_mapping(cls, given: Mapping, path: str = ""):
         return given
     given = _thaw(given)
     if not isinstance(given, Mapping):
-        raise UserError(f"{path.rstrip('.') or 'config'}: expected a table of fields, got {given!r}")
+        example = f"dict({next(iter(typing.get_type_hints(cls)))}=...)"
+        raise UserError(f"{path.rstrip('.') or 'config'}: expected a table of fields, {example}, got {given!r}")
     fields = typing.get_type_hints(cls)
     for key in given:
         if key not in fields:
-            raise UserError(f"{path}{key}: no such field; {nearest(key, fields)}")
+            raise UserError(f"{path}{key}: no such field; {_way_out(key, fields)}")
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.name not in given:
             raise UserError(f"{path}{field.name}: must be set")
     return cls(**{key: _coerce(value, fields[key], f"{path}{key}") for key, value in given.items()})
+
+
+def _way_out(key: str, fields: Mapping) -> str:
+    """For a field that is not here: where in an experiment it is, if it is somewhere else; or what is here of a like name."""
+    tables = [(name, kind) for name, kind in typing.get_type_hints(Experiment).items() if dataclasses.is_dataclass(kind)]
+    paths = [key] if key in typing.get_type_hints(Experiment) else []
+    for path, kind in tables:  # grows: tables hold tables
+        inner = typing.get_type_hints(kind)
+        tables += [(f"{path}.{name}", one) for name, one in inner.items() if dataclasses.is_dataclass(one)]
+        paths += [f"{path}.{key}"] if key in inner else []
+    return f"it is {' or '.join(paths)}" if paths else nearest(key, fields)
 
 
 def _coerce(value, kind, path: str):
@@ -161,7 +173,7 @@ class _File:
 
     def sweep(self) -> Sweep:
         if not hasattr(self.module, "sweep"):
-            raise UserError(f"--config: {str(self.path)!r} defines no sweep(); see transformer/sweeps.py")
+            raise UserError(f"--config: {str(self.path)!r} defines no sweep(), as experiments/ablation.py does; see transformer/sweeps.py")
         given = self._call("sweep")
         given = Sweep(given) if isinstance(given, Grid) else given
         if not isinstance(given, Sweep):
@@ -251,7 +263,7 @@ def override(tree: dict, dotted: str, value, said: str = "--config.") -> None:
         fields = {key: Choice} if cls is Choice else typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
         if key not in fields:
             raise UserError(
-                f"{said}{path}: no such field; {nearest(key, fields)}" if fields else f"{said}{dotted}: {path} has no fields"
+                f"{said}{path}: no such field; {_way_out(key, fields)}" if fields else f"{said}{dotted}: {path} has no fields"
             )
         default = {} if cls is Choice else {f.name: f.default for f in dataclasses.fields(cls)}[key]
         cls = fields[key]
@@ -263,7 +275,7 @@ def override(tree: dict, dotted: str, value, said: str = "--config.") -> None:
         path += "."
     fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
     if fields and last not in fields:
-        raise UserError(f"{said}{dotted}: no such field; {nearest(last, fields)}")
+        raise UserError(f"{said}{dotted}: no such field; {_way_out(last, fields)}")
     if dataclasses.is_dataclass(fields.get(last)):
         raise UserError(f"{said}{dotted}: a table of fields; set one of them: {dotted}.{next(iter(typing.get_type_hints(fields[last])))}")
     node[last] = _parse(value, fields.get(last)) if isinstance(value, str) else _thaw(value)

@@ -101,7 +101,7 @@ class Sweep:
         for name in names:
             if names.count(name) > 1:
                 raise UserError(f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) or arms(NAME={{...}})")
-            if not re.fullmatch(r"[A-Za-z0-9][\w.=+,-]*", name):
+            if not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
                 raise UserError(f"sweep: {name!r} is no name for a folder; name it with vary(field, NAME=value) or arms(NAME={{...}})")
         if self.baseline and self.baseline not in names:
             raise UserError(f"sweep: baseline {self.baseline!r} is no arm; {nearest(self.baseline, names)}")
@@ -144,7 +144,7 @@ def _spell(field: str, value) -> str:
         return value
     if isinstance(value, Mapping):
         options = [f"{key}={x}" for key, x in value.items() if key != "name"]
-        return ",".join([str(value.get("name", field.rpartition(".")[2])), *options])
+        return "+".join([str(value.get("name", field.rpartition(".")[2])), *options])
     if isinstance(value, (list, tuple)):
-        return f"{field.rpartition('.')[2]}=" + ",".join(map(str, value))
+        return f"{field.rpartition('.')[2]}=" + "+".join(map(str, value))
     return f"{field.rpartition('.')[2]}={value}"

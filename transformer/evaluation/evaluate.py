@@ -17,7 +17,7 @@ from transformer.errors import UserError
 from transformer.evaluation.evaluators import measure
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.subject import At, Subject
-from transformer.evaluation.translation import translate_and_score
+from transformer.evaluation.translation import exact, score, translate_and_score
 from transformer.files import read_json, write_whole
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory, check_rows
@@ -61,7 +61,8 @@ def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained
 
 
 def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
-    """Loss on a held-out side; for translators BLEU and chrF, for language models bits per byte and word perplexity.
+    """Loss on a held-out side; for translators BLEU and chrF, for synthetic tasks the share of answers that are right, for language models
+    bits per byte and word perplexity.
 
     Written to `PART.json`, to `metrics.jsonl` (as `PART/loss` and so on) and, with what the model wrote, to `samples.txt`
     (`samples.valid.txt`). Raises UserError if the held-out text is not the one this run was trained beside.
@@ -86,7 +87,8 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
         blocks = [f"prompt  {p}\nmodel   {a.strip()}\n" for p, a in zip(prompts, generate(prompts), strict=True)]
     elif translates:
         began = time.perf_counter()
-        sources, hypotheses, references, scores, signatures = translate_and_score(generate, examples, _show_progress)
+        by = exact if config.data.format == "probe" else score
+        sources, hypotheses, references, scores, signatures = translate_and_score(generate, examples, by, _show_progress)
         translations = sources, hypotheses, references
         speed = len(sources) / (time.perf_counter() - began)
         found |= scores | {"sentences": len(sources), "sentences_per_second": speed}

@@ -31,8 +31,14 @@ def score(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tup
     return found, signatures
 
 
-def translate_and_score(generate: Callable, examples: Sequence[Example], progress=lambda done, total: None):
-    """(sources, hypotheses, references, scores, signatures) for a held-out side."""
+def exact(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[dict[str, float], dict[str, str]]:
+    """exact: the share that is one of its references, to the letter. Of synthetic tasks, whose answers are right or wrong."""
+    right = [hypothesis in known for hypothesis, known in zip(hypotheses, references, strict=True)]
+    return {"exact": sum(right) / len(right)}, {}
+
+
+def translate_and_score(generate: Callable, examples: Sequence[Example], score: Callable, progress=lambda done, total: None):
+    """(sources, hypotheses, references, scores, signatures) for a held-out side, by `score` or `exact`."""
     sources, references = group(examples)
     hypotheses = generate(sources, lambda done: progress(done, len(sources)))
     return sources, hypotheses, references, *score(hypotheses, references)

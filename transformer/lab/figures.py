@@ -5,7 +5,6 @@ Small enough for a phone's width, and alike in PNG, PDF and inside of the page.
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib
@@ -15,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
+from transformer.lab.profiles import Profile
 from transformer.lab.results import Arm
 from transformer.lab.statistics import Mean, mean
 from transformer.lab.verdict import Verdict, unit
@@ -55,67 +55,24 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
             found[f"loss_by_{name}"] = (f"Validation loss against {x_label}: mean over seeds, and its 95 % interval.", figure)
     for field in dict.fromkeys(one.field for one in verdict.scans):
         found[f"scan_{field}"] = (f"{metric} against {field}: mean over seeds that came to their end, and its 95 % interval.", _scan(verdict, field, label(metric)))
-    for name, (said, pattern, x_label, y_label, when, log) in PROFILES.items():
-        if figure := _profile(results.arms, look, re.compile(pattern), x_label, y_label, when, log):
-            found[name] = (f"{said}: mean over seeds, and its 95 % interval.", figure)
+    for profile in verdict.profiles:
+        found[profile.name] = (f"{profile.said}: mean over seeds, and its 95 % interval.", _profile(profile, look))
     return found
 
 
-PROFILES = {
-    "loss_by_position": ("Test loss by the place in the row", r"test/loss_by_position/(\d+)", "tokens before", "loss (nats per token)", "last", ""),
-    "extrapolation": ("Test loss in longer rows that do not overlap", r"test/extrapolation/(\d+)", "tokens in a row", "loss (nats per token)", "last", "x"),
-    "extrapolation_sliding": ("Test loss of the last tokens of longer rows", r"test/extrapolation_sliding/(\d+)", "tokens in a row", "loss (nats per token)", "last", "x"),
-    "probe": ("Answers right from end to end, by the length of the task", r"test/probe/exact/(\d+)", "length of the task", "share right", "last", "x"),
-    "logit_lens": ("Loss of what each layer would have said", r"test/lens/loss/(\d+)", "layer", "loss (nats per token)", "last", ""),
-    "bleu_by_length": ("BLEU by the length of the source", r"test/bleu_by_length/(\d+)", "words in the source, or more", "BLEU", "last", ""),
-} | {
-    f"{what}_of_heads_{side}_{when}": (
-        f"{said}, mean over heads, by layer, {side} self-attention, {'before the first step' if when == 'first' else 'at the end'}",
-        rf"eval/attention/{what}/{side}/(\d+)/self_attention/\d+", "layer", said.lower(), when, "",
-    )
-    for what, said in {"entropy": "Entropy (nats)", "sink": "Weight on the first token", "distance": "Mean distance (tokens)", "previous": "Weight on the token before",
-                       "induction": "Induction score", "logit": "Largest logit"}.items()
-    for side in ("encoder", "decoder")
-    for when in ("first", "last")
-} | {
-    f"{what}_by_depth_{side}_{when}": (
-        f"{said} by layer, {side}, {'before the first step' if when == 'first' else 'at the end'}", rf"eval/depth/{what}/{side}/(\d+)/feed_forward",
-        "layer", f"{said.lower()}, feed-forward", when, "y",
-    )
-    for what, said in {"gradient": "Norm of the gradient", "stream": "Root mean square of the stream", "branch": "Branch to stream", "update": "Update to weight"}.items()
-    for side in ("encoder", "decoder")
-    for when in ("first", "last")
-}  # fmt: skip
-"""What runs measure at several places (train.evaluators): name -> what it shows, the metrics' pattern, the axes, which line, which axis is a
-logarithm."""
-
-
-def _profile(arms: Mapping[str, Arm], look: Style, pattern: re.Pattern, x_label: str, y_label: str, when: str, log: str) -> Figure | None:
-    """One metric at several places, named by a number: mean over seeds."""
-    drawn = []
-    for name, arm in arms.items():
-        runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
-        places: dict[int, set[str]] = {}
-        for key, at in [(key, at) for run in runs for key in run.names if (at := pattern.fullmatch(key))]:
-            places.setdefault(int(at.group(1)), set()).add(key)
-        of_run = lambda run, keys: float(np.mean([getattr(run, when)(key) for key in keys]))
-        values = [mean([x for run in runs if math.isfinite(x := of_run(run, places[at]))]) for at in sorted(places)]
-        if len(places) > 1 and any(one.count for one in values):
-            drawn.append((name, sorted(places), values))
-    if not drawn:
-        return None
+def _profile(profile: Profile, look: Style) -> Figure:
+    """One metric at several places, an arm a line."""
     figure, axes = new_figure(3.5)
-    for name, xs, values in drawn:
-        _line(axes, xs, values, name, look[name])
-    if "x" in log:
+    for name, line in profile.lines.items():
+        _line(axes, list(line), list(line.values()), name, look[name])
+    if "x" in profile.log:
         axes.set_xscale("log", base=2)
-        ticks = sorted({x for _, xs, _ in drawn for x in xs})
-        axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
-    if "y" in log:
+        axes.set_xticks(profile.places, [f"{x:,}" for x in profile.places])
+    if "y" in profile.log:
         axes.set_yscale("log")
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.legend(frameon=False, fontsize=8, ncols=2 if len(drawn) > 4 else 1)
+    axes.set_xlabel(profile.x_label)
+    axes.set_ylabel(profile.y_label)
+    axes.legend(frameon=False, fontsize=8, ncols=2 if len(profile.lines) > 4 else 1)
     return figure
 
 

@@ -24,7 +24,7 @@ def study(file: str, folder: Path, overrides: Mapping[str, str], tell: Callable[
     configs = matched(sweep, configs, there.configs if there and there.sweep.match == sweep.match else {}, tell)
     found = {arm: facts(config) for arm, config in configs.items()}
     check(sweep, found)
-    return Study(folder, sweep, configs, found, file)
+    return Study(folder, sweep, configs, found, file, Path(file.partition(":")[0]).read_text(), overrides)
 
 
 def elsewhere(file: str, folder: Path, overrides: Mapping[str, str]) -> None:

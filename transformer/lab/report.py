@@ -2,9 +2,11 @@
 
 import base64
 import csv
+import hashlib
 import html
 import io
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import matplotlib.pyplot as plt
 
 from transformer.files import write_whole
 from transformer.lab.figures import draw
+from transformer.lab.profiles import Profile
 from transformer.lab.results import Results
-from transformer.lab.study import load_study
+from transformer.lab.study import Study, load_study
 from transformer.lab.verdict import Verdict, p_value, signed, spell, unit
 from transformer.parallel.sharding import human_bytes
 from transformer.training.metrics import human_count
@@ -31,7 +34,7 @@ th:first-child, td:first-child { text-align: left; position: sticky; left: 0; ba
 td.text { text-align: left; white-space: normal; min-width: 12rem; overflow-wrap: anywhere; }
 tr.best td:first-child { font-weight: 650; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1.5rem; }
-figure { margin: 0; } figure img { width: 100%; height: auto; }
+figure { margin: 0; min-width: 0; } summary { color: #555; font-size: .9rem; cursor: pointer; } figure img { width: 100%; height: auto; }
 pre { background: #f4f4f4; padding: .6rem .8rem; overflow-x: auto; font-size: .85rem; }
 @media print { body { max-width: none; font-size: 10.5pt; } .wide { overflow: visible; } figure, table, pre { break-inside: avoid; }
   .figures { grid-template-columns: 1fr 1fr; } th, td { white-space: normal; } th:first-child, td:first-child { position: static; } }
@@ -123,6 +126,19 @@ def scanned(verdict: Verdict) -> list[list[str]]:
     return rows
 
 
+PLACES = 9
+"""Columns that a profile's table has at most; all are in profiles.csv."""
+
+
+def profile_table(profile: Profile) -> list[list[str]]:
+    """An arm a row, a place a column."""
+    places = profile.places
+    if len(places) > PLACES:
+        places = [places[round(n * (len(places) - 1) / (PLACES - 1))] for n in range(PLACES)]
+    rows = [[name, *(spell(line[at]) if at in line else "-" for at in places)] for name, line in profile.lines.items()]
+    return [[profile.x_label, *map(str, places)], *rows]
+
+
 SCANNED = (
     "Sensitivity (Wortsman et al. 2023): the mean loss over all values, that of a failed run being the loss of knowing nothing, log V, less the loss at "
     "the best. A run fails that diverges or ends with more than log V; looked at from the best value on."
@@ -142,7 +158,9 @@ def provenance(results: Results) -> list[tuple[str, str]]:
     versions = sorted({f"{name} {version}" for run in runs for name, version in run.manifest.get("versions", {}).items()})
     devices = sorted({f"{len(run.manifest.get('devices', []))} x {(run.manifest.get('devices') or ['?'])[0]}" for run in runs})
     test = runs[0].manifest.get("data", {}).get("test", {}) if runs else {}
+    study = _study(results)
     return [
+        *([("experiment", f"{study.file}, sha256 {hashlib.sha256(study.text.encode()).hexdigest()[:16]}")] if study and study.text else []),
         ("code", ", ".join(f"transformer {version}" for version in told("transformer")) + f"; commit {', '.join(one[:12] + '+' * one.endswith('+') for one in told('commit'))}"),
         ("versions", f"Python {', '.join(told('python'))}; {', '.join(versions)}"),
         ("devices", ", ".join(devices)),
@@ -155,10 +173,15 @@ def again(results: Results) -> str:
     """The commands that give it again."""
     where = " ".join(map(str, results.folders))
     lines = [f"python -m transformer compare {where}"]
-    if len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists():
-        file = load_study(results.folders[0]).file
-        lines.insert(0, f"python -m transformer sweep --workdir={where}" + (f" --config={file}" if file else ""))
+    if study := _study(results):
+        asked = [f"--config={study.file}"] * bool(study.file) + [f"--config.{key}={value}" for key, value in study.overrides.items()]
+        lines.insert(0, shlex.join(["python", "-m", "transformer", "sweep", *asked, f"--workdir={where}"]))
     return "\n".join(lines)
+
+
+def _study(results: Results) -> Study | None:
+    there = len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists()
+    return load_study(results.folders[0]) if there else None
 
 
 def tables(verdict: Verdict) -> dict[str, list[list]]:
@@ -176,7 +199,11 @@ def tables(verdict: Verdict) -> dict[str, list[list]]:
     last += [[name, seed, run.diverged or "", *(blank(run.last(key)) for key in names)] for name, seed, run in runs]
     curves = [["arm", "seed", "step", "metric", "value"]]
     curves += [[name, seed, step, key, value] for name, seed, run in runs for key in ("train/loss", "eval/loss") for step, value in run.curve(key)]
-    return {"summary": rows, "runs": last, "curves": curves}
+    places = [["profile", "arm", "place", "mean", "low", "high", "seeds"]]
+    for profile in verdict.profiles:
+        for name, line in profile.lines.items():
+            places += [[profile.name, name, at, *map(blank, (one.mean, one.low, one.high, one.count))] for at, one in line.items()]
+    return {"summary": rows, "runs": last, "curves": curves} | ({"profiles": places} if verdict.profiles else {})
 
 
 def markdown(verdict: Verdict) -> str:
@@ -188,6 +215,8 @@ def markdown(verdict: Verdict) -> str:
     lines += [NOTE, ""]
     if verdict.scans:
         lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
+    for profile in verdict.profiles:
+        lines += [f"{profile.said} ({profile.y_label}):", "", *_rows(profile_table(profile)), ""]
     if results.left_out:
         lines += ["Left out:", "", *(f"- {line}" for line in results.left_out), ""]
     lines += ["## Where it comes from", "", *(f"- {name}: {said}" for name, said in provenance(results)), "", "```", again(results), "```", ""]
@@ -213,8 +242,10 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         [name, ", ".join(f"{field} = {value}" for field, value in arm.changes.items() if field != "arm") or "as it is", ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items()) or "-"]
         for name, arm in results.arms.items()
     ]
-    figure = lambda said, image: (
-        f'<figure><img alt="{escape(said)}" src="data:image/png;base64,{base64.b64encode(image).decode()}"><figcaption>{escape(said)}</figcaption></figure>'
+    numbers = {one.name: f"<details><summary>numbers ({escape(one.y_label)})</summary>{table(*_split(profile_table(one)))}</details>" for one in verdict.profiles}
+    figure = lambda name, said, image: (
+        f'<figure><img alt="{escape(said)}" src="data:image/png;base64,{base64.b64encode(image).decode()}">'
+        f"<figcaption>{escape(said)}</figcaption>{numbers.get(name, '')}</figure>"
     )
     parts = [
         f"<h1>{escape(results.sweep.question or results.title)}</h1>",
@@ -223,10 +254,11 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         "<h2>Results</h2>", table(*_split(outcome(verdict))), table(*_split(cost(verdict))), f"<p class=note>{escape(NOTE)}</p>",
         *(["<h2>Scans</h2>", table(*_split(scanned(verdict))), f"<p class=note>{escape(SCANNED)}</p>"] if verdict.scans else []),
         *(["<h2>Left out</h2><ul>", *(f"<li>{escape(line)}</li>" for line in results.left_out), "</ul>"] if results.left_out else []),
-        "<h2>Figures</h2><div class=figures>", *(figure(*picture) for picture in pictures.values()), "</div>",
+        "<h2>Figures</h2><div class=figures>", *(figure(name, *picture) for name, picture in pictures.items()), "</div>",
         "<h2>Arms</h2>", table(["arm", "what it sets", "diverged (seed)"], settings, classes=(1, 2)),
         "<h2>Where it comes from</h2>", table(["", ""], [[name, said] for name, said in provenance(results)], classes=(1,)),
         f"<pre>{escape(again(results))}</pre>",
+        *([f"<details><summary>{escape(study.file)}</summary><pre>{escape(study.text)}</pre></details>"] if (study := _study(results)) and study.text else []),
     ]  # fmt: skip
     title = escape(results.sweep.question or results.title)
     return (

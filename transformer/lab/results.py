@@ -121,6 +121,8 @@ def read(folders: Sequence[Path], metric: str = "", baseline: str = "") -> Resul
     if baseline:
         sweep = dataclasses.replace(sweep, baseline=baseline)
     arms = {sweep.baseline: arms[sweep.baseline]} | arms
+    if not any(arm.runs for arm in arms.values()):
+        raise UserError(f"compare: nothing to compare: {left_out[0]}" + (f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""))
     arms, more = _comparable(arms, sweep)
     left_out += more
     for arm in arms.values():
@@ -141,7 +143,9 @@ def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
     for name, changes in study.sweep.arms.items():
         runs = {}
         for run in (run for run in study.runs if run.arm == name):
-            if found := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
+            if (status := run.status()).why:
+                left_out.append(f"{name}, seed {run.config.seed}: {status.kind}: {status.why}")
+            elif found := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
                 runs[run.config.seed] = found
         facts = study.facts[name]
         arms[name] = Arm(name, changes, runs, facts.flops, facts.parameters)
@@ -206,9 +210,7 @@ BY_TOKEN = ("loss", "perplexity", "accuracy")
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
     """The arms whose runs were judged by the same as the baseline's, but for what the sweep asks about; and what was left out."""
-    first = next((run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values()), None)
-    if first is None:
-        raise UserError("compare: no run has begun")
+    first = next(run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values())
     kept, left_out = {}, []
     for name, arm in arms.items():
         runs = {}

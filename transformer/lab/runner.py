@@ -194,12 +194,12 @@ def overview(study: Study, statuses: dict[str, Status]) -> list[str]:
 
 
 class _Table:
-    """The status of all runs: in a terminal a table that stays in place, in a log a line for what changes."""
+    """The status of all runs: in a terminal a table that stays in place, in a log a line for what changes and one a minute."""
 
     def __init__(self, study: Study, stream):
         self._study, self._stream, self._live = study, stream, stream.isatty()
         self._began, self._shown, self._last, self._kinds = time.monotonic(), 0, 0.0, {}
-        self._first: float | None = None
+        self._said, self._first = self._began, None
 
     def show(self, last: bool = False) -> None:
         if not last and time.monotonic() - self._last < 2:
@@ -217,6 +217,10 @@ class _Table:
                     said = f"{status.kind}: {status.why}" if status.why else cell(status, self._steps(name))
                     self._stream.write(f"{name}  {said}\n")
                 self._kinds[name] = status.kind
+            if time.monotonic() - self._said > 60 and not last:
+                self._said = time.monotonic()
+                going = [f"{name} {cell(status, self._steps(name))}" for name, status in statuses.items() if status.kind == "running"]
+                self._stream.write(f"{self._summary(statuses)}: {', '.join(going)}\n")
             if last:
                 self._stream.write("\n".join([*overview(self._study, statuses), self._summary(statuses)]) + "\n")
         if last:

@@ -135,7 +135,9 @@ class Study:
     sweep: Sweep
     configs: Mapping[str, Experiment]  # of the arms, the baseline first
     facts: Mapping[str, Facts]
-    file: str = ""  # the experiment file that it came from
+    file: str = ""  # the experiment file that it came from, what it said, and what the command line changed
+    text: str = ""
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def runs(self) -> list[Planned]:
@@ -168,7 +170,7 @@ class Study:
             arm: {"changes": to_mapping(changes), "facts": dataclasses.asdict(self.facts[arm]), "config": to_mapping(self.configs[arm])}
             for arm, changes in self.sweep.arms.items()
         }
-        write_whole(self.folder / "sweep.json", json.dumps({"file": self.file} | to_mapping(said) | {"arms": arms}, indent=2) + "\n")
+        write_whole(self.folder / "sweep.json", json.dumps({"file": self.file, "text": self.text, "overrides": dict(self.overrides)} | to_mapping(said) | {"arms": arms}, indent=2) + "\n")
 
 
 def load_study(folder: Path) -> Study:
@@ -178,13 +180,13 @@ def load_study(folder: Path) -> Study:
         raise UserError(f"--workdir: no sweep in {folder} (no sweep.json)")
     said = read_json(file)
     try:
-        arms, source = said.pop("arms"), said.pop("file")
+        arms, source = said.pop("arms"), {key: said.pop(key) for key in ("file", "text", "overrides") if key in said}
         sweep = Sweep(Grid(tuple((arm, one["changes"]) for arm, one in arms.items())), **said | {"seeds": tuple(said["seeds"])})
         configs = {arm: from_mapping(Experiment, one["config"]) for arm, one in arms.items()}
         facts = {arm: Facts(**{k: tuple(v) if isinstance(v, list) else v for k, v in one["facts"].items()}) for arm, one in arms.items()}
     except (TypeError, KeyError, AttributeError) as e:
         raise UserError(f"{file}: damaged ({type(e).__name__}: {e})") from None
-    return Study(Path(folder), sweep, configs, facts, source)
+    return Study(Path(folder), sweep, configs, facts, **source)
 
 
 def _difference(old: Experiment, new: Experiment) -> str:

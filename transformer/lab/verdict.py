@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
 from transformer.lab.scans import Scan, scans
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
@@ -44,6 +45,7 @@ class Verdict:
     rows: Mapping[str, Row]
     factors: Mapping[str, Mapping[str, Difference]]  # field -> "b - a" -> over all settings of the others
     scans: tuple[Scan, ...]
+    profiles: tuple[Profile, ...]
     sentences: tuple[str, ...]
 
 
@@ -67,7 +69,7 @@ def judge(results: Results) -> Verdict:
     factors = _factors(results, values)
     scanned = tuple(scans(results))
     sentences = (*_sentences(results, rows, best, factors), *(_of_scan(one, results) for one in scanned))
-    return Verdict(results, rows, factors, scanned, sentences)
+    return Verdict(results, rows, factors, scanned, tuple(profiles(results)), sentences)
 
 
 def _reaches(arm: Arm, base: Arm, metric: str, sign: float) -> float:
@@ -147,9 +149,10 @@ def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) ->
                 f"[{_range(one.mean, abs_value=True)}], {p_value(one.p)}{_corrected(compared)}, {one.mean.count} seeds."
             )
         else:
+            alone = "; alone this interval would tell, among so many it does not" if not one.mean.low <= 0 <= one.mean.high else ""
             lines.append(
                 f"{name} cannot be told from {base}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}"
-                f"{_corrected(compared)}, {one.mean.count} seeds."
+                f"{_corrected(compared)}, {one.mean.count} seeds{alone}."
             )
     for field, those in factors.items():
         for pair, one in those.items():
