@@ -49,6 +49,7 @@ def get_config(scale="small"):
         max_length=64,
         position="none",
         norm_placement="pre",
+        initializer="lecun_normal",
         attention_backend="reference",
     )
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=32)

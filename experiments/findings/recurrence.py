@@ -65,7 +65,7 @@ def sweep(scale="small"):
             vary("data.train", **{f"at_{length}": f"needle:{length}-{length}" for length in LENGTHS[scale]}),
         ),
         question="Does a recurrent network remember as far as attention reaches?",
-        metric="test/accuracy",
+        metric="test/exact",
         higher_is_better=True,
         declared={"parameters": "LSTMs and attention have other matrices", "flops": "and other products", "attention": "LSTMs have backends of their own"},
         seeds=3,
