@@ -1,7 +1,6 @@
 """What goes on by layer and sublayer: stream, branch, gradient, update."""
 
 import collections
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 from transformer.config import Experiment
 from transformer.evaluation.kinds import DepthProfile
 from transformer.evaluation.subject import At, Found, Subject
-from transformer.model.layout import flatten, part, where
+from transformer.model.layout import flatten, in_layer, part, where
 from transformer.training.step import batch_sums
 
 
@@ -36,12 +35,11 @@ def depth_profile(kind: DepthProfile, subject: Subject, at: At) -> Found:
 
     sizes, grads, params, updates = subject.program(kind, profile)(at.params, at.opt_state, subject.batch)
     for name, (path, place) in where(config.model, sizes).items():
-        if found := re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(?:(\w+)_)?residual/sizes", name):
-            side, layer, sublayer = found.groups()
-            here = f"{side}/{int(layer):02d}/{sublayer or 'all'}"
-            of = {key: float(np.asarray(part(x, place))) for key, x in sizes[path][0].items()}
-            yield f"depth/stream/{here}", of["stream"]
-            yield f"depth/branch/{here}", of["branch"] / of["kept"] if of["kept"] else 1.0
+        side, layer, rest = in_layer(name)
+        here = f"{side}/{layer:02d}/{residual_of(rest)}"
+        of = {key: float(np.asarray(part(x, place))) for key, x in sizes[path][0].items()}
+        yield f"depth/stream/{here}", of["stream"]
+        yield f"depth/branch/{here}", of["branch"] / of["kept"] if of["kept"] else 1.0
     for here, square in grads.items():
         yield f"depth/gradient/{here}", float(square) ** 0.5
     for here, square in (updates or {}).items():
@@ -52,10 +50,15 @@ def _squares(config: Experiment, tree) -> dict[str, jax.Array]:
     """SIDE/LAYER/SUBLAYER, and SIDE/LAYER/SUBLAYER/MATRIX -> the sum of squares of its parameters, norms left out."""
     flat, found = flatten(tree), collections.defaultdict(float)
     for name, (path, place) in where(config.model, flat).items():
-        if at := re.match(r"(encoder|decoder)/layers_(\d+)/(\w+)/(\w+)", name):
-            side, layer, sublayer, matrix = at.groups()
+        if at := in_layer(name):
+            side, layer, (sublayer, matrix, *_) = *at[:2], at[2].split("/")
             if not sublayer.endswith("residual"):
                 square = jnp.sum(jnp.square(part(flat[path], place).astype(jnp.float32)))
-                found[f"{side}/{int(layer):02d}/{sublayer}"] += square
-                found[f"{side}/{int(layer):02d}/{sublayer}/{matrix}"] += square
+                found[f"{side}/{layer:02d}/{sublayer}"] += square
+                found[f"{side}/{layer:02d}/{sublayer}/{matrix}"] += square
     return dict(found)
+
+
+def residual_of(rest: str) -> str:
+    """Which sublayer a residual is of, by its path in the layer: self_attention_residual/sizes; "all" where a layer has one for both."""
+    return rest.partition("/")[0].removesuffix("residual").rstrip("_") or "all"

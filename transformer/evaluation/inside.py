@@ -3,7 +3,6 @@
 Shape suffixes: B batch, T length, D d_model, V vocabulary, N heads.
 """
 
-import re
 from collections.abc import Callable, Iterator
 
 import jax
@@ -14,7 +13,7 @@ from transformer.errors import UserError
 from transformer.evaluation.kinds import Attention, LogitLens, Order
 from transformer.evaluation.subject import At, Found, Subject, token_losses
 from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, part, where
+from transformer.model.layout import flatten, in_layer, part, where
 
 OF_ONE_SIDE = ("distance", "previous")
 """What means nothing between the tokens of two sides."""
@@ -37,9 +36,9 @@ def attention(kind: Attention, subject: Subject, at: At) -> Found:
 def _by_head(config: ModelConfig, told: dict) -> Iterator[tuple[tuple[str, str], np.ndarray]]:
     """((WHAT, SIDE/LAYER/SUBLAYER), a number a head)."""
     for name, (path, place) in where(config, told).items():
-        side, layer, sublayer = re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(\w+)/heads", name).groups()
+        side, layer, rest = in_layer(name)
         for what, values in told[path][0].items():
-            yield (what, f"{side}/{int(layer):02d}/{sublayer}"), np.asarray(part(values, place))
+            yield (what, f"{side}/{layer:02d}/{rest.removesuffix('/heads')}"), np.asarray(part(values, place))
 
 
 def _said_twice(subject: Subject) -> dict[str, jax.Array]:

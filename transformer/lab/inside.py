@@ -4,7 +4,6 @@ Shape suffixes: B batch (1), T length, S key length, N heads, L layers, V vocabu
 """
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,11 @@ from transformer.data.objectives.base import Segment, shifted
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
+from transformer.evaluation.depth import residual_of
 from transformer.evaluation.evaluate import Trained
 from transformer.evaluation.inside import streams
 from transformer.evaluation.subject import Subject, token_losses
-from transformer.model.layout import flatten, part, where
+from transformer.model.layout import flatten, in_layer, part, where
 
 TOP = 5
 """Likely tokens that are told of each place."""
@@ -120,10 +120,10 @@ def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map
     weights, numbers = flatten(told["maps"]), flatten(told["heads"])
     where_numbers = where(config, numbers)
     for name, (path, place) in where(config, weights).items():
-        side, layer, sublayer = re.fullmatch(r"(encoder|decoder)/layers_(\d+)/(\w+)/weights", name).groups()
+        side, layer, rest = in_layer(name)
         its, at = where_numbers[name.removesuffix("weights") + "heads"]
         one = {what: part(values, at) for what, values in numbers[its][0].items() if what != "repeated"}
-        found.setdefault((side, sublayer), {})[int(layer)] = part(weights[path][0], place)[0], one
+        found.setdefault((side, rest.removesuffix("/weights")), {})[layer] = part(weights[path][0], place)[0], one
     return [
         Map(
             f"{side} {sublayer}", np.stack([layers[n][0] for n in sorted(layers)]), sides[side], sides["encoder" if sublayer == "cross_attention" else side],
@@ -135,10 +135,10 @@ def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map
 
 def _sizes(subject: Subject, told: dict) -> dict[str, dict[str, list[float]]]:
     flat, found = flatten(told), {}
-    for name, (path, place) in sorted(where(subject.config.model, flat).items(), key=lambda one: [int(x) for x in re.findall(r"\d+", one[0])]):
-        side, sublayer = re.fullmatch(r"(encoder|decoder)/layers_\d+/(?:(\w+)_)?residual/sizes", name).groups()
+    for name, (path, place) in sorted(where(subject.config.model, flat).items(), key=lambda one: in_layer(one[0])):
+        side, _, rest = in_layer(name)
         of = {key: float(np.asarray(part(x, place))) for key, x in flat[path][0].items()}
-        here = found.setdefault(f"{side} {sublayer or 'all'}", {"stream": [], "branch": []})
+        here = found.setdefault(f"{side} {residual_of(rest)}", {"stream": [], "branch": []})
         here["stream"].append(of["stream"])
         here["branch"].append(of["branch"] / of["kept"] if of["kept"] else 1.0)
     return found

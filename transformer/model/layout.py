@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer.model.config import ModelConfig
 
 _LOOPED = re.compile(r"(encoder|decoder)/layers/(?:layer_(\d+)/)?(.+)")
+_UNROLLED = re.compile(r"(encoder|decoder)/layers_(\d+)/(.+)")
 
 
 def unrolled(config: ModelConfig, path: str) -> tuple[str, ...]:
@@ -24,6 +25,12 @@ def unrolled(config: ModelConfig, path: str) -> tuple[str, ...]:
     side, member, rest = looped.groups()
     layers = range(int(member or 0), config.num_layers(side), config.period(side))
     return tuple(f"{side}/layers_{i}/{rest}" for i in layers)
+
+
+def in_layer(name: str) -> tuple[str, int, str] | None:
+    """(side, layer, what is inside of it) of an unrolled path: ("decoder", 3, "self_attention/query/kernel"); None of what is in no layer."""
+    found = _UNROLLED.fullmatch(name)
+    return (found[1], int(found[2]), found[3]) if found else None
 
 
 def where(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
