@@ -419,7 +419,7 @@ def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
         for seed in range(3):
             made_up(tmp_path, name, seed, 4.0 + 0.2 * seed + 0.1 * ("wide" in name) + 0.01 * seed * ("thick" in name))
     told = verdict.judge(results.read([tmp_path])).factors
-    wide, thick = told["model.d_ff"]["64 - 32"], told["model.d_model"]["32 - 16"]
+    wide, thick = told["model.d_ff"]["wide - narrow"], told["model.d_model"]["thick - thin"]
     assert wide.mean.mean == pytest.approx(0.1) and wide.tells and not thick.tells
 
 

@@ -18,12 +18,14 @@ def sweep():
 
 
 def names(grid):
-    return [name for name, _ in grid.points]
+    return [point.name for point in grid.points]
 
 
 def test_the_algebra():
     assert names(product(NORMS, PLACES)) == ["pre-rotary", "pre-alibi", "pre-t5", "post-rotary", "post-alibi", "post-t5"]
-    assert dict(product(NORMS, PLACES).points)["post-t5"] == {"model.norm_placement": "post", "model.position": "t5"}
+    assert Sweep(product(NORMS, PLACES)).arms["post-t5"] == {"model.norm_placement": "post", "model.position": "t5"}
+    point = Sweep(product(vary("model.attention_scale", plain=None, none=1.0), vary("optimizer.learning_rate", 1e-3))).points["none-learning_rate=0.001"]
+    assert [point.call(field) for field in point.changes] == ["none", "0.001"]
     assert names(chain(NORMS, PLACES)) == ["pre", "post", "rotary", "alibi", "t5"]
     assert names(zipped(NORMS, vary("optimizer.warmup_steps", 1, 100))) == ["pre-warmup_steps=1", "post-warmup_steps=100"]
     assert names(vary("model.d_ff", narrow=64, wide=256)) == ["narrow", "wide"]

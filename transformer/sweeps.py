@@ -25,10 +25,24 @@ Changes = Mapping[str, object]
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """Named points, in order."""
+class Point:
+    """One setting: what it changes, and by field what its value was called, where it has a name."""
 
-    points: tuple[tuple[str, Changes], ...]
+    name: str
+    changes: Changes
+    called: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def call(self, field: str) -> str:
+        """Its value of a field, as a person would say it."""
+        value = self.changes.get(field)
+        return self.called.get(field) or (f"{value:g}" if isinstance(value, float) else str(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Points, in order."""
+
+    points: tuple[Point, ...]
 
     def __len__(self) -> int:
         return len(self.points)
@@ -38,8 +52,8 @@ def vary(field: str, *values, **named) -> Grid:
     """One field, a point for each value; `named` gives the points other names: vary("model.d_ff", narrow=256, wide=1024)."""
     if not values and not named:
         raise UserError(f"sweep: vary({field!r}) has no values")
-    spelled = [(_spell(field, value), value) for value in values] + list(named.items())
-    return Grid(tuple((name, {field: value}) for name, value in spelled))
+    points = [Point(_spell(field, value), {field: value}) for value in values]
+    return Grid((*points, *(Point(name, {field: value}, {field: name}) for name, value in named.items())))
 
 
 def scan(field: str, low: float, high: float, points: int) -> Grid:
@@ -56,7 +70,7 @@ def arms(**named: Changes) -> Grid:
     for name, changes in named.items():
         if not isinstance(changes, Mapping):
             raise UserError(f"sweep: arms({name}={changes!r}): expected a table of fields, {{'model.d_ff': 512}}")
-    return Grid(tuple((name, dict(changes)) for name, changes in named.items()))
+    return Grid(tuple(Point(name, dict(changes)) for name, changes in named.items()))
 
 
 def product(*grids: Grid) -> Grid:
@@ -95,7 +109,7 @@ class Sweep:
     match: str = ""
 
     def __post_init__(self):
-        names = [name for name, _ in self.grid.points]
+        names = [point.name for point in self.grid.points]
         if not names:
             raise UserError("sweep: no arms")
         for name in names:
@@ -108,7 +122,7 @@ class Sweep:
         seeds = tuple(range(self.seeds)) if isinstance(self.seeds, int) else tuple(self.seeds)
         if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
             raise UserError(f"sweep: seeds: {self.seeds!r}; a number of seeds, 1 or more, or a list of different ones")
-        if any("seed" in changes for _, changes in self.grid.points):
+        if any("seed" in point.changes for point in self.grid.points):
             raise UserError("sweep: 'seed' varies in the grid; say Sweep(..., seeds=N), so that all arms have the same")
         if self.match not in ("", "parameters", "flops", "time"):
             raise UserError(f"sweep: match: {self.match!r}; {nearest(self.match, ('parameters', 'flops', 'time'))}")
@@ -118,7 +132,12 @@ class Sweep:
     @property
     def arms(self) -> dict[str, Changes]:
         """Name -> what it changes, the baseline first."""
-        found = dict(self.grid.points)
+        return {name: point.changes for name, point in self.points.items()}
+
+    @property
+    def points(self) -> dict[str, Point]:
+        """The same with what values are called."""
+        found = {point.name: point for point in self.grid.points}
         return {self.baseline: found.pop(self.baseline)} | found
 
     @property
@@ -127,15 +146,15 @@ class Sweep:
         return tuple(dict.fromkeys(field for changes in self.arms.values() for field in changes))
 
 
-def _joined(points: Iterable[tuple[str, Changes]]) -> tuple[str, Changes]:
-    changes: dict[str, object] = {}
-    names = []
-    for name, more in points:
-        if both := changes.keys() & more.keys():
-            raise UserError(f"sweep: {both.pop()!r} is set twice in one arm ({'-'.join([*names, name])})")
-        changes |= more
-        names.append(name)
-    return "-".join(names), changes
+def _joined(points: Iterable[Point]) -> Point:
+    names, changes, called = [], {}, {}
+    for point in points:
+        names.append(point.name)
+        if both := changes.keys() & point.changes.keys():
+            raise UserError(f"sweep: {both.pop()!r} is set twice in one arm ({'-'.join(names)})")
+        changes |= point.changes
+        called |= point.called
+    return Point("-".join(names), changes, called)
 
 
 def _spell(field: str, value) -> str:

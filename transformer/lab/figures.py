@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from transformer.lab.profiles import Profile
 from transformer.lab.results import Arm
@@ -68,11 +69,13 @@ def _profile(profile: Profile, look: Style) -> Figure:
     if "x" in profile.log:
         axes.set_xscale("log", base=2)
         axes.set_xticks(profile.places, [f"{x:,}" for x in profile.places])
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if "y" in profile.log:
         axes.set_yscale("log")
     axes.set_xlabel(profile.x_label)
     axes.set_ylabel(profile.y_label)
-    axes.legend(frameon=False, fontsize=8, ncols=2 if len(profile.lines) > 4 else 1)
+    _legend(figure, axes)
     return figure
 
 
@@ -88,7 +91,7 @@ def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
     axes.set_xlabel(field)
     axes.set_ylabel(y_label)
     if any(one.setting for one in chosen):
-        axes.legend(frameon=False, fontsize=8, ncols=2 if len(chosen) > 4 else 1)
+        _legend(figure, axes)
     return figure
 
 
@@ -97,6 +100,17 @@ def _line(axes: plt.Axes, xs: Sequence[float], means: Sequence[Mean], name: str,
     axes.plot(xs, [m.mean for m in means], label=name, linewidth=1.5, markersize=4.5, markevery=max(1, len(xs) // 8), **look)
     if all(math.isfinite(m.half) for m in means):
         axes.fill_between(xs, [m.low for m in means], [m.high for m in means], color=look["color"], alpha=0.15, linewidth=0)
+
+
+def _legend(figure: Figure, axes: plt.Axes) -> None:
+    """Inside where it finds room, below where there are many lines; the figure grows by it."""
+    names = axes.get_legend_handles_labels()[1]
+    if len(names) <= 4:
+        axes.legend(frameon=False, fontsize=8)
+        return
+    ncols = 2 if max(map(len, names)) > 14 else 3
+    figure.set_figheight(figure.get_figheight() + 0.16 * math.ceil(len(names) / ncols))
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=ncols)
 
 
 def new_figure(height: float) -> tuple[Figure, plt.Axes]:
@@ -163,6 +177,6 @@ def _curves(arms: Mapping[str, Arm], look: Style, metric: str, x_label: str, y_l
     axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.legend(frameon=False, fontsize=8, ncols=2 if len(drawn) > 4 else 1)
+    _legend(figure, axes)
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     return figure

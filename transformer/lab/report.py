@@ -30,6 +30,7 @@ p.about, figcaption, .note { color: #555; font-size: .9rem; }
 ul.verdict { padding-left: 1.1rem; } ul.verdict li { margin: .35rem 0; }
 .wide { overflow-x: auto; margin-bottom: 1rem; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
+th { white-space: normal; min-width: 3.5rem; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
 td.text { text-align: left; white-space: normal; min-width: 12rem; overflow-wrap: anywhere; }
 tr.best td:first-child { font-weight: 650; }

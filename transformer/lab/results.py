@@ -13,7 +13,7 @@ from transformer.errors import UserError, nearest
 from transformer.files import read_json
 from transformer.lab.guard import asked
 from transformer.lab.study import load_study
-from transformer.sweeps import Grid, Sweep
+from transformer.sweeps import Grid, Point, Sweep
 from transformer.training.metrics import read_metrics
 from transformer.training.rundir import flat, load_config
 
@@ -174,7 +174,7 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
             left_out.append(f"{name}: several runs of one seed; the last counts")
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
     seeds = tuple(sorted({seed for arm in arms.values() for seed in arm.runs}))
-    return Sweep(Grid(tuple((name, {"arm": name}) for name in arms)), seeds=seeds), arms, left_out
+    return Sweep(Grid(tuple(Point(name, {"arm": name}) for name in arms)), seeds=seeds), arms, left_out
 
 
 def _name(folder: Path) -> str:

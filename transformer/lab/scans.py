@@ -32,13 +32,13 @@ class Scan:
 
 def scans(results: Results) -> list[Scan]:
     """Of every field that is a number with three values or more, for each setting of the others that has as many."""
-    found = []
+    found, points = [], results.sweep.points
     for field in results.sweep.fields:
         groups: dict[str, dict[float, Arm]] = {}
         for arm in results.arms.values():
             value = arm.changes.get(field)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                others = "-".join(str(x) for key, x in arm.changes.items() if key != field)
+                others = "-".join(points[arm.name].call(key) for key in arm.changes if key != field)
                 groups.setdefault(others, {})[float(value)] = arm
         found += [_scan(results, field, setting, arms) for setting, arms in groups.items() if len(arms) >= LEAST]
     return [scan for scan in found if scan is not None]

@@ -16,7 +16,7 @@ from transformer.config_io import from_mapping, to_mapping
 from transformer.errors import UserError
 from transformer.files import read_json, write_whole
 from transformer.lab.guard import Facts
-from transformer.sweeps import Grid, Sweep
+from transformer.sweeps import Grid, Point, Sweep
 from transformer.training.metrics import read_metrics
 from transformer.training.rundir import flat
 
@@ -167,8 +167,8 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         said = {field.name: getattr(self.sweep, field.name) for field in dataclasses.fields(self.sweep) if field.name != "grid"}
         arms = {
-            arm: {"changes": to_mapping(changes), "facts": dataclasses.asdict(self.facts[arm]), "config": to_mapping(self.configs[arm])}
-            for arm, changes in self.sweep.arms.items()
+            arm: {"changes": to_mapping(point.changes), "called": dict(point.called), "facts": dataclasses.asdict(self.facts[arm]), "config": to_mapping(self.configs[arm])}
+            for arm, point in self.sweep.points.items()
         }
         write_whole(self.folder / "sweep.json", json.dumps({"file": self.file, "text": self.text, "overrides": dict(self.overrides)} | to_mapping(said) | {"arms": arms}, indent=2) + "\n")
 
@@ -181,7 +181,7 @@ def load_study(folder: Path) -> Study:
     said = read_json(file)
     try:
         arms, source = said.pop("arms"), {key: said.pop(key) for key in ("file", "text", "overrides") if key in said}
-        sweep = Sweep(Grid(tuple((arm, one["changes"]) for arm, one in arms.items())), **said | {"seeds": tuple(said["seeds"])})
+        sweep = Sweep(Grid(tuple(Point(arm, one["changes"], one.get("called", {})) for arm, one in arms.items())), **said | {"seeds": tuple(said["seeds"])})
         configs = {arm: from_mapping(Experiment, one["config"]) for arm, one in arms.items()}
         facts = {arm: Facts(**{k: tuple(v) if isinstance(v, list) else v for k, v in one["facts"].items()}) for arm, one in arms.items()}
     except (TypeError, KeyError, AttributeError) as e:

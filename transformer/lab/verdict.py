@@ -102,7 +102,7 @@ def _factors(results: Results, values: Mapping[str, Mapping[int, float]]) -> dic
         by_value: dict[str, dict[str, str]] = {}  # value -> setting of the others -> arm
         for name, arm in results.arms.items():
             others = str(sorted((k, str(v)) for k, v in arm.changes.items() if k != field))
-            by_value.setdefault(str(arm.changes[field]), {})[others] = name
+            by_value.setdefault(results.sweep.points[name].call(field), {})[others] = name
         first, *rest = by_value
         of_field = {}
         for value in rest:
