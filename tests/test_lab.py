@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ from transformer.lab.study import Study
 from transformer.lab.together import NUMBERS, alike, train_together
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
+from transformer.training.recorder import Diverged
 
 
 def experiment(**changes) -> Experiment:
@@ -76,7 +78,9 @@ def test_too_few_to_tell():
     assert math.isnan(difference({0: 1.0}, {0: 2.0}).p) and not difference({0: 1.0}, {0: 2.0}).tells
     same = {0: 1.0, 1: 2.0}
     assert difference(same, same).p == 1.0 and not difference(same, same).tells
-    assert difference({0: 2.0, 1: 3.0}, same).tells  # the same to the last bit in every seed
+    for shift in (1.0, 0.1):  # the same in every seed, to the last bit or but for rounding: no spread, no evidence
+        one = difference({seed: x + shift for seed, x in same.items()}, same)
+        assert math.isnan(one.p) and not one.tells and one.mean.mean == pytest.approx(shift)
 
 
 # ---- the guard
@@ -183,7 +187,7 @@ def test_runs_together_equal_runs_alone(tmp_path):
 
 
 def test_runs_together_go_on(tmp_path):
-    """Cut off after a checkpoint, and cut off while saving, when one was further."""
+    """Cut off after a checkpoint; not where one is further than the other."""
     shorter = [experiment(seed=s, train__checkpoint_every=4, optimizer__schedule="constant", train__steps=4) for s in (0, 1)]
     longer = [dataclasses.replace(config, train=dataclasses.replace(config.train, steps=8)) for config in shorter]
     folders = [tmp_path / str(n) for n in range(2)]
@@ -194,8 +198,8 @@ def test_runs_together_go_on(tmp_path):
     np.testing.assert_allclose([loss(f) for f in folders], [loss(f) for f in whole], rtol=1e-6)
     apart = [tmp_path / f"apart{n}" for n in range(2)]
     train(dataclasses.replace(shorter[0], mesh=dataclasses.replace(shorter[0].mesh, data=1)), apart[0])
-    assert train_together(longer, apart) == [8, 8]
-    np.testing.assert_allclose([loss(f) for f in apart], [loss(f) for f in whole], rtol=1e-4)
+    with pytest.raises(ValueError, match="stand at different steps"):
+        train_together(longer, apart)
 
 
 def test_what_is_no_number_is_trained_apart():
@@ -278,6 +282,60 @@ def test_who_has_a_run_has_it_alone(tmp_path):
     assert run.status().kind == "waiting" and run.claim(), "nobody has renewed it"
     claim.write_text(f"{os.uname().nodename} 999999999")
     assert run.claim(), "its process is dead"
+    child = subprocess.Popen(["sleep", "60"])
+    run.hand_over(child.pid)
+    run.release()
+    assert run.claimed() and not run.claim(), "the process that has it lives, whatever becomes of the one that began it"
+    child.kill()
+    child.wait()
+    assert run.claim()
+    run.release()
+    assert not run.claimed()
+
+
+def test_a_dead_claim_goes_to_one(tmp_path):
+    """Two machines find it dead; one is faster, the other leaves it to it."""
+    run = make_study(tmp_path).runs[0]
+    run.claim()
+    file = next((tmp_path / "claims").glob("rotary*"))
+    file.write_text("elsewhere 1")
+    os.utime(file, (0, 0))
+    dead = run._claimant()
+    assert run.claim()
+    assert not run._clear(dead) and run.claimed(), "what was made since is put back"
+    file.write_text("")  # another is just writing it
+    assert run.claimed() and not run.claim()
+
+
+def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypatch):
+    """And what ends one of them ends no other."""
+    study, trained = make_study(tmp_path, seeds=5), []
+    study.write()
+    runs = [run for run in study.runs if run.arm == "rotary"]
+    for run, step in zip(runs, (0, 0, 4, 4, 6), strict=True):
+        (run.folder / "checkpoints" / str(step)).mkdir(parents=True) if step else None
+    monkeypatch.setattr(runner, "train_together", lambda configs, folders: [trained.append([c.seed for c in configs])] and [8] * len(configs))
+
+    def alone(config, folder):
+        trained.append([config.seed])
+        raise Diverged("no number")
+
+    monkeypatch.setattr("transformer.training.loop.train", alone)
+    evaluated = []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert runner.work(tmp_path, [run.name for run in runs], evaluated.append) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert trained == [[0, 1], [2, 3], [4]] and len(evaluated) == 5
+
+
+def test_a_sweep_keeps_the_seeds_it_has(tmp_path):
+    make_study(tmp_path, seeds=3).write()
+    made_up(tmp_path, "rotary", 2, 4.0)
+    with pytest.raises(UserError, match="holds a run, rotary/seed-2, of a seed that this sweep has not"):
+        make_study(tmp_path, seeds=2).check()
+    make_study(tmp_path, seeds=4).check()
 
 
 def test_shards_take_every_run_once(tmp_path):
@@ -318,7 +376,7 @@ def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch,
 # ---- comparisons of runs that are made up
 
 
-def made_up(folder, arm, seed, loss, *, more=(), test="t", tokenizer="k", diverged=0, eval_losses=(), **changes):
+def made_up(folder, arm, seed, loss, *, more=(), test="t", tokenizer="k", diverged=0, eval_losses=(), test_bleu=None, test_beauty=None, **changes):
     where = folder / arm / f"seed-{seed}"
     where.mkdir(parents=True)
     (where / "config.json").write_text(json.dumps(to_mapping(experiment(seed=seed, **changes))))
@@ -328,6 +386,7 @@ def made_up(folder, arm, seed, loss, *, more=(), test="t", tokenizer="k", diverg
     lines += [{"step": 0, **dict(more)}] if more else []
     lines += [{"step": 8, "train/loss": 3.0, "train/tokens": 1000, "time/tokens_per_second": 100.0}]
     lines += [{"step": diverged, "train/diverged": True}] if diverged else [] if loss is None else [{"step": 8, "test/loss": loss}]
+    lines += [{"step": 8, f"test/{name}": x} for name, x in {"bleu": test_bleu, "beauty": test_beauty}.items() if x is not None]
     (where / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return where
 
@@ -407,7 +466,46 @@ def test_when_an_arm_is_as_good_as_the_baseline_at_its_end(tmp_path):
     made_up(tmp_path, "b", 0, 4.0, eval_losses=(5.5, 4.5), model__d_ff=48)
     made_up(tmp_path, "c", 0, 4.0, eval_losses=(6.5, 6.0), model__d_ff=64)
     a, b, c = compare(tmp_path).rows.values()
-    assert (a.reaches, b.reaches) == (1.0, 0.75) and math.isnan(c.reaches)
+    said = [(row.reaches.share, row.reaches.count, row.reaches.seeds) for row in (a, b)]
+    assert said == [(1.0, 1, 1), (0.75, 1, 1)] and (c.reaches.count, c.reaches.seeds) == (0, 1)
+    for seed, last in ((1, 4.5), (2, 6.0)):  # of three seeds two come there; a seed that the baseline has not tells nothing
+        made_up(tmp_path, "a", seed, 4.0, eval_losses=(6.0, 5.0))
+        made_up(tmp_path, "b", seed, 4.0, eval_losses=(5.5, last), model__d_ff=48)
+    made_up(tmp_path, "c", 7, 4.0, eval_losses=(4.0, 3.0), model__d_ff=64)
+    found = compare(tmp_path)
+    assert (found.rows["b"].reaches.count, found.rows["b"].reaches.seeds, found.rows["c"].reaches.seeds) == (2, 3, 1)
+    assert any("75% of its steps, 2 of 3 seeds" in cell for row in report.outcome(found) for cell in row)
+
+
+def test_which_way_is_better_is_known_by_name(tmp_path):
+    """Of BLEU more, of loss less; a sweep may decide by one and be looked at by the other."""
+    for seed in (0, 1, 2):
+        made_up(tmp_path, "a", seed, 4.0, test_bleu=30.0 + 0.1 * seed)
+        made_up(tmp_path, "b", seed, 3.9 + 0.001 * seed, test_bleu=25.0 + 0.2 * seed, model__d_ff=48)
+    by_bleu, by_loss = (compare(tmp_path, metric=metric).sentences for metric in ("test/bleu", "test/loss"))
+    assert "a has the best mean" in by_bleu[0] and "b is worse than a" in by_bleu[1]
+    assert "b has the best mean" in by_loss[0] and "b is better than a" in by_loss[1]
+    assert "a has the best mean" in compare(tmp_path, metric="test/loss", higher_is_better=True).sentences[0]
+    again = report.again(compare(tmp_path, metric="test/bleu", baseline="b").results)
+    assert again.endswith("--metric=test/bleu --baseline=b")
+    made_up(tmp_path, "c", 0, 4.0, test_beauty=1.0)
+    with pytest.raises(UserError, match="metric 'test/beauty': say which way is better"):
+        compare(tmp_path, metric="test/beauty")
+
+
+def test_what_is_not_over_is_not_compared(tmp_path):
+    """Half a training, or a model that was decoded otherwise, is no result of its arm."""
+    for seed in (0, 1, 2):
+        made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed)
+        made_up(tmp_path, "b", seed, 4.5 + 0.1 * seed, model__d_ff=48)
+        half = made_up(tmp_path, "c", seed, None, model__d_ff=64)
+        (half / "metrics.jsonl").write_text('{"step": 4, "train/loss": 3.0, "test/loss": 1.0}\n')
+    for arm, size in (("a", 1), ("b", 4)):
+        (tmp_path / arm / "seed-0" / "test.json").write_text(json.dumps({"step": 8, "decoding": {"beam_size": size, "max_extra": 10}}))
+    found = compare(tmp_path)
+    assert [row.value.count for row in found.rows.values()] == [3, 2, 0] and "c" not in " ".join(found.sentences).split()
+    said = " ".join(found.results.left_out)
+    assert "seed 1: test/loss is not known: the run is at step 4 of 8" in said and "evaluated with decoding = beam_size 4" in said
 
 
 def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
@@ -417,10 +515,10 @@ def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
     Study(tmp_path, sweep, configs, found).write()
     for name in configs:
         for seed in range(3):
-            made_up(tmp_path, name, seed, 4.0 + 0.2 * seed + 0.1 * ("wide" in name) + 0.01 * seed * ("thick" in name))
+            made_up(tmp_path, name, seed, 4.0 + 0.2 * seed + (0.1 + 0.001 * seed) * ("wide" in name) + 0.01 * seed * ("thick" in name))
     told = verdict.judge(results.read([tmp_path])).factors
     wide, thick = told["model.d_ff"]["wide - narrow"], told["model.d_model"]["thick - thin"]
-    assert wide.mean.mean == pytest.approx(0.1) and wide.tells and not thick.tells
+    assert wide.mean.mean == pytest.approx(0.101) and wide.tells and not thick.tells
 
 
 def test_a_number_that_the_sweep_goes_through(tmp_path):
@@ -436,10 +534,10 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
     judged = verdict.judge(results.read([tmp_path]))
     pre, post = judged.scans
     nothing = math.log(next(iter(configs.values())).model.vocab_size)
-    assert (pre.setting, pre.best, pre.stable) == ("pre", 0.01, 0.1) and (post.setting, post.best, post.stable) == ("post", 0.001, 0.001), "nothing fails behind the best of pre"
+    assert (pre.setting, pre.best, pre.stable) == ("pre", 0.01, (0.001, 0.1)) and (post.setting, post.best, post.stable) == ("post", 0.001, (0.001, 0.001))
     assert pre.sensitivity == pytest.approx(np.mean([5.05, 4.05, 4.55]) - 4.05)
     assert post.sensitivity == pytest.approx(np.mean([4.65, nothing, nothing]) - 4.65) and 4 < nothing < 9
-    assert any("pre: of 3 values of learning_rate, 0.01 is best" in line and "up to 0.1 no seed failed" in line for line in judged.sentences)
+    assert any("pre: of 3 values of learning_rate, 0.01 has the best mean" in line and "from 0.001 to 0.1 no seed failed" in line for line in judged.sentences)
     page = report.write(judged, tmp_path / "report").read_text()
     assert "Sensitivity (Wortsman" in page and (tmp_path / "report" / "figures" / "scan_optimizer.learning_rate.png").exists()
     with pytest.raises(UserError, match="from a number over 0"):

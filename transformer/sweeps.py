@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from transformer.errors import UserError, nearest
+from transformer.evaluation.units import higher_is_better
 
 Changes = Mapping[str, object]
 """Dotted field of an experiment -> its value."""
@@ -104,7 +105,7 @@ class Sweep:
     baseline: str = ""  # an arm; "": the first
     seeds: int | tuple[int, ...] = 3
     metric: str = "test/loss"
-    higher_is_better: bool = False
+    higher_is_better: bool | None = None  # None: as the metric's name says
     declared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     match: str = ""
 
@@ -126,6 +127,9 @@ class Sweep:
             raise UserError("sweep: 'seed' varies in the grid; say Sweep(..., seeds=N), so that all arms have the same")
         if self.match not in ("", "parameters", "flops", "time"):
             raise UserError(f"sweep: match: {self.match!r}; {nearest(self.match, ('parameters', 'flops', 'time'))}")
+        if not isinstance(self.declared, Mapping):
+            raise UserError(f"sweep: declared: {self.declared!r}; a table, {{'parameters': 'why they differ'}}")
+        object.__setattr__(self, "higher_is_better", higher_is_better(self.metric, self.higher_is_better))
         object.__setattr__(self, "baseline", self.baseline or names[0])
         object.__setattr__(self, "seeds", seeds)
 

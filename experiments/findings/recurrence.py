@@ -66,7 +66,6 @@ def sweep(scale="small"):
         ),
         question="Does a recurrent network remember as far as attention reaches?",
         metric="test/exact",
-        higher_is_better=True,
         declared={"parameters": "LSTMs and attention have other matrices", "flops": "and other products", "attention": "LSTMs have backends of their own"},
         seeds=3,
     )

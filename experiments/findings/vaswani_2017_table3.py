@@ -83,7 +83,6 @@ def sweep(scale="small"):
         ),
         question="What in the base model matters?",
         metric="test/bleu",
-        higher_is_better=True,
         declared={"parameters": "sizes differ, which is what is asked", "flops": "so do they in what they compute"},
         seeds=3,
     )

@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from transformer.config import Experiment
+from transformer.config_io import to_mapping
 from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
@@ -78,6 +79,8 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     batches, text = data.batches(part, share.rows), data.store.meta[part] if objective.every_token else None
     found = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
+    if objective.writes:
+        report["decoding"] = to_mapping(config.decoding)
     if objective.every_token:
         report["eval_overlap"] = config.data.eval_overlap
     examples, blocks, signatures, cut, translations = data.store.examples(part), [], {}, 0, None

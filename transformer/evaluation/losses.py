@@ -34,8 +34,10 @@ def loss_by_position(kind: LossByPosition, subject: Subject, at: At) -> Found:
 
 
 def extrapolation(kind: Extrapolation, subject: Subject, at: At) -> Found:
-    """extrapolation/LENGTH: nats per token in rows of that length that do not overlap. extrapolation_sliding/LENGTH: of the last training
-    length of tokens of such rows, each row beginning a training length after the one before."""
+    """extrapolation/LENGTH: nats per token in rows of that length that do not overlap; context/LENGTH: how many tokens are before one in them
+    on average, half the length where texts are as long, less where several share a row. extrapolation_sliding/LENGTH: of the last
+    training length of tokens of such rows, each row beginning a training length after the one before (those at the text's beginning have
+    less before them)."""
     config, length = subject.config, subject.config.data.length
     for times in kind.multiples:
         longer = length * times
@@ -46,7 +48,10 @@ def extrapolation(kind: Extrapolation, subject: Subject, at: At) -> Found:
             data = dataclasses.replace(config.data, length=longer, batch_size=rows, eval_overlap=overlap)
             most = -(-kind.tokens // (rows * (longer - overlap))) if kind.tokens else 0
             there = subject.changed(dataclasses.replace(config, data=data, model=model))
-            yield f"{name}/{longer:06d}", _mean(there, at, most)
+            mean, before = _mean(there, at, most)
+            yield f"{name}/{longer:06d}", mean
+            if not overlap:
+                yield f"context/{longer:06d}", before
 
 
 def loss_with(kind: LossWith, subject: Subject, at: At) -> Found:
@@ -55,7 +60,7 @@ def loss_with(kind: LossWith, subject: Subject, at: At) -> Found:
     changed = apply_overrides(subject.config, {field: value})
     if _shapes(changed.model) != _shapes(subject.config.model):
         raise UserError(f"train.evaluators: loss_with: {kind.change} changes the model's parameters, so these cannot be put into it")
-    yield f"loss_with/{kind.change}", _mean(subject.changed(changed), at)
+    yield f"loss_with/{kind.change}", _mean(subject.changed(changed), at)[0]
 
 
 def reading(model: ModelConfig, length: int) -> ModelConfig | None:
@@ -70,12 +75,12 @@ def _shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     return [x.shape for x in jax.tree.leaves(jax.eval_shape(build_model(model).init, jax.random.key(0), *tokens))]
 
 
-def _mean(subject: Subject, at: At, most: int = 0) -> float:
-    """Nats per token."""
-    total = np.zeros(2)
-    for losses, _, weights in _losses(subject, at, most):
-        total += losses.sum(), weights.sum()
-    return float(total[0] / max(total[1], 1.0))
+def _mean(subject: Subject, at: At, most: int = 0) -> tuple[float, float]:
+    """(nats per token, tokens before one)."""
+    total = np.zeros(3)
+    for losses, positions, weights in _losses(subject, at, most):
+        total += losses.sum(), (positions * weights).sum(), weights.sum()
+    return tuple(float(x) for x in total[:2] / max(total[2], 1.0))
 
 
 def _losses(subject: Subject, at: At, most: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

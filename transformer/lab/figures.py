@@ -15,10 +15,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from transformer.evaluation.units import unit
 from transformer.lab.profiles import Profile
 from transformer.lab.results import Arm
 from transformer.lab.statistics import Mean, mean
-from transformer.lab.verdict import Verdict, unit
+from transformer.lab.verdict import Verdict
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -47,8 +48,8 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
         found["differences"] = (said, _differences(verdict, look, label(metric)))
     axes = {
         "steps": ("training steps", lambda arm, step, tokens, seconds: step),
-        "tokens": ("training tokens", lambda arm, step, tokens, seconds: tokens),
-        "flops": ("floating-point operations of training", lambda arm, step, tokens, seconds: tokens * arm.flops),
+        "tokens": ("training tokens (those that are asked for)", lambda arm, step, tokens, seconds: tokens),
+        "flops": ("floating-point operations of training", lambda arm, step, tokens, seconds: step * arm.flops_a_step),
         "time": ("seconds of training", lambda arm, step, tokens, seconds: seconds),
     }
     for name, (x_label, x_of) in axes.items():

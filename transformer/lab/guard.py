@@ -31,11 +31,12 @@ class Facts:
     """What an arm is, beside its name."""
 
     parameters: int
-    flops: float  # of a token, in training
+    flops: float  # of a token that is read, in training
     attention: str  # the backends that compute it
     data: tuple[str, ...]  # text, objective, rows and batches
     tokenizer: tuple[str, ...]
     warmup: str
+    tokens: int = 0  # that a step reads, on both sides
 
 
 GIVEN_BY = {
@@ -72,6 +73,7 @@ def facts(config: Experiment) -> Facts:
         _say(data),
         _say(its | {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}),
         f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}",
+        tokens,
     )
 
 

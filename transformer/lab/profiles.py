@@ -31,6 +31,7 @@ PROFILES = {
     "loss_by_position": ("Test loss by the place in the row", r"test/loss_by_position/(\d+)", "tokens before", "loss (nats per token)", "last", ""),
     "extrapolation": ("Test loss in longer rows that do not overlap", r"test/extrapolation/(\d+)", "tokens in a row", "loss (nats per token)", "last", "x"),
     "extrapolation_sliding": ("Test loss of the last tokens of longer rows", r"test/extrapolation_sliding/(\d+)", "tokens in a row", "loss (nats per token)", "last", "x"),
+    "context": ("Tokens before one, on average, in longer rows", r"test/context/(\d+)", "tokens in a row", "tokens before", "last", "xy"),
     "probe": ("Answers right from end to end, by the length of the task", r"test/probe/exact/(\d+)", "length of the task", "share right", "last", "x"),
     "logit_lens": ("Loss of what each layer would have said", r"test/lens/loss/(\d+)", "layer", "loss (nats per token)", "last", ""),
     "bleu_by_length": ("BLEU by the length of the source", r"test/bleu_by_length/(\d+)", "words in the source, or more", "BLEU", "last", ""),

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from transformer.evaluation.units import unit
 from transformer.files import write_whole
 from transformer.lab.figures import draw
 from transformer.lab.profiles import Profile
-from transformer.lab.results import Results
+from transformer.lab.results import Results, Run
 from transformer.lab.study import Study, load_study
-from transformer.lab.verdict import Verdict, p_value, signed, spell, unit
+from transformer.lab.verdict import Verdict, p_value, signed, spell, validated
 from transformer.parallel.sharding import human_bytes
 from transformer.training.metrics import human_count
 
@@ -72,8 +73,12 @@ def about(results: Results) -> list[str]:
     sweep, runs = results.sweep, sum(len(arm.runs) for arm in results.arms.values())
     fields = [field for field in sweep.fields if field != "arm"]
     lines = [f"Varied: {', '.join(fields)}." if fields else "Runs compared with each other."]
+    same = all(set(arm.runs) == set(sweep.seeds) for arm in results.arms.values())
+    same_text = len({str(_reads(run)) for arm in results.arms.values() for run in arm.runs.values()}) == 1
+    paired = "; all arms have the same seeds" if same else "; not every arm has every seed, and those that both have are compared"
+    paired += ", and so the same text in the same order" if same and same_text else ""
     lines.append(
-        f"{len(results.arms)} arms, {runs} runs, seeds {', '.join(map(str, sweep.seeds))}; all arms have the same seeds, and so the same text in the same order."
+        f"{len(results.arms)} arms, {runs} runs, seeds {', '.join(map(str, sweep.seeds))}{paired}."
         if len(sweep.seeds) > 1
         else f"{len(results.arms)} arms, {runs} runs of one seed: nothing is known of how much another seed would change, so there are no intervals."
     )
@@ -85,6 +90,12 @@ def about(results: Results) -> list[str]:
     return lines
 
 
+def _reads(run: Run) -> tuple:
+    """What the order of a run's text hangs on, beside its seed."""
+    told = run.manifest.get("data", {})
+    return told.get("train", {}).get("sha256"), told.get("tokenizer_sha256"), told.get("objective"), run.config.data
+
+
 def outcome(verdict: Verdict) -> list[list[str]]:
     """The table of arms, for a person: what came out."""
     sweep, rows = verdict.results.sweep, []
@@ -94,10 +105,13 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         if one is not None and one.mean.count > 1:
             low, high = (signed(x, one.mean.half) for x in (one.mean.low, one.mean.high))
             difference = [signed(one.mean.mean, one.mean.half), f"{low} to {high}", p_value(one.p).removeprefix("p ").removeprefix("= ")]
-        reaches = "-" if one is None else "never" if math.isnan(row.reaches) else f"{row.reaches:.0%} of its steps"
+        reaches = "-" if one is None or not row.reaches.seeds else "never"
+        if one is not None and row.reaches.count:
+            reaches = f"{row.reaches.share:.0%} of its steps" + (f", {row.reaches.count} of {row.reaches.seeds} seeds" if row.reaches.count < row.reaches.seeds else "")
+        seeds = str(row.value.count) + (f" ({one.mean.count} paired)" if one is not None and one.mean.count < row.value.count else "")
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
-        rows.append([name + (" *" if row.among_best else ""), spell(row.value), *difference, str(row.value.count), diverged, reaches])
-    head = ["arm", f"{sweep.metric} ± 95 %", f"less {sweep.baseline}", "95 % interval", "p", "seeds", "diverged", "as good as the baseline after"]
+        rows.append([name + (" *" if row.among_best else ""), spell(row.value), *difference, seeds, diverged, reaches])
+    head = ["arm", f"{sweep.metric} ± 95 %", f"less {sweep.baseline}", "95 % interval", "p", "seeds", "diverged", f"{validated(verdict.results)} as good as the baseline's last after"]
     return [head, *rows]
 
 
@@ -117,13 +131,29 @@ def cost(verdict: Verdict) -> list[list[str]]:
     return rows
 
 
+SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps"}
+"""What arms are sized equal by (lab/guard.py)."""
+
+
+def arms_table(results: Results) -> list[list[str]]:
+    """What each arm sets, and what it was sized to."""
+    rows = [["arm", "what it sets", "diverged (seed)"]]
+    for name, arm in results.arms.items():
+        said = [f"{field} = {value}" for field, value in arm.changes.items() if field != "arm"] or ["as it is"]
+        if (sized := SIZED.get(results.sweep.match)) and arm.runs:
+            parent, field = sized.split(".")
+            said.append(f"sized to {sized} = {getattr(getattr(next(iter(arm.runs.values())).config, parent), field):,}")
+        rows.append([name, ", ".join(said), ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items()) or "-"])
+    return rows
+
+
 def scanned(verdict: Verdict) -> list[list[str]]:
     """The table of numbers that the sweep went through."""
-    rows = [["field", "arms", "values", "best", verdict.results.sweep.metric, "no seed failed up to", "sensitivity"]]
+    rows = [["field", "arms", "values", "best", verdict.results.sweep.metric, "no seed failed", "sensitivity"]]
     for one in verdict.scans:
         known = lambda x, text: "-" if math.isnan(x) else text.format(x)
         spelled = f"{min(one.points):g} to {max(one.points):g}"
-        rows.append([one.field, one.setting or "all", spelled, f"{one.best:g}", spell(one.points[one.best]), f"{one.stable:g}", known(one.sensitivity, "{:.3f}")])
+        rows.append([one.field, one.setting or "all", spelled, f"{one.best:g}", spell(one.points[one.best]), f"{one.stable[0]:g} to {one.stable[1]:g}" if one.stable else "-", known(one.sensitivity, "{:.3f}")])
     return rows
 
 
@@ -142,7 +172,7 @@ def profile_table(profile: Profile) -> list[list[str]]:
 
 SCANNED = (
     "Sensitivity (Wortsman et al. 2023): the mean loss over all values, that of a failed run being the loss of knowing nothing, log V, less the loss at "
-    "the best. A run fails that diverges or ends with more than log V; looked at from the best value on."
+    "the best. A run fails that diverges or ends with more than log V; the range is that around the best value."
 )
 
 NOTE = (
@@ -173,8 +203,14 @@ def provenance(results: Results) -> list[tuple[str, str]]:
 def again(results: Results) -> str:
     """The commands that give it again."""
     where = " ".join(map(str, results.folders))
-    lines = [f"python -m transformer compare {where}"]
-    if study := _study(results):
+    compared = ["python", "-m", "transformer", "compare", *map(str, results.folders)]
+    of = (study := _study(results)) and study.sweep
+    if not of or of.metric != results.sweep.metric:
+        compared.append(f"--metric={results.sweep.metric}")
+    if not of or of.baseline != results.sweep.baseline:
+        compared.append(f"--baseline={results.sweep.baseline}")
+    lines = [shlex.join(compared)]
+    if study:
         asked = [f"--config={study.file}"] * bool(study.file) + [f"--config.{key}={value}" for key, value in study.overrides.items()]
         lines.insert(0, shlex.join(["python", "-m", "transformer", "sweep", *asked, f"--workdir={where}"]))
     return "\n".join(lines)
@@ -213,7 +249,7 @@ def markdown(verdict: Verdict) -> str:
     lines = [f"# {results.sweep.question or results.title}", "", *(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
     for head, *rows in (outcome(verdict), cost(verdict)):
         lines += [*_rows([head, *rows]), ""]
-    lines += [NOTE, ""]
+    lines += [NOTE, "", *_rows(arms_table(results)), ""]
     if verdict.scans:
         lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
     for profile in verdict.profiles:
@@ -239,10 +275,7 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         + "".join(f"<tr{' class=best' if row[0].endswith(' *') else ''}>" + "".join(f"<td{' class=text' if n in classes else ''}>{escape(x)}</td>" for n, x in enumerate(row)) + "</tr>" for row in rows)
         + "</tbody></table></div>"
     )  # fmt: skip
-    settings = [
-        [name, ", ".join(f"{field} = {value}" for field, value in arm.changes.items() if field != "arm") or "as it is", ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items()) or "-"]
-        for name, arm in results.arms.items()
-    ]
+    settings = arms_table(results)
     numbers = {one.name: f"<details><summary>numbers ({escape(one.y_label)})</summary>{table(*_split(profile_table(one)))}</details>" for one in verdict.profiles}
     figure = lambda name, said, image: (
         f'<figure><img alt="{escape(said)}" src="data:image/png;base64,{base64.b64encode(image).decode()}">'
@@ -256,7 +289,7 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         *(["<h2>Scans</h2>", table(*_split(scanned(verdict))), f"<p class=note>{escape(SCANNED)}</p>"] if verdict.scans else []),
         *(["<h2>Left out</h2><ul>", *(f"<li>{escape(line)}</li>" for line in results.left_out), "</ul>"] if results.left_out else []),
         "<h2>Figures</h2><div class=figures>", *(figure(name, *picture) for name, picture in pictures.items()), "</div>",
-        "<h2>Arms</h2>", table(["arm", "what it sets", "diverged (seed)"], settings, classes=(1, 2)),
+        "<h2>Arms</h2>", table(*_split(settings), classes=(1, 2)),
         "<h2>Where it comes from</h2>", table(["", ""], [[name, said] for name, said in provenance(results)], classes=(1,)),
         f"<pre>{escape(again(results))}</pre>",
         *([f"<details><summary>{escape(study.file)}</summary><pre>{escape(study.text)}</pre></details>"] if (study := _study(results)) and study.text else []),

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformer.config import Experiment
 from transformer.config_io import to_mapping
 from transformer.errors import UserError, nearest
+from transformer.evaluation.units import kind
 from transformer.files import read_json
 from transformer.lab.guard import asked
 from transformer.lab.study import load_study
@@ -27,6 +28,7 @@ class Run:
     config: Experiment
     lines: tuple[dict, ...]  # of metrics.jsonl
     manifest: Mapping
+    tested: Mapping  # test.json
 
     @property
     def diverged(self) -> int | None:
@@ -36,6 +38,23 @@ class Run:
     def last(self, name: str) -> float:
         """The last value of a metric; NaN if there is none."""
         return next((float(line[name]) for line in reversed(self.lines) if name in line), math.nan)
+
+    @property
+    def step(self) -> int:
+        """The last that was logged."""
+        return max(line["step"] for line in self.lines)
+
+    def outcome(self, name: str) -> float:
+        """The value of a metric at the run's end; NaN where it has none, or has not come there."""
+        whole = "converted_from" in self.manifest or self.step >= self.config.train.steps
+        ends = [line for line in self.lines if name in line and (line["step"] == self.step)]
+        return float(ends[-1][name]) if whole and ends else math.nan
+
+    def lacks(self, name: str) -> str:
+        """Why there is no `outcome` of a metric."""
+        if self.step < self.config.train.steps:
+            return f"is not known: the run is at step {self.step:,} of {self.config.train.steps:,}"
+        return "is no number" if any(name in line for line in self.lines) else "is not there (yet)"
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """(step, value), finite ones."""
@@ -52,7 +71,7 @@ class Run:
 
     @property
     def together(self) -> int:
-        """So many runs were trained as one program."""
+        """So many runs were trained as one program, the last time that it was begun."""
         return self.manifest.get("trained_together", 1)
 
     def spent(self) -> list[tuple[int, float, float]]:
@@ -62,7 +81,7 @@ class Run:
             if "train/tokens" in line:
                 tokens += line["train/tokens"]
                 speed = line.get("time/tokens_per_second", 0.0)
-                seconds += line["train/tokens"] / speed / self.together if speed else 0.0
+                seconds += line["train/tokens"] / speed / line.get("time/together", 1) if speed else 0.0
                 found.append((line["step"], tokens, seconds))
         return found
 
@@ -74,7 +93,8 @@ class Arm:
     name: str
     changes: Mapping[str, object]
     runs: Mapping[int, Run]
-    flops: float = 0.0  # of a token; 0: not known
+    flops: float = 0.0  # of a token that is read; 0: not known
+    flops_a_step: float = 0.0
     parameters: int = 0
 
     def values(self, metric: str) -> dict[int, float]:
@@ -82,7 +102,7 @@ class Arm:
         return {
             seed: value
             for seed, run in self.runs.items()
-            if run.diverged is None and math.isfinite(value := run.last(metric))
+            if run.diverged is None and math.isfinite(value := run.outcome(metric))
         }
 
     @property
@@ -107,33 +127,33 @@ class Results:
     folders: tuple[Path, ...]
 
 
-def read(folders: Sequence[Path], metric: str = "", baseline: str = "") -> Results:
+def read(folders: Sequence[Path], metric: str = "", baseline: str = "", higher_is_better: bool | None = None) -> Results:
     """The results of a sweep's directory, or of several run directories (runs whose configs differ in the seed alone are one arm, named
     after the folder of the first). Raises UserError where nothing can be compared."""
     studies = [folder for folder in folders if (folder / "sweep.json").exists()]
     if studies and len(folders) > 1:
         raise UserError(f"compare: {studies[0]} is a sweep, which is compared by itself; name one sweep, or several runs")
     sweep, arms, left_out = _of_study(folders[0]) if studies else _of_runs(folders)
-    if metric:
-        sweep = dataclasses.replace(sweep, metric=metric)
+    if not any(arm.runs for arm in arms.values()):
+        raise UserError(f"compare: nothing to compare: {left_out[0]}" + (f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""))
+    wanted = metric or sweep.metric
+    ended = [run for arm in arms.values() for run in arm.runs.values() if run.diverged is None]
+    if ended and not any(wanted in line for run in ended for line in run.lines):
+        names = sorted({name for run in ended for name in run.names})
+        raise UserError(f"compare: no run has {wanted!r}; --metric may be one of: {', '.join(names) or 'nothing yet'}")
+    if wanted != sweep.metric or higher_is_better is not None:
+        sweep = dataclasses.replace(sweep, metric=wanted, higher_is_better=higher_is_better)
     if baseline and baseline not in arms:
         raise UserError(f"--baseline: no arm {baseline!r}; {nearest(baseline, arms)}")
     if baseline:
         sweep = dataclasses.replace(sweep, baseline=baseline)
     arms = {sweep.baseline: arms[sweep.baseline]} | arms
-    if not any(arm.runs for arm in arms.values()):
-        raise UserError(f"compare: nothing to compare: {left_out[0]}" + (f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""))
     arms, more = _comparable(arms, sweep)
     left_out += more
     for arm in arms.values():
         for seed, run in arm.runs.items():
-            if run.diverged is None and not math.isfinite(run.last(sweep.metric)):
-                said = "is no number" if any(sweep.metric in line for line in run.lines) else "is not there (yet)"
-                left_out.append(f"{arm.name}, seed {seed}: {sweep.metric} {said}")
-    ended = [run for arm in arms.values() for run in arm.runs.values() if run.diverged is None]
-    if ended and not any(sweep.metric in line for run in ended for line in run.lines):
-        names = sorted({name for run in ended for name in run.names})
-        raise UserError(f"compare: no run has {sweep.metric!r}; --metric may be one of: {', '.join(names) or 'nothing yet'}")
+            if run.diverged is None and not math.isfinite(run.outcome(sweep.metric)):
+                left_out.append(f"{arm.name}, seed {seed}: {sweep.metric} {run.lacks(sweep.metric)}")
     title = folders[0].resolve().name if len(folders) == 1 else f"{len(arms)} arms"
     return Results(title, sweep, arms, tuple(left_out), tuple(folders))
 
@@ -148,7 +168,7 @@ def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
             elif found := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
                 runs[run.config.seed] = found
         facts = study.facts[name]
-        arms[name] = Arm(name, changes, runs, facts.flops, facts.parameters)
+        arms[name] = Arm(name, changes, runs, facts.flops, facts.flops * facts.tokens, facts.parameters)
     return study.sweep, arms, left_out
 
 
@@ -180,7 +200,7 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
 def _name(folder: Path) -> str:
     """Of an arm: its folder's, or where that is a seed's the folder's above."""
     folder = folder.parent if re.fullmatch(r"seed-?\d+", folder.name) else folder
-    return re.sub(r"[^\w.=+,-]", "_", folder.name).lstrip("_.-+,=") or "run"
+    return re.sub(r"[^A-Za-z0-9_.=+-]", "_", folder.name).lstrip("_.-+=") or "run"
 
 
 def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Run | None:
@@ -194,18 +214,23 @@ def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Ru
     except (UserError, OSError) as e:
         left_out.append(f"{name}: damaged ({e})")
         return None
-    lines = read_metrics(folder)
+    report = folder / "test.json"
+    try:
+        tested = read_json(report) if report.exists() else {}
+    except UserError as e:
+        left_out.append(f"{name}: damaged ({e})")
+        return None
+    lines, numbers = read_metrics(folder), lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))}
+    if odd := sorted({key for line in lines for key in line.keys() - numbers(line).keys()}):
+        left_out.append(f"{name}: {', '.join(odd)}: no numbers in metrics.jsonl")
+    lines = [numbers(line) for line in lines]
     file = folder / "metrics.jsonl"
     if damaged := (len(file.read_bytes().split(b"\n")) - file.read_bytes().endswith(b"\n") if file.exists() else 0) - len(lines):
         left_out.append(f"{name}: {damaged} of the lines of metrics.jsonl are damaged")
     if not lines:
         left_out.append(f"{name}: has logged nothing yet")
         return None
-    return Run(folder, config.seed, config, tuple(lines), manifest)
-
-
-BY_TOKEN = ("loss", "perplexity", "accuracy")
-"""Metrics that other tokens would change, beside those of the text alone (bits per byte, BLEU)."""
+    return Run(folder, config.seed, config, tuple(lines), manifest, tested)
 
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
@@ -227,11 +252,21 @@ def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
     told, may = lambda run, *keys: _inside(run.manifest, "data", *keys), asked(sweep)
     if "data" not in may and told(run, "test", "sha256") != told(first, "test", "sha256"):
         return f"was tested on another text than {first.folder}"
-    if "tokenizer" not in may and sweep.metric.endswith(BY_TOKEN) and told(run, "tokenizer_sha256") != told(first, "tokenizer_sha256"):
+    if "tokenizer" not in may and (of := kind(sweep.metric)) and of.of_tokens and told(run, "tokenizer_sha256") != told(first, "tokenizer_sha256"):
         return f"has another tokenizer than {first.folder} (test/bits_per_byte does not ask for tokens)"
     if "data" not in may and told(run, "objective") != told(first, "objective"):
         return f"has another objective ({told(run, 'objective')}) than {first.folder} ({told(first, 'objective')})"
+    asks = sweep.metric.startswith("test/")
+    for field in ("eval_overlap", "decoding") if asks else ():
+        here, there = run.tested.get(field), first.tested.get(field)
+        if None not in (here, there) and here != there and not any(one.rpartition(".")[0] == field or one == f"data.{field}" for one in sweep.fields):
+            return f"was evaluated with {field} = {_said(here, there)}, {first.folder} with {_said(there, here)}"
     return None
+
+
+def _said(one, other) -> str:
+    """What differs, of two values or tables."""
+    return ", ".join(f"{k} {v}" for k, v in one.items() if other.get(k) != v) or "nothing else" if isinstance(one, Mapping) else str(one)
 
 
 def _inside(tree, *keys):

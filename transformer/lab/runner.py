@@ -10,12 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from transformer.lab.study import Planned, Status, Study, load_study
+from transformer.lab.study import STALE, Planned, Status, Study, load_study
 from transformer.lab.together import alike, train_together
+from transformer.parallel.processes import place
 from transformer.training.metrics import columns, human_time
 from transformer.training.recorder import Diverged
 
@@ -50,30 +52,42 @@ def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, pla
     units, table = share_of(study, shard, most), _Table(study, sys.stderr)
     first, alone = place[0] == 0, place[1] == 1
     working, failed, cut = [], [], False
-    with _stopping() as stopped:
+    with _stopping() as stopped, _leaving_none(working):
         while (units and not stopped()) or working:
             while units and len(working) < jobs and not stopped():
                 if child := _begin(study, units.pop(0), place):
                     working.append(child)
             for child in list(working):
-                for run in child.runs if first else ():
-                    run.renew()
-                if stopped() and not child.told:
-                    child.told = True
-                    child.process.send_signal(signal.SIGTERM)
+                if stopped():
+                    child.stop()
                 code = child.process.poll()
                 if code is not None:
                     working.remove(child)
                     failed += child.end(code)
-                    cut |= code == 143
-            if cut and not alone:  # whichever host was told to stop: all of them are
-                units.clear()
+                    cut |= code in STOPPED
+                    if not alone and code in (*STOPPED, 2):  # of whichever host: all of them stop, or one is not there any more
+                        units.clear()
             if first:
                 table.show()
             time.sleep(0.3)
     if first:
         table.show(last=True)
     return 143 if cut or stopped() else 1 if failed else 0
+
+
+STOPPED = (143, -signal.SIGTERM)
+"""Exit codes of a process that was told to stop: it has saved, or had nothing to."""
+
+
+@contextlib.contextmanager
+def _leaving_none(working: list["_Child"]) -> Iterator[None]:
+    """Whatever happens here, no process goes on unwatched."""
+    try:
+        yield
+    finally:
+        for child in working:
+            child.stop()
+            child.end(child.process.wait())
 
 
 class _Child:
@@ -83,10 +97,18 @@ class _Child:
         self.runs, self.told, self.first = runs, False, index == 0
         log = runs[0].log if self.first else runs[0].log.with_suffix(f".process-{index}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.log = log.open("ab")
+        self.log, self.began = log.open("ab"), log.stat().st_size if log.exists() else 0
         names = ",".join(run.name for run in runs)
         command = [sys.executable, "-m", "transformer", "sweep", f"--workdir={study.folder}", f"--runs={names}"]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True)
+        for run in runs if self.first else ():
+            run.hand_over(self.process.pid)
+
+    def stop(self) -> None:
+        """Tells it to save and end, once."""
+        if not self.told:
+            self.told = True
+            self.process.send_signal(signal.SIGTERM)
 
     def end(self, code: int) -> list[Planned]:
         """Gives its runs back; those that have failed."""
@@ -95,10 +117,10 @@ class _Child:
         for run in self.runs:
             if self.first:
                 run.release()
-            if code not in (0, 143) and not run.status().over:
+            if code not in (0, *STOPPED) and not run.status().over:
                 failed.append(run)
                 if self.first:
-                    run.release(_reason(code, self.runs[0].log))
+                    run.release(_reason(code, self.runs[0].log, self.began))
         return failed
 
 
@@ -115,27 +137,35 @@ def _begin(study: Study, runs: list[Planned], place: tuple[int, int]) -> _Child 
     return _Child(study, left, index) if left else None
 
 
-def _reason(code: int, log: Path) -> str:
+def _reason(code: int, log: Path, began: int) -> str:
+    """Why a process failed, by its exit code and what it has said since it `began` to write into the log."""
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-code).name}{hint}; see {log}"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in log.read_bytes()[began:].decode(errors="replace").splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "")
     return f"exit code {code}: {said.removeprefix('error: ')[:200]}; see {log}"
 
 
 def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]) -> int:
-    """In a process of its own: trains the named runs of a study, or goes on with them, and evaluates those that are trained."""
+    """In a process of its own: trains the named runs of a study, or goes on with them, and evaluates those that are trained. Runs that are
+    alike and stand at the same step are trained together."""
     from transformer.errors import UserError, nearest
     from transformer.training.loop import train
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # outside of training, which saves first
     runs = {run.name: run for run in load_study(folder).runs}
     for name in names:
         if name not in runs:
             raise UserError(f"--runs: no run {name!r}; {nearest(name, runs)}")
     chosen = [runs[name] for name in names]
-    left = [run for run in chosen if run.status().kind not in ("done", "diverged", "trained")]
-    for group in [left] if len(left) > 1 and len({alike(run.config) for run in left}) == 1 else [[run] for run in left]:
+    if place()[0] == 0:
+        _renewing(chosen)
+    apart: dict[object, list[Planned]] = {}
+    for run in chosen:
+        if run.status().kind not in ("done", "diverged", "trained"):
+            apart.setdefault((alike(run.config) or run.name, run.saved()), []).append(run)
+    for group in apart.values():
         if len(group) > 1:
             done = train_together([run.config for run in group], [run.folder for run in group])
         else:
@@ -152,9 +182,21 @@ def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]
     return 0
 
 
+def _renewing(runs: Sequence[Planned]) -> None:
+    """Says as long as this process lives that it has these."""
+
+    def renew() -> None:
+        while True:
+            for run in runs:
+                run.renew()
+            time.sleep(STALE / 6)
+
+    threading.Thread(target=renew, daemon=True).start()
+
+
 @contextlib.contextmanager
 def _stopping() -> Iterator[Callable[[], bool]]:
-    """After Ctrl-C or SIGTERM the function it yields returns True; a second Ctrl-C interrupts."""
+    """After Ctrl-C, SIGTERM or the end of the terminal the function it yields returns True; a second Ctrl-C interrupts."""
     seen: list[int] = []
 
     def note(number, frame):
@@ -162,7 +204,8 @@ def _stopping() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         seen.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    hears = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, note) for number in hears}
     try:
         yield lambda: bool(seen)
     finally:

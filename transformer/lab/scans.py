@@ -26,7 +26,7 @@ class Scan:
     setting: str  # what the other fields are; "" where none varies
     points: Mapping[float, Mean]  # of seeds that came to their end
     best: float
-    stable: float  # the largest value up to which, from the best on, no seed failed
+    stable: tuple[float, float] | None  # the values around the best from which to which no seed failed; None: one failed at the best
     sensitivity: float  # NaN: not known, or not of a loss
 
 
@@ -57,6 +57,7 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     # Of every seed: what it ended with, at most what knowing nothing gives.
     losses = {x: [min(value, nothing) for value in arm.values(metric).values()] + [nothing] * len(arm.diverged) for x, arm in arms.items()}
     failed = {x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= nothing) for x, arm in arms.items()}
-    beyond = itertools.takewhile(lambda x: x == best or not failed[x], (x for x in arms if x >= best))
+    around = [list(itertools.takewhile(lambda x: not failed[x], side)) for side in ([x for x in reversed(arms) if x <= best], [x for x in arms if x >= best])]
+    stable = (around[0][-1], around[1][-1]) if not failed[best] else None
     sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - ended[best].mean if is_loss else math.nan
-    return Scan(field, setting, points, best, max(beyond), sensitivity)
+    return Scan(field, setting, points, best, stable, sensitivity)

@@ -13,6 +13,9 @@ from scipy import stats
 
 LEVEL = 0.95
 
+ROUNDING = 1e-12
+"""Differences that are closer, as a share of the values, are the same."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
@@ -30,7 +33,8 @@ class Mean:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Of an arm to another, over the seeds that both have: mean, interval, and p of a two-sided paired t-test, corrected or not."""
+    """Of an arm to another, over the seeds that both have: mean, interval, and p of a two-sided paired t-test, corrected or not. Where the
+    difference is the same in all seeds, and not nothing, there is no p: rounded metrics do that, and a spread of nothing is no evidence."""
 
     mean: Mean
     p: float
@@ -59,8 +63,8 @@ def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
     pairs = [arm[seed] - baseline[seed] for seed in seeds]
     if len(pairs) < 2:
         return Difference(mean(pairs), math.nan)
-    if np.ptp(pairs) == 0:  # a t-test divides by their spread
-        return Difference(mean(pairs), 1.0 if pairs[0] == 0 else 0.0)
+    if np.ptp(pairs) <= ROUNDING * max(abs(x) for one in (arm, baseline) for x in one.values()):  # a t-test divides by their spread
+        return Difference(mean(pairs), 1.0 if not any(pairs) else math.nan)
     return Difference(mean(pairs), float(stats.ttest_1samp(pairs, 0.0).pvalue))
 
 

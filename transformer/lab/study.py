@@ -3,6 +3,7 @@
 What state a run is in is read from its directory alone, so any number of machines that share it agree.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -63,19 +64,29 @@ class Planned:
         at = {"step": losses[-1]["step"], "loss": losses[-1]["train/loss"]} if losses else {}
         if diverged := [line for line in lines if line.get("train/diverged")]:
             return Status("diverged", diverged[-1]["step"])
-        report = self.folder / "test.json"
         judged = any(key.startswith("test/") for line in lines for key in line)
-        if judged and report.exists() and read_json(report).get("step") == self.config.train.steps:
+        if judged and self._tested() == self.config.train.steps:
             decided = [line[self.metric] for line in lines if self.metric in line]
             return Status("done", self.config.train.steps, decided[-1] if decided else float("nan"))
         if self.claimed():
             return Status("running", **at)
         if self._failure.exists():
             return Status("failed", **at, why=self._failure.read_text().strip())
-        kept = [int(folder.name) for folder in (self.folder / "checkpoints").glob("[0-9]*") if folder.name.isdigit()]
-        if not kept:
+        saved = self.saved()
+        if not saved:
             return Status("waiting")
-        return Status("trained" if max(kept) == self.config.train.steps else "stopped", max(kept), at.get("loss", float("nan")))
+        return Status("trained" if saved == self.config.train.steps else "stopped", saved, at.get("loss", float("nan")))
+
+    def saved(self) -> int:
+        """The step of its last checkpoint; 0: none."""
+        return max((int(folder.name) for folder in (self.folder / "checkpoints").glob("[0-9]*") if folder.name.isdigit()), default=0)
+
+    def _tested(self) -> int | None:
+        """At which step it was evaluated, as test.json says."""
+        try:
+            return read_json(self.folder / "test.json").get("step")
+        except (UserError, FileNotFoundError, AttributeError):
+            return None
 
     # ---- who works on it
 
@@ -95,36 +106,84 @@ class Planned:
     def claim(self) -> bool:
         """Takes it, for this process, unless somebody has it."""
         self._claim.parent.mkdir(parents=True, exist_ok=True)
-        if self.claimed():
+        seen = self._claimant()
+        if seen is not None and self._lives(seen):
             return False
-        self._claim.unlink(missing_ok=True)
+        if seen is not None and not self._clear(seen):
+            return False
         try:
             with self._claim.open("x") as file:
-                file.write(f"{socket.gethostname()} {os.getpid()}")
+                file.write(_claimant(os.getpid()))
         except FileExistsError:  # another was faster
             return False
         self._failure.unlink(missing_ok=True)
         return True
 
+    def hand_over(self, pid: int) -> None:
+        """To a process on this machine, which renews the claim from now on and has it whatever becomes of this one."""
+        write_whole(self._claim, _claimant(pid))
+
     def renew(self) -> None:
-        """To be called now and then by who has claimed it."""
-        if self._claim.exists():
+        """To be called now and then by who has it."""
+        with contextlib.suppress(FileNotFoundError):
             os.utime(self._claim)
 
     def release(self, failure: str = "") -> None:
+        """Gives it back, of a process of this machine that has ended, or of this one; `failure`: why it was not done."""
         if failure:
             write_whole(self._failure, failure + "\n")
-        self._claim.unlink(missing_ok=True)
+        seen = self._claimant()
+        if seen is not None and (seen == _claimant(os.getpid()) or not self._lives(seen)):
+            self._claim.unlink(missing_ok=True)
 
     def claimed(self) -> bool:
         """Whether a living process has it."""
+        seen = self._claimant()
+        return seen is not None and self._lives(seen)
+
+    def _claimant(self) -> str | None:
+        """Who has, or had, it: a host and a process; "" where that is just being written."""
         try:
-            host, pid = self._claim.read_text().split()
-            if host == socket.gethostname() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-                return False
-            return time.time() - self._claim.stat().st_mtime < STALE
-        except (FileNotFoundError, ValueError):
+            return self._claim.read_text()
+        except FileNotFoundError:
+            return None
+
+    def _lives(self, claimant: str) -> bool:
+        """By whether it still renews its claim, or, on this machine, by whether the process is there."""
+        host, _, pid = claimant.partition(" ")
+        try:
+            fresh = time.time() - self._claim.stat().st_mtime < STALE
+        except FileNotFoundError:
             return False
+        return fresh and not (host == socket.gethostname() and pid.isdecimal() and not _runs(int(pid)))
+
+    def _clear(self, dead: str) -> bool:
+        """Takes a dead claim away: one machine alone, though several may have found it dead."""
+        aside = self._claim.with_name(f"{self._claim.name}.{socket.gethostname()}.{os.getpid()}.dead")
+        try:
+            self._claim.rename(aside)
+        except FileNotFoundError:
+            return False
+        if aside.read_text() != dead:  # it is another's, made since
+            aside.rename(self._claim)
+            return False
+        aside.unlink()
+        return True
+
+
+def _claimant(pid: int) -> str:
+    return f"{socket.gethostname()} {pid}"
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process here."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +210,9 @@ class Study:
         if (self.folder / "sweep.json").exists():
             before = load_study(self.folder)
             begun = any(run.folder.exists() for run in before.runs)
+            gone = [run for run in before.runs if run.config.seed not in self.sweep.seeds and run.folder.exists()]
+            if gone:
+                raise UserError(f"--workdir: {self.folder} holds a run, {gone[0].name}, of a seed that this sweep has not; keep its seed, or choose another directory")
             for arm, config in before.configs.items() if begun else ():
                 if arm not in self.configs:
                     raise UserError(f"--workdir: {self.folder} holds a sweep that has an arm {arm!r}, which this has not; choose another directory")

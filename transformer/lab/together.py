@@ -22,7 +22,7 @@ from transformer.config_io import to_mapping
 from transformer.files import disk_faults
 from transformer.model.network import build_model
 from transformer.parallel.mesh import start, use
-from transformer.training.loop import stop_signals, train
+from transformer.training.loop import stop_signals
 from transformer.training.optimizer import build_optimizer
 from transformer.training.recorder import Diverged
 from transformer.training.run import Run, begin
@@ -48,7 +48,7 @@ def alike(config: Experiment) -> str | None:
 
 def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> list[int]:
     """Trains each run in its directory, or goes on with it, as `training.loop.train` does; returns the steps that each has done. One that
-    diverges ends, as it would alone, and the others go on."""
+    diverges ends, as it would alone, and the others go on. All must stand at one step."""
     config = configs[0]
     if len({alike(c) for c in configs}) > 1 or alike(config) is None:
         raise ValueError("these runs differ in more than numbers")
@@ -57,14 +57,12 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
             begin(c, w, mesh, together=len(configs), speaks=n == 0)
             for n, (c, w) in enumerate(zip(configs, workdirs, strict=True))
         ]
-        in_step = len({run.step for run in runs}) == 1
+        if len({run.step for run in runs}) > 1:
+            raise ValueError("these runs stand at different steps")
         for run in runs:
             run.eval_step = runs[0].eval_step  # no number is in it
         with _Group(runs) as group, stop_signals() as stopped:
-            if in_step:
-                _loop(group, mesh, stopped)
-    if not in_step:  # cut off while saving: some are ahead
-        return [train(c, w) for c, w in zip(configs, workdirs, strict=True)]
+            _loop(group, mesh, stopped)
     return [run.step for run in runs]
 
 

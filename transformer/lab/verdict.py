@@ -7,21 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from transformer.evaluation.units import unit
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
 from transformer.lab.scans import Scan, scans
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
-
-UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte", "perplexity": "per token", "accuracy": "of tokens",
-         "bleu": "BLEU", "chrf": "chrF", "word_perplexity": "per word", "loss_with": "nats per token", "loss_by_position": "nats per token",
-         "extrapolation": "nats per token", "extrapolation_sliding": "nats per token", "kl": "nats", "exact": "of answers",
-         "bleu_by_length": "BLEU"}  # fmt: skip
-
-
-def unit(metric: str) -> str:
-    """What a number of this name counts."""
-    parts = metric.split("/")
-    return next((UNITS[part] for part in reversed(parts) if part in UNITS), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +22,19 @@ class Row:
     value: Mean  # of the metric, over the seeds that came to their end
     to_baseline: Difference | None  # arm - baseline; None of the baseline
     among_best: bool  # the best, or not to be told from it
-    reaches: float  # the share of the baseline's steps after which it is as good as the baseline at its end; NaN: never
+    reaches: "Reaches"
     tokens_per_second: float
     memory: float  # bytes at most, of the process or the device
+
+
+@dataclasses.dataclass(frozen=True)
+class Reaches:
+    """When an arm is as good as the baseline at its end: of `seeds` that can tell, `count` come there, on average after this `share` of the
+    baseline's steps."""
+
+    share: float
+    count: int
+    seeds: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +58,13 @@ def judge(results: Results) -> Verdict:
     ended = {name: sign * mean(x).mean for name in arms if (x := list(values[name].values()))}
     best = min(ended, key=ended.get, default="")
     to_best = corrected({name: difference(values[name], values[best]) for name in ended if name != best})
-    rows = {}
+    any_known = any(not math.isnan(one.p) for one in to_best.values())
+    rows, watched = {}, validated(results)
     for name, arm in arms.items():
         rows[name] = Row(
             arm, mean(list(values[name].values())), to_base.get(name),
-            name == best or (name in to_best and not to_best[name].tells and not math.isnan(to_best[name].p)),
-            _reaches(arm, base, sweep.metric, sign), arm.mean_of("time/tokens_per_second"),
+            any_known and (name == best or (name in to_best and not to_best[name].tells)),
+            _reaches(arm, base, watched, 1.0 if watched == "eval/loss" else sign), arm.mean_of("time/tokens_per_second"),
             max((float(line["memory/peak_bytes"]) for run in arm.runs.values() for line in run.lines if "memory/peak_bytes" in line), default=math.nan),
         )  # fmt: skip
     factors = _factors(results, values)
@@ -72,17 +73,20 @@ def judge(results: Results) -> Verdict:
     return Verdict(results, rows, factors, scanned, tuple(profiles(results)), sentences)
 
 
-def _reaches(arm: Arm, base: Arm, metric: str, sign: float) -> float:
-    """After which share of the baseline's steps the arm is in validation as good as the baseline at its end, on average over seeds that
-    both have: by the metric itself where validation knows it, else by the loss; between two evaluations in a straight line."""
-    name = "eval/" + metric.partition("/")[2]
-    if not any(run.curve(name) for run in base.runs.values()):
-        name, sign = "eval/loss", 1.0
+def validated(results: Results) -> str:
+    """The metric by which arms are compared while they train: the one that decides, where validation knows it, else the loss."""
+    name = "eval/" + results.sweep.metric.partition("/")[2]
+    base = results.arms[results.sweep.baseline]
+    return name if any(run.curve(name) for run in base.runs.values()) else "eval/loss"
+
+
+def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
+    """In validation, over seeds that both have brought to their end; between two evaluations in a straight line."""
     shares = []
     for seed in arm.runs.keys() & base.runs.keys():
-        curve, last = ([(step, sign * x) for step, x in one.runs[seed].curve(name)] for one in (arm, base))
-        if not curve or not last:
+        if any(math.isnan(one.runs[seed].outcome(name)) for one in (arm, base)):
             continue
+        curve, last = ([(step, sign * x) for step, x in one.runs[seed].curve(name)] for one in (arm, base))
         (steps, target), at = last[-1], math.nan
         for (before, high), (after, low) in itertools.pairwise([(0, math.inf), *curve]):
             if low <= target:
@@ -90,7 +94,8 @@ def _reaches(arm: Arm, base: Arm, metric: str, sign: float) -> float:
                 at = (before + way * (after - before)) / steps
                 break
         shares.append(at)
-    return float(np.mean(shares)) if shares else math.nan
+    there = [share for share in shares if not math.isnan(share)]
+    return Reaches(float(np.mean(there)) if there else math.nan, len(there), len(shares))
 
 
 def _factors(results: Results, values: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, Difference]]:
@@ -129,19 +134,24 @@ def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) ->
     elif best:
         others = [name for name, row in rows.items() if row.among_best and name != best]
         alike = f"; {_listed(others)} cannot be told from it" if others else ""
-        lines.append(f"By {what} {best} has the best mean: {spell(rows[best].value)}{alike}.")
+        ended, runs = rows[best].value.count, len(sweep.seeds)
+        of = f", over the {ended} of {runs} seeds that came to their end" if ended < runs else ""
+        lines.append(f"By {what} {best} has the best mean: {spell(rows[best].value)}{of}{alike}.")
         if rows[best].value.count == 2:
             lines.append("Two seeds leave wide intervals, and little can be told apart; three or more tell more.")
     for name, row in rows.items():
         dead = row.arm.diverged
         if dead:
             at = ", ".join(f"{step:,}" for step in dead.values())
-            lines.append(f"{name} diverged with {len(dead)} of {len(row.arm.runs)} seeds, at step {at}; means are over the others.")
+            rest = "; means are over the others" if row.value.count else ""
+            lines.append(f"{name} diverged with {len(dead)} of {len(row.arm.runs)} seeds, at step {at}{rest}.")
         if row.to_baseline is None or not row.value.count:
             continue
         one = row.to_baseline
         if one.mean.count < 2:
             lines.append(f"{name} and {base} have {one.mean.count or 'no'} seed{'s' * (one.mean.count == 0)} in common: no interval can be had, and nothing is claimed.")
+        elif math.isnan(one.p):
+            lines.append(f"{name} less {base} is {number(one.mean.mean)} in each of {one.mean.count} seeds: without a spread no interval can be had, and nothing is claimed.")
         elif one.tells:
             better = (one.mean.mean < 0) != sweep.higher_is_better
             lines.append(
@@ -167,10 +177,10 @@ def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) ->
 def _of_scan(one: Scan, results: Results) -> str:
     name, of = one.field.rpartition(".")[2], f"{one.setting}: " if one.setting else ""
     best = one.points[one.best]
-    line = f"{of}of {len(one.points)} values of {name}, {one.best:g} is best ({spell(best)})"
+    line = f"{of}of {len(one.points)} values of {name}, {one.best:g} has the best mean ({spell(best)})"
     line += ", at the end of what was scanned" if one.best in (min(one.points), max(one.points)) else ""
     if results.sweep.metric.endswith("/loss"):
-        line += f"; up to {one.stable:g} no seed failed"
+        line += f"; from {one.stable[0]:g} to {one.stable[1]:g} no seed failed" if one.stable else "; even there a seed failed"
         line += f"; sensitivity {one.sensitivity:.3f} nats"
     return line + "."
 
@@ -186,20 +196,19 @@ def _listed(names: list[str]) -> str:
 # ---- numbers as text
 
 
-def digits(half: float, most: int = 3) -> int:
-    """Decimals that an interval of this half-width allows: two of its own."""
-    if not math.isfinite(half) or half <= 0:
-        return 3
-    return min(most, max(0, 1 - math.floor(math.log10(half))))
+def digits(half: float, x: float = 1.0) -> int:
+    """Decimals that an interval of this half-width allows: two of its own. Without one: three, or two of x where it is small."""
+    of = half if math.isfinite(half) and half > 0 else 0.01 if abs(x) >= 0.01 or not x else abs(x)
+    return max(0, 1 - math.floor(math.log10(of)))
 
 
 def number(x: float, half: float = math.nan) -> str:
     """As many decimals as the interval allows."""
-    return "-" if math.isnan(x) else f"{x:,.{digits(half)}f}"
+    return "-" if math.isnan(x) else f"{x:,.{digits(half, x)}f}"
 
 
 def signed(x: float, half: float = math.nan) -> str:
-    return "-" if math.isnan(x) else f"{x:+,.{digits(half)}f}"
+    return "-" if math.isnan(x) else f"{x:+,.{digits(half, x)}f}"
 
 
 def spell(one: Mean) -> str:

@@ -22,13 +22,14 @@ class Recorder:
 
     `push(step, metrics)` looks at the metrics of the step before, which the device has finished by then: the host never
     waits for the step it has just started. `window` holds the sums since the last line; saved with a checkpoint, it makes
-    a resumed curve the same as an uninterrupted one.
+    a resumed curve the same as an uninterrupted one. `together`: so many runs share this one's time.
     """
 
     def __init__(
-        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, steps: int, window: dict[str, float]
+        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, steps: int, window: dict[str, float], together: int = 1
     ):
         self._log, self._progress, self._rate, self._every, self._steps = log, progress, rate, every, steps
+        self._together = {"time/together": together} if together > 1 else {}
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
         self._mark: float | None = (
@@ -73,7 +74,7 @@ class Recorder:
         speed = self._timed_tokens / spent
         self._mark, self._timed_tokens, self._timed_steps = now, 0.0, 0
         lr = float(self._rate(step - 1))
-        timing = {"time/tokens_per_second": round(speed, 1)} if speed else {}
+        timing = {"time/tokens_per_second": round(speed, 1)} | self._together if speed else {}
         timing["memory/peak_bytes"] = peak_memory()
         self._log.write(step, **means, **{"train/tokens": tokens, "train/learning_rate": lr}, **timing)
         self._progress.show(step, means["train/loss"], lr, speed, spent / steps)

@@ -180,7 +180,7 @@ def begin(config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, s
     return Run(
         config, workdir, state, step, batches, valid, share,
         make_train_step(config, model, optimizer, mesh, placed), make_eval_step(config, model, mesh, placed.params),
-        checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window), data,
+        checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window, together), data,
     )  # fmt: skip
 
 

@@ -18,6 +18,9 @@ curves.csv, figures/*.png and *.pdf. What it says is what intervals over seeds a
 def arguments(parser) -> None:
     parser.add_argument("folders", nargs="+", type=folder, metavar="DIR", help="a sweep's directory, or run directories")
     parser.add_argument("--metric", default="", metavar="NAME", help="what decides: test/loss, test/bleu, eval/loss, ...")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--higher-is-better", action="store_true", default=None, help="of a metric whose name does not say")
+    way.add_argument("--lower-is-better", dest="higher_is_better", action="store_false", default=None)
     parser.add_argument("--baseline", default="", metavar="ARM", help="what the others are compared with")
     parser.add_argument("--output", type=folder, metavar="DIR", help="default: report/ in the first DIR")
 
@@ -27,7 +30,7 @@ def run(args, overrides) -> int:
 
     if overrides:
         raise UserError("compare: takes no --config.*; it reads what the runs have logged")
-    found = results.read(args.folders, args.metric, args.baseline)
+    found = results.read(args.folders, args.metric, args.baseline, args.higher_is_better)
     judged = verdict.judge(found)
     page = report.write(judged, args.output or args.folders[0] / "report")
     for line in found.left_out:

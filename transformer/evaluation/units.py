@@ -1,0 +1,51 @@
+"""What a metric counts, and which way is better, by its name."""
+
+import dataclasses
+
+from transformer.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """`unit` for a person; whether `higher` is better; whether other tokens (another tokenizer) would give another number."""
+
+    unit: str
+    higher: bool
+    of_tokens: bool
+
+
+KINDS = {
+    **dict.fromkeys(("loss", "loss_with", "loss_by_position", "extrapolation", "extrapolation_sliding"), Kind("nats per token", False, True)),
+    "perplexity": Kind("per token", False, True),
+    "accuracy": Kind("of tokens", True, True),
+    "agrees": Kind("of tokens", True, True),
+    "tokens": Kind("of tokens", True, True),  # probe/tokens
+    "bits_per_byte": Kind("bits per byte", False, False),
+    "word_perplexity": Kind("per word", False, False),
+    "exact": Kind("of answers", True, False),
+    **dict.fromkeys(("bleu", "bleu_one_reference", "bleu_by_length"), Kind("BLEU", True, False)),
+    **dict.fromkeys(("chrf", "chrf_one_reference"), Kind("chrF", True, False)),
+    "labels_loss": Kind("nats per label", False, False),
+    "labels_accuracy": Kind("of labels", True, False),
+    "kl": Kind("nats", False, True),
+}
+"""By a part of the name: test/bleu, test/lens/loss/003."""
+
+
+def kind(metric: str) -> Kind | None:
+    """Of a metric, by the last part of its name that says; None: not known."""
+    return next((KINDS[part] for part in reversed(metric.split("/")) if part in KINDS), None)
+
+
+def unit(metric: str) -> str:
+    """What a number of this name counts; "" where that is not known."""
+    found = kind(metric)
+    return found.unit if found else ""
+
+
+def higher_is_better(metric: str, said: bool | None) -> bool:
+    """As it is `said`, or else as the name says. Raises UserError where neither says."""
+    found = kind(metric)
+    if said is None and found is None:
+        raise UserError(f"sweep: metric {metric!r}: say which way is better: Sweep(..., higher_is_better=True) or False; compare --higher-is-better or --lower-is-better")
+    return found.higher if said is None else said
