@@ -44,7 +44,7 @@ class LossByPosition(Kind):
 @dataclasses.dataclass(frozen=True)
 class Extrapolation(Kind):
     """Loss of a language model in rows of the training length, twice, four times, ... `times` as long (Press et al. 2022): in rows that
-    do not overlap, and, `sliding`, of the last tokens of each row alone, which have all the row before them as context."""
+    do not overlap, and, `sliding`, of the last tokens of each row alone, which have the row before them as context."""
 
     name: ClassVar[str] = "extrapolation"
     during: ClassVar[bool] = False
