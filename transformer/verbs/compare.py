@@ -8,7 +8,7 @@ from transformer.verbs.common import folder
 ABOUT = "a report of a sweep, or of several runs"
 
 DETAIL = """Compare the arms of a sweep, or several runs, and write a report: index.html (one file, opens from disk), report.md, summary.csv, runs.csv,
-curves.csv, figures/*.png and *.pdf. What it says is what intervals over seeds allow, and no more.
+curves.csv, profiles.csv, figures/*.png and *.pdf. What it says is what intervals over seeds allow, and no more.
 
   python -m transformer compare runs/ablation
   python -m transformer compare runs/a runs/b --metric=test/bits_per_byte
