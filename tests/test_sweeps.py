@@ -45,6 +45,9 @@ def test_the_baseline_comes_first_and_seeds_are_the_same_for_all():
     [
         (lambda: Sweep(chain(NORMS, vary("model.d_ff", pre=64))), "two arms are called 'pre'; name them"),
         (lambda: Sweep(vary("data.train", "a/b.txt")), "'a/b.txt' is no name for a folder"),
+        (lambda: Sweep(arms(logs={})), "an arm is called 'logs', as a folder beside the arms is"),
+        (lambda: Sweep(PLACES, declared=["parameters"]), "declared: .'parameters'.; a table"),
+        (lambda: Sweep(PLACES, metric="test/beauty"), "metric 'test/beauty': say which way is better"),
         (lambda: Sweep(PLACES, baseline="alibe"), "baseline 'alibe' is no arm; did you mean 'alibi'"),
         (lambda: Sweep(PLACES, seeds=0), "seeds: 0; a number of seeds"),
         (lambda: Sweep(PLACES, seeds=(1, 1)), "a list of different ones"),

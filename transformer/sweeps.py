@@ -116,6 +116,8 @@ class Sweep:
         for name in names:
             if names.count(name) > 1:
                 raise UserError(f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) or arms(NAME={{...}})")
+            if name in ("claims", "logs", "report"):
+                raise UserError(f"sweep: an arm is called {name!r}, as a folder beside the arms is; name it with vary(field, NAME=value) or arms(NAME={{...}})")
             if not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
                 raise UserError(f"sweep: {name!r} is no name for a folder; name it with vary(field, NAME=value) or arms(NAME={{...}})")
         if self.baseline and self.baseline not in names:
