@@ -167,7 +167,7 @@ def test_arms_train_as_long_as_the_baseline():
 
 def test_runs_together_equal_runs_alone(tmp_path):
     """Seeds, rates, decay and dropout, each in its place; a run that diverges takes no other along; three devices take two runs each."""
-    numbers = [(0, 1e-3, 0.1, 0.1), (1, 1e-3, 0.1, 0.1), (0, 3e-3, 0.1, 0.1), (0, 1e-3, 0.3, 0.1), (0, 1e-3, 0.1, 0.4), (0, 1e9, 0.1, 0.1)]
+    numbers = [(0, 1e-3, 0.1, 0.1), (1, 1e-3, 0.1, 0.1), (0, 3e-3, 0.1, 0.1), (0, 1e-3, 0.3, 0.1), (0, 1e-3, 0.1, 0.4), (0, 1e30, 0.1, 0.1)]
     configs = [experiment(**dict(zip([field.replace(".", "__") for field in NUMBERS], one, strict=True))) for one in numbers]
     folders = [tmp_path / "together" / str(n) for n in range(len(configs))]
     done = train_together(configs, folders)
@@ -218,7 +218,7 @@ from transformer import *
 def get_config():
     return CONFIG
 def sweep():
-    return Sweep(vary("optimizer.learning_rate", low=1e-3, wild=1e9), seeds=2, question="Does a rate of a thousand million train?")
+    return Sweep(vary("optimizer.learning_rate", low=1e-3, wild=1e30), seeds=2, question="Does a rate without measure train?")
 """
 
 
@@ -258,7 +258,7 @@ def test_a_sweep_is_compared(swept, capsys):
     assert main(["compare", str(folder)]) == 0
     said = capsys.readouterr()
     page = (folder / "report" / "index.html").read_text()
-    assert re.search(r"x\.py, sha256 [0-9a-f]{16}", page) and "Does a rate of a thousand million train?&quot;" in page, "the experiment file is in the report"
+    assert re.search(r"x\.py, sha256 [0-9a-f]{16}", page) and "Does a rate without measure train?&quot;" in page, "the experiment file is in the report"
     assert "wild diverged with 2 of 2 seeds" in said.out and f"report: {folder / 'report' / 'index.html'}" in said.err
     assert {path.name for path in (folder / "report").iterdir()} == {"index.html", "report.md", "summary.csv", "runs.csv", "curves.csv", "figures"}
     assert main(["compare", str(folder), "--metric=test/blue"]) == 2
