@@ -47,7 +47,7 @@ class Run:
     def outcome(self, name: str) -> float:
         """The value of a metric at the run's end; NaN where it has none, or has not come there."""
         whole = "converted_from" in self.manifest or self.step >= self.config.train.steps
-        ends = [line for line in self.lines if name in line and (line["step"] == self.step)]
+        ends = [line for line in self.lines if name in line and line["step"] == self.step]
         return float(ends[-1][name]) if whole and ends else math.nan
 
     def lacks(self, name: str) -> str:
