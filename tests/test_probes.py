@@ -1,5 +1,6 @@
 """Synthetic tasks: the text that is made, and how answers are judged."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -84,6 +85,23 @@ def test_what_counts_as_right_is_what_the_model_would_write(family, tmp_path):
     samples = [dict(re.split(r" {2,}", line) for line in one.splitlines()) for one in (tmp_path / "samples.txt").read_text().split("\n\n")]
     assert found["exact"] == np.mean([one["model"] == one["source"] for one in samples]) > 0.2 and "bleu" not in found
     assert shares[0] > 0.2 and shares[0] != shares[1], "something was learned, or nothing is compared"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("task", probes.TASKS)
+def test_no_question_is_asked_in_training_and_in_the_test(task, turned):
+    config = experiment("encoder_decoder", f"{task}:8-12:600", vocab_size=64)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, reverse=turned, test=f"{task}:8-11:600"))
+    store = open_data(config).store
+    question, answer = (1, 0) if turned else (0, 1)
+    held, given = (store.examples(part) for part in ("valid", "test"))
+    pairs = [tuple(reversed(pair)) if turned else pair for pair in probes.parse(config.data.train).draw()]
+    train = [pair for pair in pairs if pair not in set(held)]
+    assert len(train) + len(held) == 600 and len({pair[question] for pair in held}) == 32
+    assert not {pair[question] for pair in train} & {pair[question] for pair in held}
+    if task in ("needle", "induction"):
+        assert {pair[answer] for pair in held} <= {pair[answer] for pair in train}, "there are few answers, and all are trained on"
+    assert store.meta["overlap"] == {"test": sum(pair[question] in {pair[question] for pair in train} for pair in given)}
 
 
 def test_a_decoder_is_asked_for_the_answer_alone():

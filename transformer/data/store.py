@@ -88,7 +88,7 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
         "reserved": objective.reserved,
         "columns": objective.columns,
         "files": text.fingerprint(),
-        "version": 2,
+        "version": 3,
     }
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
     folder = corpora.data_home() / "tokens" / key
@@ -158,7 +158,7 @@ class _Text:
             yield from self._file("train")
             return
         if self._assigned is None:
-            parts, components = split.assign((e[: self.sides] for e in self._file("train")), self.held_out)
+            parts, components = split.assign(map(self._apart, self._file("train")), self.held_out)
             self._assigned = np.array(
                 [split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts], np.int8
             )
@@ -183,14 +183,21 @@ class _Text:
         return itertools.compress(self.read("train"), chosen)
 
     def overlap(self) -> dict[str, int]:
-        """Of each held-out file that was given: how many of its examples share a sentence, on either side, with training."""
+        """Of each held-out file that was given: how many of its examples share what is kept apart with training."""
         given = [part for part in ("valid", "test") if part in self.paths]
         if not given:
             return {}
-        keys = lambda example: [hash((side, split.normalise(text))) for side, text in enumerate(example[: self.sides])]
+        keys = lambda example: [hash((side, split.normalise(text))) for side, text in enumerate(self._apart(example))]
         known = {key for example in self.train() for key in keys(example)}
         shares = lambda example: any(key in known for key in keys(example))
         return {part: sum(map(shares, self._file(part))) for part in given}
+
+    def _apart(self, example: Example) -> Example:
+        """What held-out text must not share with training: sentences of either side; of a synthetic task the question alone, since of
+        answers there may be but ten."""
+        if self.format == "probe":
+            return example[-1:] if self.reverse else example[:1]
+        return example[: self.sides]
 
     def _file(self, part: str) -> Iterator[Example]:
         for example in sources.read(self.format, self.paths[part], self.fields, self.columns):
