@@ -58,6 +58,14 @@ def test_too_few_to_tell():
         assert math.isnan(one.p) and not one.tells and one.mean.mean == pytest.approx(shift)
 
 
+@pytest.mark.parametrize(("value", "half", "said"), [
+    (5.2694, 0.0273, "5.269 ± 0.027"), (0.99999968, 8.5e-8, "1.000000 ± 0.000000"), (1234.5678, 8.5e-8, "1,234.57 ± 0.00"),
+    (9.2e-6, 1.2e-5, "0.000009 ± 0.000012"), (0.5, 0.0, "0.500 ± 0.000"), (0.0, 0.02, "0.000 ± 0.020"),
+])  # fmt: skip
+def test_numbers_have_the_digits_that_their_interval_allows(value, half, said):
+    assert verdict.spell(verdict.Mean(value, value - half, value + half, 3)) == said
+
+
 # ---- verdicts and reports
 
 

@@ -9,9 +9,22 @@ trains at any depth; pre-norm and norms on both sides of the branch (peri-norm) 
 
 At the paper's scale (up to 200 layers of d_model 512, WMT14; TPU v5p-16): --config=experiments/findings/deep_stacks.py:paper
 
-Hardware  two CPU cores, about 40 minutes by estimate
+Hardware  two CPU cores, 24 runs, about 35 minutes while other work ran beside it
 
-Seen      not run yet.
+Seen (two cores of an AMD EPYC 9005; three seeds, test/loss with its 95 % interval; gradient of the feed-forward matrices of the first and of the last
+layer after 400 steps):
+
+    placement     6 layers: test/loss   first   last      24 layers: test/loss     first   last
+    post              5.269 +- 0.027     0.19   0.19           5.850 +- 0.002   0.000009   0.28
+    pre               5.335 +- 0.061     0.22   0.12           5.339 +- 0.070       0.15   0.04
+    deepnorm          5.392 +- 0.094     0.07   0.09           5.313 +- 0.068       0.04   0.08
+    peri              5.316 +- 0.054     0.24   0.14           5.298 +- 0.057       0.17   0.04
+
+As the papers say: of the four post-norm is the best of 6 layers (by means; pre, deepnorm and peri cannot be told from it) and the one that fails
+with 24. Other than in Wang et al. it does not diverge: the loss stays where it is when only the frequencies of tokens are known, for nothing comes
+back to the first layers; before the first step the gradient was 0.48 there and 1.32 at the top. Only deepnorm's is the same at every depth before the
+first step (0.11 from end to end). What 18 more layers bring in so short a training, seed by seed: 0.080 +- 0.027 less loss under deepnorm, 0.018 +- 0.029
+under peri, -0.003 +- 0.040 under pre.
 """
 
 import ml_collections

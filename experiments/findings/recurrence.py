@@ -1,9 +1,10 @@
 """Does a recurrent network remember as far as attention reaches? The textbook's contrast: two tokens n apart meet after n steps of recurrence
 and after one of attention.
 
-A question hides a digit behind a capital, among so many letters and other such pairs, and asks for it at the end (`needle`, data/probes.py):
-a Transformer; LSTMs that read both ways, whose decoder attends to all their states (Bahdanau et al. 2015); and the same without attention, told their
-last state alone (after Sutskever et al. 2014). What they cost in time, and in steps one after another: experiments/benchmarks/recurrence.py.
+A string of n letters is to be written again (`copy`, data/probes.py), so that every letter is wanted n steps after it was read: a Transformer;
+LSTMs that read both ways, whose decoder attends to all their states (Bahdanau et al. 2015, who found that translation of long sentences fails without);
+and the same without attention, told their last state alone (after Sutskever et al. 2014). What they cost in time, and in steps one after another:
+experiments/benchmarks/recurrence.py.
 
     python -m transformer sweep --config=experiments/findings/recurrence.py --workdir=runs/recurrence
     python -m transformer compare runs/recurrence
@@ -17,32 +18,34 @@ Seen      not run yet.
 
 import ml_collections
 
-from transformer import Sweep, arms, product, vary
+from transformer import Sweep, arms, product
 
 ARGUMENTS = ("small", "large")
-LENGTHS = {"small": (8, 16, 32, 64), "large": (64, 256, 1024)}
+LENGTHS = {"small": (4, 8, 16, 32, 64), "large": (64, 256, 1024)}
+
+
+def text(length):
+    """Strings of one length, in rows that hold one and its end."""
+    return {"data.train": f"copy:{length}-{length}", "data.length": length + 8, "data.target_length": length + 8}
 
 
 def get_config(scale="small"):
-    longest = LENGTHS[scale][-1]
     config = ml_collections.ConfigDict()
     config.model = dict(
         family="encoder_decoder",
-        vocab_size=80,
+        vocab_size=40,
         num_encoder_layers=2,
         num_decoder_layers=2,
         d_model=64,
         d_ff=128,
         num_heads=4,
-        max_length=2 * longest,
-        position="rotary",
+        max_length=2 * LENGTHS[scale][-1],
+        position="sinusoidal",
         norm_placement="pre",
         attention_backend="reference",
     )
-    config.data = dict(
-        format="probe", train=f"needle:{longest}-{longest}", objective="seq2seq", length=longest + 8, target_length=8, batch_size=32, packing=False,
-        held_out=500, tokenizer=dict(kind="char", character_coverage=1.0),
-    )  # fmt: skip
+    config.data = dict(format="probe", objective="seq2seq", batch_size=32, packing=False, held_out=500, tokenizer=dict(kind="char"))
+    config.update_from_flattened_dict(text(LENGTHS[scale][0]))
     config.optimizer = dict(name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=100, clip_norm=1.0)
     config.train = dict(steps=1000, log_every=50, eval_every=250, tensorboard=False)
     if scale == "large":
@@ -62,7 +65,7 @@ def sweep(scale="small"):
                 recurrent_attention={"model.family": "recurrent_encoder_decoder"},
                 recurrent={"model.family": "recurrent_encoder_decoder", "model.pooling": "last"},
             ),
-            vary("data.train", **{f"at_{length}": f"needle:{length}-{length}" for length in LENGTHS[scale]}),
+            arms(**{f"at_{length}": text(length) for length in LENGTHS[scale]}),
         ),
         question="Does a recurrent network remember as far as attention reaches?",
         metric="test/exact",

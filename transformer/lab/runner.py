@@ -263,7 +263,8 @@ class _Table:
             if time.monotonic() - self._said > 60 and not last:
                 self._said = time.monotonic()
                 going = [f"{name} {cell(status, self._steps(name))}" for name, status in statuses.items() if status.kind == "running"]
-                self._stream.write(f"{self._summary(statuses)}: {', '.join(going)}\n")
+                more = [f"and {len(going) - 4} more"] if len(going) > 4 else []
+                self._stream.write(f"{self._summary(statuses)}: {', '.join([*going[:4], *more])}\n")
             if last:
                 self._stream.write("\n".join([*overview(self._study, statuses), self._summary(statuses)]) + "\n")
         if last:

@@ -212,10 +212,11 @@ def signed(x: float, half: float = math.nan) -> str:
 
 
 def spell(one: Mean) -> str:
-    """mean ± half of the 95 % interval."""
+    """mean ± half of the 95 % interval, of the mean about six digits at most."""
     if one.count < 2:
         return f"{number(one.mean)} (one seed)" if one.count else "-"
-    return f"{number(one.mean, one.half)} ± {number(one.half, one.half)}"
+    shown = max(one.half, abs(one.mean) / 10**4) if one.half else 0.0
+    return f"{number(one.mean, shown)} ± {number(one.half, shown)}"
 
 
 def p_value(p: float) -> str:
