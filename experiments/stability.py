@@ -49,5 +49,5 @@ def sweep(what="rate"):
         product(vary("model.norm_placement", "pre", "post", "peri"), numbers[what]),
         question={"rate": "How large a learning rate does each norm placement stand?", "warmup": "How short a warm-up does each norm placement stand?"}[what],
         declared={"parameters": "placements have other numbers of norms"},
-        seeds=2,
+        seeds=3,
     )

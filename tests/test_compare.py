@@ -90,6 +90,17 @@ def test_a_verdict_claims_what_the_interval_does(tmp_path):
     assert "is better than" in " ".join(verdict.judge(higher).sentences)
 
 
+def test_what_cannot_be_told_shares_a_sentence(tmp_path):
+    """Two arms are named, ten are counted; the table has them all."""
+    for arms in (2, 10):
+        for arm in range(arms + 1):
+            for seed in range(3):
+                made_up(tmp_path / str(arms), f"arm{arm}", seed, 4.0 + 0.1 * seed * (-1) ** arm + (arm == 1) * 0.05, model__d_ff=32 + 8 * arm)
+    few, many = compare(tmp_path / "2").sentences, compare(tmp_path / "10").sentences
+    assert few[-1].startswith("arm1 and arm2 cannot be told from arm0: p = ")
+    assert "10 others cannot be told from" in many[0] and many[-1].startswith("10 others cannot be told from arm0: p = ") and len(many) == 2
+
+
 def test_one_seed_claims_nothing(tmp_path):
     made_up(tmp_path, "a", 0, 4.0)
     made_up(tmp_path, "b", 0, 9.0, model__d_ff=48)
@@ -215,7 +226,7 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
     assert (pre.setting, pre.best, pre.stable) == ("pre", 0.01, (0.001, 0.1)) and (post.setting, post.best, post.stable) == ("post", 0.001, (0.001, 0.001))
     assert pre.sensitivity == pytest.approx(np.mean([5.05, 4.05, 4.55]) - 4.05)
     assert post.sensitivity == pytest.approx(np.mean([4.65, nothing, nothing]) - 4.65) and 4 < nothing < 9
-    assert any("pre: of 3 values of learning_rate, 0.01 has the best mean" in line and "from 0.001 to 0.1 no seed failed" in line for line in judged.sentences)
+    assert any("pre: of 3 values of learning_rate, 0.01 has the best mean" in line and "at 0.01 alone within 5% of it; from 0.001 to 0.1 no seed failed" in line for line in judged.sentences)
     page = report.write(judged, tmp_path / "report").read_text()
     assert "Sensitivity (Wortsman" in page and (tmp_path / "report" / "figures" / "scan_optimizer.learning_rate.png").exists()
     with pytest.raises(UserError, match="from a number over 0"):
@@ -227,7 +238,7 @@ def test_the_page_stands_alone(tmp_path):
         made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed, eval_losses=(6.0, 5.0))
         made_up(tmp_path, "b<b>", seed, 4.5 + 0.1 * seed**2, eval_losses=(5.5, 4.5), model__d_ff=48)
     for layer in range(3):
-        made_up(tmp_path, f"deep{layer}", 0, 4.0, model__d_ff=64 + 8 * layer, more={f"eval/depth/gradient/decoder/{n:02d}/feed_forward": n + 1 for n in range(3)})
+        made_up(tmp_path, f"deep{layer}", 0, 4.0, model__d_ff=64 + 8 * layer, more={f"eval/depth/{what}/decoder/{n:02d}/feed_forward": (n + 1) * (what == "gradient") for n in range(3) for what in ("gradient", "update")})
     page = report.write(compare(tmp_path), tmp_path / "report").read_text()
     assert (tmp_path / "report" / "figures" / "gradient_by_depth_decoder_first.png").exists()
     for said in (page, (tmp_path / "report" / "report.md").read_text()):
@@ -235,7 +246,7 @@ def test_the_page_stands_alone(tmp_path):
     assert "gradient_by_depth_decoder_first,deep2,2,3.0,,,1" in (tmp_path / "report" / "profiles.csv").read_text()
     assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "url(" not in page and "<script" not in page
     assert "b_b_" in page and "viewport" in page
-    assert page.count("data:image/png;base64,") == 7  # seeds, differences, loss by steps, tokens and time, two profiles
+    assert page.count("data:image/png;base64,") == 7  # seeds, differences, loss by steps, tokens and time, two profiles; of updates that are zero none
     for name in ("summary", "runs", "curves"):
         assert len((tmp_path / "report" / f"{name}.csv").read_text().splitlines()) > 2
     assert {path.suffix for path in (tmp_path / "report" / "figures").iterdir()} == {".png", ".pdf"}

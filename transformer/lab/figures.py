@@ -5,15 +5,13 @@ Small enough for a phone's width, and alike in PNG, PDF and inside of the page.
 
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from transformer.evaluation.units import unit
 from transformer.lab.profiles import Profile
@@ -75,7 +73,7 @@ def _profile(profile: Profile, look: Style) -> Figure:
     if "y" in profile.log:
         axes.set_yscale("log")
     axes.set_xlabel(profile.x_label)
-    axes.set_ylabel(profile.y_label)
+    axes.set_ylabel(textwrap.fill(profile.y_label, 34))
     _legend(figure, axes)
     return figure
 
@@ -96,14 +94,14 @@ def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
     return figure
 
 
-def _line(axes: plt.Axes, xs: Sequence[float], means: Sequence[Mean], name: str, look: dict) -> None:
+def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, look: dict) -> None:
     """Means as a line, intervals as a band."""
     axes.plot(xs, [m.mean for m in means], label=name, linewidth=1.5, markersize=4.5, markevery=max(1, len(xs) // 8), **look)
     if all(math.isfinite(m.half) for m in means):
         axes.fill_between(xs, [m.low for m in means], [m.high for m in means], color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _legend(figure: Figure, axes: plt.Axes) -> None:
+def _legend(figure: Figure, axes: Axes) -> None:
     """Inside where it finds room, below where there are many lines; the figure grows by it."""
     names = axes.get_legend_handles_labels()[1]
     if len(names) <= 4:
@@ -114,9 +112,10 @@ def _legend(figure: Figure, axes: plt.Axes) -> None:
     figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=ncols)
 
 
-def new_figure(height: float) -> tuple[Figure, plt.Axes]:
+def new_figure(height: float) -> tuple[Figure, Axes]:
     """Of a phone's width, so high in inches, with a light grid."""
-    figure, axes = plt.subplots(figsize=(WIDTH, height), dpi=200, layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
+    axes = figure.subplots()
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -151,7 +150,7 @@ def _differences(verdict: Verdict, look: Style, label: str) -> Figure:
     return figure
 
 
-def _arms_down(axes: plt.Axes, names) -> None:
+def _arms_down(axes: Axes, names) -> None:
     axes.set_yticks(range(len(names)), list(names))
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
@@ -179,5 +178,5 @@ def _curves(arms: Mapping[str, Arm], look: Style, metric: str, x_label: str, y_l
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _legend(figure, axes)
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure

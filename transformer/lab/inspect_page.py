@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from transformer.evaluation.inside import OF_ONE_SIDE
@@ -197,6 +196,5 @@ def _profiles(view: View) -> list[str]:
         axes.legend(frameon=False, fontsize=8)
         image = io.BytesIO()
         figure.savefig(image, format="png")
-        plt.close(figure)
         out.append(f'<figure><img alt="{label} by layer" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"></figure>')
     return out

@@ -58,11 +58,11 @@ logarithm."""
 
 
 def profiles(results: Results) -> list[Profile]:
-    """Those for which there are numbers."""
+    """Those for which there are numbers, of which something can be drawn (updates are zero where a schedule ends at zero)."""
     found = []
     for name, (said, pattern, x_label, y_label, when, log) in PROFILES.items():
         lines = {arm.name: line for arm in results.arms.values() if (line := _line(arm, re.compile(pattern), when))}
-        if lines:
+        if any(one.mean > 0 or "y" not in log for line in lines.values() for one in line.values()):
             found.append(Profile(name, said, x_label, y_label, log, lines))
     return found
 

@@ -10,13 +10,12 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 from transformer.evaluation.units import unit
 from transformer.files import write_whole
 from transformer.lab.figures import draw
 from transformer.lab.profiles import Profile
 from transformer.lab.results import Results, Run
+from transformer.lab.scans import CLOSE
 from transformer.lab.study import Study, load_study
 from transformer.lab.verdict import Verdict, p_value, signed, spell, validated
 from transformer.parallel.sharding import human_bytes
@@ -38,8 +37,10 @@ tr.best td:first-child { font-weight: 650; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1.5rem; }
 figure { margin: 0; min-width: 0; } summary { color: #555; font-size: .9rem; cursor: pointer; } figure img { width: 100%; height: auto; }
 pre { background: #f4f4f4; padding: .6rem .8rem; overflow-x: auto; font-size: .85rem; }
-@media print { body { max-width: none; font-size: 10.5pt; } .wide { overflow: visible; } figure, table, pre { break-inside: avoid; }
-  .figures { grid-template-columns: 1fr 1fr; } th, td { white-space: normal; } th:first-child, td:first-child { position: static; } }
+@media print { body { max-width: none; font-size: 10pt; padding: 0; } .wide { overflow: visible; } table { font-size: 7.5pt; }
+  h2 { break-after: avoid; } figure, tr, pre { break-inside: avoid; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+  .figures { display: block; } figure { display: inline-block; width: 48%; margin: 0 1% 1rem 0; vertical-align: top; }
+  th:first-child, td:first-child { position: static; } }
 """
 
 
@@ -53,7 +54,6 @@ def write(verdict: Verdict, folder: Path) -> Path:
         figure.savefig(image, format="png")
         (folder / "figures" / f"{name}.png").write_bytes(image.getvalue())
         figure.savefig(folder / "figures" / f"{name}.pdf")
-        plt.close(figure)
         pictures[name] = (said, image.getvalue())
     for name, rows in tables(verdict).items():
         text = io.StringIO(newline="")
@@ -149,11 +149,14 @@ def arms_table(results: Results) -> list[list[str]]:
 
 def scanned(verdict: Verdict) -> list[list[str]]:
     """The table of numbers that the sweep went through."""
-    rows = [["field", "arms", "values", "best", verdict.results.sweep.metric, "no seed failed", "sensitivity"]]
+    rows = [["field", "arms", "values", "best", verdict.results.sweep.metric, f"within {CLOSE:.0%}", "no seed failed", "sensitivity"]]
     for one in verdict.scans:
         known = lambda x, text: "-" if math.isnan(x) else text.format(x)
-        spelled = f"{min(one.points):g} to {max(one.points):g}"
-        rows.append([one.field, one.setting or "all", spelled, f"{one.best:g}", spell(one.points[one.best]), f"{one.stable[0]:g} to {one.stable[1]:g}" if one.stable else "-", known(one.sensitivity, "{:.3f}")])
+        ends = lambda pair: f"{pair[0]:g} to {pair[1]:g}" if pair else "-"
+        rows.append([
+            one.field, one.setting or "all", ends((min(one.points), max(one.points))), f"{one.best:g}", spell(one.points[one.best]),
+            ends(one.close), ends(one.stable), known(one.sensitivity, "{:.3f}"),
+        ])  # fmt: skip
     return rows
 
 
@@ -172,7 +175,7 @@ def profile_table(profile: Profile) -> list[list[str]]:
 
 SCANNED = (
     "Sensitivity (Wortsman et al. 2023): the mean loss over all values, that of a failed run being the loss of knowing nothing, log V, less the loss at "
-    "the best. A run fails that diverges or ends with more than log V; the range is that around the best value."
+    "the best. A run fails that diverges or ends with more than log V; ranges are those around the best value, without a gap."
 )
 
 NOTE = (

@@ -17,6 +17,9 @@ from transformer.lab.statistics import Mean, mean
 LEAST = 3
 """Values that make a scan."""
 
+CLOSE = 0.05
+"""Of the best mean: how far from it a value is still as good."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
@@ -26,6 +29,7 @@ class Scan:
     setting: str  # what the other fields are; "" where none varies
     points: Mapping[float, Mean]  # of seeds that came to their end
     best: float
+    close: tuple[float, float]  # the values around the best from which to which means are within 5 % of it
     stable: tuple[float, float] | None  # the values around the best from which to which no seed failed; None: one failed at the best
     sensitivity: float  # NaN: not known, or not of a loss
 
@@ -57,7 +61,14 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     # Of every seed: what it ended with, at most what knowing nothing gives.
     losses = {x: [min(value, nothing) for value in arm.values(metric).values()] + [nothing] * len(arm.diverged) for x, arm in arms.items()}
     failed = {x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= nothing) for x, arm in arms.items()}
-    around = [list(itertools.takewhile(lambda x: not failed[x], side)) for side in ([x for x in reversed(arms) if x <= best], [x for x in arms if x >= best])]
-    stable = (around[0][-1], around[1][-1]) if not failed[best] else None
+    good = {x: x in ended and abs(ended[x].mean - ended[best].mean) <= CLOSE * abs(ended[best].mean) for x in arms}
+    stable = None if failed[best] else _around(best, {x: not bad for x, bad in failed.items()})
     sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - ended[best].mean if is_loss else math.nan
-    return Scan(field, setting, points, best, stable, sensitivity)
+    return Scan(field, setting, points, best, _around(best, good), stable, sensitivity)
+
+
+def _around(best: float, holds: Mapping[float, bool]) -> tuple[float, float]:
+    """From where to where it holds without a gap; values in their order."""
+    below, above = ([x for x in reversed(holds) if x <= best], [x for x in holds if x >= best])
+    first, last = (list(itertools.takewhile(holds.get, side))[-1] for side in (below, above))
+    return first, last

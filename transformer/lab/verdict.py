@@ -10,7 +10,7 @@ import numpy as np
 from transformer.evaluation.units import unit
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
-from transformer.lab.scans import Scan, scans
+from transformer.lab.scans import CLOSE, Scan, scans
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
 
 
@@ -69,7 +69,10 @@ def judge(results: Results) -> Verdict:
         )  # fmt: skip
     factors = _factors(results, values)
     scanned = tuple(scans(results))
-    sentences = (*_sentences(results, rows, best, factors), *(_of_scan(one, results) for one in scanned))
+    sentences = (
+        *_of_best(results, rows, best), *(_of_scan(one, results) for one in scanned), *_of_arms(results, rows),
+        *_of_factors({field: those for field, those in factors.items() if field not in {one.field for one in scanned}}),
+    )  # fmt: skip
     return Verdict(results, rows, factors, scanned, tuple(profiles(results)), sentences)
 
 
@@ -125,10 +128,9 @@ def _factors(results: Results, values: Mapping[str, Mapping[int, float]]) -> dic
     return {field: {name: flat[f"{field}|{name}"] for name in those} for field, those in found.items()}
 
 
-def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) -> list[str]:
+def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
     sweep, lines = results.sweep, []
-    what, base = f"{sweep.metric}{f' ({unit(sweep.metric)})' if unit(sweep.metric) else ''}", sweep.baseline
-    compared = sum(row.to_baseline is not None and not math.isnan(row.to_baseline.p) for row in rows.values())
+    what = f"{sweep.metric}{f' ({unit(sweep.metric)})' if unit(sweep.metric) else ''}"
     if best and sum(row.value.count > 0 for row in rows.values()) < 2:
         lines.append(f"Nothing is compared: only {best} has {what}, {spell(rows[best].value)}.")
     elif best:
@@ -139,6 +141,15 @@ def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) ->
         lines.append(f"By {what} {best} has the best mean: {spell(rows[best].value)}{of}{alike}.")
         if rows[best].value.count == 2:
             lines.append("Two seeds leave wide intervals, and little can be told apart; three or more tell more.")
+    return lines
+
+
+def _of_arms(results: Results, rows: Mapping[str, Row]) -> list[str]:
+    """What each arm is against the baseline; those that cannot be told from it share a sentence."""
+    sweep, lines, base = results.sweep, [], results.sweep.baseline
+    known = [row.to_baseline.p for row in rows.values() if row.to_baseline is not None and not math.isnan(row.to_baseline.p)]
+    of_many = f" corrected for {len(known)} comparisons" if len(known) > 1 else ""
+    untold: dict[str, Difference] = {}
     for name, row in rows.items():
         dead = row.arm.diverged
         if dead:
@@ -156,14 +167,24 @@ def _sentences(results: Results, rows: Mapping[str, Row], best: str, factors) ->
             better = (one.mean.mean < 0) != sweep.higher_is_better
             lines.append(
                 f"{name} is {'better' if better else 'worse'} than {base} by {number(abs(one.mean.mean), one.mean.half)} "
-                f"[{_range(one.mean, abs_value=True)}], {p_value(one.p)}{_corrected(compared)}, {one.mean.count} seeds."
+                f"[{_range(one.mean, abs_value=True)}], {p_value(one.p)}{of_many}, {one.mean.count} seeds."
             )
         else:
-            alone = "; alone this interval would tell, among so many it does not" if not one.mean.low <= 0 <= one.mean.high else ""
-            lines.append(
-                f"{name} cannot be told from {base}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}"
-                f"{_corrected(compared)}, {one.mean.count} seeds{alone}."
-            )
+            untold[name] = one
+    alone = [name for name, one in untold.items() if not one.mean.low <= 0 <= one.mean.high]
+    if len(untold) == 1:
+        ((name, one),) = untold.items()
+        would = "; alone this interval would tell, among so many it does not" if alone else ""
+        lines.append(f"{name} cannot be told from {base}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}{of_many}, {one.mean.count} seeds{would}.")
+    elif untold:
+        of = _listed(alone) if len(alone) <= NAMED else f"{len(alone)} of them"
+        would = f"; alone the interval of {of} would tell, among so many it does not" if alone else ""
+        lines.append(f"{_listed(list(untold))} cannot be told from {base}: {p_value(min(one.p for one in untold.values()))} at least{of_many}{would}.")
+    return lines
+
+
+def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
+    lines = []
     for field, those in factors.items():
         for pair, one in those.items():
             if one.mean.count >= 2:
@@ -179,17 +200,24 @@ def _of_scan(one: Scan, results: Results) -> str:
     best = one.points[one.best]
     line = f"{of}of {len(one.points)} values of {name}, {one.best:g} has the best mean ({spell(best)})"
     line += ", at the end of what was scanned" if one.best in (min(one.points), max(one.points)) else ""
+    line += f"; {_from_to(one.close)} within {CLOSE:.0%} of it"
     if results.sweep.metric.endswith("/loss"):
-        line += f"; from {one.stable[0]:g} to {one.stable[1]:g} no seed failed" if one.stable else "; even there a seed failed"
+        line += f"; {_from_to(one.stable)} no seed failed" if one.stable else "; even there a seed failed"
         line += f"; sensitivity {one.sensitivity:.3f} nats"
     return line + "."
 
 
-def _corrected(compared: int) -> str:
-    return f" corrected for {compared} comparisons" if compared > 1 else ""
+def _from_to(ends: tuple[float, float]) -> str:
+    return f"from {ends[0]:g} to {ends[1]:g}" if ends[0] < ends[1] else f"at {ends[0]:g} alone"
+
+
+NAMED = 8
+"""Arms that a sentence names at most; the table has all."""
 
 
 def _listed(names: list[str]) -> str:
+    if len(names) > NAMED:
+        return f"{len(names)} others"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
