@@ -11,7 +11,7 @@ from scipy import stats
 from studies import facts_of, made_up
 
 from transformer import Sweep, UserError, product, scan, vary
-from transformer.lab import report, results, verdict
+from transformer.lab import figures, report, results, verdict
 from transformer.lab.statistics import corrected, difference, mean
 from transformer.lab.study import Study
 
@@ -99,6 +99,16 @@ def test_what_cannot_be_told_shares_a_sentence(tmp_path):
     few, many = compare(tmp_path / "2").sentences, compare(tmp_path / "10").sentences
     assert few[-1].startswith("arm1 and arm2 cannot be told from arm0: p = ")
     assert "10 others cannot be told from" in many[0] and many[-1].startswith("10 others cannot be told from arm0: p = ") and len(many) == 2
+
+
+def test_of_many_arms_the_best_have_lines(tmp_path):
+    for arm in range(15):
+        made_up(tmp_path, f"arm{arm:02d}", 0, None if arm == 3 else 4.0 - 0.1 * arm, diverged=5 * (arm == 3), eval_losses=(6.0, 5.0), model__d_ff=32 + 8 * arm)
+    pictures = figures.draw(compare(tmp_path))
+    said, picture = pictures["loss_by_steps"]
+    drawn = [text.get_text() for text in picture.legends[0].get_texts()]
+    assert drawn == ["arm00", *(f"arm{arm:02d}" for arm in range(4, 15))] and "best 11 of 15 arms; the numbers of all are in curves.csv" in said
+    assert len(pictures["by_arm"][1].axes[0].get_yticks()) == 14, "all that came to an end"
 
 
 def test_one_seed_claims_nothing(tmp_path):

@@ -37,8 +37,11 @@ def styles(names: Sequence[str]) -> Style:
 def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
     """Name -> (what it shows, picture); those for which there are numbers."""
     results, look = verdict.results, styles(list(verdict.results.arms))
-    metric, found = results.sweep.metric, {}
+    metric, found, chosen = results.sweep.metric, {}, _lines(verdict)
+    some = f" The baseline and the best {len(chosen) - 1} of {len(look)} arms; the numbers of all are in {{}}." if len(chosen) < len(look) else ""
     label = lambda name: f"{name.replace('/', ' ')}{f' ({unit(name)})' if unit(name) else ''}"
+    for field in dict.fromkeys(one.field for one in verdict.scans):
+        found[f"scan_{field}"] = (f"{metric} against {field}: mean over seeds that came to their end, and its 95 % interval.", _scan(verdict, field, label(metric)))
     if any(row.value.count for row in verdict.rows.values()):
         found["by_arm"] = (f"{metric}: each seed, the mean and its 95 % interval.", _by_arm(verdict, look, label(metric)))
     if any(row.to_baseline and row.to_baseline.mean.count > 1 for row in verdict.rows.values()):
@@ -51,19 +54,31 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
         "time": ("seconds of training", lambda arm, step, tokens, seconds: seconds),
     }
     for name, (x_label, x_of) in axes.items():
-        if figure := _curves(results.arms, look, "eval/loss", x_label, label("validation/loss"), x_of):
-            found[f"loss_by_{name}"] = (f"Validation loss against {x_label}: mean over seeds, and its 95 % interval.", figure)
-    for field in dict.fromkeys(one.field for one in verdict.scans):
-        found[f"scan_{field}"] = (f"{metric} against {field}: mean over seeds that came to their end, and its 95 % interval.", _scan(verdict, field, label(metric)))
+        if figure := _curves({arm: results.arms[arm] for arm in chosen}, look, "eval/loss", x_label, label("validation/loss"), x_of):
+            said = f"Validation loss against {x_label}: mean over seeds, and its 95 % interval.{some.format('curves.csv')}"
+            found[f"loss_by_{name}"] = (said, figure)
     for profile in verdict.profiles:
-        found[profile.name] = (f"{profile.said}: mean over seeds, and its 95 % interval.", _profile(profile, look))
+        said = f"{profile.said}: mean over seeds, and its 95 % interval.{some.format('profiles.csv')}"
+        found[profile.name] = (said, _profile(profile, chosen, look))
     return found
 
 
-def _profile(profile: Profile, look: Style) -> Figure:
+MOST = 12
+"""Lines that a picture has at most: more, nobody tells apart."""
+
+
+def _lines(verdict: Verdict) -> list[str]:
+    """The arms that have a line: all, or the baseline and the best."""
+    sweep, rows = verdict.results.sweep, verdict.rows
+    by_worth = sorted(rows, key=lambda name: (name != sweep.baseline, not rows[name].value.count, rows[name].value.mean * (-1 if sweep.higher_is_better else 1)))
+    return [name for name in rows if name in by_worth[:MOST]]
+
+
+def _profile(profile: Profile, chosen: Sequence[str], look: Style) -> Figure:
     """One metric at several places, an arm a line."""
     figure, axes = new_figure(3.5)
-    for name, line in profile.lines.items():
+    for name in [name for name in chosen if name in profile.lines]:
+        line = profile.lines[name]
         _line(axes, list(line), list(line.values()), name, look[name])
     if "x" in profile.log:
         axes.set_xscale("log", base=2)

@@ -250,11 +250,11 @@ def markdown(verdict: Verdict) -> str:
     """For a paper's appendix."""
     results = verdict.results
     lines = [f"# {results.sweep.question or results.title}", "", *(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
+    if verdict.scans:
+        lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
     for head, *rows in (outcome(verdict), cost(verdict)):
         lines += [*_rows([head, *rows]), ""]
     lines += [NOTE, "", *_rows(arms_table(results)), ""]
-    if verdict.scans:
-        lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
     for profile in verdict.profiles:
         lines += [f"{profile.said} ({profile.y_label}):", "", *_rows(profile_table(profile)), ""]
     if results.left_out:
@@ -288,8 +288,8 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         f"<h1>{escape(results.sweep.question or results.title)}</h1>",
         "<ul class=verdict>" + "".join(f"<li>{escape(line)}</li>" for line in verdict.sentences) + "</ul>",
         f"<p class=about>{escape(' '.join(about(results)))}</p>",
-        "<h2>Results</h2>", table(*_split(outcome(verdict))), table(*_split(cost(verdict))), f"<p class=note>{escape(NOTE)}</p>",
         *(["<h2>Scans</h2>", table(*_split(scanned(verdict))), f"<p class=note>{escape(SCANNED)}</p>"] if verdict.scans else []),
+        "<h2>Results</h2>", table(*_split(outcome(verdict))), table(*_split(cost(verdict))), f"<p class=note>{escape(NOTE)}</p>",
         *(["<h2>Left out</h2><ul>", *(f"<li>{escape(line)}</li>" for line in results.left_out), "</ul>"] if results.left_out else []),
         "<h2>Figures</h2><div class=figures>", *(figure(name, *picture) for name, picture in pictures.items()), "</div>",
         "<h2>Arms</h2>", table(*_split(settings), classes=(1, 2)),
