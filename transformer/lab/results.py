@@ -15,7 +15,7 @@ from transformer.files import read_json
 from transformer.lab.guard import asked
 from transformer.lab.study import load_study
 from transformer.sweeps import Grid, Point, Sweep
-from transformer.training.metrics import read_metrics
+from transformer.training.metrics import parse_metrics
 from transformer.training.rundir import flat, load_config
 
 
@@ -220,12 +220,12 @@ def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Ru
     except UserError as e:
         left_out.append(f"{name}: damaged ({e})")
         return None
-    lines, numbers = read_metrics(folder), lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))}
+    parsed, numbers = parse_metrics(folder), lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))}
+    lines = [line for line in parsed if line is not None]
     if odd := sorted({key for line in lines for key in line.keys() - numbers(line).keys()}):
         left_out.append(f"{name}: {', '.join(odd)}: no numbers in metrics.jsonl")
     lines = [numbers(line) for line in lines]
-    file = folder / "metrics.jsonl"
-    if damaged := (len(file.read_bytes().split(b"\n")) - file.read_bytes().endswith(b"\n") if file.exists() else 0) - len(lines):
+    if damaged := len(parsed) - len(lines):
         left_out.append(f"{name}: {damaged} of the lines of metrics.jsonl are damaged")
     if not lines:
         left_out.append(f"{name}: has logged nothing yet")

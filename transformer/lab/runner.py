@@ -45,17 +45,17 @@ def share_of(study: Study, shard: tuple[int, int], most: int) -> list[list[Plann
     return [left for unit in mine if (left := [run for run in unit if not run.status().over])]
 
 
-def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, place: tuple[int, int] = (0, 1)) -> int:
+def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, host: tuple[int, int] = (0, 1)) -> int:
     """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1], of a pod's
-    processes number place[0] of place[1]. Returns the exit code: 0 when all of its runs are over, 1 when some have failed, 143 when it, or
+    processes number host[0] of host[1]. Returns the exit code: 0 when all of its runs are over, 1 when some have failed, 143 when it, or
     one of them, was stopped."""
     units, table = share_of(study, shard, most), _Table(study, sys.stderr)
-    first, alone = place[0] == 0, place[1] == 1
+    first, alone = host[0] == 0, host[1] == 1
     working, failed, cut = [], [], False
     with _stopping() as stopped, _leaving_none(working):
         while (units and not stopped()) or working:
             while units and len(working) < jobs and not stopped():
-                if child := _begin(study, units.pop(0), place):
+                if child := _begin(study, units.pop(0), host):
                     working.append(child)
             for child in list(working):
                 if stopped():
@@ -124,9 +124,9 @@ class _Child:
         return failed
 
 
-def _begin(study: Study, runs: list[Planned], place: tuple[int, int]) -> _Child | None:
+def _begin(study: Study, runs: list[Planned], host: tuple[int, int]) -> _Child | None:
     """A process for those of the runs that nobody else has, or has done meanwhile."""
-    index, count = place
+    index, count = host
     left = [run for run in runs if not run.status().over]
     if count == 1:
         left = [run for run in left if run.claim()]

@@ -78,15 +78,18 @@ def _start_wandb(project: str, workdir: Path, config: dict):
 
 def read_metrics(workdir: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl. One that was cut off, or damaged, is left out."""
+    return [line for line in parse_metrics(workdir) if line is not None]
+
+
+def parse_metrics(workdir: Path) -> list[dict | None]:
+    """The lines of a run's metrics.jsonl; None in place of one that was cut off, or damaged."""
     path, lines = Path(workdir) / "metrics.jsonl", []
-    if path.exists():
-        for text in path.read_bytes().splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:  # UnicodeDecodeError is one
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                lines.append(line)
+    for text in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:  # UnicodeDecodeError is one
+            line = None
+        lines.append(line if isinstance(line, dict) and isinstance(line.get("step"), int) else None)
     return lines
 
 

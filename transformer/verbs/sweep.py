@@ -70,7 +70,7 @@ def run(args, overrides) -> int:
         if here[0] == 0:
             print(prepare.describe_runs(study, shard, most), end="")
         return 0
-    code = runner.run_study(study, jobs=args.jobs, shard=shard, most=most, place=here)
+    code = runner.run_study(study, jobs=args.jobs, shard=shard, most=most, host=here)
     if code == 143:
         print("stopped; the same command goes on from there", file=sys.stderr)
     elif code == 0 and here[0] == 0:
