@@ -95,10 +95,20 @@ def test_what_cannot_be_told_shares_a_sentence(tmp_path):
     for arms in (2, 10):
         for arm in range(arms + 1):
             for seed in range(3):
-                made_up(tmp_path / str(arms), f"arm{arm}", seed, 4.0 + 0.1 * seed * (-1) ** arm + (arm == 1) * 0.05, model__d_ff=32 + 8 * arm)
+                made_up(tmp_path / str(arms), f"arm{arm}", seed, 4.0 + 0.1 * seed * (-1) ** arm + (arm == 1) * 0.05 * (seed == 1), model__d_ff=32 + 8 * arm)
     few, many = compare(tmp_path / "2").sentences, compare(tmp_path / "10").sentences
     assert few[-1].startswith("arm1 and arm2 cannot be told from arm0: p = ")
     assert "10 others cannot be told from" in many[0] and many[-1].startswith("10 others cannot be told from arm0: p = ") and len(many) == 2
+
+
+def test_the_same_difference_in_every_seed_is_not_among_the_best(tmp_path):
+    """Shares that are 0 or 1 with every seed: nothing is claimed, and nobody is called equal."""
+    for name, shares in {"all": (1.0, 1.0, 1.0), "most": (1.0, 0.99, 1.0), "none": (0.0, 0.0, 0.0), "same": (1.0, 1.0, 1.0)}.items():
+        for seed, share in enumerate(shares):
+            made_up(tmp_path, name, seed, 4.0, test_bleu=share, model__d_ff=32 + 8 * len(name) + ord(name[0]))
+    found = compare(tmp_path, metric="test/bleu")
+    assert [name for name, row in found.rows.items() if row.among_best] == ["all", "most", "same"]
+    assert any(line.startswith("none less all is -1.000 in each of 3 seeds") for line in found.sentences)
 
 
 def test_of_many_arms_the_best_have_lines(tmp_path):

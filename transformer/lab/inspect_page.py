@@ -21,7 +21,7 @@ td.cell { text-align: center; padding: .2rem .45rem; border-bottom: none; -webki
 .heads button { padding: 0; border: 2px solid transparent; background: none; cursor: pointer; line-height: 0; }
 .heads button[aria-pressed=true] { border-color: #d55e00; } .heads canvas { width: 100%; image-rendering: pixelated; }
 .heads .side { font-size: .75rem; color: #555; padding-right: .4rem; white-space: nowrap; }
-.numbers { display: flex; flex-wrap: wrap; gap: 0 2.5rem; } .numbers .about { margin: .8rem 0 .2rem; }
+.numbers { display: flex; flex-wrap: wrap; gap: 0 2.5rem; } .numbers > div { break-inside: avoid; } .numbers .about { margin: .8rem 0 .2rem; }
 .large { overflow: auto; max-width: 100%; } .large canvas { display: block; }
 """
 

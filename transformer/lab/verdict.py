@@ -63,7 +63,7 @@ def judge(results: Results) -> Verdict:
     for name, arm in arms.items():
         rows[name] = Row(
             arm, mean(list(values[name].values())), to_base.get(name),
-            any_known and (name == best or (name in to_best and not to_best[name].tells)),
+            any_known and (name == best or (name in to_best and _alike(to_best[name]))),
             _reaches(arm, base, watched, 1.0 if watched == "eval/loss" else sign), arm.mean_of("time/tokens_per_second"),
             max((float(line["memory/peak_bytes"]) for run in arm.runs.values() for line in run.lines if "memory/peak_bytes" in line), default=math.nan),
         )  # fmt: skip
@@ -74,6 +74,11 @@ def judge(results: Results) -> Verdict:
         *_of_factors({field: those for field, those in factors.items() if field not in {one.field for one in scanned}}),
     )  # fmt: skip
     return Verdict(results, rows, factors, scanned, tuple(profiles(results)), sentences)
+
+
+def _alike(one: Difference) -> bool:
+    """Whether two arms may be equal, as far as can be told; not where they differ by the same in every seed, of which p says nothing."""
+    return not one.tells and not (one.mean.count > 1 and math.isnan(one.p))
 
 
 def validated(results: Results) -> str:
