@@ -11,9 +11,22 @@ experiments/benchmarks/recurrence.py.
 
 At a larger scale (d_model 512, up to 1,024 letters; TPU v5e-4): --config=experiments/findings/recurrence.py:large
 
-Hardware  two CPU cores, about 20 minutes by estimate
+Hardware  two CPU cores, 45 runs, 35 minutes with --jobs=2 while other work ran beside it
 
-Seen      not run yet.
+Seen (two cores of an AMD EPYC 9005; three seeds; strings written without a mistake, and tokens right given those before them, with 95 % intervals where
+they are not zero):
+
+    n     attention        LSTMs with attention                 LSTMs without
+          strings  tokens  strings           tokens             strings           tokens
+     4    1.000    1.000   1.000             1.000              0.977 +- 0.022    0.995 +- 0.004
+     8    1.000    1.000   1.000             1.000              0.158 +- 0.034    0.832 +- 0.015
+    16    1.000    1.000   1.000             1.000              0                 0.470 +- 0.027
+    32    1.000    1.000   0.991 +- 0.006    1.000              0                 0.200 +- 0.018
+    64    1.000    1.000   0                 0.749 +- 0.175     0                 0.086 +- 0.019
+
+As the papers say: what a network remembers that has one state to remember by ends after a few letters (64 numbers of state, 1,000 steps), and attention,
+which has every letter one step away, does not care for the distance. LSTMs that attend stand between: they hold where Transformers do up to 32 letters and
+have not learned 64 in as many steps (their loss still fell).
 """
 
 import ml_collections
