@@ -108,7 +108,7 @@ def test_the_same_difference_in_every_seed_is_not_among_the_best(tmp_path):
             made_up(tmp_path, name, seed, 4.0, test_bleu=share, model__d_ff=32 + 8 * len(name) + ord(name[0]))
     found = compare(tmp_path, metric="test/bleu")
     assert [name for name, row in found.rows.items() if row.among_best] == ["all", "most", "same"]
-    assert any(line.startswith("none less all is -1.000 in each of 3 seeds") for line in found.sentences)
+    assert any(line.startswith("none has a difference to all of -1.000 in each of 3 seeds: without a spread") for line in found.sentences)
 
 
 def test_of_many_arms_the_best_have_lines(tmp_path):

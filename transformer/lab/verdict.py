@@ -150,11 +150,12 @@ def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
 
 
 def _of_arms(results: Results, rows: Mapping[str, Row]) -> list[str]:
-    """What each arm is against the baseline; those that cannot be told from it share a sentence."""
+    """What each arm is against the baseline; those of which nothing can be told share a sentence."""
     sweep, lines, base = results.sweep, [], results.sweep.baseline
     known = [row.to_baseline.p for row in rows.values() if row.to_baseline is not None and not math.isnan(row.to_baseline.p)]
     of_many = f" corrected for {len(known)} comparisons" if len(known) > 1 else ""
     untold: dict[str, Difference] = {}
+    unclaimed: dict[str, list[str]] = {}  # why -> arms
     for name, row in rows.items():
         dead = row.arm.diverged
         if dead:
@@ -165,9 +166,10 @@ def _of_arms(results: Results, rows: Mapping[str, Row]) -> list[str]:
             continue
         one = row.to_baseline
         if one.mean.count < 2:
-            lines.append(f"{name} and {base} have {one.mean.count or 'no'} seed{'s' * (one.mean.count == 0)} in common: no interval can be had, and nothing is claimed.")
+            unclaimed.setdefault(f"{one.mean.count or 'no'} seed{'s' * (one.mean.count == 0)} in common with {base}: no interval can be had", []).append(name)
         elif math.isnan(one.p):
-            lines.append(f"{name} less {base} is {number(one.mean.mean)} in each of {one.mean.count} seeds: without a spread no interval can be had, and nothing is claimed.")
+            why = f"a difference to {base} of {signed(one.mean.mean)} in each of {one.mean.count} seeds: without a spread no interval can be had"
+            unclaimed.setdefault(why, []).append(name)
         elif one.tells:
             better = (one.mean.mean < 0) != sweep.higher_is_better
             lines.append(
@@ -176,6 +178,7 @@ def _of_arms(results: Results, rows: Mapping[str, Row]) -> list[str]:
             )
         else:
             untold[name] = one
+    lines += [f"{_listed(names)} {'have' if len(names) > 1 else 'has'} {why}, and nothing is claimed." for why, names in unclaimed.items()]
     alone = [name for name, one in untold.items() if not one.mean.low <= 0 <= one.mean.high]
     if len(untold) == 1:
         ((name, one),) = untold.items()
