@@ -111,6 +111,41 @@ def test_the_same_difference_in_every_seed_is_not_among_the_best(tmp_path):
     assert any(line.startswith("none has a difference to all of -1.000 in each of 3 seeds: without a spread") for line in found.sentences)
 
 
+def test_who_ends_with_nothing_learned_has_failed(tmp_path):
+    """A loss of 1e30 is no result to take a mean of: it is a divergence that no rounding made infinite."""
+    for seed in (0, 1, 2):
+        made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed)
+        made_up(tmp_path, "b", seed, 1e30 if seed else 4.2, model__d_ff=48)
+    found = compare(tmp_path)
+    assert found.rows["b"].value.count == 1 and found.rows["b"].arm.diverged == {1: 8, 2: 8} and not found.rows["b"].among_best
+    assert any(line.startswith("b diverged with 2 of 3 seeds, at step 8, 8") for line in found.sentences)
+
+
+def test_who_lacks_a_seed_is_not_the_best(tmp_path):
+    """A seed is easy or hard for all arms: who lacks the hard one has the better mean of what is left."""
+    for seed, hard in enumerate((0.5, 0.0, 0.1)):
+        made_up(tmp_path, "a", seed, 4.0 + hard)
+        made_up(tmp_path, "b", seed, 4.1 + hard + 0.01 * seed if seed else None, model__d_ff=48)
+    found = compare(tmp_path)
+    assert found.rows["b"].value.mean < found.rows["a"].value.mean and "a has the best mean" in found.sentences[0]
+
+
+def test_arms_that_are_equal_have_no_best(tmp_path):
+    for arm in ("a", "b"):
+        for seed in (0, 1):
+            made_up(tmp_path, arm, seed, 4.0, test_bleu=0.0, model__d_ff=32 + 8 * ord(arm))
+    assert compare(tmp_path, metric="test/bleu").sentences[0] == "By test/bleu (BLEU) no arm differs from another with any seed: 0.000 ± 0.000."
+
+
+def test_speed_is_that_of_most_of_a_run(tmp_path):
+    """Not of the lines in which it compiled or evaluated."""
+    run = made_up(tmp_path, "a", 0, 4.0)
+    lines = [{"step": n + 1, "train/tokens": 100, "time/tokens_per_second": speed} for n, speed in enumerate((1.0, 50.0, 52.0, 2.0, 51.0))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 8, "test/loss": 4.0}\n')
+    made_up(tmp_path, "b", 0, 4.0, model__d_ff=48)
+    assert compare(tmp_path).rows["a"].tokens_per_second == 50.0
+
+
 def test_of_many_arms_the_best_have_lines(tmp_path):
     for arm in range(15):
         made_up(tmp_path, f"arm{arm:02d}", 0, None if arm == 3 else 4.0 - 0.1 * arm, diverged=5 * (arm == 3), eval_losses=(6.0, 5.0), model__d_ff=32 + 8 * arm)

@@ -183,8 +183,9 @@ def test_a_sweep_ends_with_every_run_over(swept):
     again = sweep("--dry-run")
     assert again.returncode == 0 and "over: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout, again.stderr
     assert before == sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
-    refused = sweep("--config.train.steps=9")
-    assert refused.returncode == 2 and "arm 'low' is another: train.steps was 8, is 9" in refused.stderr
+    for more in ((), ("--dry-run",)):
+        refused = sweep("--config.train.steps=9", *more)
+        assert refused.returncode == 2 and "arm 'low' is another: train.steps was 8, is 9" in refused.stderr, refused.stdout
 
 
 def test_a_sweep_is_compared(swept, capsys):
@@ -264,6 +265,20 @@ def test_a_sweep_keeps_the_seeds_it_has(tmp_path):
     with pytest.raises(UserError, match="holds a run, rotary/seed-2, of a seed that this sweep has not"):
         make_study(tmp_path, seeds=2).check()
     make_study(tmp_path, seeds=4).check()
+
+
+def test_a_metric_that_no_run_has_is_told(tmp_path, capsys):
+    """Of the first run that ends without it, with what there is instead: compare can still be asked for that."""
+    plain = make_study(tmp_path)
+    study = dataclasses.replace(plain, sweep=dataclasses.replace(plain.sweep, metric="test/bleu", higher_is_better=None))
+    study.write()
+    for run in study.runs:
+        made_up(tmp_path, run.arm, run.config.seed, 4.0)
+        (run.folder / "test.json").write_text(json.dumps({"step": run.config.train.steps}))
+    assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 0
+    said = capsys.readouterr().err
+    assert said.count("done: without test/bleu; there is test/loss") == len(study.runs) + 1, "each in a log, one at the end"
+    assert said.splitlines()[-1].startswith("rotary/seed-0  done: without")
 
 
 def test_shards_take_every_run_once(tmp_path):

@@ -193,5 +193,6 @@ def _curves(arms: Mapping[str, Arm], look: Style, metric: str, x_label: str, y_l
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _legend(figure, axes)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if max(x for _, xs, _ in drawn for x in xs) >= 1000:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure

@@ -58,17 +58,18 @@ logarithm."""
 
 
 def profiles(results: Results) -> list[Profile]:
-    """Those for which there are numbers, of which something can be drawn (updates are zero where a schedule ends at zero)."""
+    """Those for which there are numbers at two places or more, of which something can be drawn (updates are zero where a schedule ends at zero)."""
     found = []
     for name, (said, pattern, x_label, y_label, when, log) in PROFILES.items():
         lines = {arm.name: line for arm in results.arms.values() if (line := _line(arm, re.compile(pattern), when))}
-        if any(one.mean > 0 or "y" not in log for line in lines.values() for one in line.values()):
-            found.append(Profile(name, said, x_label, y_label, log, lines))
+        profile = Profile(name, said, x_label, y_label, log, lines)
+        if len(profile.places) > 1 and any(one.mean > 0 or "y" not in log for line in lines.values() for one in line.values()):
+            found.append(profile)
     return found
 
 
 def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
-    """Place -> mean over seeds, where there are two places or more. A place is the number in a metric's name; of several metrics with the same
+    """Place -> mean over seeds. A place is the number in a metric's name; of several metrics with the same
     number (heads of a layer) it is their mean."""
     runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
     places: dict[int, set[str]] = {}
@@ -76,5 +77,4 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
         places.setdefault(int(at.group(1)), set()).add(key)
     of_run = lambda run, keys: float(np.mean([getattr(run, when)(key) for key in keys]))
     found = {at: mean([x for run in runs if math.isfinite(x := of_run(run, places[at]))]) for at in sorted(places)}
-    found = {at: one for at, one in found.items() if one.count}
-    return found if len(found) > 1 else {}
+    return {at: one for at, one in found.items() if one.count}

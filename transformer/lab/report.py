@@ -120,13 +120,13 @@ def cost(verdict: Verdict) -> list[list[str]]:
     rows = [["arm", "parameters", "FLOP a token", "tokens/s", "memory", "attention"]]
     for name, row in verdict.rows.items():
         arm = row.arm
-        together = {run.together for run in arm.runs.values()} - {1}
-        mark = f" ({'/'.join(map(str, sorted(together)))} together)" if together else ""
+        together = {run.together for run in arm.runs.values()}
+        mark = f" ({' or '.join(map(str, sorted(together)))} together)" if together - {1} else ""
         attention = sorted({backend for run in arm.runs.values() for backend in run.manifest.get("attention_backends", {})})
-        known = lambda x, text: "-" if not x or math.isnan(x) else text(x)
+        known = lambda x, text, more="": "-" if not x or math.isnan(x) else text(x) + more
         rows.append([
-            name, known(arm.parameters, "{:,}".format), known(arm.flops, human_count), known(row.tokens_per_second, human_count) + mark,
-            known(row.memory, human_bytes) + mark, " + ".join(attention) or "-",
+            name, known(arm.parameters, "{:,}".format), known(arm.flops, human_count), known(row.tokens_per_second, human_count, mark),
+            known(row.memory, human_bytes, mark), " + ".join(attention) or "-",
         ])  # fmt: skip
     return rows
 

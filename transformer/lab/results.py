@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,7 +33,10 @@ class Run:
 
     @property
     def diverged(self) -> int | None:
-        """At which step, if it did."""
+        """At which step, if it did: its loss was no number any more, or it ended with twice that of knowing nothing, log V, and more."""
+        ended = [x for name in ("test/loss", "eval/loss") if not math.isnan(x := self.outcome(name))]
+        if ended and ended[0] > 2 * math.log(self.config.model.vocab_size):
+            return self.step
         return next((line["step"] for line in self.lines if line.get("train/diverged")), None)
 
     def last(self, name: str) -> float:
@@ -74,6 +78,11 @@ class Run:
         """So many runs were trained as one program, the last time that it was begun."""
         return self.manifest.get("trained_together", 1)
 
+    @property
+    def speed(self) -> float:
+        """Tokens a second, the median of what was logged: compiling and evaluating do not count."""
+        return statistics.median([line[name] for line in self.lines if (name := "time/tokens_per_second") in line] or [math.nan])
+
     def spent(self) -> list[tuple[int, float, float]]:
         """(step, tokens so far, seconds so far); of runs that were trained together, each has its share of the time."""
         found, tokens, seconds = [(0, 0.0, 0.0)], 0.0, 0.0
@@ -110,9 +119,10 @@ class Arm:
         """Seed -> step."""
         return {seed: run.diverged for seed, run in self.runs.items() if run.diverged is not None}
 
-    def mean_of(self, name: str) -> float:
-        """Over all lines of all runs that have it."""
-        found = [float(line[name]) for run in self.runs.values() for line in run.lines if name in line]
+    @property
+    def speed(self) -> float:
+        """Tokens a second of a run, over runs that logged it."""
+        found = [run.speed for run in self.runs.values() if not math.isnan(run.speed)]
         return sum(found) / len(found) if found else math.nan
 
 

@@ -268,9 +268,11 @@ class _Table:
             if last:
                 self._stream.write("\n".join([*overview(self._study, statuses), self._summary(statuses)]) + "\n")
         if last:
+            lacking = False  # once is enough: what one run lacks the others do, too
             for name, status in statuses.items():
-                if status.kind == "failed":
-                    self._stream.write(f"{name}  failed: {status.why}\n")
+                if status.why and (status.kind == "failed" or not lacking):
+                    self._stream.write(f"{name}  {status.kind}: {status.why}\n")
+                    lacking |= status.kind == "done"
         self._stream.flush()
 
     def _steps(self, name: str) -> int:

@@ -67,7 +67,9 @@ class Planned:
         judged = any(key.startswith("test/") for line in lines for key in line)
         if judged and self._tested() == self.config.train.steps:
             decided = [line[self.metric] for line in lines if self.metric in line]
-            return Status("done", self.config.train.steps, decided[-1] if decided else float("nan"))
+            tested = sorted({key for line in lines for key in line if key.startswith("test/")})
+            lacks = "" if decided else f"without {self.metric}; there is {', '.join(tested[:9])}{', ...' * (len(tested) > 9)}"
+            return Status("done", self.config.train.steps, decided[-1] if decided else float("nan"), lacks)
         if self.claimed():
             return Status("running", **at)
         if self._failure.exists():
@@ -210,9 +212,6 @@ class Study:
         if (self.folder / "sweep.json").exists():
             before = load_study(self.folder)
             begun = any(run.folder.exists() for run in before.runs)
-            gone = [run for run in before.runs if run.config.seed not in self.sweep.seeds and run.folder.exists()]
-            if gone:
-                raise UserError(f"--workdir: {self.folder} holds a run, {gone[0].name}, of a seed that this sweep has not; keep its seed, or choose another directory")
             for arm, config in before.configs.items() if begun else ():
                 if arm not in self.configs:
                     raise UserError(f"--workdir: {self.folder} holds a sweep that has an arm {arm!r}, which this has not; choose another directory")
@@ -220,6 +219,9 @@ class Study:
                     raise UserError(
                         f"--workdir: {self.folder} holds a sweep whose arm {arm!r} is another: {_difference(config, self.configs[arm])}; choose another directory"
                     )
+            gone = [run for run in before.runs if run.config.seed not in self.sweep.seeds and run.folder.exists()]
+            if gone:
+                raise UserError(f"--workdir: {self.folder} holds a run, {gone[0].name}, of a seed that this sweep has not; keep its seed, or choose another directory")
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise UserError(f"--workdir: {self.folder} is not empty and no sweep (no sweep.json); choose another directory")
 

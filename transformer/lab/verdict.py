@@ -55,8 +55,9 @@ def judge(results: Results) -> Verdict:
     base, sign = arms[sweep.baseline], -1.0 if sweep.higher_is_better else 1.0
     values = {name: arm.values(sweep.metric) for name, arm in arms.items()}
     to_base = corrected({name: difference(values[name], values[base.name]) for name in arms if name != base.name})
-    ended = {name: sign * mean(x).mean for name in arms if (x := list(values[name].values()))}
-    best = min(ended, key=ended.get, default="")
+    ended = {name: sign * mean(list(values[name].values())).mean for name in arms if values[name]}
+    whole = max(map(len, values.values()), default=0)
+    best = min((name for name in ended if len(values[name]) == whole), key=ended.get, default="")  # who lacks a seed may lack a hard one
     to_best = corrected({name: difference(values[name], values[best]) for name in ended if name != best})
     any_known = any(not math.isnan(one.p) for one in to_best.values())
     rows, watched = {}, validated(results)
@@ -64,7 +65,7 @@ def judge(results: Results) -> Verdict:
         rows[name] = Row(
             arm, mean(list(values[name].values())), to_base.get(name),
             any_known and (name == best or (name in to_best and _alike(to_best[name]))),
-            _reaches(arm, base, watched, 1.0 if watched == "eval/loss" else sign), arm.mean_of("time/tokens_per_second"),
+            _reaches(arm, base, watched, 1.0 if watched == "eval/loss" else sign), arm.speed,
             max((float(line["memory/peak_bytes"]) for run in arm.runs.values() for line in run.lines if "memory/peak_bytes" in line), default=math.nan),
         )  # fmt: skip
     factors = _factors(results, values)
@@ -143,7 +144,12 @@ def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
         alike = f"; {_listed(others)} cannot be told from it" if others else ""
         ended, runs = rows[best].value.count, len(sweep.seeds)
         of = f", over the {ended} of {runs} seeds that came to their end" if ended < runs else ""
-        lines.append(f"By {what} {best} has the best mean: {spell(rows[best].value)}{of}{alike}.")
+        mean_of = "mean" if rows[best].value.count > 1 else "number, of which nothing is claimed"
+        equal = len(others) + 1 == len(rows) and all(row.to_baseline is None or row.to_baseline.mean.low == row.to_baseline.mean.high == 0 for row in rows.values())
+        lines.append(
+            f"By {what} no arm differs from another with any seed: {spell(rows[best].value)}." if equal
+            else f"By {what} {best} has the best {mean_of}: {spell(rows[best].value)}{of}{alike}."
+        )  # fmt: skip
         if rows[best].value.count == 2:
             lines.append("Two seeds leave wide intervals, and little can be told apart; three or more tell more.")
     return lines

@@ -55,8 +55,8 @@ def run(args, overrides) -> int:
         say = print if here[0] == 0 else lambda *_, **__: None
         study = prepare.study(args.config, args.workdir, overrides, lambda line: say(line, file=sys.stderr))
         say(prepare.describe(study), end="")
+        study.check()
         if args.prepare:
-            study.check()
             barrier("the sweep is built")
             if here[0] == 0:
                 study.write()
