@@ -8,9 +8,23 @@ and the same with --config=experiments/stability.py:warmup.
 Wortsman et al. (2023), "Small-scale proxies for large-scale Transformer training instabilities": what becomes unstable in large models at a small rate
 does so in small ones at a large one. Their sensitivity, the mean loss over all rates less the loss at the best, is in the report.
 
-Hardware  two CPU cores, about 15 minutes each
+Hardware  two CPU cores, 72 runs in 26 minutes and 45 in 14 while other work ran beside them
 
-Seen      not run yet.
+Seen (two cores of an AMD EPYC 9005; three seeds, mean test/loss; 95 % intervals of +- 0.05 to 0.15, +- 0.5 at a rate of 1):
+
+    learning rate     0.0003   0.001   0.003    0.01    0.03     0.1     0.3       1    sensitivity
+    pre                 5.88    5.56    5.18    4.90    5.01    5.41    5.75    6.65           0.65
+    post                5.83    5.43    5.11    5.85    5.85    5.86    5.86    6.52           0.68
+    peri                5.88    5.55    5.17    4.84    4.90    4.91    4.94    6.31           0.47
+
+    warm-up, steps         1      10      30     100     200    sensitivity
+    pre                 4.96    4.96    4.92    4.84    4.81           0.09
+    post                5.85    5.85    5.85    5.57    4.80           0.79
+    peri                4.87    4.88    4.85    4.81    4.79           0.05
+
+No run diverges: what becomes unstable ends at 5.85, where only the frequencies of tokens are known, and stays. Post-norm does so from a rate on that is
+best for the others (0.01, with 50 steps of warm-up), unless the warm-up is 200 steps of 300 (of 100 steps one seed of three comes through); then
+it is as good as they are. Within 5 % of the best loss are, for pre-norm, rates over a factor of 3, for peri-norm over one of 30.
 """
 
 import ml_collections
