@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 from studies import facts_of, made_up
 
-from transformer import Sweep, UserError, product, scan, vary
+from transformer import Sweep, UserError, arms, chain, product, scan, vary
 from transformer.lab import figures, report, results, verdict
 from transformer.lab.statistics import corrected, difference, mean
 from transformer.lab.study import Study
@@ -92,10 +92,10 @@ def test_a_verdict_claims_what_the_interval_does(tmp_path):
 
 def test_what_cannot_be_told_shares_a_sentence(tmp_path):
     """Two arms are named, ten are counted; the table has them all."""
-    for arms in (2, 10):
-        for arm in range(arms + 1):
+    for others in (2, 10):
+        for arm in range(others + 1):
             for seed in range(3):
-                made_up(tmp_path / str(arms), f"arm{arm}", seed, 4.0 + 0.1 * seed * (-1) ** arm + (arm == 1) * 0.05 * (seed == 1), model__d_ff=32 + 8 * arm)
+                made_up(tmp_path / str(others), f"arm{arm}", seed, 4.0 + 0.1 * seed * (-1) ** arm + (arm == 1) * 0.05 * (seed == 1), model__d_ff=32 + 8 * arm)
     few, many = compare(tmp_path / "2").sentences, compare(tmp_path / "10").sentences
     assert few[-1].startswith("arm1 and arm2 cannot be told from arm0: p = ")
     assert "10 others cannot be told from" in many[0] and many[-1].startswith("10 others cannot be told from arm0: p = ") and len(many) == 2
@@ -263,6 +263,10 @@ def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
     told = verdict.judge(results.read([tmp_path])).factors
     wide, thick = told["model.d_ff"]["wide - narrow"], told["model.d_model"]["thick - thin"]
     assert wide.mean.mean == pytest.approx(0.101) and wide.tells and not thick.tells
+    configs["beside"] = dataclasses.replace(next(iter(configs.values())), seed=7)
+    beside = dataclasses.replace(sweep, grid=chain(grid, arms(beside={"optimizer.weight_decay": 0.3})))
+    Study(tmp_path, beside, configs, found | {"beside": next(iter(found.values()))}).write()
+    assert verdict.judge(results.read([tmp_path])).factors == told, "an arm beside the grid takes nothing from it"
 
 
 def test_a_number_that_the_sweep_goes_through(tmp_path):

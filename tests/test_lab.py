@@ -27,14 +27,21 @@ from transformer.training.recorder import Diverged
 
 def test_what_is_not_declared_is_refused():
     sweep = Sweep(vary("model.position", "rotary", "t5", "alibi"))
-    _, found = facts_of(sweep)
+    configs, found = facts_of(sweep)
     assert found["t5"].parameters - found["rotary"].parameters == 32 * 4
     with pytest.raises(UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+\n(.|\n)*declared=\{'parameters'"):
-        guard.check(sweep, found)
-    guard.check(dataclasses.replace(sweep, declared={"parameters": "T5's bias"}), found)
-    guard.check(Sweep(vary("model.position", "rotary", "alibi")), {arm: found[arm] for arm in ("rotary", "alibi")})
+        guard.check(sweep, configs, found)
+    guard.check(dataclasses.replace(sweep, declared={"parameters": "T5's bias"}), configs, found)
+    guard.check(Sweep(vary("model.position", "rotary", "alibi")), configs, {arm: found[arm] for arm in ("rotary", "alibi")})
     with pytest.raises(UserError, match="'params' is nothing that is compared; there is: parameters"):
-        guard.check(dataclasses.replace(sweep, declared={"params": "?"}), found)
+        guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, found)
+
+
+def test_one_experiment_under_two_names_is_refused():
+    sweep = Sweep(arms(plain={}, alibi={"model.position": "alibi"}, said={"model.position": "alibi"}))
+    configs, found = facts_of(sweep)
+    with pytest.raises(UserError, match="'alibi' and 'said' are the same experiment"):
+        guard.check(dataclasses.replace(sweep, declared=dict.fromkeys(guard.GIVEN_BY, "whatever")), configs, found)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,19 @@ def test_what_cannot_be_sized_is_refused():
         guard.matched(sweep, configs, {}, lambda line: None)
     with pytest.raises(UserError, match="sizes arms by model.d_ff, which varies"):
         guard.matched(Sweep(vary("model.d_ff", 8, 16), match="flops"), facts_of(Sweep(vary("model.d_ff", 8, 16)))[0], {}, print)
+
+
+def test_what_is_sized_in_one_may_differ_a_little_in_the_other():
+    """d_ff goes in eights: parameters made equal to 1 % leave FLOPs that differ as little, and more is still refused."""
+    sweep = Sweep(vary("model.position", "rotary", "alibi"), match="parameters")
+    configs, found = facts_of(sweep)
+    near, far = ({"rotary": found["rotary"], "alibi": dataclasses.replace(found["alibi"], flops=found["rotary"].flops * by)} for by in (1.005, 1.02))
+    guard.check(sweep, configs, near)
+    with pytest.raises(UserError, match="flops: rotary") as refused:
+        guard.check(sweep, configs, far)
+    assert "size them equal" not in str(refused.value), "that is what was asked for"
+    with pytest.raises(UserError, match="flops: rotary .*(.|\n)*size them equal: match='flops'"):
+        guard.check(dataclasses.replace(sweep, match=""), configs, near)
 
 
 def test_arms_train_as_long_as_the_baseline():

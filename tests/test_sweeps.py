@@ -58,6 +58,7 @@ def test_the_baseline_comes_first_and_seeds_are_the_same_for_all():
         (lambda: product(NORMS, NORMS), "'model.norm_placement' is set twice in one arm"),
         (lambda: vary("model.d_ff"), "has no values"),
         (lambda: arms(deep=24), "expected a table of fields"),
+        (lambda: Sweep(["a", "b"]), r"\['a', 'b'\]; a Grid is expected: vary"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):

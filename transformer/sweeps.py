@@ -110,6 +110,8 @@ class Sweep:
     match: str = ""
 
     def __post_init__(self):
+        if not isinstance(self.grid, Grid):
+            raise UserError(f"sweep: {self.grid!r}; a Grid is expected: vary(FIELD, VALUE, ...), arms(NAME={{...}}), or several of them in product(), zipped() or chain()")
         names = [point.name for point in self.grid.points]
         if not names:
             raise UserError("sweep: no arms")

@@ -49,8 +49,11 @@ GIVEN_BY = {
 }
 """Fact -> the fields that say it themselves: where one of them varies, the fact is what is asked, and needs no declaration."""
 
+SIZES = ("parameters", "flops")
+"""What d_ff makes equal."""
+
 CLOSE = 0.01
-"""Arms that are matched differ by no more than this share in what is matched."""
+"""Arms that are matched differ by no more than this share in what is matched; and in the other of SIZES no more than that needs no word."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -95,14 +98,18 @@ def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
     return lines
 
 
-def check(sweep: Sweep, found: Mapping[str, Facts]) -> None:
-    """Raises UserError if arms differ in anything that is not declared; or a declaration is of nothing."""
+def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]) -> None:
+    """Raises UserError if two arms are one experiment; if arms differ in anything that is not declared; or a declaration is of nothing."""
+    names = list(configs)
+    for arm in names:
+        if (first := next(one for one in names if configs[one] == configs[arm])) != arm:
+            raise UserError(f"sweep: arms {first!r} and {arm!r} are the same experiment, so their runs would be bit for bit equal; leave one of them out")
     for name in sweep.declared:
         if name not in GIVEN_BY:
             raise UserError(f"sweep: declared: {name!r} is nothing that is compared; there is: {', '.join(GIVEN_BY)}")
     if lines := undeclared(sweep, found):
         name = lines[0].partition(":")[0]
-        way = f"; or size them equal: match={name!r}" if name in ("parameters", "flops") else ""
+        way = f"; or size them equal: match={name!r}" if name in SIZES and not sweep.match else ""
         raise UserError(
             "sweep: arms differ in what nothing declares:\n  " + "\n  ".join(lines)
             + f"\nif that belongs to what is asked, say why: Sweep(..., declared={{{name!r}: \"...\"}}){way}"
@@ -111,7 +118,7 @@ def check(sweep: Sweep, found: Mapping[str, Facts]) -> None:
 
 def _same(name: str, one: Facts, base: Facts, match: str) -> bool:
     a, b = getattr(one, name), getattr(base, name)
-    return abs(a - b) <= CLOSE * b if match == name else a == b
+    return abs(a - b) <= CLOSE * b if name in SIZES and match in SIZES else a == b
 
 
 def _spelled(name: str, one: Facts, other: Facts) -> str:
@@ -155,7 +162,8 @@ def _sized(arm: str, config: Experiment, what: str, wanted: float, tell) -> Expe
     best = min((low, high), key=lambda eights: abs(of(eights) - wanted))
     if abs(of(best) - wanted) > CLOSE * wanted:
         raise UserError(
-            f"sweep: arm {arm!r} cannot be sized to the baseline's {what} ({wanted:,.0f}) by model.d_ff: {of(best):,.0f} at {8 * best}"
+            f"sweep: arm {arm!r} cannot be sized to the baseline's {what} ({wanted:,.0f}) by model.d_ff: {of(best):,.0f} at {8 * best}, "
+            f"which is not within {CLOSE:.0%}; d_ff goes in eights: take a larger model, or set the arm's fields by hand and declare the difference"
         )
     if 8 * best != config.model.d_ff:
         tell(f"{arm}: model.d_ff {config.model.d_ff} -> {8 * best}, {what} {of(best):,.0f} for the baseline's {wanted:,.0f}")

@@ -23,7 +23,7 @@ def study(file: str, folder: Path, overrides: Mapping[str, str], tell: Callable[
     there = load_study(folder) if (folder / "sweep.json").exists() else None
     configs = matched(sweep, configs, there.configs if there and there.sweep.match == sweep.match else {}, tell)
     found = {arm: facts(config) for arm, config in configs.items()}
-    check(sweep, found)
+    check(sweep, configs, found)
     return Study(folder, sweep, configs, found, file, Path(file.partition(":")[0]).read_text(), overrides)
 
 

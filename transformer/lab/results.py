@@ -173,7 +173,7 @@ def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
     for name, changes in study.sweep.arms.items():
         runs = {}
         for run in (run for run in study.runs if run.arm == name):
-            if (status := run.status()).why:
+            if (status := run.status()).kind == "failed":
                 left_out.append(f"{name}, seed {run.config.seed}: {status.kind}: {status.why}")
             elif found := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
                 runs[run.config.seed] = found
@@ -216,7 +216,9 @@ def _name(folder: Path) -> str:
 def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Run | None:
     if not (folder / "config.json").exists():
         if must:
-            raise UserError(f"compare: no run in {folder} (no config.json) and no sweep (no sweep.json)")
+            there = sorted(str(found.parent) for found in folder.glob("*/config.json"))
+            way = f"; name the runs in it: {' '.join(there[:3])}{' ...' * (len(there) > 3)}" if there else ""
+            raise UserError(f"compare: no run in {folder} (no config.json) and no sweep (no sweep.json){way}")
         left_out.append(f"{name}: not begun")
         return None
     try:

@@ -109,12 +109,13 @@ def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
 
 def _factors(results: Results, values: Mapping[str, Mapping[int, float]]) -> dict[str, dict[str, Difference]]:
     """Where several fields vary: what one of them does on average over the settings of the others that are there with both of its values."""
-    fields, found = results.sweep.fields, {}
-    if len(fields) < 2 or any(set(arm.changes) != set(fields) for arm in results.arms.values()):
+    sets, found = [frozenset(arm.changes) for arm in results.arms.values()], {}
+    fields = max(dict.fromkeys(sets), key=sets.count)  # of a grid; arms beside it set others
+    if len(fields) < 2:
         return {}
-    for field in fields:
+    for field in [field for field in results.sweep.fields if field in fields]:
         by_value: dict[str, dict[str, str]] = {}  # value -> setting of the others -> arm
-        for name, arm in results.arms.items():
+        for name, arm in [(name, arm) for name, arm in results.arms.items() if set(arm.changes) == fields]:
             others = str(sorted((k, str(v)) for k, v in arm.changes.items() if k != field))
             by_value.setdefault(results.sweep.points[name].call(field), {})[others] = name
         first, *rest = by_value
