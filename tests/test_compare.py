@@ -226,6 +226,8 @@ def test_which_way_is_better_is_known_by_name(tmp_path):
     for seed in (0, 1, 2):
         made_up(tmp_path, "a", seed, 4.0, test_bleu=30.0 + 0.1 * seed)
         made_up(tmp_path, "b", seed, 3.9 + 0.001 * seed, test_bleu=25.0 + 0.2 * seed, model__d_ff=48)
+    assert report.measured(compare(tmp_path, metric="test/loss"))[:2] == [["arm", "test/bleu"], ["a", "30.10 ± 0.25"]]
+    assert report.measured(compare(tmp_path, metric="test/bleu"))[0] == ["arm", "test/loss"]
     by_bleu, by_loss = (compare(tmp_path, metric=metric).sentences for metric in ("test/bleu", "test/loss"))
     assert "a has the best mean" in by_bleu[0] and "b is worse than a" in by_bleu[1]
     assert "b has the best mean" in by_loss[0] and "b is better than a" in by_loss[1]

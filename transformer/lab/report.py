@@ -6,6 +6,7 @@ import hashlib
 import html
 import io
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformer.lab.figures import draw
 from transformer.lab.profiles import Profile
 from transformer.lab.results import Results, Run
 from transformer.lab.scans import CLOSE
+from transformer.lab.statistics import mean
 from transformer.lab.study import Study, load_study
 from transformer.lab.verdict import Verdict, p_value, signed, spell, validated
 from transformer.parallel.sharding import human_bytes
@@ -28,7 +30,9 @@ h1 { font-size: 1.5rem; line-height: 1.25; margin: 1rem 0 .25rem; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #ccc; }
 p.about, figcaption, .note { color: #555; font-size: .9rem; }
 ul.verdict { padding-left: 1.1rem; } ul.verdict li { margin: .35rem 0; }
-.wide { overflow-x: auto; margin-bottom: 1rem; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+.wide { overflow-x: auto; margin-bottom: 1rem; background: linear-gradient(to left, #fff 1.5rem, #fff0) right / 3rem 100% no-repeat local,
+  linear-gradient(to left, #0003, #0000) right / .8rem 100% no-repeat scroll; }  /* a shadow where there is more to the right */
+ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .3rem .7rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; vertical-align: top; }
 th { white-space: normal; min-width: 3.5rem; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
@@ -111,7 +115,7 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         seeds = str(row.value.count) + (f" ({one.mean.count} paired)" if one is not None and one.mean.count < row.value.count else "")
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
         rows.append([name + (" *" if row.among_best else ""), spell(row.value), *difference, seeds, diverged, reaches])
-    head = ["arm", f"{sweep.metric} ± 95 %", f"less {sweep.baseline}", "95 % interval", "p", "seeds", "diverged", f"{validated(verdict.results)} as good as the baseline's last after"]
+    head = ["arm", f"{sweep.metric} ± 95 %", f"minus {sweep.baseline}", "95 % interval", "p", "seeds", "diverged", f"{validated(verdict.results)} as good as the baseline's last after"]
     return [head, *rows]
 
 
@@ -129,6 +133,15 @@ def cost(verdict: Verdict) -> list[list[str]]:
             known(row.memory, human_bytes, mark), " + ".join(attention) or "-",
         ])  # fmt: skip
     return rows
+
+
+def measured(verdict: Verdict) -> list[list[str]]:
+    """The table of arms, for a person: what else the test says, but for what is a profile; empty where there is nothing."""
+    arms, decides = verdict.results.arms, verdict.results.sweep.metric
+    names = {name for arm in arms.values() for run in arm.runs.values() for name in run.names}
+    names = sorted(name for name in names if name.startswith("test/") and name != decides and not re.search(r"/\d+(/|$)", name))
+    rows = [[name, *(spell(mean(list(arm.values(metric).values()))) for metric in names)] for name, arm in arms.items()]
+    return [["arm", *names], *rows] if names else []
 
 
 SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps"}
@@ -252,13 +265,13 @@ def markdown(verdict: Verdict) -> str:
     lines = [f"# {results.sweep.question or results.title}", "", *(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
     if verdict.scans:
         lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
-    for head, *rows in (outcome(verdict), cost(verdict)):
-        lines += [*_rows([head, *rows]), ""]
+    for rows in filter(None, (outcome(verdict), cost(verdict), measured(verdict))):
+        lines += [*_rows(rows), ""]
     lines += [NOTE, "", *_rows(arms_table(results)), ""]
     for profile in verdict.profiles:
         lines += [f"{profile.said} ({profile.y_label}):", "", *_rows(profile_table(profile)), ""]
     if results.left_out:
-        lines += ["Left out:", "", *(f"- {line}" for line in results.left_out), ""]
+        lines += ["Left out or damaged:", "", *(f"- {line}" for line in results.left_out), ""]
     lines += ["## Where it comes from", "", *(f"- {name}: {said}" for name, said in provenance(results)), "", "```", again(results), "```", ""]
     return "\n".join(lines)
 
@@ -289,8 +302,9 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         "<ul class=verdict>" + "".join(f"<li>{escape(line)}</li>" for line in verdict.sentences) + "</ul>",
         f"<p class=about>{escape(' '.join(about(results)))}</p>",
         *(["<h2>Scans</h2>", table(*_split(scanned(verdict))), f"<p class=note>{escape(SCANNED)}</p>"] if verdict.scans else []),
-        "<h2>Results</h2>", table(*_split(outcome(verdict))), table(*_split(cost(verdict))), f"<p class=note>{escape(NOTE)}</p>",
-        *(["<h2>Left out</h2><ul>", *(f"<li>{escape(line)}</li>" for line in results.left_out), "</ul>"] if results.left_out else []),
+        "<h2>Results</h2>", table(*_split(outcome(verdict))), table(*_split(cost(verdict))),
+        *([table(*_split(more))] if (more := measured(verdict)) else []), f"<p class=note>{escape(NOTE)}</p>",
+        *(["<h2>Left out or damaged</h2><ul>", *(f"<li>{escape(line)}</li>" for line in results.left_out), "</ul>"] if results.left_out else []),
         "<h2>Figures</h2><div class=figures>", *(figure(name, *picture) for name, picture in pictures.items()), "</div>",
         "<h2>Arms</h2>", table(*_split(settings), classes=(1, 2)),
         "<h2>Where it comes from</h2>", table(["", ""], [[name, said] for name, said in provenance(results)], classes=(1,)),
