@@ -27,7 +27,7 @@ td.cell { text-align: center; padding: .2rem .45rem; border-bottom: none; -webki
 
 SCRIPT = """
 const shade = w => { const t = Math.sqrt(w); return [255 - 255 * t, 255 - 141 * t, 255 - 77 * t]; };  // white to #0072b2
-const piece = s => s.replace(/\\n/g, '\\u21b5').replace(/^ *$/, '\\u2423');
+const piece = s => s.replace(/\\n/g, '\\u21b5').replace(/^ *$/, '\\u2581');
 document.querySelectorAll('section.map').forEach(section => {
   const map = JSON.parse(section.querySelector('script').textContent);
   const [L, N, T, S] = map.shape, bytes = Uint8Array.from(atob(map.weights), c => c.charCodeAt(0));
