@@ -16,7 +16,8 @@ from studies import experiment, facts_of, made_up, make_study
 from transformer import Sweep, UserError, arms, vary
 from transformer.cli import main
 from transformer.config_io import to_mapping
-from transformer.lab import guard, results, runner
+from transformer.lab import guard, prepare, results, runner
+from transformer.lab.study import Study
 from transformer.lab.together import NUMBERS, alike, train_together
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
@@ -60,6 +61,13 @@ def test_each_fact_is_found(grid, name):
     _, found = facts_of(sweep)
     lines = guard.undeclared(sweep, found)
     assert any(line.startswith(name) for line in lines) if name else not lines
+
+
+def test_arms_that_read_more_are_shown_to(tmp_path):
+    for grid, reads in ((vary("data.batch_size", 8, 16), ("2.0k", "4.1k")), (vary("model.position", "rotary", "alibi"), ())):
+        sweep = Sweep(grid)
+        said = prepare.describe(Study(tmp_path, sweep, *facts_of(sweep)))
+        assert [line.split()[-1] for line in said.splitlines() if line.endswith(reads)] == list(reads) and ("training tokens" in said) == bool(reads)
 
 
 def test_another_backend_is_found():

@@ -46,14 +46,16 @@ def parse_shard(text: str) -> tuple[int, int]:
 def describe(study: Study) -> str:
     """What was asked, and what each arm changes from the baseline in the model and program that are built."""
     sweep, base = study.sweep, study.facts[study.sweep.baseline]
-    rows = [["arm", "changes", "parameters", "FLOP a token", "attention"]]
+    reads = {arm: study.facts[arm].tokens * study.configs[arm].train.steps for arm in sweep.arms}
+    as_much = len(set(reads.values())) == 1
+    rows = [["arm", "changes", "parameters", "FLOP a token", "attention", *([] if as_much else ["training tokens"])]]
     for arm, changes in sweep.arms.items():
         one = study.facts[arm]
         said = " ".join(f"{field}={_short(value)}" for field, value in changes.items())
         more = one.parameters - base.parameters
         parameters = f"{one.parameters:,}" if not more else f"{one.parameters:,} ({more:+,})"
         flops = human_count(one.flops) + ("" if one.flops == base.flops else f" ({one.flops / base.flops - 1:+.1%})")
-        rows.append([arm + (" (baseline)" if arm == sweep.baseline else ""), said, parameters, flops, one.attention])
+        rows.append([arm + (" (baseline)" if arm == sweep.baseline else ""), said, parameters, flops, one.attention, *([] if as_much else [human_count(reads[arm])])])
     lines = [f"asked       {sweep.question}"] if sweep.question else []
     config = study.configs[sweep.baseline]
     lines.append(f"decides     {sweep.metric}, {'higher' if sweep.higher_is_better else 'lower'} is better")
