@@ -100,9 +100,9 @@ def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
 
 def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]) -> None:
     """Raises UserError if two arms are one experiment; if arms differ in anything that is not declared; or a declaration is of nothing."""
-    names = list(configs)
-    for arm in names:
-        if (first := next(one for one in names if configs[one] == configs[arm])) != arm:
+    seen: dict[Experiment, str] = {}
+    for arm, config in configs.items():
+        if (first := seen.setdefault(config, arm)) != arm:
             raise UserError(f"sweep: arms {first!r} and {arm!r} are the same experiment, so their runs would be bit for bit equal; leave one of them out")
     for name in sweep.declared:
         if name not in GIVEN_BY:
