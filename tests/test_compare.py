@@ -294,6 +294,24 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
         scan("optimizer.learning_rate", 0.0, 1.0, 3)
 
 
+def test_of_many_arms_the_scan_speaks(tmp_path):
+    """Where few values are scanned each arm is compared with the baseline in a sentence, where many are the scan's sentence does; divergences
+    are told of all."""
+    for points in (3, 10):
+        folder = tmp_path / str(points)
+        sweep = Sweep(scan("optimizer.learning_rate", 1e-3, 1e-1, points), seeds=3)
+        configs, found = facts_of(sweep)
+        Study(folder, sweep, configs, found).write()
+        for at, name in enumerate(configs):
+            for seed in range(3):
+                dead = at == points - 1 and seed == 0
+                made_up(folder, name, seed, None if dead else 5.0 - 0.3 * at + 0.01 * seed * (-1) ** at, diverged=3 if dead else 0)
+        sentences = verdict.judge(results.read([folder])).sentences
+        assert any("is better than learning_rate=0.001" in line for line in sentences) == (points == 3)
+        assert any(line.startswith(f"of {points} values of learning_rate") for line in sentences)
+        assert any(line.startswith("learning_rate=0.1 diverged with 1 of 3 seeds") for line in sentences)
+
+
 def test_the_page_stands_alone(tmp_path):
     for seed in (0, 1, 2):
         made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed, eval_losses=(6.0, 5.0))

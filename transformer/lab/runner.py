@@ -286,4 +286,4 @@ class _Table:
         spent, since = time.monotonic() - self._began, done - self._first
         left = f", {human_time(spent / since * (1 - done))} left" if since > 0.02 and done < 1 else ""
         over = sum(status.over for status in statuses.values())
-        return f"{over} of {len(statuses)} runs are over; {human_time(spent)} so far{left}"
+        return f"{over} of {len(statuses)} runs are over (their {self._study.sweep.metric}; of others train/loss); {human_time(spent)} so far{left}"

@@ -27,6 +27,7 @@ class Scan:
 
     field: str
     setting: str  # what the other fields are; "" where none varies
+    arms: frozenset[str]
     points: Mapping[float, Mean]  # of seeds that came to their end
     best: float
     close: tuple[float, float]  # the values around the best from which to which means are within 5 % of it
@@ -64,7 +65,7 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     good = {x: x in ended and abs(ended[x].mean - ended[best].mean) <= CLOSE * abs(ended[best].mean) for x in arms}
     stable = None if failed[best] else _around(best, {x: not bad for x, bad in failed.items()})
     sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - ended[best].mean if is_loss else math.nan
-    return Scan(field, setting, points, best, _around(best, good), stable, sensitivity)
+    return Scan(field, setting, frozenset(arm.name for arm in arms.values()), points, best, _around(best, good), stable, sensitivity)
 
 
 def _around(best: float, holds: Mapping[float, bool]) -> tuple[float, float]:

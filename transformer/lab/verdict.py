@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -70,8 +70,9 @@ def judge(results: Results) -> Verdict:
         )  # fmt: skip
     factors = _factors(results, values)
     scanned = tuple(scans(results))
+    in_scans = frozenset().union(*(one.arms for one in scanned)) if len(rows) > NAMED else ()  # of many, the scans' sentences say it
     sentences = (
-        *_of_best(results, rows, best), *(_of_scan(one, results) for one in scanned), *_of_arms(results, rows),
+        *_of_best(results, rows, best), *(_of_scan(one, results) for one in scanned), *_of_arms(results, rows, in_scans),
         *_of_factors({field: those for field, those in factors.items() if field not in {one.field for one in scanned}}),
     )  # fmt: skip
     return Verdict(results, rows, factors, scanned, tuple(profiles(results)), sentences)
@@ -156,8 +157,8 @@ def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
     return lines
 
 
-def _of_arms(results: Results, rows: Mapping[str, Row]) -> list[str]:
-    """What each arm is against the baseline; those of which nothing can be told share a sentence."""
+def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]) -> list[str]:
+    """Which arms diverged, and what each, but for some, is against the baseline; those of which nothing can be told share a sentence."""
     sweep, lines, base = results.sweep, [], results.sweep.baseline
     known = [row.to_baseline.p for row in rows.values() if row.to_baseline is not None and not math.isnan(row.to_baseline.p)]
     of_many = f" corrected for {len(known)} comparisons" if len(known) > 1 else ""
@@ -169,7 +170,7 @@ def _of_arms(results: Results, rows: Mapping[str, Row]) -> list[str]:
             at = ", ".join(f"{step:,}" for step in dead.values())
             rest = "; means are over the others" if row.value.count else ""
             lines.append(f"{name} diverged with {len(dead)} of {len(row.arm.runs)} seeds, at step {at}{rest}.")
-        if row.to_baseline is None or not row.value.count:
+        if row.to_baseline is None or not row.value.count or name in without:
             continue
         one = row.to_baseline
         if one.mean.count < 2:
