@@ -317,11 +317,12 @@ def test_the_page_stands_alone(tmp_path):
         made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed, eval_losses=(6.0, 5.0))
         made_up(tmp_path, "b<b>", seed, 4.5 + 0.1 * seed**2, eval_losses=(5.5, 4.5), model__d_ff=48)
     for layer in range(3):
-        made_up(tmp_path, f"deep{layer}", 0, 4.0, model__d_ff=64 + 8 * layer, more={f"eval/depth/{what}/decoder/{n:02d}/feed_forward": (n + 1) * (what == "gradient") for n in range(3) for what in ("gradient", "update")})
+        made_up(tmp_path, f"deep{layer}", 0, 4.0, model__d_ff=64 + 8 * layer, train__evaluators=("depth_profile",), more={f"eval/depth/{what}/decoder/{n:02d}/feed_forward": (n + 1) * (what == "gradient") for n in range(3) for what in ("gradient", "update")})
     page = report.write(compare(tmp_path), tmp_path / "report").read_text()
     assert (tmp_path / "report" / "figures" / "gradient_by_depth_decoder_first.png").exists()
     for said in (page, (tmp_path / "report" / "report.md").read_text()):
         assert re.search(r"deep1\W+(td\W+)*1\.000 \(one seed\)\W+(td\W+)*2\.000", said), "a profile has its numbers"
+        assert re.search(r"Norm of the gradient by layer, decoder, before the first step \(one batch of \d+ rows\)", said)
     assert "gradient_by_depth_decoder_first,deep2,2,3.0,,,1" in (tmp_path / "report" / "profiles.csv").read_text()
     assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "url(" not in page and "<script" not in page
     assert "b_b_" in page and "viewport" in page

@@ -24,6 +24,17 @@ class Kind:
         """Why it says nothing of such an experiment, to be read behind its name; None if it does."""
         return None
 
+    def reads(self, experiment) -> str:
+        """How much of the text it is measured on; "": all."""
+        return ""
+
+
+class _OneBatch(Kind):
+    """What is measured on one batch."""
+
+    def reads(self, experiment):
+        return f"one batch of {experiment.data.batch_size} rows"
+
 
 @dataclasses.dataclass(frozen=True)
 class LossByPosition(Kind):
@@ -68,9 +79,12 @@ class Extrapolation(Kind):
         if experiment.model.family != "decoder" or not experiment.objective.every_token:
             return "is of decoders that are asked for every token (causal_lm)"
 
+    def reads(self, experiment):
+        return f"the first {self.tokens:,} tokens" if self.tokens else ""
+
 
 @dataclasses.dataclass(frozen=True)
-class DepthProfile(Kind):
+class DepthProfile(_OneBatch):
     """By layer and sublayer, on one batch: how large the residual stream and the branch beside it are, the gradient, and what one update
     changes (Xiong et al. 2020; Liu et al. 2020)."""
 
@@ -82,7 +96,7 @@ class DepthProfile(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention(Kind):
+class Attention(_OneBatch):
     """Where each head of each layer looks, on one batch: entropy, weight on the first token, mean distance, weight on the token before,
     largest logit; and, of a decoder on random tokens said twice, the induction score (Olsson et al. 2022). The model's own attention may be
     any backend: it is computed once more, from queries and keys."""
@@ -95,7 +109,7 @@ class Attention(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogitLens(Kind):
+class LogitLens(_OneBatch):
     """What the head would say if the stack ended behind each layer (nostalgebraist 2020), on one batch: its loss, and how often it says what
     the last layer says."""
 
@@ -109,7 +123,7 @@ class LogitLens(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class Order(Kind):
+class Order(_OneBatch):
     """What the order of tokens is worth to the model: how far its prediction at the last place of a row moves when all tokens before it are put
     in another order, on one batch. Who is blind to order does not notice."""
 
@@ -166,6 +180,9 @@ class Probe(Kind):
             return "asks a question and expects an answer; data.objective = 'seq2seq' learns that"
         if experiment.data.format != "probe" and not (self.task and self.lengths):
             return "needs task and lengths, for data.format is not 'probe'"
+
+    def reads(self, experiment):
+        return f"{self.examples} examples of each length"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from transformer.evaluation.units import unit
 from transformer.files import write_whole
 from transformer.lab.figures import draw
-from transformer.lab.profiles import Profile
+from transformer.lab.profiles import Profile, reads
 from transformer.lab.results import Results, Run
 from transformer.lab.scans import CLOSE
 from transformer.lab.statistics import mean
@@ -86,7 +86,8 @@ def about(results: Results) -> list[str]:
         if len(sweep.seeds) > 1
         else f"{len(results.arms)} arms, {runs} runs of one seed: nothing is known of how much another seed would change, so there are no intervals."
     )
-    lines.append(f"Decides: {sweep.metric}{f', {unit(sweep.metric)}' if unit(sweep.metric) else ''}; {'higher' if sweep.higher_is_better else 'lower'} is better.")
+    said = [sweep.metric, unit(sweep.metric), f"on {part}" if (part := reads(results, sweep.metric)) else ""]
+    lines.append(f"Decides: {', '.join(filter(None, said))}; {'higher' if sweep.higher_is_better else 'lower'} is better.")
     texts = {str(run.manifest.get("data", {}).get("test", {}).get("sha256")) for arm in results.arms.values() for run in arm.runs.values()}
     lines += ["Arms are judged on texts of their own, which belongs to what was asked."] if len(texts) > 1 else []
     lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
@@ -141,7 +142,8 @@ def measured(verdict: Verdict) -> list[list[str]]:
     names = {name for arm in arms.values() for run in arm.runs.values() for name in run.names}
     names = sorted(name for name in names if name.startswith("test/") and name != decides and not re.search(r"/\d+(/|$)", name))
     rows = [[name, *(spell(mean(list(arm.values(metric).values()))) for metric in names)] for name, arm in arms.items()]
-    return [["arm", *names], *rows] if names else []
+    heads = [f"{metric} ({part})" if (part := reads(verdict.results, metric)) else metric for metric in names]
+    return [["arm", *heads], *rows] if names else []
 
 
 SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps"}
