@@ -1,0 +1,299 @@
+"""What is read of a compiled program - work, memory, what is sent - against what is known of it."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from conftest import small
+
+from transformer.config import Experiment, MeshConfig
+from transformer.config_io import from_mapping
+from transformer.parallel.mesh import make_mesh
+from transformer.planning import chips
+from transformer.planning.buffers import kept
+from transformer.planning.chips import topology
+from transformer.planning.hlo import Program
+from transformer.planning.kernels import kernel
+from transformer.planning.messages import Message, messages
+from transformer.planning.model_flops import allowed_pairs, model_flops
+from transformer.planning.programs import Programs
+from transformer.planning.roofline import roofline, sent
+from transformer.planning.sample import batch_shapes
+from transformer.planning.work import flops, hbm_bytes
+
+D, FF, V, T, ROWS = 32, 64, 48, 64, 16
+
+
+def planned(family="decoder", mesh=None, train=(), data=(), **model):
+    objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "seq2seq"}[family]
+    return from_mapping(Experiment, {
+        "model": {"family": family, "vocab_size": V, "d_model": D, "d_ff": FF, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 3, "max_length": T,
+                  "use_bias": False, "norm_placement": "pre", "position": "rotary", "attention_backend": "reference", **model},
+        "data": {"train": "nowhere", "objective": objective, "length": T, "batch_size": ROWS, **dict(data)},
+        "train": {"steps": 1000, **dict(train)}, "mesh": {"data": 1, **(mesh or {})}, "decoding": {"batch_size": 8},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_products_are_counted_as_often_as_they_run(scan):
+    """A forward pass on one device: all products of the model, and all pairs of the plain attention."""
+    config = planned(scan_layers=scan)
+    tokens = ROWS * T
+    layer = 2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D
+    compiled = Programs(config, jax.devices()[:1]).compile("evaluate")
+    assert flops(compiled.program) == 3 * layer + 2 * tokens * D * V
+
+
+def test_what_a_model_needs_by_hand():
+    """Training takes three times the forward pass, and of a causal mask's pairs half and the diagonal."""
+    config, mesh = planned(), make_mesh(MeshConfig(data=1))
+    programs = Programs(config, jax.devices()[:1])
+    tokens = ROWS * T
+    pairs = (T + 1) / (2 * T)
+    forward = 3 * (2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D * pairs) + 2 * tokens * D * V
+    assert model_flops(config, batch_shapes(config, mesh), programs.state.params) == 3 * forward
+
+
+def test_of_experts_those_that_are_asked_count():
+    dense, mixed = (
+        planned(),
+        planned(feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5}),
+    )
+    count = lambda config: model_flops(
+        config,
+        batch_shapes(config, make_mesh(MeshConfig(data=1))),
+        Programs(config, jax.devices()[:1]).state.params,
+    )
+    tokens = ROWS * T
+    router, second, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
+    assert count(mixed) - count(dense) == 3 * 3 * (router + second + gather)
+
+
+@pytest.mark.parametrize(
+    "model", [{"pipeline_rounds": 3}, {"scan_layers": False}, {"layer_pattern": ({"window": 7}, {}, {})}]
+)
+def test_a_model_needs_the_same_however_its_layers_are_laid_out(model):
+    count = lambda config: model_flops(
+        config,
+        batch_shapes(config, make_mesh(MeshConfig(data=1))),
+        Programs(config, jax.devices()[:1]).state.params,
+    )
+    plain, other = count(planned()), count(planned(**model))
+    assert other < plain if "layer_pattern" in model else other == plain
+
+
+def test_what_is_kept_of_micro_batches_is_found_in_their_loop():
+    planned_in = lambda n: Programs(planned(train={"accumulate": n}), jax.devices()[:1])
+    whole, fourths = (kept(planned_in(n).compile("train").program) for n in (1, 4))
+    assert 0 < fourths < whole
+
+
+@pytest.mark.parametrize(
+    ("window", "block", "expected"),
+    [(0, 1, 65 / 128), (1, 1, 1 / 64), (16, 1, (16 * 64 - 120) / 64**2), (0, 16, 10 / 16), (17, 16, 7 / 16)],
+)
+def test_pairs_that_a_mask_allows(window, block, expected):
+    assert allowed_pairs(small("decoder", window=window), "decoder", 64, block) == pytest.approx(expected)
+
+
+def test_both_ways_in_a_window():
+    mask = np.abs(np.arange(40)[:, None] - np.arange(40)) < 7
+    assert allowed_pairs(small("encoder", window=7), "encoder", 40) == pytest.approx(mask.mean())
+
+
+TEXT = """HloModule made_up
+
+%inner (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %n = f32[8,4]{1,0} negate(%p)
+}
+
+%body (arg: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %arg = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %x = f32[8,4]{1,0} get-tuple-element(%arg), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %after = s32[] add(%next, %one)
+  %sum = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %kernel = f32[8,4]{1,0} custom-call(%sum), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block": "{1}"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %out = (s32[], f32[8,4]{1,0}) tuple(%after, %kernel)
+}
+
+%condition (arg: (s32[], f32[8,4])) -> pred[] {
+  %arg = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg), index=0
+  %end = s32[] constant(9)
+  ROOT %less = pred[] compare(%i, %end), direction=LT
+}
+
+ENTRY %main (a: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8,4]{1,0}) tuple(%zero, %a)
+  %loop = (s32[], f32[8,4]{1,0}) while(%start), condition=%condition, body=%body, metadata={op_name="jit(f)/jvp(layers)/while"}
+  %made = f32[8,4]{1,0} get-tuple-element(%loop), index=1
+  %gathered = f32[32,4]{1,0} all-gather(%made), replica_groups=mesh['x'=2,'y'=4] {'y'}, dimensions={0}
+  %moved = f32[8,4]{1,0} collective-permute(%made), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  %turned = f32[8,4]{1,0} all-to-all(%moved), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
+  %kept = f32[8,4]{1,0:S(1)} fusion(%turned), kind=kLoop, calls=%inner
+  ROOT %back = f32[8,4]{1,0} add(%made, %turned), metadata={op_name="jit(f)/transpose(jvp(layers))/add"}
+}
+"""
+
+
+def test_a_program_in_its_own_words():
+    """Loops that count in twos, the four spellings of groups, attributes over several lines, on-chip memory, what backward keeps."""
+    program = Program.read(TEXT)
+    found = {message.kind: message for message in messages(program)}
+    assert found["all-reduce"].times == 5 and found["all-reduce"].groups.tolist() == [[0, 1], [2, 3]]
+    assert found["all-gather"].groups.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and found["all-gather"].bytes == 4 * 128
+    assert found["collective-permute"].groups.tolist() == [[0, 1], [1, 2], [2, 3], [3, 0]]
+    assert found["all-to-all"].groups.tolist() == [[0, 2], [1, 3]]
+    kernel = next((one, times) for one, _, times, _ in program.runs if one.opcode == "custom-call")
+    assert kernel[0].source == "jit(f)/kernel" and kernel[1] == 5
+    assert kept(program) == 2 * 128  # the loop's result and what was turned, which the backward pass reads
+    array = 128
+    loop = 5 * (2 * array + 2 * array + 3 * 4 * 2)  # the sum, the kernel, two scalar additions, each read and written
+    compare = 5 * 0  # a condition is not visited
+    assert hbm_bytes(program) == loop + compare + (array + 4 * array) + 2 * array + 2 * array + array + 3 * array
+
+
+MOVES = """HloModule moves
+
+%sliced (w: f32[16,64], i: s32[]) -> f32[1,64] {
+  %w = f32[16,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %one = f32[1,64]{1,0} dynamic-slice(%w, %i, %zero), dynamic_slice_sizes={1,64}
+}
+
+%put (whole: f32[16,64], part: f32[1,64], i: s32[]) -> f32[16,64] {
+  %whole = f32[16,64]{1,0} parameter(0)
+  %part = f32[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %out = f32[16,64]{1,0} dynamic-update-slice(%whole, %part, %i, %zero)
+}
+
+ENTRY %main (w: f32[16,64], i: s32[]) -> f32[16,64] {
+  %w = f32[16,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %one = f32[1,64]{1,0} fusion(%w, %i), kind=kLoop, calls=%sliced
+  %start = (f32[1,64]{1,0}, f32[1,64]{1,0:S(1)}, u32[]) copy-start(%one)
+  %done = f32[1,64]{1,0:S(1)} copy-done(%start)
+  %all = f32[16,64]{1,0} fusion(%w, %one, %i), kind=kLoop, calls=%put
+  ROOT %sum = f32[16,64]{1,0} all-reduce(%all), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+
+
+def test_what_is_moved_is_counted_once():
+    """A slice with its index, a copy to on-chip memory, a part put in its place; and a gather that is spelled as a sum of zeros."""
+    program = Program.read(MOVES)
+    one, whole = 4 * 64, 4 * 1024
+    slice_of, copied, put = (one + 4) + one, one, one + one + 4  # an index is four bytes; the part is read, and written
+    assert hbm_bytes(program) == slice_of + copied + put + 2 * whole
+    (message,) = messages(program)
+    assert (message.kind, message.bytes) == ("all-gather", whole)
+
+
+SCATTER = """HloModule scatter
+
+%all-reduce-scatter.1 (input: bf16[64,8]) -> bf16[16,8] {
+  %input = bf16[64,8]{1,0} parameter(0)
+  %sum = bf16[64,8]{1,0} all-reduce(%input), replica_groups={{0,1,2,3}}, to_apply=%add
+  %at = u32[] partition-id()
+  %zero = u32[] constant(0)
+  ROOT %part = bf16[16,8]{1,0} dynamic-slice(%sum, %at, %zero), dynamic_slice_sizes={16,8}
+}
+
+ENTRY %main (a: bf16[64,8]) -> bf16[16,8] {
+  %a = bf16[64,8]{1,0} parameter(0)
+  ROOT %part = bf16[16,8]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_sum_of_which_each_keeps_its_part_is_a_scatter():
+    (message,) = messages(Program.read(SCATTER))
+    assert (message.kind, message.bytes) == ("reduce-scatter", 1024)
+
+
+def called(name, out, given, where, **model):
+    """What a call of a kernel of this name does, that is given these shapes."""
+    given = ", ".join(f"bf16[{dims}]{{1,0}}" for dims in given)
+    line = (
+        f'  %{name} = bf16[{out}]{{1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", '
+        f"operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, {given}}}, "
+        f'metadata={{op_name="jit(step)/decoder/layers/{where}"}}'
+    )
+    program = Program.read("ENTRY %main (q: f32[]) -> f32[] {\n" + line + "\n}\n")
+    return kernel(program.computations["main"][name], small("decoder", **model))
+
+
+def test_an_attention_kernels_products_are_those_of_the_blocks_it_looks_at():
+    shapes = "2,4,1024,64", ("2,4,1024,64", "2,2,1024,64", "2,2,1024,64")
+    count = lambda kind, where="self_attention": called(f"splash_mha_{kind}_segmented.1", *shapes, where).flops
+    whole = 2 * 2 * 4 * 1024 * 1024 * 64
+    assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
+    assert count("fwd", "cross_attention") == 2 * whole
+
+
+def test_a_grouped_kernel_goes_over_its_experts_share_of_the_rows():
+    """2 of 8 experts are here: a quarter of 1024 rows."""
+    mixture = {"feed_forward": {"name": "experts", "num_experts": 8}}
+    forward = called("gmm.3", "1024,96", ("1024,64", "2,64,96"), "feed_forward", **mixture)
+    by_matrices = called("tgmm.1", "2,64,96", ("1024,64", "1024,96"), "feed_forward", **mixture)
+    assert forward == by_matrices
+    assert (forward.flops, forward.untouched) == (2 * 256 * 64 * 96, 768 * (64 + 96) * 2)
+    turned = called("gmm.4", "1024,64", ("1024,96", "2,64,96"), "feed_forward", **mixture)  # the gradient by rows
+    assert turned == forward
+
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+def test_what_a_ring_sends():
+    size = {kind: sent(Message(kind, 100, np.arange(4)[None], 3, "")) for kind in KINDS}
+    assert {kind: beyond for kind, (_, beyond) in size.items()} == dict.fromkeys(KINDS, 0)
+    assert [here for here, _ in size.values()] == [225, 225, 450, 225, 300]
+
+
+def test_what_goes_beyond_a_slice_is_shared_by_its_devices():
+    """Of 8 devices in two slices: within each, four gather; between them each sends a fourth of the other half."""
+    size = {kind: sent(Message(kind, 800, np.arange(8)[None], 1, ""), slices=2) for kind in KINDS}
+    assert size["all-gather"] == size["reduce-scatter"] == (600, 100) and size["all-reduce"] == (1200, 200)
+    assert size["all-to-all"] == (300, 400) and size["collective-permute"] == (0, 800)
+
+
+def test_what_is_sent_between_slices_is_read():
+    """As the compiler for TPUs spells it: sent to the host, and on by its runtime."""
+    text = (
+        "ENTRY %main (a: bf16[1000]) -> bf16[1000] {\n  %a = bf16[1000]{0} parameter(0)\n  %t = token[] after-all()\n"
+        "  %s = (bf16[1000]{0}, u32[], token[]) send(%a, %t), channel_id=2, is_host_transfer=true, "
+        'frontend_attributes={_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}\n}\n'
+    )
+    fake = [types.SimpleNamespace(coords=(i, 0, 0), slice_index=i // 8) for i in range(16)]
+    found = roofline(Program.read(text), topology("v5p:2x2x2", 2), fake)
+    assert found.traffic["all-reduce"].inner == 0 and found.traffic["all-reduce"].outer == 2000
+    assert found.seconds["slices"] == 2000 / chips.CHIPS["v5p"].outer_rate
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "expected"), [("h100", [0, 1, 2, 3], (0.75e9, 0)), ("h100", [0, 1, 8, 9], (0.5e9, 0.25e9))]
+)
+def test_what_leaves_a_host_is_told_apart(kind, devices, expected):
+    """Ten GPUs: eight in one host, two in another."""
+    fake = [types.SimpleNamespace(id=i) for i in range(10)]
+    text = f"ENTRY %main (a: f32[8]) -> f32[8] {{\n  %a = f32[62500000]{{0}} parameter(0)\n  %g = f32[250000000]{{0}} all-gather(%a), replica_groups={{{{{','.join(map(str, devices))}}}}}\n}}\n"
+    found = roofline(Program.read(text), topology(f"{kind}:10"), fake)
+    assert (found.traffic["all-gather"].inner, found.traffic["all-gather"].outer) == expected
+    chip = chips.CHIPS[kind]
+    assert (
+        found.seconds["network"] == expected[0] / chip.link_rate
+        and found.seconds["slices"] == expected[1] / chip.outer_rate
+    )
