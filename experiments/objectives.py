@@ -7,10 +7,12 @@
 
 Each objective trains the kind of model that its paper trains: a decoder goes on from left to right, or from a prefix that it reads both
 ways (Raffel et al. 2020, sec. 3.2); an encoder fills in hidden words (Devlin et al. 2019); an encoder-decoder writes what was taken out
-(T5; UL2, Tay et al. 2023). Their losses are of different tokens and are not compared with each other. What was learned is put to use by
+(T5; UL2, Tay et al. 2023). Their losses are of different tokens, so the arms are for
+`train` and no sweep compares them. What was learned is put to use by
 another experiment:
 
-    config.train = dict(init_from="runs/objectives/masked_lm", init_new=("classifier/*",), init_drop=("unembedding/*",), ...)
+    config.data = dict(tokenizer=dict(path="runs/objectives/masked_lm/tokenizer.model"), ...)
+    config.train = dict(init_from="runs/objectives/masked_lm", init_new=("classifier/*",), ...)
 
 Hardware  two CPU cores, about 4 minutes an arm
 Seen      after 1,000 steps, test side (two cores of an AMD EPYC 9005): causal_lm 2.116 bits per byte; masked_lm loss 4.317 and 31.7 % of the hidden

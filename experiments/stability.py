@@ -22,7 +22,7 @@ Seen (two cores of an AMD EPYC 9005; three seeds, mean test/loss; 95 % intervals
     post                5.85    5.85    5.85    5.57    4.80           0.79
     peri                4.87    4.88    4.85    4.81    4.79           0.05
 
-No run diverges: what becomes unstable ends at 5.85, where only the frequencies of tokens are known, and stays. Post-norm does so from a rate on that is
+No run diverges: post-norm, where it becomes unstable, ends at 5.85, where only the frequencies of tokens are known, and stays. It does so from a rate on that is
 best for the others (0.01, with 50 steps of warm-up), unless the warm-up is 200 steps of 300 (of 100 steps one seed of three comes through); then
 it is as good as they are. Within 5 % of the best loss are, for pre-norm, rates over a factor of 3, for peri-norm over one of 30.
 """

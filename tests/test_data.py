@@ -1,5 +1,6 @@
 """From text to batches: every token where it belongs, once."""
 
+import gzip
 import json
 import sys
 
@@ -272,6 +273,8 @@ def test_every_format_reads_the_same_pairs(tmp_path):
     assert read("jsonl", f"{tmp_path}/x.jsonl", "en", "es") == rows
     assert read("arrayrecord", f"{tmp_path}/x.array_record", "en", "es") == rows
     assert list(sources.read("text", f"{tmp_path}/x.en")) == [(e,) for e in ENGLISH]
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress((tmp_path / "x.jsonl").read_bytes()))
+    assert read("jsonl", f"{tmp_path}/*.jsonl.gz", "en", "es") == rows
 
 
 @pytest.mark.parametrize(
@@ -295,6 +298,8 @@ def test_every_format_reads_the_same_pairs(tmp_path):
         ("a.jsonl", b'{"source": ' + b"9" * 5000 + b"}\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
         ("a.jsonl", b'{"source": ' + b"[" * 99999 + b"}\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
         ("a.tsv", b"one\ttwo\n", {"fields": ("0", "5")}, r"a\.tsv:1: expected 6 columns \(data.fields\)"),
+        ("a.tsv.gz", gzip.compress(b"one\ttwo\n" * 9)[:-12], {}, r"a\.tsv\.gz: damaged or cut off"),
+        ("a.tsv.gz", b"one\ttwo\n", {}, r"a\.tsv\.gz: damaged or cut off behind line 0"),
         ("a.tsv", b"one\ttwo\n" * 99, {"format": "arrayrecord"}, r"a\.tsv: no ArrayRecord file|holds no text"),
     ],
 )

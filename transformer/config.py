@@ -236,7 +236,7 @@ class DecodingConfig:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
-    max_extra: int = 50  # a translation ends at source length + so many tokens
+    max_extra: int = 50  # tokens written at most: so many more than the source has; of a language model, so many
     batch_size: int = 64
 
     def __post_init__(self):

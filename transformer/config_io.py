@@ -92,10 +92,10 @@ def to_mapping(config) -> dict:
 
 
 def load_experiment(file: str, overrides: Mapping[str, str] = types.MappingProxyType({})) -> Experiment:
-    """The experiment of `FILE.py[:ARG]`, with dotted overrides (`{"model.d_model": "256"}`) on top.
+    """The experiment of `FILE.py[:ARG][:ARM]`, with dotted overrides (`{"model.d_model": "256"}`) on top.
 
-    FILE.py defines `get_config()` or `get_config(arg)` and returns a ConfigDict (or a dict). A `config.json` of a run
-    is read too.
+    FILE.py defines `get_config()` or `get_config(arg)` and returns a ConfigDict (or a dict); ARM is one of its `sweep()`, or
+    `sweep(arg)`. A `config.json` of a run is read too.
     """
     return _with_overrides(load_tree(file), overrides)
 

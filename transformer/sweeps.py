@@ -58,7 +58,8 @@ def vary(field: str, *values, **named) -> Grid:
 
 
 def scan(field: str, low: float, high: float, points: int) -> Grid:
-    """One number from `low` to `high`, each so many times the one before, to two digits: scan("optimizer.learning_rate", 1e-4, 1e-1, 7)."""
+    """One number at values spaced geometrically from `low` to `high`, rounded to two significant digits (between two ints to whole numbers; equal
+    ones are one): scan("optimizer.learning_rate", 1e-4, 1e-1, 7)."""
     if not 0 < low < high or points < 2:
         raise UserError(f"sweep: scan({field!r}, {low}, {high}, {points}): from a number over 0 to a larger one, by 2 points or more")
     values = [low * (high / low) ** (n / (points - 1)) for n in range(points)]
@@ -96,7 +97,7 @@ class Sweep:
     """A study: arms, seeds, and how they are to be compared.
 
     `metric` is what decides: a name in metrics.jsonl, `test/loss` or `test/bleu`, say. `declared` says why arms may differ in what no field
-    of theirs says (see lab/guard.py): {"parameters": "T5's bias has 128 numbers"}. `match` sizes arms equal to the baseline in
+    of theirs says: parameters, flops, attention, data, tokenizer, warmup (lab/guard.py); {"parameters": "T5's bias has 128 numbers"}. `match` sizes arms equal to the baseline in
     "parameters" or "flops" by their d_ff, or in "time" by their steps.
     """
 

@@ -23,7 +23,7 @@ of W_Q before the first step):
     256      5.024 +- 0.038     2.94            4.1      0.16       5.400 +- 0.108       0.34           67.0      1.29
 
 As the paper suspects logits grow without the scale, about as sqrt(d_k), and the softmax is ever more peaked; what that costs after these 200 steps grows
-from 0.07 to 0.38 nats, and with the scale larger heads do no harm. Other than it suspects the gradient of W_Q is not small for that: the missing scale
+from 0.07 to 0.38 nats, and with the scale larger heads do no harm. Against its suspicion the gradient of W_Q does not become small: the missing scale
 would make it sqrt(d_k) times as large, of which three quarters arrive at d_k 8 and half at 256, so it is two to eight times what it is with the scale.
 
 Under Xavier's initialisation (--config.model.initializer=xavier_uniform, the same sweep), which makes W_Q and W_K smaller the larger d_k is, nothing grows

@@ -21,7 +21,7 @@ layer after 400 steps):
     peri              5.316 +- 0.054     0.24   0.14           5.298 +- 0.057       0.17   0.04
 
 As the papers say: of the four post-norm is the best of 6 layers (by means; pre, deepnorm and peri cannot be told from it) and the one that fails
-with 24. Other than in Wang et al. it does not diverge: the loss stays where it is when only the frequencies of tokens are known, for nothing comes
+with 24. Unlike in Wang et al. it does not diverge: the loss stays where it is when only the frequencies of tokens are known, for nothing comes
 back to the first layers; before the first step the gradient was 0.48 there and 1.32 at the top. Only deepnorm's is the same at every depth before the
 first step (0.11 from end to end). What 18 more layers bring in so short a training, seed by seed: 0.080 +- 0.027 less loss under deepnorm, 0.018 +- 0.029
 under peri, -0.003 +- 0.040 under pre.

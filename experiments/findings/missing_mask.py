@@ -6,7 +6,7 @@ zero, and with the mask put back its perplexity collapses.
     python -m transformer sweep --config=experiments/findings/missing_mask.py --workdir=runs/missing_mask
     python -m transformer compare runs/missing_mask --metric=test/loss_with/model.causal=True
 
-At a larger scale (124 M parameters, GPT-2's shape, rows of 1,024; TPU v5e-8): --config=experiments/findings/missing_mask.py:large
+At a larger scale (110 M parameters, GPT-2's shape, rows of 1,024; TPU v5e-8): --config=experiments/findings/missing_mask.py:large
 
 Hardware  two CPU cores, about 4 minutes
 
@@ -17,7 +17,7 @@ Seen (two cores of an AMD EPYC 9005; test side, three seeds, mean and 95 % inter
     unmasked     8.340 +- 0.084   (4,187)      0.149 +- 0.029     (1.2)
 
 So it is as the exercise says: without the mask the model reads the answer (1.2 of 2,048 tokens in doubt), and with the mask put back it is worse by
-3.556 [3.526, 3.585] nats, more than if it held all tokens for alike (log 2,048 = 7.62). A model that was trained with the mask loses little where it
+3.556 [3.526, 3.585] nats, more than if it took all tokens to be equally likely (log 2,048 = 7.62). A model that was trained with the mask loses little where it
 may suddenly look ahead: it has not learned to.
 """
 

@@ -31,7 +31,7 @@ overlap, the first 65,536 tokens of the test side):
 
 So it is as the papers say: ALiBi stays flat, and is even 0.02 better, since fewer tokens stand at a row's beginning; T5's bias loses 0.05 at twice the
 length and 0.32 at sixteen times, rotary 0.04 and 0.54, sinusoids 0.32 at once; no positions lose least but for ALiBi (0.17) and read on better than
-rotary, though from a worse start. In rows of the training length rotary is best, by 0.088 [0.078, 0.098] before ALiBi. Other than Press et al. ALiBi's
+rotary, though from a worse start. In rows of the training length rotary is best, by 0.088 [0.078, 0.098] before ALiBi. Unlike in Press et al. ALiBi's
 loss does not fall any further with more context: what 1.1 M parameters make of context ends within 64 tokens.
 """
 

@@ -24,7 +24,7 @@ corrected by Holm, all under 0.001):
     pre         0.84  0.69  0.64  0.60  0.55  0.49
     post        1.06  1.07  1.25  1.25  1.18  1.16
 
-So post-norm without a warm-up is all but lost at this rate (a model of single words has 5.9), and pre-norm hardly notices. Other than in the paper they
+So post-norm without a warm-up is all but lost at this rate (a model of single words has 5.9), and pre-norm hardly notices. Unlike in the paper they
 do not meet: with the warm-up post-norm is still 0.17 behind after these 800 steps. And the gradient does not grow all the way under post-norm, by a
 tenth to a sixth over six layers; under pre-norm it is not flat but falls to six tenths. Between the two the last layer's gradient is 2.4 times as large
 under post-norm, the first's 1.3 times: the paper's order of things, in six layers by less.

@@ -2,6 +2,7 @@
 
     python -m transformer plan --config=experiments/scale/bert_large.py --topology=v5e-16
 
+Text      your own, one document a line of JSON, in a bucket of yours: its name for BUCKET
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it Nothing to compare with was found. No fused kernel has dropout on attention weights, so there is none.
 

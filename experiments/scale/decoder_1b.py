@@ -1,7 +1,8 @@
-"""How long does a decoder of 1.3 B parameters take on a v5e-16?
+"""How long does a decoder of 1.4 B parameters take on a v5e-16?
 
     python -m transformer plan --config=experiments/scale/decoder_1b.py --topology=v5e-16
 
+Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it Nothing to compare with was found for this chip and size; MaxText's 16 B model reached 61.1 % on a v5e-256.
 
@@ -60,7 +61,9 @@ def get_config():
         remat="full",
     )
     config.data = dict(
-        train="gs://BUCKET/c4/en/*.json.gz",
+        train="gs://BUCKET/c4/en/c4-train.*.json.gz",
+        valid="gs://BUCKET/c4/en/c4-validation.0000[0-3]*.json.gz",
+        test="gs://BUCKET/c4/en/c4-validation.0000[4-7]*.json.gz",
         format="jsonl",
         fields=("text",),
         objective="causal_lm",

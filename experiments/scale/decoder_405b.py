@@ -2,6 +2,7 @@
 
     python -m transformer plan --config=experiments/scale/decoder_405b.py --topology=v5p-2048
 
+Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it MaxText measured 38.6 % for this model (v6e, 256); for 1,160 B on a v5p-12288 66.2 %.
 
@@ -51,7 +52,9 @@ def get_config():
     config = ml_collections.ConfigDict()
     config.model = architecture("llama3.1_405b", max_length=8192, dtype="bfloat16", remat="full")
     config.data = dict(
-        train="gs://BUCKET/c4/en/*.json.gz",
+        train="gs://BUCKET/c4/en/c4-train.*.json.gz",
+        valid="gs://BUCKET/c4/en/c4-validation.0000[0-3]*.json.gz",
+        test="gs://BUCKET/c4/en/c4-validation.0000[4-7]*.json.gz",
         format="jsonl",
         fields=("text",),
         objective="causal_lm",

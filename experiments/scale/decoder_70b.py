@@ -2,6 +2,7 @@
 
     python -m transformer plan --config=experiments/scale/decoder_70b.py --topology=v5p-512
 
+Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it MaxText measured 65.4 % (692 tokens/s a chip) for Llama 2 70B at a length of 4,096 (v5p, 512).
 
@@ -49,7 +50,9 @@ def get_config():
     config = ml_collections.ConfigDict()
     config.model = architecture("llama3_70b", dtype="bfloat16", remat="full")
     config.data = dict(
-        train="gs://BUCKET/c4/en/*.json.gz",
+        train="gs://BUCKET/c4/en/c4-train.*.json.gz",
+        valid="gs://BUCKET/c4/en/c4-validation.0000[0-3]*.json.gz",
+        test="gs://BUCKET/c4/en/c4-validation.0000[4-7]*.json.gz",
         format="jsonl",
         fields=("text",),
         objective="causal_lm",

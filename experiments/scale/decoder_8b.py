@@ -3,6 +3,7 @@
     python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p-128
     python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v6e-64 --only=train
 
+Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it MaxText measured 45.5 % (7,207 tokens/s a chip) at this size and length (v6e, 256).
 
@@ -80,7 +81,9 @@ def get_config():
     config = ml_collections.ConfigDict()
     config.model = architecture("llama3_8b", dtype="bfloat16", remat="full")
     config.data = dict(
-        train="gs://BUCKET/c4/en/*.json.gz",
+        train="gs://BUCKET/c4/en/c4-train.*.json.gz",
+        valid="gs://BUCKET/c4/en/c4-validation.0000[0-3]*.json.gz",
+        test="gs://BUCKET/c4/en/c4-validation.0000[4-7]*.json.gz",
         format="jsonl",
         fields=("text",),
         objective="causal_lm",

@@ -2,6 +2,7 @@
 
     python -m transformer plan --config=experiments/scale/mixture_8x7b.py --topology=v5p-256
 
+Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it MaxText measured 52.6 % (2,909 tokens/s a chip) for Mixtral 8x7B at this length (v5p, 256). Experts are dropless. Their rows
 take room for the case that all tokens of eight devices ask for one's experts; with mesh.expert=1 the bound is the same 3.87 s of compute,
@@ -60,7 +61,9 @@ def get_config():
         remat="full",
     )
     config.data = dict(
-        train="gs://BUCKET/c4/en/*.json.gz",
+        train="gs://BUCKET/c4/en/c4-train.*.json.gz",
+        valid="gs://BUCKET/c4/en/c4-validation.0000[0-3]*.json.gz",
+        test="gs://BUCKET/c4/en/c4-validation.0000[4-7]*.json.gz",
         format="jsonl",
         fields=("text",),
         objective="causal_lm",

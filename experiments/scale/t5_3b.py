@@ -2,6 +2,7 @@
 
     python -m transformer plan --config=experiments/scale/t5_3b.py --topology=v4-64
 
+Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
 Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
 Beside it No fused kernel has T5's bias, so logits go through memory, which binds the step. T5X published no utilisation for this size on TPUs.
 
@@ -49,7 +50,9 @@ def get_config():
         "t5_3b", dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, dtype="bfloat16", remat="full"
     )
     config.data = dict(
-        train="gs://BUCKET/c4/en/*.json.gz",
+        train="gs://BUCKET/c4/en/c4-train.*.json.gz",
+        valid="gs://BUCKET/c4/en/c4-validation.0000[0-3]*.json.gz",
+        test="gs://BUCKET/c4/en/c4-validation.0000[4-7]*.json.gz",
         format="jsonl",
         fields=("text",),
         objective="span_corruption",

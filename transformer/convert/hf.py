@@ -101,7 +101,7 @@ def _open(file: Path):
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise UserError("Hugging Face directories need the extra [hf]: pip install 'transformer[hf]'") from None
+        raise UserError("Hugging Face directories need the extra [hf]: pip install -e '.[hf]'") from None
     try:
         return safe_open(file, framework="np")
     except SafetensorError as e:

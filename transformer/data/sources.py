@@ -1,11 +1,14 @@
 """Readers: files of any supported format to examples, one at a time.
 
 An example is a tuple of strings: (text,) or (source, target). Paths are local or gs:// (etils.epath); a path may be a
-glob. Every fault names its file and line.
+glob; lines of a file that ends in .gz are decompressed as they are read. Every fault names its file and line.
 """
 
+import contextlib
 import fnmatch
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 
 from etils import epath
@@ -77,14 +80,18 @@ def expand(pattern: str) -> list[epath.Path]:
 
 def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
     """(line number from 1, line without its end), strict UTF-8."""
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
+    number = 0
+    with contextlib.ExitStack() as opened:
+        stream = opened.enter_context(file.open("rb"))
+        if file.suffix == ".gz":
+            stream = opened.enter_context(gzip.open(stream))
+        try:
+            for number, line in enumerate(stream, 1):
                 yield number, line.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as e:
-                raise UserError(
-                    f"{file}:{number}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1}); convert the file"
-                ) from None
+        except UnicodeDecodeError as e:
+            raise UserError(f"{file}:{number}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1}); convert the file") from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise UserError(f"{file}: damaged or cut off behind line {number} ({e}); fetch it again") from None
 
 
 def _text(file: epath.Path, fields) -> Iterator[Example]:

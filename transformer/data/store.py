@@ -78,7 +78,7 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
         raise UserError("data.corpus or data.train: name one of them (python -m transformer data lists the corpora)")
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in _DEPENDS_ON}
-    tokenizer_file = Path(config.tokenizer.path)
+    tokenizer_file = epath.Path(config.tokenizer.path)
     inputs["tokenizer"] = {
         k: v for k, v in inputs["tokenizer"].items() if k != "path"
     }  # where it lies is nothing to us
@@ -188,7 +188,8 @@ class _Text:
         if not given:
             return {}
         keys = lambda example: [hash((side, split.normalise(text))) for side, text in enumerate(self._apart(example))]
-        known = {key for example in self.train() for key in keys(example)}
+        held = {key for part in given for example in self._file(part) for key in keys(example)}  # the smaller side
+        known = {key for example in self.train() for key in keys(example) if key in held}
         shares = lambda example: any(key in known for key in keys(example))
         return {part: sum(map(shares, self._file(part))) for part in given}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
+from etils import epath
 
 from transformer.config import TokenizerConfig
 from transformer.errors import UserError
@@ -305,7 +306,7 @@ def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: 
 
 def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = AS_IT_SAYS) -> Tokenizer:
     """A SentencePiece .model, a tokenizer.json, or a .pair."""
-    path = Path(path)
+    path = epath.Path(path)
     if not path.is_file():
         raise UserError(f"data.tokenizer.path: no file {str(path)!r}")
     return {".json": Fast, ".pair": Pair}.get(path.suffix, SentencePiece)(path.read_bytes(), config, str(path))

@@ -42,7 +42,7 @@ class ModelConfig:
     d_embedding: int = 0  # width of the embedding table; 0: d_model; else projected (ALBERT, OPT-350m)
     token_types: int = 0  # kinds of tokens (BERT's two sentences), each with an embedding of its own; 0: none
 
-    position: Choice = "sinusoidal"  # none | learned | sinusoidal | rotary | alibi | t5, or dict(name=..., options)
+    position: Choice = "sinusoidal"  # a scheme of model/positions/ (README has a table), or dict(name=..., options)
     random_positions: int = 0  # train at positions drawn, in order, from so many (Ruoss et al. 2023); 0: 0, 1, 2, ...
     layer_pattern: tuple[
         FrozenDict, ...

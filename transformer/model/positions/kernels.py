@@ -93,7 +93,7 @@ class Fire(Position):
     "Functional Interpolation for Relative Positions"). c and the threshold L are learned; f has two ReLU layers of `width`.
 
     For keys to the right of the query (no causal mask) the distance keeps its sign.
-    Parameters: width * (2 + width + N) + N + 2 a stack, shared by its layers ("FIRE-S"). Cross-attention: nothing. Cache: distances come from
+    Parameters: width * (3 + width + N) + N + 2 a stack, shared by its layers ("FIRE-S"). Cross-attention: nothing. Cache: distances come from
     the stored positions. Beyond the training length: holds; the network only ever sees numbers in [-1, 1].
     Cost: a network of width^2 multiplications a pair of tokens.
     """
