@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import TINY, make, small, tokens
 
 from transformer import UserError
 from transformer.config import Experiment
@@ -83,6 +83,38 @@ def test_what_sees_no_further_than_a_window_is_the_same_in_longer_rows():
 def test_a_table_of_positions_ends():
     found, *_ = measured(experiment({"name": "extrapolation", "times": 16, "sliding": False}, position="learned"))
     assert [name for name in found if not name.startswith("context")] == ["extrapolation/000016", "extrapolation/000032"]
+
+
+@pytest.mark.parametrize("change", [{"train": {"accumulate": 4}}, {"data": {"packing": False, "buckets": (8, 16)}}, {"model": {"random_positions": 40}}])
+def test_longer_rows_do_not_ask_what_training_asks_of_its_rows(change):
+    """Micro-batches that divide the batch, buckets that end in the length, a range that positions are drawn from in training."""
+    plain = experiment({"name": "extrapolation", "times": 8, "sliding": False, "tokens": 2000}, max_length=16)
+    other = dataclasses.replace(plain, **{part: dataclasses.replace(getattr(plain, part), **fields) for part, fields in change.items()})
+    here, there = measured(plain)[0], measured(other, like=plain)[0]
+    assert list(here) == list(there) and "extrapolation/000128" in here
+    if "data" not in change:
+        assert all(there[name] == pytest.approx(here[name], rel=1e-5) for name in here)
+
+
+def test_where_a_batch_asks_for_labels_too_tokens_are_measured():
+    base = experiment({"name": "loss_by_position", "parts": 1}, {"name": "loss_with", "change": "model.window=2"}, family="encoder", token_types=2, num_labels=2, pooling="cls", pooler=True)
+    data = dataclasses.replace(base.data, objective={"name": "masked_lm", "next_sentence": True}, packing=False)
+    found, loss, *_ = measured(dataclasses.replace(base, data=data))
+    assert found["loss_by_position/00000"] == pytest.approx(loss, rel=1e-5) and found["loss_with/model.window=2"] != pytest.approx(loss, rel=1e-5)
+
+
+def test_padding_has_no_size():
+    """However much of it there is behind the tokens, and though biases and positions have made something of it."""
+    config = small("decoder", position="learned")
+    model, params = make(config)
+    params = jax.tree.map(lambda x: x + 0.1, params)
+    x = tokens(0, 2, 6)
+    sizes = lambda x: flatten(model.apply(params, x, mutable=["sizes"])[1]["sizes"])
+    alone, padded = sizes(x), sizes(np.pad(x, ((0, 0), (0, 6)), constant_values=config.pad_id))
+    assert len(alone) > 1
+    for path, (of,) in alone.items():
+        for name, value in of.items():
+            np.testing.assert_allclose(padded[path][0][name], value, rtol=1e-4, err_msg=f"{path} {name}")
 
 
 def test_gradients_by_depth_are_those_of_the_loss():

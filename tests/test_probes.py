@@ -77,7 +77,7 @@ def test_what_counts_as_right_is_what_the_model_would_write(family, tmp_path):
         evaluate(trained, mesh)
         found, shares = json.loads((tmp_path / "test.json").read_text()), []
         for length in (2, 5):
-            questions, answers = zip(*probes.Wanted("copy", length, length, 64).draw(), strict=True)
+            questions, answers = zip(*probes.Wanted("copy", length, length, 64).draw("probe "), strict=True)
             written = Generator(config, trained.params, trained.tokenizer)(questions)
             shares.append(np.mean([a == b for a, b in zip(answers, written, strict=True)]))
             assert found[f"probe/exact/{length:05d}"] == pytest.approx(shares[-1])
@@ -102,6 +102,13 @@ def test_no_question_is_asked_in_training_and_in_the_test(task, turned):
     if task in ("needle", "induction"):
         assert {pair[answer] for pair in held} <= {pair[answer] for pair in train}, "there are few answers, and all are trained on"
     assert store.meta["overlap"] == {"test": sum(pair[question] in {pair[question] for pair in train} for pair in given)}
+
+
+def test_what_is_probed_was_not_trained_on():
+    """Lengths as those trained, the first examples of the same task: they are others."""
+    asked = lambda purpose: {question for question, _ in probes.Wanted("copy", 12, 12, 256).draw(purpose)}
+    assert len(asked("probe ")) == 256 and asked("") == {question for question, _ in probes.parse("copy:12-12:256").draw()}
+    assert not asked("probe ") & asked("")
 
 
 def test_a_decoder_is_asked_for_the_answer_alone():

@@ -102,9 +102,9 @@ class Wanted:
     longest: int
     examples: int = 20_000
 
-    def draw(self) -> Iterator[tuple[str, str]]:
-        """Questions and answers, always the same."""
-        spelled = f"{self.task}:{self.shortest}-{self.longest}"
+    def draw(self, purpose: str = "") -> Iterator[tuple[str, str]]:
+        """Questions and answers, always the same; for another purpose others."""
+        spelled = f"{purpose}{self.task}:{self.shortest}-{self.longest}"
         draw = np.random.default_rng(int.from_bytes(hashlib.sha256(spelled.encode()).digest()[:8], "big"))
         make = TASKS[self.task]
         for _ in range(self.examples):

@@ -158,8 +158,8 @@ class LossWith(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Probe(Kind):
-    """Synthetic tasks (data/probes.py) at lengths that may be beyond those trained: of fresh examples of each length, how many answers are
-    right from end to end, and how many of their tokens."""
+    """Synthetic tasks (data/probes.py) at lengths that may be beyond those trained: of examples drawn for this, of each length, how many answers
+    are right from end to end, and how many of their tokens. (Of short questions there are few, and training has seen them.)"""
 
     name: ClassVar[str] = "probe"
     during: ClassVar[bool] = True

@@ -45,9 +45,10 @@ def extrapolation(kind: Extrapolation, subject: Subject, at: At) -> Found:
             break  # a table of positions ends
         for name, overlap in (("extrapolation", 0), *([("extrapolation_sliding", longer - length)] if kind.sliding and times > 1 else [])):
             rows = max(config.data.batch_size // times // subject.mesh.size, 1) * subject.mesh.size
-            data = dataclasses.replace(config.data, length=longer, batch_size=rows, eval_overlap=overlap)
+            data = dataclasses.replace(config.data, length=longer, batch_size=rows, eval_overlap=overlap, buckets=())
             most = -(-kind.tokens // (rows * (longer - overlap))) if kind.tokens else 0
-            there = subject.changed(dataclasses.replace(config, data=data, model=model))
+            train = dataclasses.replace(config.train, accumulate=1)
+            there = subject.changed(dataclasses.replace(config, data=data, model=model, train=train))
             mean, before = _mean(there, at, most)
             yield f"{name}/{longer:06d}", mean
             if not overlap:
@@ -65,7 +66,8 @@ def loss_with(kind: LossWith, subject: Subject, at: At) -> Found:
 
 def reading(model: ModelConfig, length: int) -> ModelConfig | None:
     """The same model, reading rows of at least so many tokens; None where its parameters say how many it can read."""
-    longer = dataclasses.replace(model, max_length=max(length, model.max_length))
+    longest = max(length, model.max_length)
+    longer = dataclasses.replace(model, max_length=longest, random_positions=model.random_positions and max(longest, model.random_positions))
     return longer if length <= model.max_length or _shapes(longer) == _shapes(model) else None
 
 
@@ -87,7 +89,8 @@ def _losses(subject: Subject, at: At, most: int = 0) -> Iterator[tuple[np.ndarra
     """(-log p of every target times its weight, positions, weights), each [B, T], batch by batch."""
 
     def losses(params, batch):
-        (h_BxTxD, head), _, batch = subject.watch(params, batch)
+        found, _, batch = subject.watch(params, batch)
+        h_BxTxD, head = found[0] if "labels" in batch else found
         nll_BxT = subject.in_chunks(lambda h, targets: token_losses(head(h), targets), h_BxTxD, batch["targets"])
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 

@@ -51,7 +51,7 @@ class _Answers:
     wanted: probes.Wanted
 
     def texts(self, part: str, side: int) -> Texts:
-        ids = [[*one, self.tokenizer.eos] for one in self.tokenizer.encode([example[side] for example in self.wanted.draw()])]
+        ids = [[*one, self.tokenizer.eos] for one in self.tokenizer.encode([example[side] for example in self.wanted.draw("probe ")])]
         return Texts(np.concatenate(ids).astype(np.int32), np.cumsum([len(one) for one in ids]))
 
     def longest(self, two_sides: bool) -> int:

@@ -36,7 +36,7 @@ NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.d
 def alike(config: Experiment) -> str | None:
     """Runs of which this is the same can be trained together; None: this one is trained alone."""
     mesh = config.mesh
-    if any(size not in (1, -1) for size in mesh.sizes.values()) or config.train.init_from or config.train.profile:
+    if any(size not in (1, -1) for size in mesh.sizes.values()) or config.train.init_from or config.train.profile or config.train.wandb:
         return None
     fields = flat(to_mapping(config))
     for field in NUMBERS[1:]:

@@ -29,7 +29,7 @@ class Residual(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, *sublayers: Callable[[jax.Array], jax.Array], deterministic: bool
+        self, x_BxTxD: jax.Array, *sublayers: Callable[[jax.Array], jax.Array], segments_BxT: jax.Array, deterministic: bool
     ) -> jax.Array:
         p, norm = self.placement, self.config.norm_module
         y = stream = p.residual_scale * x_BxTxD if p.residual_scale else None
@@ -45,15 +45,15 @@ class Residual(nn.Module):
                 h = self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype) * h
             y = h if y is None else y + h
         if watched(self, "sizes"):
-            kept = 0.0 if stream is None else rms(stream)
-            branch = rms(y if stream is None else y - stream)
-            self.sow("sizes", "sizes", {"stream": rms(x_BxTxD), "kept": kept, "branch": branch})
+            size = lambda x: rms(x, segments_BxT)
+            kept, branch = (0.0, size(y)) if stream is None else (size(stream), size(y - stream))
+            self.sow("sizes", "sizes", {"stream": size(x_BxTxD), "kept": kept, "branch": branch})
         y = norm(name="out_norm")(y) if p.out_norm else y
         return constrain(y, ("batch", "stream", "activation_embed"))
 
 
-def rms(x_BxTxD: jax.Array) -> jax.Array:
-    """The root of the mean square, over tokens that are there: padding is zero."""
-    x_BxTxD = x_BxTxD.astype(jnp.float32)
-    there = jnp.sum(jnp.any(x_BxTxD != 0, axis=-1))
-    return jnp.sqrt(jnp.sum(jnp.square(x_BxTxD)) / jnp.maximum(there * x_BxTxD.shape[-1], 1))
+def rms(x_BxTxD: jax.Array, segments_BxT: jax.Array) -> jax.Array:
+    """The root of the mean square, over tokens that are there: padding, of segment 0, does not count."""
+    there_BxT = jnp.broadcast_to(segments_BxT > 0, x_BxTxD.shape[:-1])
+    square_BxT = jnp.mean(jnp.square(x_BxTxD.astype(jnp.float32)), axis=-1)
+    return jnp.sqrt(jnp.sum(square_BxT, where=there_BxT) / jnp.maximum(jnp.sum(there_BxT), 1))

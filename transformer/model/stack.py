@@ -87,7 +87,7 @@ class Layer(nn.Module):
         for i, (name, fs) in enumerate(steps.items()):
             bare = i == 0 and not cfg.first_norm
             parts = dataclasses.replace(placement, in_norm=False) if bare else placement
-            x_BxTxD = residual(parts, name=name)(x_BxTxD, *fs, deterministic=self.deterministic)
+            x_BxTxD = residual(parts, name=name)(x_BxTxD, *fs, segments_BxT=tokens.segments_BxT, deterministic=self.deterministic)
         if watched(self, "streams"):
             self.sow("streams", "after", x_BxTxD)
         return x_BxTxD, LayerCache(**kept) if cache is not None else None

@@ -105,7 +105,7 @@ class Run:
     def save(self) -> None:
         """A checkpoint of this step, with the position in the data and the open logging interval."""
         with self.recorder.aside():
-            host = {"data_step": self.step, "window": self.recorder.window, "text_sha256": self.data.store.meta["train"]["sha256"]}
+            host = {"data_step": self.step, "window": dict(self.recorder.window), "text_sha256": self.data.store.meta["train"]["sha256"]}
             host["layout"] = layout(self.config.model)
             self.checkpoints.save(self.state, self.step, host)
 
