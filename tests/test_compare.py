@@ -11,7 +11,7 @@ from scipy import stats
 from studies import facts_of, made_up
 
 from transformer import Sweep, UserError, arms, chain, product, scan, vary
-from transformer.lab import figures, report, results, verdict
+from transformer.lab import figures, guard, report, results, verdict
 from transformer.lab.statistics import corrected, difference, mean
 from transformer.lab.study import Study
 
@@ -184,16 +184,69 @@ def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
 
 
 def test_what_the_sweep_asks_about_may_differ(tmp_path):
-    """Arms of another objective or text are compared where that is what varies."""
-    sweep = Sweep(vary("data.length", 8, 16), seeds=2, declared=dict.fromkeys(("parameters", "flops"), "of it"))
-    configs, found = facts_of(sweep)
-    Study(tmp_path, sweep, configs, found).write()
+    """Arms of another text are compared where what varies says which text they are judged on; rows of another length do not."""
+    for field, values, counts in (("data.held_out", (4, 5), [2, 2]), ("data.length", (8, 16), [2, 0])):
+        folder = tmp_path / field
+        sweep = Sweep(vary(field, *values), seeds=2, declared=dict.fromkeys(("parameters", "flops"), "of it"))
+        configs, found = facts_of(sweep)
+        Study(folder, sweep, configs, found).write()
+        for name in configs:
+            for seed in range(2):
+                made_up(folder, name, seed, 4.0 + seed, test=name)
+        judged = verdict.judge(results.read([folder]))
+        assert [row.value.count for row in judged.rows.values()] == counts
+        assert len([line for line in judged.results.left_out if "was tested on another text" in line]) == 4 - sum(counts)
+        assert ("on texts of their own" in report.markdown(judged)) == (field == "data.held_out")
+
+
+def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
+    """Neither before nor after: nats per token of 300 pieces are less than of 512, whatever the model knows. Answers and bytes are the same."""
+    by = lambda metric: Sweep(vary("model.vocab_size", 512, 300), seeds=2, metric=metric, declared=dict.fromkeys(("parameters", "flops"), "of it"))
+    configs, found = facts_of(by("test/loss"))
+    with pytest.raises(UserError, match=r"metric 'test/loss' is of tokens, and 'vocab_size=300' has others than 'vocab_size=512'.*test/bits_per_byte"):
+        guard.check(by("test/loss"), configs, found)
+    for allowed in (by("test/bits_per_byte"), dataclasses.replace(by("test/loss"), declared=dict.fromkeys(("parameters", "flops", "tokenizer"), "one id is kept"))):
+        guard.check(allowed, configs, found)
+    Study(tmp_path, by("test/bleu"), configs, found).write()
     for name in configs:
         for seed in range(2):
-            made_up(tmp_path, name, seed, 4.0 + seed, test=name)
-    judged = verdict.judge(results.read([tmp_path]))
-    assert not judged.results.left_out and [row.value.count for row in judged.rows.values()] == [2, 2]
-    assert "on texts of their own" in report.markdown(judged)
+            made_up(tmp_path, name, seed, 4.0 + seed, tokenizer=name, test_bleu=4.0 + seed)
+    counts = {metric: [row.value.count for row in verdict.judge(results.read([tmp_path], metric=metric)).rows.values()] for metric in ("test/bleu", "test/loss")}
+    assert counts == {"test/bleu": [2, 2], "test/loss": [2, 0]}
+
+
+def test_validation_is_of_the_same_text_and_as_much_of_it(tmp_path):
+    for arm, batches, text in (("a", 2, "v"), ("b", 4, "v"), ("c", 2, "w")):
+        run = made_up(tmp_path, arm, 0, 4.0, eval_losses=(5.0, 4.0), train__eval_batches=batches, model__d_ff=32 + 8 * ord(arm))
+        manifest = json.loads((run / "manifest.json").read_text())
+        (run / "manifest.json").write_text(json.dumps(manifest | {"data": manifest["data"] | {"valid": {"sha256": text}}}))
+    found = results.read([tmp_path / arm / "seed-0" for arm in "abc"], metric="eval/loss")
+    assert [bool(arm.runs) for arm in found.arms.values()] == [True, False, False]
+    assert "was validated on 4 batches" in found.left_out[0] and "was validated on another text" in found.left_out[1]
+    assert all(arm.runs for arm in results.read([tmp_path / arm / "seed-0" for arm in "abc"]).arms.values()), "of the test nothing differs"
+
+
+def test_what_the_test_leaves_out_is_told(tmp_path):
+    for arm, size in (("a", 32), ("b", 48)):
+        run = made_up(tmp_path, arm, 0, 4.0, model__d_ff=size)
+        (run / "test.json").write_text(json.dumps({"step": 8, "left_out": {"pairs too long: dropped": 3} if arm == "b" else {}}))
+    assert "Of the test text arms leave out: a nothing; b pairs too long: dropped 3." in report.markdown(compare(tmp_path))
+
+
+def test_the_best_is_found_in_the_same_numbers(tmp_path):
+    """So it stands against all pairs, not against the others alone: b and c would be told from a, were it chosen beforehand."""
+    values = {"base": [4.5, 4.51, 4.5, 4.49], "a": [4.0] * 4}
+    values |= {arm: [4.0262 + 0.01 * sign for sign in signs] for arm, signs in {"b": (1, -1, 1, -1), "c": (1, 1, -1, -1)}.items()}
+    for arm, losses in values.items():
+        for seed, loss in enumerate(losses):
+            made_up(tmp_path, arm, seed, loss, model__d_ff=32 if arm == "base" else 32 + 8 * ord(arm))
+    runs = [tmp_path / arm / f"seed-{seed}" for arm in values for seed in range(4)]
+    p = [stats.ttest_rel(values[arm], values["a"]).pvalue for arm in "bc"]
+    assert 2 * max(p) < 0.05 < 3 * min(p)
+    rows = verdict.judge(results.read(runs, metric="test/loss", baseline="base")).rows
+    assert [name for name, row in rows.items() if row.among_best] == ["a", "b", "c"]
+    rows = verdict.judge(results.read(runs, metric="test/loss", baseline="a")).rows
+    assert [name for name, row in rows.items() if row.among_best] == ["a"], "it was chosen beforehand"
 
 
 def test_divergence_is_a_result(tmp_path):
@@ -294,6 +347,19 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
         scan("optimizer.learning_rate", 0.0, 1.0, 3)
 
 
+def test_settings_of_other_fields_are_other_scans(tmp_path):
+    """glu=True and qk_norm=True are two settings, though both are called True."""
+    rates = scan("optimizer.learning_rate", 1e-3, 1e-1, 3)
+    gated, normed = (arms(**{f"{field}{n}": {"optimizer.learning_rate": 10.0 ** (n - 3), f"model.{field}": True} for n in range(3)}) for field in ("glu", "qk_norm"))
+    sweep = Sweep(chain(rates, gated, normed), seeds=1, declared={"parameters": "of it", "flops": "of it"})
+    configs, found = facts_of(sweep)
+    Study(tmp_path, sweep, configs, found).write()
+    for at, name in enumerate(configs):
+        made_up(tmp_path, name, 0, 4.0 + 0.1 * at)
+    judged = verdict.judge(results.read([tmp_path]))
+    assert [[round(one.mean, 3) for one in scanned.points.values()] for scanned in judged.scans] == [[4.0, 4.1, 4.2], [4.3, 4.4, 4.5], [4.6, 4.7, 4.8]]
+
+
 def test_of_many_arms_the_scan_speaks(tmp_path):
     """Where few values are scanned each arm is compared with the baseline in a sentence, where many are the scan's sentence does; divergences
     are told of all."""
@@ -326,7 +392,7 @@ def test_the_page_stands_alone(tmp_path):
     assert "gradient_by_depth_decoder_first,deep2,2,3.0,,,1" in (tmp_path / "report" / "profiles.csv").read_text()
     assert not re.search(r"""(src|href)=["'](?!data:)""", page) and "url(" not in page and "<script" not in page
     assert "b_b_" in page and "viewport" in page
-    assert page.count("data:image/png;base64,") == 7  # seeds, differences, loss by steps, tokens and time, two profiles; of updates that are zero none
+    assert page.count("data:image/png;base64,") == 6  # seeds, differences, loss by steps, tokens and time, a profile before the first step; at the end none was taken
     for name in ("summary", "runs", "curves"):
         assert len((tmp_path / "report" / f"{name}.csv").read_text().splitlines()) > 2
     assert {path.suffix for path in (tmp_path / "report" / "figures").iterdir()} == {".png", ".pdf"}

@@ -19,6 +19,7 @@ class Kind:
 
     name: ClassVar[str]
     during: ClassVar[bool]  # at every evaluation in training, not in `evaluate` alone
+    others: ClassVar[tuple[str, ...]] = ()  # what its metrics are called beside `name`: eval/depth/..., test/context/...
 
     def why_not(self, experiment) -> str | None:
         """Why it says nothing of such an experiment, to be read behind its name; None if it does."""
@@ -59,6 +60,7 @@ class Extrapolation(Kind):
 
     name: ClassVar[str] = "extrapolation"
     during: ClassVar[bool] = False
+    others: ClassVar[tuple[str, ...]] = ("extrapolation_sliding", "context")
 
     times: int = 16  # a power of two
     tokens: int = 65536  # of each length, from the beginning of the text; 0: all
@@ -90,6 +92,7 @@ class DepthProfile(_OneBatch):
 
     name: ClassVar[str] = "depth_profile"
     during: ClassVar[bool] = True
+    others: ClassVar[tuple[str, ...]] = ("depth",)
 
     def why_not(self, experiment):
         return "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not" if "recurrent" in experiment.model.family else None
@@ -115,6 +118,7 @@ class LogitLens(_OneBatch):
 
     name: ClassVar[str] = "logit_lens"
     during: ClassVar[bool] = True
+    others: ClassVar[tuple[str, ...]] = ("lens",)
 
     def why_not(self, experiment):
         if "recurrent" in experiment.model.family:
@@ -204,6 +208,12 @@ class BleuByLength(Kind):
 KINDS = {
     kind.name: kind for kind in (LossByPosition, Extrapolation, LossWith, DepthProfile, Attention, LogitLens, Order, Probe, BleuByLength)
 }
+
+
+def measures(specs, metric: str):
+    """Which of these kinds it is that a metric comes from: test/context/000128; None: none of them."""
+    part = f"{metric}/".split("/")[1]
+    return next((kind for kind in map(build, specs) if part in (kind.name, *kind.others)), None)
 
 
 def build(spec):

@@ -57,9 +57,10 @@ def describe(study: Study) -> str:
         flops = human_count(one.flops) + ("" if one.flops == base.flops else f" ({one.flops / base.flops - 1:+.1%})")
         rows.append([arm + (" (baseline)" if arm == sweep.baseline else ""), said, parameters, flops, one.attention, *([] if as_much else [human_count(reads[arm])])])
     lines = [f"asked       {sweep.question}"] if sweep.question else []
-    config = study.configs[sweep.baseline]
+    steps = sorted({config.train.steps for config in study.configs.values()})
+    trained = f"{steps[0]:,} steps each" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,} steps"
     lines.append(f"decides     {sweep.metric}, {'higher' if sweep.higher_is_better else 'lower'} is better")
-    lines.append(f"runs        {len(sweep.arms)} arms x {len(sweep.seeds)} seeds ({', '.join(map(str, sweep.seeds))}), {config.train.steps:,} steps each")
+    lines.append(f"runs        {len(sweep.arms)} arms x {len(sweep.seeds)} seeds ({', '.join(map(str, sweep.seeds))}), {trained}")
     for name in GIVEN_BY:
         if name in sweep.declared:
             lines.append(f"declared    {name}: {sweep.declared[name]}")

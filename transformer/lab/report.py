@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformer.evaluation.units import unit
+from transformer.evaluation.units import kind, unit
 from transformer.files import write_whole
 from transformer.lab.figures import draw
 from transformer.lab.profiles import Profile, reads
@@ -91,14 +91,25 @@ def about(results: Results) -> list[str]:
     texts = {str(run.manifest.get("data", {}).get("test", {}).get("sha256")) for arm in results.arms.values() for run in arm.runs.values()}
     lines += ["Arms are judged on texts of their own, which belongs to what was asked."] if len(texts) > 1 else []
     lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
-    lines += [f"Arms were sized equal in {sweep.match}."] if sweep.match else []
+    objectives = {str(run.manifest.get("data", {}).get("objective")) for arm in results.arms.values() for run in arm.runs.values()}
+    if len(objectives) > 1 and (of := kind(sweep.metric)) and of.of_tokens:
+        lines.append(f"Arms have objectives of their own ({', '.join(sorted(objectives))}), so {sweep.metric} is not of the same tokens in all of them.")
+    dropped = {arm.name: next((_counts(run.tested["left_out"]) for run in arm.runs.values() if run.tested.get("left_out")), "nothing") for arm in results.arms.values()}
+    if len(set(dropped.values())) > 1:
+        lines.append(f"Of the test text arms leave out: {'; '.join(f'{name} {what}' for name, what in dropped.items())}.")
+    lines += [f"Arms were sized equal in {'FLOPs a token' if sweep.match == 'flops' else sweep.match}."] if sweep.match else []
     return lines
+
+
+def _counts(of: Mapping) -> str:
+    return ", ".join(f"{why} {count:,}" for why, count in of.items())
 
 
 def _reads(run: Run) -> tuple:
     """What the order of a run's text hangs on, beside its seed."""
     told = run.manifest.get("data", {})
-    return told.get("train", {}).get("sha256"), told.get("tokenizer_sha256"), told.get("objective"), run.config.data
+    model = run.config.model
+    return told.get("train", {}).get("sha256"), told.get("tokenizer_sha256"), told.get("objective"), run.config.data, model.family, model.prefix_lm
 
 
 def outcome(verdict: Verdict) -> list[list[str]]:
@@ -195,7 +206,7 @@ SCANNED = (
 
 NOTE = (
     "* the best, and arms that cannot be told from it. Means over seeds with 95 % t intervals; differences seed by seed, paired t-test, "
-    "p corrected by Holm for the number of comparisons; an interval is of its comparison alone, so it may leave out zero where p does not tell. "
+    "p corrected by Holm for the number of comparisons (with the best, for that of all pairs of arms); an interval is of its comparison alone, so it may leave out zero where p does not tell. "
     "Speed is of one run and memory of its process, on the machine below; (n together): n runs were one program and shared it."
 )
 
@@ -227,6 +238,8 @@ def again(results: Results) -> str:
         compared.append(f"--metric={results.sweep.metric}")
     if not of or of.baseline != results.sweep.baseline:
         compared.append(f"--baseline={results.sweep.baseline}")
+    if (known := kind(results.sweep.metric)) is None or known.higher != results.sweep.higher_is_better:
+        compared.append("--higher-is-better" if results.sweep.higher_is_better else "--lower-is-better")
     lines = [shlex.join(compared)]
     if study:
         asked = [f"--config={study.file}"] * bool(study.file) + [f"--config.{key}={value}" for key, value in study.overrides.items()]

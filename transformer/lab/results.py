@@ -11,6 +11,7 @@ from pathlib import Path
 from transformer.config import Experiment
 from transformer.config_io import to_mapping
 from transformer.errors import UserError, nearest
+from transformer.evaluation.kinds import measures
 from transformer.evaluation.units import kind
 from transformer.files import read_json
 from transformer.lab.guard import asked
@@ -33,9 +34,9 @@ class Run:
 
     @property
     def diverged(self) -> int | None:
-        """At which step, if it did: its loss was no number any more, or it ended with twice that of knowing nothing, log V, and more."""
+        """At which step, if it did: its loss was no number any more, or it ended with twice that of knowing nothing and more."""
         ended = [x for name in ("test/loss", "eval/loss") if not math.isnan(x := self.outcome(name))]
-        if ended and ended[0] > 2 * math.log(self.config.model.vocab_size):
+        if ended and ended[0] > 2 * knowing_nothing(self.config):
             return self.step
         return next((line["step"] for line in self.lines if line.get("train/diverged")), None)
 
@@ -93,6 +94,11 @@ class Run:
                 seconds += line["train/tokens"] / speed / line.get("time/together", 1) if speed else 0.0
                 found.append((line["step"], tokens, seconds))
         return found
+
+
+def knowing_nothing(config: Experiment) -> float:
+    """The loss of who holds all tokens, or all classes, for equally likely: log V nats."""
+    return math.log(max(config.model.vocab_size if config.objective.asks_for_tokens else config.model.num_labels, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +197,7 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         if run := _run(folder, left_out, str(folder), must=True):
             groups.setdefault(json.dumps(to_mapping(dataclasses.replace(run.config, seed=0)), sort_keys=True), []).append(run)
     if not groups:
-        raise UserError(f"compare: no run in {', '.join(map(str, folders))}")
+        raise UserError(f"compare: nothing to compare: {'; '.join(left_out)}")
     names, arms = [], {}
     for runs in groups.values():
         name = _name(runs[0].folder.resolve())
@@ -262,18 +268,27 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
 
 def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
     told, may = lambda run, *keys: _inside(run.manifest, "data", *keys), asked(sweep)
-    if "data" not in may and told(run, "test", "sha256") != told(first, "test", "sha256"):
-        return f"was tested on another text than {first.folder}"
-    if "tokenizer" not in may and (of := kind(sweep.metric)) and of.of_tokens and told(run, "tokenizer_sha256") != told(first, "tokenizer_sha256"):
-        return f"has another tokenizer than {first.folder} (test/bits_per_byte does not ask for tokens)"
-    if "data" not in may and told(run, "objective") != told(first, "objective"):
+    part, same = "valid" if sweep.metric.startswith("eval/") else "test", lambda *keys: told(run, *keys) == told(first, *keys)
+    if not same(part, "sha256") and not ("data" in sweep.declared or set(sweep.fields) & TEXT):
+        return f"was {'validated' if part == 'valid' else 'tested'} on another text than {first.folder}"
+    if "tokenizer" not in sweep.declared and not same("tokenizer_sha256") and (of := kind(sweep.metric)) and of.of_tokens:
+        return f"has another tokenizer than {first.folder}, so its {sweep.metric} is of other tokens (test/bits_per_byte does not ask for tokens)"
+    if "data" not in may and not same("objective"):
         return f"has another objective ({told(run, 'objective')}) than {first.folder} ({told(first, 'objective')})"
-    asks = sweep.metric.startswith("test/")
-    for field in ("eval_overlap", "decoding") if asks else ():
+    if (here := measures(run.config.train.evaluators, sweep.metric)) != (there := measures(first.config.train.evaluators, sweep.metric)):
+        return f"was measured by {here}, {first.folder} by {there}"
+    if part == "valid":
+        here, there = (one.config.train.eval_batches for one in (run, first))
+        return f"was validated on {here or 'all'} batches, {first.folder} on {there or 'all'}" if here != there and "data" not in may else None
+    for field in ("eval_overlap", "decoding"):
         here, there = run.tested.get(field), first.tested.get(field)
         if None not in (here, there) and here != there and not any(one.rpartition(".")[0] == field or one == f"data.{field}" for one in sweep.fields):
             return f"was evaluated with {field} = {_said(here, there)}, {first.folder} with {_said(there, here)}"
     return None
+
+
+TEXT = frozenset(f"data.{name}" for name in ("corpus", "format", "train", "valid", "test", "fields", "reverse", "held_out", "max_examples"))
+"""The fields that say which text arms are judged on."""
 
 
 def _said(one, other) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from transformer.lab.results import Arm, Results
+from transformer.lab.results import Arm, Results, knowing_nothing
 from transformer.lab.statistics import Mean, mean
 
 LEAST = 3
@@ -39,13 +39,16 @@ def scans(results: Results) -> list[Scan]:
     """Of every field that is a number with three values or more, for each setting of the others that has as many."""
     found, points = [], results.sweep.points
     for field in results.sweep.fields:
-        groups: dict[str, dict[float, Arm]] = {}
+        groups: dict[str, dict[float, Arm]] = {}  # the settings of the others -> value -> arm
+        spelled: dict[str, str] = {}
         for arm in results.arms.values():
             value = arm.changes.get(field)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                others = "-".join(points[arm.name].call(key) for key in arm.changes if key != field)
-                groups.setdefault(others, {})[float(value)] = arm
-        found += [_scan(results, field, setting, arms) for setting, arms in groups.items() if len(arms) >= LEAST]
+                others = [key for key in arm.changes if key != field]
+                setting = str(sorted((key, str(arm.changes[key])) for key in others))
+                spelled[setting] = "-".join(points[arm.name].call(key) for key in others)
+                groups.setdefault(setting, {})[float(value)] = arm
+        found += [_scan(results, field, spelled[setting], arms) for setting, arms in groups.items() if len(arms) >= LEAST]
     return [scan for scan in found if scan is not None]
 
 
@@ -58,7 +61,7 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
         return None
     best = min(ended, key=lambda x: sign * ended[x].mean)
     is_loss = metric.endswith("/loss")
-    nothing = math.log(next(run for arm in arms.values() for run in arm.runs.values()).config.model.vocab_size) if is_loss else math.inf
+    nothing = knowing_nothing(next(run for arm in arms.values() for run in arm.runs.values()).config) if is_loss else math.inf
     # Of every seed: what it ended with, at most what knowing nothing gives.
     losses = {x: [min(value, nothing) for value in arm.values(metric).values()] + [nothing] * len(arm.diverged) for x, arm in arms.items()}
     failed = {x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= nothing) for x, arm in arms.items()}

@@ -58,7 +58,10 @@ def judge(results: Results) -> Verdict:
     ended = {name: sign * mean(list(values[name].values())).mean for name in arms if values[name]}
     whole = max(map(len, values.values()), default=0)
     best = min((name for name in ended if len(values[name]) == whole), key=ended.get, default="")  # who lacks a seed may lack a hard one
-    to_best = corrected({name: difference(values[name], values[best]) for name in ended if name != best})
+    # Which arm is the best is found in the same numbers, so that p is corrected for all pairs there are.
+    pairs = corrected({(a, b): difference(values[a], values[b]) for a, b in itertools.combinations(ended, 2)})
+    to_best = {name: pairs.get((name, best)) or pairs[best, name] for name in ended if name != best}
+    to_best |= to_base if best == base.name else {base.name: to_base[best]} if base.name in to_best else {}  # the baseline was chosen beforehand
     any_known = any(not math.isnan(one.p) for one in to_best.values())
     rows, watched = {}, validated(results)
     for name, arm in arms.items():
@@ -94,7 +97,7 @@ def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
     """In validation, over seeds that both have brought to their end; between two evaluations in a straight line."""
     shares = []
     for seed in arm.runs.keys() & base.runs.keys():
-        if any(math.isnan(one.runs[seed].outcome(name)) for one in (arm, base)):
+        if not all(math.isfinite(one.runs[seed].outcome(name)) for one in (arm, base)):
             continue
         curve, last = ([(step, sign * x) for step, x in one.runs[seed].curve(name)] for one in (arm, base))
         (steps, target), at = last[-1], math.nan
@@ -204,7 +207,7 @@ def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
     for field, those in factors.items():
         for pair, one in those.items():
             if one.mean.count >= 2:
-                told = "" if one.tells else ", which cannot be told from nothing"
+                told = "" if one.tells else ", the same in every seed, of which nothing is claimed" if math.isnan(one.p) else ", which cannot be told from nothing"
                 lines.append(
                     f"On average over the rest, {field.rpartition('.')[2]} {pair}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}{told}."
                 )

@@ -39,7 +39,10 @@ def run(args, overrides) -> int:
         raise UserError(f"--target: model.family = {config.model.family!r} reads one text; put all of it into --text")
     text = args.text
     if text is None:
-        text = input("text: ") if sys.stdin.isatty() else "\n".join(read_lines("-"))
+        try:
+            text = input("text: ") if sys.stdin.isatty() else "\n".join(read_lines("-"))
+        except EOFError:  # Ctrl-D
+            text = ""
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
         view = inside.look_inside(trained, mesh, text, args.target)
