@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from transformer.lab.together import NUMBERS, alike, train_together
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
 from transformer.training.recorder import Diverged
+from transformer.training.run import Run
 
 # ---- the guard
 
@@ -271,7 +273,13 @@ def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypa
     runs = [run for run in study.runs if run.arm == "rotary"]
     for run, step in zip(runs, (0, 0, 4, 4, 6), strict=True):
         (run.folder / "checkpoints" / str(step)).mkdir(parents=True) if step else None
-    monkeypatch.setattr(runner, "train_together", lambda configs, folders: [trained.append([c.seed for c in configs])] and [8] * len(configs))
+
+    def together(configs, folders):
+        trained.append([config.seed for config in configs])
+        for folder in folders:
+            (folder / "checkpoints" / "8").mkdir(parents=True)
+
+    monkeypatch.setattr(runner, "train_together", together)
 
     def alone(config, folder):
         trained.append([config.seed])
@@ -279,12 +287,80 @@ def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypa
 
     monkeypatch.setattr("transformer.training.loop.train", alone)
     evaluated = []
+    assert work(tmp_path, runs, evaluated.append) == 0
+    assert trained == [[0, 1], [2, 3], [4]] and len(evaluated) == 5
+
+
+def work(folder, runs, evaluate) -> int:
+    """`runner.work` in this process, whose signals it leaves as they were."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert runner.work(tmp_path, [run.name for run in runs], evaluated.append) == 0
+        return runner.work(folder, [run.name for run in runs], evaluate)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert trained == [[0, 1], [2, 3], [4]] and len(evaluated) == 5
+
+
+def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monkeypatch, capsys):
+    """Neither a damaged checkpoint, for which they are trained each by itself, nor an evaluation that fails."""
+    study, evaluated = make_study(tmp_path, seeds=4), []
+    study.write()
+    runs = [run for run in study.runs if run.arm == "rotary"]
+
+    def begin(config, folder):
+        if config.seed == 1:
+            raise UserError(f"{folder}: damaged")
+        (folder / "checkpoints" / "8").mkdir(parents=True)
+        return 8
+
+    def evaluate(run):
+        if run.config.seed == 2:
+            raise ValueError("a fault\nof two lines")
+        evaluated.append(run.config.seed)
+
+    monkeypatch.setattr(runner, "train_together", lambda configs, folders: [begin(*one) for one in zip(configs[1:], folders[1:], strict=True)])
+    monkeypatch.setattr("transformer.training.loop.train", begin)
+    assert work(tmp_path, runs, evaluate) == 1
+    assert evaluated == [0, 3] and [run.status().kind for run in runs] == ["trained", "failed", "failed", "trained"]
+    assert re.match(r".*rotary/seed-1: damaged; see .*\.log$", runs[1].status().why) and runs[2].status().why.startswith("ValueError: a fault; see ")
+    said = capsys.readouterr().err
+    assert "each by itself, since together" in said and "Traceback" in said and "error: rotary/seed-2: ValueError: a fault" in said
+    with pytest.raises(ValueError, match="a fault"):
+        work(tmp_path, [runs[2]], evaluate)
+    assert not any(run.claimed() for run in runs)
+
+
+def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_other(tmp_path, monkeypatch):
+    study, evaluated = make_study(tmp_path, seeds=2), []
+    study.write()
+    evaluating = Run.evaluate
+
+    def stop_then_evaluate(run):
+        if run.step == run.config.train.steps:
+            signal.raise_signal(signal.SIGTERM)
+        evaluating(run)
+
+    monkeypatch.setattr(Run, "evaluate", stop_then_evaluate)
+    first, second = study.runs[:2]
+    assert work(tmp_path, [first, second], evaluated.append) == 143
+    assert first.saved() == 8 and second.saved() == 0 and not evaluated
+    assert "eval/loss" in read_metrics(first.folder)[-1] and read_metrics(first.folder)[-1]["step"] == 8
+
+
+def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(tmp_path, monkeypatch, capsys):
+    study = make_study(tmp_path, seeds=1)
+    study.write()
+    monkeypatch.setattr(runner, "PATIENCE", 0.1)
+    other = subprocess.Popen(["sleep", "2"])
+    for run in study.runs:
+        run.claim()
+        run.hand_over(other.pid)
+    with pytest.raises(UserError, match=r"--runs: another process works on rotary/seed-0 \("):
+        work(tmp_path, study.runs[:1], print)
+    threading.Thread(target=other.wait).start()  # or it stays as a zombie, which is there
+    begun, start = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: begun.append((command[-1], other.poll())) or start([sys.executable, "-c", "raise SystemExit(1)"], **more))
+    assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 1
+    assert [name for name, _ in begun] == ["--runs=rotary/seed-0", "--runs=alibi/seed-0"] and all(code == 0 for _, code in begun), "after its end"
 
 
 def test_a_sweep_keeps_the_seeds_it_has(tmp_path):

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from transformer.errors import UserError, nearest
 from transformer.lab.study import STALE, Planned, Status, Study, load_study
 from transformer.lab.together import alike, train_together
 from transformer.parallel.processes import place
@@ -51,19 +53,26 @@ def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, hos
     one of them, was stopped."""
     units, table = share_of(study, shard, most), _Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1
-    working, failed, cut = [], [], False
+    working, failed, cut, look = [], [], False, 0.0
     with _stopping() as stopped, _leaving_none(working):
         while (units and not stopped()) or working:
-            while units and len(working) < jobs and not stopped():
-                if child := _begin(study, units.pop(0), host):
+            for unit in units[:] if time.monotonic() >= look else ():
+                if len(working) == jobs or stopped():
+                    break
+                units.remove(unit)
+                if child := _begin(study, unit, host):
                     working.append(child)
+                # What another works on comes again: it is taken over should that one die.
+                if alone and (left := [run for run in unit if not (child and run in child.runs) and not run.status().over]):
+                    units.append(left)
+                    look = time.monotonic() + PATIENCE
             for child in list(working):
                 if stopped():
                     child.stop()
                 code = child.process.poll()
                 if code is not None:
                     working.remove(child)
-                    failed += child.end(code)
+                    failed, look = failed + child.end(code), 0.0
                     cut |= code in STOPPED
                     if not alone and code in (*STOPPED, 2):  # of whichever host: all of them stop, or one is not there any more
                         units.clear()
@@ -74,6 +83,9 @@ def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, hos
         table.show(last=True)
     return 143 if cut or stopped() else 1 if failed else 0
 
+
+PATIENCE = 5.0
+"""Seconds until what others work on is looked at again."""
 
 STOPPED = (143, -signal.SIGTERM)
 """Exit codes of a process that was told to stop: it has saved, or had nothing to."""
@@ -119,7 +131,7 @@ class _Child:
                 run.release()
             if code not in (0, *STOPPED) and not run.status().over:
                 failed.append(run)
-                if self.first:
+                if self.first and run.status().kind != "failed":  # else it has said itself why
                     run.release(_reason(code, self.runs[0].log, self.began))
         return failed
 
@@ -149,37 +161,79 @@ def _reason(code: int, log: Path, began: int) -> str:
 
 def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]) -> int:
     """In a process of its own: trains the named runs of a study, or goes on with them, and evaluates those that are trained. Runs that are
-    alike and stand at the same step are trained together."""
-    from transformer.errors import UserError, nearest
-    from transformer.training.loop import train
-
+    alike and stand at the same step are trained together, or, where that fails, each by itself; one that dies is noted, and the others go on.
+    Returns the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # outside of training, which saves first
     runs = {run.name: run for run in load_study(folder).runs}
     for name in names:
         if name not in runs:
             raise UserError(f"--runs: no run {name!r}; {nearest(name, runs)}")
     chosen = [runs[name] for name in names]
-    if place()[0] == 0:
-        _renewing(chosen)
+    mine = chosen if place()[0] == 0 else []
+    for run in mine:
+        run.keep()
+    _renewing(mine)
+    try:
+        return _work(chosen, evaluate)
+    finally:
+        for run in mine:
+            run.release()
+
+
+def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int:
+    from transformer.training.loop import heard, train
+
+    heard.clear()
+    dead: list[Planned] = []
+    lasts = lambda run: not run.status().over and run.saved() < run.config.train.steps
+
+    @contextlib.contextmanager
+    def living(run: Planned) -> Iterator[None]:
+        """What becomes of one run is nothing to the others, where there are others."""
+        try:
+            yield
+        except Diverged as e:
+            print(f"{run.name}: {e}", file=sys.stderr)
+        except Exception as e:
+            if len(chosen) == 1:
+                raise
+            _tell(run.name, e)
+            dead.append(run)
+            run.release(f"{_said(e)}; see {chosen[0].log}")
+
     apart: dict[object, list[Planned]] = {}
     for run in chosen:
-        if run.status().kind not in ("done", "diverged", "trained"):
+        if lasts(run):
             apart.setdefault((alike(run.config) or run.name, run.saved()), []).append(run)
     for group in apart.values():
         if len(group) > 1:
-            done = train_together([run.config for run in group], [run.folder for run in group])
-        else:
             try:
-                done = [train(group[0].config, group[0].folder)]
-            except Diverged as e:
-                print(f"{group[0].name}: {e}", file=sys.stderr)
-                continue
-        if any(steps < run.config.train.steps and run.status().kind != "diverged" for steps, run in zip(done, group, strict=True)):
+                train_together([run.config for run in group], [run.folder for run in group])
+            except Exception as e:
+                _tell(f"{', '.join(run.name for run in group)}: each by itself, since together", e)
+        for run in group:
+            if not heard and lasts(run):
+                with living(run):
+                    if train(run.config, run.folder) < run.config.train.steps:
+                        return 143  # on a pod another host may have been told
+        if heard:
             return 143
     for run in chosen:
-        if not run.status().over:
-            evaluate(run)
-    return 0
+        if run not in dead and not run.status().over:
+            with living(run):
+                evaluate(run)
+    return 1 if dead else 0
+
+
+def _tell(what: str, error: Exception) -> None:
+    """Into the log: a mistake in one line, a fault with its traceback."""
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
+    print(f"error: {what}: {_said(error)}", file=sys.stderr)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _renewing(runs: Sequence[Planned]) -> None:

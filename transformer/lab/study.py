@@ -125,10 +125,17 @@ class Planned:
         """To a process on this machine, which renews the claim from now on and has it whatever becomes of this one."""
         write_whole(self._claim, _claimant(pid))
 
+    def keep(self) -> None:
+        """Takes it unless this process has it, or that which began this one. Raises UserError where another works on it."""
+        mine = _claimant(os.getpid())
+        if self._claimant() not in (mine, _claimant(os.getppid())) and not self.claim():
+            raise UserError(f"--runs: another process works on {self.name} ({self._claimant()}); wait for its end")
+
     def renew(self) -> None:
-        """To be called now and then by who has it."""
+        """To be called now and then by who has it; whom it was taken from, since it did not for long, does not take it back."""
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self._claim)
+            if self._claimant() == _claimant(os.getpid()):
+                os.utime(self._claim)
 
     def release(self, failure: str = "") -> None:
         """Gives it back, of a process of this machine that has ended, or of this one; `failure`: why it was not done."""

@@ -129,7 +129,7 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
         late = step, metrics
         for n in group.going:
             runs[n].step = step
-        stop = stopped(step)
+        stop = step < config.train.steps and stopped(step)
         if stop or any(runs[n].evaluation_due() or runs[n].saving_due() for n in group.going):
             take_in()
             host = jax.device_get(states)

@@ -28,7 +28,7 @@ def train(config: Experiment, workdir: str | Path) -> int:
                 run.step += 1
                 run.recorder.push(run.step, metrics)
                 profile(run.step)
-                if stopped(run.step):  # little time is left: an evaluation that is due comes with the resumption
+                if run.step < config.train.steps and stopped(run.step):  # little time is left: an evaluation that is due comes with the resumption
                     run.save()
                     break
                 if run.evaluation_due():
@@ -40,6 +40,9 @@ def train(config: Experiment, workdir: str | Path) -> int:
 
 _RUNS = itertools.count()
 """Runs of this process: what was agreed on in one is nothing to the next."""
+
+heard: list[int] = []
+"""Signals that came while this process trained. One that comes after a run's last step leaves the run whole; who would begin another asks here."""
 
 
 @contextlib.contextmanager
@@ -55,6 +58,7 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
         if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
         seen.append(number)
+        heard.append(number)
         print("\nstopping soon, to save what is done", file=sys.stderr)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
