@@ -15,6 +15,7 @@ from transformer.data import probes
 from transformer.data.pipeline import open_data
 from transformer.decoding.generate import Generator
 from transformer.evaluation.evaluate import evaluate, load_trained
+from transformer.lab import inside
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.loop import train
 
@@ -124,6 +125,23 @@ def test_a_decoder_is_asked_for_the_answer_alone():
     assert first.targets[first.weights > 0].tolist() == [*asked, tokenizer.eos] and first.prefix is None
     whole = experiment("decoder", prefix_lm=True)
     assert open_data(whole).objective.rows(data.store, "train", whole).segments(0, None)[0].prefix == len(question) + 2
+
+
+@pytest.mark.parametrize("prefix_lm", [False, True])
+def test_a_text_is_looked_into_as_it_was_trained(prefix_lm):
+    """`inspect` of a pair gives a decoder what training did; of a text alone, where a prefix is read whole, it asks for the second half."""
+    config = experiment("decoder", prefix_lm=prefix_lm)
+    data = open_data(config)
+    rows = data.objective.rows(data.store, "train", config)
+    question, answer = (data.tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1))
+    trained, (seen, cut) = rows.segments(0, None)[0], inside._segment(config, data.tokenizer, question, answer)
+    assert not cut and seen.prefix == trained.prefix and (seen.prefix is None) != prefix_lm
+    for field in ("inputs", "targets", "weights"):
+        np.testing.assert_array_equal(getattr(seen, field), getattr(trained, field))
+    data_of_text = dataclasses.replace(config.data, format="text", train="x", objective="prefix_lm" if prefix_lm else "causal_lm")
+    text = dataclasses.replace(config, data=data_of_text, train=dataclasses.replace(config.train, evaluators=()))
+    seen, _ = inside._segment(text, data.tokenizer, "abcdef", "")
+    assert seen.weights.tolist() == [1.0 - prefix_lm] * 3 + [1.0] * 3 and seen.prefix == (4 if prefix_lm else None)
 
 
 def test_pairs_that_are_too_long_for_a_decoder():

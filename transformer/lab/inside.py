@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from transformer.data.batching import assemble
-from transformer.data.objectives.base import Segment, shifted
+from transformer.data.objectives.base import Segment, continued, shifted
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
@@ -107,12 +107,14 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
     if config.model.family == "encoder":
         whole = [tokenizer.bos, *ids[: most - 2], tokenizer.eos]
         return Segment(np.array(whole, np.int32), np.array(whole, np.int32)), max(len(ids) - (most - 2), 0)
-    asks = config.objective.columns == ("source", "target")
-    whole = [*ids, tokenizer.eos, *tokenizer.encode([answer])[0], tokenizer.eos] if asks else ids
-    weights = (np.arange(len(whole)) > len(ids)).astype(np.float32) if asks else np.ones(len(whole), np.float32)
-    targets = np.array(whole[:most], np.int32)
-    prefix = len(ids) + 1 if config.model.prefix_lm else None
-    return Segment(shifted(tokenizer.bos, targets), targets, weights=weights[:most], prefix=prefix), max(len(whole) - most, 0)
+    given, asked = [], ids
+    if config.objective.columns == ("source", "target"):
+        given, asked = [*tokenizer.before_source, *ids, tokenizer.eos], [*tokenizer.encode_targets([answer])[0], tokenizer.eos]
+    elif config.model.prefix_lm:  # training cuts where it likes
+        given, asked = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    one = continued(tokenizer.bos, np.array(given, np.int32), np.array(asked, np.int32))
+    prefix = min(one.prefix, most) if config.model.prefix_lm else None
+    return Segment(one.inputs[:most], one.targets[:most], weights=one.weights[:most], prefix=prefix), max(len(one.targets) - most, 0)
 
 
 def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map]:
