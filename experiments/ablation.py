@@ -1,4 +1,4 @@
-"""Post-norm or pre-norm, and does the answer hang on how positions are told?
+"""Post-norm or pre-norm, and does the answer depend on the position scheme?
 
     python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
     python -m transformer compare runs/ablation
@@ -51,7 +51,7 @@ def get_config():
 def sweep():
     return Sweep(
         product(vary("model.norm_placement", "pre", "post"), vary("model.position", "rotary", "alibi")),
-        question="Is post-norm as good as pre-norm in four layers, and does the answer hang on how positions are told?",
+        question="Is post-norm as good as pre-norm in four layers, and does the answer depend on the position scheme?",
         declared={"parameters": "post-norm has no norm behind the last layer: 128 numbers fewer"},
         seeds=3,
     )
