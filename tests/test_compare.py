@@ -249,6 +249,11 @@ def test_the_best_is_found_in_the_same_numbers(tmp_path):
     assert [name for name, row in rows.items() if row.among_best] == ["a"], "it was chosen beforehand"
 
 
+def test_a_run_may_lie_in_a_folder_of_any_name(tmp_path):
+    runs = [made_up(tmp_path, name, 0, 4.0, model__d_ff=32 + 8 * n) for n, name in enumerate(("logs", "b b", "=="))]
+    assert list(results.read(runs).arms) == ["logs_", "b_b", "run"]
+
+
 def test_divergence_is_a_result(tmp_path):
     for seed in (0, 1):
         made_up(tmp_path, "a", seed, 4.0 + seed)

@@ -92,6 +92,10 @@ def chain(*grids: Grid) -> Grid:
     return Grid(tuple(itertools.chain.from_iterable(grid.points for grid in grids)))
 
 
+RESERVED = ("claims", "logs", "report")
+"""Folders of a sweep that hold no arm."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Sweep:
     """A study: arms, seeds, and how they are to be compared.
@@ -119,7 +123,7 @@ class Sweep:
         for name in names:
             if names.count(name) > 1:
                 raise UserError(f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) or arms(NAME={{...}})")
-            if name in ("claims", "logs", "report"):
+            if name in RESERVED:
                 raise UserError(f"sweep: an arm is called {name!r}, as a folder beside the arms is; name it with vary(field, NAME=value) or arms(NAME={{...}})")
             if not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
                 raise UserError(f"sweep: {name!r} is no name for a folder; name it with vary(field, NAME=value) or arms(NAME={{...}})")

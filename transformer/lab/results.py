@@ -16,7 +16,7 @@ from transformer.evaluation.units import kind
 from transformer.files import read_json
 from transformer.lab.guard import asked
 from transformer.lab.study import load_study
-from transformer.sweeps import Grid, Point, Sweep
+from transformer.sweeps import RESERVED, Grid, Point, Sweep
 from transformer.training.metrics import parse_metrics
 from transformer.training.rundir import flat, load_config
 
@@ -216,7 +216,8 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
 def _name(folder: Path) -> str:
     """Of an arm: its folder's, or where that is a seed's the folder's above."""
     folder = folder.parent if re.fullmatch(r"seed-?\d+", folder.name) else folder
-    return re.sub(r"[^A-Za-z0-9_.=+-]", "_", folder.name).lstrip("_.-+=") or "run"
+    name = re.sub(r"[^A-Za-z0-9_.=+-]", "_", folder.name).lstrip("_.-+=") or "run"
+    return f"{name}_" if name in RESERVED else name
 
 
 def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Run | None:
