@@ -36,6 +36,17 @@ def test_an_interval_covers_as_often_as_it_says():
     assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
 
 
+@pytest.mark.parametrize("arms", [4, 12])
+def test_of_equal_arms_one_is_seldom_told_from_the_best(arms):
+    """The best is chosen by the same numbers, which the report's note says: it is more than 5 studies of 100, but not many more."""
+    rng, told = np.random.default_rng(2), 0
+    for _ in range(600):
+        values = rng.normal(size=(arms, 3))
+        best = values.mean(axis=1).argmin()
+        told += any(one.tells for one in corrected({n: difference(dict(enumerate(values[n])), dict(enumerate(values[best]))) for n in range(arms) if n != best}).values())
+    assert 0.04 < told / 600 < 0.125
+
+
 def test_holm_holds_the_family():
     """Of many comparisons of nothing, something is found in one study of twenty, and not in most."""
     found = {name: dataclasses.replace(difference({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.5}), p=p) for name, p in zip("abcd", (0.01, 0.04, 0.03, math.nan), strict=True)}
@@ -231,22 +242,6 @@ def test_what_the_test_leaves_out_is_told(tmp_path):
         run = made_up(tmp_path, arm, 0, 4.0, model__d_ff=size)
         (run / "test.json").write_text(json.dumps({"step": 8, "left_out": {"pairs too long: dropped": 3} if arm == "b" else {}}))
     assert "Of the test text arms leave out: a nothing; b pairs too long: dropped 3." in report.markdown(compare(tmp_path))
-
-
-def test_the_best_is_found_in_the_same_numbers(tmp_path):
-    """So it stands against all pairs, not against the others alone: b and c would be told from a, were it chosen beforehand."""
-    values = {"base": [4.5, 4.51, 4.5, 4.49], "a": [4.0] * 4}
-    values |= {arm: [4.0262 + 0.01 * sign for sign in signs] for arm, signs in {"b": (1, -1, 1, -1), "c": (1, 1, -1, -1)}.items()}
-    for arm, losses in values.items():
-        for seed, loss in enumerate(losses):
-            made_up(tmp_path, arm, seed, loss, model__d_ff=32 if arm == "base" else 32 + 8 * ord(arm))
-    runs = [tmp_path / arm / f"seed-{seed}" for arm in values for seed in range(4)]
-    p = [stats.ttest_rel(values[arm], values["a"]).pvalue for arm in "bc"]
-    assert 2 * max(p) < 0.05 < 3 * min(p)
-    rows = verdict.judge(results.read(runs, metric="test/loss", baseline="base")).rows
-    assert [name for name, row in rows.items() if row.among_best] == ["a", "b", "c"]
-    rows = verdict.judge(results.read(runs, metric="test/loss", baseline="a")).rows
-    assert [name for name, row in rows.items() if row.among_best] == ["a"], "it was chosen beforehand"
 
 
 def test_a_run_may_lie_in_a_folder_of_any_name(tmp_path):

@@ -58,10 +58,8 @@ def judge(results: Results) -> Verdict:
     ended = {name: sign * mean(list(values[name].values())).mean for name in arms if values[name]}
     whole = max(map(len, values.values()), default=0)
     best = min((name for name in ended if len(values[name]) == whole), key=ended.get, default="")  # who lacks a seed may lack a hard one
-    # Which arm is the best is found in the same numbers, so that p is corrected for all pairs there are.
-    pairs = corrected({(a, b): difference(values[a], values[b]) for a, b in itertools.combinations(ended, 2)})
-    to_best = {name: pairs.get((name, best)) or pairs[best, name] for name in ended if name != best}
-    to_best |= to_base if best == base.name else {base.name: to_base[best]} if base.name in to_best else {}  # the baseline was chosen beforehand
+    to_best = corrected({name: difference(values[name], values[best]) for name in ended if name != best})
+    to_best |= to_base if best == base.name else {base.name: to_base[best]} if base.name in to_best else {}  # one word on a pair
     any_known = any(not math.isnan(one.p) for one in to_best.values())
     rows, watched = {}, validated(results)
     for name, arm in arms.items():
