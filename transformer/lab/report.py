@@ -151,7 +151,7 @@ def measured(verdict: Verdict) -> list[list[str]]:
     """The table of arms, for a person: what else the test says, but for what is a profile; empty where there is nothing."""
     arms, decides = verdict.results.arms, verdict.results.sweep.metric
     names = {name for arm in arms.values() for run in arm.runs.values() for name in run.names}
-    names = sorted(name for name in names if name.startswith("test/") and name != decides and not re.search(r"/\d+(/|$)", name))
+    names = sorted(name for name in names if name.startswith("test/") and name != decides and not re.search(r"/\d+(/|$)|/sentences", name))
     rows = [[name, *(spell(mean(list(arm.values(metric).values()))) for metric in names)] for name, arm in arms.items()]
     heads = [f"{metric} ({part})" if (part := reads(verdict.results, metric)) else metric for metric in names]
     return [["arm", *heads], *rows] if names else []
