@@ -181,11 +181,12 @@ def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]
 
 
 def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int:
+    """`work`, on runs that are this process's own."""
     from transformer.training.loop import heard, train
 
     heard.clear()
     dead: list[Planned] = []
-    lasts = lambda run: not run.status().over and run.saved() < run.config.train.steps
+    unfinished = lambda run: not run.status().over and run.saved() < run.config.train.steps
 
     @contextlib.contextmanager
     def living(run: Planned) -> Iterator[None]:
@@ -203,7 +204,7 @@ def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int
 
     apart: dict[object, list[Planned]] = {}
     for run in chosen:
-        if lasts(run):
+        if unfinished(run):
             apart.setdefault((alike(run.config) or run.name, run.saved()), []).append(run)
     for group in apart.values():
         if len(group) > 1:
@@ -212,7 +213,7 @@ def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int
             except Exception as e:
                 _tell(f"{', '.join(run.name for run in group)}: each by itself, since together", e)
         for run in group:
-            if not heard and lasts(run):
+            if not heard and unfinished(run):
                 with living(run):
                     if train(run.config, run.folder) < run.config.train.steps:
                         return 143  # on a pod another host may have been told
