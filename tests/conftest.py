@@ -97,3 +97,20 @@ def start_decoding(model, params, prompt, slots: int, *source):
 def own_data_home(tmp_path_factory, monkeypatch):
     """Token stores of tests stay out of the user's cache, and are shared between tests of one session."""
     monkeypatch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Texts, each with a label (does it speak of a cat?) and tags (is the word an animal?)."""
+    folder = tmp_path_factory.mktemp("text")
+    words, draw = (
+        ["cat", "dog", "house", "runs", "sleeps", "wonderful", "the", "under", "seldom"],
+        np.random.default_rng(0),
+    )
+    texts = {" ".join(draw.choice(words, draw.integers(3, 14))) for _ in range(900)}
+    texts = [f"{text} {i % 7}{i // 7}" for i, text in enumerate(sorted(texts))]
+    (folder / "text.txt").write_text("\n".join(texts))
+    (folder / "label.tsv").write_text("\n".join(f"{t}\t{'cat' if 'cat' in t else 'none'}" for t in texts))
+    tag = lambda word: "animal" if word in ("cat", "dog") else "other"
+    (folder / "tags.tsv").write_text("\n".join(f"{t}\t{' '.join(map(tag, t.split()))}" for t in texts))
+    return folder

@@ -6,7 +6,6 @@ import json
 import jax
 import pytest
 from test_objectives import CASES, experiment
-from test_objectives import text as texts  # noqa: F401 (a fixture)
 from test_planned_programs import FF, ROWS, D, V, planned
 
 from transformer.cli import main
@@ -24,9 +23,9 @@ from transformer.planning.search import page, search
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_batch_has_the_shapes_that_the_text_gives(texts, case):  # noqa: F811
+def test_a_batch_has_the_shapes_that_the_text_gives(text, case):
     objective, family, model, data = CASES[case]
-    config = experiment(texts, objective, family, model.items(), **data)
+    config = experiment(text, objective, family, model.items(), **data)
     real = open_data(config).batches("train")[0]
     made_up = batch_shapes(config, make_mesh(MeshConfig(data=1)))
     assert {name: (x.shape, x.dtype) for name, x in made_up.items()} == {

@@ -58,8 +58,7 @@ def logit_lens(kind: LogitLens, subject: Subject, at: At) -> Found:
     lens/agrees/LAYER, the share of tokens of which it says what the model says."""
 
     def look(params, batch):
-        found, told, batch = subject.watch(params, batch, "streams")
-        (h_BxTxE, head) = found[0] if "labels" in batch else found
+        (h_BxTxE, head), told, batch = subject.watch(params, batch, "streams")
         asked = batch["weights"]
 
         def says(h_BxTxE, head):

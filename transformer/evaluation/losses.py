@@ -89,8 +89,7 @@ def _losses(subject: Subject, at: At, most: int = 0) -> Iterator[tuple[np.ndarra
     """(-log p of every target times its weight, positions, weights), each [B, T], batch by batch."""
 
     def losses(params, batch):
-        found, _, batch = subject.watch(params, batch)
-        h_BxTxD, head = found[0] if "labels" in batch else found
+        (h_BxTxD, head), _, batch = subject.watch(params, batch)
         nll_BxT = subject.in_chunks(lambda h, targets: token_losses(head(h), targets), h_BxTxD, batch["targets"])
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 

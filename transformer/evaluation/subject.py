@@ -73,11 +73,12 @@ class Subject:
         return self.programs[name]
 
     def watch(self, params, batch: Mapping[str, jax.Array], *what: str):
-        """(what the head is applied to, the head), what the model tells of its inside (model/watch.py), and the batch as it read it."""
+        """(what the head is applied to, the head), what the model tells of its inside (model/watch.py), and the batch as it read it. Of a batch
+        that asks for labels beside tokens, the tokens' head."""
         order = order_of(self.config.model, self.mesh)
         batch = arrange(dict(batch), order, self.mesh)
         found, told = outputs(self.model, params, batch, order, watch=what)
-        return found, told, batch
+        return found[0] if {"targets", "labels"} <= batch.keys() else found, told, batch
 
     def in_chunks(self, function: Callable, *arrays_BxT: jax.Array):
         """function(*arrays) of [B, T, ...], which gives [B, T], some tokens at a time: so logits of all are never held at once."""

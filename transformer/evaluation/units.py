@@ -37,6 +37,12 @@ def kind(metric: str) -> Kind | None:
     return next((KINDS[part] for part in reversed(metric.split("/")) if part in KINDS), None)
 
 
+def of_tokens(metric: str) -> bool:
+    """Whether other tokens would give another number."""
+    found = kind(metric)
+    return found is not None and found.of_tokens
+
+
 def unit(metric: str) -> str:
     """What a number of this name counts; "" where that is not known."""
     found = kind(metric)

@@ -16,7 +16,7 @@ import numpy as np
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import to_mapping
 from transformer.errors import UserError
-from transformer.evaluation.units import kind
+from transformer.evaluation.units import of_tokens
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops
@@ -106,7 +106,7 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
         if (first := seen.setdefault(config, arm)) != arm:
             raise UserError(f"sweep: arms {first!r} and {arm!r} are the same experiment, so their runs would be bit for bit equal; leave one of them out")
     others = [arm for arm, one in found.items() if one.tokenizer != found[sweep.baseline].tokenizer]
-    if others and "tokenizer" not in sweep.declared and (of := kind(sweep.metric)) and of.of_tokens:
+    if others and "tokenizer" not in sweep.declared and of_tokens(sweep.metric):
         raise UserError(
             f"sweep: metric {sweep.metric!r} is of tokens, and {others[0]!r} has others than {sweep.baseline!r}; "
             "decide by what is not, like Sweep(..., metric='test/bits_per_byte'), or declare why that is no matter, declared={'tokenizer': \"...\"}"

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformer.evaluation.units import kind, unit
+from transformer.evaluation.units import kind, of_tokens, unit
 from transformer.files import write_whole
 from transformer.lab.figures import draw
 from transformer.lab.profiles import Profile, reads
@@ -92,7 +92,7 @@ def about(results: Results) -> list[str]:
     lines += ["Arms are judged on texts of their own, which belongs to what was asked."] if len(texts) > 1 else []
     lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
     objectives = {str(run.manifest.get("data", {}).get("objective")) for arm in results.arms.values() for run in arm.runs.values()}
-    if len(objectives) > 1 and (of := kind(sweep.metric)) and of.of_tokens:
+    if len(objectives) > 1 and of_tokens(sweep.metric):
         lines.append(f"Arms have objectives of their own ({', '.join(sorted(objectives))}), so {sweep.metric} is not of the same tokens in all of them.")
     dropped = {arm.name: next((_counts(run.tested["left_out"]) for run in arm.runs.values() if run.tested.get("left_out")), "nothing") for arm in results.arms.values()}
     if len(set(dropped.values())) > 1:

@@ -12,7 +12,7 @@ from transformer.config import Experiment
 from transformer.config_io import to_mapping
 from transformer.errors import UserError, nearest
 from transformer.evaluation.kinds import measures
-from transformer.evaluation.units import kind
+from transformer.evaluation.units import of_tokens
 from transformer.files import read_json
 from transformer.lab.guard import asked
 from transformer.lab.study import load_study
@@ -272,7 +272,7 @@ def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
     part, same = "valid" if sweep.metric.startswith("eval/") else "test", lambda *keys: told(run, *keys) == told(first, *keys)
     if not same(part, "sha256") and not ("data" in sweep.declared or set(sweep.fields) & TEXT):
         return f"was {'validated' if part == 'valid' else 'tested'} on another text than {first.folder}"
-    if "tokenizer" not in sweep.declared and not same("tokenizer_sha256") and (of := kind(sweep.metric)) and of.of_tokens:
+    if "tokenizer" not in sweep.declared and not same("tokenizer_sha256") and of_tokens(sweep.metric):
         return f"has another tokenizer than {first.folder}, so its {sweep.metric} is of other tokens (test/bits_per_byte does not ask for tokens)"
     if "data" not in may and not same("objective"):
         return f"has another objective ({told(run, 'objective')}) than {first.folder} ({told(first, 'objective')})"
