@@ -226,6 +226,19 @@ def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
     assert counts == {"test/bleu": [2, 2], "test/loss": [2, 0]}
 
 
+def test_a_classifiers_loss_is_of_labels(tmp_path):
+    """So it has their unit, and another tokenizer is no matter."""
+    labels = dict(model__family="encoder", model__num_encoder_layers=2, model__pooling="mean", model__num_labels=3, model__lm_head=False, data__objective="classification", data__packing=False)  # fmt: skip
+    sweep = Sweep(vary("model.vocab_size", 512, 300), seeds=2, metric="test/loss", declared=dict.fromkeys(("parameters", "flops"), "of it"))
+    guard.check(sweep, *facts_of(sweep, **labels))
+    for arm, vocab in (("a", 512), ("b", 300)):
+        for seed in range(2):
+            made_up(tmp_path, arm, seed, 1.0 + 0.1 * seed, tokenizer=arm, test_bleu=0.5, model__vocab_size=vocab, **labels)
+    judged = compare(tmp_path, metric="test/loss")
+    page = report.markdown(judged)
+    assert [row.value.count for row in judged.rows.values()] == [2, 2] and "nats per label" in page and "per token" not in page
+
+
 def test_validation_is_of_the_same_text_and_as_much_of_it(tmp_path):
     for arm, batches, text in (("a", 2, "v"), ("b", 4, "v"), ("c", 2, "w")):
         run = made_up(tmp_path, arm, 0, 4.0, eval_losses=(5.0, 4.0), train__eval_batches=batches, model__d_ff=32 + 8 * ord(arm))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -195,6 +196,25 @@ def test_the_loss_with_a_field_changed():
 def test_without_a_mask_and_positions_order_is_nothing(family, position, blind):
     found, *_ = measured(experiment("order", family=family, position=position))
     assert found["order/kl"] < 1e-6 if blind else found["order/kl"] > 1e-4
+
+
+def test_order_counts_every_full_row_once():
+    config = experiment("order")
+    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
+    with use(make_mesh(config.mesh)) as mesh:
+        params = init_state(config, model, optimizer, abstract_state(config, model, optimizer, mesh)[1]).params
+        batch = open_data(config).batches("valid")[0]
+        rows = np.flatnonzero((batch["segments"] > 0).all(axis=1))[:3]
+
+        def found(chosen, segments):
+            taken = {name: x[chosen] for name, x in batch.items()} | {"segments": segments}
+            return dict(measure(Subject(config, SimpleNamespace(batches=lambda part: [taken]), "valid", mesh), At(params), False))["order/kl"]
+
+        whole = np.ones((1, 16), np.int32)
+        alone = [found(rows[n : n + 1], whole) for n in range(3)]
+        assert len(set(alone)) == 3
+        beside_one_that_is_not_full = np.concatenate([whole, 0 * whole, whole, whole])
+        assert found(rows[[0, 0, 1, 2]], beside_one_that_is_not_full) == pytest.approx(np.mean(alone), rel=1e-4)
 
 
 def test_what_is_measured_is_no_part_of_the_step():

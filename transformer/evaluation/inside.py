@@ -95,7 +95,7 @@ def order(kind: Order, subject: Subject, at: At) -> Found:
     full = np.flatnonzero((whole["segments"] > 0).all(axis=1))
     if not len(full):
         raise UserError("train.evaluators: order needs a row that is full of tokens; set data.packing=True")
-    chosen = np.resize(full, rows)
+    chosen = np.resize(full, rows)  # those again where they are fewer, for a batch of the same shape
     inputs, there = whole["inputs"][chosen], np.random.default_rng(0).permutation(length - 1)
     logs = []
     for tokens in (inputs, np.concatenate([inputs[:, there], inputs[:, -1:]], axis=1)):
@@ -103,7 +103,7 @@ def order(kind: Order, subject: Subject, at: At) -> Found:
         batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), inputs.shape)
         here = subject.share.rows(rows)
         logs.append(np.asarray(subject.program(kind, last)(at.params, subject.share.place({name: x[here] for name, x in batch.items()}))))
-    yield "order/kl", float(np.mean(np.sum(np.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)))
+    yield "order/kl", float(np.mean(np.sum(np.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)[: len(full)]))
 
 
 def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, Callable]]:

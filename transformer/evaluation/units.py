@@ -31,21 +31,25 @@ KINDS = {
 }
 """By a part of the name: test/bleu, test/lens/loss/003."""
 
+OF_LABELS = {"loss": KINDS["labels_loss"], "accuracy": KINDS["labels_accuracy"], "perplexity": Kind("per label", False, False)}
+"""Where no tokens are asked for, as of a classifier."""
 
-def kind(metric: str) -> Kind | None:
+
+def kind(metric: str, asks_for_tokens: bool = True) -> Kind | None:
     """Of a metric, by the last part of its name that says; None: not known."""
-    return next((KINDS[part] for part in reversed(metric.split("/")) if part in KINDS), None)
+    known = KINDS if asks_for_tokens else KINDS | OF_LABELS
+    return next((known[part] for part in reversed(metric.split("/")) if part in known), None)
 
 
-def of_tokens(metric: str) -> bool:
+def of_tokens(metric: str, asks_for_tokens: bool = True) -> bool:
     """Whether other tokens would give another number."""
-    found = kind(metric)
+    found = kind(metric, asks_for_tokens)
     return found is not None and found.of_tokens
 
 
-def unit(metric: str) -> str:
+def unit(metric: str, asks_for_tokens: bool = True) -> str:
     """What a number of this name counts; "" where that is not known."""
-    found = kind(metric)
+    found = kind(metric, asks_for_tokens)
     return found.unit if found else ""
 
 

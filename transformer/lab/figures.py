@@ -39,7 +39,7 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
     results, look = verdict.results, styles(list(verdict.results.arms))
     metric, found, chosen = results.sweep.metric, {}, _lines(verdict)
     some = f" The baseline and the best {len(chosen) - 1} of {len(look)} arms; the numbers of all are in {{}}." if len(chosen) < len(look) else ""
-    label = lambda name: f"{name.replace('/', ' ')}{f' ({unit(name)})' if unit(name) else ''}"
+    label = lambda name: name.replace("/", " ") + (f" ({counts})" if (counts := unit(name, results.asks_for_tokens)) else "")
     for field in dict.fromkeys(one.field for one in verdict.scans):
         found[f"scan_{field}"] = (f"{metric} against {field}: mean over seeds that came to their end, and its 95 % interval.", _scan(verdict, field, label(metric)))
     if any(row.value.count for row in verdict.rows.values()):

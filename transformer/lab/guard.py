@@ -106,7 +106,7 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
         if (first := seen.setdefault(config, arm)) != arm:
             raise UserError(f"sweep: arms {first!r} and {arm!r} are the same experiment, so their runs would be bit for bit equal; leave one of them out")
     others = [arm for arm, one in found.items() if one.tokenizer != found[sweep.baseline].tokenizer]
-    if others and "tokenizer" not in sweep.declared and of_tokens(sweep.metric):
+    if others and "tokenizer" not in sweep.declared and of_tokens(sweep.metric, configs[sweep.baseline].objective.asks_for_tokens):
         raise UserError(
             f"sweep: metric {sweep.metric!r} is of tokens, and {others[0]!r} has others than {sweep.baseline!r}; "
             "decide by what is not, like Sweep(..., metric='test/bits_per_byte'), or declare why that is no matter, declared={'tokenizer': \"...\"}"

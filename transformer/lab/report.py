@@ -86,13 +86,13 @@ def about(results: Results) -> list[str]:
         if len(sweep.seeds) > 1
         else f"{len(results.arms)} arms, {runs} runs of one seed: nothing is known of how much another seed would change, so there are no intervals."
     )
-    said = [sweep.metric, unit(sweep.metric), f"on {part}" if (part := reads(results, sweep.metric)) else ""]
+    said = [sweep.metric, unit(sweep.metric, results.asks_for_tokens), f"on {part}" if (part := reads(results, sweep.metric)) else ""]
     lines.append(f"Decides: {', '.join(filter(None, said))}; {'higher' if sweep.higher_is_better else 'lower'} is better.")
     texts = {str(run.manifest.get("data", {}).get("test", {}).get("sha256")) for arm in results.arms.values() for run in arm.runs.values()}
     lines += ["Arms are judged on texts of their own, which belongs to what was asked."] if len(texts) > 1 else []
     lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
     objectives = {str(run.manifest.get("data", {}).get("objective")) for arm in results.arms.values() for run in arm.runs.values()}
-    if len(objectives) > 1 and of_tokens(sweep.metric):
+    if len(objectives) > 1 and of_tokens(sweep.metric, results.asks_for_tokens):
         lines.append(f"Arms have objectives of their own ({', '.join(sorted(objectives))}), so {sweep.metric} is not of the same tokens in all of them.")
     dropped = {arm.name: next((_counts(run.tested["left_out"]) for run in arm.runs.values() if run.tested.get("left_out")), "nothing") for arm in results.arms.values()}
     if len(set(dropped.values())) > 1:

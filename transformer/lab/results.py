@@ -142,6 +142,11 @@ class Results:
     left_out: tuple[str, ...]
     folders: tuple[Path, ...]
 
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether its runs do (a classifier's ask for labels alone)."""
+        return next(run.config.objective.asks_for_tokens for arm in self.arms.values() for run in arm.runs.values())
+
 
 def read(folders: Sequence[Path], metric: str = "", baseline: str = "", higher_is_better: bool | None = None) -> Results:
     """The results of a sweep's directory, or of several run directories (runs whose configs differ in the seed alone are one arm, named
@@ -272,7 +277,7 @@ def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
     part, same = "valid" if sweep.metric.startswith("eval/") else "test", lambda *keys: told(run, *keys) == told(first, *keys)
     if not same(part, "sha256") and not ("data" in sweep.declared or set(sweep.fields) & TEXT):
         return f"was {'validated' if part == 'valid' else 'tested'} on another text than {first.folder}"
-    if "tokenizer" not in sweep.declared and not same("tokenizer_sha256") and of_tokens(sweep.metric):
+    if "tokenizer" not in sweep.declared and not same("tokenizer_sha256") and of_tokens(sweep.metric, first.config.objective.asks_for_tokens):
         return f"has another tokenizer than {first.folder}, so its {sweep.metric} is of other tokens (test/bits_per_byte does not ask for tokens)"
     if "data" not in may and not same("objective"):
         return f"has another objective ({told(run, 'objective')}) than {first.folder} ({told(first, 'objective')})"

@@ -139,7 +139,8 @@ def _factors(results: Results, values: Mapping[str, Mapping[int, float]]) -> dic
 
 def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
     sweep, lines = results.sweep, []
-    what = f"{sweep.metric}{f' ({unit(sweep.metric)})' if unit(sweep.metric) else ''}"
+    counts = unit(sweep.metric, results.asks_for_tokens)
+    what = f"{sweep.metric} ({counts})" if counts else sweep.metric
     if best and sum(row.value.count > 0 for row in rows.values()) < 2:
         lines.append(f"Nothing is compared: only {best} has {what}, {spell(rows[best].value)}.")
     elif best:
