@@ -1,6 +1,7 @@
 """The laboratory: the guard, runs trained together, whole sweeps."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -216,6 +217,19 @@ def test_a_sweep_ends_with_every_run_over(swept):
     for more in ((), ("--dry-run",)):
         refused = sweep("--config.train.steps=9", *more)
         assert refused.returncode == 2 and "arm 'low' is another: train.steps was 8, is 9" in refused.stderr, refused.stdout
+
+
+def test_the_time_left_is_by_the_work_left(tmp_path, monkeypatch):
+    """Of two runs the short one is over in 100 seconds; the other has three times as many steps."""
+    sweep = Sweep(vary("train.steps", 8, 24), seeds=1)
+    study, clock, said = Study(tmp_path, sweep, *facts_of(sweep)), [0.0], io.StringIO()
+    monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
+    table = runner.Table(study, said)
+    table.show(last=True)
+    (made_up(tmp_path, "steps=8", 0, 4.0) / "test.json").write_text('{"step": 8}')
+    clock[0] = 100.0
+    table.show(last=True)
+    assert said.getvalue().splitlines()[-1].endswith("1:40 so far, 5:00 left")
 
 
 def test_a_sweep_is_compared(swept, capsys):

@@ -51,7 +51,7 @@ def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, hos
     """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1], of a pod's
     processes number host[0] of host[1]. Returns the exit code: 0 when all of its runs are over, 1 when some have failed, 143 when it, or
     one of them, was stopped."""
-    units, table = share_of(study, shard, most), _Table(study, sys.stderr)
+    units, table = share_of(study, shard, most), Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1
     working, failed, cut, look = [], [], False, 0.0
     with _stopping() as stopped, _leaving_none(working):
@@ -291,7 +291,7 @@ def overview(study: Study, statuses: dict[str, Status]) -> list[str]:
     return columns(rows)
 
 
-class _Table:
+class Table:
     """The status of all runs: in a terminal a table that stays in place, in a log a line for what changes and one a minute."""
 
     def __init__(self, study: Study, stream):
@@ -333,10 +333,15 @@ class _Table:
     def _steps(self, name: str) -> int:
         return self._study.configs[name.partition("/")[0]].train.steps
 
+    def _work(self, name: str) -> float:
+        """The floating-point operations of a run's training."""
+        facts = self._study.facts[name.partition("/")[0]]
+        return facts.flops * facts.tokens * self._steps(name)
+
     def _summary(self, statuses: dict[str, Status]) -> str:
         """How many are over, and how long the rest takes at the speed so far."""
         share = lambda name, status: 1.0 if status.over else min(status.step / self._steps(name), 1.0)
-        done = sum(share(name, status) for name, status in statuses.items()) / len(statuses)
+        done = sum(share(name, status) * self._work(name) for name, status in statuses.items()) / sum(map(self._work, statuses))
         self._first = done if self._first is None else self._first
         spent, since = time.monotonic() - self._began, done - self._first
         left = f", {human_time(spent / since * (1 - done))} left" if since > 0.02 and done < 1 else ""
