@@ -39,6 +39,11 @@ class Facts:
     warmup: str
     tokens: int = 0  # that a step reads, on both sides
 
+    @property
+    def flops_a_step(self) -> float:
+        """Of training."""
+        return self.flops * self.tokens
+
 
 GIVEN_BY = {
     "parameters": (),

@@ -189,7 +189,7 @@ def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
             elif found := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
                 runs[run.config.seed] = found
         facts = study.facts[name]
-        arms[name] = Arm(name, changes, runs, facts.flops, facts.flops * facts.tokens, facts.parameters)
+        arms[name] = Arm(name, changes, runs, facts.flops, facts.flops_a_step, facts.parameters)
     return study.sweep, arms, left_out
 
 

@@ -335,8 +335,7 @@ class Table:
 
     def _work(self, name: str) -> float:
         """The floating-point operations of a run's training."""
-        facts = self._study.facts[name.partition("/")[0]]
-        return facts.flops * facts.tokens * self._steps(name)
+        return self._study.facts[name.partition("/")[0]].flops_a_step * self._steps(name)
 
     def _summary(self, statuses: dict[str, Status]) -> str:
         """How many are over, and how long the rest takes at the speed so far."""
