@@ -21,11 +21,13 @@ ablation: .venv/installed
 
 test: .venv/installed-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	@# A worker that XLA ends (tests/conftest.py says why it may) is started again, with the test it was at; a test that fails is not.
 	$(BIN)/python -m pytest -n 2 --reruns 1 --only-rerun 'crashed while running'
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11, 3.12 or 3.13 found; name one with make PYTHON=/path/to/python3"; exit 1; }

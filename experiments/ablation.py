@@ -42,7 +42,12 @@ def get_config():
     )
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=128, batch_size=16)
     config.optimizer = dict(
-        name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, weight_decay=0.1, clip_norm=1.0
+        name="adamw",
+        learning_rate=3e-3,
+        schedule="cosine",
+        warmup_steps=50,
+        weight_decay=0.1,
+        clip_norm=1.0,
     )
     config.train = dict(steps=400, log_every=20, eval_every=100, eval_batches=10, tensorboard=False)
     return config
@@ -50,7 +55,9 @@ def get_config():
 
 def sweep():
     return Sweep(
-        product(vary("model.norm_placement", "pre", "post"), vary("model.position", "rotary", "alibi")),
+        product(
+            vary("model.norm_placement", "pre", "post"), vary("model.position", "rotary", "alibi")
+        ),
         question="Is post-norm as good as pre-norm in four layers, and does the answer depend on the position scheme?",
         declared={"parameters": "post-norm has no norm behind the last layer: 128 numbers fewer"},
         seeds=3,

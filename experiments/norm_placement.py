@@ -51,14 +51,20 @@ def get_config():
         dropout=0.1,
     )
     config.data = dict(corpus="tatoeba_en_es", objective="seq2seq", length=64, batch_size=16)
-    config.optimizer = dict(name="adamw", learning_rate=1e-3, schedule="inverse_sqrt", warmup_steps=300)
+    config.optimizer = dict(
+        name="adamw", learning_rate=1e-3, schedule="inverse_sqrt", warmup_steps=300
+    )
     config.train = dict(steps=1000, label_smoothing=0.1, eval_every=250, checkpoint_every=250)
     return config
 
 
 def sweep():
     return Sweep(
-        vary("model.norm_placement", "pre", "post", "peri", "res_post", "deepnorm", "none", "rezero"),
+        vary(
+            "model.norm_placement", "pre", "post", "peri", "res_post", "deepnorm", "none", "rezero"
+        ),
         question="Which norm placement translates best after a thousand steps, six layers a side?",
-        declared={"parameters": "placements have other numbers of norms, none has none, rezero a gate a sublayer"},
+        declared={
+            "parameters": "placements have other numbers of norms, none has none, rezero a gate a sublayer"
+        },
     )

@@ -40,15 +40,28 @@ def get_config():
     )
     config.data = dict(corpus="wikitext2", objective="masked_lm", length=256, batch_size=8)
     config.optimizer = dict(
-        name="adamw", learning_rate=2e-3, schedule="cosine", warmup_steps=200, weight_decay=0.1, clip_norm=1.0
+        name="adamw",
+        learning_rate=2e-3,
+        schedule="cosine",
+        warmup_steps=200,
+        weight_decay=0.1,
+        clip_norm=1.0,
     )
     config.train = dict(steps=1000, eval_every=250, checkpoint_every=250)
     return config
 
 
 def sweep():
-    decoder = {"model.family": "decoder", "model.num_encoder_layers": 0, "model.num_decoder_layers": 4}
-    both = {"model.family": "encoder_decoder", "model.num_encoder_layers": 2, "model.num_decoder_layers": 2}
+    decoder = {
+        "model.family": "decoder",
+        "model.num_encoder_layers": 0,
+        "model.num_decoder_layers": 4,
+    }
+    both = {
+        "model.family": "encoder_decoder",
+        "model.num_encoder_layers": 2,
+        "model.num_decoder_layers": 2,
+    }
     return Sweep(arms(
         masked_lm={},
         causal_lm=decoder | {"data.objective": "causal_lm"},

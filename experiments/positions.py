@@ -51,7 +51,12 @@ def get_config():
     )
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=256, batch_size=8)
     config.optimizer = dict(
-        name="adamw", learning_rate=2e-3, schedule="cosine", warmup_steps=200, weight_decay=0.1, clip_norm=1.0
+        name="adamw",
+        learning_rate=2e-3,
+        schedule="cosine",
+        warmup_steps=200,
+        weight_decay=0.1,
+        clip_norm=1.0,
     )
     config.train = dict(steps=1000, eval_every=250, checkpoint_every=250)
     return config

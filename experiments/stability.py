@@ -61,7 +61,10 @@ def sweep(what="rate"):
     }
     return Sweep(
         product(vary("model.norm_placement", "pre", "post", "peri"), numbers[what]),
-        question={"rate": "How large a learning rate does each norm placement stand?", "warmup": "How short a warm-up does each norm placement stand?"}[what],
+        question={
+            "rate": "How large a learning rate does each norm placement stand?",
+            "warmup": "How short a warm-up does each norm placement stand?",
+        }[what],
         declared={"parameters": "placements have other numbers of norms"},
         seeds=3,
     )

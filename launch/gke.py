@@ -59,14 +59,22 @@ def manifest(args, tpu) -> dict:
     }  # fmt: skip
     if args.spot:
         pod["nodeSelector"][SPOT] = "true"
-        pod["tolerations"] = [{"key": SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}]
+        pod["tolerations"] = [
+            {"key": SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        ]
     annotations = {}
     if args.bucket:
         annotations = {"gke-gcsfuse/volumes": "true"}
         container["volumeMounts"] = [{"name": "runs", "mountPath": "/transformer/runs"}]
-        attributes = {"bucketName": args.bucket, "mountOptions": "implicit-dirs,rename-dir-limit=100000"}
+        attributes = {
+            "bucketName": args.bucket,
+            "mountOptions": "implicit-dirs,rename-dir-limit=100000",
+        }
         pod["volumes"] = [
-            {"name": "runs", "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
+            {
+                "name": "runs",
+                "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes},
+            }
         ]
     if args.service_account:
         pod["serviceAccountName"] = args.service_account
@@ -89,7 +97,9 @@ def manifest(args, tpu) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("name", help="of the JobSet")
-    parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5p-128, v5e:4x8, v6e-64, tpu7x:4x4x4, ...")
+    parser.add_argument(
+        "--topology", required=True, help="v5p:4x4x4, v5p-128, v5e:4x8, v6e-64, tpu7x:4x4x4, ..."
+    )
     parser.add_argument("--slices", type=int, default=1)
     parser.add_argument("--spot", action="store_true", help="cheaper, and may be taken away")
     parser.add_argument("--image", required=True)
@@ -104,7 +114,9 @@ def main(argv: list[str] | None = None) -> int:
     check_command(args.command, ROOT)
     check_workdir(args.command, args.bucket)
     return run(
-        ["kubectl", "apply", "--filename=-"], args.dry_run, stdin=json.dumps(manifest(args, tpu), indent=2) + "\n"
+        ["kubectl", "apply", "--filename=-"],
+        args.dry_run,
+        stdin=json.dumps(manifest(args, tpu), indent=2) + "\n",
     )
 
 

@@ -33,7 +33,9 @@ def variables(index: int, count: int, devices: int, port: int) -> dict[str, str]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}".strip()
     # Many simulated devices share few cores: a slow one is no dead one. And as much as possible one operation after another on each:
     # where several run at once, a collective that waits can hold up the loop that another device waits for, and all stand still.
-    flags += " --xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    flags += (
+        " --xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    )
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
     return {
         "TRANSFORMER_COORDINATOR": f"localhost:{port}", "TRANSFORMER_PROCESSES": str(count), "TRANSFORMER_PROCESS": str(index),
@@ -102,7 +104,11 @@ def _wait(processes: list[subprocess.Popen]) -> int:
         for index, code in enumerate(codes):
             if code and not first:
                 first, until = code, time.monotonic() + PATIENCE
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                how = (
+                    f"was killed by {signal.Signals(-code).name}"
+                    if code < 0
+                    else f"ended with exit code {code}"
+                )
                 if code == STOPPED:
                     how = f"was stopped (exit code {code}); the same command goes on from there"
                 print(f"process {index} of {len(processes)} {how}", file=sys.stderr)
@@ -120,7 +126,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--devices", type=int, default=1, help="simulated devices of each process")
     parser.add_argument("--port", type=int, default=0, help="of the coordinator; 0: a free one")
     parser.add_argument(
-        "--restarts", type=int, default=0, help="how often to start again after a preemption or a death"
+        "--restarts",
+        type=int,
+        default=0,
+        help="how often to start again after a preemption or a death",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would run")
     args = parse(parser, argv)
@@ -130,12 +139,18 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
         for index in range(args.processes):
             told = variables(index, args.processes, args.devices, args.port or 12355)
-            print(" ".join(f"{name}={shlex.quote(value)}" for name, value in told.items()), shlex.join(command), "&")
+            print(
+                " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items()),
+                shlex.join(command),
+                "&",
+            )
         return 0
     for attempt in range(args.restarts + 1):
         told: list[int] = []
         code = run(command, args.processes, args.devices, args.port or free_port(), told)
-        again = attempt < args.restarts and code and code != 2 and not told  # 2: a mistake, which would be made again
+        again = (
+            attempt < args.restarts and code and code != 2 and not told
+        )  # 2: a mistake, which would be made again
         if not again:
             break
         print(f"starting again ({attempt + 1} of {args.restarts})", file=sys.stderr)

@@ -88,9 +88,13 @@ def check_workdir(command: list[str], bucket: str) -> None:
     workdir = option(command, "--workdir")
     parts = Path(workdir).parts
     if workdir and not bucket:
-        mistake(f"--workdir: {workdir!r} would go with the machine; keep runs/ in a bucket with --bucket=NAME")
+        mistake(
+            f"--workdir: {workdir!r} would go with the machine; keep runs/ in a bucket with --bucket=NAME"
+        )
     if workdir and (parts[:1] != ("runs",) or ".." in parts):
-        mistake(f"--workdir: {workdir!r} would go with the machine; write runs/..., where the bucket is mounted")
+        mistake(
+            f"--workdir: {workdir!r} would go with the machine; write runs/..., where the bucket is mounted"
+        )
 
 
 def check_numbers(args, **least: int) -> None:
@@ -103,7 +107,9 @@ def check_numbers(args, **least: int) -> None:
 def check_name(name: str) -> None:
     """Ends with exit code 2 unless the cloud takes it as a name."""
     if not re.fullmatch("[a-z]([a-z0-9-]{,38}[a-z0-9])?", name):
-        mistake(f"NAME: {name!r}; lowercase letters, digits and hyphens within, a letter first, 40 characters at most")
+        mistake(
+            f"NAME: {name!r}; lowercase letters, digits and hyphens within, a letter first, 40 characters at most"
+        )
 
 
 def machine(name: str, text: str, known: Collection[str], slices: int = 1):
@@ -111,7 +117,9 @@ def machine(name: str, text: str, known: Collection[str], slices: int = 1):
     in the words of the option `name`, if there are none such or their kind is not `known`."""
     package = types.ModuleType("transformer")
     package.__path__ = [str(ROOT / "transformer")]
-    sys.modules.setdefault("transformer", package)  # its own __init__ imports JAX, which need not be here
+    sys.modules.setdefault(
+        "transformer", package
+    )  # its own __init__ imports JAX, which need not be here
     from transformer.errors import UserError
     from transformer.planning.chips import topology
 
@@ -122,9 +130,13 @@ def machine(name: str, text: str, known: Collection[str], slices: int = 1):
     if tpu.kind not in known:
         mistake(f"{name}: no {text!r} here; one of {', '.join(known)}")
     if tpu.chip.axes == 2 and tpu.shape not in FLAT:
-        mistake(f"{name}: no {text!r}; a {tpu.chip.title} slice is one of {', '.join(f'{a}x{b}' for a, b in FLAT)}")
+        mistake(
+            f"{name}: no {text!r}; a {tpu.chip.title} slice is one of {', '.join(f'{a}x{b}' for a, b in FLAT)}"
+        )
     if tpu.chip.axes == 3 and math.prod(tpu.shape) % HOST:
-        mistake(f"{name}: no {text!r}; a {tpu.chip.title} slice is made of hosts with 2x2x1 chips, as {tpu.kind}:4x4x4")
+        mistake(
+            f"{name}: no {text!r}; a {tpu.chip.title} slice is made of hosts with 2x2x1 chips, as {tpu.kind}:4x4x4"
+        )
     return tpu
 
 
@@ -134,7 +146,9 @@ def installed(tool: str) -> None:
         mistake(f"{tool} is not installed here")
 
 
-def run(command: list[str], dry: bool, stdin: str | None = None, said: list[str] | None = None) -> int:
+def run(
+    command: list[str], dry: bool, stdin: str | None = None, said: list[str] | None = None
+) -> int:
     """Runs it, its output being this process's, and the lines of its stderr also put into `said`; its exit code. With `dry`, prints it
     and is content."""
     if dry:

@@ -39,7 +39,11 @@ def script(args) -> str:
     command = shlex.join([*platform, ".venv/bin/python", "-m", "transformer", *args.command])
     command += f" --shard=$((SLURM_ARRAY_TASK_ID+1))/{args.array}" if args.array else ""
     again = f"[ $code -ne 0 ] && [ $code -ne {MISTAKE} ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {args.restarts} ]"
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), f"cd {shlex.quote(str(args.folder))}"]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in options),
+        f"cd {shlex.quote(str(args.folder))}",
+    ]
     lines += [f"srun --wait=120 {command}", "code=$?"]
     lines += [f"if {again}; then scontrol requeue $SLURM_JOB_ID; fi", "exit $code"]
     return "\n".join(lines) + "\n"
@@ -50,10 +54,14 @@ def check(args) -> None:
     check_command(args.command, Path(args.folder))
     check_numbers(args, nodes=1, gpus_per_node=0, cpus_per_task=0, array=0, restarts=0)
     if not re.fullmatch(r"(\d+-)?\d+(:[0-5]?\d){,2}", args.time):
-        mistake(f"--time: {args.time!r}; minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, as 24:00:00")
+        mistake(
+            f"--time: {args.time!r}; minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, as 24:00:00"
+        )
     sweep = args.command[0] == "sweep"
     if args.array and not sweep:
-        mistake(f"--array: {args.array}; it shares out a sweep, not {args.command[0]}; leave it out")
+        mistake(
+            f"--array: {args.array}; it shares out a sweep, not {args.command[0]}; leave it out"
+        )
     if args.array and option(args.command, "--shard"):
         mistake(f"--shard: every task of --array={args.array} has its own; leave it out")
     if not (Path(args.folder) / ".venv").is_dir():
@@ -68,7 +76,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=0, help="0: CPUs")
     parser.add_argument("--cpus-per-task", type=int, default=0)
-    parser.add_argument("--array", type=int, default=0, metavar="N", help="share a sweep out among N jobs; 0: one job")
+    parser.add_argument(
+        "--array",
+        type=int,
+        default=0,
+        metavar="N",
+        help="share a sweep out among N jobs; 0: one job",
+    )
     parser.add_argument("--time", default="24:00:00")
     parser.add_argument("--restarts", type=int, default=20)
     parser.add_argument("--name", default="transformer")

@@ -46,7 +46,9 @@ IMAGES = {
 }
 """The software of a TPU VM, by kind of chip (cloud.google.com/tpu/docs/runtimes). TPU7x is to be had on GKE alone."""
 
-PASSES = re.compile(r'capacity|RESOURCE_EXHAUSTED|UNAVAILABLE|INTERNAL|preempted|code"?:? (8|13|14)\b')
+PASSES = re.compile(
+    r'capacity|RESOURCE_EXHAUSTED|UNAVAILABLE|INTERNAL|preempted|code"?:? (8|13|14)\b'
+)
 """What gcloud says when it cannot create a TPU now and perhaps can later."""
 
 STAYS = re.compile(r"(?i)quota\b.*\bexceeded")
@@ -62,7 +64,9 @@ def product(text: str) -> tuple[str, str]:
     tpu = machine("--type", text, IMAGES)
     name = f"{tpu.kind}-{tpu.chips * tpu.chip.cores}"
     if tpu.chips & (tpu.chips - 1) == 0 and (usual := machine("--type", name, IMAGES)) != tpu:
-        mistake(f"--type: {text!r}; a TPU VM with so many chips is {usual}, launch/gke.py makes the others")
+        mistake(
+            f"--type: {text!r}; a TPU VM with so many chips is {usual}, launch/gke.py makes the others"
+        )
     return name.replace("v5e", "v5litepod"), IMAGES[tpu.kind]
 
 
@@ -71,7 +75,9 @@ class Tpu:
 
     def __init__(self, args):
         self.args, self.dry = args, args.dry_run
-        self.where = [args.name, f"--zone={args.zone}"] + ([f"--project={args.project}"] if args.project else [])
+        self.where = [args.name, f"--zone={args.zone}"] + (
+            [f"--project={args.project}"] if args.project else []
+        )
 
     def gcloud(self, verb: str, *options: str, said: list[str] | None = None) -> int:
         return run([*GCLOUD, verb, *self.where, *options], self.dry, said=said)
@@ -85,22 +91,45 @@ class Tpu:
         kind, image = product(self.args.type)
         spot = ["--spot"] if self.args.spot else []
         lines: list[str] = []
-        code = self.gcloud("create", f"--accelerator-type={kind}", f"--version={image}", *spot, said=lines)
+        code = self.gcloud(
+            "create", f"--accelerator-type={kind}", f"--version={image}", *spot, said=lines
+        )
         said = "".join(lines)
         return MISTAKE if code and (STAYS.search(said) or not PASSES.search(said)) else code
 
     def install(self) -> int:
         steps = f"mkdir -p transformer/runs && tar xzf {ARCHIVE} -C transformer && cd transformer && python3 -m venv .venv && "
-        steps += ".venv/bin/pip install --quiet --constraint constraints.txt --editable '.[tpu,gcs]'"
+        steps += (
+            ".venv/bin/pip install --quiet --constraint constraints.txt --editable '.[tpu,gcs]'"
+        )
         if self.args.bucket:
-            steps += (
-                f" && (mountpoint -q runs || gcsfuse --implicit-dirs --rename-dir-limit=100000 {self.args.bucket} runs)"
-            )
+            steps += f" && (mountpoint -q runs || gcsfuse --implicit-dirs --rename-dir-limit=100000 {self.args.bucket} runs)"
         with tempfile.TemporaryDirectory() as folder:
             archive = f"{'/tmp' if self.dry else folder}/{ARCHIVE}"
             return (
-                run(["git", "-C", str(ROOT), "archive", "--format=tar.gz", f"--output={archive}", "HEAD"], self.dry)
-                or run([*GCLOUD, "scp", *self.where[1:], archive, f"{self.args.name}:", "--worker=all"], self.dry)
+                run(
+                    [
+                        "git",
+                        "-C",
+                        str(ROOT),
+                        "archive",
+                        "--format=tar.gz",
+                        f"--output={archive}",
+                        "HEAD",
+                    ],
+                    self.dry,
+                )
+                or run(
+                    [
+                        *GCLOUD,
+                        "scp",
+                        *self.where[1:],
+                        archive,
+                        f"{self.args.name}:",
+                        "--worker=all",
+                    ],
+                    self.dry,
+                )
                 or self.on("all", steps)
             )
 
@@ -109,7 +138,8 @@ class Tpu:
         command = shlex.join([".venv/bin/python", "-m", "transformer", *self.args.command])
         inside = f"{command} > run.log 2>&1; echo $? > run.code"
         return self.on(
-            "all", f"cd transformer && rm -f run.code && (setsid nohup sh -c {shlex.quote(inside)} > /dev/null 2>&1 &)"
+            "all",
+            f"cd transformer && rm -f run.code && (setsid nohup sh -c {shlex.quote(inside)} > /dev/null 2>&1 &)",
         )
 
     def follow(self) -> int:
@@ -139,7 +169,9 @@ class Tpu:
         """All of it, again and again where it was not the run's fault."""
         for attempt in range(self.args.restarts + 1):
             if attempt:
-                print(f"launch: beginning again ({attempt} of {self.args.restarts})", file=sys.stderr)
+                print(
+                    f"launch: beginning again ({attempt} of {self.args.restarts})", file=sys.stderr
+                )
                 time.sleep(self.args.wait)
             state = self.state()
             if state not in ("", "READY"):
@@ -153,7 +185,10 @@ class Tpu:
             return self.delete()
         if there and not self.dry:
             delete = shlex.join(["python", "launch/tpu_vm.py", "delete", *self.where])
-            print(f"launch: {self.args.name} stays up, and is paid for, until it is deleted: {delete}", file=sys.stderr)
+            print(
+                f"launch: {self.args.name} stays up, and is paid for, until it is deleted: {delete}",
+                file=sys.stderr,
+            )
         return code
 
 
@@ -181,7 +216,9 @@ def main(argv: list[str] | None = None) -> int:
             mistake("--type: what kind of TPU, as v5p-128")
         product(args.type)
     if args.verb == "up" and args.spot and not args.bucket:
-        mistake("--spot: the run's checkpoints go when the TPU is taken away; keep them in a bucket with --bucket=NAME")
+        mistake(
+            "--spot: the run's checkpoints go when the TPU is taken away; keep them in a bucket with --bucket=NAME"
+        )
     if args.bucket:
         check_workdir(args.command, args.bucket)
     return getattr(Tpu(args), args.verb)()

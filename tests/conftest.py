@@ -27,7 +27,10 @@ from transformer.decoding.prefill import prefill
 from transformer.model.attention_backends import BACKENDS
 from transformer.model.positions import SCHEMES
 
-jax.config.update("jax_compilation_cache_dir", os.environ.get("TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"))
+jax.config.update(
+    "jax_compilation_cache_dir",
+    os.environ.get("TRANSFORMER_TEST_CACHE", "/tmp/transformer-test-cache"),
+)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_numpy_rank_promotion", "allow")
 
@@ -110,7 +113,11 @@ def text(tmp_path_factory):
     texts = {" ".join(draw.choice(words, draw.integers(3, 14))) for _ in range(900)}
     texts = [f"{text} {i % 7}{i // 7}" for i, text in enumerate(sorted(texts))]
     (folder / "text.txt").write_text("\n".join(texts))
-    (folder / "label.tsv").write_text("\n".join(f"{t}\t{'cat' if 'cat' in t else 'none'}" for t in texts))
+    (folder / "label.tsv").write_text(
+        "\n".join(f"{t}\t{'cat' if 'cat' in t else 'none'}" for t in texts)
+    )
     tag = lambda word: "animal" if word in ("cat", "dog") else "other"
-    (folder / "tags.tsv").write_text("\n".join(f"{t}\t{' '.join(map(tag, t.split()))}" for t in texts))
+    (folder / "tags.tsv").write_text(
+        "\n".join(f"{t}\t{' '.join(map(tag, t.split()))}" for t in texts)
+    )
     return folder

@@ -24,7 +24,9 @@ PLACEMENTS = {  # name -> (norm of the input, of the branch, of the sum; final n
 def forward(config, params, *sides, **where):
     """Logits float64[B, T, V] of tokens [B, T], or of source and target; `where` as for `model.apply` (segments, positions)."""
     p = _float64(params["params"])
-    one = {"encoder": _encoder_only, "decoder": _decoder_only, "encoder_decoder": _both}[config.family]
+    one = {"encoder": _encoder_only, "decoder": _decoder_only, "encoder_decoder": _both}[
+        config.family
+    ]
     rows = []
     for b in range(len(sides[0])):
         own = {k: np.asarray(v)[b if len(v) > 1 else 0] for k, v in where.items()}
@@ -33,17 +35,25 @@ def forward(config, params, *sides, **where):
 
 
 def _float64(tree):
-    return {k: _float64(v) for k, v in tree.items()} if isinstance(tree, dict) else np.asarray(tree, np.float64)
+    return (
+        {k: _float64(v) for k, v in tree.items()}
+        if isinstance(tree, dict)
+        else np.asarray(tree, np.float64)
+    )
 
 
 def _encoder_only(c, p, tokens, token_types=None, **where):
     x = embed(c, p["embedding"], tokens, token_types)
-    return unembed(c, p, stack(c, p["encoder"], "encoder", x, stands(c, tokens, **where)), p["embedding"])
+    return unembed(
+        c, p, stack(c, p["encoder"], "encoder", x, stands(c, tokens, **where)), p["embedding"]
+    )
 
 
 def _decoder_only(c, p, tokens, **where):
     x = embed(c, p["embedding"], tokens)
-    return unembed(c, p, stack(c, p["decoder"], "decoder", x, stands(c, tokens, **where)), p["embedding"])
+    return unembed(
+        c, p, stack(c, p["decoder"], "decoder", x, stands(c, tokens, **where)), p["embedding"]
+    )
 
 
 def _both(c, p, source, target, **where):
@@ -52,7 +62,15 @@ def _both(c, p, source, target, **where):
     table = p["embedding"] if c.share_embeddings else p["target_embedding"]
     read = stands(c, source, **there)
     encoded = stack(c, p["encoder"], "encoder", embed(c, p["embedding"], source), read)
-    h = stack(c, p["decoder"], "decoder", embed(c, table, target), stands(c, target, **here), encoded, read)
+    h = stack(
+        c,
+        p["decoder"],
+        "decoder",
+        embed(c, table, target),
+        stands(c, target, **here),
+        encoded,
+        read,
+    )
     return unembed(c, p, h, table)
 
 
@@ -122,7 +140,11 @@ def placement(c, side):
     """(in, res, out, final, gate, a): the parts of the residual formula."""
     spec = c.norm_placement
     name, given = (spec, {}) if isinstance(spec, str) else (spec["name"], dict(spec))
-    parts = dict(zip(("in_norm", "res_norm", "out_norm", "final_norm", "gate"), PLACEMENTS[name], strict=True))
+    parts = dict(
+        zip(
+            ("in_norm", "res_norm", "out_norm", "final_norm", "gate"), PLACEMENTS[name], strict=True
+        )
+    )
     n, m = c.num_encoder_layers, c.num_decoder_layers
     a = 1.0
     if name == "deepnorm":
@@ -134,11 +156,18 @@ def placement(c, side):
             else 0.81 * (n**4 * m) ** (1 / 16)
         )
     parts = parts | {"residual_scale": a} | given
-    return tuple(parts[k] for k in ("in_norm", "res_norm", "out_norm", "final_norm", "gate", "residual_scale"))
+    return tuple(
+        parts[k]
+        for k in ("in_norm", "res_norm", "out_norm", "final_norm", "gate", "residual_scale")
+    )
 
 
 def choose(spec):
-    return (spec, {}) if isinstance(spec, str) else (spec["name"], {k: v for k, v in spec.items() if k != "name"})
+    return (
+        (spec, {})
+        if isinstance(spec, str)
+        else (spec["name"], {k: v for k, v in spec.items() if k != "name"})
+    )
 
 
 def stack(c, p, side, x, here, encoded=None, there=None):
@@ -154,17 +183,33 @@ def stack(c, p, side, x, here, encoded=None, there=None):
             x = x + p["position_embedding" + suffix(spec)][here[0] + given.get("offset", 0)]
         if name == "sinusoidal":
             x = x + np.stack(
-                [sinusoid(t, c.d_model, given.get("base", 1e4), given.get("layout", "interleaved")) for t in here[0]]
+                [
+                    sinusoid(
+                        t, c.d_model, given.get("base", 1e4), given.get("layout", "interleaved")
+                    )
+                    for t in here[0]
+                ]
             )
     if c.embedding_norm:
         x = norm(c, p.get("embedding_norm", {}), x)
     for i, own in enumerate(of_layer):
         layer, spec = p[f"layers_{i}"], own.get("position", c.position)
         window = own.get("window", c.window)
-        shared = {k.removesuffix(suffix(spec)): v for k, v in p.items() if not k.startswith("layers_")}
+        shared = {
+            k.removesuffix(suffix(spec)): v for k, v in p.items() if not k.startswith("layers_")
+        }
         sublayers = {
             "self_attention": lambda h: attention(
-                c, layer["self_attention"], h, h, here, here, side == "decoder", window, choose(spec), shared
+                c,
+                layer["self_attention"],
+                h,
+                h,
+                here,
+                here,
+                side == "decoder",
+                window,
+                choose(spec),
+                shared,
             )
         }
         if encoded is not None:
@@ -255,7 +300,20 @@ def attention(c, p, x, y, here, there, causal, window, position, shared):
                 continue
             e = np.array([scale * (q[t] @ k[s]) for s in range(len(k))])
             e = positioned(
-                c, name, given, p, shared, n, e, q[t], k, here[0][t], there[0], may, scale, causal and not c.prefix_lm
+                c,
+                name,
+                given,
+                p,
+                shared,
+                n,
+                e,
+                q[t],
+                k,
+                here[0][t],
+                there[0],
+                may,
+                scale,
+                causal and not c.prefix_lm,
             )
             e = cap(e, c.attention_soft_cap)
             w = np.where(may, np.exp(e - e[may].max()), 0.0)
@@ -265,7 +323,8 @@ def attention(c, p, x, y, here, there, causal, window, position, shared):
             if name == "shaw" and given.get("values", True):
                 most = given.get("max_distance", 16)
                 read = read + sum(
-                    w[s] * p["relative_values"][clip(there[0][s] - here[0][t], most) + most] for s in range(len(k))
+                    w[s] * p["relative_values"][clip(there[0][s] - here[0][t], most) + most]
+                    for s in range(len(k))
                 )
             out[t] += read @ p["out"]["kernel"][n]
     return out + p["out"].get("bias", 0.0)
@@ -314,7 +373,9 @@ def turn(name, given, x, t, length, direction):
         zeta = 1.0
         if name == "xpos":
             gamma = given.get("gamma", 0.4)
-            zeta = ((2 * i / d + gamma) / (1 + gamma)) ** (direction * t / given.get("scale_base", 512.0))
+            zeta = ((2 * i / d + gamma) / (1 + gamma)) ** (
+                direction * t / given.get("scale_base", 512.0)
+            )
         cos, sin = magnitude * zeta * math.cos(t * f), magnitude * zeta * math.sin(t * f)
         x[a], x[b] = x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin
     return x
@@ -342,10 +403,13 @@ def positioned(c, name, given, p, shared, n, e, q, k, t, positions, may, scale, 
             e[s] -= slopes[n] * abs(d)
         elif name == "t5":
             e[s] += shared["relative_bias"][
-                t5_bucket(-d, given.get("num_buckets", 32), given.get("max_distance", 128), causal), n
+                t5_bucket(-d, given.get("num_buckets", 32), given.get("max_distance", 128), causal),
+                n,
             ]
         elif name == "kerple":
-            e[s] -= max(shared["kernel_r"][n], 0.01) * math.log(1 + max(shared["kernel_a"][n], 0.01) * abs(d))
+            e[s] -= max(shared["kernel_r"][n], 0.01) * math.log(
+                1 + max(shared["kernel_a"][n], 0.01) * abs(d)
+            )
         elif name == "sandwich":
             width = given.get("width", 128)
             total = sum(math.cos(abs(d) / 1e4 ** (2 * i / width)) for i in range(1, width // 2 + 1))
@@ -353,7 +417,13 @@ def positioned(c, name, given, p, shared, n, e, q, k, t, positions, may, scale, 
         elif name == "fire":
             psi = lambda z: math.log(1 + max(shared["fire_c"], 1e-6) * z)
             h = (
-                np.array([math.copysign(1, d) * psi(abs(d)) / psi(max(t, max(shared["fire_threshold"], 1.0)))])
+                np.array(
+                    [
+                        math.copysign(1, d)
+                        * psi(abs(d))
+                        / psi(max(t, max(shared["fire_threshold"], 1.0)))
+                    ]
+                )
                 if d
                 else np.zeros(1)
             )
@@ -387,4 +457,6 @@ def t5_bucket(d, buckets, most, causal):
     exact = buckets // 2
     if d < exact:
         return offset + d
-    return offset + min(exact + int(math.log(d / exact) / math.log(most / exact) * (buckets - exact)), buckets - 1)
+    return offset + min(
+        exact + int(math.log(d / exact) / math.log(most / exact) * (buckets - exact)), buckets - 1
+    )

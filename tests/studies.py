@@ -24,7 +24,10 @@ def experiment(**changes) -> Experiment:
 
 
 def facts_of(sweep, **base):
-    configs = {arm: experiment(**base | {k.replace(".", "__"): v for k, v in changes.items()}) for arm, changes in sweep.arms.items()}
+    configs = {
+        arm: experiment(**base | {k.replace(".", "__"): v for k, v in changes.items()})
+        for arm, changes in sweep.arms.items()
+    }
     return configs, {arm: guard.facts(config) for arm, config in configs.items()}
 
 
@@ -34,16 +37,53 @@ def make_study(folder, seeds=2):
     return Study(folder, sweep, configs, found)
 
 
-def made_up(folder, arm, seed, loss, *, more=(), test="t", tokenizer="k", diverged=0, eval_losses=(), test_bleu=None, test_beauty=None, **changes):
+def made_up(
+    folder,
+    arm,
+    seed,
+    loss,
+    *,
+    more=(),
+    test="t",
+    tokenizer="k",
+    diverged=0,
+    eval_losses=(),
+    test_bleu=None,
+    test_beauty=None,
+    **changes,
+):
     where = folder / arm / f"seed-{seed}"
     where.mkdir(parents=True)
     (where / "config.json").write_text(json.dumps(to_mapping(experiment(seed=seed, **changes))))
-    data = {"objective": "CausalLM", "tokenizer_sha256": tokenizer, "test": {"sha256": test, "examples": 4}}
-    (where / "manifest.json").write_text(json.dumps({"data": data, "devices": ["cpu"], "parameters": 100, "attention_backends": {"reference": ""}}))
+    data = {
+        "objective": "CausalLM",
+        "tokenizer_sha256": tokenizer,
+        "test": {"sha256": test, "examples": 4},
+    }
+    (where / "manifest.json").write_text(
+        json.dumps(
+            {
+                "data": data,
+                "devices": ["cpu"],
+                "parameters": 100,
+                "attention_backends": {"reference": ""},
+            }
+        )
+    )
     lines = [{"step": 4 * (n + 1), "eval/loss": x} for n, x in enumerate(eval_losses)]
     lines += [{"step": 0, **dict(more)}] if more else []
     lines += [{"step": 8, "train/loss": 3.0, "train/tokens": 1000, "time/tokens_per_second": 100.0}]
-    lines += [{"step": diverged, "train/diverged": True}] if diverged else [] if loss is None else [{"step": 8, "test/loss": loss}]
-    lines += [{"step": 8, f"test/{name}": x} for name, x in {"bleu": test_bleu, "beauty": test_beauty}.items() if x is not None]
+    lines += (
+        [{"step": diverged, "train/diverged": True}]
+        if diverged
+        else []
+        if loss is None
+        else [{"step": 8, "test/loss": loss}]
+    )
+    lines += [
+        {"step": 8, f"test/{name}": x}
+        for name, x in {"bleu": test_bleu, "beauty": test_beauty}.items()
+        if x is not None
+    ]
     (where / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return where

@@ -66,7 +66,9 @@ SMALL = {"d_model": 32, "num_heads": 4, "d_ff": 48, "vocab_size": 61, "max_lengt
 
 
 def of_hf(name: str) -> str | None:
-    found = [family for known, family in OF_HF.items() if name == known or name.startswith(known + "_")]
+    found = [
+        family for known, family in OF_HF.items() if name == known or name.startswith(known + "_")
+    ]
     return found[0] if found else None
 
 
@@ -80,7 +82,11 @@ def small(name: str):
     """An architecture with few and narrow layers."""
     published = architecture(name)
     depth = {f"num_{side}_layers": min(published.num_layers(side), 3) for side in published.sides}
-    fields = SMALL | depth | {"num_kv_heads": 2 if published.num_kv_heads < published.num_heads else 0, "pad_id": 0}
+    fields = (
+        SMALL
+        | depth
+        | {"num_kv_heads": 2 if published.num_kv_heads < published.num_heads else 0, "pad_id": 0}
+    )
     fields |= {"d_head": 12 if published.d_head * published.num_heads != published.d_model else 0}
     fields |= {"logit_scale": 32**-0.5} if published.logit_scale != 1 else {}
     fields |= {"d_embedding": 20} if published.d_embedding else {}
@@ -100,7 +106,10 @@ def test_layers_that_differ():
     gemma, modern = architecture("gemma2_2b"), architecture("modernbert_base")
     assert [layer.window for layer in gemma.layers("decoder")][:4] == [4096, 0, 4096, 0]
     assert [layer.window for layer in modern.layers("encoder")][:6] == [0, 65, 65] * 2
-    assert modern.layers("encoder")[0].position["theta"] != modern.layers("encoder")[1].position["theta"]
+    assert (
+        modern.layers("encoder")[0].position["theta"]
+        != modern.layers("encoder")[1].position["theta"]
+    )
     assert architecture("llama3.1_8b").position["scaling"]["name"] == "llama3"
 
 
@@ -114,7 +123,9 @@ def test_it_has_exactly_the_parameters_of_transformers(name):
     """Their model on no device at all, made from our config in their words: every tensor has its counterpart, of its size."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     if name in ("gpt3_13b", "gpt3_xl"):
-        pytest.skip("heads of 128 are not d_model there: the paper's table cannot be said in GPT-2's config")
+        pytest.skip(
+            "heads of 128 are not d_model there: the paper's table cannot be said in GPT-2's config"
+        )
     config, family = architecture(name), FAMILIES[of_hf(name)]
     theirs = family.their_config(config)
     cls = getattr(transformers, theirs["architectures"][0])
@@ -125,7 +136,9 @@ def test_it_has_exactly_the_parameters_of_transformers(name):
     unique = sum(math.prod(x.shape) for x in model.parameters())
     ours = parameters(config)
     if theirs["model_type"] == "t5" and not config.tie_embeddings:
-        unique += config.vocab_size * config.d_model  # Transformers 5 unties when it loads two, not when it is built
+        unique += (
+            config.vocab_size * config.d_model
+        )  # Transformers 5 unties when it loads two, not when it is built
     if theirs["model_type"] in ("bart", "marian"):
         ours -= config.vocab_size  # the bias on the logits is a buffer there
         unique -= sum(
@@ -151,7 +164,11 @@ def test_its_equations(name):
 def test_the_minimal_architecture_has_no_norm_and_no_residual():
     config = small("minimal")
     model, params = make(config)
-    assert not [p for p, _ in jax.tree_util.tree_leaves_with_path(params) if "norm" in jax.tree_util.keystr(p)]
+    assert not [
+        p
+        for p, _ in jax.tree_util.tree_leaves_with_path(params)
+        if "norm" in jax.tree_util.keystr(p)
+    ]
     cut = jax.tree_util.tree_map_with_path(
         lambda p, x: x * 0 if "feed_forward" in jax.tree_util.keystr(p) else x, params
     )
@@ -164,7 +181,9 @@ def test_the_minimal_architecture_has_no_norm_and_no_residual():
 def test_fields_are_overridden_and_names_are_checked():
     assert architecture("gpt2", num_decoder_layers=6).num_decoder_layers == 6
     assert architecture("gpt2_medium").d_model == 1024
-    with pytest.raises(UserError, match="architecture: no 'gpt2_medum'; did you mean 'gpt2_medium'"):
+    with pytest.raises(
+        UserError, match="architecture: no 'gpt2_medum'; did you mean 'gpt2_medium'"
+    ):
         architecture("gpt2_medum")
     with pytest.raises(UserError, match="no such field"):
         architecture("gpt2", d_modell=3)

@@ -42,7 +42,9 @@ def small_blocks(monkeypatch):
 def arrays(d_value=H, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(1), 3)
     shapes = ((2, T, N, H), (2, T, K, H), (2, T, K, d_value))
-    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    return tuple(
+        jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)
+    )
 
 
 def bound(position, side, where, d_value=H):
@@ -50,7 +52,12 @@ def bound(position, side, where, d_value=H):
     facts = small(side, position=position, d_value=d_value).stack_facts(side)
     draw = np.random.default_rng(0)
     param = lambda name, init, shape, dtype: jnp.asarray(0.5 * draw.standard_normal(shape), dtype)
-    return positions.build(position).bind(param, facts).bind_layer(param, facts).at(where.positions_BxT)
+    return (
+        positions.build(position)
+        .bind(param, facts)
+        .bind_layer(param, facts)
+        .at(where.positions_BxT)
+    )
 
 
 def value_and_gradients(attend, q, k, v, given):
@@ -76,7 +83,9 @@ def cases():
     masks = {"encoder": "both ways", "decoder": "causal"}
     found = [(mask, position) for mask in MASKS for position in ("t5", "shaw")]
     return found + [
-        (masks[side], p) for side, p in schemes("encoder", "decoder") if SCHEMES[p].pairwise and p not in ("t5", "shaw")
+        (masks[side], p)
+        for side, p in schemes("encoder", "decoder")
+        if SCHEMES[p].pairwise and p not in ("t5", "shaw")
     ]
 
 
@@ -93,18 +102,35 @@ def test_blockwise_is_the_plain_attention(mask, position):
 
 @pytest.mark.parametrize("position", SCHEMES)
 def test_places_for_positions_where_distance_is_all_that_counts(position):
-    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound(position, "decoder", ORDERED, 3), 0.4)
+    given = Inputs(
+        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound(position, "decoder", ORDERED, 3), 0.4
+    )
     moved = given.by_place()
     by_distance = SCHEMES[position].by_distance
-    assert by_distance or position not in ("alibi", "t5", "shaw", "transformer_xl", "deberta", "kerple", "sandwich")
+    assert by_distance or position not in (
+        "alibi",
+        "t5",
+        "shaw",
+        "transformer_xl",
+        "deberta",
+        "kerple",
+        "sandwich",
+    )
     if by_distance:
         assert moved.q_tokens.positions_BxT.shape == (1, T)
-        out = [BACKENDS["reference"].attend(*arrays(3), one) for one in (moved, given, given.replace(position=None))]
+        out = [
+            BACKENDS["reference"].attend(*arrays(3), one)
+            for one in (moved, given, given.replace(position=None))
+        ]
         assert np.abs(out[1] - out[2]).max() > 1e-3
         compare(*out[:2])
     else:
         assert moved is given
-    for other in (given.replace(mask=CAUSAL), given.replace(q_tokens=PREFIX, k_tokens=PREFIX), given.replace(q_tokens=SHUFFLED, k_tokens=SHUFFLED)):
+    for other in (
+        given.replace(mask=CAUSAL),
+        given.replace(q_tokens=PREFIX, k_tokens=PREFIX),
+        given.replace(q_tokens=SHUFFLED, k_tokens=SHUFFLED),
+    ):
         assert other.by_place() is other
 
 
@@ -118,11 +144,15 @@ def test_blocks_that_are_filled_up_let_nothing_in():
         None,
         0.4,
     )
-    compare(BACKENDS["blockwise"].attend(q, k, v, given), BACKENDS["reference"].attend(q, k, v, given))
+    compare(
+        BACKENDS["blockwise"].attend(q, k, v, given), BACKENDS["reference"].attend(q, k, v, given)
+    )
 
 
 def test_blocks_that_are_known_to_be_empty_are_not_looked_at():
-    count = lambda mask, where: len(blockwise_module.needed(Inputs(mask, where, where, None, 1.0), 16, 16, (4, 4)))
+    count = lambda mask, where: len(
+        blockwise_module.needed(Inputs(mask, where, where, None, 1.0), 16, 16, (4, 4))
+    )
     assert count(SAME_SEGMENT, ORDERED) == 16
     assert count(SAME_SEGMENT & CAUSAL, ORDERED) == 10
     assert count(SAME_SEGMENT & CAUSAL, SHUFFLED) == 16
@@ -134,7 +164,11 @@ def test_blocks_that_are_known_to_be_empty_are_not_looked_at():
 def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_its_mask():
     q, k, v = arrays()
     given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.5)
-    attend = jax.jit(lambda q, key: BACKENDS["blockwise"].attend(q, k, v, given.replace(dropout=0.4, dropout_key=key)))
+    attend = jax.jit(
+        lambda q, key: BACKENDS["blockwise"].attend(
+            q, k, v, given.replace(dropout=0.4, dropout_key=key)
+        )
+    )
     many = jnp.mean(jax.lax.map(lambda i: attend(q, jax.random.key(i)), jnp.arange(3000)), axis=0)
     np.testing.assert_allclose(many, BACKENDS["blockwise"].attend(q, k, v, given), atol=0.15)
     key, direction = jax.random.key(5), jax.random.normal(jax.random.key(6), q.shape)
@@ -142,15 +176,23 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_its_mask():
     loss = lambda q: jnp.sum(attend(q, key) ** 2)
     slope = jnp.sum(jax.grad(loss)(q) * direction)
     step = 1e-2
-    np.testing.assert_allclose(slope, (loss(q + step * direction) - loss(q - step * direction)) / (2 * step), rtol=1e-2)
+    np.testing.assert_allclose(
+        slope, (loss(q + step * direction) - loss(q - step * direction)) / (2 * step), rtol=1e-2
+    )
 
 
 def test_bfloat16_stays_near():
     q, k, v = arrays(dtype=jnp.bfloat16)
     given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.4)
-    ours, plain = (value_and_gradients(BACKENDS[b].attend, q, k, v, given) for b in ("blockwise", "reference"))
+    ours, plain = (
+        value_and_gradients(BACKENDS[b].attend, q, k, v, given) for b in ("blockwise", "reference")
+    )
     assert ours[0].dtype == jnp.bfloat16
-    compare(*(jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (ours, plain)), rtol=0.1, atol=0.06)
+    compare(
+        *(jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (ours, plain)),
+        rtol=0.1,
+        atol=0.06,
+    )
 
 
 @pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
@@ -159,13 +201,18 @@ def test_a_model_computes_the_same_on_every_backend(family):
     inputs = (tokens(0, 2, 13),) + ((tokens(1, 2, 9),) if family == "encoder_decoder" else ())
     results = {}
     for backend in ("reference", "blockwise"):
-        model, params = make(small(family, position="t5", attention_backend=backend, attention_sink=True))
+        model, params = make(
+            small(family, position="t5", attention_backend=backend, attention_sink=True)
+        )
         with record() as used:
             loss = lambda p: jnp.sum(jnp.square(model.apply(p, *inputs)))  # noqa: B023
             results[backend] = jax.jit(jax.value_and_grad(loss))(params)
         assert used == {backend: ""}
     np.testing.assert_allclose(results["blockwise"][0], results["reference"][0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), *(r[1] for r in results.values()))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
+        *(r[1] for r in results.values()),
+    )
 
 
 def test_what_a_backend_cannot_do_falls_back_and_says_so():
@@ -173,20 +220,26 @@ def test_what_a_backend_cannot_do_falls_back_and_says_so():
     given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("cope", "decoder", ORDERED), 0.4)
     with record() as used:
         assert choose("blockwise", q, k, v, given) is BACKENDS["reference"].attend
-    assert used == {"reference": "blockwise: the position scheme looks at all keys of a query at once"}
+    assert used == {
+        "reference": "blockwise: the position scheme looks at all keys of a query at once"
+    }
 
 
 def test_long_sequences_are_taken_in_blocks_by_themselves():
     where = Tokens(jnp.arange(4096)[None], jnp.ones((1, 4096), jnp.int32), order="rows")
     shape = lambda n: jax.ShapeDtypeStruct((1, n, 4, 8), jnp.float32)
     given = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0)
-    assert choose("auto", shape(4096), shape(4096), shape(4096), given) is BACKENDS["blockwise"].attend
+    assert (
+        choose("auto", shape(4096), shape(4096), shape(4096), given) is BACKENDS["blockwise"].attend
+    )
     assert choose("auto", shape(1), shape(4096), shape(4096), given) is BACKENDS["reference"].attend
 
 
 SPREAD_T = 24
 SPREAD = Tokens(
-    jnp.stack([jnp.arange(24), jnp.concatenate([jnp.arange(15), jnp.arange(7), jnp.zeros(2, int)])]),
+    jnp.stack(
+        [jnp.arange(24), jnp.concatenate([jnp.arange(15), jnp.arange(7), jnp.zeros(2, int)])]
+    ),
     jnp.stack([jnp.ones(24, int), jnp.repeat(jnp.array([1, 2, 0]), jnp.array([15, 7, 2]))]),
     order="rows",
 )
@@ -196,7 +249,11 @@ SPREAD = Tokens(
     ("mask", "position", "order"),
     [(mask, "t5", "rows") for mask in MASKS]
     + [(mask, "shaw", "zigzag") for mask in MASKS if MASKS[mask][0].causal]
-    + [("causal", p, "zigzag") for _, p in schemes("decoder") if SCHEMES[p].pairwise and p != "shaw"],
+    + [
+        ("causal", p, "zigzag")
+        for _, p in schemes("decoder")
+        if SCHEMES[p].pairwise and p != "shaw"
+    ],
 )
 def test_a_ring_is_the_plain_attention(mask, position, order):
     """Tokens over three devices, heads over two: values and gradients by everything, the scheme's parameters and the sink included."""
@@ -208,13 +265,16 @@ def test_a_ring_is_the_plain_attention(mask, position, order):
     )
     keys = jax.random.split(jax.random.key(1), 3)
     q, k, v = (
-        jax.random.normal(key, (2, SPREAD_T, n, h)) for key, n, h in zip(keys, (N, K, K), (H, H, 3), strict=True)
+        jax.random.normal(key, (2, SPREAD_T, n, h))
+        for key, n, h in zip(keys, (N, K, K), (H, H, 3), strict=True)
     )
     given = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **more)
     out, grads = value_and_gradients(BACKENDS["reference"].attend, q, k, v, given)
     move = (lambda x: zigzag(x, 3)) if order == "zigzag" else (lambda x: x)
     unmove = lambda x: (
-        jnp.zeros_like(x).at[:, zigzag(jnp.arange(SPREAD_T)[None], 3)[0]].set(x) if order == "zigzag" else x
+        jnp.zeros_like(x).at[:, zigzag(jnp.arange(SPREAD_T)[None], 3)[0]].set(x)
+        if order == "zigzag"
+        else x
     )
     moved = jax.tree.map(move, where).replace(order=order if where.order else "")
     given = given.replace(q_tokens=moved, k_tokens=moved)
@@ -235,12 +295,21 @@ def test_a_ring_passes_keys_on_and_gathers_nothing():
         spread = NamedSharding(mesh, PartitionSpec(None, "context"))
 
         def compiled(position, backend):
-            given = Inputs(SAME_SEGMENT & CAUSAL, where, where, bound(position, "decoder", where), 0.4)
+            given = Inputs(
+                SAME_SEGMENT & CAUSAL, where, where, bound(position, "decoder", where), 0.4
+            )
             attend = choose("auto", q, k, v, given)
             assert attend is BACKENDS[backend].attend
             loss = lambda q, k, v: jnp.sum(attend(q, k, v, given) ** 2)
-            return jax.jit(jax.grad(loss, (0, 1, 2)), in_shardings=spread).lower(q, k, v).compile().as_text()
+            return (
+                jax.jit(jax.grad(loss, (0, 1, 2)), in_shardings=spread)
+                .lower(q, k, v)
+                .compile()
+                .as_text()
+            )
 
         ring = compiled("alibi", "ring")
-        assert "collective-permute" in ring and "all-gather" not in ring and "all-to-all" not in ring
+        assert (
+            "collective-permute" in ring and "all-gather" not in ring and "all-to-all" not in ring
+        )
         assert "all-gather" in compiled("cope", "reference")

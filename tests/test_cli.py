@@ -31,8 +31,13 @@ def get_config():
 def folder(tmp_path_factory):
     """A trained translator, made through the command line alone."""
     folder = tmp_path_factory.mktemp("cli")
-    subjects, verbs = ["the cat", "a dog", "the bird", "my friend"], ["sleeps", "eats", "runs", "sings", "reads"]
-    lines = [f"{s} {v} {n}\tX {s[::-1]} {v[::-1]} {n}" for s in subjects for v in verbs for n in range(6)]
+    subjects, verbs = (
+        ["the cat", "a dog", "the bird", "my friend"],
+        ["sleeps", "eats", "runs", "sings", "reads"],
+    )
+    lines = [
+        f"{s} {v} {n}\tX {s[::-1]} {v[::-1]} {n}" for s in subjects for v in verbs for n in range(6)
+    ]
     (folder / "pairs.tsv").write_text("\n".join(lines) + "\n")
     (folder / "config.py").write_text(TRANSLATOR)
     done = run(folder, "train", "--config=config.py", "--workdir=run")
@@ -76,7 +81,9 @@ def test_a_run_directory_tells_the_whole_story(folder):
         and manifest["data"]["train"]["sha256"]
         and manifest["attention_backends"] == {"reference": ""}
     )
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6]
     assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
     log = (folder / "train.log").read_text()
@@ -136,7 +143,9 @@ def test_the_same_command_again_has_nothing_to_do(folder):
         (["data", "wikitext"], "data.corpus: no 'wikitext'; did you mean 'wikitext2'?"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_and_leaves_nothing_behind(folder, args, message, monkeypatch, capsys):
+def test_a_mistake_is_one_line_and_leaves_nothing_behind(
+    folder, args, message, monkeypatch, capsys
+):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("transformer.parallel.mesh._accelerator_on_this_machine", lambda: "")
     before = sorted(folder.rglob("*"))
@@ -154,12 +163,16 @@ def test_never_on_a_cpu_by_accident(monkeypatch):
     from transformer.parallel import mesh
 
     monkeypatch.setattr(mesh, "_accelerator_on_this_machine", lambda: "an NVIDIA GPU")
-    with pytest.raises(UserError, match="this machine has an NVIDIA GPU, but JAX found only the CPU"):
+    with pytest.raises(
+        UserError, match="this machine has an NVIDIA GPU, but JAX found only the CPU"
+    ):
         mesh.check_platform("auto")
     assert mesh.check_platform("cpu") == "cpu"
 
 
-@pytest.mark.parametrize("args", [[], ["--help"], ["train", "--help"], ["generate", "--help"], ["data"]])
+@pytest.mark.parametrize(
+    "args", [[], ["--help"], ["train", "--help"], ["generate", "--help"], ["data"]]
+)
 def test_help_teaches(args, capsys):
     if "--help" in args:
         with pytest.raises(SystemExit, match="0"):

@@ -38,8 +38,13 @@ def compiled(family: str, mesh: dict, **model):
         step = make_train_step(config, module, optimizer, devices, placed)
         text = step.lower(abstract, assemble([[segment]] * ROWS, LENGTH)).compile().as_text()
     found = {kind: [] for kind in KINDS}
-    for result, kind in re.findall(rf"^\s*%?\S+ = (.*?) ({'|'.join(KINDS)})(?:-start)?\(", text, re.M):
-        shapes = [tuple(map(int, dims.split(","))) if dims else () for dims in re.findall(r"\w+\[([\d,]*)\]", result)]
+    for result, kind in re.findall(
+        rf"^\s*%?\S+ = (.*?) ({'|'.join(KINDS)})(?:-start)?\(", text, re.M
+    ):
+        shapes = [
+            tuple(map(int, dims.split(","))) if dims else ()
+            for dims in re.findall(r"\w+\[([\d,]*)\]", result)
+        ]
         found[kind] += [
             shape[1:] if shape[:1] == (1,) and len(shape) > 1 else shape for shape in shapes
         ]  # a layer of its stack
@@ -48,7 +53,9 @@ def compiled(family: str, mesh: dict, **model):
 
 def big(shapes):
     """What is no statistic: more numbers than a vector of the model's width."""
-    return [shape for shape in shapes if np.prod(shape, dtype=int) > max(D, FF, VOCAB, ROWS * LENGTH)]
+    return [
+        shape for shape in shapes if np.prod(shape, dtype=int) > max(D, FF, VOCAB, ROWS * LENGTH)
+    ]
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
@@ -78,7 +85,11 @@ def test_tensor_parallel_adds_up_the_residual_stream_and_never_gathers_logits(fa
     """Between sublayers each device holds some of the tokens: they are gathered before one, and added up (in parts, where the compiler has
     a scattering sum) behind it."""
     found, _ = compiled(family, {"tensor": 4})
-    assert {shape for shape in big(found["all-reduce"])} == {STREAM} == {shape for shape in big(found["all-gather"])}
+    assert (
+        {shape for shape in big(found["all-reduce"])}
+        == {STREAM}
+        == {shape for shape in big(found["all-gather"])}
+    )
     for kind in KINDS:
         assert not [s for s in found[kind] if VOCAB in s or VOCAB // 4 in s], (
             "logits, or the matrix that they come from"
@@ -99,9 +110,13 @@ def test_a_pipeline_passes_micro_batches_on():
     found, parameters = compiled("decoder", {"stage": 2})
     half = (ROWS // 2, LENGTH, D)
     assert set(big(found["collective-permute"])) == {half}
-    assert set(big(found["all-gather"])) <= {(2, *half)}, "rows, which outside of the layers are spread over stages too"
+    assert set(big(found["all-gather"])) <= {(2, *half)}, (
+        "rows, which outside of the layers are spread over stages too"
+    )
     outside = {shape for shape in parameters if VOCAB in shape} | {(2, *half), (D, VOCAB)}
-    assert set(big(found["all-reduce"])) <= outside, "no gradient of a layer, which is on one stage alone"
+    assert set(big(found["all-reduce"])) <= outside, (
+        "no gradient of a layer, which is on one stage alone"
+    )
     assert not big(found["all-to-all"])
 
 

@@ -12,7 +12,11 @@ from transformer.config import Experiment
 from transformer.config_io import apply_overrides, from_mapping, load_arms, to_mapping
 
 ROOT = Path(__file__).parent.parent
-EXPERIMENTS = [file for folder in ("experiments", "experiments/findings", "experiments/scale") for file in sorted((ROOT / folder).glob("*.py"))]
+EXPERIMENTS = [
+    file
+    for folder in ("experiments", "experiments/findings", "experiments/scale")
+    for file in sorted((ROOT / folder).glob("*.py"))
+]
 MODEL = {"family": "decoder", "vocab_size": 50}
 
 
@@ -36,21 +40,39 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
         ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
         ({"norm_placement": "prenorm"}, r"model.norm_placement: no 'prenorm'"),
-        ({"norm_placement": {"name": "pre", "outnorm": True}}, r"no part 'outnorm'; did you mean 'out_norm'"),
-        ({"norm_placement": {"name": "pre", "out_norm": 3}}, r"model.norm_placement.out_norm: expected bool, got 3"),
+        (
+            {"norm_placement": {"name": "pre", "outnorm": True}},
+            r"no part 'outnorm'; did you mean 'out_norm'",
+        ),
+        (
+            {"norm_placement": {"name": "pre", "out_norm": 3}},
+            r"model.norm_placement.out_norm: expected bool, got 3",
+        ),
         ({"activation": "relu2"}, r"model.activation: no 'relu2'; did you mean 'relu'"),
         ({"dropout": 1.0}, r"model.dropout: 1.0 must lie in \[0, 1\)"),
         ({"num_decoder_layers": 0}, r"a family with a decoder needs at least 1"),
-        ({"num_decoder_layers": 2 * 10**9}, r"model.num_decoder_layers: 2,000,000,000 is too large; at most 10,000"),
+        (
+            {"num_decoder_layers": 2 * 10**9},
+            r"model.num_decoder_layers: 2,000,000,000 is too large; at most 10,000",
+        ),
         ({"pad_id": 50}, r"model.pad_id: 50 is no token"),
         ({"d_model": 2**40}, r"model.d_model: 1099511627776 is too large; at most"),
         ({"norm_epsilon": 0.0}, r"model.norm_epsilon: 0.0 must be more than 0"),
         ({"init_std": -0.1}, r"model.init_std: -0.1 must be more than 0"),
         ({"attention_scale": float("nan")}, r"model.attention_scale: nan must be more than 0"),
         ({"num_kv_heads": -1}, r"model.num_kv_heads: -1 is too small"),
-        ({"position": {"name": "rotary", "theta": 0.0}}, r"model.position.theta: 0.0 must be more than 0"),
-        ({"position": {"name": "rotary", "theta": float("inf")}}, r"model.position.theta: inf is no finite number"),
-        ({"norm_placement": {"name": "pre", "out_norm": {"x": 2}}}, r"out_norm: expected bool, got \{'x': 2\}$"),
+        (
+            {"position": {"name": "rotary", "theta": 0.0}},
+            r"model.position.theta: 0.0 must be more than 0",
+        ),
+        (
+            {"position": {"name": "rotary", "theta": float("inf")}},
+            r"model.position.theta: inf is no finite number",
+        ),
+        (
+            {"norm_placement": {"name": "pre", "out_norm": {"x": 2}}},
+            r"out_norm: expected bool, got \{'x': 2\}$",
+        ),
         ({"dtype": "float16"}, r"model.dtype: no 'float16'"),
     ],
 )
@@ -64,9 +86,18 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
     [
         ({"modle": {}}, r"modle: no such field; did you mean 'model'"),
         ({"tokenizer": {"kind": "char"}}, r"tokenizer: no such field; it is data\.tokenizer$"),
-        ({"model": {**MODEL, "batch_size": 3}}, r"model.batch_size: no such field; it is data\.batch_size or decoding\.batch_size"),
-        ({"model": MODEL, "data": {"tokenizer": "char"}}, r"data.tokenizer: expected a table of fields, dict\(kind=...\), got 'char'"),
-        ({"model": {**MODEL, "d_modle": 3}}, r"model.d_modle: no such field; did you mean 'd_model'"),
+        (
+            {"model": {**MODEL, "batch_size": 3}},
+            r"model.batch_size: no such field; it is data\.batch_size or decoding\.batch_size",
+        ),
+        (
+            {"model": MODEL, "data": {"tokenizer": "char"}},
+            r"data.tokenizer: expected a table of fields, dict\(kind=...\), got 'char'",
+        ),
+        (
+            {"model": {**MODEL, "d_modle": 3}},
+            r"model.d_modle: no such field; did you mean 'd_model'",
+        ),
         ({"model": {**MODEL, "d_model": "wide"}}, r"model.d_model: expected int, got 'wide'"),
         ({"model": {**MODEL, "use_bias": 1}}, r"model.use_bias: expected bool, got 1"),
         ({"model": {"vocab_size": 3}}, r"model.family: must be set"),
@@ -75,19 +106,40 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
             {"model": {**MODEL, "max_length": 64}, "data": {"corpus": "pydoc", "length": 128}},
             r"data.length: 128 is longer than model.max_length",
         ),
-        ({"model": {**MODEL, "family": "encoder_decoder"}}, r"'causal_lm' trains a model of family 'decoder'"),
-        ({"model": MODEL, "train": {"accumulate": 3}}, r"train.accumulate: 3 does not divide data.batch_size = 32"),
+        (
+            {"model": {**MODEL, "family": "encoder_decoder"}},
+            r"'causal_lm' trains a model of family 'decoder'",
+        ),
+        (
+            {"model": MODEL, "train": {"accumulate": 3}},
+            r"train.accumulate: 3 does not divide data.batch_size = 32",
+        ),
         ({"model": MODEL, "mesh": {"data": -1, "fsdp": -1}}, r"only one axis"),
         ({"model": MODEL, "mesh": {"data": 0}}, r"mesh.data: 0"),
         ({"model": MODEL, "optimizer": {"name": "adam"}}, r"did you mean 'adamw'"),
-        ({"model": MODEL, "optimizer": {"schedule": "inverse_sqrt", "warmup_steps": 0}}, r"optimizer.warmup_steps"),
+        (
+            {"model": MODEL, "optimizer": {"schedule": "inverse_sqrt", "warmup_steps": 0}},
+            r"optimizer.warmup_steps",
+        ),
         ({"model": MODEL, "train": {"average_checkpoints": 5}}, r"train.keep_checkpoints = 2"),
-        ({"model": MODEL, "train": {"average_checkpoints": 2, "ema_decay": 0.9}}, r"two ways to average"),
-        ({"model": MODEL, "decoding": {"beam_size": 4, "temperature": 1.0}}, r"beam search does not sample"),
+        (
+            {"model": MODEL, "train": {"average_checkpoints": 2, "ema_decay": 0.9}},
+            r"two ways to average",
+        ),
+        (
+            {"model": MODEL, "decoding": {"beam_size": 4, "temperature": 1.0}},
+            r"beam search does not sample",
+        ),
         ({"model": MODEL, "platform": "tpus"}, r"did you mean 'tpu'"),
         ({"model": MODEL, "seed": -1}, r"seed: -1 must lie between 0 and"),
-        ({"model": MODEL, "optimizer": {"learning_rate": float("inf")}}, r"optimizer.learning_rate: inf is too large"),
-        ({"model": MODEL, "optimizer": {"epsilon": 0.0}}, r"optimizer.epsilon: 0.0 must be more than 0"),
+        (
+            {"model": MODEL, "optimizer": {"learning_rate": float("inf")}},
+            r"optimizer.learning_rate: inf is too large",
+        ),
+        (
+            {"model": MODEL, "optimizer": {"epsilon": 0.0}},
+            r"optimizer.epsilon: 0.0 must be more than 0",
+        ),
         ({"model": MODEL, "train": {"profile": -1}}, r"train.profile: -1 is too small"),
         ({"model": MODEL, "train": {"steps": 10**11}}, r"train.steps: 100000000000 is too large"),
     ],
@@ -109,16 +161,24 @@ def test_what_is_written_is_read_back():
 
 
 def test_overrides_change_one_field_and_keep_their_types():
-    config = from_mapping(Experiment, {"model": {**MODEL, "position": "rotary"}, "data": {"corpus": "pydoc"}})
+    config = from_mapping(
+        Experiment, {"model": {**MODEL, "position": "rotary"}, "data": {"corpus": "pydoc"}}
+    )
     changed = apply_overrides(config, {
         "model.d_model": "256", "model.position.theta": "5e5", "model.use_bias": "false", "optimizer.learning_rate": "3e-4", "train.wandb": "007",
         "data.tokenizer.kind": "bpe", "model.attention_scale": "none",
     })  # fmt: skip
     assert (changed.model.d_head, changed.model.num_kv_heads) == (32, 8)
-    assert (changed.model.d_model, changed.model.use_bias, changed.optimizer.learning_rate) == (256, False, 3e-4)
+    assert (changed.model.d_model, changed.model.use_bias, changed.optimizer.learning_rate) == (
+        256,
+        False,
+        3e-4,
+    )
     assert dict(changed.model.position) == {"name": "rotary", "theta": 5e5}
     assert changed.train.wandb == "007"
-    scaled = apply_overrides(config, {"model.position.scaling.name": "linear", "model.position.scaling.factor": "4"})
+    scaled = apply_overrides(
+        config, {"model.position.scaling.name": "linear", "model.position.scaling.factor": "4"}
+    )
     assert dict(scaled.model.position["scaling"]) == {"name": "linear", "factor": 4}
     assert changed.data.tokenizer.kind == "bpe"
     for key, message in [
@@ -133,7 +193,8 @@ def test_overrides_change_one_field_and_keep_their_types():
 
 def test_the_name_none_nested_options_and_tuples_on_the_command_line():
     config = from_mapping(
-        Experiment, {"model": MODEL, "data": {"train": "x.jsonl", "format": "jsonl", "packing": False}}
+        Experiment,
+        {"model": MODEL, "data": {"train": "x.jsonl", "format": "jsonl", "packing": False}},
     )
     changed = apply_overrides(
         config,
@@ -150,7 +211,9 @@ def test_the_name_none_nested_options_and_tuples_on_the_command_line():
 
 
 def test_an_unknown_field_in_python_names_the_nearest():
-    with pytest.raises(UserError, match=r"ModelConfig.d_modle: no such field; did you mean 'd_model'"):
+    with pytest.raises(
+        UserError, match=r"ModelConfig.d_modle: no such field; did you mean 'd_model'"
+    ):
         ModelConfig(**MODEL, d_modle=3)
 
 
@@ -160,7 +223,11 @@ def test_an_unknown_field_in_python_names_the_nearest():
         ("x.py", "def get_config(:\n", r"x.py:1: SyntaxError"),
         ("x.py", "def get_config():\n    return 1 / 0\n", r"x.py:2: ZeroDivisionError"),
         ("x.py", "def get_config():\n    import sys\n    sys.exit(3)\n", r"x.py:3: SystemExit"),
-        ("x.py", "def get_config():\n    return 3\n", r"returns 3; a ConfigDict or a dict is expected"),
+        (
+            "x.py",
+            "def get_config():\n    return 3\n",
+            r"returns 3; a ConfigDict or a dict is expected",
+        ),
         ("x.py", "def get_config():\n    return [1]\n", r"returns \[1\]"),
         ("x.txt", "", "no Python file"),
         ("x.json", "{", "damaged"),
@@ -191,14 +258,23 @@ def test_every_experiment_file_builds_in_every_arm(file):
     spec.loader.exec_module(module)
     assert f"--config={file.relative_to(ROOT)}" in module.__doc__
     assert "?" in module.__doc__ and "Hardware" in module.__doc__
-    configs = list(load_arms(str(file))[1].values()) if hasattr(module, "sweep") else [load_experiment(str(file))]
-    for scale in getattr(module, "ARGUMENTS", ())[1:]:  # as the paper has it: every arm is read, one is built
+    configs = (
+        list(load_arms(str(file))[1].values())
+        if hasattr(module, "sweep")
+        else [load_experiment(str(file))]
+    )
+    for scale in getattr(module, "ARGUMENTS", ())[
+        1:
+    ]:  # as the paper has it: every arm is read, one is built
         assert f"--config={file.relative_to(ROOT)}:{scale}" in module.__doc__
         configs += list(load_arms(f"{file}:{scale}")[1].values())[:1]
     for config in configs:
         with use(make_mesh(config.mesh)) as mesh:
             abstract, _ = abstract_state(
-                config, build_model(config.model), build_optimizer(config.optimizer, config.train.steps), mesh
+                config,
+                build_model(config.model),
+                build_optimizer(config.optimizer, config.train.steps),
+                mesh,
             )
         assert len(jax.tree.leaves(abstract.params)) > 5
 

@@ -33,13 +33,25 @@ MODERN = ENCODERS_AND_DECODERS | {
     "cls_token_id": 1,
     "sep_token_id": 2,
 }
-LLAMA = ENCODERS_AND_DECODERS | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA = ENCODERS_AND_DECODERS | {
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 BART = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "max_position_embeddings": 40, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": 2,
 }  # fmt: skip
-GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "bos_token_id": 1, "eos_token_id": 1}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 40,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 T5 = {
     "d_model": 32,
     "d_kv": 6,
@@ -147,7 +159,9 @@ CASES = {
 """Family -> (class, options that are not its defaults)."""
 
 FLAT = [
-    pytest.param(family, *case, id=f"{family}-{i}") for family, cases in CASES.items() for i, case in enumerate(cases)
+    pytest.param(family, *case, id=f"{family}-{i}")
+    for family, cases in CASES.items()
+    for i, case in enumerate(cases)
 ]
 
 
@@ -159,7 +173,10 @@ def theirs(name: str, options: dict, seed: int = 0):
     torch.manual_seed(seed)
     model = cls(config).eval().float()
     # Marian's sinusoids are a buffer of its own. T5 does not scale its attention: with large weights it is ill-conditioned.
-    fixed, noise = ("embed_positions" if name.startswith("Marian") else None), 0.1 if name.startswith("T5") else 0.3
+    fixed, noise = (
+        ("embed_positions" if name.startswith("Marian") else None),
+        0.1 if name.startswith("T5") else 0.3,
+    )
     with torch.no_grad():
         for key, x in model.state_dict().items():
             if x.is_floating_point() and not (fixed and fixed in key):
@@ -211,7 +228,9 @@ def both_logits(model, config, params, name):
                 decoder_input_ids=tensor(target),
                 decoder_attention_mask=tensor(target_mask).long(),
             )
-            found = ours.apply(params, ids, target, source_padding_mask=mask, padding_mask=target_mask)
+            found = ours.apply(
+                params, ids, target, source_padding_mask=mask, padding_mask=target_mask
+            )
             return found, out.logits.numpy(), target_mask
         more = {}
         if config.token_types:
@@ -236,7 +255,9 @@ def test_logits_equal_theirs(saved, family, name, options, record_property):
     assert np.abs(wanted[real]).max() > 0.1
     difference = float(np.abs(np.asarray(found)[real] - wanted[real]).max())
     record_property("difference", difference)
-    print(f"\n{family:<12} {name:<32} largest difference {difference:.1e} of logits up to {np.abs(wanted).max():.1f}")
+    print(
+        f"\n{family:<12} {name:<32} largest difference {difference:.1e} of logits up to {np.abs(wanted).max():.1f}"
+    )
     assert difference < 1e-4
 
 
@@ -254,7 +275,20 @@ def test_round_trip_is_exact(saved, tmp_path, family, name, options):
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "bloom", "opt", "gpt_neox", "llama", "mistral", "qwen3", "gemma2", "t5", "bart", "marian"]
+    "family",
+    [
+        "gpt2",
+        "bloom",
+        "opt",
+        "gpt_neox",
+        "llama",
+        "mistral",
+        "qwen3",
+        "gemma2",
+        "t5",
+        "bart",
+        "marian",
+    ],
 )
 def test_decoding_with_a_cache_equals_theirs(saved, family):
     """Greedy, from prompts of unequal length, padded on the left (or sources, padded on the right)."""
@@ -282,7 +316,9 @@ def test_decoding_with_a_cache_equals_theirs(saved, family):
         )  # fmt: skip
     written, wanted = out.sequences.numpy()[:, -new:], np.stack([x.numpy() for x in out.logits], 1)
     start = np.full((len(ids), 1), model.config.decoder_start_token_id) if both else ids
-    encoder = build_model(config).apply(params, ids, padding_mask=mask, method="encode") if both else ()
+    encoder = (
+        build_model(config).apply(params, ids, padding_mask=mask, method="encode") if both else ()
+    )
     where = np.ones_like(start, bool) if both else mask
     cache = empty_cache(config, len(ids), start.shape[1] + new)
     at = np.maximum(np.cumsum(where, 1) - 1, 0)
@@ -326,7 +362,9 @@ def test_bfloat16_and_shards(saved, tmp_path, monkeypatch):
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     config, params = load_hf(tmp_path / "sharded")
     want = {key: x.float().numpy() for key, x in half.state_dict().items()}
-    np.testing.assert_array_equal(params["params"]["embedding"]["embedding"], want["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(
+        params["params"]["embedding"]["embedding"], want["model.embed_tokens.weight"]
+    )
     assert params["params"]["embedding"]["embedding"].dtype == np.float32
     monkeypatch.setattr("transformer.convert.hf.SHARD_BYTES", 20_000)
     save_hf(tmp_path / "ours", config, params)
@@ -419,7 +457,9 @@ def test_damaged_and_missing_files(saved, tmp_path):
         "[1]": "config.json: damaged (no JSON object)",
         "[" * 100_000: "config.json: damaged",
         json.dumps({"model_type": ["gpt2"]}): "model_type: no \"['gpt2']\"",
-        json.dumps(theirs | {"n_embd": "x"}): "config.json: cannot be read as a gpt2 model (TypeError",
+        json.dumps(
+            theirs | {"n_embd": "x"}
+        ): "config.json: cannot be read as a gpt2 model (TypeError",
         json.dumps(theirs | {"n_embd": None}): "config.json",
         json.dumps(theirs | {"n_head": [2]}): "config.json: cannot be read as a gpt2 model",
     }.items():

@@ -38,8 +38,14 @@ SPANISH = [
 @pytest.fixture
 def pairs(tmp_path):
     """300 distinct pairs with some shared sources."""
-    lines = [f"{e} number {i}.\t{s} número {i}." for i in range(50) for e, s in zip(ENGLISH, SPANISH, strict=True)]
-    lines += [f"{ENGLISH[0]} number {i}!\tel gato {i}" for i in range(20)]  # the same source but for punctuation
+    lines = [
+        f"{e} number {i}.\t{s} número {i}."
+        for i in range(50)
+        for e, s in zip(ENGLISH, SPANISH, strict=True)
+    ]
+    lines += [
+        f"{ENGLISH[0]} number {i}!\tel gato {i}" for i in range(20)
+    ]  # the same source but for punctuation
     file = tmp_path / "pairs.tsv"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
@@ -47,7 +53,14 @@ def pairs(tmp_path):
 
 def experiment(file, **data):
     seq2seq = data.get("objective", "seq2seq") == "seq2seq"
-    data = {"train": str(file), "objective": "seq2seq", "length": 32, "batch_size": 4, "held_out": 20, **data}
+    data = {
+        "train": str(file),
+        "objective": "seq2seq",
+        "length": 32,
+        "batch_size": 4,
+        "held_out": 20,
+        **data,
+    }
     model = {
         "family": "encoder_decoder" if seq2seq else "decoder",
         "vocab_size": 300,
@@ -68,24 +81,38 @@ def texts_of(batch, tokenizer, field="targets", segments="segments"):
 @pytest.mark.parametrize("packing", [True, False])
 def test_an_epoch_of_pairs_holds_every_pair_once(pairs, packing):
     data = open_data(
-        experiment(pairs, packing=packing, batch_size=1, length=64, **({} if packing else {"buckets": (16, 32, 64)}))
+        experiment(
+            pairs,
+            packing=packing,
+            batch_size=1,
+            length=64,
+            **({} if packing else {"buckets": (16, 32, 64)}),
+        )
     )
     batches, tokenizer = data.batches("train"), data.tokenizer
     seen = []
     for step in range(batches.per_epoch):
         batch = batches[step]
-        source, target = texts_of(batch, tokenizer, "source", "source_segments"), texts_of(batch, tokenizer)
+        source, target = (
+            texts_of(batch, tokenizer, "source", "source_segments"),
+            texts_of(batch, tokenizer),
+        )
         seen += list(zip(source, target, strict=True))
         assert (batch["weights"] == (batch["segments"] > 0)).all()
         for row in range(len(batch["inputs"])):
             for n in range(1, batch["segments"][row].max() + 1):
                 here = batch["segments"][row] == n
                 assert batch["inputs"][row][here][0] == BOS
-                np.testing.assert_array_equal(batch["inputs"][row][here][1:], batch["targets"][row][here][:-1])
+                np.testing.assert_array_equal(
+                    batch["inputs"][row][here][1:], batch["targets"][row][here][:-1]
+                )
                 assert batch["targets"][row][here][-1] == EOS
                 np.testing.assert_array_equal(batch["positions"][row][here], np.arange(here.sum()))
     store = data.store
-    ids = [tokenizer.decode(i) for i in store.texts("train", 0)], [tokenizer.decode(i) for i in store.texts("train", 1)]
+    ids = (
+        [tokenizer.decode(i) for i in store.texts("train", 0)],
+        [tokenizer.decode(i) for i in store.texts("train", 1)],
+    )
     expected = list(zip(*ids, strict=True))
     assert sorted(seen) == sorted(expected)
 
@@ -98,12 +125,16 @@ def test_the_held_out_side_shares_no_sentence_with_training(pairs):
     assert len(train) + len(held) == len(lines)
     assert len({s for s, _ in data.store.examples("test")}) >= 20
     for side in (0, 1):
-        assert not {split.normalise(p[side]) for p in held} & {split.normalise(p[side]) for p in train}
+        assert not {split.normalise(p[side]) for p in held} & {
+            split.normalise(p[side]) for p in train
+        }
     together = [e for e in data.store.examples("test") if "mat number" in e[0]] + [
         e for e in data.store.examples("valid") if "mat number" in e[0]
     ]
     numbers = [e[0].rstrip("!.") for e in together]
-    assert all(numbers.count(n) == 2 for n in numbers if int(n.split()[-1]) < 20)  # "..." and "...!" stay together
+    assert all(
+        numbers.count(n) == 2 for n in numbers if int(n.split()[-1]) < 20
+    )  # "..." and "...!" stay together
 
 
 def test_the_split_depends_on_the_text_alone():
@@ -116,7 +147,9 @@ def test_the_split_depends_on_the_text_alone():
 
 
 def test_a_component_larger_than_what_is_held_out_stays_in_training():
-    examples = [(f"source {i}", "the same") for i in range(500)] + [(f"a {i}", f"b {i}") for i in range(100)]
+    examples = [(f"source {i}", "the same") for i in range(500)] + [
+        (f"a {i}", f"b {i}") for i in range(100)
+    ]
     for k in range(5):
         parts, _ = split.assign([(f"{s} {k}", f"{t} {k}") for s, t in examples], 20)
         assert parts[:500] == ["train"] * 500
@@ -136,7 +169,11 @@ def test_given_held_out_files_are_compared_with_training(pairs, tmp_path):
 def test_a_language_model_is_asked_for_every_token_once(tmp_path, packing):
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"{e} number {i}" * (1 + i % 9) for i in range(30) for e in ENGLISH))
-    data = open_data(experiment(file, objective="causal_lm", format="text", packing=packing, batch_size=3, length=16))
+    data = open_data(
+        experiment(
+            file, objective="causal_lm", format="text", packing=packing, batch_size=3, length=16
+        )
+    )
     store, batches = data.store, data.batches("test")
     stream = store.texts("test", 0)
     asked = []
@@ -160,7 +197,9 @@ def test_overlapping_windows_ask_once_and_give_context(tmp_path, packing):
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"{e} number {i}" * (1 + i % 9) for i in range(30) for e in ENGLISH))
     given = dict(objective="causal_lm", format="text", packing=packing, batch_size=3, length=16)
-    data, plain = (open_data(experiment(file, **given, **more)) for more in ({"eval_overlap": 10}, {}))
+    data, plain = (
+        open_data(experiment(file, **given, **more)) for more in ({"eval_overlap": 10}, {})
+    )
     stream, asked, least = data.store.texts("test", 0), [], {}
     for name, batches in {"overlap": data.batches("test"), "plain": plain.batches("test")}.items():
         contexts = []
@@ -168,7 +207,9 @@ def test_overlapping_windows_ask_once_and_give_context(tmp_path, packing):
             scored = batch["weights"] > 0
             if name == "overlap":
                 asked += batch["targets"][scored].tolist()
-            begins_inside = (batch["positions"] == 0) & (batch["segments"] == 1) & (batch["inputs"] != BOS)
+            begins_inside = (
+                (batch["positions"] == 0) & (batch["segments"] == 1) & (batch["inputs"] != BOS)
+            )
             inside = begins_inside.any(1)[:, None] & (
                 batch["segments"] == 1
             )  # the rest of a text begun in a row before
@@ -176,7 +217,9 @@ def test_overlapping_windows_ask_once_and_give_context(tmp_path, packing):
         least[name] = min(contexts)
     assert asked == stream.ids.tolist()
     assert least == {"overlap": 10, "plain": 0}
-    np.testing.assert_array_equal(data.batches("train")[0]["weights"], plain.batches("train")[0]["weights"])
+    np.testing.assert_array_equal(
+        data.batches("train")[0]["weights"], plain.batches("train")[0]["weights"]
+    )
 
 
 def test_packing_wastes_little_and_never_overflows():
@@ -210,11 +253,17 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(pairs):
     for policy in ("drop", "cut"):
         data = open_data(experiment(pairs, length=40, too_long=policy, packing=False))
         batches = data.batches("train")
-        lengths = np.maximum(data.store.texts("train", 0).lengths, data.store.texts("train", 1).lengths)
+        lengths = np.maximum(
+            data.store.texts("train", 0).lengths, data.store.texts("train", 1).lengths
+        )
         assert 0 < (lengths > 40).sum() < len(lengths)
         assert list(batches.report.values()) == [(lengths > 40).sum()]
-        assert len(batches._rows.lengths) == (len(lengths) if policy == "cut" else (lengths <= 40).sum())
-        assert all((batches[i]["targets"] == EOS).sum() == 4 for i in range(5))  # a cut text keeps its end
+        assert len(batches._rows.lengths) == (
+            len(lengths) if policy == "cut" else (lengths <= 40).sum()
+        )
+        assert all(
+            (batches[i]["targets"] == EOS).sum() == 4 for i in range(5)
+        )  # a cut text keeps its end
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -223,19 +272,25 @@ def test_a_source_begins_with_its_sign_within_its_room(pairs, tmp_path, packing)
     (tmp_path / "own.model").write_bytes(plain.tokenizer.content)
     given = {"path": str(tmp_path / "own.model"), "source_bos_id": BOS}
     longest = int(plain.store.texts("train", 0).lengths.max())
-    data = open_data(experiment(pairs, length=longest, too_long="cut", packing=packing, tokenizer=given))
+    data = open_data(
+        experiment(pairs, length=longest, too_long="cut", packing=packing, tokenizer=given)
+    )
     batches = data.batches("train")
     assert sum(batches.report.values()) > 0  # it takes a place: what just fitted does no more
     for step in range(batches.per_epoch):
         batch = batches[step]
         source, segments = batch["source"], batch["source_segments"]
-        begins = (segments > 0) & (segments != np.roll(segments, 1, axis=1) * (np.arange(longest) > 0))
+        begins = (segments > 0) & (
+            segments != np.roll(segments, 1, axis=1) * (np.arange(longest) > 0)
+        )
         np.testing.assert_array_equal(begins, source == BOS)
         assert (source[begins] == BOS).all() and (source == BOS).sum() == (source == EOS).sum() > 0
 
 
 def test_max_examples_and_reverse(pairs):
-    plain, turned = (open_data(experiment(pairs, max_examples=100, reverse=r)).store for r in (False, True))
+    plain, turned = (
+        open_data(experiment(pairs, max_examples=100, reverse=r)).store for r in (False, True)
+    )
     assert plain.meta["train"]["examples"] == turned.meta["train"]["examples"] == 100
     assert all("number" in source for source, _ in plain.examples("test"))
     assert not any("number" in source for source, _ in turned.examples("test"))
@@ -255,7 +310,9 @@ def test_every_format_reads_the_same_pairs(tmp_path):
     from array_record.python.array_record_module import ArrayRecordWriter
 
     rows = list(zip(ENGLISH, SPANISH, strict=True))
-    (tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\textra\n" for a, b in rows[:3]), encoding="utf-8")
+    (tmp_path / "a.tsv").write_text(
+        "".join(f"{a}\t{b}\textra\n" for a, b in rows[:3]), encoding="utf-8"
+    )
     (tmp_path / "b.tsv").write_text("".join(f"{a}\t{b}\r\n" for a, b in rows[3:]), encoding="utf-8")
     (tmp_path / "x.en").write_text("\n".join(ENGLISH), encoding="utf-8")
     (tmp_path / "x.es").write_text("\n".join(SPANISH), encoding="utf-8")
@@ -283,24 +340,59 @@ def test_every_format_reads_the_same_pairs(tmp_path):
         ("a.tsv", b"one\ttwo\nthree\n", {}, r"a\.tsv:2: expected source, tab, target"),
         ("a.tsv", b"one\ttwo\nth\xffree\tx\n", {}, r"a\.tsv:2: not UTF-8"),
         ("a.tsv", b"", {}, "holds no text"),
-        ("a.jsonl", b'{"source": "a"}\n', {"format": "jsonl"}, r"a\.jsonl:1: no field 'target'; there is: source"),
+        (
+            "a.jsonl",
+            b'{"source": "a"}\n',
+            {"format": "jsonl"},
+            r"a\.jsonl:1: no field 'target'; there is: source",
+        ),
         (
             "a.jsonl",
             b'{"source": null, "target": "b"}\n',
             {"format": "jsonl"},
             r"a\.jsonl:1: field 'source' is null, not text",
         ),
-        ("a.jsonl", b'{"source": "a", "target": "\\ud800"}\n', {"format": "jsonl"}, r"a\.jsonl:1: .* surrogate"),
+        (
+            "a.jsonl",
+            b'{"source": "a", "target": "\\ud800"}\n',
+            {"format": "jsonl"},
+            r"a\.jsonl:1: .* surrogate",
+        ),
         ("a.jsonl", b"oops\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
         ("a.txt", b"one\n", {"format": "text"}, "gives 1 text"),
         ("a.tsv", b"one\ttwo\nthree\tfour\n", {}, "held_out"),
         ("a.tsv", b"one\ttwo\n", {"format": "paired"}, "two paths with a comma"),
-        ("a.jsonl", b'{"source": ' + b"9" * 5000 + b"}\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
-        ("a.jsonl", b'{"source": ' + b"[" * 99999 + b"}\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
-        ("a.tsv", b"one\ttwo\n", {"fields": ("0", "5")}, r"a\.tsv:1: expected 6 columns \(data.fields\)"),
-        ("a.tsv.gz", gzip.compress(b"one\ttwo\n" * 9, mtime=0)[:-12], {}, r"a\.tsv\.gz: damaged or cut off"),
+        (
+            "a.jsonl",
+            b'{"source": ' + b"9" * 5000 + b"}\n",
+            {"format": "jsonl"},
+            r"a\.jsonl:1: not a JSON object",
+        ),
+        (
+            "a.jsonl",
+            b'{"source": ' + b"[" * 99999 + b"}\n",
+            {"format": "jsonl"},
+            r"a\.jsonl:1: not a JSON object",
+        ),
+        (
+            "a.tsv",
+            b"one\ttwo\n",
+            {"fields": ("0", "5")},
+            r"a\.tsv:1: expected 6 columns \(data.fields\)",
+        ),
+        (
+            "a.tsv.gz",
+            gzip.compress(b"one\ttwo\n" * 9, mtime=0)[:-12],
+            {},
+            r"a\.tsv\.gz: damaged or cut off",
+        ),
         ("a.tsv.gz", b"one\ttwo\n", {}, r"a\.tsv\.gz: damaged or cut off behind line 0"),
-        ("a.tsv", b"one\ttwo\n" * 99, {"format": "arrayrecord"}, r"a\.tsv: no ArrayRecord file|holds no text"),
+        (
+            "a.tsv",
+            b"one\ttwo\n" * 99,
+            {"format": "arrayrecord"},
+            r"a\.tsv: no ArrayRecord file|holds no text",
+        ),
     ],
 )
 def test_a_fault_in_the_text_names_its_place(tmp_path, name, content, config, message):
@@ -319,7 +411,10 @@ def test_paired_files_of_unequal_length(tmp_path):
 
 
 def test_a_missing_file_and_a_glob_without_a_match(tmp_path):
-    for path, message in ((tmp_path / "no.tsv", "no file"), (tmp_path / "*.tsv", "no file matches")):
+    for path, message in (
+        (tmp_path / "no.tsv", "no file"),
+        (tmp_path / "*.tsv", "no file matches"),
+    ):
         with pytest.raises(UserError, match=message):
             open_data(experiment(path))
 
@@ -328,10 +423,17 @@ def test_a_store_is_made_whole_or_not_at_all(pairs, tmp_path):
     from transformer.data.corpora import data_home
 
     config = experiment(pairs)
-    before = {f for f in (data_home() / "tokens").glob("*")} if (data_home() / "tokens").exists() else set()
+    before = (
+        {f for f in (data_home() / "tokens").glob("*")}
+        if (data_home() / "tokens").exists()
+        else set()
+    )
     with pytest.raises(UserError, match="vocab_size"):
         open_data(
-            from_mapping(Experiment, {"model": {**vars(config.model), "vocab_size": 50_000}, "data": config.data})
+            from_mapping(
+                Experiment,
+                {"model": {**vars(config.model), "vocab_size": 50_000}, "data": config.data},
+            )
         )
     after = {f for f in (data_home() / "tokens").glob("*")}
     assert after == before
@@ -342,10 +444,17 @@ def test_a_foreign_tokenizer_is_checked(pairs, tmp_path):
 
     foreign = tmp_path / "foreign"
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(ENGLISH), model_prefix=str(foreign), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+        sentence_iterator=iter(ENGLISH),
+        model_prefix=str(foreign),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
     for path, message in (
-        (f"{foreign}.model", r"data\.tokenizer\.pad_id: must be set, for .*foreign\.model does not say it"),
+        (
+            f"{foreign}.model",
+            r"data\.tokenizer\.pad_id: must be set, for .*foreign\.model does not say it",
+        ),
         (pairs, "no SentencePiece model"),
         (tmp_path / "none", "no file"),
     ):
@@ -358,9 +467,13 @@ def test_the_known_corpora_say_their_licence_and_the_built_in_one_needs_no_netwo
 
     _corpus, folder = fetch("pydoc")
     assert "PSF" in (folder / "LICENCE.txt").read_text()
-    documents = [json.loads(line)["text"] for line in (folder / "train.jsonl").open(encoding="utf-8")]
+    documents = [
+        json.loads(line)["text"] for line in (folder / "train.jsonl").open(encoding="utf-8")
+    ]
     assert len("".join(documents)) > 400_000
-    assert all(c.licence and c.attribution and (not c.package or c.sha256[""]) for c in CORPORA.values())
+    assert all(
+        c.licence and c.attribution and (not c.package or c.sha256[""]) for c in CORPORA.values()
+    )
     with pytest.raises(UserError, match="did you mean 'wikitext2'"):
         fetch("wikitext")
 
@@ -388,7 +501,10 @@ def test_data_config_refuses_what_makes_no_sense():
         ({"corpus": "pydoc", "train": "x"}, "two texts to train on"),
         ({"corpus": "pydoc", "too_long": "keep"}, "too_long"),
         ({"corpus": "pydoc", "eval_overlap": -1}, "eval_overlap: -1 is too small"),
-        ({"corpus": "pydoc", "batch_size": 2**31}, "batch_size: 2147483648 is too large; at most 2,147,483,647"),
+        (
+            {"corpus": "pydoc", "batch_size": 2**31},
+            "batch_size: 2147483648 is too large; at most 2,147,483,647",
+        ),
         ({"train": "x", "format": "text", "fields": ("a",)}, "data.format = 'text' has no fields"),
         ({"train": "x", "fields": ("²", "1")}, "numbers of columns"),
         ({"train": "x", "fields": ("en", "es")}, "numbers of columns"),

@@ -32,7 +32,9 @@ def test_cached_decoding_equals_teacher_forcing(family, position):
     for k in range(6):
         expected = jnp.stack([whole[i, n - 1 + k] for i, n in enumerate(lengths) if n - 1 + k < 8])
         np.testing.assert_allclose(logits[: len(expected)], expected, atol=3e-5)
-        logits, memory = step(jnp.stack([target[i, min(n + k, 7)] for i, n in enumerate(lengths)]), memory)
+        logits, memory = step(
+            jnp.stack([target[i, min(n + k, 7)] for i, n in enumerate(lengths)]), memory
+        )
 
 
 def scorer(model, params, length: int, rows: int):
@@ -66,7 +68,9 @@ def searcher(model, params, source, limits, beam_size: int, max_new: int):
 def exhaustive(request):
     """A beam as wide as the search can get; and, of each row, log p of every text that ends."""
     seed, limits = request.param, (4, 3)
-    model, params = make(small("encoder_decoder", vocab_size=5, scan_layers=bool(seed)), seed=seed, noise=0.6)
+    model, params = make(
+        small("encoder_decoder", vocab_size=5, scan_layers=bool(seed)), seed=seed, noise=0.6
+    )
     source, rows = tokens(seed, 2, 4, vocab=5), []
     letters = [t for t in range(1, 5) if t != EOS]
     score = scorer(model, params, max(limits), len(letters) ** (max(limits) - 1))
@@ -85,12 +89,16 @@ def test_beam_search_equals_brute_force(exhaustive, alpha):
     search, rows = exhaustive
     texts, scores = search(alpha)
     for row, all_texts in enumerate(rows):
-        expected = sorted(((logp / ((5 + len(t)) / 6) ** alpha, t) for t, logp in all_texts.items()), reverse=True)
+        expected = sorted(
+            ((logp / ((5 + len(t)) / 6) ** alpha, t) for t, logp in all_texts.items()), reverse=True
+        )
         assert len(expected) > 10
         for k in range(10):
             text = tuple(t for t in np.asarray(texts[row, k]).tolist() if t)
             assert float(scores[row, k]) == pytest.approx(expected[k][0], abs=1e-4)
-            assert text == expected[k][1] or expected[k][0] == pytest.approx(expected[k + 1][0], abs=1e-5)
+            assert text == expected[k][1] or expected[k][0] == pytest.approx(
+                expected[k + 1][0], abs=1e-5
+            )
 
 
 def plain_beam(score, source, limit, alpha, k):
@@ -113,7 +121,12 @@ def plain_beam(score, source, limit, alpha, k):
 def narrow():
     model, params = make(small("encoder_decoder", vocab_size=9), noise=0.5)
     source, limits = tokens(5, 3, 5, vocab=9), (6, 6, 4)
-    return searcher(model, params, source, jnp.array(limits), 3, 6), scorer(model, params, 6, 3), source, limits
+    return (
+        searcher(model, params, source, jnp.array(limits), 3, 6),
+        scorer(model, params, 6, 3),
+        source,
+        limits,
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
@@ -123,7 +136,9 @@ def test_a_narrow_beam_equals_a_plain_one(narrow, alpha):
     texts, scores = search(alpha)
     for row, limit in enumerate(limits):
         expected = plain_beam(score, source[row : row + 1], limit, alpha, 3)
-        for (wanted, text), found, found_score in zip(expected, np.asarray(texts[row]), scores[row], strict=False):
+        for (wanted, text), found, found_score in zip(
+            expected, np.asarray(texts[row]), scores[row], strict=False
+        ):
             assert float(found_score) == pytest.approx(wanted, abs=1e-4)
             assert tuple(t for t in found.tolist() if t) == text[1:]
 
@@ -139,7 +154,9 @@ def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
         ))  # fmt: skip
 
     keys = jax.random.split(jax.random.key(0), 3)
-    greedy = jax.jit(lambda s: sample(model, params["params"], prompt, limits, keys, source_BxS=s, **given))(source)
+    greedy = jax.jit(
+        lambda s: sample(model, params["params"], prompt, limits, keys, source_BxS=s, **given)
+    )(source)
     np.testing.assert_array_equal(search(1)(prompt, limits, source)[0][:, 0], greedy)
     wide = search(4)
     together = wide(prompt, limits, source)
@@ -153,7 +170,9 @@ def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
 def test_greedy_decoding_takes_the_likeliest_token_of_the_whole_model():
     model, params = make(small("decoder"))
     prompt, keys = tokens(3, 2, 3), jax.random.split(jax.random.key(0), 2)
-    greedy = jax.jit(lambda x: sample(model, params["params"], x, jnp.array([6, 2]), keys, max_new=6, eos_id=EOS))
+    greedy = jax.jit(
+        lambda x: sample(model, params["params"], x, jnp.array([6, 2]), keys, max_new=6, eos_id=EOS)
+    )
     out, read = np.asarray(greedy(prompt)), jax.jit(model.apply)
     assert (out[1, 2:] == 0).all()
     text = np.zeros((1, 9), np.int32)
@@ -170,13 +189,19 @@ def test_sampling_draws_from_the_distribution_and_each_row_by_its_own_key():
     rows = 4000
     prompt = jnp.broadcast_to(tokens(3, 1, 3), (rows, 3))
     keys = jax.random.split(jax.random.key(1), rows)
-    draw = jax.jit(lambda p, k, n: sample(model, params["params"], p, n, k, max_new=1, eos_id=EOS, temperature=0.7))
+    draw = jax.jit(
+        lambda p, k, n: sample(
+            model, params["params"], p, n, k, max_new=1, eos_id=EOS, temperature=0.7
+        )
+    )
     out = np.asarray(draw(prompt, keys, jnp.ones(rows, jnp.int32)))[:, 0]
     logits = model.apply(params, prompt[:1])[0, -1].at[0].set(-jnp.inf)  # pad is never written
     expected = np.asarray(jax.nn.softmax(logits / 0.7))
     seen = np.bincount(out, minlength=37) / rows
     assert np.abs(seen - expected).max() < 4 * np.sqrt(expected.max() / rows)
-    np.testing.assert_array_equal(np.asarray(draw(prompt[:10], keys[:10], jnp.ones(10, jnp.int32)))[:, 0], out[:10])
+    np.testing.assert_array_equal(
+        np.asarray(draw(prompt[:10], keys[:10], jnp.ones(10, jnp.int32)))[:, 0], out[:10]
+    )
 
 
 def test_top_k_and_top_p_keep_what_they_say():

@@ -19,12 +19,20 @@ def test_masking_is_80_10_10_of_15_percent(text):
     counts = np.zeros(5)
     for step in range(60):
         batch = batches[step]
-        special = np.isin(batch["targets"], (tokenizer.bos, tokenizer.eos)) | (batch["segments"] == 0)
+        special = np.isin(batch["targets"], (tokenizer.bos, tokenizer.eos)) | (
+            batch["segments"] == 0
+        )
         chosen, read, was = batch["weights"] > 0, batch["inputs"], batch["targets"]
         np.testing.assert_array_equal(read[~chosen], was[~chosen])
         assert not (chosen & special).any()
         masked, kept = chosen & (read == tokenizer.vocab_size), chosen & (read == was)
-        counts += [(~special).sum(), chosen.sum(), masked.sum(), kept.sum(), (chosen & ~masked & ~kept).sum()]
+        counts += [
+            (~special).sum(),
+            chosen.sum(),
+            masked.sum(),
+            kept.sum(),
+            (chosen & ~masked & ~kept).sum(),
+        ]
         assert np.isin(read[chosen & ~masked], tokenizer.text_ids).all()
     candidates, chosen, masked, kept, swapped = counts
     assert chosen / candidates == pytest.approx(0.15, abs=0.02)
@@ -57,16 +65,24 @@ def test_whole_words_are_asked_for_at_the_same_rate(text):
     inner = (ids != data.tokenizer.eos).sum()
     sizes = np.diff(np.flatnonzero(np.append(data.tokenizer.starts_word[ids], True)))
     assert sizes.max() > 2  # words that may be too much
-    asked_for = [objective.corrupt(ids, data.tokenizer, np.random.default_rng(i))[1].sum() for i in range(50)]
+    asked_for = [
+        objective.corrupt(ids, data.tokenizer, np.random.default_rng(i))[1].sum() for i in range(50)
+    ]
     assert max(asked_for) <= round(0.15 * inner)
     assert np.mean(asked_for) / inner == pytest.approx(0.15, abs=0.008)
 
 
 def test_two_sentences_follow_each_other_or_not(text, tmp_path):
     """Every text says its own number, again and again, and counts."""
-    (tmp_path / "text.txt").write_text("".join(" ".join(f"{i:03d} {j}" for j in range(9)) + "\n" for i in range(150)))
+    (tmp_path / "text.txt").write_text(
+        "".join(" ".join(f"{i:03d} {j}" for j in range(9)) + "\n" for i in range(150))
+    )
     objective, family, model, given = CASES["next sentence"]
-    data = open_data(experiment(tmp_path, objective, family, {**model, "vocab_size": 285}, **given | {"length": 23}))
+    data = open_data(
+        experiment(
+            tmp_path, objective, family, {**model, "vocab_size": 285}, **given | {"length": 23}
+        )
+    )
     tokenizer, labels, apart = data.tokenizer, [], 0
     whole = {f"{i:03d}": " ".join(f"{i:03d} {j}" for j in range(9)) for i in range(150)}
     for step in range(20):
@@ -81,7 +97,9 @@ def test_two_sentences_follow_each_other_or_not(text, tmp_path):
             holds = lambda ids: {n for n, t in whole.items() if tokenizer.decode(ids).strip() in t}
             if labels[-1] == 0:
                 assert holds(np.concatenate([a[1:-1], b[:-1]]))
-            elif len(holds(a[1:-1])) == len(holds(b[:-1])) == 1:  # long enough to say whose they are
+            elif (
+                len(holds(a[1:-1])) == len(holds(b[:-1])) == 1
+            ):  # long enough to say whose they are
                 apart += 1
                 assert holds(a[1:-1]) != holds(b[:-1])
     assert np.mean(labels) == pytest.approx(0.5, abs=0.12) and apart > 20
@@ -131,7 +149,11 @@ def test_corrupted_spans_put_back_are_the_text(text, case):
             assert len(segment.targets) in (39, 40)
         sentinels = {top - i for i in range(n)}
         order = [t for t in read.tolist() if t in sentinels]
-        assert order == [top - i for i in range(len(order))] == [t for t in wrote.tolist() if t in sentinels]
+        assert (
+            order
+            == [top - i for i in range(len(order))]
+            == [t for t in wrote.tolist() if t in sentinels]
+        )
         assert filled(read, wrote, sentinels, tokenizer.eos) == ids[row * size : (row + 1) * size]
         noise, total = noise + len(wrote) - len(order) - 1, total + size
     assert noise / total == pytest.approx(0.15, abs=0.03)
@@ -141,7 +163,10 @@ def test_the_sentinels_of_t5():
     from transformer.data.objectives.denoising import Denoiser
 
     spans = Denoiser(0.15, 3.0)
-    assert spans.needs(568) == (512, 114)  # as T5's random_spans_helper: 568 tokens make inputs of 512, targets of 114
+    assert spans.needs(568) == (
+        512,
+        114,
+    )  # as T5's random_spans_helper: 568 tokens make inputs of 512, targets of 114
     read, asked = spans.split(np.arange(1000, 1568), 32_099, 1, np.random.default_rng(0))
     assert (len(read), len(asked)) == (512, 114)
     assert [t for t in asked if t > 30_000] == [32_099 - i for i in range(28)]
@@ -152,7 +177,9 @@ def test_sentinels_that_a_tokenizer_brings_are_its_own(text, tmp_path):
     tokenizer = tokenizers.SentencePieceUnigramTokenizer()
     signs = ["<pad>", "</s>", "<s>", "<unk>"]
     words = (text / "text.txt").read_text().splitlines()
-    tokenizer.train_from_iterator(words, vocab_size=120, special_tokens=signs, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(
+        words, vocab_size=120, special_tokens=signs, unk_token="<unk>", show_progress=False
+    )
     tokenizer.add_special_tokens([f"<extra_id_{i}>" for i in reversed(range(12))])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for sentinels, brought in ((12, True), (13, False)):
@@ -183,5 +210,7 @@ def test_ul2_has_seven_denoisers_and_says_which(text):
             assert len(segment.targets) == round(size / 4)
         else:
             assert filled(segment.source[1:], segment.targets, sentinels, tokenizer.eos) == text_ids
-    assert seen[0] / 140 == pytest.approx(2 / 7, abs=0.12) and seen[1] / 140 == pytest.approx(4 / 7, abs=0.12)
+    assert seen[0] / 140 == pytest.approx(2 / 7, abs=0.12) and seen[1] / 140 == pytest.approx(
+        4 / 7, abs=0.12
+    )
     assert len(data.objective.denoisers) == 7

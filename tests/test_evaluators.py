@@ -46,12 +46,30 @@ def measured(config, most=3, during=False, like=None):
             state = init_state(config, model, optimizer, placed)
         else:
             with use(make_mesh(like.mesh)) as alone:
-                there = init_state(like, build_model(like.model), optimizer, abstract_state(like, build_model(like.model), optimizer, alone)[1])
-            state = jax.device_put(jax.device_get(relayout(jax.device_get(there), like.model, config.model, abstract)), placed)
+                there = init_state(
+                    like,
+                    build_model(like.model),
+                    optimizer,
+                    abstract_state(like, build_model(like.model), optimizer, alone)[1],
+                )
+            state = jax.device_put(
+                jax.device_get(relayout(jax.device_get(there), like.model, config.model, abstract)),
+                placed,
+            )
         data, share = open_data(config), Share(mesh)
-        found = measure(Subject(config, data, "valid", mesh, most, optimizer), At(state.params, state.opt_state), during)
+        found = measure(
+            Subject(config, data, "valid", mesh, most, optimizer),
+            At(state.params, state.opt_state),
+            during,
+        )
         batches = data.batches("valid", share.rows)
-        loss = evaluate_loss(make_eval_step(config, model, mesh, placed.params), state.params, batches, share, most=most)
+        loss = evaluate_loss(
+            make_eval_step(config, model, mesh, placed.params),
+            state.params,
+            batches,
+            share,
+            most=most,
+        )
         return found, loss["loss"], state.params, batches[0]
 
 
@@ -64,33 +82,64 @@ def test_loss_by_position_adds_up_to_the_loss():
 
 
 def test_losses_in_longer_rows():
-    found, loss, *_ = measured(experiment({"name": "extrapolation", "times": 4, "tokens": 0}), most=0)
+    found, loss, *_ = measured(
+        experiment({"name": "extrapolation", "times": 4, "tokens": 0}), most=0
+    )
     before = [found.pop(f"context/{length:06d}") for length in (16, 32, 64)]
     assert list(found) == [
         "extrapolation/000016", "extrapolation/000032", "extrapolation_sliding/000032", "extrapolation/000064", "extrapolation_sliding/000064",
     ]  # fmt: skip
-    assert 6 < before[0] <= 7.5 and before[0] < before[1] <= 15.5 and before[1] < before[2] <= 31.5, "half a row, less where texts end in it"
+    assert (
+        6 < before[0] <= 7.5 and before[0] < before[1] <= 15.5 and before[1] < before[2] <= 31.5
+    ), "half a row, less where texts end in it"
     assert found["extrapolation/000016"] == pytest.approx(loss, rel=1e-5)
-    assert len({round(x, 6) for x in found.values()}) == 5 and all(np.isfinite(x) for x in found.values())
+    assert len({round(x, 6) for x in found.values()}) == 5 and all(
+        np.isfinite(x) for x in found.values()
+    )
 
 
 def test_what_sees_no_further_than_a_window_is_the_same_in_longer_rows():
     """Without positions and with a window, two layers of it, a token sees 7 before it: in the second half of any row the same."""
-    found, *_ = measured(experiment({"name": "extrapolation", "times": 4, "tokens": 0}, position="none", window=4), most=0)
+    found, *_ = measured(
+        experiment({"name": "extrapolation", "times": 4, "tokens": 0}, position="none", window=4),
+        most=0,
+    )
     sliding = [found[f"extrapolation_sliding/{length:06d}"] for length in (32, 64)]
-    assert sliding[0] == pytest.approx(sliding[1], rel=2e-3) and sliding[0] != pytest.approx(found["extrapolation/000016"], rel=1e-5)
+    assert sliding[0] == pytest.approx(sliding[1], rel=2e-3) and sliding[0] != pytest.approx(
+        found["extrapolation/000016"], rel=1e-5
+    )
 
 
 def test_a_table_of_positions_ends():
-    found, *_ = measured(experiment({"name": "extrapolation", "times": 16, "sliding": False}, position="learned"))
-    assert [name for name in found if not name.startswith("context")] == ["extrapolation/000016", "extrapolation/000032"]
+    found, *_ = measured(
+        experiment({"name": "extrapolation", "times": 16, "sliding": False}, position="learned")
+    )
+    assert [name for name in found if not name.startswith("context")] == [
+        "extrapolation/000016",
+        "extrapolation/000032",
+    ]
 
 
-@pytest.mark.parametrize("change", [{"train": {"accumulate": 4}}, {"data": {"packing": False, "buckets": (8, 16)}}, {"model": {"random_positions": 40}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": {"accumulate": 4}},
+        {"data": {"packing": False, "buckets": (8, 16)}},
+        {"model": {"random_positions": 40}},
+    ],
+)
 def test_longer_rows_do_not_ask_what_training_asks_of_its_rows(change):
     """Micro-batches that divide the batch, buckets that end in the length, a range that positions are drawn from in training."""
-    plain = experiment({"name": "extrapolation", "times": 8, "sliding": False, "tokens": 2000}, max_length=16)
-    other = dataclasses.replace(plain, **{part: dataclasses.replace(getattr(plain, part), **fields) for part, fields in change.items()})
+    plain = experiment(
+        {"name": "extrapolation", "times": 8, "sliding": False, "tokens": 2000}, max_length=16
+    )
+    other = dataclasses.replace(
+        plain,
+        **{
+            part: dataclasses.replace(getattr(plain, part), **fields)
+            for part, fields in change.items()
+        },
+    )
     here, there = measured(plain)[0], measured(other, like=plain)[0]
     assert list(here) == list(there) and "extrapolation/000128" in here
     if "data" not in change:
@@ -98,10 +147,22 @@ def test_longer_rows_do_not_ask_what_training_asks_of_its_rows(change):
 
 
 def test_where_a_batch_asks_for_labels_too_tokens_are_measured():
-    base = experiment({"name": "loss_by_position", "parts": 1}, {"name": "loss_with", "change": "model.window=2"}, family="encoder", token_types=2, num_labels=2, pooling="cls", pooler=True)
-    data = dataclasses.replace(base.data, objective={"name": "masked_lm", "next_sentence": True}, packing=False)
+    base = experiment(
+        {"name": "loss_by_position", "parts": 1},
+        {"name": "loss_with", "change": "model.window=2"},
+        family="encoder",
+        token_types=2,
+        num_labels=2,
+        pooling="cls",
+        pooler=True,
+    )
+    data = dataclasses.replace(
+        base.data, objective={"name": "masked_lm", "next_sentence": True}, packing=False
+    )
     found, loss, *_ = measured(dataclasses.replace(base, data=data))
-    assert found["loss_by_position/00000"] == pytest.approx(loss, rel=1e-5) and found["loss_with/model.window=2"] != pytest.approx(loss, rel=1e-5)
+    assert found["loss_by_position/00000"] == pytest.approx(loss, rel=1e-5) and found[
+        "loss_with/model.window=2"
+    ] != pytest.approx(loss, rel=1e-5)
 
 
 def test_padding_has_no_size():
@@ -115,31 +176,56 @@ def test_padding_has_no_size():
     assert len(alone) > 1
     for path, (of,) in alone.items():
         for name, value in of.items():
-            np.testing.assert_allclose(padded[path][0][name], value, rtol=1e-4, err_msg=f"{path} {name}")
+            np.testing.assert_allclose(
+                padded[path][0][name], value, rtol=1e-4, err_msg=f"{path} {name}"
+            )
 
 
 def test_gradients_by_depth_are_those_of_the_loss():
     config = experiment("depth_profile")
     found, _, params, batch = measured(config)
     with use(make_mesh(config.mesh)) as mesh:
+
         def loss(params):
-            return (sums := batch_sums(build_model(config.model), params, batch, config, mesh)["tokens"]).loss / sums.weight
+            return (
+                sums := batch_sums(build_model(config.model), params, batch, config, mesh)["tokens"]
+            ).loss / sums.weight
 
         grads = flatten(jax.jit(jax.grad(loss))(params))
     for sublayer in ("self_attention", "feed_forward"):
         for layer in range(2):
-            own = [g[layer] for path, g in grads.items() if path.startswith(f"decoder/layers/{sublayer}/")]
+            own = [
+                g[layer]
+                for path, g in grads.items()
+                if path.startswith(f"decoder/layers/{sublayer}/")
+            ]
             assert len(own) > 1
-            assert found[f"depth/gradient/decoder/{layer:02d}/{sublayer}"] == pytest.approx(np.sqrt(sum(np.sum(np.square(g)) for g in own)), rel=1e-4)
+            assert found[f"depth/gradient/decoder/{layer:02d}/{sublayer}"] == pytest.approx(
+                np.sqrt(sum(np.sum(np.square(g)) for g in own)), rel=1e-4
+            )
         matrix = "self_attention/query" if sublayer == "self_attention" else "feed_forward/in"
         own = [g[0] for path, g in grads.items() if path.startswith(f"decoder/layers/{matrix}/")]
-        assert found[f"depth/gradient/decoder/00/{matrix}"] == pytest.approx(np.sqrt(sum(np.sum(np.square(g)) for g in own)), rel=1e-4)
+        assert found[f"depth/gradient/decoder/00/{matrix}"] == pytest.approx(
+            np.sqrt(sum(np.sum(np.square(g)) for g in own)), rel=1e-4
+        )
     assert all(0 < value < 10 for name, value in found.items() if "/update/" in name)
-    stream = [found[f"depth/stream/decoder/{layer:02d}/{sublayer}"] for layer in range(2) for sublayer in ("self_attention", "feed_forward")]
-    branch = [found[f"depth/branch/decoder/{layer:02d}/{sublayer}"] for layer in range(2) for sublayer in ("self_attention", "feed_forward")]
+    stream = [
+        found[f"depth/stream/decoder/{layer:02d}/{sublayer}"]
+        for layer in range(2)
+        for sublayer in ("self_attention", "feed_forward")
+    ]
+    branch = [
+        found[f"depth/branch/decoder/{layer:02d}/{sublayer}"]
+        for layer in range(2)
+        for sublayer in ("self_attention", "feed_forward")
+    ]
     embedded = np.asarray(params["embedding"]["embedding"])[batch["inputs"]]
-    assert stream[0] == pytest.approx(np.sqrt(np.mean(np.square(embedded[batch["segments"] > 0]))), rel=1e-4)
-    assert all(x > 0 for x in branch) and stream == sorted(stream), "a stream that is only added to grows"
+    assert stream[0] == pytest.approx(
+        np.sqrt(np.mean(np.square(embedded[batch["segments"] > 0]))), rel=1e-4
+    )
+    assert all(x > 0 for x in branch) and stream == sorted(stream), (
+        "a stream that is only added to grows"
+    )
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
@@ -148,7 +234,10 @@ def test_it_is_the_same_however_the_model_is_laid_out(family):
     # Without biases: that of keys has no gradient but the noise of sums, which Adam makes an update of its full size.
     unbiased = lambda *asked, **more: experiment(*asked, family=family, use_bias=False, **more)
     here, *_ = measured(unbiased(*evaluators))
-    others = [{"scan_layers": False}, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "attention_backend": "blockwise"}]
+    others = [
+        {"scan_layers": False},
+        {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "attention_backend": "blockwise"},
+    ]
     more = [{"pipeline_rounds": 2}, {"mesh": {"stage": 2, "context": 2, "data": 2}}]
     for other in [*others, *more] if family == "decoder" else others:
         there, *_ = measured(unbiased(*evaluators, **other), like=unbiased())
@@ -158,17 +247,32 @@ def test_it_is_the_same_however_the_model_is_laid_out(family):
 
 
 def test_a_run_that_asks_is_measured_before_its_first_step_and_at_its_end(tmp_path):
-    config = experiment("depth_profile", "loss_by_position", {"name": "extrapolation", "times": 2, "tokens": 1000})
+    config = experiment(
+        "depth_profile", "loss_by_position", {"name": "extrapolation", "times": 2, "tokens": 1000}
+    )
     assert train(config, tmp_path / "run") == 4
-    lines = [line for line in read_metrics(tmp_path / "run") if "eval/depth/stream/decoder/00/self_attention" in line]
-    assert [line["step"] for line in lines] == [0, 2, 4] and not any("eval/extrapolation" in name for line in lines for name in line)
+    lines = [
+        line
+        for line in read_metrics(tmp_path / "run")
+        if "eval/depth/stream/decoder/00/self_attention" in line
+    ]
+    assert [line["step"] for line in lines] == [0, 2, 4] and not any(
+        "eval/extrapolation" in name for line in lines for name in line
+    )
     with use(make_mesh(config.mesh)) as mesh:
         evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
     report = json.loads((tmp_path / "run" / "test.json").read_text())
-    assert {"extrapolation/000032", "loss_by_position/00000", "depth/gradient/decoder/01/feed_forward"} <= report.keys()
+    assert {
+        "extrapolation/000032",
+        "loss_by_position/00000",
+        "depth/gradient/decoder/01/feed_forward",
+    } <= report.keys()
     plain = dataclasses.replace(config, train=dataclasses.replace(config.train, evaluators=()))
     train(plain, tmp_path / "plain")
-    losses = [[line["train/loss"] for line in read_metrics(tmp_path / name) if "train/loss" in line] for name in ("run", "plain")]
+    losses = [
+        [line["train/loss"] for line in read_metrics(tmp_path / name) if "train/loss" in line]
+        for name in ("run", "plain")
+    ]
     assert losses[0] == losses[1], "being measured changes nothing"
 
 
@@ -185,14 +289,24 @@ def test_what_cannot_be_measured_is_refused(evaluator, message):
 
 
 def test_the_loss_with_a_field_changed():
-    found, loss, *_ = measured(experiment({"name": "loss_with", "change": "model.window=16"}, {"name": "loss_with", "change": "model.causal=False"}))
-    assert found["loss_with/model.window=16"] == pytest.approx(loss, rel=1e-6), "a window as wide as the row"
+    found, loss, *_ = measured(
+        experiment(
+            {"name": "loss_with", "change": "model.window=16"},
+            {"name": "loss_with", "change": "model.causal=False"},
+        )
+    )
+    assert found["loss_with/model.window=16"] == pytest.approx(loss, rel=1e-6), (
+        "a window as wide as the row"
+    )
     assert abs(found["loss_with/model.causal=False"] - loss) > 1e-3
     with pytest.raises(UserError, match="changes the model's parameters"):
         measured(experiment({"name": "loss_with", "change": "model.d_ff=64"}))
 
 
-@pytest.mark.parametrize(("family", "position", "blind"), [("decoder", "none", False), ("encoder", "none", True), ("encoder", "alibi", False)])
+@pytest.mark.parametrize(
+    ("family", "position", "blind"),
+    [("decoder", "none", False), ("encoder", "none", True), ("encoder", "alibi", False)],
+)
 def test_without_a_mask_and_positions_order_is_nothing(family, position, blind):
     found, *_ = measured(experiment("order", family=family, position=position))
     assert found["order/kl"] < 1e-6 if blind else found["order/kl"] > 1e-4
@@ -202,19 +316,29 @@ def test_order_counts_every_full_row_once():
     config = experiment("order")
     model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
     with use(make_mesh(config.mesh)) as mesh:
-        params = init_state(config, model, optimizer, abstract_state(config, model, optimizer, mesh)[1]).params
+        params = init_state(
+            config, model, optimizer, abstract_state(config, model, optimizer, mesh)[1]
+        ).params
         batch = open_data(config).batches("valid")[0]
         rows = np.flatnonzero((batch["segments"] > 0).all(axis=1))[:3]
 
         def found(chosen, segments):
             taken = {name: x[chosen] for name, x in batch.items()} | {"segments": segments}
-            return dict(measure(Subject(config, SimpleNamespace(batches=lambda part: [taken]), "valid", mesh), At(params), False))["order/kl"]
+            return dict(
+                measure(
+                    Subject(config, SimpleNamespace(batches=lambda part: [taken]), "valid", mesh),
+                    At(params),
+                    False,
+                )
+            )["order/kl"]
 
         whole = np.ones((1, 16), np.int32)
         alone = [found(rows[n : n + 1], whole) for n in range(3)]
         assert len(set(alone)) == 3
         beside_one_that_is_not_full = np.concatenate([whole, 0 * whole, whole, whole])
-        assert found(rows[[0, 0, 1, 2]], beside_one_that_is_not_full) == pytest.approx(np.mean(alone), rel=1e-4)
+        assert found(rows[[0, 0, 1, 2]], beside_one_that_is_not_full) == pytest.approx(
+            np.mean(alone), rel=1e-4
+        )
 
 
 def test_what_is_measured_is_no_part_of_the_step():
@@ -225,7 +349,11 @@ def test_what_is_measured_is_no_part_of_the_step():
         model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
         with use(make_mesh(config.mesh)) as mesh:
             state, placed = abstract_state(config, model, optimizer, mesh)
-            texts.append(make_train_step(config, model, optimizer, mesh, placed).lower(state, open_data(config).batches("train")[0]).as_text())
+            texts.append(
+                make_train_step(config, model, optimizer, mesh, placed)
+                .lower(state, open_data(config).batches("train")[0])
+                .as_text()
+            )
     assert texts[0] == texts[1] and len(texts[0]) > 10_000
 
 

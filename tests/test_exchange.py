@@ -34,7 +34,9 @@ def save(model_class: str, config, folder: Path, seed: int = 0) -> None:
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():
-        for p in model.parameters():  # far from their initial values, so that the model has something to say
+        for p in (
+            model.parameters()
+        ):  # far from their initial values, so that the model has something to say
             p += 0.3 * torch.randn_like(p)
     model.save_pretrained(folder)
 
@@ -44,10 +46,18 @@ def gpt2(tmp_path_factory):
     """With vocab.json and merges.txt, as on the hub; one sign begins, ends and pads."""
     folder = tmp_path_factory.mktemp("hf") / "gpt2"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(TEXTS, vocab_size=300, special_tokens=["<unk>", "<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(
+        TEXTS, vocab_size=300, special_tokens=["<unk>", "<|endoftext|>"], show_progress=False
+    )
     end = tokenizer.token_to_id("<|endoftext|>")
     config = transformers.GPT2Config(
-        vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=end, eos_token_id=end
+        vocab_size=300,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=end,
+        eos_token_id=end,
     )
     save("GPT2LMHeadModel", config, folder)
     tokenizer.save_model(str(folder))
@@ -156,9 +166,9 @@ def test_a_decoder_continues_as_pytorch_does(gpt2, tmp_path):
     for prompt, answer in zip(prompts, ours, strict=True):
         ids = [end, *trained.tokenizer.encode([prompt])[0]]
         with torch.no_grad():
-            out = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=end)[
-                0, len(ids) :
-            ]
+            out = model.generate(
+                torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=end
+            )[0, len(ids) :]
         assert answer == trained.tokenizer.decode([*ids[1:], *out.tolist()])[len(prompt) :]
     assert len(set(ours)) == 3 and all(ours)
 
@@ -184,7 +194,12 @@ def test_an_encoder_decoder_writes_as_pytorch_does(t5, tmp_path, beams):
 def write(model, ids: list[int], pad: int, extra: int = 8) -> list[int]:
     """What PyTorch writes, greedily, after the sign that its decoder begins with."""
     with torch.no_grad():
-        given = {"max_new_tokens": len(ids) + extra, "do_sample": False, "num_beams": 1, "bad_words_ids": [[pad]]}
+        given = {
+            "max_new_tokens": len(ids) + extra,
+            "do_sample": False,
+            "num_beams": 1,
+            "bad_words_ids": [[pad]],
+        }
         return model.generate(torch.tensor([ids]), **given)[0, 1:].tolist()
 
 
@@ -196,10 +211,14 @@ def test_a_pair_of_tokenizers_comes_along_and_goes_back(marian, tmp_path):
     assert trained.tokenizer.encode(sources) == [theirs(s)["input_ids"][:-1] for s in sources]
     assert trained.tokenizer.encode(sources) != trained.tokenizer.encode_targets(sources)
     targets = ["THE CAT SLEEPS", "A DOG"]
-    assert trained.tokenizer.encode_targets(targets) == [theirs(text_target=t)["input_ids"][:-1] for t in targets]
+    assert trained.tokenizer.encode_targets(targets) == [
+        theirs(text_target=t)["input_ids"][:-1] for t in targets
+    ]
     model, pad = transformers.MarianMTModel.from_pretrained(marian).eval(), theirs.pad_token_id
     for source, answer in zip(sources, ours, strict=True):
-        assert answer == theirs.decode(write(model, theirs(source)["input_ids"], pad), skip_special_tokens=True)
+        assert answer == theirs.decode(
+            write(model, theirs(source)["input_ids"], pad), skip_special_tokens=True
+        )
     assert any(ours)
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
     back = transformers.MarianTokenizer.from_pretrained(tmp_path / "back")
@@ -218,15 +237,26 @@ def test_a_source_begins_with_its_sign(bart, tmp_path):
         assert answer == trained.tokenizer.decode(write(model, [0, *ids, 2], 1))
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
     config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert (config["bos_token_id"], config["decoder_start_token_id"], config["eos_token_id"]) == (0, 2, 2)
+    assert (config["bos_token_id"], config["decoder_start_token_id"], config["eos_token_id"]) == (
+        0,
+        2,
+        2,
+    )
 
 
 def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
-    convert(f"--from={bert}", f"--workdir={tmp_path / 'run'}", "--config.mesh.fsdp=2", "--config.mesh.data=1")
+    convert(
+        f"--from={bert}",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.mesh.fsdp=2",
+        "--config.mesh.data=1",
+    )
     source, run = load_config(tmp_path / "run"), tmp_path / "run"
     pieces = json.loads((bert / "tokenizer.json").read_text())["model"]["vocab"]
     (tmp_path / "text.txt").write_text("".join(f"{t} {i}\n" for i in range(8) for t in TEXTS))
-    (tmp_path / "label.tsv").write_text("".join(f"{t} {i}\t{t.split()[1]}\n" for i in range(8) for t in TEXTS))
+    (tmp_path / "label.tsv").write_text(
+        "".join(f"{t} {i}\t{t.split()[1]}\n" for i in range(8) for t in TEXTS)
+    )
 
     def experiment(objective, file, format, model, **train_fields):
         data = {
@@ -251,15 +281,27 @@ def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
         pieces["[PAD]"],
     )
     classes = len({t.split()[1] for t in TEXTS})
-    heads = {"num_labels": classes, "pooling": "cls", "lm_head": False, "head_transform": False, "logit_bias": False}
+    heads = {
+        "num_labels": classes,
+        "pooling": "cls",
+        "lm_head": False,
+        "head_transform": False,
+        "logit_bias": False,
+    }
     labels = experiment(
-        "classification", "label.tsv", "tsv", heads, init_new=("classifier/*",), init_drop=("unembedding/*",)
+        "classification",
+        "label.tsv",
+        "tsv",
+        heads,
+        init_new=("classifier/*",),
+        init_drop=("unembedding/*",),
     )
     assert train(labels, tmp_path / "labels") == 4
     with use(make_mesh(MeshConfig(data=1))) as mesh:
         assert 0 <= evaluate(load_trained(tmp_path / "labels", labels, mesh), mesh)["accuracy"] <= 1
     again = dataclasses.replace(
-        source, data=dataclasses.replace(source.data, train=str(tmp_path / "text.txt"), format="text")
+        source,
+        data=dataclasses.replace(source.data, train=str(tmp_path / "text.txt"), format="text"),
     )
     (run / "config.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match=r"model: must be set"):
@@ -280,7 +322,8 @@ def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
     config = dataclasses.replace(config, data=data, mesh=MeshConfig(data=1))
     (run / "config.json").write_text(json.dumps(to_mapping(config)))
     with pytest.raises(
-        UserError, match=r"parameters alone, converted from elsewhere; start from them in another --workdir"
+        UserError,
+        match=r"parameters alone, converted from elsewhere; start from them in another --workdir",
     ):
         train(config, run)
 
@@ -289,13 +332,20 @@ def test_there_and_back_is_the_same(t5, tmp_path):
     convert(f"--from={t5}", f"--workdir={tmp_path / 'run'}")
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
     theirs, back = (
-        transformers.T5ForConditionalGeneration.from_pretrained(f).state_dict() for f in (t5, tmp_path / "back")
+        transformers.T5ForConditionalGeneration.from_pretrained(f).state_dict()
+        for f in (t5, tmp_path / "back")
     )
     assert theirs.keys() == back.keys()
     assert all(torch.equal(theirs[name], back[name]) for name in theirs)
-    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == (t5 / "spiece.model").read_bytes()
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == (
+        t5 / "spiece.model"
+    ).read_bytes()
     config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert (config["decoder_start_token_id"], config["eos_token_id"], config["pad_token_id"]) == (0, 1, 0)
+    assert (config["decoder_start_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
+        0,
+        1,
+        0,
+    )
 
 
 @pytest.mark.parametrize("pad", [None, "eos"])
@@ -306,12 +356,17 @@ def test_a_decoder_comes_back_with_its_padding(gpt2, tmp_path, pad):
         (source / file.name).write_bytes(file.read_bytes())
     theirs = json.loads((source / "config.json").read_text())
     if pad:
-        (source / "config.json").write_text(json.dumps(theirs | {"pad_token_id": theirs["eos_token_id"]}))
+        (source / "config.json").write_text(
+            json.dumps(theirs | {"pad_token_id": theirs["eos_token_id"]})
+        )
     convert(f"--from={source}", f"--workdir={tmp_path / 'run'}")
     assert load_config(tmp_path / "run").model.pad_id == theirs["eos_token_id"]
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
     back = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert back["model_type"] == "gpt2" and back["pad_token_id"] == back["bos_token_id"] == theirs["eos_token_id"]
+    assert (
+        back["model_type"] == "gpt2"
+        and back["pad_token_id"] == back["bos_token_id"] == theirs["eos_token_id"]
+    )
 
 
 def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, monkeypatch):
@@ -323,22 +378,36 @@ def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, mon
         "--config.data.held_out=10",
         "--config.data.length=32",
     ]
-    assert cli.main(["evaluate", f"--workdir={tmp_path / 'run'}", *given, "--config.decoding.max_extra=2"]) == 0
+    assert (
+        cli.main(
+            ["evaluate", f"--workdir={tmp_path / 'run'}", *given, "--config.decoding.max_extra=2"]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "run" / "test.json").read_text())["bits_per_byte"] > 0
 
 
 def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
     made = []
     original = jax.make_array_from_callback
-    monkeypatch.setattr(jax, "make_array_from_callback", lambda *a: made.append(original(*a)) or made[-1])
-    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}", "--config.mesh.data=1", "--config.mesh.fsdp=4")
+    monkeypatch.setattr(
+        jax, "make_array_from_callback", lambda *a: made.append(original(*a)) or made[-1]
+    )
+    convert(
+        f"--from={gpt2}",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.mesh.data=1",
+        "--config.mesh.fsdp=4",
+    )
     assert any(len(x.sharding.device_set) == 4 and not x.sharding.is_fully_replicated for x in made)
     config, params = load_hf(gpt2)
     with use(make_mesh(MeshConfig(data=2))) as mesh:
         trained = load_trained(tmp_path / "run", load_config(tmp_path / "run"), mesh)
     assert trained.config.model.d_model == config.d_model
     jax.tree.map(np.testing.assert_array_equal, trained.params, params["params"])
-    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["converted_from"] == str(gpt2)
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())["converted_from"] == str(
+        gpt2
+    )
 
 
 @pytest.mark.parametrize(
@@ -346,13 +415,19 @@ def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
     [
         (["--workdir=x"], "one of the arguments --from --to is required"),
         (["--from=none", "--workdir=x"], "none: no config.json"),
-        (["--from={gpt2}", "--workdir=full"], "--workdir: full is already there, and not an empty folder"),
+        (
+            ["--from={gpt2}", "--workdir=full"],
+            "--workdir: full is already there, and not an empty folder",
+        ),
         (["--from={gpt2}", "--workdir=x", "--family=gpt2"], "--family: goes with --to"),
         (
             ["--from={gpt2}", "--workdir=x", "--config.train.steps=3"],
             "--config.train.steps: a converted model has no training",
         ),
-        (["--from={gpt2}", "--workdir=x", "--config.model.d_model=64"], "numbers, but config.json tells of"),
+        (
+            ["--from={gpt2}", "--workdir=x", "--config.model.d_model=64"],
+            "numbers, but config.json tells of",
+        ),
         (["--to=y", "--workdir=x"], "no run in x"),
     ],
 )
@@ -363,7 +438,10 @@ def test_mistakes_leave_nothing_behind(gpt2, tmp_path, monkeypatch, capsys, args
     assert cli.main(["convert", *(a.format(gpt2=gpt2) for a in args)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == ["full", "full/thesis.tex"]
+    assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == [
+        "full",
+        "full/thesis.tex",
+    ]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, gpt2, monkeypatch):

@@ -27,7 +27,10 @@ def sown(config, x, params, **given):
 def test_the_costs_are_their_equations():
     """Against the papers' sums, one token at a time; padding counts for nothing."""
     config = small("decoder", feed_forward=EXPERTS | {"load_balance": 0.3, "router_z_loss": 0.2})
-    real, x = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]), jax.random.normal(jax.random.key(0), (2, 5, config.d_model))
+    real, x = (
+        np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]),
+        jax.random.normal(jax.random.key(0), (2, 5, config.d_model)),
+    )
     module, where = Experts(config, 1.0, 1.0), Tokens(jnp.arange(5)[None], jnp.asarray(real))
     params = meta.unbox(module.init(jax.random.key(1), x, where, True))["params"]
     _, found = module.apply({"params": params}, x, where, True, mutable=["losses"])
@@ -58,12 +61,29 @@ def bring(how, experts, x=None):
     x = jnp.ones((1, experts.shape[1], 1)) if x is None else x
     matrices = {"in": Matrix(jnp.arange(1.0, 5.0)[:, None, None], None)}
     apply = lambda x, matrices, product, key: product(x, matrices["in"])
-    y, lost = how(x, experts, jnp.ones(experts.shape), jnp.ones(experts.shape[:2], bool), matrices, apply, None)
+    y, lost = how(
+        x,
+        experts,
+        jnp.ones(experts.shape),
+        jnp.ones(experts.shape[:2], bool),
+        matrices,
+        apply,
+        None,
+    )
     return np.asarray(y)[0, :, 0].tolist(), float(lost)
 
 
 def test_who_comes_too_late_is_passed_over():
-    asked = [0, 1, 0, 0, 3, 0, 1, 2]  # of 8 tokens and 4 experts, each has room for 2, times the factor
+    asked = [
+        0,
+        1,
+        0,
+        0,
+        3,
+        0,
+        1,
+        2,
+    ]  # of 8 tokens and 4 experts, each has room for 2, times the factor
     assert bring(dropless, asked) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
     assert bring(by_place(2.0), asked) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
     assert bring(by_place(1.0), asked) == ([1, 2, 1, 0, 4, 0, 2, 3], 2)
@@ -84,8 +104,12 @@ def test_lost_choices_are_reported():
     config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": 0.5})
     _, params = make(config)
     _, costs = sown(config, tokens(0, 2, 8), params)
-    assert (costs["lost"] >= 0.5).all() and (costs["lost"] < 1).all()  # places for half of the choices
-    assert not sown(small("decoder", feed_forward=EXPERTS), tokens(0, 2, 8), params)[1]["lost"].any()
+    assert (costs["lost"] >= 0.5).all() and (
+        costs["lost"] < 1
+    ).all()  # places for half of the choices
+    assert not sown(small("decoder", feed_forward=EXPERTS), tokens(0, 2, 8), params)[1][
+        "lost"
+    ].any()
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
@@ -94,7 +118,10 @@ def test_padding_takes_no_place_and_gets_nothing(factor):
     config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": factor}, max_length=32)
     model, params = make(config)
     x = tokens(0, 1, 8)
-    given = {"segment_ids": jnp.array([[0] * 4 + [1] * 8]), "positions": jnp.array([[0] * 4 + list(range(8))])}
+    given = {
+        "segment_ids": jnp.array([[0] * 4 + [1] * 8]),
+        "positions": jnp.array([[0] * 4 + list(range(8))]),
+    }
     found = model.apply(params, jnp.pad(x, ((0, 0), (4, 0))), **given)[:, 4:]
     if factor:  # in a row of 12, an expert has places for 6 of them
         config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": 1.5}, max_length=32)
@@ -107,7 +134,10 @@ def test_padding_takes_no_place_and_gets_nothing(factor):
     [
         ({"top_k": 9}, "model.feed_forward.top_k: 9 of 4 experts"),
         ({"num_experts": 0}, "model.feed_forward.num_experts: 0 is too small"),
-        ({"capacity": 1.0}, "model.feed_forward: 'experts' has no option 'capacity'; did you mean 'capacity_factor'"),
+        (
+            {"capacity": 1.0},
+            "model.feed_forward: 'experts' has no option 'capacity'; did you mean 'capacity_factor'",
+        ),
         ({"capacity_factor": -1.0}, "model.feed_forward.capacity_factor"),
     ],
 )
@@ -120,10 +150,15 @@ def test_every_other_layer_may_be_a_mixture():
     config = small("decoder", layer_pattern=({}, {"feed_forward": EXPERTS}), num_decoder_layers=4)
     _, params = make(config)
     layers = params["params"]["decoder"]["layers"]
-    assert "router" in layers["layer_1"]["feed_forward"] and "router" not in layers["layer_0"]["feed_forward"]
+    assert (
+        "router" in layers["layer_1"]["feed_forward"]
+        and "router" not in layers["layer_0"]["feed_forward"]
+    )
 
 
-@pytest.mark.parametrize("mesh", [{"expert": 2, "data": 2, "tensor": 2}, {"stage": 2, "expert": 2, "data": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"expert": 2, "data": 2, "tensor": 2}, {"stage": 2, "expert": 2, "data": 2}]
+)
 def test_dropout_inside_of_experts_draws_on_every_mesh(mesh):
     config = small("decoder", feed_forward=EXPERTS, activation_dropout=0.3, num_kv_heads=4)
     model, params = make(config)
@@ -131,4 +166,6 @@ def test_dropout_inside_of_experts_draws_on_every_mesh(mesh):
     with use(make_mesh(MeshConfig(**{"data": 1, **mesh}))):
         run = jax.jit(lambda p, x: model.apply(p, x, deterministic=False, rngs=key))
         logits = np.asarray(run(params, x))
-    assert len({row.tobytes() for row in logits}) == 8, "the same text, other numbers dropped in every row"
+    assert len({row.tobytes() for row in logits}) == 8, (
+        "the same text, other numbers dropped in every row"
+    )

@@ -17,9 +17,9 @@ from transformer.parallel.mesh import make_mesh, use
 
 T = 256
 PACKED = jnp.array([[1] * 90 + [2] * 130 + [0] * 36, [1] * T])
-AT = jnp.stack([jnp.concatenate([jnp.arange(90), jnp.arange(130), jnp.zeros(36, int)]), jnp.arange(T)]).astype(
-    jnp.int32
-)
+AT = jnp.stack(
+    [jnp.concatenate([jnp.arange(90), jnp.arange(130), jnp.zeros(36, int)]), jnp.arange(T)]
+).astype(jnp.int32)
 ORDERED = Tokens(AT, PACKED, order="rows")
 OTHERS = Tokens(
     AT[:, :128], jnp.where(jnp.arange(128) < 100, 1, 0)[None].repeat(2, 0), order="rows"
@@ -46,7 +46,10 @@ def inputs(keys=T, kv_heads=2, d_value=24, batch=2):
 
 def both(q, k, v, given, backend="splash"):
     assert BACKENDS[backend].why_not(q, k, v, given) is None
-    ours, plain = (value_and_gradients(BACKENDS[name].attend, q, k, v, given) for name in (backend, "reference"))
+    ours, plain = (
+        value_and_gradients(BACKENDS[name].attend, q, k, v, given)
+        for name in (backend, "reference")
+    )
     assert all(np.abs(g).max() > 1e-2 for g in plain[1][:3])
     compare(ours, plain, atol=1e-4)
 
@@ -62,7 +65,9 @@ def test_it_is_the_plain_attention(case):
 def test_a_gpus_is_the_plain_attention(case):
     mask, position, more = CASES[case]
     position = position and bound(position, "decoder", ORDERED)
-    both(*inputs(d_value=16), Inputs(mask, ORDERED, ORDERED, position, 0.3, **more), backend="cudnn")
+    both(
+        *inputs(d_value=16), Inputs(mask, ORDERED, ORDERED, position, 0.3, **more), backend="cudnn"
+    )
 
 
 def test_what_a_gpus_is_asked_for(monkeypatch):
@@ -104,7 +109,11 @@ def test_across_documents_of_another_text_and_where_there_is_none():
 
 @pytest.mark.parametrize(
     ("kv_heads", "sizes"),
-    [(2, {"data": 2, "fsdp": 2, "tensor": 2}), (1, {"data": 2, "tensor": 4}), (4, {"fsdp": 4, "expert": 2})],
+    [
+        (2, {"data": 2, "fsdp": 2, "tensor": 2}),
+        (1, {"data": 2, "tensor": 4}),
+        (4, {"fsdp": 4, "expert": 2}),
+    ],
 )
 def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
     mesh = make_mesh(MeshConfig(**{"data": 1} | sizes))
@@ -117,7 +126,9 @@ def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
             lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))), tree
         )
         found = value_and_gradients(
-            BACKENDS["splash"].attend, *rows((q, k, v)), given.replace(q_tokens=rows(where), k_tokens=rows(where))
+            BACKENDS["splash"].attend,
+            *rows((q, k, v)),
+            given.replace(q_tokens=rows(where), k_tokens=rows(where)),
         )
     assert len(found[0].sharding.device_set) == 8
     compare(found, plain, atol=1e-4)
@@ -125,7 +136,9 @@ def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
 
 def test_alibi_in_bfloat16_is_exact():
     """m s from features of eight bits, for every head of 24 and positions to 65,535, is that of float32 to its last two bits."""
-    positions = jnp.concatenate([jnp.arange(600), jnp.arange(65_000, 65_536)]).astype(jnp.int32)[None]
+    positions = jnp.concatenate([jnp.arange(600), jnp.arange(65_000, 65_536)]).astype(jnp.int32)[
+        None
+    ]
     slopes = jnp.asarray(alibi_slopes(24), jnp.float32)
     q, k = (jnp.zeros((1, n, 24, 1), jnp.bfloat16) for n in (1, positions.size))
     q, k = with_slopes(q, k, slopes, positions)
@@ -143,7 +156,9 @@ def test_what_it_cannot_do_is_said():
     q, k, v = inputs()
     given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
     unordered = ORDERED.replace(order="")
-    custom = Mask(lambda q, k: (q.positions_BxT[:, :, None] + k.positions_BxS[:, None]) % 2 == 0, "even")
+    custom = Mask(
+        lambda q, k: (q.positions_BxT[:, :, None] + k.positions_BxS[:, None]) % 2 == 0, "even"
+    )
     refused = {
         "the position scheme": given.replace(position=bound("t5", "decoder", ORDERED)),
         "changes logits": given.replace(position=bound("alibi", "decoder", ORDERED), soft_cap=2.0),
@@ -178,7 +193,11 @@ def test_a_tpu_takes_it_where_it_serves(monkeypatch):
         assert choose("auto", q, k, v, dropout) is BACKENDS["reference"].attend
     assert found == {"splash": "", "reference": "splash: it has no dropout on attention weights"}
     monkeypatch.setattr(attention_backends, "LONG", T)
-    assert choose("splash", q, k, v, dropout) is choose("auto", q, k, v, dropout) is BACKENDS["blockwise"].attend
+    assert (
+        choose("splash", q, k, v, dropout)
+        is choose("auto", q, k, v, dropout)
+        is BACKENDS["blockwise"].attend
+    )
     assert choose("reference", q, k, v, given) is BACKENDS["reference"].attend
     monkeypatch.undo()
     for module in (attention_backends, splash):

@@ -71,7 +71,11 @@ def test_shapes(d_model, heads, length, d_k):
     assert config.d_head == d_k
     for part in ("query", "key", "value"):
         assert attention[part]["kernel"].shape == (d_model, heads, d_k)
-    assert attention["out"]["kernel"].shape == (heads, d_k, d_model)  # h d_k x d_model, once the heads are concatenated
+    assert attention["out"]["kernel"].shape == (
+        heads,
+        d_k,
+        d_model,
+    )  # h d_k x d_model, once the heads are concatenated
     jaxpr = str(jax.make_jaxpr(model.apply)(params, x))
     assert f"f32[1,{heads},1,{length},{length}]" in jaxpr  # a score for every pair, in every head
     assert jax.eval_shape(model.apply, params, x).shape == (1, length, 11)
@@ -81,13 +85,17 @@ def test_heads_concatenated_or_summed_are_the_same():
     """W_O over all heads at once (J&M 9.20) is the sum over heads of each one's own part of it (MIT 6.390, eq. 9.9)."""
     generator = np.random.default_rng(0)
     heads, w = generator.normal(size=(5, 4, 3)), generator.normal(size=(4, 3, 8))
-    np.testing.assert_allclose(heads.reshape(5, 12) @ w.reshape(12, 8), sum(heads[:, n] @ w[n] for n in range(4)))
+    np.testing.assert_allclose(
+        heads.reshape(5, 12) @ w.reshape(12, 8), sum(heads[:, n] @ w[n] for n in range(4))
+    )
 
 
 def test_disentangled_attention_is_that_of_the_authors():
     """One attention sublayer against Transformers' DeBERTa, whose code is the authors'."""
     torch = pytest.importorskip("torch", reason="the test extra brings it")
-    deberta = pytest.importorskip("transformers.models.deberta.modeling_deberta", reason="the test extra brings it")
+    deberta = pytest.importorskip(
+        "transformers.models.deberta.modeling_deberta", reason="the test extra brings it"
+    )
     from conftest import make, small
 
     from transformer.model.attention import Attention
@@ -96,7 +104,14 @@ def test_disentangled_attention_is_that_of_the_authors():
 
     n, h, d, most, length = 4, 4, 16, 3, 7
     spec = {"name": "deberta", "max_distance": most}
-    config = small("encoder", position=spec, num_kv_heads=n, use_bias=False, num_encoder_layers=1, scan_layers=False)
+    config = small(
+        "encoder",
+        position=spec,
+        num_kv_heads=n,
+        use_bias=False,
+        num_encoder_layers=1,
+        scan_layers=False,
+    )
     _, params = make(config)
     own, table = (
         params["params"]["encoder"]["layers_0"]["self_attention"],
@@ -112,7 +127,9 @@ def test_disentangled_attention_is_that_of_the_authors():
         each = np.concatenate(
             [kernel(name) for name in ("query", "key", "value")], axis=-1
         )  # a head's three, side by side
-        theirs.in_proj.weight.copy_(torch.tensor(np.ascontiguousarray(each.reshape(d, 3 * n * h).T)))
+        theirs.in_proj.weight.copy_(
+            torch.tensor(np.ascontiguousarray(each.reshape(d, 3 * n * h).T))
+        )
         theirs.pos_proj.weight.copy_(flat(own["relative_key"]))
         theirs.pos_q_proj.weight.copy_(flat(own["relative_query"]))
         theirs.pos_q_proj.bias.zero_()
@@ -125,6 +142,8 @@ def test_disentangled_attention_is_that_of_the_authors():
     position = build(config.position).replace(table_RxD=table).at(where.positions_BxT)
     attention = Attention(config, "encoder", 1.0, 1.0)
     eye = {"out": {"kernel": jnp.eye(d).reshape(n, h, d)}}
-    found, _ = attention.apply({"params": own | eye}, x, x, SAME_SEGMENT, where, where, position, True)
+    found, _ = attention.apply(
+        {"params": own | eye}, x, x, SAME_SEGMENT, where, where, position, True
+    )
     assert length > most  # so that distances are clipped
     np.testing.assert_allclose(found, wanted, atol=2e-5)

@@ -7,7 +7,10 @@ import pytest
 
 from transformer.model.grouped import grouped_product, with_kernels
 
-HOW = {"ragged_dot": grouped_product, "kernels": lambda *given: with_kernels(*given, interpret=True)}
+HOW = {
+    "ragged_dot": grouped_product,
+    "kernels": lambda *given: with_kernels(*given, interpret=True),
+}
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -20,7 +20,14 @@ from transformer.training.initialize import start_from
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 
-MODEL = {"family": "decoder", **TINY, "vocab_size": 512, "max_length": 32, "position": "learned", "logit_bias": True}
+MODEL = {
+    "family": "decoder",
+    **TINY,
+    "vocab_size": 512,
+    "max_length": 32,
+    "position": "learned",
+    "logit_bias": True,
+}
 
 
 def experiment(model=(), train=(), data=()):
@@ -45,7 +52,9 @@ def trained(tmp_path_factory):
 def states(config):
     """(abstract, shardings) of a config on its mesh."""
     with use(make_mesh(config.mesh)) as mesh:
-        return abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 3), mesh)
+        return abstract_state(
+            config, build_model(config.model), build_optimizer(config.optimizer, 3), mesh
+        )
 
 
 def by_layer(config, abstract, workdir):
@@ -65,14 +74,20 @@ def started(config):
         _, placed = abstract_state(config, model, optimizer, mesh)
         fresh = init_state(config, model, optimizer, placed)
         found = start_from(config, fresh, placed, mesh)
-        jax.tree.map(lambda x, s: None if x.sharding == s else pytest.fail("moved"), found.params, placed.params)
+        jax.tree.map(
+            lambda x, s: None if x.sharding == s else pytest.fail("moved"),
+            found.params,
+            placed.params,
+        )
         return unstack(config.model, fresh.params), unstack(config.model, found.params)
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_run_starts_from_another_whatever_the_layout(trained, scan):
     workdir, before = trained
-    fresh, found = started(experiment({"scan_layers": scan}, {"init_from": str(workdir), "ema_decay": 0.9}))
+    fresh, found = started(
+        experiment({"scan_layers": scan}, {"init_from": str(workdir), "ema_decay": 0.9})
+    )
     assert found.keys() == before.keys()
     assert max(np.abs(fresh[name] - before[name]).max() for name in before) > 1e-3
     for name, x in before.items():
@@ -84,14 +99,17 @@ def test_heads_are_dropped_and_added_by_name(trained):
     model = {"lm_head": False, "num_labels": 3, "pooling": "last", "logit_bias": False}
     data = {"objective": "classification", "packing": False}
     with pytest.raises(
-        UserError, match=r"has no classifier/labels/bias, classifier/labels/kernel; name in train\.init_new"
+        UserError,
+        match=r"has no classifier/labels/bias, classifier/labels/kernel; name in train\.init_new",
     ):
         started(experiment(model, {"init_from": str(workdir)}, data))
     named = {"init_from": str(workdir), "init_new": ("classifier/*",)}
     with pytest.raises(UserError, match=r"no place for unembedding/bias; name in train\.init_drop"):
         started(experiment(model, named, data))
     fresh, found = started(experiment(model, named | {"init_drop": ("unembedding/*",)}, data))
-    np.testing.assert_array_equal(found["classifier/labels/kernel"], fresh["classifier/labels/kernel"])
+    np.testing.assert_array_equal(
+        found["classifier/labels/kernel"], fresh["classifier/labels/kernel"]
+    )
     np.testing.assert_array_equal(found["embedding/embedding"], before["embedding/embedding"])
     assert np.abs(fresh["embedding/embedding"] - before["embedding/embedding"]).max() > 1e-3
 
@@ -99,12 +117,18 @@ def test_heads_are_dropped_and_added_by_name(trained):
 def test_a_table_of_positions_is_extended_or_stretched(trained):
     workdir, before = trained
     longer, name = {"max_length": 64}, "decoder/position_embedding"
-    with pytest.raises(UserError, match=rf"{name} is 32x16 in .* and 64x16 here; set train\.init_positions"):
+    with pytest.raises(
+        UserError, match=rf"{name} is 32x16 in .* and 64x16 here; set train\.init_positions"
+    ):
         started(experiment(longer, {"init_from": str(workdir)}))
-    fresh, found = started(experiment(longer, {"init_from": str(workdir), "init_positions": "extend"}))
+    fresh, found = started(
+        experiment(longer, {"init_from": str(workdir), "init_positions": "extend"})
+    )
     np.testing.assert_array_equal(found[name][:32], before[name])
     np.testing.assert_array_equal(found[name][32:], fresh[name][32:])
-    _, found = started(experiment(longer, {"init_from": str(workdir), "init_positions": "interpolate"}))
+    _, found = started(
+        experiment(longer, {"init_from": str(workdir), "init_positions": "interpolate"})
+    )
     at = (np.arange(64) + 0.5) / 2 - 0.5
     wanted = np.stack([np.interp(at, np.arange(32), column) for column in before[name].T], axis=1)
     np.testing.assert_allclose(found[name], wanted, atol=1e-6)
@@ -113,7 +137,10 @@ def test_a_table_of_positions_is_extended_or_stretched(trained):
 def test_a_hugging_face_directory(tmp_path):
     pytest.importorskip("safetensors", reason="the test extra brings it")
     config = dataclasses.replace(
-        ModelConfig(**MODEL | {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}), scan_layers=False
+        ModelConfig(
+            **MODEL | {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}
+        ),
+        scan_layers=False,
     )
     _, params = make(config)
     save_hf(tmp_path / "hf", config, params, family="gpt2")

@@ -20,9 +20,15 @@ T = 12
 
 def told(q_TxNxH, k_TxNxH, segments=None, **given):
     positions = jnp.arange(T)[None]
-    where = Tokens(positions, jnp.ones((1, T), jnp.int32) if segments is None else jnp.asarray(segments)[None], order="rows")
+    where = Tokens(
+        positions,
+        jnp.ones((1, T), jnp.int32) if segments is None else jnp.asarray(segments)[None],
+        order="rows",
+    )
     inputs = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0, **given)
-    return attention_statistics.heads(jnp.asarray(q_TxNxH, jnp.float32)[None], jnp.asarray(k_TxNxH, jnp.float32)[None], inputs)
+    return attention_statistics.heads(
+        jnp.asarray(q_TxNxH, jnp.float32)[None], jnp.asarray(k_TxNxH, jnp.float32)[None], inputs
+    )
 
 
 def test_heads_that_are_known_to_look_somewhere():
@@ -34,8 +40,12 @@ def test_heads_that_are_known_to_look_somewhere():
     queries = np.arange(1, T)  # the first has no choice
     assert found["entropy"] == pytest.approx([np.mean(np.log(queries + 1)), 0, 0, 0], abs=1e-4)
     assert found["sink"] == pytest.approx([np.mean(1 / (queries + 1)), 1 / 11, 1, 5 / 11], abs=1e-4)
-    assert found["distance"] == pytest.approx([np.mean(queries / 2), 1, np.mean(queries), np.mean(np.minimum(queries, 5))], abs=1e-4)
-    assert found["previous"][1] == pytest.approx(1) and found["previous"][2] == pytest.approx(1 / 11, abs=1e-4)
+    assert found["distance"] == pytest.approx(
+        [np.mean(queries / 2), 1, np.mean(queries), np.mean(np.minimum(queries, 5))], abs=1e-4
+    )
+    assert found["previous"][1] == pytest.approx(1) and found["previous"][2] == pytest.approx(
+        1 / 11, abs=1e-4
+    )
     assert found["repeated"][[1, 3]] == pytest.approx([0, 1], abs=1e-4)
     assert found["logit"] == pytest.approx([0, 50, 50, 50])
 
@@ -52,7 +62,9 @@ def test_what_a_head_may_not_see_does_not_count():
         assert np.array_equal(values, there[name])
         assert name == "logit" or not np.allclose(values, alone[name], rtol=1e-3)
     with_sink = told(q, k, sink_N=jnp.full(4, 2.0))
-    assert np.all(with_sink["sink"] > alone["sink"]) and np.all(with_sink["entropy"] != alone["entropy"])
+    assert np.all(with_sink["sink"] > alone["sink"]) and np.all(
+        with_sink["entropy"] != alone["entropy"]
+    )
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
@@ -64,18 +76,27 @@ def test_numbers_are_those_of_the_maps(family, monkeypatch):
     segments = jnp.asarray([[1] * 12 + [2] * 8, [1] * 15 + [0] * 5])
     positions = jnp.asarray([[*range(12), *range(8)], [*range(15), *range(5)]])
     args = (tokens(1, 2, 17), target) if family == "encoder_decoder" else (target,)
-    _, seen = model.apply(params, *args, positions=positions, segment_ids=segments, mutable=list(WATCHED))
+    _, seen = model.apply(
+        params, *args, positions=positions, segment_ids=segments, mutable=list(WATCHED)
+    )
     weights = np.asarray(seen["maps"]["decoder"]["layers"]["self_attention"]["weights"][0])
     heads = seen["heads"]["decoder"]["layers"]["self_attention"]["heads"][0]
     assert weights.shape == (2, 2, 4, 20, 20)
-    chooses = np.array([[at > 0 and s > 0 for at, s in zip(*row, strict=True)] for row in zip(positions, segments, strict=True)])
+    chooses = np.array(
+        [
+            [at > 0 and s > 0 for at, s in zip(*row, strict=True)]
+            for row in zip(positions, segments, strict=True)
+        ]
+    )
     per_query = np.moveaxis(weights, 2, 1)[:, :, chooses]  # [L, N, queries, S]
     positions = np.asarray(positions)
     back = np.abs(positions[:, :, None] - positions[:, None, :])[chooses]
     first = ((positions == 0)[:, None, :] & np.ones((1, 20, 1), bool))[chooses]
     assert heads["distance"] == pytest.approx(np.mean(np.sum(per_query * back, -1), -1), rel=1e-4)
     assert heads["sink"] == pytest.approx(np.mean(np.sum(per_query * first, -1), -1), rel=1e-4)
-    assert heads["entropy"] == pytest.approx(-np.mean(np.sum(per_query * np.log(np.maximum(per_query, 1e-30)), -1), -1), rel=1e-4)
+    assert heads["entropy"] == pytest.approx(
+        -np.mean(np.sum(per_query * np.log(np.maximum(per_query, 1e-30)), -1), -1), rel=1e-4
+    )
     assert meta.unbox(seen["streams"])["decoder"]["layers"]["after"][0].shape == (2, 2, 20, 16)
 
 
@@ -99,16 +120,29 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
     more = ["--target=a <list> of"] if family == "encoder_decoder" else []
     assert main(["inspect", f"--workdir={folder}", "--text=The <assert> statement", *more]) == 0
     page = (folder / "inspect.html").read_text()
-    assert "<assert>" not in page and "&lt;assert&gt; statement" in page and not re.search(r"(src|href)=['\"]?http", page)
-    maps = [json.loads(one) for one in re.findall(r"<script type=application/json>(.*?)</script>", page)]
+    assert (
+        "<assert>" not in page
+        and "&lt;assert&gt; statement" in page
+        and not re.search(r"(src|href)=['\"]?http", page)
+    )
+    maps = [
+        json.loads(one) for one in re.findall(r"<script type=application/json>(.*?)</script>", page)
+    ]
     assert len(maps) == (3 if family == "encoder_decoder" else 1)
     for one in maps:
         layers, heads, queries, keys = one["shape"]
         assert (layers, heads, queries, keys) == (2, 4, len(one["queries"]), len(one["keys"]))
     if family == "encoder_decoder":
-        assert maps[2]["keys"] == maps[0]["keys"] and maps[2]["queries"] == maps[1]["queries"] != maps[0]["queries"]
+        assert (
+            maps[2]["keys"] == maps[0]["keys"]
+            and maps[2]["queries"] == maps[1]["queries"] != maps[0]["queries"]
+        )
     assert page.count("layer 1 <span class=note>") == 1
     capsys.readouterr()
-    for arguments, message in ((["--text= "], "--text: empty"), (["--text=a", "--output=/nowhere/x.html"], "lies in none"), *(() if more else ((["--text=a", "--target=b"], "reads one text"),))):
+    for arguments, message in (
+        (["--text= "], "--text: empty"),
+        (["--text=a", "--output=/nowhere/x.html"], "lies in none"),
+        *(() if more else ((["--text=a", "--target=b"], "reads one text"),)),
+    ):
         assert main(["inspect", f"--workdir={folder}", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -33,19 +33,33 @@ def test_what_is_not_declared_is_refused():
     sweep = Sweep(vary("model.position", "rotary", "t5", "alibi"))
     configs, found = facts_of(sweep)
     assert found["t5"].parameters - found["rotary"].parameters == 32 * 4
-    with pytest.raises(UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+\n(.|\n)*declared=\{'parameters'"):
+    with pytest.raises(
+        UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+\n(.|\n)*declared=\{'parameters'"
+    ):
         guard.check(sweep, configs, found)
     guard.check(dataclasses.replace(sweep, declared={"parameters": "T5's bias"}), configs, found)
-    guard.check(Sweep(vary("model.position", "rotary", "alibi")), configs, {arm: found[arm] for arm in ("rotary", "alibi")})
-    with pytest.raises(UserError, match="'params' is nothing that is compared; there is: parameters"):
+    guard.check(
+        Sweep(vary("model.position", "rotary", "alibi")),
+        configs,
+        {arm: found[arm] for arm in ("rotary", "alibi")},
+    )
+    with pytest.raises(
+        UserError, match="'params' is nothing that is compared; there is: parameters"
+    ):
         guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, found)
 
 
 def test_one_experiment_under_two_names_is_refused():
-    sweep = Sweep(arms(plain={}, alibi={"model.position": "alibi"}, said={"model.position": "alibi"}))
+    sweep = Sweep(
+        arms(plain={}, alibi={"model.position": "alibi"}, said={"model.position": "alibi"})
+    )
     configs, found = facts_of(sweep)
     with pytest.raises(UserError, match="'alibi' and 'said' are the same experiment"):
-        guard.check(dataclasses.replace(sweep, declared=dict.fromkeys(guard.GIVEN_BY, "whatever")), configs, found)
+        guard.check(
+            dataclasses.replace(sweep, declared=dict.fromkeys(guard.GIVEN_BY, "whatever")),
+            configs,
+            found,
+        )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +67,17 @@ def test_one_experiment_under_two_names_is_refused():
     [
         (vary("model.d_ff", 32, 64), "flops"),
         (vary("model.max_length", 32, 2048), None),
-        (arms(reads={}, fills={"model.family": "encoder", "model.num_encoder_layers": 2, "data.objective": "masked_lm"}), "tokenizer"),
+        (
+            arms(
+                reads={},
+                fills={
+                    "model.family": "encoder",
+                    "model.num_encoder_layers": 2,
+                    "data.objective": "masked_lm",
+                },
+            ),
+            "tokenizer",
+        ),
         (vary("data.batch_size", 8, 16), None),  # said by the field itself
         (vary("optimizer.warmup_steps", 1, 4), None),
         (vary("model.attention_backend", "reference", "blockwise"), None),
@@ -67,15 +91,23 @@ def test_each_fact_is_found(grid, name):
 
 
 def test_arms_that_read_more_are_shown_to(tmp_path):
-    for grid, reads in ((vary("data.batch_size", 8, 16), ("2.0k", "4.1k")), (vary("model.position", "rotary", "alibi"), ())):
+    for grid, reads in (
+        (vary("data.batch_size", 8, 16), ("2.0k", "4.1k")),
+        (vary("model.position", "rotary", "alibi"), ()),
+    ):
         sweep = Sweep(grid)
         said = prepare.describe(Study(tmp_path, sweep, *facts_of(sweep)))
-        assert [line.split()[-1] for line in said.splitlines() if line.endswith(reads)] == list(reads) and ("training tokens" in said) == bool(reads)
+        assert [line.split()[-1] for line in said.splitlines() if line.endswith(reads)] == list(
+            reads
+        ) and ("training tokens" in said) == bool(reads)
 
 
 def test_another_backend_is_found():
     """A scheme that blocks cannot serve falls back to the plain path, where nobody asked for it."""
-    sweep = Sweep(vary("model.position", "rotary", "cope"), declared=dict.fromkeys(("parameters", "flops"), "of it"))
+    sweep = Sweep(
+        vary("model.position", "rotary", "cope"),
+        declared=dict.fromkeys(("parameters", "flops"), "of it"),
+    )
     _, found = facts_of(sweep, model__attention_backend="blockwise")
     (line,) = guard.undeclared(sweep, found)
     assert line == "attention: rotary blockwise, cope reference"
@@ -85,7 +117,10 @@ def test_another_backend_is_found():
 def test_arms_are_sized_equal(what):
     sweep = Sweep(vary("model.num_decoder_layers", 2, 4), match=what)
     configs, before = facts_of(sweep, model__d_ff=512)
-    found = {arm: guard.facts(config) for arm, config in guard.matched(sweep, configs, {}, lambda line: None).items()}
+    found = {
+        arm: guard.facts(config)
+        for arm, config in guard.matched(sweep, configs, {}, lambda line: None).items()
+    }
     of = lambda facts: [getattr(one, what) for one in facts.values()]
     assert abs(np.subtract(*of(before))) > 0.2 * of(before)[0]
     np.testing.assert_allclose(*of(found), rtol=guard.CLOSE)
@@ -95,17 +130,30 @@ def test_arms_are_sized_equal(what):
 def test_what_cannot_be_sized_is_refused():
     sweep = Sweep(vary("model.num_decoder_layers", 1, 9), match="parameters")
     configs, _ = facts_of(sweep)
-    with pytest.raises(UserError, match="'num_decoder_layers=9' cannot be sized to the baseline's parameters"):
+    with pytest.raises(
+        UserError, match="'num_decoder_layers=9' cannot be sized to the baseline's parameters"
+    ):
         guard.matched(sweep, configs, {}, lambda line: None)
     with pytest.raises(UserError, match="sizes arms by model.d_ff, which varies"):
-        guard.matched(Sweep(vary("model.d_ff", 8, 16), match="flops"), facts_of(Sweep(vary("model.d_ff", 8, 16)))[0], {}, print)
+        guard.matched(
+            Sweep(vary("model.d_ff", 8, 16), match="flops"),
+            facts_of(Sweep(vary("model.d_ff", 8, 16)))[0],
+            {},
+            print,
+        )
 
 
 def test_what_is_sized_in_one_may_differ_a_little_in_the_other():
     """d_ff goes in eights: parameters made equal to 1 % leave FLOPs that differ as little, and more is still refused."""
     sweep = Sweep(vary("model.position", "rotary", "alibi"), match="parameters")
     configs, found = facts_of(sweep)
-    near, far = ({"rotary": found["rotary"], "alibi": dataclasses.replace(found["alibi"], flops=found["rotary"].flops * by)} for by in (1.005, 1.02))
+    near, far = (
+        {
+            "rotary": found["rotary"],
+            "alibi": dataclasses.replace(found["alibi"], flops=found["rotary"].flops * by),
+        }
+        for by in (1.005, 1.02)
+    )
     guard.check(sweep, configs, near)
     with pytest.raises(UserError, match="flops: rotary") as refused:
         guard.check(sweep, configs, far)
@@ -121,10 +169,17 @@ def test_arms_train_as_long_as_the_baseline():
     once = guard.matched(sweep, configs, {}, lambda line: None)
     base, deep = (one.train.steps for one in once.values())
     assert base == 8 > deep >= 1
-    noted = {arm: dataclasses.replace(one, train=dataclasses.replace(one.train, steps=n)) for n, (arm, one) in zip((8, 77), once.items(), strict=True)}
+    noted = {
+        arm: dataclasses.replace(one, train=dataclasses.replace(one.train, steps=n))
+        for n, (arm, one) in zip((8, 77), once.items(), strict=True)
+    }
     assert guard.matched(sweep, configs, noted, pytest.fail) == noted
     others, _ = facts_of(sweep, train__steps=80)
-    assert 8 < list(guard.matched(sweep, others, noted, lambda line: None).values())[1].train.steps < 80
+    assert (
+        8
+        < list(guard.matched(sweep, others, noted, lambda line: None).values())[1].train.steps
+        < 80
+    )
 
 
 # ---- runs together
@@ -132,19 +187,36 @@ def test_arms_train_as_long_as_the_baseline():
 
 def test_runs_together_equal_runs_alone(tmp_path):
     """Seeds, rates, decay and dropout, each in its place; a run that diverges takes no other along; three devices take two runs each."""
-    numbers = [(0, 1e-3, 0.1, 0.1), (1, 1e-3, 0.1, 0.1), (0, 3e-3, 0.1, 0.1), (0, 1e-3, 0.3, 0.1), (0, 1e-3, 0.1, 0.4), (0, 1e30, 0.1, 0.1)]
-    configs = [experiment(**dict(zip([field.replace(".", "__") for field in NUMBERS], one, strict=True))) for one in numbers]
+    numbers = [
+        (0, 1e-3, 0.1, 0.1),
+        (1, 1e-3, 0.1, 0.1),
+        (0, 3e-3, 0.1, 0.1),
+        (0, 1e-3, 0.3, 0.1),
+        (0, 1e-3, 0.1, 0.4),
+        (0, 1e30, 0.1, 0.1),
+    ]
+    configs = [
+        experiment(**dict(zip([field.replace(".", "__") for field in NUMBERS], one, strict=True)))
+        for one in numbers
+    ]
     folders = [tmp_path / "together" / str(n) for n in range(len(configs))]
     done = train_together(configs, folders)
     assert done[:5] == [8] * 5 and done[5] < 8
     for n in range(5):
         alone = tmp_path / "alone" / str(n)
-        train(dataclasses.replace(configs[n], mesh=dataclasses.replace(configs[n].mesh, data=1)), alone)
+        train(
+            dataclasses.replace(configs[n], mesh=dataclasses.replace(configs[n].mesh, data=1)),
+            alone,
+        )
         ours, theirs = read_metrics(folders[n]), read_metrics(alone)
-        assert [line["step"] for line in ours] == [line["step"] for line in theirs] and len(ours) == 6
+        assert [line["step"] for line in ours] == [line["step"] for line in theirs] and len(
+            ours
+        ) == 6
         for a, b in zip(ours, theirs, strict=True):
             same = [key for key in a if not key.startswith(("time/", "memory/"))]
-            np.testing.assert_allclose([a[key] for key in same], [b[key] for key in same], rtol=2e-4, err_msg=str(n))
+            np.testing.assert_allclose(
+                [a[key] for key in same], [b[key] for key in same], rtol=2e-4, err_msg=str(n)
+            )
     losses = [read_metrics(folder)[-1]["eval/loss"] for folder in folders[:5]]
     assert len(set(losses)) == 5, "every number matters"
     assert any(line.get("train/diverged") for line in read_metrics(folders[5]))
@@ -153,8 +225,16 @@ def test_runs_together_equal_runs_alone(tmp_path):
 
 def test_runs_together_go_on(tmp_path):
     """Cut off after a checkpoint; not where one is further than the other."""
-    shorter = [experiment(seed=s, train__checkpoint_every=4, optimizer__schedule="constant", train__steps=4) for s in (0, 1)]
-    longer = [dataclasses.replace(config, train=dataclasses.replace(config.train, steps=8)) for config in shorter]
+    shorter = [
+        experiment(
+            seed=s, train__checkpoint_every=4, optimizer__schedule="constant", train__steps=4
+        )
+        for s in (0, 1)
+    ]
+    longer = [
+        dataclasses.replace(config, train=dataclasses.replace(config.train, steps=8))
+        for config in shorter
+    ]
     folders = [tmp_path / str(n) for n in range(2)]
     assert train_together(shorter, folders) == [4, 4] and train_together(longer, folders) == [8, 8]
     whole = [tmp_path / f"whole{n}" for n in range(2)]
@@ -162,15 +242,26 @@ def test_runs_together_go_on(tmp_path):
     loss = lambda folder: read_metrics(folder)[-1]["eval/loss"]
     np.testing.assert_allclose([loss(f) for f in folders], [loss(f) for f in whole], rtol=1e-6)
     apart = [tmp_path / f"apart{n}" for n in range(2)]
-    train(dataclasses.replace(shorter[0], mesh=dataclasses.replace(shorter[0].mesh, data=1)), apart[0])
+    train(
+        dataclasses.replace(shorter[0], mesh=dataclasses.replace(shorter[0].mesh, data=1)), apart[0]
+    )
     with pytest.raises(ValueError, match="stand at different steps"):
         train_together(longer, apart)
 
 
 def test_what_is_no_number_is_trained_apart():
     base = experiment()
-    assert alike(base) == alike(experiment(seed=3)) == alike(experiment(optimizer__learning_rate=0.5)) != alike(experiment(model__d_ff=48))
-    assert alike(experiment(model__dropout=0.1)) == alike(experiment(model__dropout=0.2)) != alike(base)  # none is another program
+    assert (
+        alike(base)
+        == alike(experiment(seed=3))
+        == alike(experiment(optimizer__learning_rate=0.5))
+        != alike(experiment(model__d_ff=48))
+    )
+    assert (
+        alike(experiment(model__dropout=0.1))
+        == alike(experiment(model__dropout=0.2))
+        != alike(base)
+    )  # none is another program
     assert alike(experiment(mesh__tensor=2)) is None
     with pytest.raises(ValueError, match="more than numbers"):
         train_together([base, experiment(model__d_ff=48)], [None, None])
@@ -194,11 +285,22 @@ def swept(tmp_path_factory):
     config = to_mapping(experiment())
     config["model"] |= {"d_head": 0, "num_kv_heads": 0}
     (home / "x.py").write_text(FILE.replace("CONFIG", repr(config)))
-    environment = os.environ | {"TRANSFORMER_DATA": str(tmp_path_factory.getbasetemp() / "data"), "XLA_FLAGS": ""}
+    environment = os.environ | {
+        "TRANSFORMER_DATA": str(tmp_path_factory.getbasetemp() / "data"),
+        "XLA_FLAGS": "",
+    }
     environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
 
     def sweep(*more):
-        command = [sys.executable, "-m", "transformer", "sweep", f"--config={home / 'x.py'}", f"--workdir={home / 'runs'}", *more]
+        command = [
+            sys.executable,
+            "-m",
+            "transformer",
+            "sweep",
+            f"--config={home / 'x.py'}",
+            f"--workdir={home / 'runs'}",
+            *more,
+        ]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
     return home / "runs", sweep, sweep("--jobs=2", "--together=1")
@@ -208,15 +310,23 @@ def test_a_sweep_ends_with_every_run_over(swept):
     folder, sweep, first = swept
     assert first.returncode == 0, first.stderr
     assert "low (baseline)" in first.stdout and re.search(r"low +done \d\.\d+ +done", first.stderr)
-    assert re.search(r"wild +diverged @\d +diverged @\d", first.stderr) and "4 of 4 runs are over" in first.stderr
+    assert (
+        re.search(r"wild +diverged @\d +diverged @\d", first.stderr)
+        and "4 of 4 runs are over" in first.stderr
+    )
     assert all((folder / "low" / f"seed-{seed}" / "test.json").exists() for seed in (0, 1))
     before = sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
     again = sweep("--dry-run")
-    assert again.returncode == 0 and "over: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout, again.stderr
+    assert (
+        again.returncode == 0 and "over: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout
+    ), again.stderr
     assert before == sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
     for more in ((), ("--dry-run",)):
         refused = sweep("--config.train.steps=9", *more)
-        assert refused.returncode == 2 and "arm 'low' is another: train.steps was 8, is 9" in refused.stderr, refused.stdout
+        assert (
+            refused.returncode == 2
+            and "arm 'low' is another: train.steps was 8, is 9" in refused.stderr
+        ), refused.stdout
 
 
 def test_the_time_left_is_by_the_work_left(tmp_path, monkeypatch):
@@ -237,9 +347,22 @@ def test_a_sweep_is_compared(swept, capsys):
     assert main(["compare", str(folder)]) == 0
     said = capsys.readouterr()
     page = (folder / "report" / "index.html").read_text()
-    assert re.search(r"x\.py, sha256 [0-9a-f]{16}", page) and "Does a rate without measure train?&quot;" in page, "the experiment file is in the report"
-    assert "wild diverged with 2 of 2 seeds" in said.out and f"report: {folder / 'report' / 'index.html'}" in said.err
-    assert {path.name for path in (folder / "report").iterdir()} == {"index.html", "report.md", "summary.csv", "runs.csv", "curves.csv", "figures"}
+    assert (
+        re.search(r"x\.py, sha256 [0-9a-f]{16}", page)
+        and "Does a rate without measure train?&quot;" in page
+    ), "the experiment file is in the report"
+    assert (
+        "wild diverged with 2 of 2 seeds" in said.out
+        and f"report: {folder / 'report' / 'index.html'}" in said.err
+    )
+    assert {path.name for path in (folder / "report").iterdir()} == {
+        "index.html",
+        "report.md",
+        "summary.csv",
+        "runs.csv",
+        "curves.csv",
+        "figures",
+    }
     assert main(["compare", str(folder), "--metric=test/blue"]) == 2
     assert "no run has 'test/blue'; --metric may be one of: " in capsys.readouterr().err
 
@@ -258,7 +381,9 @@ def test_who_has_a_run_has_it_alone(tmp_path):
     child = subprocess.Popen(["sleep", "60"])
     run.hand_over(child.pid)
     run.release()
-    assert run.claimed() and not run.claim(), "the process that has it lives, whatever becomes of the one that began it"
+    assert run.claimed() and not run.claim(), (
+        "the process that has it lives, whatever becomes of the one that began it"
+    )
     child.kill()
     child.wait()
     assert run.claim()
@@ -331,19 +456,38 @@ def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monk
             raise ValueError("a fault\nof two lines")
         evaluated.append(run.config.seed)
 
-    monkeypatch.setattr(runner, "train_together", lambda configs, folders: [begin(*one) for one in zip(configs[1:], folders[1:], strict=True)])
+    monkeypatch.setattr(
+        runner,
+        "train_together",
+        lambda configs, folders: [
+            begin(*one) for one in zip(configs[1:], folders[1:], strict=True)
+        ],
+    )
     monkeypatch.setattr("transformer.training.loop.train", begin)
     assert work(tmp_path, runs, evaluate) == 1
-    assert evaluated == [0, 3] and [run.status().kind for run in runs] == ["trained", "failed", "failed", "trained"]
-    assert re.match(r".*rotary/seed-1: damaged; see .*\.log$", runs[1].status().why) and runs[2].status().why.startswith("ValueError: a fault; see ")
+    assert evaluated == [0, 3] and [run.status().kind for run in runs] == [
+        "trained",
+        "failed",
+        "failed",
+        "trained",
+    ]
+    assert re.match(r".*rotary/seed-1: damaged; see .*\.log$", runs[1].status().why) and runs[
+        2
+    ].status().why.startswith("ValueError: a fault; see ")
     said = capsys.readouterr().err
-    assert "each by itself, since together" in said and "Traceback" in said and "error: rotary/seed-2: ValueError: a fault" in said
+    assert (
+        "each by itself, since together" in said
+        and "Traceback" in said
+        and "error: rotary/seed-2: ValueError: a fault" in said
+    )
     with pytest.raises(ValueError, match="a fault"):
         work(tmp_path, [runs[2]], evaluate)
     assert not any(run.claimed() for run in runs)
 
 
-def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_other(tmp_path, monkeypatch):
+def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_other(
+    tmp_path, monkeypatch
+):
     study, evaluated = make_study(tmp_path, seeds=2), []
     study.write()
     evaluating = Run.evaluate
@@ -357,10 +501,15 @@ def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_othe
     first, second = study.runs[:2]
     assert work(tmp_path, [first, second], evaluated.append) == 143
     assert first.saved() == 8 and second.saved() == 0 and not evaluated
-    assert "eval/loss" in read_metrics(first.folder)[-1] and read_metrics(first.folder)[-1]["step"] == 8
+    assert (
+        "eval/loss" in read_metrics(first.folder)[-1]
+        and read_metrics(first.folder)[-1]["step"] == 8
+    )
 
 
-def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(tmp_path, monkeypatch, capsys):
+def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(
+    tmp_path, monkeypatch, capsys
+):
     study = make_study(tmp_path, seeds=1)
     study.write()
     monkeypatch.setattr(runner, "PATIENCE", 0.1)
@@ -372,15 +521,26 @@ def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(t
         work(tmp_path, study.runs[:1], print)
     threading.Thread(target=other.wait).start()  # or it stays as a zombie, which is there
     begun, start = [], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: begun.append((command[-1], other.poll())) or start([sys.executable, "-c", "raise SystemExit(1)"], **more))
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **more: (
+            begun.append((command[-1], other.poll()))
+            or start([sys.executable, "-c", "raise SystemExit(1)"], **more)
+        ),
+    )
     assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 1
-    assert [name for name, _ in begun] == ["--runs=rotary/seed-0", "--runs=alibi/seed-0"] and all(code == 0 for _, code in begun), "after its end"
+    assert [name for name, _ in begun] == ["--runs=rotary/seed-0", "--runs=alibi/seed-0"] and all(
+        code == 0 for _, code in begun
+    ), "after its end"
 
 
 def test_a_sweep_keeps_the_seeds_it_has(tmp_path):
     make_study(tmp_path, seeds=3).write()
     made_up(tmp_path, "rotary", 2, 4.0)
-    with pytest.raises(UserError, match="holds a run, rotary/seed-2, of a seed that this sweep has not"):
+    with pytest.raises(
+        UserError, match="holds a run, rotary/seed-2, of a seed that this sweep has not"
+    ):
         make_study(tmp_path, seeds=2).check()
     make_study(tmp_path, seeds=4).check()
 
@@ -388,23 +548,31 @@ def test_a_sweep_keeps_the_seeds_it_has(tmp_path):
 def test_a_metric_that_no_run_has_is_told(tmp_path, capsys):
     """Of the first run that ends without it, with what there is instead: compare can still be asked for that."""
     plain = make_study(tmp_path)
-    study = dataclasses.replace(plain, sweep=dataclasses.replace(plain.sweep, metric="test/bleu", higher_is_better=None))
+    study = dataclasses.replace(
+        plain, sweep=dataclasses.replace(plain.sweep, metric="test/bleu", higher_is_better=None)
+    )
     study.write()
     for run in study.runs:
         made_up(tmp_path, run.arm, run.config.seed, 4.0)
         (run.folder / "test.json").write_text(json.dumps({"step": run.config.train.steps}))
     assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 0
     said = capsys.readouterr().err
-    assert said.count("done: without test/bleu; there is test/loss") == len(study.runs) + 1, "each in a log, one at the end"
+    assert said.count("done: without test/bleu; there is test/loss") == len(study.runs) + 1, (
+        "each in a log, one at the end"
+    )
     assert said.splitlines()[-1].startswith("rotary/seed-0  done: without")
 
 
 def test_shards_take_every_run_once(tmp_path):
     study = make_study(tmp_path, seeds=5)
     units = runner.groups(study, study.runs, 2)
-    assert [len(unit) for unit in units] == [2, 2, 1, 2, 2, 1] and all(len({run.arm for run in unit}) == 1 for unit in units)
+    assert [len(unit) for unit in units] == [2, 2, 1, 2, 2, 1] and all(
+        len({run.arm for run in unit}) == 1 for unit in units
+    )
     shares = [units[i - 1 :: 4] for i in range(1, 5)]
-    assert sorted(run.name for share in shares for unit in share for run in unit) == sorted(run.name for run in study.runs)
+    assert sorted(run.name for share in shares for unit in share for run in unit) == sorted(
+        run.name for run in study.runs
+    )
     assert [len(unit) for unit in runner.groups(study, study.runs, 1)] == [1] * 10
 
 
@@ -422,13 +590,26 @@ def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch,
     study.write()
     program = "import sys, os; print('error: no such thing'); os.kill(os.getpid(), 9) if 'rotary' in sys.argv[-1] else sys.exit(1)"
     start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start([sys.executable, "-c", program, command[-1]], **more))
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **more: start([sys.executable, "-c", program, command[-1]], **more),
+    )
     assert runner.run_study(study, jobs=1, shard=(1, 1), most=8) == 1
     said = capsys.readouterr().err
-    assert "rotary/seed-0  failed: ended by SIGKILL (out of memory?)" in said and "alibi/seed-0  failed: exit code 1: no such thing" in said
-    with pytest.raises(UserError, match="nothing to compare: rotary, seed 0: failed: ended by SIGKILL .*, and 1 more"):
+    assert (
+        "rotary/seed-0  failed: ended by SIGKILL (out of memory?)" in said
+        and "alibi/seed-0  failed: exit code 1: no such thing" in said
+    )
+    with pytest.raises(
+        UserError,
+        match="nothing to compare: rotary, seed 0: failed: ended by SIGKILL .*, and 1 more",
+    ):
         results.read([tmp_path])
     made_up(tmp_path, "alibi", 0, None)
     made_up(tmp_path, "rotary", 0, 4.0)
     (tmp_path / "claims" / "rotary.seed-0.failed").unlink()
-    assert any("alibi, seed 0: failed: exit code 1: no such thing" in line for line in results.read([tmp_path]).left_out), "and the rest comes"
+    assert any(
+        "alibi, seed 0: failed: exit code 1: no such thing" in line
+        for line in results.read([tmp_path]).left_out
+    ), "and the rest comes"

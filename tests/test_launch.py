@@ -30,13 +30,23 @@ UP = ["up", "my-tpu", "--zone=z", "--type=v5p-128", "--wait=0"]
 
 def on_worker(line: str) -> str:
     """What a printed `gcloud ... ssh` has a worker's shell do."""
-    return next(word for word in shlex.split(line) if word.startswith("--command=")).removeprefix("--command=")
+    return next(word for word in shlex.split(line) if word.startswith("--command=")).removeprefix(
+        "--command="
+    )
 
 
 def test_tpu_vm_does_one_thing_after_another():
     where = ["my-tpu", "--zone=us-east5-a", "--project=p"]
     lines = launch(
-        "tpu_vm.py", "up", *where, "--type=v5p-128", "--bucket=b", "--spot", "--delete", "--dry-run", *TRAIN
+        "tpu_vm.py",
+        "up",
+        *where,
+        "--type=v5p-128",
+        "--bucket=b",
+        "--spot",
+        "--delete",
+        "--dry-run",
+        *TRAIN,
     ).splitlines()
     create, archive, scp, install, start, follow, delete = lines
     vm = "gcloud compute tpus tpu-vm"
@@ -47,7 +57,9 @@ def test_tpu_vm_does_one_thing_after_another():
     assert (
         archive.startswith(f"git -C {ROOT} archive")
         and scp.startswith(f"{vm} scp")
-        and scp.endswith("scp --zone=us-east5-a --project=p /tmp/transformer.tar.gz my-tpu: --worker=all")
+        and scp.endswith(
+            "scp --zone=us-east5-a --project=p /tmp/transformer.tar.gz my-tpu: --worker=all"
+        )
     )
     assert (
         "--worker=all" in install
@@ -92,7 +104,9 @@ esac
     where = ["up", "t", "--zone=z", "--type=v4-8", "--wait=0"]
     launch("tpu_vm.py", *where, *TRAIN, path=path)
     log = (tmp_path / "log").read_text()
-    assert log.count(" create ") == 2 and log.count(" delete ") == 1  # the first again, once it was gone
+    assert (
+        log.count(" create ") == 2 and log.count(" delete ") == 1
+    )  # the first again, once it was gone
     assert log.count("setsid") == 3
     path = tools("gcloud", f'echo "$@" >> {tmp_path}/log2\ncase "$*" in *"exit "*) exit 2;; esac\n')
     launch("tpu_vm.py", *where, *TRAIN, path=path, code=2)
@@ -104,7 +118,9 @@ def test_following_ends_when_the_run_has_ended(tmp_path):
     (tmp_path / "transformer" / "run.log").write_text("step 1\n")
     (tmp_path / "transformer" / "run.code").write_text("7\n")
     watch = on_worker(launch("tpu_vm.py", "follow", "my-tpu", "--zone=z", "--dry-run"))
-    done = subprocess.run(["bash", "-c", watch], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        ["bash", "-c", watch], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False
+    )
     assert (done.returncode, done.stdout) == (7, "step 1\n")
 
 
@@ -125,7 +141,11 @@ def test_tpu_vm_leaves_no_archive_behind(tools, tmp_path):
     )
     launch("tpu_vm.py", "install", "my-tpu", "--zone=z", path=path)
     archive = Path((tmp_path / "sent").read_text().strip())
-    assert archive.name == "transformer.tar.gz" and not archive.exists() and not (ROOT / archive.name).exists()
+    assert (
+        archive.name == "transformer.tar.gz"
+        and not archive.exists()
+        and not (ROOT / archive.name).exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,15 +159,19 @@ def test_tpu_vm_leaves_no_archive_behind(tools, tmp_path):
 )
 def test_tpu_vm_waits_for_capacity_and_for_nothing_else(tools, tmp_path, said, tried):
     path = tools(
-        "gcloud", f'case "$*" in *create*) echo x >> {tmp_path}/log; echo {shlex.quote(said)} >&2;; esac; exit 1'
+        "gcloud",
+        f'case "$*" in *create*) echo x >> {tmp_path}/log; echo {shlex.quote(said)} >&2;; esac; exit 1',
     )
-    errors = launch("tpu_vm.py", *UP, "--restarts=2", *TRAIN, path=path, code=2 if tried == 1 else 1)
+    errors = launch(
+        "tpu_vm.py", *UP, "--restarts=2", *TRAIN, path=path, code=2 if tried == 1 else 1
+    )
     assert (tmp_path / "log").read_text().count("x") == tried == errors.count(said)
     assert "stays up" not in errors and errors.count("beginning again") == tried - 1
 
 
 @pytest.mark.parametrize(
-    ("code", "delete", "stays"), [(0, [], True), (2, [], True), (2, ["--delete"], True), (0, ["--delete"], False)]
+    ("code", "delete", "stays"),
+    [(0, [], True), (2, [], True), (2, ["--delete"], True), (0, ["--delete"], False)],
 )
 def test_a_tpu_that_stays_up_is_told_last(tools, code, delete, stays):
     path = tools("gcloud", f'case "$*" in *"exit "*) exit {code};; esac')
@@ -157,14 +181,23 @@ def test_a_tpu_that_stays_up_is_told_last(tools, code, delete, stays):
     )  # fmt: skip
     assert done.returncode == code
     last = "launch: my-tpu stays up, and is paid for, until it is deleted: python launch/tpu_vm.py delete my-tpu --zone=z --project=p\n"
-    assert done.stdout.endswith(last) == stays and (" delete my-tpu" in done.stdout.removesuffix(last)) != stays
+    assert (
+        done.stdout.endswith(last) == stays
+        and (" delete my-tpu" in done.stdout.removesuffix(last)) != stays
+    )
 
 
 def test_what_is_there_is_used(tools, tmp_path):
     """The same `up` once more, after a mistake was mended."""
-    path = tools("gcloud", f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) echo READY;; esac')
+    path = tools(
+        "gcloud", f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) echo READY;; esac'
+    )
     launch("tpu_vm.py", *UP, *TRAIN, path=path)
-    assert " create " not in (log := (tmp_path / "log").read_text()) and " delete " not in log and "setsid" in log
+    assert (
+        " create " not in (log := (tmp_path / "log").read_text())
+        and " delete " not in log
+        and "setsid" in log
+    )
 
 
 MACHINES = [  # as `plan` takes it, gcloud's, GKE's
@@ -185,14 +218,30 @@ def test_a_machine_is_spelt_as_for_plan(text, product, selector):
         assert f" --accelerator-type={product} " in launch(
             "tpu_vm.py", "create", "n", "--zone=z", f"--type={text}", "--dry-run"
         )
-    pod = pod_of(launch("gke.py", "n", f"--topology={text}", "--image=i", "--bucket=b", "--dry-run", *TRAIN))
+    pod = pod_of(
+        launch("gke.py", "n", f"--topology={text}", "--image=i", "--bucket=b", "--dry-run", *TRAIN)
+    )
     assert tuple(pod["nodeSelector"].values()) == selector
 
 
 def test_the_launchers_need_no_jax():
     """With nothing but Python itself."""
-    command = ["launch/gke.py", "n", "--topology=v5e-16", "--image=i", "--bucket=b", "--dry-run", *TRAIN]
-    done = subprocess.run([sys.executable, "-E", "-S", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [
+        "launch/gke.py",
+        "n",
+        "--topology=v5e-16",
+        "--image=i",
+        "--bucket=b",
+        "--dry-run",
+        *TRAIN,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-E", "-S", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "tpu-v5-lite-podslice" in done.stdout, done.stderr
 
 
@@ -205,27 +254,58 @@ def test_every_verb_is_known_to_the_launchers(capsys):
 
 
 def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
-    printed = launch("slurm.py", "--nodes=4", "--gpus-per-node=8", "--sbatch=--partition=gpu", "--dry-run", *TRAIN)
-    for line in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=TERM@120", "--partition=gpu"):
+    printed = launch(
+        "slurm.py",
+        "--nodes=4",
+        "--gpus-per-node=8",
+        "--sbatch=--partition=gpu",
+        "--dry-run",
+        *TRAIN,
+    )
+    for line in (
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--signal=TERM@120",
+        "--partition=gpu",
+    ):
         assert f"#SBATCH {line}\n" in printed
     assert "JAX_PLATFORMS" not in printed
-    assert "JAX_PLATFORMS=cpu" in (cpu := launch("slurm.py", "--dry-run", *TRAIN)) and "ntasks-per-node=1" in cpu
+    assert (
+        "JAX_PLATFORMS=cpu" in (cpu := launch("slurm.py", "--dry-run", *TRAIN))
+        and "ntasks-per-node=1" in cpu
+    )
     # What it does, with a run that ends in one way or another.
     script = tmp_path / "job.sh"
     tools("sbatch", f"cat > {script}")
     path = tools("scontrol", f'echo "$@" > {tmp_path}/queued')
     environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    subprocess.run(["bash", "-c", printed], stdin=subprocess.DEVNULL, env=environment, check=True)  # it can be pasted
-    assert script.read_text().startswith("#!/bin/bash\n#SBATCH ") and script.read_text().endswith("exit $code\n")
-    for code, restarts, queued in ((143, 0, True), (134, 3, True), (0, 0, False), (2, 0, False), (143, 20, False)):
+    subprocess.run(
+        ["bash", "-c", printed], stdin=subprocess.DEVNULL, env=environment, check=True
+    )  # it can be pasted
+    assert script.read_text().startswith("#!/bin/bash\n#SBATCH ") and script.read_text().endswith(
+        "exit $code\n"
+    )
+    for code, restarts, queued in (
+        (143, 0, True),
+        (134, 3, True),
+        (0, 0, False),
+        (2, 0, False),
+        (143, 20, False),
+    ):
         tools("srun", f'printf "%s|" "$@" > {tmp_path}/ran\nexit {code}')
         done = subprocess.run(
-            ["bash", str(script)], env=environment | {"SLURM_RESTART_COUNT": str(restarts)}, check=False
+            ["bash", str(script)],
+            env=environment | {"SLURM_RESTART_COUNT": str(restarts)},
+            check=False,
         )
         assert done.returncode == code
         assert (tmp_path / "queued").exists() == queued
         (tmp_path / "queued").unlink(missing_ok=True)
-    assert "|-m|transformer|train|--config=experiments/smoke.py|--workdir=runs/a b|" in (tmp_path / "ran").read_text()
+    assert (
+        "|-m|transformer|train|--config=experiments/smoke.py|--workdir=runs/a b|"
+        in (tmp_path / "ran").read_text()
+    )
 
 
 def test_slurm_shares_a_sweep_out(tools, tmp_path):
@@ -233,7 +313,10 @@ def test_slurm_shares_a_sweep_out(tools, tmp_path):
     printed = launch("slurm.py", "--array=3", "--gpus-per-node=8", "--dry-run", *sweep)
     assert "#SBATCH --array=0-2\n" in printed and "#SBATCH --ntasks-per-node=1\n" in printed
     path = tools("srun", f'printf "%s|" "$@" >> {tmp_path}/ran; echo >> {tmp_path}/ran')
-    tools("sbatch", f"cat > {tmp_path}/job; for i in 0 1 2; do SLURM_ARRAY_TASK_ID=$i bash {tmp_path}/job; done")
+    tools(
+        "sbatch",
+        f"cat > {tmp_path}/job; for i in 0 1 2; do SLURM_ARRAY_TASK_ID=$i bash {tmp_path}/job; done",
+    )
     subprocess.run(
         ["bash", "-c", printed],
         stdin=subprocess.DEVNULL,
@@ -241,9 +324,13 @@ def test_slurm_shares_a_sweep_out(tools, tmp_path):
         check=True,
     )
     ran = (tmp_path / "ran").read_text().splitlines()
-    assert [line.split("|")[-3:-1] for line in ran] == [["--workdir=runs/a b", f"--shard={i}/3"] for i in (1, 2, 3)]
+    assert [line.split("|")[-3:-1] for line in ran] == [
+        ["--workdir=runs/a b", f"--shard={i}/3"] for i in (1, 2, 3)
+    ]
     assert "--array" not in launch("slurm.py", "--dry-run", *sweep)
-    whole = launch("slurm.py", "--nodes=2", "--gpus-per-node=8", "--dry-run", *sweep)  # each run on all of them
+    whole = launch(
+        "slurm.py", "--nodes=2", "--gpus-per-node=8", "--dry-run", *sweep
+    )  # each run on all of them
     assert "#SBATCH --nodes=2\n" in whole and "#SBATCH --ntasks-per-node=8\n" in whole
 
 
@@ -261,9 +348,9 @@ def test_slurm_warns_of_a_missing_environment(tools, tmp_path):
             [sys.executable, "launch/slurm.py", f"--folder={tmp_path}", *TRAIN],
             cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert (f"no {tmp_path}/.venv on this machine" in done.stderr) != there and done.stderr.count("\n") == (
-            not there
-        )
+        assert (
+            f"no {tmp_path}/.venv on this machine" in done.stderr
+        ) != there and done.stderr.count("\n") == (not there)
         assert (tmp_path / "job").read_text().startswith("#!/bin/bash")
         (tmp_path / ".venv").mkdir(exist_ok=True)
 
@@ -297,17 +384,25 @@ sys.exit(local.run([sys.executable, "-c", sys.argv[1]], 2, 1, 12355, []))
 
 
 def test_local_relays_all_but_the_chatter_of_gloo():
-    child = (
-        "import sys; print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('said'); sys.stderr.write('told\\n')"
+    child = "import sys; print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('said'); sys.stderr.write('told\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL, child], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", LOCAL, child], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "said\n" and sorted(done.stderr.splitlines()) == ["[1] said", "[1] told", "told"]
+    assert done.stdout == "said\n" and sorted(done.stderr.splitlines()) == [
+        "[1] said",
+        "[1] told",
+        "told",
+    ]
 
 
 def test_local_tells_a_stop_from_a_failure():
     child = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(143)); print('ready', flush=True); time.sleep(60)"
     running = subprocess.Popen(
-        [sys.executable, "-c", LOCAL, child], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", LOCAL, child],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert {running.stdout.readline(), running.stdout.readline()} == {"ready\n", "[1] ready\n"}
     running.send_signal(signal.SIGINT)
@@ -333,7 +428,8 @@ def test_gke_makes_a_job_of_every_slice_and_a_pod_of_every_host():
     spec = json.loads(manifest.removesuffix("END\n"))["spec"]
     (job,) = spec["replicatedJobs"]
     assert (
-        job["replicas"] == 2 and job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"] == 16
+        job["replicas"] == 2
+        and job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"] == 16
     )
     pod = job["template"]["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {
@@ -345,7 +441,10 @@ def test_gke_makes_a_job_of_every_slice_and_a_pod_of_every_host():
         and container["command"][-1] == "--workdir=runs/a b"
     )
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
-    assert pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "b" and pod["serviceAccountName"] == "s"
+    assert (
+        pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "b"
+        and pod["serviceAccountName"] == "s"
+    )
     (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [2] and spec["failurePolicy"]["maxRestarts"] == 20
 
@@ -413,8 +512,12 @@ def test_a_tool_that_is_missing_is_named():
         ("gke.py", [*GKE, V5P], "kubectl"),
     ):
         command = [sys.executable, f"launch/{script}", *options, *TRAIN]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and done.stderr.endswith(f"launch: {tool} is not installed here\n")
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2 and done.stderr.endswith(
+            f"launch: {tool} is not installed here\n"
+        )
 
 
 def test_the_launchers_know_the_verbs_that_there_are(capsys):

@@ -36,20 +36,28 @@ def test_value_and_gradient(smoothing, z_loss, chunks, bias, soft_cap):
     k = jax.random.split(jax.random.key(0), 5)
     h, head = (
         jax.random.normal(k[0], (B, T, D)),
-        Head(jax.random.normal(k[1], (V, D)), jax.random.normal(k[2], (V,)) if bias else None, soft_cap),
+        Head(
+            jax.random.normal(k[1], (V, D)),
+            jax.random.normal(k[2], (V,)) if bias else None,
+            soft_cap,
+        ),
     )
     targets, weights = (
         jax.random.randint(k[3], (B, T), 0, V),
         jax.random.bernoulli(k[4], 0.7, (B, T)).astype(jnp.float32),
     )
     assert 0 < float(weights.mean()) < 1
-    ours = lambda h, head: 3 * cross_entropy(h, head, targets, weights, smoothing, z_loss, chunks).loss
+    ours = lambda h, head: (
+        3 * cross_entropy(h, head, targets, weights, smoothing, z_loss, chunks).loss
+    )
     value, grads = jax.value_and_grad(ours, (0, 1))(h, head)
     expected, expected_grads = jax.value_and_grad(
         lambda h, head: 3 * plain(h, head, targets, weights, smoothing, z_loss), (0, 1)
     )(h, head)
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
-    assert float(ours(h, head)) == pytest.approx(float(expected), rel=1e-5)  # the path without gradients
+    assert float(ours(h, head)) == pytest.approx(
+        float(expected), rel=1e-5
+    )  # the path without gradients
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
 
 
@@ -63,7 +71,10 @@ def test_the_other_sums():
 
 
 def test_accuracy_counts_every_target_that_is_the_likeliest():
-    h, head = jax.random.normal(jax.random.key(0), (4, 64, 32)), Head(jax.random.normal(jax.random.key(1), (4096, 32)))
+    h, head = (
+        jax.random.normal(jax.random.key(0), (4, 64, 32)),
+        Head(jax.random.normal(jax.random.key(1), (4096, 32))),
+    )
     best = jnp.argmax(head(h), -1)
     targets = best.at[:, ::2].add(1) % 4096
     sums = jax.jit(lambda: cross_entropy(h, head, targets, jnp.ones((4, 64)), 0.0, 0.0, 4))()
@@ -82,7 +93,9 @@ def test_chunks_divide_the_length_and_bound_the_logits():
     assert 30 % auto_chunks(512, 30, 65536, one) == 0
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}]
+)
 def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once(sizes):
     k = jax.random.split(jax.random.key(0), 4)
     h, head = (
@@ -92,7 +105,10 @@ def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once
     targets, weights = jax.random.randint(k[3], (4, 16), 0, 12), jnp.ones((4, 16)).at[1, 3:].set(0)
     mesh = make_mesh(MeshConfig(**sizes))
     place = lambda x, *names: jax.device_put(
-        x, NamedSharding(mesh, PartitionSpec(*(fitting(n, x.shape[i]) or None for i, n in enumerate(names))))
+        x,
+        NamedSharding(
+            mesh, PartitionSpec(*(fitting(n, x.shape[i]) or None for i, n in enumerate(names)))
+        ),
     )
     with use(mesh):
         h, targets, weights = (place(x, "batch", "length") for x in (h, targets, weights))
@@ -101,17 +117,22 @@ def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once
         def run(chunks):
             both = jax.jit(
                 jax.value_and_grad(
-                    lambda h, head: cross_entropy(h, head, targets, weights, 0.1, 0.01, chunks).loss, (0, 1)
+                    lambda h, head: (
+                        cross_entropy(h, head, targets, weights, 0.1, 0.01, chunks).loss
+                    ),
+                    (0, 1),
                 )
             )
             return both(h, head), both.lower(h, head).compile().as_text()
 
         (value, grads), text = run(4)
         (expected, expected_grads), _ = run(1)
-        alone = jax.jit(lambda h, head: cross_entropy(h, head, targets, weights, 0.1, 0.01, 4).loss)(h, head)
-    assert float(value) == pytest.approx(float(expected), rel=1e-5) and float(alone) == pytest.approx(
-        float(value), rel=1e-5
-    )
+        alone = jax.jit(
+            lambda h, head: cross_entropy(h, head, targets, weights, 0.1, 0.01, 4).loss
+        )(h, head)
+    assert float(value) == pytest.approx(float(expected), rel=1e-5) and float(
+        alone
+    ) == pytest.approx(float(value), rel=1e-5)
     assert all(np.abs(g).max() > 0.1 for g in jax.tree.leaves(grads))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), grads, expected_grads)
     over_rows = [
@@ -119,4 +140,6 @@ def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once
         for message in messages(Program.read(text))
         if message.groups.shape[1] == 4 and message.bytes >= 6 * 8 * 4
     ]
-    assert over_rows and all(message.times == 1 for message in over_rows)  # the matrix's gradient, not once a chunk
+    assert over_rows and all(
+        message.times == 1 for message in over_rows
+    )  # the matrix's gradient, not once a chunk

@@ -52,10 +52,14 @@ def test_the_decoder_of_an_encoder_decoder_is_causal_and_reads_all_of_the_source
     (source, target), apply = inputs(model.config), jax.jit(model.apply)
     base = apply(params, source, target)
     for t in range(target.shape[1]):
-        moved = np.abs(np.asarray(apply(params, source, target.at[:, t].set(5)) - base)).max((0, 2)) > 0
+        moved = (
+            np.abs(np.asarray(apply(params, source, target.at[:, t].set(5)) - base)).max((0, 2)) > 0
+        )
         np.testing.assert_array_equal(moved, np.arange(target.shape[1]) >= t)
     for s in range(source.shape[1]):
-        assert (np.abs(np.asarray(apply(params, source.at[:, s].set(5), target) - base)).max((0, 2)) > 0).all()
+        assert (
+            np.abs(np.asarray(apply(params, source.at[:, s].set(5), target) - base)).max((0, 2)) > 0
+        ).all()
 
 
 @pytest.mark.parametrize(("family", "position"), schemes(*FAMILIES))
@@ -64,11 +68,15 @@ def test_padding_and_the_rows_beside_never_change_a_result(family, position):
     model, params = make(config)
     sides, apply = inputs(config, batch=3), jax.jit(model.apply)
     base = np.asarray(apply(params, *sides))
-    alone = np.concatenate([np.asarray(apply(params, *(x[i : i + 1] for x in sides))) for i in range(3)])
+    alone = np.concatenate(
+        [np.asarray(apply(params, *(x[i : i + 1] for x in sides))) for i in range(3)]
+    )
     np.testing.assert_allclose(base, alone, atol=2e-5)
     padded = [jnp.pad(x, ((0, 0), (0, 4))) for x in sides]
     assert padded[0].shape != sides[0].shape
-    np.testing.assert_allclose(np.asarray(apply(params, *padded))[:, : base.shape[1]], base, atol=2e-5)
+    np.testing.assert_allclose(
+        np.asarray(apply(params, *padded))[:, : base.shape[1]], base, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize(("family", "position"), schemes(*FAMILIES))
@@ -111,7 +119,10 @@ def test_scanned_layers_equal_unrolled_ones(family, placement):
     sides = inputs(config)
     stacked = stack(params)
     assert jax.tree.structure(stacked) != jax.tree.structure(params)
-    looped, one_by_one = jax.jit(scanned.apply)(stacked, *sides), jax.jit(unrolled.apply)(params, *sides)
+    looped, one_by_one = (
+        jax.jit(scanned.apply)(stacked, *sides),
+        jax.jit(unrolled.apply)(params, *sides),
+    )
     np.testing.assert_allclose(looped, one_by_one, atol=2e-5)
 
 
@@ -126,13 +137,17 @@ def test_remat_changes_no_gradient(remat, scan):
     def gradient(m):
         def loss(p):
             return jnp.square(
-                m.apply(p, *inputs(config), deterministic=False, rngs={"dropout": jax.random.key(3)})
+                m.apply(
+                    p, *inputs(config), deterministic=False, rngs={"dropout": jax.random.key(3)}
+                )
             ).mean()
 
         return jax.jit(jax.grad(loss))(params)
 
     assert "remat" in str(jax.make_jaxpr(lambda p: again.apply(p, *inputs(config)))(params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient(model), gradient(again))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient(model), gradient(again)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,19 +173,27 @@ def test_multi_query_attention_is_multi_head_attention_with_its_heads_repeated()
         return x
 
     repeated = jax.tree_util.tree_map_with_path(repeat, params)
-    assert sum(x.size for x in jax.tree.leaves(repeated)) > sum(x.size for x in jax.tree.leaves(params))
-    np.testing.assert_allclose(model.apply(params, *inputs(config)), wide.apply(repeated, *inputs(config)), atol=1e-5)
+    assert sum(x.size for x in jax.tree.leaves(repeated)) > sum(
+        x.size for x in jax.tree.leaves(params)
+    )
+    np.testing.assert_allclose(
+        model.apply(params, *inputs(config)), wide.apply(repeated, *inputs(config)), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("position", SCHEMES)
 def test_relative_schemes_alone_do_not_move_when_all_positions_shift(position):
     model, params = make(small("decoder", position=position))
-    if position == "fire":  # relative up to its threshold; beyond, a distance counts by its share of the text read
+    if (
+        position == "fire"
+    ):  # relative up to its threshold; beyond, a distance counts by its share of the text read
         params["params"]["decoder"]["fire_threshold"] = jnp.float32(64.0)
     (x,) = inputs(model.config)
     at = jnp.arange(x.shape[1])[None]
     apply = jax.jit(model.apply)
-    moved = np.abs(np.asarray(apply(params, x, positions=at) - apply(params, x, positions=at + 11))).max()
+    moved = np.abs(
+        np.asarray(apply(params, x, positions=at) - apply(params, x, positions=at + 11))
+    ).max()
     absolute = SCHEMES[position].embed is not Position.embed
     assert moved > 1e-2 if absolute else moved < 2e-4
 
@@ -194,27 +217,48 @@ def test_a_placement_has_exactly_its_norms(placement):
     _, params = make(small("encoder_decoder", norm_placement=placement))
     for side in ("encoder", "decoder"):
         stack = params["params"][side]
-        parts = {part for name, tree in stack["layers"].items() if name.endswith("_residual") for part in tree}
+        parts = {
+            part
+            for name, tree in stack["layers"].items()
+            if name.endswith("_residual")
+            for part in tree
+        }
         assert (parts, "final_norm" in stack) == expected[placement]
 
 
 def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
-    config = small("encoder_decoder", norm_placement="deepnorm", num_encoder_layers=3, num_decoder_layers=5)
+    config = small(
+        "encoder_decoder", norm_placement="deepnorm", num_encoder_layers=3, num_decoder_layers=5
+    )
     encoder, decoder = config.placement("encoder"), config.placement("decoder")
     assert encoder.residual_scale == pytest.approx(0.81 * (3**4 * 5) ** (1 / 16))
     assert decoder.residual_scale == pytest.approx(15**0.25)
     alone = small("decoder", norm_placement="deepnorm", num_decoder_layers=5).placement("decoder")
-    assert (alone.residual_scale, alone.branch_gain) == (pytest.approx(10**0.25), pytest.approx(40**-0.25))
+    assert (alone.residual_scale, alone.branch_gain) == (
+        pytest.approx(10**0.25),
+        pytest.approx(40**-0.25),
+    )
     plain, scaled = (
-        initialised(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["params"]["decoder"]["layers"]
+        initialised(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["params"][
+            "decoder"
+        ]["layers"]
         for p in ("post", "deepnorm")
     )
-    for part, gain in {"value": alone.branch_gain, "out": alone.branch_gain, "query": 1.0, "key": 1.0}.items():
+    for part, gain in {
+        "value": alone.branch_gain,
+        "out": alone.branch_gain,
+        "query": 1.0,
+        "key": 1.0,
+    }.items():
         np.testing.assert_allclose(
-            scaled["self_attention"][part]["kernel"], gain * plain["self_attention"][part]["kernel"], rtol=1e-5
+            scaled["self_attention"][part]["kernel"],
+            gain * plain["self_attention"][part]["kernel"],
+            rtol=1e-5,
         )
     np.testing.assert_allclose(
-        scaled["feed_forward"]["in"]["kernel"], alone.branch_gain * plain["feed_forward"]["in"]["kernel"], rtol=1e-5
+        scaled["feed_forward"]["in"]["kernel"],
+        alone.branch_gain * plain["feed_forward"]["in"]["kernel"],
+        rtol=1e-5,
     )
 
 
@@ -234,8 +278,16 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(posit
     where = Tokens(jnp.arange(3)[None], jnp.array([[0, 1, 1]]))  # the first is padding
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (1, 3, n, 4)) for key, n in zip(keys, (4, 2, 2), strict=True))
-    param, facts = lambda name, init, shape, dtype: jnp.ones(shape, dtype), config.stack_facts("decoder")
-    scheme = positions.build(position).bind(param, facts).bind_layer(param, facts).at(where.positions_BxT)
+    param, facts = (
+        lambda name, init, shape, dtype: jnp.ones(shape, dtype),
+        config.stack_facts("decoder"),
+    )
+    scheme = (
+        positions.build(position)
+        .bind(param, facts)
+        .bind_layer(param, facts)
+        .at(where.positions_BxT)
+    )
     given = Inputs(CAUSAL & SAME_SEGMENT, where, where, scheme, config.d_head**-0.5)
     for attend in (BACKENDS[name].attend for name in ALONE):
         out = attend(q, k, v, given)
@@ -251,9 +303,12 @@ def test_whatever_stands_in_a_padded_position_reaches_nothing():
     x = jnp.pad(tokens(0, 1, 5), ((0, 0), (0, 2)))
     base = model.apply(params, x)
     poisoned = jax.tree.map(lambda a: a, params)
-    poisoned["params"]["embedding"]["embedding"] = params["params"]["embedding"]["embedding"].at[0].set(1e30)
+    poisoned["params"]["embedding"]["embedding"] = (
+        params["params"]["embedding"]["embedding"].at[0].set(1e30)
+    )
     np.testing.assert_array_equal(
-        model.apply(poisoned, x, method="features")[0][:, :5], model.apply(params, x, method="features")[0][:, :5]
+        model.apply(poisoned, x, method="features")[0][:, :5],
+        model.apply(params, x, method="features")[0][:, :5],
     )
     assert base.shape == (1, 7, 37)
 
@@ -311,7 +366,9 @@ def test_each_dropout_acts_in_training_alone(field):
     model, params = make(config)
     sides = inputs(config)
     quiet = model.apply(params, *sides)
-    np.testing.assert_array_equal(quiet, build_model(small("encoder_decoder")).apply(params, *sides))
+    np.testing.assert_array_equal(
+        quiet, build_model(small("encoder_decoder")).apply(params, *sides)
+    )
     noisy = model.apply(params, *sides, deterministic=False, rngs={"dropout": jax.random.key(0)})
     assert np.abs(np.asarray(noisy - quiet)).max() > 1e-3
 
@@ -323,7 +380,12 @@ def test_compile_time_does_not_grow_with_depth():
         config = small("decoder", num_decoder_layers=depth, scan_layers=scan)
         model, (x,) = build_model(config), inputs(config)
         params = jax.eval_shape(model.init, jax.random.key(0), x)
-        return len(jax.jit(jax.grad(lambda p: model.apply(p, x).sum())).lower(params).as_text().splitlines())
+        return len(
+            jax.jit(jax.grad(lambda p: model.apply(p, x).sum()))
+            .lower(params)
+            .as_text()
+            .splitlines()
+        )
 
     assert size(12, True) < 1.05 * size(3, True)
     assert size(12, False) > 2 * size(3, False)

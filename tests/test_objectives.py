@@ -79,13 +79,19 @@ def test_a_prefix_is_cut_anew_and_not_asked_for(text):
     data = data_of(text, "prefix")
     rows, cuts = data.objective.rows(data.store, "train", data.config), set()
     for seed in range(30):
-        (segment,) = rows.segments(int(np.argmax(rows.lengths)), lambda seed=seed: np.random.default_rng(seed))
+        (segment,) = rows.segments(
+            int(np.argmax(rows.lengths)), lambda seed=seed: np.random.default_rng(seed)
+        )
         cuts.add(segment.prefix)
-        assert segment.weights.tolist() == [float(i >= segment.prefix - 1) for i in range(len(segment.targets))]
+        assert segment.weights.tolist() == [
+            float(i >= segment.prefix - 1) for i in range(len(segment.targets))
+        ]
         assert 0 < segment.weights.sum() < len(segment.targets)
     assert len(cuts) > 4
     batch = data.batches("train")[0]
-    np.testing.assert_array_equal(batch["prefix"].sum(1), [(row > 0).argmax() + 1 for row in batch["weights"]])
+    np.testing.assert_array_equal(
+        batch["prefix"].sum(1), [(row > 0).argmax() + 1 for row in batch["weights"]]
+    )
 
 
 def test_a_prefix_sees_itself_whole_and_nothing_behind_it():
@@ -99,7 +105,11 @@ def test_a_prefix_sees_itself_whole_and_nothing_behind_it():
     apply = jax.jit(model.apply)
     base = apply(params, x, **given)
     sees = np.stack(
-        [np.abs(np.asarray(apply(params, x.at[0, s].set(3), **given) - base))[0].max(-1) > 0 for s in range(9)], 1
+        [
+            np.abs(np.asarray(apply(params, x.at[0, s].set(3), **given) - base))[0].max(-1) > 0
+            for s in range(9)
+        ],
+        1,
     )
     expected = np.zeros((9, 9), bool)
     expected[:5, :5], expected[5:, 5:] = np.tril(np.ones((5, 5))), np.tril(np.ones((4, 4)))
@@ -151,10 +161,15 @@ def test_held_out_texts_are_not_joined_by_their_label(text):
 @pytest.mark.parametrize("case", CASES)
 def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
     objective, family, model, data = CASES[case]
-    config, steps = experiment(text, objective, family, model, **data), 200 if case == "tagging" else 60
+    config, steps = (
+        experiment(text, objective, family, model, **data),
+        200 if case == "tagging" else 60,
+    )
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
     assert train(config, tmp_path / "run") == steps
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0] - 0.1
     with use(make_mesh(MeshConfig(data=1))) as mesh:
@@ -173,9 +188,15 @@ def test_two_things_asked_for_count_the_same_and_accumulate(text):
     data = data_of(text, "next sentence")
     batch = data.batches("train")[0]
     results = []
-    for mesh_config, accumulate in ((MeshConfig(data=1), 1), (MeshConfig(data=1), 2), (MeshConfig(data=2, fsdp=2), 2)):
+    for mesh_config, accumulate in (
+        (MeshConfig(data=1), 1),
+        (MeshConfig(data=1), 2),
+        (MeshConfig(data=2, fsdp=2), 2),
+    ):
         config = dataclasses.replace(
-            data.config, mesh=mesh_config, train=dataclasses.replace(data.config.train, accumulate=accumulate)
+            data.config,
+            mesh=mesh_config,
+            train=dataclasses.replace(data.config.train, accumulate=accumulate),
         )
         with use(make_mesh(mesh_config)) as mesh:
             model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
@@ -229,28 +250,54 @@ def test_an_objective_that_makes_no_sense_is_refused(text, objective, family, mo
 
 def test_faults_of_labelled_text_are_named(text, tmp_path):
     with pytest.raises(UserError, match=r"model\.num_labels: 5, but the text has 2: cat, none"):
-        open_data(experiment(text, "classification", "encoder", {"num_labels": 5, "pooling": "mean"}, packing=False))
+        open_data(
+            experiment(
+                text,
+                "classification",
+                "encoder",
+                {"num_labels": 5, "pooling": "mean"},
+                packing=False,
+            )
+        )
     (tmp_path / "tags.tsv").write_text("".join(f"a b c {i}\tx y x\n" for i in range(200)))
     with pytest.raises(UserError, match=r"4 words, but 3 tags: 'a b c"):
-        open_data(experiment(tmp_path, "tagging", "encoder", {"num_labels": 2, "vocab_size": 280}, packing=False))
+        open_data(
+            experiment(
+                tmp_path, "tagging", "encoder", {"num_labels": 2, "vocab_size": 280}, packing=False
+            )
+        )
     (tmp_path / "label.tsv").write_text("".join(f"text {i}\t{i % 2}\n" for i in range(200)))
     (tmp_path / "valid.tsv").write_text("another text\t2\n")
     config = experiment(
-        tmp_path, "classification", "encoder", {"num_labels": 2, "pooling": "mean", "vocab_size": 280}, packing=False
+        tmp_path,
+        "classification",
+        "encoder",
+        {"num_labels": 2, "pooling": "mean", "vocab_size": 280},
+        packing=False,
     )
-    with pytest.raises(UserError, match=r"the label '2' of 'another text' is not among those of training: 0, 1"):
-        open_data(dataclasses.replace(config, data=dataclasses.replace(config.data, valid=str(tmp_path / "valid.tsv"))))
+    with pytest.raises(
+        UserError, match=r"the label '2' of 'another text' is not among those of training: 0, 1"
+    ):
+        open_data(
+            dataclasses.replace(
+                config, data=dataclasses.replace(config.data, valid=str(tmp_path / "valid.tsv"))
+            )
+        )
 
 
 def test_a_bucket_holds_both_sides_of_a_prefix(text):
-    data = data_of(text, "prefix, two sides", length=40, target_length=20, buckets=(16, 40), packing=False)
+    data = data_of(
+        text, "prefix, two sides", length=40, target_length=20, buckets=(16, 40), packing=False
+    )
     batches = data.batches("train")
     for step in range(batches.per_epoch):
         batch = batches[step]
         assert batch["inputs"].shape[1] * 2 == batch["source"].shape[1]
         for row in range(len(batch["source"])):
             read = batch["source"][row][batch["source_segments"][row] > 0]
-            assert not len(read) or read[-1] == data.tokenizer.eos  # as generate() ends what it is given
+            assert (
+                not len(read) or read[-1] == data.tokenizer.eos
+            )  # as generate() ends what it is given
 
 
 def test_a_text_without_a_row_says_so(text):
@@ -263,7 +310,8 @@ def test_a_text_without_a_row_says_so(text):
         length=256,
     )
     with pytest.raises(
-        UserError, match=r"data\.length: the train text gives no row of 256 tokens \(\d+ texts are too short"
+        UserError,
+        match=r"data\.length: the train text gives no row of 256 tokens \(\d+ texts are too short",
     ):
         open_data(config).batches("train")
 
@@ -273,7 +321,9 @@ def test_signs_leave_too_few_pieces(text):
         (20, "leaves no piece beside the 23 signs"),
         (60, "and the signs of data.objective take 23 ids more"),
     ):
-        config = experiment(text, {"name": "ul2", "sentinels": 20}, "encoder_decoder", {"vocab_size": size})
+        config = experiment(
+            text, {"name": "ul2", "sentinels": 20}, "encoder_decoder", {"vocab_size": size}
+        )
         with pytest.raises(UserError, match=message):
             open_data(config)
 
@@ -281,16 +331,25 @@ def test_signs_leave_too_few_pieces(text):
 def test_words_that_a_tokenizer_does_not_see_shift_no_tag(text, tmp_path):
     """And a byte-level one keeps the spaces before words."""
     tokenizers = pytest.importorskip("tokenizers", reason="the test extra brings it")
-    (tmp_path / "tags.tsv").write_text("".join(f"the \u200e cat {i}\tA B C D\n" for i in range(200)), encoding="utf-8")
+    (tmp_path / "tags.tsv").write_text(
+        "".join(f"the \u200e cat {i}\tA B C D\n" for i in range(200)), encoding="utf-8"
+    )
     for make_one in (tokenizers.BertWordPieceTokenizer, tokenizers.ByteLevelBPETokenizer):
         tokenizer = make_one()
         signs = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
         tokenizer.train_from_iterator(
-            [f"the cat {i}" for i in range(200)], vocab_size=380, special_tokens=signs, show_progress=False
+            [f"the cat {i}" for i in range(200)],
+            vocab_size=380,
+            special_tokens=signs,
+            show_progress=False,
         )
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         given = {"path": str(tmp_path / "tokenizer.json")}
-        data = open_data(experiment(tmp_path, "tagging", "encoder", {"num_labels": 4}, packing=False, tokenizer=given))
+        data = open_data(
+            experiment(
+                tmp_path, "tagging", "encoder", {"num_labels": 4}, packing=False, tokenizer=given
+            )
+        )
         batch = data.batches("train")[0]
         unseen = make_one is tokenizers.BertWordPieceTokenizer
         for row in range(8):

@@ -67,7 +67,11 @@ def given(config, batch=2):
 def each_layer(config, params):
     """The parameters with a tree of its own for every layer, as the oracle reads them."""
     flat = flatten(params["params"])
-    return {"params": unflatten({name: part(flat[path], i) for name, (path, i) in where(config, flat).items()})}
+    return {
+        "params": unflatten(
+            {name: part(flat[path], i) for name, (path, i) in where(config, flat).items()}
+        )
+    }
 
 
 def compare(config):
@@ -86,7 +90,10 @@ def covering() -> list[tuple[str, str, str]]:
     """Every placement meets every scheme in a decoder; in the other families each scheme meets one placement, and each placement one."""
     names, cases = list(PLACEMENTS), []
     for i, (family, position) in enumerate(schemes(*FAMILIES)):
-        cases += [(family, position, p) for p in (names if family == "decoder" else [names[i % len(names)]])]
+        cases += [
+            (family, position, p)
+            for p in (names if family == "decoder" else [names[i % len(names)]])
+        ]
     return cases
 
 
@@ -109,13 +116,18 @@ def test_packed_segments(position):
     config = small("decoder", position=position)
     model, params = make(config)
     x, layers = tokens(0, 1, 9), each_layer(config, params)
-    place = {"segment_ids": np.array([[1] * 4 + [2] * 5]), "positions": np.array([[*range(4), *range(5)]])}
+    place = {
+        "segment_ids": np.array([[1] * 4 + [2] * 5]),
+        "positions": np.array([[*range(4), *range(5)]]),
+    }
     wanted = oracle.forward(config, layers, x, **place)
     assert np.abs(wanted - oracle.forward(config, layers, x)).max() > 1e-2
     np.testing.assert_allclose(jax.jit(model.apply)(params, x, **place), wanted, atol=3e-5)
 
 
-@pytest.mark.parametrize("position", [p for _, p in schemes("encoder")])  # a prefix has no direction
+@pytest.mark.parametrize(
+    "position", [p for _, p in schemes("encoder")]
+)  # a prefix has no direction
 def test_a_prefix(position):
     """Two documents in a row, of which three and two tokens are read both ways."""
     config = small("decoder", position=position, prefix_lm=True)
@@ -166,7 +178,10 @@ def test_bfloat16_is_near(family):
     config = small(family, position="rotary", dtype="bfloat16")
     model, params = make(config, noise=0.2)
     sides = given(config)
-    wanted, real = oracle.forward(config, each_layer(config, params), *sides), np.asarray(sides[-1]) != 0
+    wanted, real = (
+        oracle.forward(config, each_layer(config, params), *sides),
+        np.asarray(sides[-1]) != 0,
+    )
     found = np.asarray(jax.jit(model.apply)(params, *sides), np.float64)
     error = np.abs(found - wanted)[real].max() / np.abs(wanted[real]).max()
     assert 1e-4 < error < 0.06
@@ -176,7 +191,10 @@ def test_token_types():
     config = small("encoder", token_types=3)
     model, params = make(config)
     (x,) = given(config)
-    layers, types = each_layer(config, params), jnp.asarray(np.random.default_rng(0).integers(0, 3, x.shape))
+    layers, types = (
+        each_layer(config, params),
+        jnp.asarray(np.random.default_rng(0).integers(0, 3, x.shape)),
+    )
     wanted = oracle.forward(config, layers, x, token_types=types)
     assert np.abs(wanted - oracle.forward(config, layers, x)).max() > 1e-2
     real = np.asarray(x) != 0

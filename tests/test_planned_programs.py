@@ -26,7 +26,9 @@ D, FF, V, T, ROWS = 32, 64, 48, 64, 16
 
 
 def planned(family="decoder", mesh=None, train=(), data=(), **model):
-    objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "seq2seq"}[family]
+    objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "seq2seq"}[
+        family
+    ]
     return from_mapping(Experiment, {
         "model": {"family": family, "vocab_size": V, "d_model": D, "d_ff": FF, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 3, "max_length": T,
                   "use_bias": False, "norm_placement": "pre", "position": "rotary", "attention_backend": "reference", **model},
@@ -51,14 +53,19 @@ def test_what_a_model_needs_by_hand():
     programs = Programs(config, jax.devices()[:1])
     tokens = ROWS * T
     pairs = (T + 1) / (2 * T)
-    forward = 3 * (2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D * pairs) + 2 * tokens * D * V
+    forward = (
+        3 * (2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D * pairs)
+        + 2 * tokens * D * V
+    )
     assert model_flops(config, batch_shapes(config, mesh), programs.state.params) == 3 * forward
 
 
 def test_of_experts_those_that_are_asked_count():
     dense, mixed = (
         planned(),
-        planned(feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5}),
+        planned(
+            feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5}
+        ),
     )
     count = lambda config: model_flops(
         config,
@@ -71,7 +78,8 @@ def test_of_experts_those_that_are_asked_count():
 
 
 @pytest.mark.parametrize(
-    "model", [{"pipeline_rounds": 3}, {"scan_layers": False}, {"layer_pattern": ({"window": 7}, {}, {})}]
+    "model",
+    [{"pipeline_rounds": 3}, {"scan_layers": False}, {"layer_pattern": ({"window": 7}, {}, {})}],
 )
 def test_a_model_needs_the_same_however_its_layers_are_laid_out(model):
     count = lambda config: model_flops(
@@ -91,10 +99,18 @@ def test_what_is_kept_of_micro_batches_is_found_in_their_loop():
 
 @pytest.mark.parametrize(
     ("window", "block", "expected"),
-    [(0, 1, 65 / 128), (1, 1, 1 / 64), (16, 1, (16 * 64 - 120) / 64**2), (0, 16, 10 / 16), (17, 16, 7 / 16)],
+    [
+        (0, 1, 65 / 128),
+        (1, 1, 1 / 64),
+        (16, 1, (16 * 64 - 120) / 64**2),
+        (0, 16, 10 / 16),
+        (17, 16, 7 / 16),
+    ],
 )
 def test_pairs_that_a_mask_allows(window, block, expected):
-    assert allowed_pairs(small("decoder", window=window), "decoder", 64, block) == pytest.approx(expected)
+    assert allowed_pairs(small("decoder", window=window), "decoder", 64, block) == pytest.approx(
+        expected
+    )
 
 
 def test_both_ways_in_a_window():
@@ -149,17 +165,30 @@ def test_a_program_in_its_own_words():
     """Loops that count in twos, the four spellings of groups, attributes over several lines, on-chip memory, what backward keeps."""
     program = Program.read(TEXT)
     found = {message.kind: message for message in messages(program)}
-    assert found["all-reduce"].times == 5 and found["all-reduce"].groups.tolist() == [[0, 1], [2, 3]]
-    assert found["all-gather"].groups.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and found["all-gather"].bytes == 4 * 128
+    assert found["all-reduce"].times == 5 and found["all-reduce"].groups.tolist() == [
+        [0, 1],
+        [2, 3],
+    ]
+    assert (
+        found["all-gather"].groups.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        and found["all-gather"].bytes == 4 * 128
+    )
     assert found["collective-permute"].groups.tolist() == [[0, 1], [1, 2], [2, 3], [3, 0]]
     assert found["all-to-all"].groups.tolist() == [[0, 2], [1, 3]]
     kernel = next((one, times) for one, _, times, _ in program.runs if one.opcode == "custom-call")
     assert kernel[0].source == "jit(f)/kernel" and kernel[1] == 5
-    assert kept(program) == 2 * 128  # the loop's result and what was turned, which the backward pass reads
+    assert (
+        kept(program) == 2 * 128
+    )  # the loop's result and what was turned, which the backward pass reads
     array = 128
-    loop = 5 * (2 * array + 2 * array + 3 * 4 * 2)  # the sum, the kernel, two scalar additions, each read and written
+    loop = 5 * (
+        2 * array + 2 * array + 3 * 4 * 2
+    )  # the sum, the kernel, two scalar additions, each read and written
     compare = 5 * 0  # a condition is not visited
-    assert hbm_bytes(program) == loop + compare + (array + 4 * array) + 2 * array + 2 * array + array + 3 * array
+    assert (
+        hbm_bytes(program)
+        == loop + compare + (array + 4 * array) + 2 * array + 2 * array + array + 3 * array
+    )
 
 
 MOVES = """HloModule moves
@@ -195,7 +224,11 @@ def test_what_is_moved_is_counted_once():
     """A slice with its index, a copy to on-chip memory, a part put in its place; and a gather that is spelled as a sum of zeros."""
     program = Program.read(MOVES)
     one, whole = 4 * 64, 4 * 1024
-    slice_of, copied, put = (one + 4) + one, one, one + one + 4  # an index is four bytes; the part is read, and written
+    slice_of, copied, put = (
+        (one + 4) + one,
+        one,
+        one + one + 4,
+    )  # an index is four bytes; the part is read, and written
     assert hbm_bytes(program) == slice_of + copied + put + 2 * whole
     (message,) = messages(program)
     assert (message.kind, message.bytes) == ("all-gather", whole)
@@ -237,7 +270,9 @@ def called(name, out, given, where, **model):
 
 def test_an_attention_kernels_products_are_those_of_the_blocks_it_looks_at():
     shapes = "2,4,1024,64", ("2,4,1024,64", "2,2,1024,64", "2,2,1024,64")
-    count = lambda kind, where="self_attention": called(f"splash_mha_{kind}_segmented.1", *shapes, where).flops
+    count = lambda kind, where="self_attention": (
+        called(f"splash_mha_{kind}_segmented.1", *shapes, where).flops
+    )
     whole = 2 * 2 * 4 * 1024 * 1024 * 64
     assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
     assert count("fwd", "cross_attention") == 2 * whole
@@ -250,7 +285,9 @@ def test_a_grouped_kernel_goes_over_its_experts_share_of_the_rows():
     by_matrices = called("tgmm.1", "2,64,96", ("1024,64", "1024,96"), "feed_forward", **mixture)
     assert forward == by_matrices
     assert (forward.flops, forward.untouched) == (2 * 256 * 64 * 96, 768 * (64 + 96) * 2)
-    turned = called("gmm.4", "1024,64", ("1024,96", "2,64,96"), "feed_forward", **mixture)  # the gradient by rows
+    turned = called(
+        "gmm.4", "1024,64", ("1024,96", "2,64,96"), "feed_forward", **mixture
+    )  # the gradient by rows
     assert turned == forward
 
 
@@ -266,7 +303,10 @@ def test_what_a_ring_sends():
 def test_what_goes_beyond_a_slice_is_shared_by_its_devices():
     """Of 8 devices in two slices: within each, four gather; between them each sends a fourth of the other half."""
     size = {kind: sent(Message(kind, 800, np.arange(8)[None], 1, ""), slices=2) for kind in KINDS}
-    assert size["all-gather"] == size["reduce-scatter"] == (600, 100) and size["all-reduce"] == (1200, 200)
+    assert size["all-gather"] == size["reduce-scatter"] == (600, 100) and size["all-reduce"] == (
+        1200,
+        200,
+    )
     assert size["all-to-all"] == (300, 400) and size["collective-permute"] == (0, 800)
 
 
@@ -284,7 +324,8 @@ def test_what_is_sent_between_slices_is_read():
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices", "expected"), [("h100", [0, 1, 2, 3], (0.75e9, 0)), ("h100", [0, 1, 8, 9], (0.5e9, 0.25e9))]
+    ("kind", "devices", "expected"),
+    [("h100", [0, 1, 2, 3], (0.75e9, 0)), ("h100", [0, 1, 8, 9], (0.5e9, 0.25e9))],
 )
 def test_what_leaves_a_host_is_told_apart(kind, devices, expected):
     """Ten GPUs: eight in one host, two in another."""

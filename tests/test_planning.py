@@ -79,7 +79,9 @@ def test_a_plan_of_simulated_devices(tmp_path, capsys):
     assert (
         1 <= train["memory_bytes"]["parameters"] * 8 / (4 * plan["parameters"]) < 1.3
     )  # norms and biases are on every device
-    assert train["memory_bytes"]["optimizer"] == pytest.approx(2 * train["memory_bytes"]["parameters"], rel=0.01)
+    assert train["memory_bytes"]["optimizer"] == pytest.approx(
+        2 * train["memory_bytes"]["parameters"], rel=0.01
+    )
     assert train["memory_bytes"]["activations"] > 0
     assert main([*command[:-1], "--only=trane"]) == 2
     assert "--only: no program 'trane'; did you mean 'train'" in capsys.readouterr().err
@@ -93,14 +95,24 @@ def test_every_arm_side_by_side(tmp_path, capsys):
         "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4,"
         " num_decoder_layers=2, max_length=32), data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16))\n"
     )
-    command = ["plan", f"--config={tmp_path / 'x.py'}", "--topology=cpu:2", f"--json={tmp_path / 'plan.json'}"]
+    command = [
+        "plan",
+        f"--config={tmp_path / 'x.py'}",
+        "--topology=cpu:2",
+        f"--json={tmp_path / 'plan.json'}",
+    ]
     assert main([*command, "--arms"]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["t5"]["parameters"] - found["none"]["parameters"] == 32 * 4
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["none", "t5"] and f"{found['t5']['parameters']:,}" in lines[2]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "none",
+        "t5",
+    ] and f"{found['t5']['parameters']:,}" in lines[2]
     assert main([*command, "--arms", "--search"]) == 2
-    (tmp_path / "x.py").write_text((tmp_path / "x.py").read_text().replace("def sweep", "def other"))
+    (tmp_path / "x.py").write_text(
+        (tmp_path / "x.py").read_text().replace("def sweep", "def other")
+    )
     assert main([*command, "--arms"]) == 2
     assert "defines no sweep()" in capsys.readouterr().err
 
@@ -125,24 +137,41 @@ def test_a_shape_that_there_is_not():
 
 
 def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):
-    monkeypatch.setitem(chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 150_000, 1e12, 1e9, 1e9))
-    plan = make_plan(planned(mesh={"data": 4}), Topology("h100", (4,)), jax.devices()[:4], only=("train",), price=2.0)
+    monkeypatch.setitem(
+        chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 150_000, 1e12, 1e9, 1e9)
+    )
+    plan = make_plan(
+        planned(mesh={"data": 4}),
+        Topology("h100", (4,)),
+        jax.devices()[:4],
+        only=("train",),
+        price=2.0,
+    )
     said = plan.page()
     assert not plan.fits and "IT DOES NOT FIT: train takes" in said
     assert "mesh.fsdp=4 mesh.data=1" in said and "remat=full" in said
-    assert plan.run["money"] == pytest.approx(plan.step * 1000 / 3600 * 4 * 2.0) and plan.train.roofline.bound in said
+    assert (
+        plan.run["money"] == pytest.approx(plan.step * 1000 / 3600 * 4 * 2.0)
+        and plan.train.roofline.bound in said
+    )
     assert 0 < plan.mfu <= 1
 
 
 def test_a_search_ends_with_the_fastest_that_fits(monkeypatch):
-    monkeypatch.setitem(chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 2_300_000, 1e10, 1e9, 1e9))
+    monkeypatch.setitem(
+        chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 2_300_000, 1e10, 1e9, 1e9)
+    )
     told = []
     found = search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, told.append)
     assert found[0].fits and len(found) <= 3 and len(told) >= len(found)
     steps = [plan.step for plan in found if plan.fits]
     assert steps == sorted(steps) and "the first: --config.mesh.data=" in page(found)
-    monkeypatch.setitem(chips.CHIPS, "h100", chips.Chip("far too small", 1e12, 1000, 1e10, 1e9, 1e9))
-    with pytest.raises(UserError, match="nothing to try .* parameters, gradients and optimizer take"):
+    monkeypatch.setitem(
+        chips.CHIPS, "h100", chips.Chip("far too small", 1e12, 1000, 1e10, 1e9, 1e9)
+    )
+    with pytest.raises(
+        UserError, match="nothing to try .* parameters, gradients and optimizer take"
+    ):
         search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, told.append)
 
 
@@ -175,20 +204,28 @@ def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, po
     layers = 4 * 3 * 2 * tokens * (4 * D * width + 2 * D * FF)
     by_keys, by_values = (2 + 2 + 2) * (70 if position == "alibi" else 64), (2 + 1 + 2) * 64
     attention = 3 * (by_keys + by_values) * 2 * ROWS * 1024**2 * 4 * 0.75
-    assert plan.train.roofline.flops * 4 == pytest.approx(layers + 3 * 2 * tokens * D * V + attention, rel=0.01)
+    assert plan.train.roofline.flops * 4 == pytest.approx(
+        layers + 3 * 2 * tokens * D * V + attention, rel=0.01
+    )
 
 
-@pytest.mark.parametrize(("machine", "mesh"), [("v5e:2x2", {"expert": 2, "fsdp": 2}), ("v5p:2x2x1", {"fsdp": 4})])
+@pytest.mark.parametrize(
+    ("machine", "mesh"), [("v5e:2x2", {"expert": 2, "fsdp": 2}), ("v5p:2x2x1", {"fsdp": 4})]
+)
 def test_dropless_experts_on_a_tpu_take_each_pair_once(machine, mesh):
     """Whether experts are spread over devices or each device has all of them: nothing is multiplied that belongs to another expert."""
     experts, chosen = 4, 2
     where = topology(machine)
     mixture = {"name": "experts", "num_experts": experts, "top_k": chosen}
-    config = planned(mesh=mesh, data={"length": 256}, dtype="bfloat16", max_length=256, feed_forward=mixture)
+    config = planned(
+        mesh=mesh, data={"length": 256}, dtype="bfloat16", max_length=256, feed_forward=mixture
+    )
     plan = make_plan(config, where, programs.start(where), only=("train",))
     runs = plan.train.compiled.program.runs
     assert {one.name.partition(".")[0] for one, *_ in runs if "gmm" in one.name} >= {"gmm", "tgmm"}
     layer, pairs = 4 * D * D + chosen * 2 * D * FF + D * experts, 2 * 256 * D
     needed = lambda layer: 3 * 2 * ROWS * 256 * (3 * layer + D * V)
-    assert plan.train.roofline.flops * 4 == pytest.approx(needed(layer + pairs), rel=0.01)  # with what is masked
+    assert plan.train.roofline.flops * 4 == pytest.approx(
+        needed(layer + pairs), rel=0.01
+    )  # with what is masked
     assert plan.model_flops == pytest.approx(needed(layer + pairs * 257 / 512), rel=0.01)

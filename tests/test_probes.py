@@ -24,7 +24,14 @@ def judged(task: str, question: str, answer: str) -> bool:
     """Whether the answer is right, told in another way than it was made."""
     match task:
         case "copy" | "reverse" | "sort":
-            return answer == {"copy": question, "reverse": "".join(reversed(question)), "sort": "".join(sorted(question))}[task]
+            return (
+                answer
+                == {
+                    "copy": question,
+                    "reverse": "".join(reversed(question)),
+                    "sort": "".join(sorted(question)),
+                }[task]
+            )
         case "addition":
             return int(answer) == eval(re.sub(r"\b0+(\d)", r"\1", question))
         case "induction":
@@ -43,10 +50,18 @@ def judged(task: str, question: str, answer: str) -> bool:
 def test_answers_are_right(task):
     wanted = probes.parse(f"{task}:4-24:300")
     examples = list(wanted.draw())
-    assert len(set(examples)) > 250 and examples == list(wanted.draw()) and examples != list(probes.parse(f"{task}:4-25:300").draw())
+    assert (
+        len(set(examples)) > 250
+        and examples == list(wanted.draw())
+        and examples != list(probes.parse(f"{task}:4-25:300").draw())
+    )
     for question, answer in examples:
         assert judged(task, question, answer), (question, answer)
-    wrong = sum(judged(task, question, other) for (question, answer), (_, other) in itertools.pairwise(examples) if answer != other)
+    wrong = sum(
+        judged(task, question, other)
+        for (question, answer), (_, other) in itertools.pairwise(examples)
+        if answer != other
+    )
     assert wrong == 0
     numbers = {len(question.split("+")[0]) - (task == "needle") for question, _ in examples}
     assert numbers == set(range(4, 25)), "lengths are those that were asked for"
@@ -78,37 +93,59 @@ def test_what_counts_as_right_is_what_the_model_would_write(family, tmp_path):
         evaluate(trained, mesh)
         found, shares = json.loads((tmp_path / "test.json").read_text()), []
         for length in (2, 5):
-            questions, answers = zip(*probes.Wanted("copy", length, length, 64).draw("probe "), strict=True)
+            questions, answers = zip(
+                *probes.Wanted("copy", length, length, 64).draw("probe "), strict=True
+            )
             written = Generator(config, trained.params, trained.tokenizer)(questions)
             shares.append(np.mean([a == b for a, b in zip(answers, written, strict=True)]))
             assert found[f"probe/exact/{length:05d}"] == pytest.approx(shares[-1])
             assert found[f"probe/exact/{length:05d}"] <= found[f"probe/tokens/{length:05d}"] < 1.01
-    samples = [dict(re.split(r" {2,}", line) for line in one.splitlines()) for one in (tmp_path / "samples.txt").read_text().split("\n\n")]
-    assert found["exact"] == np.mean([one["model"] == one["source"] for one in samples]) > 0.2 and "bleu" not in found
-    assert shares[0] > 0.2 and shares[0] != shares[1], "something was learned, or nothing is compared"
+    samples = [
+        dict(re.split(r" {2,}", line) for line in one.splitlines())
+        for one in (tmp_path / "samples.txt").read_text().split("\n\n")
+    ]
+    assert (
+        found["exact"] == np.mean([one["model"] == one["source"] for one in samples]) > 0.2
+        and "bleu" not in found
+    )
+    assert shares[0] > 0.2 and shares[0] != shares[1], (
+        "something was learned, or nothing is compared"
+    )
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("task", probes.TASKS)
 def test_no_question_is_asked_in_training_and_in_the_test(task, turned):
     config = experiment("encoder_decoder", f"{task}:8-12:600", vocab_size=64)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, reverse=turned, test=f"{task}:8-11:600"))
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, reverse=turned, test=f"{task}:8-11:600")
+    )
     store = open_data(config).store
     question, answer = (1, 0) if turned else (0, 1)
     held, given = (store.examples(part) for part in ("valid", "test"))
-    pairs = [tuple(reversed(pair)) if turned else pair for pair in probes.parse(config.data.train).draw()]
+    pairs = [
+        tuple(reversed(pair)) if turned else pair for pair in probes.parse(config.data.train).draw()
+    ]
     train = [pair for pair in pairs if pair not in set(held)]
     assert len(train) + len(held) == 600 and len({pair[question] for pair in held}) == 32
     assert not {pair[question] for pair in train} & {pair[question] for pair in held}
     if task in ("needle", "induction"):
-        assert {pair[answer] for pair in held} <= {pair[answer] for pair in train}, "there are few answers, and all are trained on"
-    assert store.meta["overlap"] == {"test": sum(pair[question] in {pair[question] for pair in train} for pair in given)}
+        assert {pair[answer] for pair in held} <= {pair[answer] for pair in train}, (
+            "there are few answers, and all are trained on"
+        )
+    assert store.meta["overlap"] == {
+        "test": sum(pair[question] in {pair[question] for pair in train} for pair in given)
+    }
 
 
 def test_what_is_probed_was_not_trained_on():
     """Lengths as those trained, the first examples of the same task: they are others."""
-    asked = lambda purpose: {question for question, _ in probes.Wanted("copy", 12, 12, 256).draw(purpose)}
-    assert len(asked("probe ")) == 256 and asked("") == {question for question, _ in probes.parse("copy:12-12:256").draw()}
+    asked = lambda purpose: {
+        question for question, _ in probes.Wanted("copy", 12, 12, 256).draw(purpose)
+    }
+    assert len(asked("probe ")) == 256 and asked("") == {
+        question for question, _ in probes.parse("copy:12-12:256").draw()
+    }
     assert not asked("probe ") & asked("")
 
 
@@ -118,13 +155,26 @@ def test_a_decoder_is_asked_for_the_answer_alone():
     rows = data.objective.rows(data.store, "train", config)
     assert max(map(len, rows.rows)) > 1, "several pairs share a row"
     tokenizer, (first, *_) = data.tokenizer, rows.segments(0, None)
-    question, answer = (tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1))
+    question, answer = (
+        tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1)
+    )
     (asked,) = tokenizer.encode([answer])
-    assert first.inputs.tolist() == [tokenizer.bos, *tokenizer.encode([question])[0], tokenizer.eos, *asked]
+    assert first.inputs.tolist() == [
+        tokenizer.bos,
+        *tokenizer.encode([question])[0],
+        tokenizer.eos,
+        *asked,
+    ]
     assert first.targets.tolist() == [*first.inputs[1:], tokenizer.eos]
-    assert first.targets[first.weights > 0].tolist() == [*asked, tokenizer.eos] and first.prefix is None
+    assert (
+        first.targets[first.weights > 0].tolist() == [*asked, tokenizer.eos]
+        and first.prefix is None
+    )
     whole = experiment("decoder", prefix_lm=True)
-    assert open_data(whole).objective.rows(data.store, "train", whole).segments(0, None)[0].prefix == len(question) + 2
+    assert (
+        open_data(whole).objective.rows(data.store, "train", whole).segments(0, None)[0].prefix
+        == len(question) + 2
+    )
 
 
 @pytest.mark.parametrize("prefix_lm", [False, True])
@@ -133,27 +183,53 @@ def test_a_text_is_looked_into_as_it_was_trained(prefix_lm):
     config = experiment("decoder", prefix_lm=prefix_lm)
     data = open_data(config)
     rows = data.objective.rows(data.store, "train", config)
-    question, answer = (data.tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1))
-    trained, (seen, cut) = rows.segments(0, None)[0], inside._segment(config, data.tokenizer, question, answer)
+    question, answer = (
+        data.tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1)
+    )
+    trained, (seen, cut) = (
+        rows.segments(0, None)[0],
+        inside._segment(config, data.tokenizer, question, answer),
+    )
     assert not cut and seen.prefix == trained.prefix and (seen.prefix is None) != prefix_lm
     for field in ("inputs", "targets", "weights"):
         np.testing.assert_array_equal(getattr(seen, field), getattr(trained, field))
-    data_of_text = dataclasses.replace(config.data, format="text", train="x", objective="prefix_lm" if prefix_lm else "causal_lm")
-    text = dataclasses.replace(config, data=data_of_text, train=dataclasses.replace(config.train, evaluators=()))
+    data_of_text = dataclasses.replace(
+        config.data, format="text", train="x", objective="prefix_lm" if prefix_lm else "causal_lm"
+    )
+    text = dataclasses.replace(
+        config, data=data_of_text, train=dataclasses.replace(config.train, evaluators=())
+    )
     seen, _ = inside._segment(text, data.tokenizer, "abcdef", "")
-    assert seen.weights.tolist() == [1.0 - prefix_lm] * 3 + [1.0] * 3 and seen.prefix == (4 if prefix_lm else None)
+    assert seen.weights.tolist() == [1.0 - prefix_lm] * 3 + [1.0] * 3 and seen.prefix == (
+        4 if prefix_lm else None
+    )
 
 
 def test_pairs_that_are_too_long_for_a_decoder():
     for too_long in ("drop", "cut"):
         mapping = experiment("decoder", "copy:6-10:200")
-        config = from_mapping(Experiment, {"model": mapping.model, "data": {**vars(mapping.data), "too_long": too_long, "packing": False}})
+        config = from_mapping(
+            Experiment,
+            {
+                "model": mapping.model,
+                "data": {**vars(mapping.data), "too_long": too_long, "packing": False},
+            },
+        )
         data = open_data(config)
         rows = data.objective.rows(data.store, "train", config)
-        sizes = [sum(len(data.store.texts("train", side)[i]) for side in (0, 1)) for i in range(len(data.store.texts("train", 0)))]
+        sizes = [
+            sum(len(data.store.texts("train", side)[i]) for side in (0, 1))
+            for i in range(len(data.store.texts("train", 0)))
+        ]
         long = sum(size > 16 for size in sizes)
         assert 0 < long < len(sizes) and list(rows.report.values()) == [long]
-        assert len(rows.lengths) == (len(sizes) if too_long == "cut" else len(sizes) - long) and max(rows.lengths) <= 16
+        assert (
+            len(rows.lengths) == (len(sizes) if too_long == "cut" else len(sizes) - long)
+            and max(rows.lengths) <= 16
+        )
         for row in range(len(rows.lengths)):
             (one,) = rows.segments(row, None)
-            assert len(one.inputs) == len(one.targets) == rows.lengths[row] and one.targets[-1] == data.tokenizer.eos
+            assert (
+                len(one.inputs) == len(one.targets) == rows.lengths[row]
+                and one.targets[-1] == data.tokenizer.eos
+            )

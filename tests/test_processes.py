@@ -35,7 +35,10 @@ TRAIN = [
 
 def launch(count: int, workdir: Path, *options: str, command=TRAIN) -> list[subprocess.Popen]:
     """The processes of one command on four devices."""
-    port, command = local.free_port(), [sys.executable, "-m", "transformer", *command, f"--workdir={workdir}", *options]
+    port, command = (
+        local.free_port(),
+        [sys.executable, "-m", "transformer", *command, f"--workdir={workdir}", *options],
+    )
     return [
         subprocess.Popen(
             command, env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port), cwd=ROOT,
@@ -48,7 +51,9 @@ def launch(count: int, workdir: Path, *options: str, command=TRAIN) -> list[subp
 def curve(workdir: Path) -> list[dict]:
     file = workdir / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines
+    ]
 
 
 def until(condition, seconds: float = 120) -> None:
@@ -91,7 +96,12 @@ def tried(workdir: Path, count: int) -> dict:
     asked, answer = workdir / "asked.txt", workdir / f"answer{count}.txt"
     asked.write_text("The import statement\n")
     (workdir / "test.json").unlink(missing_ok=True)
-    generate = ["generate", f"--input={asked}", f"--output={answer}", "--config.decoding.max_extra=4"]
+    generate = [
+        "generate",
+        f"--input={asked}",
+        f"--output={answer}",
+        "--config.decoding.max_extra=4",
+    ]
     for verb in (["evaluate"], generate):
         command = [
             sys.executable,
@@ -138,13 +148,21 @@ def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGKILL)
     began = time.monotonic()
-    until(lambda: not Path(f"/proc/{children[0]}").exists() or "Z" in Path(f"/proc/{children[0]}/stat").read_text(), 60)
+    until(
+        lambda: (
+            not Path(f"/proc/{children[0]}").exists()
+            or "Z" in Path(f"/proc/{children[0]}/stat").read_text()
+        ),
+        60,
+    )
     assert time.monotonic() - began < 60
     _, errors = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, errors
     assert "process 1 of 2 was killed by SIGKILL" in errors and "starting again (1 of 1)" in errors
     assert "resumed     at step" in errors
-    assert [line["step"] for line in curve(tmp_path / "run") if "train/loss" in line] == list(range(1, 81))
+    assert [line["step"] for line in curve(tmp_path / "run") if "train/loss" in line] == list(
+        range(1, 81)
+    )
 
 
 def test_who_does_not_arrive_is_named(tmp_path):
@@ -158,9 +176,15 @@ def test_who_does_not_arrive_is_named(tmp_path):
     started = [start(0, "10"), start(2, "10")]
     for process in started:
         _, error = process.communicate(timeout=60)
-        assert process.returncode == 1 and "of 4 processes 1, 3 did not arrive in 10 s; there are 0 (" in error, error
+        assert (
+            process.returncode == 1
+            and "of 4 processes 1, 3 did not arrive in 10 s; there are 0 (" in error
+        ), error
     _, error = (alone := start(1, "2")).communicate(timeout=60)
-    assert alone.returncode == 1 and f"process 1: process 0 did not answer at localhost:{port + 1} in 2 s" in error
+    assert (
+        alone.returncode == 1
+        and f"process 1: process 0 did not answer at localhost:{port + 1} in 2 s" in error
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,8 +216,13 @@ def test_processes_build_their_own_rows_of_the_same_batch():
             return [Segment(ids, ids)]
 
     make = lambda share: Batches(Rows(), length=6, batch_size=4, seed=None, share=share)
-    whole, parts = make(np.arange), [make(lambda n, p=p: np.arange(p * n // 4, (p + 1) * n // 4)) for p in range(4)]
-    for step in range(3):  # the last batch has two rows; two of the four processes have none of them
+    whole, parts = (
+        make(np.arange),
+        [make(lambda n, p=p: np.arange(p * n // 4, (p + 1) * n // 4)) for p in range(4)],
+    )
+    for step in range(
+        3
+    ):  # the last batch has two rows; two of the four processes have none of them
         for name, x in whole[step].items():
             np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), x)
     assert whole[2]["weights"].sum() == 12 and parts[3][2]["weights"].sum() == 0
@@ -209,7 +238,18 @@ def test_the_launcher_prints_what_would_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b.py").touch()
     assert (
-        local.main(["--processes=2", "--devices=4", "--port=9999", "--dry-run", "--", "train", "--config=a b.py"]) == 0
+        local.main(
+            [
+                "--processes=2",
+                "--devices=4",
+                "--port=9999",
+                "--dry-run",
+                "--",
+                "train",
+                "--config=a b.py",
+            ]
+        )
+        == 0
     )
     first, second = capsys.readouterr().out.splitlines()
     assert "TRANSFORMER_PROCESS=0" in first and "TRANSFORMER_PROCESS=1" in second
@@ -222,8 +262,14 @@ def test_the_launcher_prints_what_would_run(capsys, tmp_path, monkeypatch):
 
 def test_processes_that_were_told_different_things_do_not_train_together(tmp_path):
     """Another config; a folder that is not shared."""
-    port, command = local.free_port(), [sys.executable, "-m", "transformer", *TRAIN, "--config.train.steps=2"]
-    told = {0: [f"--workdir={tmp_path / 'a'}"], 1: [f"--workdir={tmp_path / 'a'}", "--config.seed=7"]}
+    port, command = (
+        local.free_port(),
+        [sys.executable, "-m", "transformer", *TRAIN, "--config.train.steps=2"],
+    )
+    told = {
+        0: [f"--workdir={tmp_path / 'a'}"],
+        1: [f"--workdir={tmp_path / 'a'}", "--config.seed=7"],
+    }
     start = lambda i: subprocess.Popen(
         command + told[i],
         env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, 2, 2, port),
@@ -234,12 +280,17 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert any(process.returncode == 2 for process in started)
-    assert any("the config: process 1 has another than process 0" in error for error in errors), errors
+    assert any("the config: process 1 has another than process 0" in error for error in errors), (
+        errors
+    )
     assert not (tmp_path / "a").exists()
     port, told = local.free_port(), {i: [f"--workdir={tmp_path / str(i)}"] for i in range(2)}
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
-    assert f"process 1 does not see what process 0 wrote to {tmp_path / '1'}; it must be a shared folder" in errors[1]
+    assert (
+        f"process 1 does not see what process 0 wrote to {tmp_path / '1'}; it must be a shared folder"
+        in errors[1]
+    )
 
 
 def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys):
@@ -255,7 +306,9 @@ def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys)
         ["convert", f"--workdir={tmp_path / 'new'}", f"--from={tmp_path}"],
     ):  # fmt: skip
         assert main(arguments) == 2
-        assert f"{arguments[0]}: several processes cannot do it; start one" in capsys.readouterr().err
+        assert (
+            f"{arguments[0]}: several processes cannot do it; start one" in capsys.readouterr().err
+        )
     assert not (tmp_path / "new").exists() and not (tmp_path / "out").exists()
 
 
@@ -263,22 +316,36 @@ def test_a_pod_sweeps_as_one(tmp_path):
     """Every host is given the sweep: each run is on all of them, one after another. A host that is told to stop stops all, and they go on."""
     asked = 'def sweep():\n    from transformer import Sweep, vary\n    return Sweep(vary("optimizer.learning_rate", low=1e-3, high=1e-2), seeds=1)\n'
     (tmp_path / "x.py").write_text((ROOT / "experiments" / "smoke.py").read_text() + asked)
-    command, runs = ["sweep", f"--config={tmp_path / 'x.py'}", *TRAIN[2:], "--config.train.steps=12"], tmp_path / "runs"
+    command, runs = (
+        ["sweep", f"--config={tmp_path / 'x.py'}", *TRAIN[2:], "--config.train.steps=12"],
+        tmp_path / "runs",
+    )
     stopped = launch(2, runs, command=command)
     until(lambda: len(curve(runs / "low" / "seed-0")) > 2)
     stopped[1].send_signal(signal.SIGTERM)
     found, outputs = codes(stopped)
     assert found == [143, 143], outputs
-    assert re.search(r"low +stopped", outputs[0]) and "seed 0" not in outputs[1] and not (runs / "high").exists()
+    assert (
+        re.search(r"low +stopped", outputs[0])
+        and "seed 0" not in outputs[1]
+        and not (runs / "high").exists()
+    )
     found, outputs = codes(launch(2, runs, command=command))
     assert found == [0, 0], outputs
-    assert "2 of 2 runs are over" in outputs[0] and all((runs / arm / "seed-0" / "test.json").exists() for arm in ("low", "high"))
+    assert "2 of 2 runs are over" in outputs[0] and all(
+        (runs / arm / "seed-0" / "test.json").exists() for arm in ("low", "high")
+    )
     low, high = (curve(runs / arm / "seed-0") for arm in ("low", "high"))
-    assert [line["step"] for line in low if "train/loss" in line] == list(range(1, 13)) and low[2] != high[2]
+    assert [line["step"] for line in low if "train/loss" in line] == list(range(1, 13)) and low[
+        2
+    ] != high[2]
 
 
 def test_a_pod_sweeps_one_run_at_a_time(tmp_path, monkeypatch, capsys):
     for name, value in {"COORDINATOR": "localhost:12345", "PROCESSES": "2", "PROCESS": "1"}.items():
         monkeypatch.setenv(f"TRANSFORMER_{name}", value)
-    assert main(["sweep", "--config=experiments/ablation.py", f"--workdir={tmp_path}", "--jobs=2"]) == 2
+    assert (
+        main(["sweep", "--config=experiments/ablation.py", f"--workdir={tmp_path}", "--jobs=2"])
+        == 2
+    )
     assert "--jobs: 2; each run is on all 2 processes" in capsys.readouterr().err

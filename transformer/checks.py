@@ -90,9 +90,9 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
             given[key] = FrozenDict(value)
         elif isinstance(value, list) and kind is tuple:
             given[key] = tuple(value)
-        elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (
-            kind is bool
-        ):
+        elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(
+            value, bool
+        ) != (kind is bool):
             raise UserError(f"{field}.{key}: expected {kind.__name__}, got {plain(value)!r}")
         elif kind is float and not math.isfinite(value):
             raise UserError(f"{field}.{key}: {value} is no finite number")

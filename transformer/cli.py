@@ -80,7 +80,9 @@ def _main(argv: list[str]) -> int:
     verbs = parser.add_subparsers(metavar="VERB", title="verbs")
     for name in VERBS:
         verb = importlib.import_module(f"transformer.verbs.{name}")
-        sub = verbs.add_parser(name, help=verb.ABOUT, description=verb.DETAIL or verb.ABOUT, **spelled)
+        sub = verbs.add_parser(
+            name, help=verb.ABOUT, description=verb.DETAIL or verb.ABOUT, **spelled
+        )
         sub.set_defaults(run=verb.run, verb=name)
         verb.arguments(sub)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:

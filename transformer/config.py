@@ -32,7 +32,9 @@ class TokenizerConfig:
     """SentencePiece, trained from the run's own training text (both languages together) to `model.vocab_size` pieces, less what the
     objective keeps for its signs."""
 
-    kind: str = "unigram"  # unigram | bpe | char: every character a piece, at most model.vocab_size of them
+    kind: str = (
+        "unigram"  # unigram | bpe | char: every character a piece, at most model.vocab_size of them
+    )
     path: str = ""  # a SentencePiece .model, a tokenizer.json (extra [hf]) or a run's tokenizer.pair, to use instead of training one
     pad_id: int = -1  # of a given one: padding,
     bos_id: int = -1  # what a text, or a decoder, begins with,
@@ -47,7 +49,9 @@ class TokenizerConfig:
         at_least("data.tokenizer", self, 1, "max_sentences")
         at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id", "source_bos_id")
         if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
-            raise UserError(f"data.tokenizer.character_coverage: {self.character_coverage} must lie between 0.98 and 1")
+            raise UserError(
+                f"data.tokenizer.character_coverage: {self.character_coverage} must lie between 0.98 and 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,23 +74,27 @@ class DataConfig:
     packing: bool = True  # several documents a row, told apart by segment ids
     buckets: tuple[int, ...] = ()  # without packing: row lengths, the last of which is `length`
     too_long: str = "drop"  # drop | cut, counted and reported
-    eval_overlap: int = (
-        0  # causal_lm: held-out rows read so many tokens of the row before once more, unscored, as context
-    )
+    eval_overlap: int = 0  # causal_lm: held-out rows read so many tokens of the row before once more, unscored, as context
     held_out: int = 1000  # sources in each of valid and test, where no file is given
     max_examples: int = 0  # train on so many only; 0: all
     tokenizer: TokenizerConfig = TokenizerConfig()
 
     def __post_init__(self):
         if self.corpus and self.train:
-            raise UserError("data.corpus and data.train: two texts to train on; leave one of them out")
+            raise UserError(
+                "data.corpus and data.train: two texts to train on; leave one of them out"
+            )
         if self.corpus and (self.valid or self.test or self.fields):
             raise UserError(
                 "data.corpus: a known corpus has its own files; data.valid, data.test and data.fields go with data.train"
             )
         if not isinstance(self.objective, str):
             object.__setattr__(self, "objective", FrozenDict(self.objective))
-        one_of("data.format", self.format, ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe"))
+        one_of(
+            "data.format",
+            self.format,
+            ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe"),
+        )
         for part in ("train", "valid", "test") if self.format == "probe" else ():
             if path := getattr(self, part):
                 probes.parse(path, f"data.{part}")
@@ -95,13 +103,21 @@ class DataConfig:
         at_least("data", self, 1, "batch_size", "held_out")
         at_least("data", self, 0, "max_examples", "eval_overlap", "target_length")
         if self.eval_overlap >= self.length:
-            raise UserError(f"data.eval_overlap: {self.eval_overlap} must be less than data.length = {self.length}")
+            raise UserError(
+                f"data.eval_overlap: {self.eval_overlap} must be less than data.length = {self.length}"
+            )
         if self.fields and self.format in ("text", "paired"):
             raise UserError(
                 f"data.fields: {self.fields}, but data.format = {self.format!r} has no fields; leave them out"
             )
-        if self.fields and self.format == "tsv" and not all(f.isascii() and f.isdigit() for f in self.fields):
-            raise UserError(f"data.fields: {self.fields}; of tsv they are the numbers of columns, from 0: ('0', '1')")
+        if (
+            self.fields
+            and self.format == "tsv"
+            and not all(f.isascii() and f.isdigit() for f in self.fields)
+        ):
+            raise UserError(
+                f"data.fields: {self.fields}; of tsv they are the numbers of columns, from 0: ('0', '1')"
+            )
         if self.buckets:
             if self.packing:
                 raise UserError(
@@ -112,7 +128,9 @@ class DataConfig:
                     f"data.buckets: {self.buckets} times data.target_length / data.length must be whole numbers"
                 )
             if sorted(set(self.buckets)) != list(self.buckets) or self.buckets[-1] != self.length:
-                raise UserError(f"data.buckets: {self.buckets} must grow and end in data.length = {self.length}")
+                raise UserError(
+                    f"data.buckets: {self.buckets} must grow and end in data.length = {self.length}"
+                )
 
     @property
     def decoder_length(self) -> int:
@@ -139,8 +157,21 @@ class OptimizerConfig:
 
     def __post_init__(self):
         one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd"))
-        one_of("optimizer.schedule", self.schedule, ("inverse_sqrt", "cosine", "linear", "wsd", "constant"))
-        at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "final_fraction")
+        one_of(
+            "optimizer.schedule",
+            self.schedule,
+            ("inverse_sqrt", "cosine", "linear", "wsd", "constant"),
+        )
+        at_least(
+            "optimizer",
+            self,
+            0,
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "clip_norm",
+            "final_fraction",
+        )
         positive("optimizer", self, "epsilon")
         in_unit_interval("optimizer", self, "b1", "b2", "momentum")
         if not 0 < self.decay_fraction <= 1:
@@ -175,7 +206,10 @@ class MeshConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> devices along it, in the order of the mesh: neighbours on the last talk most."""
-        return {axis: getattr(self, axis) for axis in ("data", "stage", "fsdp", "expert", "context", "tensor")}
+        return {
+            axis: getattr(self, axis)
+            for axis in ("data", "stage", "fsdp", "expert", "context", "tensor")
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,17 +219,31 @@ class TrainConfig:
     steps: int = 1000
     label_smoothing: float = 0.0
     z_loss: float = 0.0  # weight of log(Z)^2, which keeps logits from drifting
-    accumulate: int = 1  # micro-batches a step: less memory, the same loss (dropout draws other masks)
-    ema_decay: float = 0.0  # exponential moving average of the parameters, used for evaluation; 0: off
-    average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0 or 1: the last alone
-    init_from: str = ""  # start from the parameters of a run, or of a Hugging Face directory (extra [hf])
-    init_new: tuple[str, ...] = ()  # of this model, what starts anew nevertheless: ("classifier/*",)
+    accumulate: int = (
+        1  # micro-batches a step: less memory, the same loss (dropout draws other masks)
+    )
+    ema_decay: float = (
+        0.0  # exponential moving average of the parameters, used for evaluation; 0: off
+    )
+    average_checkpoints: int = (
+        0  # evaluate the mean of the last n checkpoints; 0 or 1: the last alone
+    )
+    init_from: str = (
+        ""  # start from the parameters of a run, or of a Hugging Face directory (extra [hf])
+    )
+    init_new: tuple[
+        str, ...
+    ] = ()  # of this model, what starts anew nevertheless: ("classifier/*",)
     init_drop: tuple[str, ...] = ()  # of that model, what is left out: ("unembedding/*",)
-    init_positions: str = "same"  # same | extend | interpolate: a learned table of positions of another length
+    init_positions: str = (
+        "same"  # same | extend | interpolate: a learned table of positions of another length
+    )
     log_every: int = 50
     eval_every: int = 0  # 0: at the end only
     eval_batches: int = 0  # of the validation side, during training; 0: all
-    evaluators: tuple[Choice, ...] = ()  # what else is measured (evaluation/kinds.py): loss_by_position | depth_profile | attention | ..., or dict(name=...)
+    evaluators: tuple[
+        Choice, ...
+    ] = ()  # what else is measured (evaluation/kinds.py): loss_by_position | depth_profile | attention | ..., or dict(name=...)
     checkpoint_every: int = 0  # 0: at the end only
     keep_checkpoints: int = 2
     tensorboard: bool = True
@@ -204,27 +252,44 @@ class TrainConfig:
 
     def __post_init__(self):
         at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
-        at_least("train", self, 0, "eval_every", "eval_batches", "checkpoint_every", "average_checkpoints", "z_loss")
+        at_least(
+            "train",
+            self,
+            0,
+            "eval_every",
+            "eval_batches",
+            "checkpoint_every",
+            "average_checkpoints",
+            "z_loss",
+        )
         at_least("train", self, 0, "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
         object.__setattr__(
-            self, "evaluators", tuple(x if isinstance(x, str) else _frozen(x) for x in self.evaluators)
+            self,
+            "evaluators",
+            tuple(x if isinstance(x, str) else _frozen(x) for x in self.evaluators),
         )
         for spec in self.evaluators:
             kinds.build(spec)
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
         if (self.init_new or self.init_drop) and not self.init_from:
-            raise UserError("train.init_new and train.init_drop: they go with train.init_from, which is not set")
+            raise UserError(
+                "train.init_new and train.init_drop: they go with train.init_from, which is not set"
+            )
         if self.average_checkpoints > self.keep_checkpoints:
             raise UserError(
                 f"train.average_checkpoints: {self.average_checkpoints}, but train.keep_checkpoints = {self.keep_checkpoints} are kept; raise it"
             )
         if self.average_checkpoints > 1 and self.ema_decay:
-            raise UserError("train.average_checkpoints and train.ema_decay: two ways to average; set one of them to 0")
+            raise UserError(
+                "train.average_checkpoints and train.ema_decay: two ways to average; set one of them to 0"
+            )
 
 
 def _frozen(choice) -> FrozenDict:
-    return FrozenDict({key: tuple(value) if isinstance(value, list) else value for key, value in choice.items()})
+    return FrozenDict(
+        {key: tuple(value) if isinstance(value, list) else value for key, value in choice.items()}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +301,9 @@ class DecodingConfig:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
-    max_extra: int = 50  # tokens written at most: so many more than the source has; of a language model, so many
+    max_extra: int = (
+        50  # tokens written at most: so many more than the source has; of a language model, so many
+    )
     batch_size: int = 64
 
     def __post_init__(self):
@@ -261,7 +328,9 @@ class Experiment:
     decoding: DecodingConfig = DecodingConfig()
     mesh: MeshConfig = MeshConfig()
     seed: int = 0  # of parameters, dropout and the order of the data
-    platform: str = "auto"  # auto | cpu | gpu | tpu | accelerator: training anywhere else is refused
+    platform: str = (
+        "auto"  # auto | cpu | gpu | tpu | accelerator: training anywhere else is refused
+    )
 
     def __post_init__(self):
         one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
@@ -277,7 +346,11 @@ class Experiment:
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}"
             )
         objective = self.objective
-        name = self.data.objective if isinstance(self.data.objective, str) else self.data.objective["name"]
+        name = (
+            self.data.objective
+            if isinstance(self.data.objective, str)
+            else self.data.objective["name"]
+        )
         if self.model.family.removeprefix("recurrent_") not in objective.families:
             raise UserError(
                 f"data.objective: {name!r} trains a model of family {' or '.join(map(repr, objective.families))}, "
@@ -286,7 +359,9 @@ class Experiment:
         if objective.asks_for_tokens and not self.model.lm_head:
             raise UserError(f"data.objective: {name!r} asks for tokens; set model.lm_head=True")
         if self.model.prefix_lm and not objective.gives_prefix:
-            raise UserError(f"model.prefix_lm: True, but data.objective {name!r} gives no prefix; set it to False")
+            raise UserError(
+                f"model.prefix_lm: True, but data.objective {name!r} gives no prefix; set it to False"
+            )
         if self.data.target_length and not self.model.two_sides:
             raise UserError(
                 f"data.target_length: {self.data.target_length}, but model.family = {self.model.family!r} has one side; leave it at 0"

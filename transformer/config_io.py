@@ -31,7 +31,9 @@ def from_mapping(cls, given: Mapping, path: str = ""):
     given = _thaw(given)
     if not isinstance(given, Mapping):
         example = f"dict({next(iter(typing.get_type_hints(cls)))}=...)"
-        raise UserError(f"{path.rstrip('.') or 'config'}: expected a table of fields, {example}, got {given!r}")
+        raise UserError(
+            f"{path.rstrip('.') or 'config'}: expected a table of fields, {example}, got {given!r}"
+        )
     fields = typing.get_type_hints(cls)
     for key in given:
         if key not in fields:
@@ -44,11 +46,17 @@ def from_mapping(cls, given: Mapping, path: str = ""):
 
 def _way_out(key: str, fields: Mapping) -> str:
     """For a field that is not here: where in an experiment it is, if it is somewhere else; or what is here of a like name."""
-    tables = [(name, kind) for name, kind in typing.get_type_hints(Experiment).items() if dataclasses.is_dataclass(kind)]
+    tables = [
+        (name, kind)
+        for name, kind in typing.get_type_hints(Experiment).items()
+        if dataclasses.is_dataclass(kind)
+    ]
     paths = [key] if key in typing.get_type_hints(Experiment) else []
     for path, kind in tables:  # grows: tables hold tables
         inner = typing.get_type_hints(kind)
-        tables += [(f"{path}.{name}", one) for name, one in inner.items() if dataclasses.is_dataclass(one)]
+        tables += [
+            (f"{path}.{name}", one) for name, one in inner.items() if dataclasses.is_dataclass(one)
+        ]
         paths += [f"{path}.{key}"] if key in inner else []
     return f"it is {' or '.join(paths)}" if paths else nearest(key, fields)
 
@@ -73,7 +81,9 @@ def _coerce(value, kind, path: str):
         if origin is int and isinstance(value, float) and value.is_integer():
             return int(value)
     spell = lambda o: (
-        "nothing (None)" if o is type(None) else _SPELLED.get(typing.get_origin(o) or o, getattr(o, "__name__", str(o)))
+        "nothing (None)"
+        if o is type(None)
+        else _SPELLED.get(typing.get_origin(o) or o, getattr(o, "__name__", str(o)))
     )
     names = " or ".join(spell(o) for o in options)
     raise UserError(f"{path}: expected {names}, got {value!r}")
@@ -91,7 +101,9 @@ def to_mapping(config) -> dict:
     return [to_mapping(item) for item in config] if isinstance(config, (tuple, list)) else config
 
 
-def load_experiment(file: str, overrides: Mapping[str, str] = types.MappingProxyType({})) -> Experiment:
+def load_experiment(
+    file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
+) -> Experiment:
     """The experiment of `FILE.py[:ARG][:ARM]`, with dotted overrides (`{"model.d_model": "256"}`) on top.
 
     FILE.py defines `get_config()` or `get_config(arg)` and returns a ConfigDict (or a dict); ARM is one of its `sweep()`, or
@@ -122,7 +134,9 @@ def load_tree(file: str) -> dict:
         if found.arm:
             arms = found.sweep().arms
             if found.arm not in arms:
-                raise UserError(f"--config: the sweep() of {str(found.path)!r} has no arm {found.arm!r}; {nearest(found.arm, arms)}")
+                raise UserError(
+                    f"--config: the sweep() of {str(found.path)!r} has no arm {found.arm!r}; {nearest(found.arm, arms)}"
+                )
             change(tree, arms[found.arm])
         return tree
 
@@ -131,17 +145,23 @@ def load_sweep(file: str) -> Sweep:
     """What an experiment file varies. Raises UserError if it says nothing of it."""
     found = _open(file)
     if found.arm:
-        raise UserError(f"--config: {file!r} names one arm, and all are asked for; leave out :{found.arm}")
+        raise UserError(
+            f"--config: {file!r} names one arm, and all are asked for; leave out :{found.arm}"
+        )
     with _faults_of(found.path):
         return found.sweep()
 
 
-def load_arms(file: str, overrides: Mapping[str, str] = types.MappingProxyType({})) -> tuple[Sweep, dict[str, Experiment]]:
+def load_arms(
+    file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
+) -> tuple[Sweep, dict[str, Experiment]]:
     """The sweep of an experiment file, and its arms' experiments, the baseline first; `overrides` are of all of them."""
     sweep, found = load_sweep(file), {}
     for key in overrides:
         if same := [field for field in sweep.fields if key == field or key.startswith(field + ".")]:
-            raise UserError(f"--config.{key}: the sweep varies {same[0]}; leave it out, or change sweep()")
+            raise UserError(
+                f"--config.{key}: the sweep varies {same[0]}; leave it out, or change sweep()"
+            )
     if "seed" in overrides:
         raise UserError("--config.seed: the sweep has its own seeds; change Sweep(seeds=...)")
     for arm, changes in sweep.arms.items():
@@ -168,21 +188,31 @@ class _File:
     def tree(self) -> dict:
         given = self._call("get_config")
         if not isinstance(given, Experiment | Mapping | ConfigDict):
-            raise UserError(f"--config: get_config() of {str(self.path)!r} returns {given!r}; a ConfigDict or a dict is expected")
+            raise UserError(
+                f"--config: get_config() of {str(self.path)!r} returns {given!r}; a ConfigDict or a dict is expected"
+            )
         return _thaw(given)
 
     def sweep(self) -> Sweep:
         if not hasattr(self.module, "sweep"):
-            raise UserError(f"--config: {str(self.path)!r} defines no sweep(), as experiments/ablation.py does; see transformer/sweeps.py")
+            raise UserError(
+                f"--config: {str(self.path)!r} defines no sweep(), as experiments/ablation.py does; see transformer/sweeps.py"
+            )
         given = self._call("sweep")
         given = Sweep(given) if isinstance(given, Grid) else given
         if not isinstance(given, Sweep):
-            raise UserError(f"--config: sweep() of {str(self.path)!r} returns {given!r}; a Sweep or a Grid is expected")
+            raise UserError(
+                f"--config: sweep() of {str(self.path)!r} returns {given!r}; a Sweep or a Grid is expected"
+            )
         return given
 
     def _call(self, name: str):
         function = getattr(self.module, name)
-        return function(self.arg) if self.arg and inspect.signature(function).parameters else function()
+        return (
+            function(self.arg)
+            if self.arg and inspect.signature(function).parameters
+            else function()
+        )
 
 
 def _open(file: str) -> _File:
@@ -195,9 +225,13 @@ def _open(file: str) -> _File:
             raise UserError(f"--config: {name!r} defines no get_config()")
         takes = bool(inspect.signature(module.get_config).parameters)
     if given and not takes and not hasattr(module, "sweep"):
-        raise UserError(f"--config: {name!r} takes no argument and has no sweep(); leave out :{':'.join(given)}")
+        raise UserError(
+            f"--config: {name!r} takes no argument and has no sweep(); leave out :{':'.join(given)}"
+        )
     if len(given) > takes + hasattr(module, "sweep"):
-        raise UserError(f"--config: {file!r}; it is FILE.py{':ARG' * takes}{':ARM' * hasattr(module, 'sweep')}")
+        raise UserError(
+            f"--config: {file!r}; it is FILE.py{':ARG' * takes}{':ARM' * hasattr(module, 'sweep')}"
+        )
     arg = given.pop(0) if takes and given else ""
     if arg and arg not in (known := getattr(module, "ARGUMENTS", (arg,))):
         raise UserError(f"--config: {name!r} takes no {arg!r}; {nearest(arg, known)}")
@@ -233,7 +267,11 @@ def _faults_of(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as e:
-        here = [frame for frame in traceback.extract_tb(e.__traceback__) if Path(frame.filename) == path.absolute()]
+        here = [
+            frame
+            for frame in traceback.extract_tb(e.__traceback__)
+            if Path(frame.filename) == path.absolute()
+        ]
         line = getattr(e, "lineno", None) or (here[-1].lineno if here else 0)
         raise UserError(
             f"--config: {path}:{line}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
@@ -260,10 +298,18 @@ def override(tree: dict, dotted: str, value, said: str = "--config.") -> None:
     node, path = tree, ""
     for key in parents:
         path += key
-        fields = {key: Choice} if cls is Choice else typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+        fields = (
+            {key: Choice}
+            if cls is Choice
+            else typing.get_type_hints(cls)
+            if dataclasses.is_dataclass(cls)
+            else {}
+        )
         if key not in fields:
             raise UserError(
-                f"{said}{path}: no such field; {_way_out(key, fields)}" if fields else f"{said}{dotted}: {path} has no fields"
+                f"{said}{path}: no such field; {_way_out(key, fields)}"
+                if fields
+                else f"{said}{dotted}: {path} has no fields"
             )
         default = {} if cls is Choice else {f.name: f.default for f in dataclasses.fields(cls)}[key]
         cls = fields[key]
@@ -277,7 +323,9 @@ def override(tree: dict, dotted: str, value, said: str = "--config.") -> None:
     if fields and last not in fields:
         raise UserError(f"{said}{dotted}: no such field; {_way_out(last, fields)}")
     if dataclasses.is_dataclass(fields.get(last)):
-        raise UserError(f"{said}{dotted}: a table of fields; set one of them: {dotted}.{next(iter(typing.get_type_hints(fields[last])))}")
+        raise UserError(
+            f"{said}{dotted}: a table of fields; set one of them: {dotted}.{next(iter(typing.get_type_hints(fields[last])))}"
+        )
     node[last] = _parse(value, fields.get(last)) if isinstance(value, str) else _thaw(value)
 
 
@@ -286,8 +334,14 @@ def _parse(text: str, kind):
     if kind is str or (text.lower() == "none" and type(None) not in typing.get_args(kind)):
         return text
     if typing.get_origin(kind) is tuple and not text.startswith(("(", "[")):
-        return tuple(_parse(part.strip(), typing.get_args(kind)[0]) for part in text.split(",") if part.strip())
+        return tuple(
+            _parse(part.strip(), typing.get_args(kind)[0])
+            for part in text.split(",")
+            if part.strip()
+        )
     try:
-        return ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+        return ast.literal_eval(
+            {"true": "True", "false": "False", "none": "None"}.get(text.lower(), text)
+        )
     except (ValueError, SyntaxError):
         return text

@@ -54,37 +54,51 @@ def vary(field: str, *values, **named) -> Grid:
     if not values and not named:
         raise UserError(f"sweep: vary({field!r}) has no values")
     points = [Point(_spell(field, value), {field: value}) for value in values]
-    return Grid((*points, *(Point(name, {field: value}, {field: name}) for name, value in named.items())))
+    return Grid(
+        (*points, *(Point(name, {field: value}, {field: name}) for name, value in named.items()))
+    )
 
 
 def scan(field: str, low: float, high: float, points: int) -> Grid:
     """One number at values spaced geometrically from `low` to `high`, rounded to two significant digits (between two ints to whole numbers; equal
     ones are one): scan("optimizer.learning_rate", 1e-4, 1e-1, 7)."""
     if not 0 < low < high or points < 2:
-        raise UserError(f"sweep: scan({field!r}, {low}, {high}, {points}): from a number over 0 to a larger one, by 2 points or more")
+        raise UserError(
+            f"sweep: scan({field!r}, {low}, {high}, {points}): from a number over 0 to a larger one, by 2 points or more"
+        )
     values = [low * (high / low) ** (n / (points - 1)) for n in range(points)]
     whole = isinstance(low, int) and isinstance(high, int)
-    return vary(field, *dict.fromkeys(int(x) if whole else x for x in (float(f"{x:.1e}") for x in values)))
+    return vary(
+        field, *dict.fromkeys(int(x) if whole else x for x in (float(f"{x:.1e}") for x in values))
+    )
 
 
 def arms(**named: Changes) -> Grid:
     """Points by name, each with its own changes: arms(plain={}, deep={"model.num_decoder_layers": 24})."""
     for name, changes in named.items():
         if not isinstance(changes, Mapping):
-            raise UserError(f"sweep: arms({name}={changes!r}): expected a table of fields, {{'model.d_ff': 512}}")
+            raise UserError(
+                f"sweep: arms({name}={changes!r}): expected a table of fields, {{'model.d_ff': 512}}"
+            )
     return Grid(tuple(Point(name, dict(changes)) for name, changes in named.items()))
 
 
 def product(*grids: Grid) -> Grid:
     """Every point of each with every point of the others."""
-    return Grid(tuple(_joined(points) for points in itertools.product(*(grid.points for grid in grids))))
+    return Grid(
+        tuple(_joined(points) for points in itertools.product(*(grid.points for grid in grids)))
+    )
 
 
 def zipped(*grids: Grid) -> Grid:
     """The first points together, then the second, and so on."""
     if len({len(grid) for grid in grids}) > 1:
-        raise UserError(f"sweep: zipped() of {' and '.join(str(len(grid)) for grid in grids)} points; they must be as many")
-    return Grid(tuple(_joined(points) for points in zip(*(grid.points for grid in grids), strict=True)))
+        raise UserError(
+            f"sweep: zipped() of {' and '.join(str(len(grid)) for grid in grids)} points; they must be as many"
+        )
+    return Grid(
+        tuple(_joined(points) for points in zip(*(grid.points for grid in grids), strict=True))
+    )
 
 
 def chain(*grids: Grid) -> Grid:
@@ -116,29 +130,53 @@ class Sweep:
 
     def __post_init__(self):
         if not isinstance(self.grid, Grid):
-            raise UserError(f"sweep: {self.grid!r}; a Grid is expected: vary(FIELD, VALUE, ...), arms(NAME={{...}}), or several of them in product(), zipped() or chain()")
+            raise UserError(
+                f"sweep: {self.grid!r}; a Grid is expected: vary(FIELD, VALUE, ...), arms(NAME={{...}}), or several of them in product(), zipped() or chain()"
+            )
         names = [point.name for point in self.grid.points]
         if not names:
             raise UserError("sweep: no arms")
         for name in names:
             if names.count(name) > 1:
-                raise UserError(f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) or arms(NAME={{...}})")
+                raise UserError(
+                    f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) or arms(NAME={{...}})"
+                )
             if name in RESERVED:
-                raise UserError(f"sweep: an arm is called {name!r}, as a folder beside the arms is; name it with vary(field, NAME=value) or arms(NAME={{...}})")
+                raise UserError(
+                    f"sweep: an arm is called {name!r}, as a folder beside the arms is; name it with vary(field, NAME=value) or arms(NAME={{...}})"
+                )
             if not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
-                raise UserError(f"sweep: {name!r} is no name for a folder; name it with vary(field, NAME=value) or arms(NAME={{...}})")
+                raise UserError(
+                    f"sweep: {name!r} is no name for a folder; name it with vary(field, NAME=value) or arms(NAME={{...}})"
+                )
         if self.baseline and self.baseline not in names:
-            raise UserError(f"sweep: baseline {self.baseline!r} is no arm; {nearest(self.baseline, names)}")
+            raise UserError(
+                f"sweep: baseline {self.baseline!r} is no arm; {nearest(self.baseline, names)}"
+            )
         seeds = tuple(range(self.seeds)) if isinstance(self.seeds, int) else tuple(self.seeds)
-        if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
-            raise UserError(f"sweep: seeds: {self.seeds!r}; a number of seeds, 1 or more, or a list of different ones")
+        if (
+            not seeds
+            or len(set(seeds)) < len(seeds)
+            or not all(type(seed) is int and seed >= 0 for seed in seeds)
+        ):
+            raise UserError(
+                f"sweep: seeds: {self.seeds!r}; a number of seeds, 1 or more, or a list of different ones"
+            )
         if any("seed" in point.changes for point in self.grid.points):
-            raise UserError("sweep: 'seed' varies in the grid; say Sweep(..., seeds=N), so that all arms have the same")
+            raise UserError(
+                "sweep: 'seed' varies in the grid; say Sweep(..., seeds=N), so that all arms have the same"
+            )
         if self.match not in ("", "parameters", "flops", "time"):
-            raise UserError(f"sweep: match: {self.match!r}; {nearest(self.match, ('parameters', 'flops', 'time'))}")
+            raise UserError(
+                f"sweep: match: {self.match!r}; {nearest(self.match, ('parameters', 'flops', 'time'))}"
+            )
         if not isinstance(self.declared, Mapping):
-            raise UserError(f"sweep: declared: {self.declared!r}; a table, {{'parameters': 'why they differ'}}")
-        object.__setattr__(self, "higher_is_better", higher_is_better(self.metric, self.higher_is_better))
+            raise UserError(
+                f"sweep: declared: {self.declared!r}; a table, {{'parameters': 'why they differ'}}"
+            )
+        object.__setattr__(
+            self, "higher_is_better", higher_is_better(self.metric, self.higher_is_better)
+        )
         object.__setattr__(self, "baseline", self.baseline or names[0])
         object.__setattr__(self, "seeds", seeds)
 

@@ -25,7 +25,9 @@ def compiled(backend: str, length: int):
     inputs = [jax.random.normal(jax.random.key(i), (1, length, HEADS, SIZE)) for i in range(3)]
     loss = lambda *qkv: jnp.sum(BACKENDS[backend].attend(*qkv, given) ** 2)
     program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*inputs).compile()
-    return lambda: jax.block_until_ready(program(*inputs)), program.memory_analysis().temp_size_in_bytes
+    return lambda: jax.block_until_ready(
+        program(*inputs)
+    ), program.memory_analysis().temp_size_in_bytes
 
 
 def seconds(call) -> float:
@@ -37,7 +39,9 @@ def seconds(call) -> float:
 def main() -> None:
     options = dict(a.removeprefix("--").partition("=")[::2] for a in sys.argv[1:])
     for length in map(int, options.get("lengths", "512,1024,2048,4096").split(",")):
-        (plain, held), (blocks, less) = (compiled(name, length) for name in ("reference", "blockwise"))
+        (plain, held), (blocks, less) = (
+            compiled(name, length) for name in ("reference", "blockwise")
+        )
         times = [(seconds(plain), seconds(blocks)) for _ in range(6)][1:]
         a, b = (min(column) for column in zip(*times, strict=True))
         print(

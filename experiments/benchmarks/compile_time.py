@@ -31,14 +31,17 @@ def one(depth: int, scan: bool) -> None:
         "num_decoder_layers": depth,
         "scan_layers": scan,
     }
-    config = from_mapping(Experiment, {"model": model, "data": {"corpus": "pydoc", "length": 128, "batch_size": 8}})
+    config = from_mapping(
+        Experiment, {"model": model, "data": {"corpus": "pydoc", "length": 128, "batch_size": 8}}
+    )
     with use(make_mesh(config.mesh)) as mesh:
         module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
         abstract, placed = abstract_state(config, module, optimizer, mesh)
         step = make_train_step(config, module, optimizer, mesh, placed)
         shape = (8, 128)
         batch = {
-            name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("inputs", "targets", "segments", "positions")
+            name: jax.ShapeDtypeStruct(shape, jnp.int32)
+            for name in ("inputs", "targets", "segments", "positions")
         }
         batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         began = time.perf_counter()
@@ -57,10 +60,13 @@ def main() -> None:
         for depth in depths:
             command = [sys.executable, __file__, f"--depth={depth}", f"--scan={scan}"]
             seconds[depth] = min(
-                float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)
+                float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+                for _ in range(3)
             )
         spelled = ", ".join(f"{depth} layers {s:.1f} s" for depth, s in seconds.items())
-        print(f"{'scanned ' if scan else 'unrolled'}  {spelled}: {seconds[depths[-1]] / seconds[depths[0]]:.2f}x")
+        print(
+            f"{'scanned ' if scan else 'unrolled'}  {spelled}: {seconds[depths[-1]] / seconds[depths[0]]:.2f}x"
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,10 @@ def side(keep: bool) -> None:
 
     config = load_experiment(str(Path(__file__).parents[1] / "quickstart.py"))
     with use(make_mesh(config.mesh)) as mesh:
-        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+        model, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, config.train.steps),
+        )
         _, placed = abstract_state(config, model, optimizer, mesh)
         state, step = (
             init_state(config, model, optimizer, placed),
@@ -52,7 +55,10 @@ def side(keep: bool) -> None:
                 state, metrics = step(state, batch)
                 jax.block_until_ready(metrics)
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-            print(json.dumps([1e3 * (time.perf_counter() - began) / STEPS, faults / STEPS]), flush=True)
+            print(
+                json.dumps([1e3 * (time.perf_counter() - began) / STEPS, faults / STEPS]),
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -80,7 +86,9 @@ def main() -> None:
         ms, faults = (statistics.median(column) for column in zip(*seen[name], strict=True))
         print(f"{name:<6} {ms:6.1f} ms a step, {faults:8,.0f} page faults a step")
     ratios = [a[0] / b[0] for a, b in zip(seen["plain"], seen["keep"], strict=True)]
-    print(f"plain / keep: {statistics.median(ratios):.2f} (rounds: {min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"plain / keep: {statistics.median(ratios):.2f} (rounds: {min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 if __name__ == "__main__":

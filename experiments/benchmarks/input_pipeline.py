@@ -32,7 +32,10 @@ def measure(file: str) -> None:
     assert sum(1 for _ in batches.stream(0, count)) == count
     pipeline = count / (time.perf_counter() - began)
     with use(make_mesh(config.mesh)) as mesh:
-        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+        model, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, config.train.steps),
+        )
         _, placed = abstract_state(config, model, optimizer, mesh)
         state, step = (
             init_state(config, model, optimizer, placed),

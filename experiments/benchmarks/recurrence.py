@@ -41,7 +41,15 @@ def longest_chain(jaxpr, depth_of=None) -> int:
     for one in jaxpr.eqns:
         before = [get(x) for x in one.invars]
         start, name = max(before, default=0), one.primitive.name
-        inner = [x for x in (one.params.get("jaxpr"), one.params.get("call_jaxpr"), one.params.get("fun_jaxpr")) if x is not None]
+        inner = [
+            x
+            for x in (
+                one.params.get("jaxpr"),
+                one.params.get("call_jaxpr"),
+                one.params.get("fun_jaxpr"),
+            )
+            if x is not None
+        ]
         if name == "scan":
             after = start + one.params["length"] * longest_chain(one.params["jaxpr"].jaxpr)
         elif inner:
@@ -59,19 +67,35 @@ def reading(family: str, length: int):
         family=family, vocab_size=512, d_model=128, d_ff=512, num_heads=4, num_encoder_layers=2, num_decoder_layers=2, max_length=length,
         position="rotary", attention_backend="reference",
     )  # fmt: skip
-    model, tokens = build_model(config), jnp.asarray(np.random.default_rng(0).integers(4, 512, (TOKENS // length, length)), jnp.int32)
+    model, tokens = (
+        build_model(config),
+        jnp.asarray(
+            np.random.default_rng(0).integers(4, 512, (TOKENS // length, length)), jnp.int32
+        ),
+    )
     params = jax.jit(model.init)(jax.random.key(0), tokens[:, :8], tokens[:, :8])
-    loss = lambda params, tokens: jnp.sum(jnp.square(model.apply(params, tokens, method="encode")[0]))
+    loss = lambda params, tokens: jnp.sum(
+        jnp.square(model.apply(params, tokens, method="encode")[0])
+    )
     return jax.grad(loss), (params, tokens)
 
 
 def main():
     look_for_no_tpu()
-    head = f"{'length':>7}  " + "  ".join(f"{name + ' ms':>13}  {'steps':>7}" for name in FAMILIES) + f"  {'ratio of time':>14}"
-    print(f"{TOKENS:,} tokens a batch, forward and backward, on {jax.devices()[0].device_kind}\n{head}")
+    head = (
+        f"{'length':>7}  "
+        + "  ".join(f"{name + ' ms':>13}  {'steps':>7}" for name in FAMILIES)
+        + f"  {'ratio of time':>14}"
+    )
+    print(
+        f"{TOKENS:,} tokens a batch, forward and backward, on {jax.devices()[0].device_kind}\n{head}"
+    )
     for length in LENGTHS:
         programs = {name: reading(family, length) for name, family in FAMILIES.items()}
-        chains = {name: longest_chain(jax.make_jaxpr(step)(*args).jaxpr) for name, (step, args) in programs.items()}
+        chains = {
+            name: longest_chain(jax.make_jaxpr(step)(*args).jaxpr)
+            for name, (step, args) in programs.items()
+        }
         compiled = {name: jax.jit(step) for name, (step, _) in programs.items()}
         seconds = {name: [] for name in FAMILIES}
         for trial in range(8):
@@ -82,7 +106,9 @@ def main():
                     seconds[name].append(time.perf_counter() - began)
         best = {name: min(x) for name, x in seconds.items()}
         print(
-            f"{length:>7,}  " + "  ".join(f"{1e3 * best[name]:>13.1f}  {chains[name]:>7,}" for name in FAMILIES) + f"  {best['recurrent'] / best['attention']:>14.2f}",
+            f"{length:>7,}  "
+            + "  ".join(f"{1e3 * best[name]:>13.1f}  {chains[name]:>7,}" for name in FAMILIES)
+            + f"  {best['recurrent'] / best['attention']:>14.2f}",
             flush=True,
         )
 

@@ -28,7 +28,15 @@ CASES = {
         "rows": 64,
         "length": 32,
     },
-    "decoder": {"layers": 6, "d_model": 256, "d_ff": 1024, "heads": 4, "vocab": 8192, "rows": 16, "length": 256},
+    "decoder": {
+        "layers": 6,
+        "d_model": 256,
+        "d_ff": 1024,
+        "heads": 4,
+        "vocab": 8192,
+        "rows": 16,
+        "length": 256,
+    },
 }
 
 
@@ -63,7 +71,12 @@ def jax_side(case: str) -> None:
             "logit_bias": True,
         }
     else:
-        model |= {"position": "learned", "norm_placement": "pre", "activation": "gelu_tanh", "attention_dropout": 0.1}
+        model |= {
+            "position": "learned",
+            "norm_placement": "pre",
+            "activation": "gelu_tanh",
+            "attention_dropout": 0.1,
+        }
     config = from_mapping(Experiment, {
         "model": model, "data": {"corpus": "pydoc", "objective": "seq2seq" if two_sides else "causal_lm", "length": c["length"], "batch_size": c["rows"]},
         "optimizer": {"learning_rate": 1e-4, "schedule": "constant", "warmup_steps": 0},
@@ -133,7 +146,13 @@ def torch_side(case: str) -> None:
         model(**given).loss.backward()
         optimizer.step()
 
-    serve(once, {"parameters": sum(p.numel() for p in model.parameters()), "threads": torch.get_num_threads()})
+    serve(
+        once,
+        {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "threads": torch.get_num_threads(),
+        },
+    )
 
 
 def serve(once, facts: dict) -> None:
@@ -174,8 +193,14 @@ def compare(case: str, rounds: int, same_allocator: bool) -> None:
     c = CASES[case]
     ratios = [t / j for j, t in zip(times["jax"], times["torch"], strict=True)]
     ours, theirs = (statistics.median(times[side]) for side in ("jax", "torch"))
-    tokens, attentions = c["rows"] * c["length"], (3 if case == "encoder_decoder" else 1) * c["layers"]
-    flops = 6 * facts["jax"]["parameters"] * tokens + 12 * attentions * c["length"] * c["d_model"] * tokens
+    tokens, attentions = (
+        c["rows"] * c["length"],
+        (3 if case == "encoder_decoder" else 1) * c["layers"],
+    )
+    flops = (
+        6 * facts["jax"]["parameters"] * tokens
+        + 12 * attentions * c["length"] * c["d_model"] * tokens
+    )
     print(
         f"{case}: {c['layers']} layers, d_model {c['d_model']}, {c['rows']} x {c['length']} tokens, vocabulary {c['vocab']:,}"
     )
@@ -183,7 +208,9 @@ def compare(case: str, rounds: int, same_allocator: bool) -> None:
         f"  parameters     ours {facts['jax']['parameters']:,}, PyTorch {facts['torch']['parameters']:,}; PyTorch on {facts['torch']['threads']} threads"
     )
     print(f"  seconds a step ours {ours:.3f}, PyTorch {theirs:.3f}")
-    print(f"  ratio          {statistics.median(ratios):.2f} (rounds: {min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"  ratio          {statistics.median(ratios):.2f} (rounds: {min(ratios):.2f} to {max(ratios):.2f})"
+    )
     print(f"  tokens/s       {tokens / ours:,.0f}")
     print(
         f"  of this machine's matrix-multiply rate ({facts['jax']['matmul_flops'] / 1e9:.0f} GFLOP/s): {flops / ours / facts['jax']['matmul_flops']:.0%}"
@@ -192,7 +219,9 @@ def compare(case: str, rounds: int, same_allocator: bool) -> None:
 
 def main() -> None:
     cases = [a for a in sys.argv[1:] if not a.startswith("-")] or list(CASES)
-    options = dict(a.removeprefix("--").partition("=")[::2] for a in sys.argv[1:] if a.startswith("-"))
+    options = dict(
+        a.removeprefix("--").partition("=")[::2] for a in sys.argv[1:] if a.startswith("-")
+    )
     if "side" in options:
         {"jax": jax_side, "torch": torch_side}[options["side"]](cases[0])
         return

@@ -29,7 +29,9 @@ def main():
     parser.add_argument("--trials", type=int, default=10)
     options = parser.parse_args()
     if options.devices:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices}"
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices}"
+        )
 
     import jax
     import numpy as np
@@ -52,21 +54,48 @@ def main():
         "data": {"corpus": "pydoc", "length": LENGTH, "batch_size": ROWS}, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
     })  # fmt: skip
     whole = start("auto", MeshConfig())
-    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+    model, optimizer = (
+        build_model(config.model),
+        build_optimizer(config.optimizer, config.train.steps),
+    )
     ids = np.random.default_rng(0).integers(4, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
     ones = np.ones((ROWS, LENGTH), np.int32)
-    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "weights": ones.astype(np.float32), "segments": ones, "positions": np.cumsum(ones, axis=1) - 1}
+    batch = {
+        "inputs": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "weights": ones.astype(np.float32),
+        "segments": ones,
+        "positions": np.cumsum(ones, axis=1) - 1,
+    }
     batch["positions"] = batch["positions"].astype(np.int32)
-    print(f"{whole.size} x {jax.devices()[0].device_kind}, d_model {options.d_model}\n{'runs':>5}  {'alone ms':>9}  {'together ms':>12}  {'ratio':>6}")
+    print(
+        f"{whole.size} x {jax.devices()[0].device_kind}, d_model {options.d_model}\n{'runs':>5}  {'alone ms':>9}  {'together ms':>12}  {'ratio':>6}"
+    )
     for runs in (1, 2, 4, 8):
         with use(whole):
             _, placed = abstract_state(config, model, optimizer, whole)
-            alone, states = make_train_step(config, model, optimizer, whole, placed), [init_state(config, model, optimizer, placed) for _ in range(runs)]
+            alone, states = (
+                make_train_step(config, model, optimizer, whole, placed),
+                [init_state(config, model, optimizer, placed) for _ in range(runs)],
+            )
         one, over = make_mesh(MeshConfig(data=1)), over_devices(runs)
         place = lambda tree, over=over: jax.device_put(tree, NamedSharding(over, P("runs")))
-        numbers = {"seed": place(np.arange(runs, dtype=np.int32)), "optimizer.learning_rate": place(np.full(runs, 1e-3, np.float32))}
-        together, stacked = make_step(config, one, over), place(jax.tree.map(lambda x, runs=runs: np.stack([np.asarray(x)] * runs), jax.device_get(states[0])))
-        batches, seconds = place({name: np.stack([x] * runs) for name, x in batch.items()}), {"alone": [], "together": []}
+        numbers = {
+            "seed": place(np.arange(runs, dtype=np.int32)),
+            "optimizer.learning_rate": place(np.full(runs, 1e-3, np.float32)),
+        }
+        together, stacked = (
+            make_step(config, one, over),
+            place(
+                jax.tree.map(
+                    lambda x, runs=runs: np.stack([np.asarray(x)] * runs), jax.device_get(states[0])
+                )
+            ),
+        )
+        batches, seconds = (
+            place({name: np.stack([x] * runs) for name, x in batch.items()}),
+            {"alone": [], "together": []},
+        )
         for trial in range(options.trials + 2):
             began = time.perf_counter()
             with use(whole):
@@ -81,7 +110,10 @@ def main():
                 seconds["alone"].append(between - began)
                 seconds["together"].append(time.perf_counter() - between)
         best = {name: 1e3 * min(x) for name, x in seconds.items()}
-        print(f"{runs:>5}  {best['alone']:>9.1f}  {best['together']:>12.1f}  {best['alone'] / best['together']:>6.2f}", flush=True)
+        print(
+            f"{runs:>5}  {best['alone']:>9.1f}  {best['together']:>12.1f}  {best['alone'] / best['together']:>6.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -55,9 +55,16 @@ def get_config(scale="small"):
         attention_backend="reference",
     )
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=32)
-    config.optimizer = dict(name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=20, clip_norm=1.0)
+    config.optimizer = dict(
+        name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=20, clip_norm=1.0
+    )
     config.train = dict(
-        steps=200, log_every=20, eval_every=100, eval_batches=10, tensorboard=False, evaluators=("attention", "depth_profile")
+        steps=200,
+        log_every=20,
+        eval_every=100,
+        eval_batches=10,
+        tensorboard=False,
+        evaluators=("attention", "depth_profile"),
     )
     if scale == "large":
         config.model.update(
@@ -71,7 +78,10 @@ def get_config(scale="small"):
 
 def sweep(scale="small"):
     return Sweep(
-        product(vary("model.attention_scale", scaled=None, unscaled=1.0), vary("model.d_head", 8, 16, 32, 64, 128, 256)),
+        product(
+            vary("model.attention_scale", scaled=None, unscaled=1.0),
+            vary("model.d_head", 8, 16, 32, 64, 128, 256),
+        ),
         question="What is 1 / sqrt(d_k) good for?",
         baseline="scaled-d_head=64",
         declared={"parameters": "W_Q and W_K grow with d_k", "flops": "so does their product"},

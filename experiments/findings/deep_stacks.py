@@ -51,30 +51,60 @@ def get_config(scale="small"):
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=16)
     config.optimizer = dict(name="adamw", learning_rate=1e-3, schedule="cosine", warmup_steps=100)
     config.train = dict(
-        steps=400, log_every=20, eval_every=100, eval_batches=10, tensorboard=False, evaluators=("depth_profile",)
+        steps=400,
+        log_every=20,
+        eval_every=100,
+        eval_batches=10,
+        tensorboard=False,
+        evaluators=("depth_profile",),
     )
     if scale == "paper":
         config.model.update(
             family="encoder_decoder", vocab_size=37000, num_encoder_layers=18, num_decoder_layers=18, d_model=512, d_ff=2048, num_heads=8,
             max_length=256, position="sinusoidal", embedding_scale=True, dropout=0.1, dtype="bfloat16", remat="full", attention_backend="auto",
         )  # fmt: skip
-        wmt = {part: f"data/wmt14_en_de/{file}.tsv" for part, file in {"train": "train", "valid": "newstest2013", "test": "newstest2014"}.items()}
-        config.data = dict(**wmt, objective="seq2seq", length=256, batch_size=128, tokenizer=dict(kind="bpe"))
-        config.optimizer.update(learning_rate=5e-4, schedule="inverse_sqrt", warmup_steps=4000, b2=0.98)
-        config.train.update(steps=100_000, label_smoothing=0.1, log_every=100, eval_every=5000, checkpoint_every=5000)
+        wmt = {
+            part: f"data/wmt14_en_de/{file}.tsv"
+            for part, file in {
+                "train": "train",
+                "valid": "newstest2013",
+                "test": "newstest2014",
+            }.items()
+        }
+        config.data = dict(
+            **wmt, objective="seq2seq", length=256, batch_size=128, tokenizer=dict(kind="bpe")
+        )
+        config.optimizer.update(
+            learning_rate=5e-4, schedule="inverse_sqrt", warmup_steps=4000, b2=0.98
+        )
+        config.train.update(
+            steps=100_000,
+            label_smoothing=0.1,
+            log_every=100,
+            eval_every=5000,
+            checkpoint_every=5000,
+        )
         config.mesh = dict(fsdp=-1, data=1)
         config.platform = "accelerator"
     return config
 
 
 def sweep(scale="small"):
-    depths = {"small": {"shallow": {"model.num_decoder_layers": 6}, "deep": {"model.num_decoder_layers": 24}}}.get(scale) or {
+    depths = {
+        "small": {
+            "shallow": {"model.num_decoder_layers": 6},
+            "deep": {"model.num_decoder_layers": 24},
+        }
+    }.get(scale) or {
         "shallow": {"model.num_encoder_layers": 18, "model.num_decoder_layers": 18},
         "deep": {"model.num_encoder_layers": 100, "model.num_decoder_layers": 100},
     }
     return Sweep(
         product(vary("model.norm_placement", "post", "pre", "deepnorm", "peri"), arms(**depths)),
         question="Which norm placements still train when the stack is four times as deep?",
-        declared={"parameters": "deeper is larger, and placements have other numbers of norms", "flops": "deeper takes more"},
+        declared={
+            "parameters": "deeper is larger, and placements have other numbers of norms",
+            "flops": "deeper takes more",
+        },
         seeds=3,
     )

@@ -48,8 +48,17 @@ def get_config(scale="small"):
         attention_backend="reference",
     )
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=32)
-    config.optimizer = dict(name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, clip_norm=1.0)
-    config.train = dict(steps=400, log_every=20, eval_every=100, eval_batches=10, tensorboard=False, evaluators=("order",))
+    config.optimizer = dict(
+        name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, clip_norm=1.0
+    )
+    config.train = dict(
+        steps=400,
+        log_every=20,
+        eval_every=100,
+        eval_batches=10,
+        tensorboard=False,
+        evaluators=("order",),
+    )
     if scale == "large":
         config.model.update(
             vocab_size=32000, num_encoder_layers=12, num_decoder_layers=12, d_model=768, d_ff=3072, num_heads=12, max_length=512, dtype="bfloat16",
@@ -64,7 +73,10 @@ def get_config(scale="small"):
 def sweep(scale="small"):
     return Sweep(
         product(
-            arms(masked={"model.family": "decoder", "data.objective": "causal_lm"}, unmasked={"model.family": "encoder", "data.objective": "masked_lm"}),
+            arms(
+                masked={"model.family": "decoder", "data.objective": "causal_lm"},
+                unmasked={"model.family": "encoder", "data.objective": "masked_lm"},
+            ),
             vary("model.position", "none", "rotary"),
         ),
         question="Does a model without positions know the order of its tokens?",

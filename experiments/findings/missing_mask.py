@@ -43,7 +43,9 @@ def get_config(scale="small"):
         attention_backend="reference",
     )
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=32)
-    config.optimizer = dict(name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, clip_norm=1.0)
+    config.optimizer = dict(
+        name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=50, clip_norm=1.0
+    )
     config.train = dict(
         steps=500, log_every=25, eval_every=100, eval_batches=10, tensorboard=False,
         evaluators=({"name": "loss_with", "change": "model.causal=True"}, {"name": "loss_with", "change": "model.causal=False"}, "attention"),

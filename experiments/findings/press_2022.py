@@ -59,18 +59,32 @@ def get_config(scale="small"):
     )
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=32)
     config.optimizer = dict(
-        name="adamw", learning_rate=2e-3, schedule="cosine", warmup_steps=100, weight_decay=0.1, clip_norm=1.0
+        name="adamw",
+        learning_rate=2e-3,
+        schedule="cosine",
+        warmup_steps=100,
+        weight_decay=0.1,
+        clip_norm=1.0,
     )
     config.train = dict(
-        steps=1000, log_every=50, eval_every=250, eval_batches=10, tensorboard=False, evaluators=(dict(name="extrapolation", times=16),)
+        steps=1000,
+        log_every=50,
+        eval_every=250,
+        eval_batches=10,
+        tensorboard=False,
+        evaluators=(dict(name="extrapolation", times=16),),
     )
     if scale == "paper":
         config.model.update(
             vocab_size=32000, num_decoder_layers=16, d_model=1024, d_ff=4096, num_heads=8, max_length=512, dropout=0.1, dtype="bfloat16",
             attention_backend="auto",
         )  # fmt: skip
-        wikitext103 = {part: f"data/wikitext103/{part}.jsonl" for part in ("train", "valid", "test")}
-        config.data = dict(**wikitext103, format="jsonl", objective="causal_lm", length=512, batch_size=128)
+        wikitext103 = {
+            part: f"data/wikitext103/{part}.jsonl" for part in ("train", "valid", "test")
+        }
+        config.data = dict(
+            **wikitext103, format="jsonl", objective="causal_lm", length=512, batch_size=128
+        )
         config.optimizer.update(learning_rate=5e-4, warmup_steps=4000)
         config.train.update(steps=50_000, eval_every=5000, checkpoint_every=5000)
         config.mesh = dict(fsdp=-1, data=1)
@@ -82,7 +96,9 @@ def sweep(scale="small"):
     return Sweep(
         vary("model.position", "alibi", "t5", "rotary", "none", "sinusoidal", "learned"),
         question="Which position schemes read on in rows longer than those they were trained on?",
-        declared={"parameters": "a learned table has a vector for each place, T5's bias a number for each bucket and head"}
+        declared={
+            "parameters": "a learned table has a vector for each place, T5's bias a number for each bucket and head"
+        }
         | ({"attention": "T5's bias has no fused kernel"} if scale == "paper" else {}),
         seeds=3,
     )

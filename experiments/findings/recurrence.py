@@ -39,7 +39,11 @@ LENGTHS = {"small": (4, 8, 16, 32, 64), "large": (64, 256, 1024)}
 
 def text(length):
     """Strings of one length, in rows that hold one and its end."""
-    return {"data.train": f"copy:{length}-{length}", "data.length": length + 8, "data.target_length": length + 8}
+    return {
+        "data.train": f"copy:{length}-{length}",
+        "data.length": length + 8,
+        "data.target_length": length + 8,
+    }
 
 
 def get_config(scale="small"):
@@ -57,12 +61,29 @@ def get_config(scale="small"):
         norm_placement="pre",
         attention_backend="reference",
     )
-    config.data = dict(format="probe", objective="seq2seq", batch_size=32, packing=False, held_out=500, tokenizer=dict(kind="char"))
+    config.data = dict(
+        format="probe",
+        objective="seq2seq",
+        batch_size=32,
+        packing=False,
+        held_out=500,
+        tokenizer=dict(kind="char"),
+    )
     config.update_from_flattened_dict(text(LENGTHS[scale][0]))
-    config.optimizer = dict(name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=100, clip_norm=1.0)
+    config.optimizer = dict(
+        name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=100, clip_norm=1.0
+    )
     config.train = dict(steps=1000, log_every=50, eval_every=250, tensorboard=False)
     if scale == "large":
-        config.model.update(num_encoder_layers=4, num_decoder_layers=4, d_model=512, d_ff=2048, num_heads=8, dtype="bfloat16", attention_backend="auto")
+        config.model.update(
+            num_encoder_layers=4,
+            num_decoder_layers=4,
+            d_model=512,
+            d_ff=2048,
+            num_heads=8,
+            dtype="bfloat16",
+            attention_backend="auto",
+        )
         config.data.update(batch_size=256)
         config.optimizer.update(learning_rate=5e-4)
         config.train.update(steps=10_000, eval_every=1000, log_every=100)
@@ -82,6 +103,10 @@ def sweep(scale="small"):
         ),
         question="Does a recurrent network remember as far as attention reaches?",
         metric="test/exact",
-        declared={"parameters": "LSTMs and attention have other matrices", "flops": "and other products", "attention": "LSTMs have backends of their own"},
+        declared={
+            "parameters": "LSTMs and attention have other matrices",
+            "flops": "and other products",
+            "attention": "LSTMs have backends of their own",
+        },
         seeds=3,
     )

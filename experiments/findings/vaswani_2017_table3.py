@@ -64,18 +64,40 @@ def get_config(scale="small"):
         attention_backend="reference",
     )
     config.data = dict(corpus="tatoeba_en_es", objective="seq2seq", length=64, batch_size=16)
-    config.optimizer = dict(name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=200, clip_norm=1.0)
+    config.optimizer = dict(
+        name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=200, clip_norm=1.0
+    )
     config.train = dict(
-        steps=1500, label_smoothing=0.1, log_every=50, eval_every=500, eval_batches=20, tensorboard=False, evaluators=("bleu_by_length",)
+        steps=1500,
+        label_smoothing=0.1,
+        log_every=50,
+        eval_every=500,
+        eval_batches=20,
+        tensorboard=False,
+        evaluators=("bleu_by_length",),
     )
     if scale == "paper":
         config.model.update(
             vocab_size=37000, num_encoder_layers=6, num_decoder_layers=6, d_model=512, d_ff=2048, num_heads=8, max_length=1024, norm_placement="post",
             attention_dropout=0.1, dtype="bfloat16",
         )  # fmt: skip
-        wmt = {part: f"data/wmt14_en_de/{file}.tsv" for part, file in {"train": "train", "valid": "newstest2013", "test": "newstest2014"}.items()}
-        config.data = dict(**wmt, objective="seq2seq", length=256, batch_size=96, tokenizer=dict(kind="bpe"))
-        config.optimizer = dict(name="adamw", learning_rate=(512 * 4000) ** -0.5, schedule="inverse_sqrt", warmup_steps=4000)
+        wmt = {
+            part: f"data/wmt14_en_de/{file}.tsv"
+            for part, file in {
+                "train": "train",
+                "valid": "newstest2013",
+                "test": "newstest2014",
+            }.items()
+        }
+        config.data = dict(
+            **wmt, objective="seq2seq", length=256, batch_size=96, tokenizer=dict(kind="bpe")
+        )
+        config.optimizer = dict(
+            name="adamw",
+            learning_rate=(512 * 4000) ** -0.5,
+            schedule="inverse_sqrt",
+            warmup_steps=4000,
+        )
         config.train.update(steps=100_000, log_every=100, eval_every=5000, checkpoint_every=5000)
         config.decoding = dict(beam_size=4)
         config.platform = "accelerator"
@@ -84,8 +106,17 @@ def get_config(scale="small"):
 
 def sweep(scale="small"):
     base = get_config(scale)
-    width, heads, layers, d_ff = base.model.d_model, base.model.num_heads, base.model.num_decoder_layers, base.model.d_ff
-    of_heads = lambda count: {"model.num_heads": count, "model.d_head": width // count, "model.d_value": width // count}
+    width, heads, layers, d_ff = (
+        base.model.d_model,
+        base.model.num_heads,
+        base.model.num_decoder_layers,
+        base.model.d_ff,
+    )
+    of_heads = lambda count: {
+        "model.num_heads": count,
+        "model.d_head": width // count,
+        "model.d_value": width // count,
+    }
     of_layers = lambda count: dict.fromkeys(LAYERS, count)
     return Sweep(
         arms(
@@ -107,6 +138,9 @@ def sweep(scale="small"):
         ),
         question="What in the base model matters?",
         metric="test/bleu",
-        declared={"parameters": "sizes differ, which is what is asked", "flops": "so do they in what they compute"},
+        declared={
+            "parameters": "sizes differ, which is what is asked",
+            "flops": "so do they in what they compute",
+        },
         seeds=3,
     )

@@ -54,26 +54,51 @@ def get_config(scale="small"):
         attention_backend="reference",
     )
     config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=16)
-    config.optimizer = dict(name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=WARM_UP[scale])
+    config.optimizer = dict(
+        name="adamw", learning_rate=2e-3, schedule="linear", warmup_steps=WARM_UP[scale]
+    )
     config.train = dict(
-        steps=800, log_every=20, eval_every=100, eval_batches=10, tensorboard=False, evaluators=("depth_profile",)
+        steps=800,
+        log_every=20,
+        eval_every=100,
+        eval_batches=10,
+        tensorboard=False,
+        evaluators=("depth_profile",),
     )
     if scale == "paper":
         config.model.update(
             family="encoder_decoder", vocab_size=37000, num_encoder_layers=6, num_decoder_layers=6, d_model=512, d_ff=2048, num_heads=8,
             max_length=256, dropout=0.1, dtype="bfloat16",
         )  # fmt: skip
-        wmt = {part: f"data/wmt14_en_de/{file}.tsv" for part, file in {"train": "train", "valid": "newstest2013", "test": "newstest2014"}.items()}
-        config.data = dict(**wmt, objective="seq2seq", length=256, batch_size=96, tokenizer=dict(kind="bpe"))
+        wmt = {
+            part: f"data/wmt14_en_de/{file}.tsv"
+            for part, file in {
+                "train": "train",
+                "valid": "newstest2013",
+                "test": "newstest2014",
+            }.items()
+        }
+        config.data = dict(
+            **wmt, objective="seq2seq", length=256, batch_size=96, tokenizer=dict(kind="bpe")
+        )
         config.optimizer.update(learning_rate=1e-3, b2=0.98)
-        config.train.update(steps=100_000, label_smoothing=0.1, log_every=100, eval_every=5000, checkpoint_every=5000)
+        config.train.update(
+            steps=100_000,
+            label_smoothing=0.1,
+            log_every=100,
+            eval_every=5000,
+            checkpoint_every=5000,
+        )
         config.platform = "accelerator"
     return config
 
 
 def sweep(scale="small"):
     return Sweep(
-        product(vary("model.norm_placement", "pre", "post"), vary("optimizer.warmup_steps", warm=WARM_UP[scale], cold=0)),
+        product(
+            vary("model.norm_placement", "pre", "post"),
+            vary("optimizer.warmup_steps", warm=WARM_UP[scale], cold=0),
+        ),
         question="Does post-norm need a warm-up where pre-norm needs none?",
         declared={"parameters": "post-norm has no norm behind the last layer"},
         seeds=5,

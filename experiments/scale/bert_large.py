@@ -57,7 +57,12 @@ def get_config():
         tokenizer=dict(path="gs://BUCKET/bert/tokenizer.json"),
     )
     config.optimizer = dict(
-        learning_rate=1e-4, schedule="linear", warmup_steps=10_000, b2=0.999, epsilon=1e-6, weight_decay=0.01
+        learning_rate=1e-4,
+        schedule="linear",
+        warmup_steps=10_000,
+        b2=0.999,
+        epsilon=1e-6,
+        weight_decay=0.01,
     )
     config.train = dict(steps=1_000_000, checkpoint_every=1000, eval_every=1000, eval_batches=20)
     config.mesh = dict(data=1, fsdp=-1)

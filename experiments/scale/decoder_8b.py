@@ -91,7 +91,12 @@ def get_config():
         batch_size=128,
     )
     config.optimizer = dict(
-        learning_rate=3e-4, warmup_steps=2000, b2=0.95, epsilon=1e-8, weight_decay=0.1, clip_norm=1.0
+        learning_rate=3e-4,
+        warmup_steps=2000,
+        b2=0.95,
+        epsilon=1e-8,
+        weight_decay=0.1,
+        clip_norm=1.0,
     )
     config.train = dict(steps=100_000, checkpoint_every=1000, eval_every=1000, eval_batches=20)
     config.mesh = dict(data=1, fsdp=-1)

@@ -47,7 +47,12 @@ from transformer import architecture
 def get_config():
     config = ml_collections.ConfigDict()
     config.model = architecture(
-        "t5_3b", dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, dtype="bfloat16", remat="full"
+        "t5_3b",
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        dtype="bfloat16",
+        remat="full",
     )
     config.data = dict(
         train="gs://BUCKET/c4/en/c4-train.*.json.gz",
@@ -60,7 +65,9 @@ def get_config():
         target_length=128,
         batch_size=2048,
     )
-    config.optimizer = dict(name="adafactor", learning_rate=1e-2, schedule="inverse_sqrt", warmup_steps=10_000)
+    config.optimizer = dict(
+        name="adafactor", learning_rate=1e-2, schedule="inverse_sqrt", warmup_steps=10_000
+    )
     config.train = dict(steps=500_000, checkpoint_every=1000, eval_every=1000, eval_batches=20)
     config.mesh = dict(data=1, fsdp=-1)
     config.platform = "tpu"

@@ -21,7 +21,10 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
     vocab = f.get("vocab_size", {"bart": 50265, "marian": 58101}[kind])
     f.must("decoder_vocab_size", vocab, "source and target share a vocabulary")
     f.must("share_encoder_decoder_embeddings", True, "source and target share a vocabulary")
-    learned, sinusoids = {"name": "learned", "offset": 2}, {"name": "sinusoidal", "layout": "halves"}
+    learned, sinusoids = (
+        {"name": "learned", "offset": 2},
+        {"name": "sinusoidal", "layout": "halves"},
+    )
     return {
         "family": "encoder_decoder",
         "vocab_size": vocab,
@@ -63,7 +66,10 @@ def _write(kind: str, c: ModelConfig) -> dict:
 def _weights(kind: str, c: ModelConfig):
     yield same("model.shared.weight", "embedding/embedding")
     yield Weight(
-        "final_logits_bias", ("unembedding/bias",), lambda x, shapes: [x.reshape(shapes[0])], lambda xs: xs[0][None]
+        "final_logits_bias",
+        ("unembedding/bias",),
+        lambda x, shapes: [x.reshape(shapes[0])],
+        lambda xs: xs[0][None],
     )
     for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
         if kind == "bart":
@@ -75,8 +81,18 @@ def _weights(kind: str, c: ModelConfig):
                 {"encoder_attn": "cross_attention"} if side == "decoder" else {}
             )
             for name, part in attentions.items():
-                for t, o in {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}.items():
-                    yield from linear(f"{theirs}.{name}.{t}", f"{ours}/{part}/{o}", bias=True, inputs=1 + (o == "out"))
+                for t, o in {
+                    "q_proj": "query",
+                    "k_proj": "key",
+                    "v_proj": "value",
+                    "out_proj": "out",
+                }.items():
+                    yield from linear(
+                        f"{theirs}.{name}.{t}",
+                        f"{ours}/{part}/{o}",
+                        bias=True,
+                        inputs=1 + (o == "out"),
+                    )
                 yield from norm(f"{theirs}.{name}_layer_norm", f"{ours}/{part}_residual/out_norm")
             yield from linear(f"{theirs}.fc1", f"{ours}/feed_forward/in", bias=True)
             yield from linear(f"{theirs}.fc2", f"{ours}/feed_forward/out", bias=True)

@@ -11,7 +11,13 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     f.must("is_decoder", False)
     f.must("add_cross_attention", False)
     has = lambda part: any(part in name for name in tensors)
-    labels = len(f.get("id2label") or ()) if has("classifier.") else 2 if has("cls.seq_relationship.") else 0
+    labels = (
+        len(f.get("id2label") or ())
+        if has("classifier.")
+        else 2
+        if has("cls.seq_relationship.")
+        else 0
+    )
     head = has("cls.predictions.")
     pooler = has("pooler.")
     return {
@@ -77,22 +83,34 @@ def _weights(c: ModelConfig):
     for i in range(c.num_encoder_layers):
         theirs, ours = f"bert.encoder.layer.{i}", f"encoder/layers_{i}"
         for part in ("query", "key", "value"):
-            yield from linear(f"{theirs}.attention.self.{part}", f"{ours}/self_attention/{part}", bias=True)
-        yield from linear(f"{theirs}.attention.output.dense", f"{ours}/self_attention/out", bias=True, inputs=2)
-        yield from norm(f"{theirs}.attention.output.LayerNorm", f"{ours}/self_attention_residual/out_norm")
+            yield from linear(
+                f"{theirs}.attention.self.{part}", f"{ours}/self_attention/{part}", bias=True
+            )
+        yield from linear(
+            f"{theirs}.attention.output.dense", f"{ours}/self_attention/out", bias=True, inputs=2
+        )
+        yield from norm(
+            f"{theirs}.attention.output.LayerNorm", f"{ours}/self_attention_residual/out_norm"
+        )
         yield from linear(f"{theirs}.intermediate.dense", f"{ours}/feed_forward/in", bias=True)
         yield from linear(f"{theirs}.output.dense", f"{ours}/feed_forward/out", bias=True)
         yield from norm(f"{theirs}.output.LayerNorm", f"{ours}/feed_forward_residual/out_norm")
     if c.pooler:
         yield from linear("bert.pooler.dense", "classifier/pooler", bias=True)
     if c.num_labels:
-        yield from linear("cls.seq_relationship" if _next_sentence(c) else "classifier", "classifier/labels", bias=True)
+        yield from linear(
+            "cls.seq_relationship" if _next_sentence(c) else "classifier",
+            "classifier/labels",
+            bias=True,
+        )
     if c.lm_head:
         yield from linear("cls.predictions.transform.dense", "unembedding/transform", bias=True)
         yield from norm("cls.predictions.transform.LayerNorm", "unembedding/norm")
         yield same("cls.predictions.bias", "unembedding/bias")
         if not c.tie_embeddings:
-            yield from linear("cls.predictions.decoder", "unembedding", bias=True)  # its bias is the one that is used
+            yield from linear(
+                "cls.predictions.decoder", "unembedding", bias=True
+            )  # its bias is the one that is used
 
 
 FAMILY = Family(

@@ -8,7 +8,11 @@ from transformer.model.config import ModelConfig
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     d_model = f.get("hidden_size", f.get("n_embed", 64))
-    f.must("apply_residual_connection_post_layernorm", False, "the residual stream would begin after the norm")
+    f.must(
+        "apply_residual_connection_post_layernorm",
+        False,
+        "the residual stream would begin after the norm",
+    )
     f.ignore("seq_length", "attention_softmax_in_fp32", "masked_softmax_fusion")
     return {
         "family": "decoder",
@@ -49,7 +53,9 @@ def _weights(c: ModelConfig):
         qkv = tuple(f"{attention}/{part}" for part in ("query", "key", "value"))
         yield from fused_by_head(f"{theirs}.self_attention.query_key_value", qkv, bias=True)
         yield from linear(f"{theirs}.self_attention.dense", f"{attention}/out", bias=True, inputs=2)
-        yield from norm(f"{theirs}.post_attention_layernorm", f"{ours}/feed_forward_residual/in_norm")
+        yield from norm(
+            f"{theirs}.post_attention_layernorm", f"{ours}/feed_forward_residual/in_norm"
+        )
         yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/feed_forward/in", bias=True)
         yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/feed_forward/out", bias=True)
     yield from norm("transformer.ln_f", "decoder/final_norm")

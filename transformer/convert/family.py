@@ -39,7 +39,9 @@ class Family:
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
         """Their config.json as ours, with fields of `ours` on top. Raises UserError, with the field's name, for what we cannot express."""
-        theirs = {k: v for k, v in theirs.items() if (k, v) != ("pad_token_id", -1)}  # some spell "none" so
+        theirs = {
+            k: v for k, v in theirs.items() if (k, v) != ("pad_token_id", -1)
+        }  # some spell "none" so
         fields = Fields(theirs, self.model_type)
         with self._odd_values():
             config = {"pad_id": fields.get("pad_token_id", 0)} | self.read(fields, tensors)
@@ -58,7 +60,15 @@ class Family:
             yield
         except UserError:
             raise
-        except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError, ZeroDivisionError) as e:
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+            IndexError,
+            OverflowError,
+            ZeroDivisionError,
+        ) as e:
             raise UserError(
                 f"config.json: cannot be read as a {self.model_type} model ({type(e).__name__}: {str(e)[:120]})"
             ) from e
@@ -83,7 +93,11 @@ class Family:
 
 def meaning(config: ModelConfig) -> dict:
     """What the network computes, field by field, in one spelling."""
-    said = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in TRAINING}
+    said = {
+        f.name: getattr(config, f.name)
+        for f in dataclasses.fields(config)
+        if f.name not in TRAINING
+    }
     layers = [layer for side in config.sides for layer in config.layers(side)]
     return said | {
         "position": [positions.build(layer.position) for layer in layers],
@@ -93,7 +107,9 @@ def meaning(config: ModelConfig) -> dict:
         "norm_offset": config.norm_offset and config.norm == "layernorm",
         "attention_bias": config.attention_has_bias,
         "qkv_bias": config.qkv_has_bias,
-        "attention_scale": round(config.d_head**-0.5 if config.attention_scale is None else config.attention_scale, 6),
+        "attention_scale": round(
+            config.d_head**-0.5 if config.attention_scale is None else config.attention_scale, 6
+        ),
         "d_value": config.value_size,
         "d_embedding": config.embedding_size,
         "share_embeddings": config.share_embeddings or config.family != "encoder_decoder",

@@ -57,7 +57,9 @@ class Fields:
         """A field that we can express in one value alone."""
         value = self.get(name, wanted)
         if value != wanted:
-            raise UserError(f"config.json: {name} = {value!r} cannot be expressed{why and ': ' + why}; {wanted!r} can")
+            raise UserError(
+                f"config.json: {name} = {value!r} cannot be expressed{why and ': ' + why}; {wanted!r} can"
+            )
 
     def ignore(self, *names: str) -> None:
         """Fields that do not change what is computed."""
@@ -65,7 +67,9 @@ class Fields:
 
     def rest(self) -> list[str]:
         """Fields that are set, that nobody has asked for and that are not known to be harmless."""
-        return sorted(name for name in self._given.keys() - self._seen - HARMLESS if self._given[name])
+        return sorted(
+            name for name in self._given.keys() - self._seen - HARMLESS if self._given[name]
+        )
 
 
 ACTIVATIONS = {
@@ -80,7 +84,14 @@ ACTIVATIONS_BACK = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "si
 def rotary(f: Fields, max_length: int, theta: float = 10_000.0, fraction: float = 1.0) -> dict:
     """Our position and max_length of their rotary fields, in the spelling of Transformers 5 (`rope_parameters`) or before."""
     given = dict(f.get("rope_parameters") or f.get("rope_scaling") or {})
-    f.ignore("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base")
+    f.ignore(
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "partial_rotary_factor",
+        "rotary_pct",
+        "rotary_emb_base",
+    )
     theta = f.get("rope_theta") or f.get("rotary_emb_base") or theta
     fraction = f.get("partial_rotary_factor") or f.get("rotary_pct") or fraction
     length = f.get("max_position_embeddings", max_length)
@@ -115,7 +126,9 @@ def rope(given: Mapping, max_length: int, theta: float = 10_000.0, fraction: flo
         out["fraction"] = float(part)
     length = given.pop("original_max_position_embeddings", None) or max_length
     if kind not in _SCALINGS:
-        raise UserError(f"config.json: rope_type = {kind!r} cannot be expressed; we know {', '.join(_SCALINGS)}")
+        raise UserError(
+            f"config.json: rope_type = {kind!r} cannot be expressed; we know {', '.join(_SCALINGS)}"
+        )
     name, spelled = _SCALINGS[kind]
     scaling = {"name": name} | {
         ours: given.pop(theirs) for theirs, ours in spelled.items() if given.get(theirs) is not None
@@ -128,7 +141,9 @@ def rope(given: Mapping, max_length: int, theta: float = 10_000.0, fraction: flo
         if v is not None and k in ("mscale", "mscale_all_dim", "long_factor", "short_factor")
     )
     if left:
-        raise UserError(f"config.json: rope_parameters.{left[0]} = {given[left[0]]!r} cannot be expressed")
+        raise UserError(
+            f"config.json: rope_parameters.{left[0]} = {given[left[0]]!r} cannot be expressed"
+        )
     if name != "none":
         out["scaling"] = {k: v if isinstance(v, (str, bool, int)) and k in ("name", "truncate", "original_length") else float(v)
                           for k, v in scaling.items()}  # fmt: skip

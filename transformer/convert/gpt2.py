@@ -50,10 +50,16 @@ def _weights(c: ModelConfig):
         yield from norm(f"{theirs}.ln_1", f"{ours}/self_attention_residual/in_norm")
         qkv = tuple(f"{attention}/{part}" for part in ("query", "key", "value"))
         yield from fused(f"{theirs}.attn.c_attn", qkv, bias=True, transposed=False)
-        yield from linear(f"{theirs}.attn.c_proj", f"{attention}/out", bias=True, inputs=2, transposed=False)
+        yield from linear(
+            f"{theirs}.attn.c_proj", f"{attention}/out", bias=True, inputs=2, transposed=False
+        )
         yield from norm(f"{theirs}.ln_2", f"{ours}/feed_forward_residual/in_norm")
-        yield from linear(f"{theirs}.mlp.c_fc", f"{ours}/feed_forward/in", bias=True, transposed=False)
-        yield from linear(f"{theirs}.mlp.c_proj", f"{ours}/feed_forward/out", bias=True, transposed=False)
+        yield from linear(
+            f"{theirs}.mlp.c_fc", f"{ours}/feed_forward/in", bias=True, transposed=False
+        )
+        yield from linear(
+            f"{theirs}.mlp.c_proj", f"{ours}/feed_forward/out", bias=True, transposed=False
+        )
     yield from norm("transformer.ln_f", "decoder/final_norm")
     if not c.tie_embeddings:
         yield from linear("lm_head", "unembedding", bias=False)

@@ -38,7 +38,9 @@ def _write(c: ModelConfig) -> dict:
 
 def _weights(c: ModelConfig):
     residuals = ("self_attention_residual/in_norm", "feed_forward_residual/in_norm")
-    attention_norm, feed_forward_norm = ("residual/in_norm", "residual/in_norm_1") if c.parallel else residuals
+    attention_norm, feed_forward_norm = (
+        ("residual/in_norm", "residual/in_norm_1") if c.parallel else residuals
+    )
     yield same("gpt_neox.embed_in.weight", "embedding/embedding")
     for i in range(c.num_decoder_layers):
         theirs, ours = f"gpt_neox.layers.{i}", f"decoder/layers_{i}"

@@ -19,7 +19,9 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
         "d_ff": f.need("intermediate_size"),
         "num_heads": heads,
         "num_kv_heads": f.get("num_key_value_heads", heads if kind != "mistral" else 8),
-        "d_head": f.get("head_dim", 256 if kind == "gemma2" else 128 if kind == "qwen3" else d_model // heads),
+        "d_head": f.get(
+            "head_dim", 256 if kind == "gemma2" else 128 if kind == "qwen3" else d_model // heads
+        ),
         "num_decoder_layers": layers,
         **rotary(f, max_length={"mistral": 131072, "gemma2": 8192, "llama": 2048}.get(kind, 32768)),
         "norm_placement": "pre",
@@ -39,7 +41,9 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
     if kind == "qwen2":
         fields["qkv_bias"] = True
     if kind == "qwen3":
-        fields |= {"qk_norm": True} | ({"attention_bias": True} if f.get("attention_bias", False) else {})
+        fields |= {"qk_norm": True} | (
+            {"attention_bias": True} if f.get("attention_bias", False) else {}
+        )
     if kind == "gemma2":
         fields |= _gemma(f)
     if kind in ("mistral", "qwen2", "qwen3", "gemma2"):
@@ -69,10 +73,16 @@ def _windows(kind: str, f: Fields, layers: int) -> dict:
     types = f.get("layer_types")
     if types is None:
         first = f.get("max_window_layers", 28)
-        local = {"mistral": lambda i: True, "gemma2": lambda i: i % 2 == 0}.get(kind, lambda i: i >= first)
-        types = ["sliding_attention" if size and local(i) else "full_attention" for i in range(layers)]
+        local = {"mistral": lambda i: True, "gemma2": lambda i: i % 2 == 0}.get(
+            kind, lambda i: i >= first
+        )
+        types = [
+            "sliding_attention" if size and local(i) else "full_attention" for i in range(layers)
+        ]
     if unknown := set(types) - {"sliding_attention", "full_attention"}:
-        raise UserError(f"config.json: layer_types has {sorted(unknown)[0]!r}, which cannot be expressed")
+        raise UserError(
+            f"config.json: layer_types has {sorted(unknown)[0]!r}, which cannot be expressed"
+        )
     windows = [size or 0 if one == "sliding_attention" else 0 for one in types]
     if len(set(windows)) == 1:
         return {"window": windows[0]}
@@ -94,8 +104,14 @@ def _write(kind: str, c: ModelConfig) -> dict:
     if kind == "mistral":
         theirs["sliding_window"] = c.window or None
     if kind in ("qwen2", "qwen3"):
-        theirs |= {"layer_types": types, "use_sliding_window": any(windows), "sliding_window": max(windows) or None}
-        theirs["max_window_layers"] = types.index("sliding_attention") if any(windows) else c.num_decoder_layers
+        theirs |= {
+            "layer_types": types,
+            "use_sliding_window": any(windows),
+            "sliding_window": max(windows) or None,
+        }
+        theirs["max_window_layers"] = (
+            types.index("sliding_attention") if any(windows) else c.num_decoder_layers
+        )
     if kind == "qwen3":
         theirs["attention_bias"] = c.qkv_has_bias
     if kind == "gemma2":
@@ -115,11 +131,22 @@ def _weights(kind: str, c: ModelConfig):
     for i in range(c.num_decoder_layers):
         theirs, ours = f"model.layers.{i}", f"decoder/layers_{i}"
         for name, part in {"q_proj": "query", "k_proj": "key", "v_proj": "value"}.items():
-            yield from linear(f"{theirs}.self_attn.{name}", f"{ours}/self_attention/{part}", c.qkv_has_bias)
-        yield from linear(f"{theirs}.self_attn.o_proj", f"{ours}/self_attention/out", c.attention_has_bias, inputs=2)
+            yield from linear(
+                f"{theirs}.self_attn.{name}", f"{ours}/self_attention/{part}", c.qkv_has_bias
+            )
+        yield from linear(
+            f"{theirs}.self_attn.o_proj",
+            f"{ours}/self_attention/out",
+            c.attention_has_bias,
+            inputs=2,
+        )
         if c.qk_norm:
-            yield from norm(f"{theirs}.self_attn.q_norm", f"{ours}/self_attention/query_norm", offset=False)
-            yield from norm(f"{theirs}.self_attn.k_norm", f"{ours}/self_attention/key_norm", offset=False)
+            yield from norm(
+                f"{theirs}.self_attn.q_norm", f"{ours}/self_attention/query_norm", offset=False
+            )
+            yield from norm(
+                f"{theirs}.self_attn.k_norm", f"{ours}/self_attention/key_norm", offset=False
+            )
         for name, part in {"gate_proj": "gate", "up_proj": "in", "down_proj": "out"}.items():
             yield from linear(f"{theirs}.mlp.{name}", f"{ours}/feed_forward/{part}", c.use_bias)
         norms = {

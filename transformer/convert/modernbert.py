@@ -9,21 +9,32 @@ from transformer.model.config import ModelConfig
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     layers, length = f.get("num_hidden_layers", 22), f.get("max_position_embeddings", 8192)
     every = f.get("global_attn_every_n_layers", 3)
-    kinds = f.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
+    kinds = f.get("layer_types") or [
+        "sliding_attention" if i % every else "full_attention" for i in range(layers)
+    ]
     ropes = f.get("rope_parameters") or {
         "full_attention": {"rope_theta": f.get("global_rope_theta", 160_000.0)},
         "sliding_attention": {"rope_theta": f.get("local_rope_theta", 10_000.0)},
     }
     f.ignore("global_rope_theta", "local_rope_theta", "layer_types")
-    window = f.get("local_attention", 128) // 2 + 1  # theirs counts both sides, ours one, the query's own key included
+    window = (
+        f.get("local_attention", 128) // 2 + 1
+    )  # theirs counts both sides, ours one, the query's own key included
     of_kind = {
         "full_attention": {"window": 0, "position": rope(ropes["full_attention"], length)},
-        "sliding_attention": {"window": window, "position": rope(ropes["sliding_attention"], length)},
+        "sliding_attention": {
+            "window": window,
+            "position": rope(ropes["sliding_attention"], length),
+        },
     }
     bias = f.get("mlp_bias", False)
     f.must("classifier_bias", bias, "one field says whether feed-forward and head have biases")
     activation = f.one_of("hidden_activation", "gelu", ACTIVATIONS)
-    f.must("classifier_activation", f.get("hidden_activation", "gelu"), "feed-forward and head share an activation")
+    f.must(
+        "classifier_activation",
+        f.get("hidden_activation", "gelu"),
+        "feed-forward and head share an activation",
+    )
     f.must("decoder_bias", True)
     period = next(p for p in range(1, layers + 1) if kinds[:-p] == kinds[p:])
     return {
@@ -78,12 +89,18 @@ def _weights(c: ModelConfig):
     for i in range(c.num_encoder_layers):
         theirs, ours = f"model.layers.{i}", f"encoder/layers_{i}"
         if i or c.first_norm:
-            yield from norm(f"{theirs}.attn_norm", f"{ours}/self_attention_residual/in_norm", offset)
+            yield from norm(
+                f"{theirs}.attn_norm", f"{ours}/self_attention_residual/in_norm", offset
+            )
         qkv = tuple(f"{ours}/self_attention/{part}" for part in ("query", "key", "value"))
         yield from fused(f"{theirs}.attn.Wqkv", qkv, c.qkv_has_bias)
-        yield from linear(f"{theirs}.attn.Wo", f"{ours}/self_attention/out", c.attention_has_bias, inputs=2)
+        yield from linear(
+            f"{theirs}.attn.Wo", f"{ours}/self_attention/out", c.attention_has_bias, inputs=2
+        )
         yield from norm(f"{theirs}.mlp_norm", f"{ours}/feed_forward_residual/in_norm", offset)
-        yield from fused(f"{theirs}.mlp.Wi", (f"{ours}/feed_forward/gate", f"{ours}/feed_forward/in"), bias)
+        yield from fused(
+            f"{theirs}.mlp.Wi", (f"{ours}/feed_forward/gate", f"{ours}/feed_forward/in"), bias
+        )
         yield from linear(f"{theirs}.mlp.Wo", f"{ours}/feed_forward/out", bias)
     yield from norm("model.final_norm", "encoder/final_norm", offset)
     yield from linear("head.dense", "unembedding/transform", bias)

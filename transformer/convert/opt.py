@@ -21,7 +21,11 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "max_length": f.get("max_position_embeddings", 2048),
         "d_embedding": 0 if narrow == d_model else narrow,
         "position": {"name": "learned", "offset": 2},
-        "norm_placement": "post" if not pre else {"name": "pre", "final_norm": False} if bare else "pre",
+        "norm_placement": "post"
+        if not pre
+        else {"name": "pre", "final_norm": False}
+        if bare
+        else "pre",
         "norm_epsilon": 1e-5,
         "norm_gain": affine,
         "norm_offset": affine,
@@ -49,7 +53,10 @@ def _write(c: ModelConfig) -> dict:
 
 def _weights(c: ModelConfig):
     placement, root = c.placement("decoder"), "model.decoder"
-    affine, where = {"gain": c.norm_gain, "offset": c.norm_offset}, "in_norm" if placement.in_norm else "out_norm"
+    affine, where = (
+        {"gain": c.norm_gain, "offset": c.norm_offset},
+        "in_norm" if placement.in_norm else "out_norm",
+    )
     yield same(f"{root}.embed_tokens.weight", "embedding/embedding")
     yield same(f"{root}.embed_positions.weight", "decoder/position_embedding")
     if c.d_embedding:
@@ -57,14 +64,26 @@ def _weights(c: ModelConfig):
         yield from linear(f"{root}.project_out", "unembedding/project", bias=False)
     for i in range(c.num_decoder_layers):
         theirs, ours = f"{root}.layers.{i}", f"decoder/layers_{i}"
-        for t, o in {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}.items():
+        for t, o in {
+            "q_proj": "query",
+            "k_proj": "key",
+            "v_proj": "value",
+            "out_proj": "out",
+        }.items():
             yield from linear(
-                f"{theirs}.self_attn.{t}", f"{ours}/self_attention/{o}", c.use_bias, inputs=1 + (o == "out")
+                f"{theirs}.self_attn.{t}",
+                f"{ours}/self_attention/{o}",
+                c.use_bias,
+                inputs=1 + (o == "out"),
             )
-        yield from norm(f"{theirs}.self_attn_layer_norm", f"{ours}/self_attention_residual/{where}", **affine)
+        yield from norm(
+            f"{theirs}.self_attn_layer_norm", f"{ours}/self_attention_residual/{where}", **affine
+        )
         yield from linear(f"{theirs}.fc1", f"{ours}/feed_forward/in", c.use_bias)
         yield from linear(f"{theirs}.fc2", f"{ours}/feed_forward/out", c.use_bias)
-        yield from norm(f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/{where}", **affine)
+        yield from norm(
+            f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/{where}", **affine
+        )
     if placement.final_norm:
         yield from norm(f"{root}.final_layer_norm", "decoder/final_norm", **affine)
     if not c.tie_embeddings:
@@ -72,5 +91,12 @@ def _weights(c: ModelConfig):
 
 
 FAMILY = Family(
-    "opt", "OPTForCausalLM", "decoder", _read, _write, _weights, prefix="model.", ignored=(r"lm_head\.weight",)
+    "opt",
+    "OPTForCausalLM",
+    "decoder",
+    _read,
+    _write,
+    _weights,
+    prefix="model.",
+    ignored=(r"lm_head\.weight",),
 )

@@ -18,7 +18,10 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     activation, glu = f.one_of("feed_forward_proj", "relu", _PROJECTIONS)
     f.ignore("dense_act_fn", "is_gated_act", "output_past")
     f.must("is_decoder", False, "only the encoder-decoder is read")
-    buckets = f.get("relative_attention_num_buckets", 32), f.get("relative_attention_max_distance", 128)
+    buckets = (
+        f.get("relative_attention_num_buckets", 32),
+        f.get("relative_attention_max_distance", 128),
+    )
     scaled = f.get("scale_decoder_outputs", f.get("tie_word_embeddings", True))
     return {
         "family": "encoder_decoder",
@@ -80,12 +83,18 @@ def _weights(c: ModelConfig):
                 theirs, ours = f"{side}.block.{i}.layer.{at}", f"{side}/layers_{i}/{part}"
                 yield from norm(f"{theirs}.layer_norm", f"{ours}_residual/in_norm", offset=False)
                 if part == "feed_forward":
-                    inner = {"wi_0": "gate", "wi_1": "in", "wo": "out"} if c.glu else {"wi": "in", "wo": "out"}
+                    inner = (
+                        {"wi_0": "gate", "wi_1": "in", "wo": "out"}
+                        if c.glu
+                        else {"wi": "in", "wo": "out"}
+                    )
                     for t, o in inner.items():
                         yield from linear(f"{theirs}.{name}.{t}", f"{ours}/{o}", bias=False)
                     continue
                 for t, o in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
-                    yield from linear(f"{theirs}.{name}.{t}", f"{ours}/{o}", bias=False, inputs=1 + (o == "out"))
+                    yield from linear(
+                        f"{theirs}.{name}.{t}", f"{ours}/{o}", bias=False, inputs=1 + (o == "out")
+                    )
         yield from norm(f"{side}.final_layer_norm", f"{side}/final_norm", offset=False)
     if not c.tie_embeddings:
         yield from linear("lm_head", "unembedding", bias=False)

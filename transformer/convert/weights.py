@@ -33,18 +33,25 @@ def same(theirs: str, ours: str) -> Weight:
 
 def flat(theirs: str, ours: str) -> Weight:
     """A bias, the heads of which stand side by side."""
-    return Weight(theirs, (ours,), lambda x, shapes: [x.reshape(shapes[0])], lambda xs: xs[0].reshape(-1))
+    return Weight(
+        theirs, (ours,), lambda x, shapes: [x.reshape(shapes[0])], lambda xs: xs[0].reshape(-1)
+    )
 
 
 def matrix(theirs: str, ours: str, inputs: int = 1, transposed: bool = True) -> Weight:
     """A linear layer's weight, [outputs, inputs] (or, not `transposed`, [inputs, outputs]); `inputs` axes of ours are its inputs."""
     turn = (lambda x: x.T) if transposed else (lambda x: x)
     return Weight(
-        theirs, (ours,), lambda x, shapes: [turn(x).reshape(shapes[0])], lambda xs: turn(_as_matrix(xs[0], inputs))
+        theirs,
+        (ours,),
+        lambda x, shapes: [turn(x).reshape(shapes[0])],
+        lambda xs: turn(_as_matrix(xs[0], inputs)),
     )
 
 
-def linear(theirs: str, ours: str, bias: bool, inputs: int = 1, transposed: bool = True) -> Iterator[Weight]:
+def linear(
+    theirs: str, ours: str, bias: bool, inputs: int = 1, transposed: bool = True
+) -> Iterator[Weight]:
     """A linear layer: its matrix and, where it has one, its bias."""
     yield matrix(f"{theirs}.weight", f"{ours}/kernel", inputs, transposed)
     if bias:
@@ -59,7 +66,9 @@ def norm(theirs: str, ours: str, offset: bool = True, gain: bool = True) -> Iter
         yield same(f"{theirs}.bias", f"{ours}/offset")
 
 
-def fused(theirs: str, ours: tuple[str, ...], bias: bool, transposed: bool = True) -> Iterator[Weight]:
+def fused(
+    theirs: str, ours: tuple[str, ...], bias: bool, transposed: bool = True
+) -> Iterator[Weight]:
     """Several linear layers of the same inputs in one, their outputs one after another."""
     turn = (lambda x: x.T) if transposed else (lambda x: x)
 
@@ -86,7 +95,10 @@ def fused_by_head(theirs: str, ours: tuple[str, ...], bias: bool) -> Iterator[We
     def read(x, shapes):  # kernel [D, N, H] from [N * 3 * H, D]
         heads, size = shapes[0][-2:]
         per_head = x.reshape(heads, len(ours), size, *x.shape[1:])
-        return [np.moveaxis(per_head[:, i], -1, 0) if x.ndim == 2 else per_head[:, i] for i in range(len(ours))]
+        return [
+            np.moveaxis(per_head[:, i], -1, 0) if x.ndim == 2 else per_head[:, i]
+            for i in range(len(ours))
+        ]
 
     def write(xs):
         xs = [np.moveaxis(x, 0, -1) if x.ndim == 3 else x for x in xs]  # [N, H, D] or [N, H]

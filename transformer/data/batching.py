@@ -41,12 +41,16 @@ class Batches:
         """`share`: of a batch of so many rows, the numbers of those that this process is to build."""
         self._rows, self._seed, self._share, self.report = rows, seed, share, rows.report
         self._widths = list(buckets) or [length]
-        self._decoder_widths = [width * (decoder_length or length) // length for width in self._widths]
+        self._decoder_widths = [
+            width * (decoder_length or length) // length for width in self._widths
+        ]
         self._sizes = [batch_size * length // width for width in self._widths]
         bucket_of = np.searchsorted(self._widths, rows.lengths)
         self._members = [np.flatnonzero(bucket_of == b) for b in range(len(self._widths))]
         counts = [-(-len(m) // size) for m, size in zip(self._members, self._sizes, strict=True)]
-        self._order = np.repeat(np.arange(len(counts)), counts)  # the bucket of each batch of an epoch
+        self._order = np.repeat(
+            np.arange(len(counts)), counts
+        )  # the bucket of each batch of an epoch
         self.per_epoch = len(self._order)
         self._steps = steps if steps is not None else self.per_epoch
         self._epoch: tuple[int, list[tuple[int, np.ndarray]]] | None = None
@@ -57,8 +61,12 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         epoch, index = divmod(step, self.per_epoch)
         bucket, rows = self._plan(epoch)[index]
-        build = lambda row: self._rows.segments(int(row), functools.partial(self._draw, epoch, int(row)))
-        segments = [build(rows[i]) if i < len(rows) else [] for i in self._share(self._sizes[bucket])]
+        build = lambda row: self._rows.segments(
+            int(row), functools.partial(self._draw, epoch, int(row))
+        )
+        segments = [
+            build(rows[i]) if i < len(rows) else [] for i in self._share(self._sizes[bucket])
+        ]
         sample = (
             [] if any(segments) else [build(rows[0])]
         )  # tells which fields there are, where all rows here are empty
@@ -78,7 +86,10 @@ class Batches:
                 if self._seed is not None
                 else np.asarray
             )
-            pools = [iter(_chunks(shuffle(m), size)) for m, size in zip(self._members, self._sizes, strict=True)]
+            pools = [
+                iter(_chunks(shuffle(m), size))
+                for m, size in zip(self._members, self._sizes, strict=True)
+            ]
             current = self._epoch = epoch, [(int(b), next(pools[b])) for b in shuffle(self._order)]
         return current[1]
 
@@ -86,7 +97,11 @@ class Batches:
         """Batches start, start + 1, ..., built ahead in threads."""
         stop = len(self) if stop is None else stop
         ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-        return iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(ahead)) if stop > start else iter(())
+        return (
+            iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(ahead))
+            if stop > start
+            else iter(())
+        )
 
 
 def _chunks(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -100,7 +115,9 @@ def assemble(rows: Sequence[Sequence[Segment]], length: int, decoder_length: int
     if not any(segment.source is not None for row in rows for segment in row):
         batch = _side_by_side(read, length)
     else:
-        source = _side_by_side([[{"source": segment.source} for segment in row] for row in rows], length)
+        source = _side_by_side(
+            [[{"source": segment.source} for segment in row] for row in rows], length
+        )
         batch = _side_by_side(read, decoder_length or length)
         batch |= {name if name == "source" else f"source_{name}": x for name, x in source.items()}
     return batch | _labels(rows, batch["inputs"].shape)
@@ -124,7 +141,11 @@ def _side_by_side(rows: Sequence[Sequence[Batch]], width: int) -> Batch:
 
 def _labels(rows: Sequence[Sequence[Segment]], shape: tuple[int, int]) -> Batch:
     """The class of each row, or of each input; none is asked for where it is negative."""
-    found = [(r, np.asarray(row[0].label)) for r, row in enumerate(rows) if row and row[0].label is not None]
+    found = [
+        (r, np.asarray(row[0].label))
+        for r, row in enumerate(rows)
+        if row and row[0].label is not None
+    ]
     if not found:
         return {}
     labels = np.full(shape if found[0][1].ndim else shape[:1], -1, np.int32)

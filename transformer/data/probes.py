@@ -105,7 +105,9 @@ class Wanted:
     def draw(self, purpose: str = "") -> Iterator[tuple[str, str]]:
         """Questions and answers, always the same; for another purpose others."""
         spelled = f"{purpose}{self.task}:{self.shortest}-{self.longest}"
-        draw = np.random.default_rng(int.from_bytes(hashlib.sha256(spelled.encode()).digest()[:8], "big"))
+        draw = np.random.default_rng(
+            int.from_bytes(hashlib.sha256(spelled.encode()).digest()[:8], "big")
+        )
         make = TASKS[self.task]
         for _ in range(self.examples):
             yield make(draw, int(draw.integers(self.shortest, self.longest + 1)))
@@ -115,9 +117,13 @@ def parse(path: str, field: str = "data.train") -> Wanted:
     """What a path asks for. Raises UserError."""
     found = re.fullmatch(r"(\w+):(\d+)-(\d+)(?::(\d+))?", path)
     if not found:
-        raise UserError(f"{field}: {path!r}; of format 'probe' it is TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES, 'reverse:1-20'")
+        raise UserError(
+            f"{field}: {path!r}; of format 'probe' it is TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES, 'reverse:1-20'"
+        )
     look_up_task(field, found[1])
     shortest, longest = int(found[2]), int(found[3])
     if not 1 <= shortest <= longest:
-        raise UserError(f"{field}: {path!r}: lengths from {shortest} to {longest}; they begin at 1 and grow")
+        raise UserError(
+            f"{field}: {path!r}: lengths from {shortest} to {longest}; they begin at 1 and grow"
+        )
     return Wanted(found[1], shortest, longest, *([int(found[4])] if found[4] else []))

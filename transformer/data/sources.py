@@ -71,7 +71,9 @@ def expand(pattern: str) -> list[epath.Path]:
             raise UserError(f"data: {pattern} is a folder; name its files: {pattern.rstrip('/')}/*")
         return [path]
     files = (
-        sorted(f for f in path.parent.iterdir() if fnmatch.fnmatch(f.name, path.name)) if path.parent.exists() else []
+        sorted(f for f in path.parent.iterdir() if fnmatch.fnmatch(f.name, path.name))
+        if path.parent.exists()
+        else []
     )
     if not files:
         raise UserError(f"data: no file matches {pattern}")
@@ -89,9 +91,13 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(stream, 1):
                 yield number, line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as e:
-            raise UserError(f"{file}:{number}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1}); convert the file") from None
+            raise UserError(
+                f"{file}:{number}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1}); convert the file"
+            ) from None
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
-            raise UserError(f"{file}: damaged or cut off behind line {number} ({e}); fetch it again") from None
+            raise UserError(
+                f"{file}: damaged or cut off behind line {number} ({e}); fetch it again"
+            ) from None
 
 
 def _text(file: epath.Path, fields) -> Iterator[Example]:
@@ -110,8 +116,12 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
             continue
         cells = line.split("\t")
         if len(cells) <= max(columns):
-            wanted = f"{max(columns) + 1} columns (data.fields)" if chosen else ", tab, ".join(fields)
-            raise UserError(f"{file}:{number}: expected {wanted}; found {len(cells) - 1} tab(s) in {line[:60]!r}")
+            wanted = (
+                f"{max(columns) + 1} columns (data.fields)" if chosen else ", tab, ".join(fields)
+            )
+            raise UserError(
+                f"{file}:{number}: expected {wanted}; found {len(cells) - 1} tab(s) in {line[:60]!r}"
+            )
         example = tuple(cells[c].strip() for c in columns)
         if all(example):  # a pair with an empty side teaches nothing
             yield example
@@ -155,7 +165,9 @@ def _field(record: dict, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{where}: field {field!r} is {json.dumps(value)[:40]}, not text")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
-        raise UserError(f"{where}: field {field!r} holds half of a surrogate pair, which is no character")
+        raise UserError(
+            f"{where}: field {field!r} holds half of a surrogate pair, which is no character"
+        )
     return value
 
 
@@ -179,8 +191,14 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
         except UnicodeDecodeError:
             raise UserError(f"{file}: record {number} is not UTF-8") from None
         except RuntimeError as e:
-            raise UserError(f"{file}: damaged at record {number} ({str(e).splitlines()[0][:80]})") from None
-        yield _record(text, fields, f"{file}: record {number}") if text.startswith("{") or len(fields) > 1 else (text,)
+            raise UserError(
+                f"{file}: damaged at record {number} ({str(e).splitlines()[0][:80]})"
+            ) from None
+        yield (
+            _record(text, fields, f"{file}: record {number}")
+            if text.startswith("{") or len(fields) > 1
+            else (text,)
+        )
 
 
 def _huggingface(path: str, fields) -> Iterator[Example]:
@@ -188,11 +206,15 @@ def _huggingface(path: str, fields) -> Iterator[Example]:
     try:
         import datasets
     except ImportError:
-        raise UserError("data.format 'huggingface' needs the extra [hf]: pip install -e '.[hf]'") from None
+        raise UserError(
+            "data.format 'huggingface' needs the extra [hf]: pip install -e '.[hf]'"
+        ) from None
     name, _, split = path.partition(":")
     if epath.Path(name).exists():
         dataset = datasets.load_from_disk(name)
-        dataset = dataset[split or "train"] if isinstance(dataset, datasets.DatasetDict) else dataset
+        dataset = (
+            dataset[split or "train"] if isinstance(dataset, datasets.DatasetDict) else dataset
+        )
     else:
         repository, _, subset = name.rpartition("/") if name.count("/") > 1 else (name, "", "")
         dataset = datasets.load_dataset(repository, subset or None, split=split or "train")

@@ -54,7 +54,12 @@ class Store:
     meta: dict  # sha256 of the text, and per split: examples, bytes, words of the target side
 
     def texts(self, part: str, side: int) -> Texts:
-        return Texts(*(np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r") for kind in ("ids", "ends")))
+        return Texts(
+            *(
+                np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r")
+                for kind in ("ids", "ends")
+            )
+        )
 
     def labels(self, part: str) -> np.ndarray:
         """int32: the class of each text, or of each token of all texts (-1: none), by its place in `classes`."""
@@ -75,14 +80,18 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
     """The store of a config, made if it is not there yet: split, train the tokenizer, tokenise. Of `vocab_size` ids the tokenizer
     gets those that the objective leaves."""
     if not config.corpus and not config.train:
-        raise UserError("data.corpus or data.train: name one of them (python -m transformer data lists the corpora)")
+        raise UserError(
+            "data.corpus or data.train: name one of them (python -m transformer data lists the corpora)"
+        )
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in _DEPENDS_ON}
     tokenizer_file = epath.Path(config.tokenizer.path)
     inputs["tokenizer"] = {
         k: v for k, v in inputs["tokenizer"].items() if k != "path"
     }  # where it lies is nothing to us
-    inputs["given"] = hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() if tokenizer_file.is_file() else ""
+    inputs["given"] = (
+        hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() if tokenizer_file.is_file() else ""
+    )
     inputs |= {
         "vocab_size": vocab_size,
         "reserved": objective.reserved,
@@ -124,16 +133,26 @@ class _Text:
 
     def __init__(self, config: DataConfig, columns: tuple[str, ...]):
         self.columns, self.reverse, self.fields = columns, config.reverse, config.fields
-        self.sides = sum(column not in ("label", "tags") for column in columns)  # what is left names classes
+        self.sides = sum(
+            column not in ("label", "tags") for column in columns
+        )  # what is left names classes
         if config.corpus:
             corpus, folder = corpora.fetch(config.corpus)
-            self.format, self.paths = corpus.format, {part: str(folder / file) for part, file in corpus.files.items()}
+            self.format, self.paths = (
+                corpus.format,
+                {part: str(folder / file) for part, file in corpus.files.items()},
+            )
         else:
             paths = {"train": config.train, "valid": config.valid, "test": config.test}
-            self.format, self.paths = config.format, {part: path for part, path in paths.items() if path}
+            self.format, self.paths = (
+                config.format,
+                {part: path for part, path in paths.items() if path},
+            )
         self.held_out, self.max_examples = config.held_out, config.max_examples
         if config.reverse and columns != ("source", "target"):
-            raise UserError("data.reverse: there is no source and target to swap in this text; leave it at False")
+            raise UserError(
+                "data.reverse: there is no source and target to swap in this text; leave it at False"
+            )
         self._assigned: np.ndarray | None = None
 
     def fingerprint(self) -> list:
@@ -160,7 +179,8 @@ class _Text:
         if self._assigned is None:
             parts, components = split.assign(map(self._apart, self._file("train")), self.held_out)
             self._assigned = np.array(
-                [split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts], np.int8
+                [split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts],
+                np.int8,
             )
             if components <= 2 * self.held_out:
                 raise UserError(
@@ -187,8 +207,12 @@ class _Text:
         given = [part for part in ("valid", "test") if part in self.paths]
         if not given:
             return {}
-        keys = lambda example: [hash((side, split.normalise(text))) for side, text in enumerate(self._apart(example))]
-        held = {key for part in given for example in self._file(part) for key in keys(example)}  # the smaller side
+        keys = lambda example: [
+            hash((side, split.normalise(text))) for side, text in enumerate(self._apart(example))
+        ]
+        held = {
+            key for part in given for example in self._file(part) for key in keys(example)
+        }  # the smaller side
         known = {key for example in self.train() for key in keys(example) if key in held}
         shares = lambda example: any(key in known for key in keys(example))
         return {part: sum(map(shares, self._file(part))) for part in given}
@@ -210,7 +234,9 @@ def _modified(file: epath.Path) -> float:
     return os.stat(file).st_mtime_ns if os.path.exists(file) else file.stat().mtime
 
 
-def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int, objective: Objective) -> None:
+def _make(
+    folder: Path, text: _Text, config: DataConfig, vocab_size: int, objective: Objective
+) -> None:
     if config.tokenizer.path:
         tokenizer = load_tokenizer(config.tokenizer.path, config.tokenizer)
         _check_size(tokenizer, config, vocab_size, objective)
@@ -233,7 +259,9 @@ def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int, object
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int, objective: Objective) -> None:
+def _check_size(
+    tokenizer: Tokenizer, config: DataConfig, vocab_size: int, objective: Objective
+) -> None:
     needed = tokenizer.vocab_size + objective.adds(tokenizer)
     if needed > vocab_size:
         raise UserError(
@@ -243,10 +271,19 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int, objec
 
 
 def _tokenise(
-    folder: Path, part: str, examples: Iterator[Example], tokenizer: Tokenizer, text: _Text, classes: list[str]
+    folder: Path,
+    part: str,
+    examples: Iterator[Example],
+    tokenizer: Tokenizer,
+    text: _Text,
+    classes: list[str],
 ) -> dict:
     """Writes one split; returns its counts. Streams, so that a corpus may be larger than memory."""
-    digest, counts, sides = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}, range(text.sides)
+    digest, counts, sides = (
+        hashlib.sha256(),
+        {"examples": 0, "bytes": 0, "words": 0},
+        range(text.sides),
+    )
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     number = {name: i for i, name in enumerate(classes)}
     ends: list[list[int]] = [[] for _ in sides]
@@ -268,11 +305,16 @@ def _tokenise(
             sides_ids = [[ids for ids, _ in encoded]]
         else:
             encode = {
-                side: tokenizer.encode_targets if text.columns[side] == "target" else tokenizer.encode for side in sides
+                side: tokenizer.encode_targets
+                if text.columns[side] == "target"
+                else tokenizer.encode
+                for side in sides
             }
             sides_ids = [encode[side]([example[side] for example in block]) for side in sides]
         if text.columns[-1] == "label":
-            labels.append(np.array([_class(number, example[-1], example[0]) for example in block], np.int32))
+            labels.append(
+                np.array([_class(number, example[-1], example[0]) for example in block], np.int32)
+            )
         for side in sides:
             for ids in sides_ids[side]:
                 ids.append(tokenizer.eos)
@@ -297,14 +339,18 @@ def _class(number: dict[str, int], name: str, text: str) -> int:
     return number[name]
 
 
-def _tagged(example: Example, tokenizer: Tokenizer, number: dict[str, int]) -> tuple[list[int], np.ndarray]:
+def _tagged(
+    example: Example, tokenizer: Tokenizer, number: dict[str, int]
+) -> tuple[list[int], np.ndarray]:
     """Ids of a text, word by word, and the tag of each: a word's at its first piece, -1 at the others and at eos."""
     words, tags = (column.split() for column in example)
     if len(words) != len(tags):
         raise UserError(f"data: {len(words)} words, but {len(tags)} tags: {example[0][:60]!r}")
     ids, found = [], []
     for pieces, tag in zip(tokenizer.encode_words(words), tags, strict=True):
-        ids += pieces  # none, of a word that the tokenizer does not see: then its tag is not asked for
+        ids += (
+            pieces  # none, of a word that the tokenizer does not see: then its tag is not asked for
+        )
         found += [_class(number, tag, example[0]), *[-1] * (len(pieces) - 1)][: len(pieces)]
     return ids, np.array([*found, -1], np.int32)
 
@@ -312,7 +358,11 @@ def _tagged(example: Example, tokenizer: Tokenizer, number: dict[str, int]) -> t
 def _as_npy(raw: Path, file: Path, dtype) -> None:
     """Raw numbers as an .npy file, copied in pieces (and not through a map of the file: a full disk must be an error)."""
     count = raw.stat().st_size // np.dtype(dtype).itemsize
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": (count,)}
+    header = {
+        "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
+        "fortran_order": False,
+        "shape": (count,),
+    }
     with raw.open("rb") as source, file.open("wb") as out:
         np.lib.format.write_array_header_1_0(out, header)
         shutil.copyfileobj(source, out)

@@ -125,7 +125,9 @@ class SentencePiece(Tokenizer):
 
     name = FILES[".model"]
 
-    def __init__(self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"):
+    def __init__(
+        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+    ):
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(content)
@@ -156,7 +158,12 @@ class SentencePiece(Tokenizer):
 
     @functools.cached_property
     def starts_word(self):
-        return np.array([self._processor.id_to_piece(i).startswith(("\u2581", "\n")) for i in range(self.vocab_size)])
+        return np.array(
+            [
+                self._processor.id_to_piece(i).startswith(("\u2581", "\n"))
+                for i in range(self.vocab_size)
+            ]
+        )
 
 
 class Fast(Tokenizer):
@@ -164,15 +171,21 @@ class Fast(Tokenizer):
 
     name = FILES[".json"]
 
-    def __init__(self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"):
+    def __init__(
+        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+    ):
         try:
             import tokenizers
         except ImportError:
-            raise UserError(f"data.tokenizer.path: {name} needs the extra [hf]: pip install -e '.[hf]'") from None
+            raise UserError(
+                f"data.tokenizer.path: {name} needs the extra [hf]: pip install -e '.[hf]'"
+            ) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as e:  # it raises Exception itself
-            raise UserError(f"data.tokenizer.path: {name} is no tokenizer.json ({str(e)[:80]})") from None
+            raise UserError(
+                f"data.tokenizer.path: {name} is no tokenizer.json ({str(e)[:80]})"
+            ) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.content, self.vocab_size = content, self._tokenizer.get_vocab_size()
@@ -187,24 +200,36 @@ class Fast(Tokenizer):
         self.mask = mask if mask >= 0 else None
 
     def encode(self, texts):
-        return [one.ids for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        return [
+            one.ids for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ]
 
     def encode_words(self, words):
-        marks_spaces = any(piece.startswith("\u0120") for piece in self._tokenizer.get_vocab())  # GPT-2's "\u0120cat"
-        return self.encode([f" {word}" if i and marks_spaces else word for i, word in enumerate(words)])
+        marks_spaces = any(
+            piece.startswith("\u0120") for piece in self._tokenizer.get_vocab()
+        )  # GPT-2's "\u0120cat"
+        return self.encode(
+            [f" {word}" if i and marks_spaces else word for i, word in enumerate(words)]
+        )
 
     def _text(self, ids):
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def piece(self, i):
-        return (self._tokenizer.id_to_token(i) or f"<{i}>").replace("\u0120", "\u2581").replace("\u010a", "\n")
+        return (
+            (self._tokenizer.id_to_token(i) or f"<{i}>")
+            .replace("\u0120", "\u2581")
+            .replace("\u010a", "\n")
+        )
 
     def find(self, piece):
         return self._tokenizer.token_to_id(piece)
 
     @functools.cached_property
     def text_ids(self):
-        signs = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        signs = {
+            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        }
         return np.array([i for i in range(self.vocab_size) if i not in signs])
 
     @functools.cached_property
@@ -224,22 +249,30 @@ class Pair(Tokenizer):
 
     name = FILES[".pair"]
 
-    def __init__(self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"):
+    def __init__(
+        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+    ):
         try:
             given = json.loads(content)
-            self.source, self.target = (base64.b64decode(given[side]) for side in ("source", "target"))
+            self.source, self.target = (
+                base64.b64decode(given[side]) for side in ("source", "target")
+            )
             self.vocabulary: dict[str, int] = given["vocabulary"]
             self._unknown = self.vocabulary["<unk>"]
             self._pieces = {int(i): piece for piece, i in self.vocabulary.items()}
         except (ValueError, KeyError, TypeError) as e:
-            raise UserError(f"data.tokenizer.path: {name} is no pair of tokenizers ({type(e).__name__}: {e})") from None
+            raise UserError(
+                f"data.tokenizer.path: {name} is no pair of tokenizers ({type(e).__name__}: {e})"
+            ) from None
         self._models = [
             SentencePiece(part, TokenizerConfig(pad_id=0, bos_id=0, eos_id=0), name)._processor
             for part in (self.source, self.target)
         ]
         self.content, self.vocab_size = content, max(self._pieces) + 1
         own = {"pad": self.find("<pad>"), "bos": self.find("<pad>"), "eos": self.find("</s>")}
-        self.signs = _signs(config, {sign: -1 if i is None else i for sign, i in own.items()}, self.vocab_size, name)
+        self.signs = _signs(
+            config, {sign: -1 if i is None else i for sign, i in own.items()}, self.vocab_size, name
+        )
 
     @property
     def files(self):
@@ -250,14 +283,18 @@ class Pair(Tokenizer):
     def join(source: bytes, target: bytes, vocabulary: dict[str, int]) -> bytes:
         """The file of such a pair."""
         spell = lambda model: base64.b64encode(model).decode()
-        return json.dumps({"source": spell(source), "target": spell(target), "vocabulary": vocabulary}).encode()
+        return json.dumps(
+            {"source": spell(source), "target": spell(target), "vocabulary": vocabulary}
+        ).encode()
 
     def encode(self, texts):
         out = []
         for text in texts:
             language = re.match(r">>[^<>]+<<", text)
             sign = [language[0]] if language else []
-            out.append(self._ids(sign + self._models[0].encode(text[len("".join(sign)) :], out_type=str)))
+            out.append(
+                self._ids(sign + self._models[0].encode(text[len("".join(sign)) :], out_type=str))
+            )
         return out
 
     def encode_targets(self, texts):
@@ -279,12 +316,18 @@ class Pair(Tokenizer):
     def text_ids(self):
         signs = {self.pad, self.bos, self.eos, self._unknown}
         return np.array(
-            [i for i, piece in sorted(self._pieces.items()) if i not in signs and not piece.startswith(">>")]
+            [
+                i
+                for i, piece in sorted(self._pieces.items())
+                if i not in signs and not piece.startswith(">>")
+            ]
         )
 
     @functools.cached_property
     def starts_word(self):
-        return np.array([self._pieces.get(i, "").startswith("\u2581") for i in range(self.vocab_size)])
+        return np.array(
+            [self._pieces.get(i, "").startswith("\u2581") for i in range(self.vocab_size)]
+        )
 
 
 def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: str) -> Signs:
@@ -296,7 +339,9 @@ def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: 
         if not found[sign] >= 0:
             raise UserError(f"data.tokenizer.{sign}_id: must be set, for {name} does not say it")
         if sign != "pad" and found[sign] >= vocab_size:
-            raise UserError(f"data.tokenizer.{sign}_id: {found[sign]} is none of the {vocab_size} pieces of {name}")
+            raise UserError(
+                f"data.tokenizer.{sign}_id: {found[sign]} is none of the {vocab_size} pieces of {name}"
+            )
     if config.source_bos_id >= vocab_size:
         raise UserError(
             f"data.tokenizer.source_bos_id: {config.source_bos_id} is none of the {vocab_size} pieces of {name}"
@@ -309,7 +354,9 @@ def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = AS_IT_SAYS
     path = epath.Path(path)
     if not path.is_file():
         raise UserError(f"data.tokenizer.path: no file {str(path)!r}")
-    return {".json": Fast, ".pair": Pair}.get(path.suffix, SentencePiece)(path.read_bytes(), config, str(path))
+    return {".json": Fast, ".pair": Pair}.get(path.suffix, SentencePiece)(
+        path.read_bytes(), config, str(path)
+    )
 
 
 def is_sentencepiece(content: bytes) -> bool:
@@ -325,10 +372,16 @@ def find_tokenizer(folder: str | os.PathLike) -> Path | None:
     return next((file for name in FILES.values() if (file := Path(folder) / name).is_file()), None)
 
 
-def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterable[str], reserved: int = 0) -> Tokenizer:
+def train_tokenizer(
+    config: TokenizerConfig, vocab_size: int, sentences: Iterable[str], reserved: int = 0
+) -> Tokenizer:
     """Trains to exactly `vocab_size - reserved` pieces ("char": at most). Lines are sentences; the line end is a piece of its own. Of more than
     `max_sentences` lines, an even sample (always the same) is read."""
-    model, lines, pieces = io.BytesIO(), _sample(sentences, config.max_sentences), vocab_size - reserved
+    model, lines, pieces = (
+        io.BytesIO(),
+        _sample(sentences, config.max_sentences),
+        vocab_size - reserved,
+    )
     if pieces < 1:
         raise UserError(
             f"model.vocab_size: {vocab_size} leaves no piece beside the {reserved} signs of data.objective; raise it"
@@ -349,7 +402,11 @@ def train_tokenizer(config: TokenizerConfig, vocab_size: int, sentences: Iterabl
             raise UserError(
                 f"data.tokenizer: SentencePiece cannot be trained on this text ({str(e).strip()})"
             ) from None
-        way_out = f"it allows at most {most[1]}" if most else f"its characters and bytes need at least {least[1]}"
+        way_out = (
+            f"it allows at most {most[1]}"
+            if most
+            else f"its characters and bytes need at least {least[1]}"
+        )
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"
             + (f", and the signs of data.objective take {reserved} ids more" if reserved else "")

@@ -38,7 +38,12 @@ def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
 
 
 def _grow(
-    beams: Beams, logits_BxKxV: jax.Array, limits_B: jax.Array, alpha: float, eos_id: int, pad_id: int
+    beams: Beams,
+    logits_BxKxV: jax.Array,
+    limits_B: jax.Array,
+    alpha: float,
+    eos_id: int,
+    pad_id: int,
 ) -> tuple[Beams, jax.Array, jax.Array]:
     """One token more. Returns the beams, which old beam each new live one continues, and its new token."""
     rows, k, vocab = logits_BxKxV.shape
@@ -49,11 +54,17 @@ def _grow(
     logp_BxKxV += beams.live_logp_BxK[..., None]
     top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(rows, -1), 2 * k)  # at most k of them end
     from_beam, token = flat // vocab, flat % vocab
-    text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1).at[:, :, beams.step].set(token)
+    text = (
+        jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
+        .at[:, :, beams.step]
+        .set(token)
+    )
     real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
     ends = token == eos_id
 
-    score = jnp.where(ends & (real_logp > NEVER / 2), real_logp / length_penalty(beams.step + 1, alpha), NEVER)
+    score = jnp.where(
+        ends & (real_logp > NEVER / 2), real_logp / length_penalty(beams.step + 1, alpha), NEVER
+    )
     all_scores, all_text = (
         jnp.concatenate([beams.ended_score_BxK, score], 1),
         jnp.concatenate([beams.ended_BxKxL, text], 1),
@@ -76,7 +87,9 @@ def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
     so the best a live beam can reach is its own at the largest penalty still possible."""
     best_B = beams.live_logp_BxK[:, 0] / length_penalty(limits_B, alpha)
     return jnp.any(
-        (beams.step < limits_B) & (beams.live_logp_BxK[:, 0] > NEVER / 2) & (best_B > beams.ended_score_BxK[:, -1])
+        (beams.step < limits_B)
+        & (beams.live_logp_BxK[:, 0] > NEVER / 2)
+        & (best_B > beams.ended_score_BxK[:, -1])
     )
 
 
@@ -99,9 +112,20 @@ def beam_search(
     `limits_B` bounds each row's length, eos included. A row none of whose hypotheses has ended by then yields its live ones, so
     scored. Places that no hypothesis fills score -1e9.
     """
-    rows, k, pad_id, scanned = prompt_BxP.shape[0], beam_size, model.config.pad_id, model.config.scan_layers
+    rows, k, pad_id, scanned = (
+        prompt_BxP.shape[0],
+        beam_size,
+        model.config.pad_id,
+        model.config.scan_layers,
+    )
     logits_BxV, memory = prefill(
-        model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
+        model,
+        params,
+        prompt_BxP,
+        prompt_BxP.shape[1] + max_new,
+        source_BxS,
+        prompt_mask_BxP,
+        source_mask_BxS,
     )
     vocab = logits_BxV.shape[-1]
     memory = rearrange(memory, lambda x: jnp.repeat(x, k, axis=0), scanned, source_too=True)
@@ -115,13 +139,19 @@ def beam_search(
         return beams.replace(memory=memory), logits.reshape(rows, k, vocab)
 
     blank = jnp.full((rows, k, max_new), pad_id, jnp.int32)
-    one_live = jnp.broadcast_to(jnp.where(jnp.arange(k) == 0, 0.0, NEVER), (rows, k))  # all beams are the same at first
-    beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, jnp.full((rows, k), NEVER), memory)
+    one_live = jnp.broadcast_to(
+        jnp.where(jnp.arange(k) == 0, 0.0, NEVER), (rows, k)
+    )  # all beams are the same at first
+    beams = Beams(
+        jnp.zeros((), jnp.int32), blank, one_live, blank, jnp.full((rows, k), NEVER), memory
+    )
     start = beams, jnp.broadcast_to(logits_BxV[:, None], (rows, k, vocab))
     beams, _ = jax.lax.while_loop(lambda carry: _can_win(carry[0], limits_B, alpha), body, start)
     none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
     live_score = jnp.where(
-        beams.live_logp_BxK > NEVER / 2, beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha), NEVER
+        beams.live_logp_BxK > NEVER / 2,
+        beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha),
+        NEVER,
     )
     return (
         jnp.where(none_ended_B[..., None], beams.live_BxKxL, beams.ended_BxKxL),

@@ -36,15 +36,22 @@ class Generator:
                 "causal_lm, prefix_lm and seq2seq do"
             )
         if self.tokenizer is None:
-            raise UserError("this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory")
+            raise UserError(
+                "this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory"
+            )
         self._model = build_model(self.config.model)
         self._translates = self.config.model.two_sides
         # A decoder that has learned answers to questions is told that the question is over, and its answer is a text by itself.
-        self._answers = not self._translates and self.config.objective.columns == ("source", "target")
+        self._answers = not self._translates and self.config.objective.columns == (
+            "source",
+            "target",
+        )
         self._compiled: dict[int, Callable] = {}
         self._calls = 0  # texts answered before: each is sampled with a key of its own
 
-    def __call__(self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None) -> list[str]:
+    def __call__(
+        self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None
+    ) -> list[str]:
         """One output a text, in order: its translation, or what the model writes after it. `progress` is told how many are done."""
         ids = self.tokenizer.encode(texts)
         if self._translates or self._answers:
@@ -57,7 +64,9 @@ class Generator:
             rows = self.config.decoding.batch_size
             for start in range(0, len(members), rows):
                 batch = members[start : start + rows]
-                for i, tokens in zip(batch, self._run(width, [ids[i] for i in batch], batch), strict=True):
+                for i, tokens in zip(
+                    batch, self._run(width, [ids[i] for i in batch], batch), strict=True
+                ):
                     out[i] = self._text(ids[i], tokens)
                 done += len(batch)
                 progress(done)
@@ -108,12 +117,16 @@ class Generator:
             whole = NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else None
             decode = functools.partial(self._decode, max_new=self._max_new(width))
             self._compiled[width] = jax.jit(decode, out_shardings=whole)
-        return np.asarray(self._compiled[width](self.params, read, real, limits, numbers))[: len(ids)]
+        return np.asarray(self._compiled[width](self.params, read, real, limits, numbers))[
+            : len(ids)
+        ]
 
     def _max_new(self, width: int) -> int:
         decoding, max_length = self.config.decoding, self.config.model.max_length
         return (
-            min(width + decoding.max_extra, max_length) if self._translates else min(decoding.max_extra, max_length - 1)
+            min(width + decoding.max_extra, max_length)
+            if self._translates
+            else min(decoding.max_extra, max_length - 1)
         )
 
     def _decode(self, params, read, real, limits, numbers, *, max_new: int) -> jax.Array:
@@ -137,5 +150,9 @@ class Generator:
             )
             return texts[:, 0]
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), numbers)
-        options = {"temperature": decoding.temperature, "top_k": decoding.top_k, "top_p": decoding.top_p}
+        options = {
+            "temperature": decoding.temperature,
+            "top_k": decoding.top_k,
+            "top_p": decoding.top_p,
+        }
         return sample(self._model, params, prompt, limits, keys, **options, **given)

@@ -38,29 +38,45 @@ def prefill(
     """
     pad_id, given = model.config.pad_id, {"params": params}
     real_BxP = prompt_BxP != pad_id if prompt_mask_BxP is None else prompt_mask_BxP
-    where = {"positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0), "segment_ids": real_BxP.astype(jnp.int32)}
+    where = {
+        "positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0),
+        "segment_ids": real_BxP.astype(jnp.int32),
+    }
     if model.config.prefix_lm:
         where["prefix_mask"] = real_BxP
     cache = model.empty_cache(prompt_BxP.shape[0], slots)
     if source_BxS is None:
-        logits, cache = model.apply(given, prompt_BxP, cache, **where, last_only=True, method="decode")
+        logits, cache = model.apply(
+            given, prompt_BxP, cache, **where, last_only=True, method="decode"
+        )
         return logits[:, -1], Memory(cache, None)
     encoded = model.apply(given, source_BxS, padding_mask=source_mask_BxS, method="encode")
-    logits, cache = model.apply(given, prompt_BxP, cache, *encoded, **where, last_only=True, method="decode")
+    logits, cache = model.apply(
+        given, prompt_BxP, cache, *encoded, **where, last_only=True, method="decode"
+    )
     return logits[:, -1], Memory(cache, encoded[1])
 
 
-def advance(model: nn.Module, params: Any, tokens_B: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+def advance(
+    model: nn.Module, params: Any, tokens_B: jax.Array, memory: Memory
+) -> tuple[jax.Array, Memory]:
     """Reads one more token a row: the logits, [B, V], of what follows it, and the memory with it."""
     before = memory.cache.tokens
     position_B = jnp.max(jnp.where(before.segments_BxT > 0, before.positions_BxT, -1), axis=1) + 1
-    where = {"positions": position_B[:, None], "segment_ids": jnp.ones((tokens_B.shape[0], 1), jnp.int32)}
+    where = {
+        "positions": position_B[:, None],
+        "segment_ids": jnp.ones((tokens_B.shape[0], 1), jnp.int32),
+    }
     encoder = () if memory.source is None else (None, memory.source)
-    logits, cache = model.apply({"params": params}, tokens_B[:, None], memory.cache, *encoder, **where, method="decode")
+    logits, cache = model.apply(
+        {"params": params}, tokens_B[:, None], memory.cache, *encoder, **where, method="decode"
+    )
     return logits[:, -1], memory.replace(cache=cache)
 
 
-def rearrange(memory: Memory, rows: Callable[[jax.Array], jax.Array], scanned: bool, *, source_too: bool) -> Memory:
+def rearrange(
+    memory: Memory, rows: Callable[[jax.Array], jax.Array], scanned: bool, *, source_too: bool
+) -> Memory:
     """`rows` (an indexing of axis 0) applied to the batch axis of everything in the memory.
 
     Beams of one sentence share its source, so reordering beams can leave the source's part alone (`source_too=False`).

@@ -58,7 +58,13 @@ def sample(
         return step + 1, out_BxL, logits_BxV, done_B, memory
 
     logits_BxV, memory = prefill(
-        model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
+        model,
+        params,
+        prompt_BxP,
+        prompt_BxP.shape[1] + max_new,
+        source_BxS,
+        prompt_mask_BxP,
+        source_mask_BxS,
     )
     blank = jnp.full((prompt_BxP.shape[0], max_new), pad_id, jnp.int32)
     carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory
@@ -72,7 +78,11 @@ def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:
         logits_BxV = jnp.where(logits_BxV >= smallest, logits_BxV, -jnp.inf)
     if top_p < 1.0:
         ordered_BxV = jnp.flip(jnp.sort(logits_BxV, axis=-1), axis=-1)
-        before_BxV = jnp.cumsum(jax.nn.softmax(ordered_BxV, axis=-1), axis=-1) - jax.nn.softmax(ordered_BxV, axis=-1)
-        smallest = jnp.min(jnp.where(before_BxV < top_p, ordered_BxV, jnp.inf), axis=-1, keepdims=True)
+        before_BxV = jnp.cumsum(jax.nn.softmax(ordered_BxV, axis=-1), axis=-1) - jax.nn.softmax(
+            ordered_BxV, axis=-1
+        )
+        smallest = jnp.min(
+            jnp.where(before_BxV < top_p, ordered_BxV, jnp.inf), axis=-1, keepdims=True
+        )
         logits_BxV = jnp.where(logits_BxV >= smallest, logits_BxV, -jnp.inf)
     return logits_BxV

@@ -29,11 +29,20 @@ def depth_profile(kind: DepthProfile, subject: Subject, at: At) -> Found:
             return sum(one.loss / jnp.maximum(one.weight, 1.0) for one in sums.values())
 
         grads = jax.grad(loss)(params)
-        updates = subject.optimizer.update(grads, opt_state, params)[0] if opt_state is not None else None
+        updates = (
+            subject.optimizer.update(grads, opt_state, params)[0] if opt_state is not None else None
+        )
         _, told, _ = subject.watch(params, batch, "sizes")
-        return flatten(told["sizes"]), _squares(config, grads), _squares(config, params), updates and _squares(config, updates)
+        return (
+            flatten(told["sizes"]),
+            _squares(config, grads),
+            _squares(config, params),
+            updates and _squares(config, updates),
+        )
 
-    sizes, grads, params, updates = subject.program(kind, profile)(at.params, at.opt_state, subject.batch)
+    sizes, grads, params, updates = subject.program(kind, profile)(
+        at.params, at.opt_state, subject.batch
+    )
     for name, (path, place) in where(config.model, sizes).items():
         side, layer, rest = in_layer(name)
         here = f"{side}/{layer:02d}/{residual_of(rest)}"

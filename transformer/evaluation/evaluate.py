@@ -47,9 +47,13 @@ class Trained:
 def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained:
     """The parameters of a run's last checkpoint: their moving average, or the mean over the last few, where the run keeps one."""
     workdir, train = Path(workdir), config.train
-    has_any = (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, train)).steps
+    has_any = (workdir / "checkpoints").exists() and (
+        checkpoints := Checkpoints(workdir, train)
+    ).steps
     if not has_any:
-        raise UserError(f"--workdir: {workdir} has no checkpoint yet; go on training it, or set train.checkpoint_every")
+        raise UserError(
+            f"--workdir: {workdir} has no checkpoint yet; go on training it, or set train.checkpoint_every"
+        )
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))
     optimizer = build_optimizer(config.optimizer, train.steps)
     abstract, placed = abstract_state(config, build_model(config.model), optimizer, mesh)
@@ -76,7 +80,10 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     objective, translates = data.objective, data.objective.columns == ("source", "target")
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)
     share = Share(mesh)
-    batches, text = data.batches(part, share.rows), data.store.meta[part] if objective.every_token else None
+    batches, text = (
+        data.batches(part, share.rows),
+        data.store.meta[part] if objective.every_token else None,
+    )
     found = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
     if objective.writes:
@@ -87,26 +94,44 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     generate = Generator(config, trained.params, trained.tokenizer) if objective.writes else None
     if objective.writes and not translates:
         prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]
-        blocks = [f"prompt  {p}\nmodel   {a.strip()}\n" for p, a in zip(prompts, generate(prompts), strict=True)]
+        blocks = [
+            f"prompt  {p}\nmodel   {a.strip()}\n"
+            for p, a in zip(prompts, generate(prompts), strict=True)
+        ]
     elif translates:
         began = time.perf_counter()
         by = exact if config.data.format == "probe" else score
-        sources, hypotheses, references, scores, signatures = translate_and_score(generate, examples, by, _show_progress)
+        sources, hypotheses, references, scores, signatures = translate_and_score(
+            generate, examples, by, _show_progress
+        )
         translations = sources, hypotheses, references
         speed = len(sources) / (time.perf_counter() - began)
         found |= scores | {"sentences": len(sources), "sentences_per_second": speed}
         cut = generate.cut
         for source, hypothesis, refs in zip(sources, hypotheses, references, strict=True):
-            lines = [f"source     {source}", f"model      {hypothesis}", *(f"reference  {r}" for r in refs)]
+            lines = [
+                f"source     {source}",
+                f"model      {hypothesis}",
+                *(f"reference  {r}" for r in refs),
+            ]
             blocks.append("\n".join(lines) + "\n")
     left_out = batches.report | ({"cut for translation": cut} if cut else {})
-    found |= measure(Subject(config, data, part, mesh), At(trained.params, translations=translations), during=False)
+    found |= measure(
+        Subject(config, data, part, mesh),
+        At(trained.params, translations=translations),
+        during=False,
+    )
     report |= found | {"signatures": signatures, "left_out": left_out}
     if is_first():
         if blocks:
-            write_whole(workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt"), "\n".join(blocks))
+            write_whole(
+                workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt"),
+                "\n".join(blocks),
+            )
         write_whole(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
-        append_metrics(workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()})
+        append_metrics(
+            workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()}
+        )
     return found | {f"{name}_signature": s for name, s in signatures.items()} | left_out
 
 

@@ -22,15 +22,26 @@ OF_ONE_SIDE = ("distance", "previous")
 def attention(kind: Attention, subject: Subject, at: At) -> Found:
     """attention/WHAT/SIDE/LAYER/SUBLAYER/HEAD, on one batch; WHAT as in model/attention_statistics.py, `induction` being `repeated` on random
     tokens said twice."""
-    look = subject.program("attention", lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"]))
+    look = subject.program(
+        "attention",
+        lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"]),
+    )
     of_text = dict(_by_head(subject.config.model, look(at.params, subject.batch)))
     for (what, here), values in of_text.items():
         if what != "repeated" and not (what in OF_ONE_SIDE and here.endswith("cross_attention")):
-            yield from ((f"attention/{what}/{here}/{head:02d}", float(value)) for head, value in enumerate(values))
+            yield from (
+                (f"attention/{what}/{here}/{head:02d}", float(value))
+                for head, value in enumerate(values)
+            )
     if subject.config.model.family == "decoder":
-        for (what, here), values in _by_head(subject.config.model, look(at.params, _said_twice(subject))):
+        for (what, here), values in _by_head(
+            subject.config.model, look(at.params, _said_twice(subject))
+        ):
             if what == "repeated":
-                yield from ((f"attention/induction/{here}/{head:02d}", float(value)) for head, value in enumerate(values))
+                yield from (
+                    (f"attention/induction/{here}/{head:02d}", float(value))
+                    for head, value in enumerate(values)
+                )
 
 
 def _by_head(config: ModelConfig, told: dict) -> Iterator[tuple[tuple[str, str], np.ndarray]]:
@@ -38,7 +49,10 @@ def _by_head(config: ModelConfig, told: dict) -> Iterator[tuple[tuple[str, str],
     for name, (path, place) in where(config, told).items():
         side, layer, rest = in_layer(name)
         for what, values in told[path][0].items():
-            yield (what, f"{side}/{layer:02d}/{rest.removesuffix('/heads')}"), np.asarray(part(values, place))
+            yield (
+                (what, f"{side}/{layer:02d}/{rest.removesuffix('/heads')}"),
+                np.asarray(part(values, place)),
+            )
 
 
 def _said_twice(subject: Subject) -> dict[str, jax.Array]:
@@ -85,25 +99,48 @@ def logit_lens(kind: LogitLens, subject: Subject, at: At) -> Found:
 def order(kind: Order, subject: Subject, at: At) -> Found:
     """order/kl: sum of p log(p / q) at the last place of a row, mean over rows, in nats; p as the tokens stand, q with all tokens before the last
     in another order. Rows are read as one document each."""
+
     def last(params, batch):
         (h_BxTxE, head), _, batch = subject.watch(params, batch)
         at_last = batch["positions"] == jnp.max(batch["positions"], axis=1, keepdims=True)
-        return jax.nn.log_softmax(head(jnp.sum(jnp.where(at_last[..., None], h_BxTxE, 0), axis=1, keepdims=True))[:, 0])
+        return jax.nn.log_softmax(
+            head(jnp.sum(jnp.where(at_last[..., None], h_BxTxE, 0), axis=1, keepdims=True))[:, 0]
+        )
 
-    whole = {name: np.array(x) for name, x in subject.data.batches(subject.part)[0].items() if name not in ("prefix", "labels", "label_weights")}
+    whole = {
+        name: np.array(x)
+        for name, x in subject.data.batches(subject.part)[0].items()
+        if name not in ("prefix", "labels", "label_weights")
+    }
     rows, length = whole["inputs"].shape
     full = np.flatnonzero((whole["segments"] > 0).all(axis=1))
     if not len(full):
-        raise UserError("train.evaluators: order needs a row that is full of tokens; set data.packing=True")
-    chosen = np.resize(full, rows)  # those again where they are fewer, for a batch of the same shape
+        raise UserError(
+            "train.evaluators: order needs a row that is full of tokens; set data.packing=True"
+        )
+    chosen = np.resize(
+        full, rows
+    )  # those again where they are fewer, for a batch of the same shape
     inputs, there = whole["inputs"][chosen], np.random.default_rng(0).permutation(length - 1)
     logs = []
     for tokens in (inputs, np.concatenate([inputs[:, there], inputs[:, -1:]], axis=1)):
-        batch = {name: x[chosen] for name, x in whole.items()} | {"inputs": tokens, "segments": np.ones_like(inputs)}
+        batch = {name: x[chosen] for name, x in whole.items()} | {
+            "inputs": tokens,
+            "segments": np.ones_like(inputs),
+        }
         batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), inputs.shape)
         here = subject.share.rows(rows)
-        logs.append(np.asarray(subject.program(kind, last)(at.params, subject.share.place({name: x[here] for name, x in batch.items()}))))
-    yield "order/kl", float(np.mean(np.sum(np.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)[: len(full)]))
+        logs.append(
+            np.asarray(
+                subject.program(kind, last)(
+                    at.params, subject.share.place({name: x[here] for name, x in batch.items()})
+                )
+            )
+        )
+    yield (
+        "order/kl",
+        float(np.mean(np.sum(np.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)[: len(full)])),
+    )
 
 
 def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, Callable]]:

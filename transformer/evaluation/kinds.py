@@ -19,7 +19,9 @@ class Kind:
 
     name: ClassVar[str]
     during: ClassVar[bool]  # at every evaluation in training, not in `evaluate` alone
-    others: ClassVar[tuple[str, ...]] = ()  # what its metrics are called beside `name`: eval/depth/..., test/context/...
+    others: ClassVar[
+        tuple[str, ...]
+    ] = ()  # what its metrics are called beside `name`: eval/depth/..., test/context/...
 
     def why_not(self, experiment) -> str | None:
         """Why it says nothing of such an experiment, to be read behind its name; None if it does."""
@@ -95,7 +97,11 @@ class DepthProfile(_OneBatch):
     others: ClassVar[tuple[str, ...]] = ("depth",)
 
     def why_not(self, experiment):
-        return "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not" if "recurrent" in experiment.model.family else None
+        return (
+            "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not"
+            if "recurrent" in experiment.model.family
+            else None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +114,11 @@ class Attention(_OneBatch):
     during: ClassVar[bool] = True
 
     def why_not(self, experiment):
-        return "is of heads, which model.family = 'recurrent_encoder_decoder' has not" if "recurrent" in experiment.model.family else None
+        return (
+            "is of heads, which model.family = 'recurrent_encoder_decoder' has not"
+            if "recurrent" in experiment.model.family
+            else None
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +132,9 @@ class LogitLens(_OneBatch):
 
     def why_not(self, experiment):
         if "recurrent" in experiment.model.family:
-            return "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not"
+            return (
+                "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not"
+            )
         return None if experiment.objective.asks_for_tokens else _NO_TOKENS
 
 
@@ -150,7 +162,9 @@ class LossWith(Kind):
 
     def __post_init__(self):
         if not re.fullmatch(r"model\.[\w.]+=.+", self.change):
-            raise UserError(f"train.evaluators: loss_with: change: {self.change!r}; a field of the model and its value: 'model.window=16'")
+            raise UserError(
+                f"train.evaluators: loss_with: change: {self.change!r}; a field of the model and its value: 'model.window=16'"
+            )
 
     def why_not(self, experiment):
         field = self.change.removeprefix("model.").partition("=")[0].partition(".")[0]
@@ -169,7 +183,9 @@ class Probe(Kind):
     during: ClassVar[bool] = True
 
     task: str = ""  # "": the one that data.train names
-    lengths: tuple[int, ...] = ()  # (): the longest that data.train names, twice and four times that
+    lengths: tuple[
+        int, ...
+    ] = ()  # (): the longest that data.train names, twice and four times that
     examples: int = 256  # of each length
 
     def __post_init__(self):
@@ -202,11 +218,26 @@ class BleuByLength(Kind):
         at_least("train.evaluators", self, 1, "words")
 
     def why_not(self, experiment):
-        return None if experiment.objective.columns == ("source", "target") else "is of what translates a source; data.objective = 'seq2seq' learns that"
+        return (
+            None
+            if experiment.objective.columns == ("source", "target")
+            else "is of what translates a source; data.objective = 'seq2seq' learns that"
+        )
 
 
 KINDS = {
-    kind.name: kind for kind in (LossByPosition, Extrapolation, LossWith, DepthProfile, Attention, LogitLens, Order, Probe, BleuByLength)
+    kind.name: kind
+    for kind in (
+        LossByPosition,
+        Extrapolation,
+        LossWith,
+        DepthProfile,
+        Attention,
+        LogitLens,
+        Order,
+        Probe,
+        BleuByLength,
+    )
 }
 
 

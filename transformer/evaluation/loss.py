@@ -12,7 +12,13 @@ from transformer.training.step import main_thing, means
 
 
 def evaluate_loss(
-    eval_step: Callable, params, batches: Batches, share: Share, *, most: int = 0, text: dict | None = None
+    eval_step: Callable,
+    params,
+    batches: Batches,
+    share: Share,
+    *,
+    most: int = 0,
+    text: dict | None = None,
 ) -> dict[str, float]:
     """Every row of `batches` once (or the first `most` batches), as means over tokens, or over labels:
 

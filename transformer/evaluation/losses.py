@@ -22,7 +22,11 @@ from transformer.model.network import build_model
 def loss_by_position(kind: LossByPosition, subject: Subject, at: At) -> Found:
     """loss_by_position/PLACE: nats per token from that place of the row to the next. Where several documents share a row, of the place
     in the document."""
-    length = subject.config.data.decoder_length if subject.config.model.two_sides else subject.config.data.length
+    length = (
+        subject.config.data.decoder_length
+        if subject.config.model.two_sides
+        else subject.config.data.length
+    )
     edges = np.linspace(0, length, kind.parts + 1).astype(int)
     sums = np.zeros((2, length))
     for losses_BxT, positions_BxT, weights_BxT in _losses(subject, at):
@@ -43,12 +47,19 @@ def extrapolation(kind: Extrapolation, subject: Subject, at: At) -> Found:
         longer = length * times
         if (model := reading(config.model, longer)) is None:
             break  # a table of positions ends
-        for name, overlap in (("extrapolation", 0), *([("extrapolation_sliding", longer - length)] if kind.sliding and times > 1 else [])):
+        for name, overlap in (
+            ("extrapolation", 0),
+            *([("extrapolation_sliding", longer - length)] if kind.sliding and times > 1 else []),
+        ):
             rows = max(config.data.batch_size // times // subject.mesh.size, 1) * subject.mesh.size
-            data = dataclasses.replace(config.data, length=longer, batch_size=rows, eval_overlap=overlap, buckets=())
+            data = dataclasses.replace(
+                config.data, length=longer, batch_size=rows, eval_overlap=overlap, buckets=()
+            )
             most = -(-kind.tokens // (rows * (longer - overlap))) if kind.tokens else 0
             train = dataclasses.replace(config.train, accumulate=1)
-            there = subject.changed(dataclasses.replace(config, data=data, model=model, train=train))
+            there = subject.changed(
+                dataclasses.replace(config, data=data, model=model, train=train)
+            )
             mean, before = _mean(there, at, most)
             yield f"{name}/{longer:06d}", mean
             if not overlap:
@@ -60,21 +71,32 @@ def loss_with(kind: LossWith, subject: Subject, at: At) -> Found:
     field, _, value = kind.change.partition("=")
     changed = apply_overrides(subject.config, {field: value})
     if _shapes(changed.model) != _shapes(subject.config.model):
-        raise UserError(f"train.evaluators: loss_with: {kind.change} changes the model's parameters, so these cannot be put into it")
+        raise UserError(
+            f"train.evaluators: loss_with: {kind.change} changes the model's parameters, so these cannot be put into it"
+        )
     yield f"loss_with/{kind.change}", _mean(subject.changed(changed), at)[0]
 
 
 def reading(model: ModelConfig, length: int) -> ModelConfig | None:
     """The same model, reading rows of at least so many tokens; None where its parameters say how many it can read."""
     longest = max(length, model.max_length)
-    longer = dataclasses.replace(model, max_length=longest, random_positions=model.random_positions and max(longest, model.random_positions))
+    longer = dataclasses.replace(
+        model,
+        max_length=longest,
+        random_positions=model.random_positions and max(longest, model.random_positions),
+    )
     return longer if length <= model.max_length or _shapes(longer) == _shapes(model) else None
 
 
 def _shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Of all parameters."""
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + model.two_sides)
-    return [x.shape for x in jax.tree.leaves(jax.eval_shape(build_model(model).init, jax.random.key(0), *tokens))]
+    return [
+        x.shape
+        for x in jax.tree.leaves(
+            jax.eval_shape(build_model(model).init, jax.random.key(0), *tokens)
+        )
+    ]
 
 
 def _mean(subject: Subject, at: At, most: int = 0) -> tuple[float, float]:
@@ -85,15 +107,22 @@ def _mean(subject: Subject, at: At, most: int = 0) -> tuple[float, float]:
     return tuple(float(x) for x in total[:2] / max(total[2], 1.0))
 
 
-def _losses(subject: Subject, at: At, most: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _losses(
+    subject: Subject, at: At, most: int = 0
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(-log p of every target times its weight, positions, weights), each [B, T], batch by batch."""
 
     def losses(params, batch):
         (h_BxTxD, head), _, batch = subject.watch(params, batch)
-        nll_BxT = subject.in_chunks(lambda h, targets: token_losses(head(h), targets), h_BxTxD, batch["targets"])
+        nll_BxT = subject.in_chunks(
+            lambda h, targets: token_losses(head(h), targets), h_BxTxD, batch["targets"]
+        )
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 
-    batches, run = subject.data.batches(subject.part, subject.share.rows), subject.program("losses", losses)
+    batches, run = (
+        subject.data.batches(subject.part, subject.share.rows),
+        subject.program("losses", losses),
+    )
     count = min(n for n in (most or len(batches), subject.most or len(batches), len(batches)))
     for batch in batches.stream(0, count):
         yield tuple(map(np.asarray, jax.device_get(run(at.params, subject.share.place(batch)))))

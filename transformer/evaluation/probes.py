@@ -18,13 +18,22 @@ def probe(kind: Probe, subject: Subject, at: At) -> Found:
     config = subject.config
     trained = probes.parse(config.data.train) if config.data.format == "probe" else None
     for length in kind.lengths or tuple(times * trained.longest for times in (1, 2, 4)):
-        store = _Answers(subject.data.store.tokenizer, probes.Wanted(kind.task or trained.task, length, length, kind.examples))
+        store = _Answers(
+            subject.data.store.tokenizer,
+            probes.Wanted(kind.task or trained.task, length, length, kind.examples),
+        )
         longest = store.longest(config.model.two_sides)
         if (model := reading(config.model, longest)) is None:
             break  # a table of positions ends
-        data = dataclasses.replace(config.data, length=longest, target_length=0, packing=False, buckets=())
+        data = dataclasses.replace(
+            config.data, length=longest, target_length=0, packing=False, buckets=()
+        )
         there = subject.changed(dataclasses.replace(config, data=data, model=model))
-        yield from zip((f"probe/exact/{length:05d}", f"probe/tokens/{length:05d}"), _right(there, store, at), strict=True)
+        yield from zip(
+            (f"probe/exact/{length:05d}", f"probe/tokens/{length:05d}"),
+            _right(there, store, at),
+            strict=True,
+        )
 
 
 def _right(subject: Subject, store: "_Answers", at: At) -> tuple[float, float]:
@@ -36,10 +45,17 @@ def _right(subject: Subject, store: "_Answers", at: At) -> tuple[float, float]:
         wrong_BxT = asked_BxT & (jnp.argmax(head(h_BxTxE), axis=-1) != batch["targets"])
         answers_B = jnp.any(asked_BxT, axis=1)
         exact = jnp.sum(answers_B & ~jnp.any(wrong_BxT, axis=1))
-        return jnp.stack([exact, jnp.sum(answers_B), jnp.sum(asked_BxT & ~wrong_BxT), jnp.sum(asked_BxT)])
+        return jnp.stack(
+            [exact, jnp.sum(answers_B), jnp.sum(asked_BxT & ~wrong_BxT), jnp.sum(asked_BxT)]
+        )
 
-    run, batches = subject.program("right", right), dataclasses.replace(subject.data, store=store).batches("test", subject.share.rows)
-    exact, answers, tokens, of = sum(np.asarray(run(at.params, subject.share.place(batch))) for batch in batches.stream())
+    run, batches = (
+        subject.program("right", right),
+        dataclasses.replace(subject.data, store=store).batches("test", subject.share.rows),
+    )
+    exact, answers, tokens, of = sum(
+        np.asarray(run(at.params, subject.share.place(batch))) for batch in batches.stream()
+    )
     return float(exact / answers), float(tokens / of)
 
 
@@ -51,10 +67,19 @@ class _Answers:
     wanted: probes.Wanted
 
     def texts(self, part: str, side: int) -> Texts:
-        ids = [[*one, self.tokenizer.eos] for one in self.tokenizer.encode([example[side] for example in self.wanted.draw("probe ")])]
+        ids = [
+            [*one, self.tokenizer.eos]
+            for one in self.tokenizer.encode(
+                [example[side] for example in self.wanted.draw("probe ")]
+            )
+        ]
         return Texts(np.concatenate(ids).astype(np.int32), np.cumsum([len(one) for one in ids]))
 
     def longest(self, two_sides: bool) -> int:
         """The room that a row needs."""
         source, target = (self.texts("test", side).lengths for side in (0, 1))
-        return int(max(source.max() + len(self.tokenizer.before_source), target.max()) if two_sides else (source + target).max())
+        return int(
+            max(source.max() + len(self.tokenizer.before_source), target.max())
+            if two_sides
+            else (source + target).max()
+        )

@@ -30,7 +30,9 @@ class At:
 
     params: Any
     opt_state: Any = None
-    translations: tuple[list[str], list[str], list[list[str]]] | None = None  # sources, hypotheses, references of each
+    translations: tuple[list[str], list[str], list[list[str]]] | None = (
+        None  # sources, hypotheses, references of each
+    )
 
 
 @dataclasses.dataclass(frozen=True)

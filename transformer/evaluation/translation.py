@@ -19,9 +19,13 @@ def group(examples: Sequence[Example]) -> tuple[list[str], list[list[str]]]:
     return list(references), list(references.values())
 
 
-def score(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[dict[str, float], dict[str, str]]:
+def score(
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]]
+) -> tuple[dict[str, float], dict[str, str]]:
     """bleu, chrf (both 0 to 100), and the same against the first reference alone; with sacreBLEU's signatures."""
-    streams = [[r[i] if i < len(r) else None for r in references] for i in range(max(map(len, references)))]
+    streams = [
+        [r[i] if i < len(r) else None for r in references] for i in range(max(map(len, references)))
+    ]
     first = [[r[0] for r in references]]
     found, signatures = {}, {}
     for name, metric in {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF()}.items():
@@ -31,13 +35,20 @@ def score(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tup
     return found, signatures
 
 
-def exact(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[dict[str, float], dict[str, str]]:
+def exact(
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]]
+) -> tuple[dict[str, float], dict[str, str]]:
     """exact: the share that is one of its references, to the letter. Of synthetic tasks, whose answers are right or wrong."""
     right = [hypothesis in known for hypothesis, known in zip(hypotheses, references, strict=True)]
     return {"exact": sum(right) / len(right)}, {}
 
 
-def translate_and_score(generate: Callable, examples: Sequence[Example], score: Callable, progress=lambda done, total: None):
+def translate_and_score(
+    generate: Callable,
+    examples: Sequence[Example],
+    score: Callable,
+    progress=lambda done, total: None,
+):
     """(sources, hypotheses, references, scores, signatures) for a held-out side, by `score` or `exact`."""
     sources, references = group(examples)
     hypotheses = generate(sources, lambda done: progress(done, len(sources)))
@@ -50,7 +61,12 @@ def bleu_by_length(kind: BleuByLength, subject: Subject, at: At) -> Found:
     if at.translations is None:
         return
     group_of = lambda one: (len(one[0].split()) - 1) // kind.words
-    for group_number, members in itertools.groupby(sorted(zip(*at.translations, strict=True), key=group_of), key=group_of):
+    for group_number, members in itertools.groupby(
+        sorted(zip(*at.translations, strict=True), key=group_of), key=group_of
+    ):
         _, hypotheses, references = zip(*members, strict=True)
         if len(hypotheses) >= 10:
-            yield f"bleu_by_length/{group_number * kind.words + 1:03d}", score(hypotheses, references)[0]["bleu"]
+            yield (
+                f"bleu_by_length/{group_number * kind.words + 1:03d}",
+                score(hypotheses, references)[0]["bleu"],
+            )

@@ -15,7 +15,10 @@ class Kind:
 
 
 KINDS = {
-    **dict.fromkeys(("loss", "loss_with", "loss_by_position", "extrapolation", "extrapolation_sliding"), Kind("nats per token", False, True)),
+    **dict.fromkeys(
+        ("loss", "loss_with", "loss_by_position", "extrapolation", "extrapolation_sliding"),
+        Kind("nats per token", False, True),
+    ),
     "perplexity": Kind("per token", False, True),
     "accuracy": Kind("of tokens", True, True),
     "agrees": Kind("of tokens", True, True),
@@ -31,7 +34,11 @@ KINDS = {
 }
 """By a part of the name: test/bleu, test/lens/loss/003."""
 
-OF_LABELS = {"loss": KINDS["labels_loss"], "accuracy": KINDS["labels_accuracy"], "perplexity": Kind("per label", False, False)}
+OF_LABELS = {
+    "loss": KINDS["labels_loss"],
+    "accuracy": KINDS["labels_accuracy"],
+    "perplexity": Kind("per label", False, False),
+}
 """Where no tokens are asked for, as of a classifier."""
 
 
@@ -57,5 +64,7 @@ def higher_is_better(metric: str, said: bool | None) -> bool:
     """As it is `said`, or else as the name says. Raises UserError where neither says."""
     found = kind(metric)
     if said is None and found is None:
-        raise UserError(f"sweep: metric {metric!r}: say which way is better: Sweep(..., higher_is_better=True) or False; compare --higher-is-better or --lower-is-better")
+        raise UserError(
+            f"sweep: metric {metric!r}: say which way is better: Sweep(..., higher_is_better=True) or False; compare --higher-is-better or --lower-is-better"
+        )
     return found.higher if said is None else said

@@ -66,13 +66,18 @@ CLOSE = 0.01
 def facts(config: Experiment) -> Facts:
     """Of the model and program that are built of a config, on shapes alone."""
     config = dataclasses.replace(config, mesh=MeshConfig(data=1))
-    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+    model, optimizer = (
+        build_model(config.model),
+        build_optimizer(config.optimizer, config.train.steps),
+    )
     mesh = make_mesh(config.mesh, jax.local_devices()[:1])
     with use(mesh):
         state, _ = abstract_state(config, model, optimizer, mesh)
         batch = batch_shapes(config, mesh)
         backends = attention_backends(config, model, state.params, batch, mesh)
-    tokens = math.prod(batch["inputs"].shape) + (math.prod(batch["source"].shape) if "source" in batch else 0)
+    tokens = math.prod(batch["inputs"].shape) + (
+        math.prod(batch["source"].shape) if "source" in batch else 0
+    )
     data = to_mapping(config.data)
     its = data.pop("tokenizer")
     return Facts(
@@ -88,7 +93,11 @@ def facts(config: Experiment) -> Facts:
 
 def asked(sweep: Sweep) -> set[str]:
     """The facts in which arms may differ: those that a varied field says itself, and those declared."""
-    of = lambda given_by: any(field == given or field.startswith(given + ".") for field in sweep.fields for given in given_by)
+    of = lambda given_by: any(
+        field == given or field.startswith(given + ".")
+        for field in sweep.fields
+        for given in given_by
+    )
     return {name for name, given_by in GIVEN_BY.items() if of(given_by)} | set(sweep.declared)
 
 
@@ -100,7 +109,9 @@ def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
         if others:
             arm, one = next(iter(others.items()))
             more = f", and {len(others) - 1} more" if len(others) > 1 else ""
-            lines.append(f"{name}: {sweep.baseline} {_spelled(name, base, one)}, {arm} {_spelled(name, one, base)}{more}")
+            lines.append(
+                f"{name}: {sweep.baseline} {_spelled(name, base, one)}, {arm} {_spelled(name, one, base)}{more}"
+            )
     return lines
 
 
@@ -109,16 +120,24 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
     seen: dict[Experiment, str] = {}
     for arm, config in configs.items():
         if (first := seen.setdefault(config, arm)) != arm:
-            raise UserError(f"sweep: arms {first!r} and {arm!r} are the same experiment, so their runs would be bit for bit equal; leave one of them out")
+            raise UserError(
+                f"sweep: arms {first!r} and {arm!r} are the same experiment, so their runs would be bit for bit equal; leave one of them out"
+            )
     others = [arm for arm, one in found.items() if one.tokenizer != found[sweep.baseline].tokenizer]
-    if others and "tokenizer" not in sweep.declared and of_tokens(sweep.metric, configs[sweep.baseline].objective.asks_for_tokens):
+    if (
+        others
+        and "tokenizer" not in sweep.declared
+        and of_tokens(sweep.metric, configs[sweep.baseline].objective.asks_for_tokens)
+    ):
         raise UserError(
             f"sweep: metric {sweep.metric!r} is of tokens, and {others[0]!r} has others than {sweep.baseline!r}; "
             "decide by what is not, like Sweep(..., metric='test/bits_per_byte'), or declare why that is no matter, declared={'tokenizer': \"...\"}"
         )
     for name in sweep.declared:
         if name not in GIVEN_BY:
-            raise UserError(f"sweep: declared: {name!r} is nothing that is compared; there is: {', '.join(GIVEN_BY)}")
+            raise UserError(
+                f"sweep: declared: {name!r} is nothing that is compared; there is: {', '.join(GIVEN_BY)}"
+            )
     if lines := undeclared(sweep, found):
         name = lines[0].partition(":")[0]
         way = f"; or size them equal: match={name!r}" if name in SIZES and not sweep.match else ""
@@ -137,8 +156,17 @@ def _spelled(name: str, one: Facts, other: Facts) -> str:
     """What `one` says that `other` does not."""
     value = getattr(one, name)
     if isinstance(value, tuple):
-        return ", ".join(part for part in value if part not in getattr(other, name)) or "nothing of that"
-    return f"{value:,}" if name == "parameters" else f"{value:,.0f} a token" if name == "flops" else value
+        return (
+            ", ".join(part for part in value if part not in getattr(other, name))
+            or "nothing of that"
+        )
+    return (
+        f"{value:,}"
+        if name == "parameters"
+        else f"{value:,.0f} a token"
+        if name == "flops"
+        else value
+    )
 
 
 def _say(tree: dict) -> tuple[str, ...]:
@@ -146,7 +174,10 @@ def _say(tree: dict) -> tuple[str, ...]:
 
 
 def matched(
-    sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], tell: Callable[[str], None]
+    sweep: Sweep,
+    configs: Mapping[str, Experiment],
+    before: Mapping[str, Experiment],
+    tell: Callable[[str], None],
 ) -> dict[str, Experiment]:
     """The arms, sized equal to the baseline in what the sweep matches: parameters or floating-point operations by d_ff, in multiples of 8;
     time by training fewer or more steps, as was measured `before` if it was. Raises UserError for an arm that cannot be."""
@@ -155,13 +186,17 @@ def matched(
     if sweep.match == "time":
         return _in_time(sweep, configs, before, tell)
     if "model.d_ff" in sweep.fields:
-        raise UserError(f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; leave one of them out")
+        raise UserError(
+            f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; leave one of them out"
+        )
     wanted = getattr(facts(configs[sweep.baseline]), sweep.match)
     return {arm: _sized(arm, config, sweep.match, wanted, tell) for arm, config in configs.items()}
 
 
 def _sized(arm: str, config: Experiment, what: str, wanted: float, tell) -> Experiment:
-    width = lambda eights: dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=8 * eights))
+    width = lambda eights: dataclasses.replace(
+        config, model=dataclasses.replace(config.model, d_ff=8 * eights)
+    )
     of = lambda eights: getattr(facts(width(eights)), what)
     if abs(getattr(facts(config), what) - wanted) <= 1e-6 * wanted:
         return config
@@ -178,17 +213,27 @@ def _sized(arm: str, config: Experiment, what: str, wanted: float, tell) -> Expe
             f"which is not within {CLOSE:.0%}; d_ff goes in eights: take a larger model, or set the arm's fields by hand and declare the difference"
         )
     if 8 * best != config.model.d_ff:
-        tell(f"{arm}: model.d_ff {config.model.d_ff} -> {8 * best}, {what} {of(best):,.0f} for the baseline's {wanted:,.0f}")
+        tell(
+            f"{arm}: model.d_ff {config.model.d_ff} -> {8 * best}, {what} {of(best):,.0f} for the baseline's {wanted:,.0f}"
+        )
     return width(best)
 
 
-def _in_time(sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], tell) -> dict[str, Experiment]:
+def _in_time(
+    sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], tell
+) -> dict[str, Experiment]:
     """An arm that was measured before and is otherwise the same keeps its steps: another measurement would give others."""
     base = configs[sweep.baseline]
-    with_steps = lambda config, steps: dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    with_steps = lambda config, steps: dataclasses.replace(
+        config, train=dataclasses.replace(config.train, steps=steps)
+    )
     sized = {sweep.baseline: base}
     if before.get(sweep.baseline) == base:
-        sized |= {arm: one for arm, one in before.items() if arm in configs and one == with_steps(configs[arm], one.train.steps)}
+        sized |= {
+            arm: one
+            for arm, one in before.items()
+            if arm in configs and one == with_steps(configs[arm], one.train.steps)
+        }
     left = [arm for arm in configs if arm not in sized]
     seconds = seconds_a_step(base) if left else math.nan
     for arm in left:
@@ -200,12 +245,18 @@ def _in_time(sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[st
 
 def seconds_a_step(config: Experiment, steps: int = 10) -> float:
     """How long a training step takes on this machine, on made-up text: the median of a few."""
-    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+    model, optimizer = (
+        build_model(config.model),
+        build_optimizer(config.optimizer, config.train.steps),
+    )
     with use(make_mesh(config.mesh)) as mesh:
         _, placed = abstract_state(config, model, optimizer, mesh)
         state = init_state(config, model, optimizer, placed)
         batch = {name: np.ones(x.shape, x.dtype) for name, x in batch_shapes(config, mesh).items()}
-        batch = {name: jax.device_put(x, batch_shapes(config, mesh)[name].sharding) for name, x in batch.items()}
+        batch = {
+            name: jax.device_put(x, batch_shapes(config, mesh)[name].sharding)
+            for name, x in batch.items()
+        }
         step, taken = make_train_step(config, model, optimizer, mesh, placed), []
         for _ in range(steps + 2):
             began = time.perf_counter()

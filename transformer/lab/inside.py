@@ -45,7 +45,9 @@ class View:
     read: list[str]  # tokens of the last stack
     asked: list[str]  # and what should follow, or stand, there
     losses_T: np.ndarray  # nats
-    said_LxT: list[list[list[tuple[str, float]]]]  # by layer and place: the likeliest tokens and their probability
+    said_LxT: list[
+        list[list[tuple[str, float]]]
+    ]  # by layer and place: the likeliest tokens and their probability
     lens_L: np.ndarray  # nats per token, by layer
     maps: list[Map]
     sizes: dict[str, dict[str, list[float]]]  # "decoder self_attention" -> stream, branch: by layer
@@ -58,24 +60,36 @@ def look_inside(trained: Trained, mesh: Mesh, text: str, target: str = "") -> Vi
     config, tokenizer = trained.config, trained.tokenizer
     model = config.model
     if "recurrent" in model.family:
-        raise UserError("inspect: model.family = 'recurrent_encoder_decoder' has no heads to look at")
+        raise UserError(
+            "inspect: model.family = 'recurrent_encoder_decoder' has no heads to look at"
+        )
     if not model.lm_head:
-        raise UserError("inspect: this model has no head over the vocabulary to read its layers by; it says labels only")
+        raise UserError(
+            "inspect: this model has no head over the vocabulary to read its layers by; it says labels only"
+        )
     if tokenizer is None:
-        raise UserError("this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory")
+        raise UserError(
+            "this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory"
+        )
     if not text.strip():
         raise UserError("--text: empty; type what the model is to read")
     answer = target
     if not answer and config.objective.writes and model.family != "encoder":
-        one = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, batch_size=1))
+        one = dataclasses.replace(
+            config, decoding=dataclasses.replace(config.decoding, batch_size=1)
+        )
         (answer,) = Generator(one, trained.params, tokenizer)([text])
     segment, cut = _segment(config, tokenizer, text, answer)
     has_source = segment.source is not None
-    batch = assemble([[segment]], len(segment.source if has_source else segment.inputs), len(segment.inputs))
+    batch = assemble(
+        [[segment]], len(segment.source if has_source else segment.inputs), len(segment.inputs)
+    )
     subject = Subject(config, None, "test", mesh)
 
     def look(params, batch):
-        (h_BxTxE, head), told, batch = subject.watch(params, batch, "maps", "heads", "sizes", "streams")
+        (h_BxTxE, head), told, batch = subject.watch(
+            params, batch, "maps", "heads", "sizes", "streams"
+        )
         said = []
         for h, its_head in streams(subject, params, told["streams"]):
             logits_BxTxV = its_head(h)
@@ -86,7 +100,9 @@ def look_inside(trained: Trained, mesh: Mesh, text: str, target: str = "") -> Vi
     batch = {name: jnp.asarray(x) for name, x in batch.items()}
     told, said, losses_BxT = jax.device_get(subject.program("look", look)(trained.params, batch))
     pieces = lambda ids: [tokenizer.piece(int(i)) for i in ids]
-    sides = {model.sides[-1]: pieces(segment.inputs)} | ({"encoder": pieces(segment.source)} if has_source else {})
+    sides = {model.sides[-1]: pieces(segment.inputs)} | (
+        {"encoder": pieces(segment.source)} if has_source else {}
+    )
     asked = segment.weights if segment.weights is not None else np.ones(len(segment.inputs))
     return View(
         text, answer if not target else "", sides[model.sides[-1]], pieces(segment.targets), np.where(asked > 0, losses_BxT[0], np.nan),
@@ -103,18 +119,29 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
         source, (written,) = [*tokenizer.before_source, *ids], tokenizer.encode_targets([answer])
         cut = max(len(source) + 1 - most, 0) + max(len(written) + 1 - most, 0)
         source, written = ([*one[: most - 1], tokenizer.eos] for one in (source, written))
-        return Segment(shifted(tokenizer.bos, np.array(written)), np.array(written, np.int32), np.array(source, np.int32)), cut
+        return Segment(
+            shifted(tokenizer.bos, np.array(written)),
+            np.array(written, np.int32),
+            np.array(source, np.int32),
+        ), cut
     if config.model.family == "encoder":
         whole = [tokenizer.bos, *ids[: most - 2], tokenizer.eos]
-        return Segment(np.array(whole, np.int32), np.array(whole, np.int32)), max(len(ids) - (most - 2), 0)
+        return Segment(np.array(whole, np.int32), np.array(whole, np.int32)), max(
+            len(ids) - (most - 2), 0
+        )
     given, asked = [], ids
     if config.objective.columns == ("source", "target"):
-        given, asked = [*tokenizer.before_source, *ids, tokenizer.eos], [*tokenizer.encode_targets([answer])[0], tokenizer.eos]
+        given, asked = (
+            [*tokenizer.before_source, *ids, tokenizer.eos],
+            [*tokenizer.encode_targets([answer])[0], tokenizer.eos],
+        )
     elif config.model.prefix_lm:  # training cuts where it likes
         given, asked = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     one = continued(tokenizer.bos, np.array(given, np.int32), np.array(asked, np.int32))
     prefix = min(one.prefix, most) if config.model.prefix_lm else None
-    return Segment(one.inputs[:most], one.targets[:most], weights=one.weights[:most], prefix=prefix), max(len(one.targets) - most, 0)
+    return Segment(
+        one.inputs[:most], one.targets[:most], weights=one.weights[:most], prefix=prefix
+    ), max(len(one.targets) - most, 0)
 
 
 def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map]:
@@ -124,8 +151,13 @@ def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map
     for name, (path, place) in where(config, weights).items():
         side, layer, rest = in_layer(name)
         its, at = where_numbers[name.removesuffix("weights") + "heads"]
-        one = {what: part(values, at) for what, values in numbers[its][0].items() if what != "repeated"}
-        found.setdefault((side, rest.removesuffix("/weights")), {})[layer] = part(weights[path][0], place)[0], one
+        one = {
+            what: part(values, at) for what, values in numbers[its][0].items() if what != "repeated"
+        }
+        found.setdefault((side, rest.removesuffix("/weights")), {})[layer] = (
+            part(weights[path][0], place)[0],
+            one,
+        )
     return [
         Map(
             f"{side} {sublayer}", np.stack([layers[n][0] for n in sorted(layers)]), sides[side], sides["encoder" if sublayer == "cross_attention" else side],
@@ -137,7 +169,9 @@ def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map
 
 def _sizes(subject: Subject, told: dict) -> dict[str, dict[str, list[float]]]:
     flat, found = flatten(told), {}
-    for name, (path, place) in sorted(where(subject.config.model, flat).items(), key=lambda one: in_layer(one[0])):
+    for name, (path, place) in sorted(
+        where(subject.config.model, flat).items(), key=lambda one: in_layer(one[0])
+    ):
         side, _, rest = in_layer(name)
         of = {key: float(np.asarray(part(x, place))) for key, x in flat[path][0].items()}
         here = found.setdefault(f"{side} {residual_of(rest)}", {"stream": [], "branch": []})

@@ -88,11 +88,17 @@ SAID = {
 def page(view: View, title: str, about: Sequence[str]) -> str:
     """One file, which asks for nothing else."""
     escape = html.escape
-    parts = [f"<h1>{escape(title)}</h1>", f"<p class=about>{escape(' '.join(about))}</p>", f"<p><b>text</b> {escape(view.text)}</p>"]
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p class=about>{escape(' '.join(about))}</p>",
+        f"<p><b>text</b> {escape(view.text)}</p>",
+    ]
     if view.answer:
         parts.append(f"<p><b>model</b> {escape(view.answer)}</p>")
     if view.cut:
-        parts.append(f"<p class=note>{view.cut} tokens were longer than the model can read and were cut.</p>")
+        parts.append(
+            f"<p class=note>{view.cut} tokens were longer than the model can read and were cut.</p>"
+        )
     known = view.losses_T[~np.isnan(view.losses_T)]
     parts += [
         "<h2>What each token cost</h2>", f"<div class=tokens>{_tokens(view)}</div>",
@@ -103,11 +109,19 @@ def page(view: View, title: str, about: Sequence[str]) -> str:
         "in bold where it is what really follows.</p>",
     ]  # fmt: skip
     for one in view.maps:
-        parts += [f"<h2>Where the heads look: {escape(one.name.replace('_', '-'))}</h2>", _map(one), "<div class=numbers>", *_numbers(one), "</div>"]
+        parts += [
+            f"<h2>Where the heads look: {escape(one.name.replace('_', '-'))}</h2>",
+            _map(one),
+            "<div class=numbers>",
+            *_numbers(one),
+            "</div>",
+        ]
     parts += ["<h2>By depth</h2><div class=figures>", *_profiles(view), "</div>"]
     return (
         '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}{INSIDE}</style>\n" + "\n".join(parts) + f"\n<script>{SCRIPT}</script>\n</html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}{INSIDE}</style>\n"
+        + "\n".join(parts)
+        + f"\n<script>{SCRIPT}</script>\n</html>\n"
     )
 
 
@@ -119,7 +133,10 @@ def _blue(share: float) -> str:
 
 
 def _shown(piece: str) -> str:
-    return html.escape(piece.replace("\n", "\u21b5").replace("\u2581", " ").strip() or piece.replace("\n", "\u21b5"))
+    return html.escape(
+        piece.replace("\n", "\u21b5").replace("\u2581", " ").strip()
+        or piece.replace("\n", "\u21b5")
+    )
 
 
 def _likely(view: View, place: int) -> str:
@@ -133,7 +150,9 @@ def _tokens(view: View) -> str:
         if np.isnan(loss):
             out.append(f"<span title='not asked for'>{text}</span>")
         else:
-            out.append(f"<span style='{_blue(loss / 10)}' title='{loss:.2f} nats; likely: {_likely(view, place)}'>{text}</span>")
+            out.append(
+                f"<span style='{_blue(loss / 10)}' title='{loss:.2f} nats; likely: {_likely(view, place)}'>{text}</span>"
+            )
     return "".join(out)
 
 
@@ -146,12 +165,14 @@ def _lens(view: View) -> str:
             piece, p = top[0]
             told = ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in top)
             right = piece == view.asked[place]
-            cells.append(f"<td class=cell style='{_blue(p)}' title='{told}'>{'<b>' if right else ''}{_shown(piece)}{'</b>' if right else ''}</td>")
-        rows.append(f"<tr><td>layer {layer} <span class=note>{view.lens_L[layer]:.2f} nats</span></td>{''.join(cells)}</tr>")
+            cells.append(
+                f"<td class=cell style='{_blue(p)}' title='{told}'>{'<b>' if right else ''}{_shown(piece)}{'</b>' if right else ''}</td>"
+            )
+        rows.append(
+            f"<tr><td>layer {layer} <span class=note>{view.lens_L[layer]:.2f} nats</span></td>{''.join(cells)}</tr>"
+        )
     asked = "".join(f"<td class=cell>{_shown(piece)}</td>" for piece in view.asked)
-    return (
-        f"<div class=wide><table><thead><tr><th>given</th>{head}</tr></thead><tbody>{''.join(rows)}<tr><td>asked for</td>{asked}</tr></tbody></table></div>"
-    )
+    return f"<div class=wide><table><thead><tr><th>given</th>{head}</tr></thead><tbody>{''.join(rows)}<tr><td>asked for</td>{asked}</tr></tbody></table></div>"
 
 
 def _map(one: Map) -> str:
@@ -176,19 +197,38 @@ def _numbers(one: Map) -> list[str]:
         low, high = float(values_LxN.min()), float(values_LxN.max())
         head = "".join(f"<th>head {n}</th>" for n in range(values_LxN.shape[1]))
         rows = "".join(
-            f"<tr><td>layer {layer}</td>" + "".join(f"<td class=cell style='{_blue((x - low) / max(high - low, 1e-9) * 0.9)}'>{x:.2f}</td>" for x in row) + "</tr>"
+            f"<tr><td>layer {layer}</td>"
+            + "".join(
+                f"<td class=cell style='{_blue((x - low) / max(high - low, 1e-9) * 0.9)}'>{x:.2f}</td>"
+                for x in row
+            )
+            + "</tr>"
             for layer, row in enumerate(values_LxN)
         )
-        out.append(f"<div><p class=about>{said.capitalize()}</p><div class=wide><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>")
+        out.append(
+            f"<div><p class=about>{said.capitalize()}</p><div class=wide><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>"
+        )
     return out
 
 
 def _profiles(view: View) -> list[str]:
     out = []
-    for what, label in {"stream": "root mean square of the stream", "branch": "branch, as a share of the stream"}.items():
+    for what, label in {
+        "stream": "root mean square of the stream",
+        "branch": "branch, as a share of the stream",
+    }.items():
         figure, axes = new_figure(3.2)
-        for (name, of), look in zip(view.sizes.items(), styles(list(view.sizes)).values(), strict=True):
-            axes.plot(range(len(of[what])), of[what], label=name.replace("_", "-"), linewidth=1.5, markersize=4.5, **look)
+        for (name, of), look in zip(
+            view.sizes.items(), styles(list(view.sizes)).values(), strict=True
+        ):
+            axes.plot(
+                range(len(of[what])),
+                of[what],
+                label=name.replace("_", "-"),
+                linewidth=1.5,
+                markersize=4.5,
+                **look,
+            )
         axes.set_xlabel("layer")
         axes.set_ylabel(label)
         axes.set_xticks(range(max(len(of[what]) for of in view.sizes.values())))
@@ -196,5 +236,7 @@ def _profiles(view: View) -> list[str]:
         axes.legend(frameon=False, fontsize=8)
         image = io.BytesIO()
         figure.savefig(image, format="png")
-        out.append(f'<figure><img alt="{label} by layer" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"></figure>')
+        out.append(
+            f'<figure><img alt="{label} by layer" src="data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"></figure>'
+        )
     return out

@@ -62,10 +62,16 @@ def profiles(results: Results) -> list[Profile]:
     """Those for which there are numbers at two places or more, of which something can be drawn (updates are zero where a schedule ends at zero)."""
     found = []
     for name, (said, pattern, x_label, y_label, when, log) in PROFILES.items():
-        lines = {arm.name: line for arm in results.arms.values() if (line := _line(arm, re.compile(pattern), when))}
+        lines = {
+            arm.name: line
+            for arm in results.arms.values()
+            if (line := _line(arm, re.compile(pattern), when))
+        }
         part = reads(results, pattern)
         profile = Profile(name, said + (f" ({part})" if part else ""), x_label, y_label, log, lines)
-        if len(profile.places) > 1 and any(one.mean > 0 or "y" not in log for line in lines.values() for one in line.values()):
+        if len(profile.places) > 1 and any(
+            one.mean > 0 or "y" not in log for line in lines.values() for one in line.values()
+        ):
             found.append(profile)
     return found
 
@@ -84,8 +90,13 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
     of = Run.first if when == "first" else Run.outcome
     places: dict[int, set[str]] = {}
-    for key, at in [(key, at) for run in runs for key in run.names if (at := pattern.fullmatch(key))]:
+    for key, at in [
+        (key, at) for run in runs for key in run.names if (at := pattern.fullmatch(key))
+    ]:
         places.setdefault(int(at.group(1)), set()).add(key)
     of_run = lambda run, keys: float(np.mean([of(run, key) for key in keys]))
-    found = {at: mean([x for run in runs if math.isfinite(x := of_run(run, places[at]))]) for at in sorted(places)}
+    found = {
+        at: mean([x for run in runs if math.isfinite(x := of_run(run, places[at]))])
+        for at in sorted(places)
+    }
     return {at: one for at, one in found.items() if one.count}

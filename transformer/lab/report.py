@@ -78,26 +78,68 @@ def about(results: Results) -> list[str]:
     fields = [field for field in sweep.fields if field != "arm"]
     lines = [f"Varied: {', '.join(fields)}." if fields else "Runs compared with each other."]
     same = all(set(arm.runs) == set(sweep.seeds) for arm in results.arms.values())
-    same_text = len({str(_reads(run)) for arm in results.arms.values() for run in arm.runs.values()}) == 1
-    paired = "; all arms have the same seeds" if same else "; not every arm has every seed, and those that both have are compared"
+    same_text = (
+        len({str(_reads(run)) for arm in results.arms.values() for run in arm.runs.values()}) == 1
+    )
+    paired = (
+        "; all arms have the same seeds"
+        if same
+        else "; not every arm has every seed, and those that both have are compared"
+    )
     paired += ", and so the same text in the same order" if same and same_text else ""
     lines.append(
         f"{len(results.arms)} arms, {runs} runs, seeds {', '.join(map(str, sweep.seeds))}{paired}."
         if len(sweep.seeds) > 1
         else f"{len(results.arms)} arms, {runs} runs of one seed: nothing is known of how much another seed would change, so there are no intervals."
     )
-    said = [sweep.metric, unit(sweep.metric, results.asks_for_tokens), f"on {part}" if (part := reads(results, sweep.metric)) else ""]
-    lines.append(f"Decides: {', '.join(filter(None, said))}; {'higher' if sweep.higher_is_better else 'lower'} is better.")
-    texts = {str(run.manifest.get("data", {}).get("test", {}).get("sha256")) for arm in results.arms.values() for run in arm.runs.values()}
-    lines += ["Arms are judged on texts of their own, which belongs to what was asked."] if len(texts) > 1 else []
+    said = [
+        sweep.metric,
+        unit(sweep.metric, results.asks_for_tokens),
+        f"on {part}" if (part := reads(results, sweep.metric)) else "",
+    ]
+    lines.append(
+        f"Decides: {', '.join(filter(None, said))}; {'higher' if sweep.higher_is_better else 'lower'} is better."
+    )
+    texts = {
+        str(run.manifest.get("data", {}).get("test", {}).get("sha256"))
+        for arm in results.arms.values()
+        for run in arm.runs.values()
+    }
+    lines += (
+        ["Arms are judged on texts of their own, which belongs to what was asked."]
+        if len(texts) > 1
+        else []
+    )
     lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
-    objectives = {str(run.manifest.get("data", {}).get("objective")) for arm in results.arms.values() for run in arm.runs.values()}
+    objectives = {
+        str(run.manifest.get("data", {}).get("objective"))
+        for arm in results.arms.values()
+        for run in arm.runs.values()
+    }
     if len(objectives) > 1 and of_tokens(sweep.metric, results.asks_for_tokens):
-        lines.append(f"Arms have objectives of their own ({', '.join(sorted(objectives))}), so {sweep.metric} is not of the same tokens in all of them.")
-    dropped = {arm.name: next((_counts(run.tested["left_out"]) for run in arm.runs.values() if run.tested.get("left_out")), "nothing") for arm in results.arms.values()}
+        lines.append(
+            f"Arms have objectives of their own ({', '.join(sorted(objectives))}), so {sweep.metric} is not of the same tokens in all of them."
+        )
+    dropped = {
+        arm.name: next(
+            (
+                _counts(run.tested["left_out"])
+                for run in arm.runs.values()
+                if run.tested.get("left_out")
+            ),
+            "nothing",
+        )
+        for arm in results.arms.values()
+    }
     if len(set(dropped.values())) > 1:
-        lines.append(f"Of the test text arms leave out: {'; '.join(f'{name} {what}' for name, what in dropped.items())}.")
-    lines += [f"Arms were sized equal in {'FLOPs a token' if sweep.match == 'flops' else sweep.match}."] if sweep.match else []
+        lines.append(
+            f"Of the test text arms leave out: {'; '.join(f'{name} {what}' for name, what in dropped.items())}."
+        )
+    lines += (
+        [f"Arms were sized equal in {'FLOPs a token' if sweep.match == 'flops' else sweep.match}."]
+        if sweep.match
+        else []
+    )
     return lines
 
 
@@ -109,7 +151,14 @@ def _reads(run: Run) -> tuple:
     """What the order of a run's text hangs on, beside its seed."""
     told = run.manifest.get("data", {})
     model = run.config.model
-    return told.get("train", {}).get("sha256"), told.get("tokenizer_sha256"), told.get("objective"), run.config.data, model.family, model.prefix_lm
+    return (
+        told.get("train", {}).get("sha256"),
+        told.get("tokenizer_sha256"),
+        told.get("objective"),
+        run.config.data,
+        model.family,
+        model.prefix_lm,
+    )
 
 
 def outcome(verdict: Verdict) -> list[list[str]]:
@@ -120,14 +169,44 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         difference = ["-", "-", "-"]
         if one is not None and one.mean.count > 1:
             low, high = (signed(x, one.mean.half) for x in (one.mean.low, one.mean.high))
-            difference = [signed(one.mean.mean, one.mean.half), f"{low} to {high}", p_value(one.p).removeprefix("p ").removeprefix("= ")]
+            difference = [
+                signed(one.mean.mean, one.mean.half),
+                f"{low} to {high}",
+                p_value(one.p).removeprefix("p ").removeprefix("= "),
+            ]
         reaches = "-" if one is None or not row.reaches.seeds else "never"
         if one is not None and row.reaches.count:
-            reaches = f"{row.reaches.share:.0%} of its steps" + (f", {row.reaches.count} of {row.reaches.seeds} seeds" if row.reaches.count < row.reaches.seeds else "")
-        seeds = str(row.value.count) + (f" ({one.mean.count} paired)" if one is not None and one.mean.count < row.value.count else "")
+            reaches = f"{row.reaches.share:.0%} of its steps" + (
+                f", {row.reaches.count} of {row.reaches.seeds} seeds"
+                if row.reaches.count < row.reaches.seeds
+                else ""
+            )
+        seeds = str(row.value.count) + (
+            f" ({one.mean.count} paired)"
+            if one is not None and one.mean.count < row.value.count
+            else ""
+        )
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
-        rows.append([name + (" *" if row.among_best else ""), spell(row.value), *difference, seeds, diverged, reaches])
-    head = ["arm", f"{sweep.metric} ± 95 %", f"minus {sweep.baseline}", "95 % interval", "p", "seeds", "diverged", f"{validated(verdict.results)} as good as the baseline's last after"]
+        rows.append(
+            [
+                name + (" *" if row.among_best else ""),
+                spell(row.value),
+                *difference,
+                seeds,
+                diverged,
+                reaches,
+            ]
+        )
+    head = [
+        "arm",
+        f"{sweep.metric} ± 95 %",
+        f"minus {sweep.baseline}",
+        "95 % interval",
+        "p",
+        "seeds",
+        "diverged",
+        f"{validated(verdict.results)} as good as the baseline's last after",
+    ]
     return [head, *rows]
 
 
@@ -138,7 +217,13 @@ def cost(verdict: Verdict) -> list[list[str]]:
         arm = row.arm
         together = {run.together for run in arm.runs.values()}
         mark = f" ({' or '.join(map(str, sorted(together)))} together)" if together - {1} else ""
-        attention = sorted({backend for run in arm.runs.values() for backend in run.manifest.get("attention_backends", {})})
+        attention = sorted(
+            {
+                backend
+                for run in arm.runs.values()
+                for backend in run.manifest.get("attention_backends", {})
+            }
+        )
         known = lambda x, text, more="": "-" if not x or math.isnan(x) else text(x) + more
         rows.append([
             name, known(arm.parameters, "{:,}".format), known(arm.flops, human_count), known(row.tokens_per_second, human_count, mark),
@@ -151,9 +236,21 @@ def measured(verdict: Verdict) -> list[list[str]]:
     """The table of arms, for a person: what else the test says, but for what is a profile; empty where there is nothing."""
     arms, decides = verdict.results.arms, verdict.results.sweep.metric
     names = {name for arm in arms.values() for run in arm.runs.values() for name in run.names}
-    names = sorted(name for name in names if name.startswith("test/") and name != decides and not re.search(r"/\d+(/|$)|/sentences", name))
-    rows = [[name, *(spell(mean(list(arm.values(metric).values()))) for metric in names)] for name, arm in arms.items()]
-    heads = [f"{metric} ({part})" if (part := reads(verdict.results, metric)) else metric for metric in names]
+    names = sorted(
+        name
+        for name in names
+        if name.startswith("test/")
+        and name != decides
+        and not re.search(r"/\d+(/|$)|/sentences", name)
+    )
+    rows = [
+        [name, *(spell(mean(list(arm.values(metric).values()))) for metric in names)]
+        for name, arm in arms.items()
+    ]
+    heads = [
+        f"{metric} ({part})" if (part := reads(verdict.results, metric)) else metric
+        for metric in names
+    ]
     return [["arm", *heads], *rows] if names else []
 
 
@@ -165,17 +262,38 @@ def arms_table(results: Results) -> list[list[str]]:
     """What each arm sets, and what it was sized to."""
     rows = [["arm", "what it sets", "diverged (seed)"]]
     for name, arm in results.arms.items():
-        said = [f"{field} = {value}" for field, value in arm.changes.items() if field != "arm"] or ["as it is"]
+        said = [f"{field} = {value}" for field, value in arm.changes.items() if field != "arm"] or [
+            "as it is"
+        ]
         if (sized := SIZED.get(results.sweep.match)) and arm.runs:
             parent, field = sized.split(".")
-            said.append(f"sized to {sized} = {getattr(getattr(next(iter(arm.runs.values())).config, parent), field):,}")
-        rows.append([name, ", ".join(said), ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items()) or "-"])
+            said.append(
+                f"sized to {sized} = {getattr(getattr(next(iter(arm.runs.values())).config, parent), field):,}"
+            )
+        rows.append(
+            [
+                name,
+                ", ".join(said),
+                ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items()) or "-",
+            ]
+        )
     return rows
 
 
 def scanned(verdict: Verdict) -> list[list[str]]:
     """The table of numbers that the sweep went through."""
-    rows = [["field", "arms", "values", "best", verdict.results.sweep.metric, f"within {CLOSE:.0%}", "no seed failed", "sensitivity"]]
+    rows = [
+        [
+            "field",
+            "arms",
+            "values",
+            "best",
+            verdict.results.sweep.metric,
+            f"within {CLOSE:.0%}",
+            "no seed failed",
+            "sensitivity",
+        ]
+    ]
     for one in verdict.scans:
         known = lambda x, text: "-" if math.isnan(x) else text.format(x)
         ends = lambda pair: f"{pair[0]:g} to {pair[1]:g}" if pair else "-"
@@ -195,7 +313,10 @@ def profile_table(profile: Profile) -> list[list[str]]:
     places = profile.places
     if len(places) > PLACES:
         places = [places[round(n * (len(places) - 1) / (PLACES - 1))] for n in range(PLACES)]
-    rows = [[name, *(spell(line[at]) if at in line else "-" for at in places)] for name, line in profile.lines.items()]
+    rows = [
+        [name, *(spell(line[at]) if at in line else "-" for at in places)]
+        for name, line in profile.lines.items()
+    ]
     return [[profile.x_label, *map(str, places)], *rows]
 
 
@@ -215,17 +336,54 @@ def provenance(results: Results) -> list[tuple[str, str]]:
     """Where the numbers come from."""
     runs = [run for arm in results.arms.values() for run in arm.runs.values()]
     told = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
-    versions = sorted({f"{name} {version}" for run in runs for name, version in run.manifest.get("versions", {}).items()})
-    devices = sorted({f"{len(run.manifest.get('devices', []))} x {(run.manifest.get('devices') or ['?'])[0]}" for run in runs})
+    versions = sorted(
+        {
+            f"{name} {version}"
+            for run in runs
+            for name, version in run.manifest.get("versions", {}).items()
+        }
+    )
+    devices = sorted(
+        {
+            f"{len(run.manifest.get('devices', []))} x {(run.manifest.get('devices') or ['?'])[0]}"
+            for run in runs
+        }
+    )
     test = runs[0].manifest.get("data", {}).get("test", {}) if runs else {}
     study = _study(results)
     return [
-        *([("experiment", f"{study.file}, sha256 {hashlib.sha256(study.text.encode()).hexdigest()[:16]}")] if study and study.text else []),
-        ("code", ", ".join(f"transformer {version}" for version in told("transformer")) + f"; commit {', '.join(one[:12] + '+' * one.endswith('+') for one in told('commit'))}"),
+        *(
+            [
+                (
+                    "experiment",
+                    f"{study.file}, sha256 {hashlib.sha256(study.text.encode()).hexdigest()[:16]}",
+                )
+            ]
+            if study and study.text
+            else []
+        ),
+        (
+            "code",
+            ", ".join(f"transformer {version}" for version in told("transformer"))
+            + f"; commit {', '.join(one[:12] + '+' * one.endswith('+') for one in told('commit'))}",
+        ),
         ("versions", f"Python {', '.join(told('python'))}; {', '.join(versions)}"),
         ("devices", ", ".join(devices)),
-        ("tested on", f"{test.get('examples', '?')} examples, sha256 {str(test.get('sha256', '?'))[:16]}"),
-        ("tokenizer", ", ".join(sorted({str(run.manifest.get("data", {}).get("tokenizer_sha256", "?"))[:16] for run in runs}))),
+        (
+            "tested on",
+            f"{test.get('examples', '?')} examples, sha256 {str(test.get('sha256', '?'))[:16]}",
+        ),
+        (
+            "tokenizer",
+            ", ".join(
+                sorted(
+                    {
+                        str(run.manifest.get("data", {}).get("tokenizer_sha256", "?"))[:16]
+                        for run in runs
+                    }
+                )
+            ),
+        ),
     ]
 
 
@@ -238,12 +396,20 @@ def again(results: Results) -> str:
         compared.append(f"--metric={results.sweep.metric}")
     if not of or of.baseline != results.sweep.baseline:
         compared.append(f"--baseline={results.sweep.baseline}")
-    if (known := kind(results.sweep.metric)) is None or known.higher != results.sweep.higher_is_better:
-        compared.append("--higher-is-better" if results.sweep.higher_is_better else "--lower-is-better")
+    if (
+        known := kind(results.sweep.metric)
+    ) is None or known.higher != results.sweep.higher_is_better:
+        compared.append(
+            "--higher-is-better" if results.sweep.higher_is_better else "--lower-is-better"
+        )
     lines = [shlex.join(compared)]
     if study:
-        asked = [f"--config={study.file}"] * bool(study.file) + [f"--config.{key}={value}" for key, value in study.overrides.items()]
-        lines.insert(0, shlex.join(["python", "-m", "transformer", "sweep", *asked, f"--workdir={where}"]))
+        asked = [f"--config={study.file}"] * bool(study.file) + [
+            f"--config.{key}={value}" for key, value in study.overrides.items()
+        ]
+        lines.insert(
+            0, shlex.join(["python", "-m", "transformer", "sweep", *asked, f"--workdir={where}"])
+        )
     return "\n".join(lines)
 
 
@@ -255,29 +421,79 @@ def _study(results: Results) -> Study | None:
 def tables(verdict: Verdict) -> dict[str, list[list]]:
     """CSV: the summary in full precision, every run's last metrics, and the curves."""
     results, blank = verdict.results, lambda x: "" if isinstance(x, float) and math.isnan(x) else x
-    head = ["arm", "mean", "low", "high", "seeds", "diverged", "difference", "difference_low", "difference_high", "p_corrected", "parameters", "flops_per_token"]
+    head = [
+        "arm",
+        "mean",
+        "low",
+        "high",
+        "seeds",
+        "diverged",
+        "difference",
+        "difference_low",
+        "difference_high",
+        "p_corrected",
+        "parameters",
+        "flops_per_token",
+    ]
     rows = [head]
     for name, row in verdict.rows.items():
         one = row.to_baseline
         more = [one.mean.mean, one.mean.low, one.mean.high, one.p] if one else [""] * 4
-        rows.append([blank(x) for x in (name, row.value.mean, row.value.low, row.value.high, row.value.count, len(row.arm.diverged), *more, row.arm.parameters, row.arm.flops)])
-    runs = [(name, seed, run) for name, arm in results.arms.items() for seed, run in arm.runs.items()]
+        rows.append(
+            [
+                blank(x)
+                for x in (
+                    name,
+                    row.value.mean,
+                    row.value.low,
+                    row.value.high,
+                    row.value.count,
+                    len(row.arm.diverged),
+                    *more,
+                    row.arm.parameters,
+                    row.arm.flops,
+                )
+            ]
+        )
+    runs = [
+        (name, seed, run) for name, arm in results.arms.items() for seed, run in arm.runs.items()
+    ]
     names = sorted({name for *_, run in runs for name in run.names})
     last = [["arm", "seed", "diverged_at", *names]]
-    last += [[name, seed, run.diverged or "", *(blank(run.last(key)) for key in names)] for name, seed, run in runs]
+    last += [
+        [name, seed, run.diverged or "", *(blank(run.last(key)) for key in names)]
+        for name, seed, run in runs
+    ]
     curves = [["arm", "seed", "step", "metric", "value"]]
-    curves += [[name, seed, step, key, value] for name, seed, run in runs for key in ("train/loss", "eval/loss") for step, value in run.curve(key)]
+    curves += [
+        [name, seed, step, key, value]
+        for name, seed, run in runs
+        for key in ("train/loss", "eval/loss")
+        for step, value in run.curve(key)
+    ]
     places = [["profile", "arm", "place", "mean", "low", "high", "seeds"]]
     for profile in verdict.profiles:
         for name, line in profile.lines.items():
-            places += [[profile.name, name, at, *map(blank, (one.mean, one.low, one.high, one.count))] for at, one in line.items()]
-    return {"summary": rows, "runs": last, "curves": curves} | ({"profiles": places} if verdict.profiles else {})
+            places += [
+                [profile.name, name, at, *map(blank, (one.mean, one.low, one.high, one.count))]
+                for at, one in line.items()
+            ]
+    return {"summary": rows, "runs": last, "curves": curves} | (
+        {"profiles": places} if verdict.profiles else {}
+    )
 
 
 def markdown(verdict: Verdict) -> str:
     """For a paper's appendix."""
     results = verdict.results
-    lines = [f"# {results.sweep.question or results.title}", "", *(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
+    lines = [
+        f"# {results.sweep.question or results.title}",
+        "",
+        *(f"- {line}" for line in verdict.sentences),
+        "",
+        *about(results),
+        "",
+    ]
     if verdict.scans:
         lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
     for rows in filter(None, (outcome(verdict), cost(verdict), measured(verdict))):
@@ -287,7 +503,16 @@ def markdown(verdict: Verdict) -> str:
         lines += [f"{profile.said} ({profile.y_label}):", "", *_rows(profile_table(profile)), ""]
     if results.left_out:
         lines += ["Left out or damaged:", "", *(f"- {line}" for line in results.left_out), ""]
-    lines += ["## Where it comes from", "", *(f"- {name}: {said}" for name, said in provenance(results)), "", "```", again(results), "```", ""]
+    lines += [
+        "## Where it comes from",
+        "",
+        *(f"- {name}: {said}" for name, said in provenance(results)),
+        "",
+        "```",
+        again(results),
+        "```",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -295,7 +520,10 @@ def _rows(table: list[list[str]]) -> list[str]:
     """A table in Markdown."""
     head, *rows = table
     cell = lambda text: text.replace("|", "\\|")
-    return ["| " + " | ".join(map(cell, row)) + " |" for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
+    return [
+        "| " + " | ".join(map(cell, row)) + " |"
+        for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)
+    ]
 
 
 def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
@@ -307,7 +535,10 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         + "</tbody></table></div>"
     )  # fmt: skip
     settings = arms_table(results)
-    numbers = {one.name: f"<details><summary>numbers ({escape(one.y_label)})</summary>{table(*_split(profile_table(one)))}</details>" for one in verdict.profiles}
+    numbers = {
+        one.name: f"<details><summary>numbers ({escape(one.y_label)})</summary>{table(*_split(profile_table(one)))}</details>"
+        for one in verdict.profiles
+    }
     figure = lambda name, said, image: (
         f'<figure><img alt="{escape(said)}" src="data:image/png;base64,{base64.b64encode(image).decode()}">'
         f"<figcaption>{escape(said)}</figcaption>{numbers.get(name, '')}</figure>"

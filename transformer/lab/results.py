@@ -35,7 +35,9 @@ class Run:
     @property
     def diverged(self) -> int | None:
         """At which step, if it did: its loss was no number any more, or it ended with twice that of knowing nothing and more."""
-        ended = [x for name in ("test/loss", "eval/loss") if not math.isnan(x := self.outcome(name))]
+        ended = [
+            x for name in ("test/loss", "eval/loss") if not math.isnan(x := self.outcome(name))
+        ]
         if ended and ended[0] > 2 * knowing_nothing(self.config):
             return self.step
         return next((line["step"] for line in self.lines if line.get("train/diverged")), None)
@@ -63,7 +65,11 @@ class Run:
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """(step, value), finite ones."""
-        return [(line["step"], line[name]) for line in self.lines if name in line and math.isfinite(line[name])]
+        return [
+            (line["step"], line[name])
+            for line in self.lines
+            if name in line and math.isfinite(line[name])
+        ]
 
     def first(self, name: str) -> float:
         """The first value of a metric; NaN if there is none."""
@@ -82,7 +88,10 @@ class Run:
     @property
     def speed(self) -> float:
         """Tokens a second, the median of what was logged: compiling and evaluating do not count."""
-        return statistics.median([line[name] for line in self.lines if (name := "time/tokens_per_second") in line] or [math.nan])
+        return statistics.median(
+            [line[name] for line in self.lines if (name := "time/tokens_per_second") in line]
+            or [math.nan]
+        )
 
     def spent(self) -> list[tuple[int, float, float]]:
         """(step, tokens so far, seconds so far); of runs that were trained together, each has its share of the time."""
@@ -91,14 +100,23 @@ class Run:
             if "train/tokens" in line:
                 tokens += line["train/tokens"]
                 speed = line.get("time/tokens_per_second", 0.0)
-                seconds += line["train/tokens"] / speed / line.get("time/together", 1) if speed else 0.0
+                seconds += (
+                    line["train/tokens"] / speed / line.get("time/together", 1) if speed else 0.0
+                )
                 found.append((line["step"], tokens, seconds))
         return found
 
 
 def knowing_nothing(config: Experiment) -> float:
     """The loss of who holds all tokens, or all classes, for equally likely: log V nats."""
-    return math.log(max(config.model.vocab_size if config.objective.asks_for_tokens else config.model.num_labels, 2))
+    return math.log(
+        max(
+            config.model.vocab_size
+            if config.objective.asks_for_tokens
+            else config.model.num_labels,
+            2,
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,23 +163,39 @@ class Results:
     @property
     def asks_for_tokens(self) -> bool:
         """Whether its runs do (a classifier's ask for labels alone)."""
-        return next(run.config.objective.asks_for_tokens for arm in self.arms.values() for run in arm.runs.values())
+        return next(
+            run.config.objective.asks_for_tokens
+            for arm in self.arms.values()
+            for run in arm.runs.values()
+        )
 
 
-def read(folders: Sequence[Path], metric: str = "", baseline: str = "", higher_is_better: bool | None = None) -> Results:
+def read(
+    folders: Sequence[Path],
+    metric: str = "",
+    baseline: str = "",
+    higher_is_better: bool | None = None,
+) -> Results:
     """The results of a sweep's directory, or of several run directories (runs whose configs differ in the seed alone are one arm, named
     after the folder of the first). Raises UserError where nothing can be compared."""
     studies = [folder for folder in folders if (folder / "sweep.json").exists()]
     if studies and len(folders) > 1:
-        raise UserError(f"compare: {studies[0]} is a sweep, which is compared by itself; name one sweep, or several runs")
+        raise UserError(
+            f"compare: {studies[0]} is a sweep, which is compared by itself; name one sweep, or several runs"
+        )
     sweep, arms, left_out = _of_study(folders[0]) if studies else _of_runs(folders)
     if not any(arm.runs for arm in arms.values()):
-        raise UserError(f"compare: nothing to compare: {left_out[0]}" + (f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""))
+        raise UserError(
+            f"compare: nothing to compare: {left_out[0]}"
+            + (f", and {len(left_out) - 1} more" if len(left_out) > 1 else "")
+        )
     wanted = metric or sweep.metric
     ended = [run for arm in arms.values() for run in arm.runs.values() if run.diverged is None]
     if ended and not any(wanted in line for run in ended for line in run.lines):
         names = sorted({name for run in ended for name in run.names})
-        raise UserError(f"compare: no run has {wanted!r}; --metric may be one of: {', '.join(names) or 'nothing yet'}")
+        raise UserError(
+            f"compare: no run has {wanted!r}; --metric may be one of: {', '.join(names) or 'nothing yet'}"
+        )
     if wanted != sweep.metric or higher_is_better is not None:
         sweep = dataclasses.replace(sweep, metric=wanted, higher_is_better=higher_is_better)
     if baseline and baseline not in arms:
@@ -174,7 +208,9 @@ def read(folders: Sequence[Path], metric: str = "", baseline: str = "", higher_i
     for arm in arms.values():
         for seed, run in arm.runs.items():
             if run.diverged is None and not math.isfinite(run.outcome(sweep.metric)):
-                left_out.append(f"{arm.name}, seed {seed}: {sweep.metric} {run.lacks(sweep.metric)}")
+                left_out.append(
+                    f"{arm.name}, seed {seed}: {sweep.metric} {run.lacks(sweep.metric)}"
+                )
     title = folders[0].resolve().name if len(folders) == 1 else f"{len(arms)} arms"
     return Results(title, sweep, arms, tuple(left_out), tuple(folders))
 
@@ -200,7 +236,9 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         if not folder.is_dir():
             raise UserError(f"compare: no directory {folder}")
         if run := _run(folder, left_out, str(folder), must=True):
-            groups.setdefault(json.dumps(to_mapping(dataclasses.replace(run.config, seed=0)), sort_keys=True), []).append(run)
+            groups.setdefault(
+                json.dumps(to_mapping(dataclasses.replace(run.config, seed=0)), sort_keys=True), []
+            ).append(run)
     if not groups:
         raise UserError(f"compare: nothing to compare: {'; '.join(left_out)}")
     names, arms = [], {}
@@ -209,13 +247,21 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         names.append(name if name not in names else f"{name}-{len(names)}")
     base = flat(to_mapping(next(iter(groups.values()))[0].config))
     for name, runs in zip(names, groups.values(), strict=True):
-        changes = {k: v for k, v in flat(to_mapping(runs[0].config)).items() if base.get(k) != v and k != "seed"}
+        changes = {
+            k: v
+            for k, v in flat(to_mapping(runs[0].config)).items()
+            if base.get(k) != v and k != "seed"
+        }
         by_seed = {run.seed: run for run in runs}
         if len(by_seed) < len(runs):
             left_out.append(f"{name}: several runs of one seed; the last counts")
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
     seeds = tuple(sorted({seed for arm in arms.values() for seed in arm.runs}))
-    return Sweep(Grid(tuple(Point(name, {"arm": name}) for name in arms)), seeds=seeds), arms, left_out
+    return (
+        Sweep(Grid(tuple(Point(name, {"arm": name}) for name in arms)), seeds=seeds),
+        arms,
+        left_out,
+    )
 
 
 def _name(folder: Path) -> str:
@@ -229,8 +275,14 @@ def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Ru
     if not (folder / "config.json").exists():
         if must:
             there = sorted(str(found.parent) for found in folder.glob("*/config.json"))
-            way = f"; name the runs in it: {' '.join(there[:3])}{' ...' * (len(there) > 3)}" if there else ""
-            raise UserError(f"compare: no run in {folder} (no config.json) and no sweep (no sweep.json){way}")
+            way = (
+                f"; name the runs in it: {' '.join(there[:3])}{' ...' * (len(there) > 3)}"
+                if there
+                else ""
+            )
+            raise UserError(
+                f"compare: no run in {folder} (no config.json) and no sweep (no sweep.json){way}"
+            )
         left_out.append(f"{name}: not begun")
         return None
     try:
@@ -244,7 +296,10 @@ def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Ru
     except UserError as e:
         left_out.append(f"{name}: damaged ({e})")
         return None
-    parsed, numbers = parse_metrics(folder), lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))}
+    parsed, numbers = (
+        parse_metrics(folder),
+        lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))},
+    )
     lines = [line for line in parsed if line is not None]
     if odd := sorted({key for line in lines for key in line.keys() - numbers(line).keys()}):
         left_out.append(f"{name}: {', '.join(odd)}: no numbers in metrics.jsonl")
@@ -274,32 +329,68 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
 
 def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
     told, may = lambda run, *keys: _inside(run.manifest, "data", *keys), asked(sweep)
-    part, same = "valid" if sweep.metric.startswith("eval/") else "test", lambda *keys: told(run, *keys) == told(first, *keys)
+    part, same = (
+        "valid" if sweep.metric.startswith("eval/") else "test",
+        lambda *keys: told(run, *keys) == told(first, *keys),
+    )
     if not same(part, "sha256") and not ("data" in sweep.declared or set(sweep.fields) & TEXT):
         return f"was {'validated' if part == 'valid' else 'tested'} on another text than {first.folder}"
-    if "tokenizer" not in sweep.declared and not same("tokenizer_sha256") and of_tokens(sweep.metric, first.config.objective.asks_for_tokens):
+    if (
+        "tokenizer" not in sweep.declared
+        and not same("tokenizer_sha256")
+        and of_tokens(sweep.metric, first.config.objective.asks_for_tokens)
+    ):
         return f"has another tokenizer than {first.folder}, so its {sweep.metric} is of other tokens (test/bits_per_byte does not ask for tokens)"
     if "data" not in may and not same("objective"):
         return f"has another objective ({told(run, 'objective')}) than {first.folder} ({told(first, 'objective')})"
-    if (here := measures(run.config.train.evaluators, sweep.metric)) != (there := measures(first.config.train.evaluators, sweep.metric)):
+    if (here := measures(run.config.train.evaluators, sweep.metric)) != (
+        there := measures(first.config.train.evaluators, sweep.metric)
+    ):
         return f"was measured by {here}, {first.folder} by {there}"
     if part == "valid":
         here, there = (one.config.train.eval_batches for one in (run, first))
-        return f"was validated on {here or 'all'} batches, {first.folder} on {there or 'all'}" if here != there and "data" not in may else None
+        return (
+            f"was validated on {here or 'all'} batches, {first.folder} on {there or 'all'}"
+            if here != there and "data" not in may
+            else None
+        )
     for field in ("eval_overlap", "decoding"):
         here, there = run.tested.get(field), first.tested.get(field)
-        if None not in (here, there) and here != there and not any(one.rpartition(".")[0] == field or one == f"data.{field}" for one in sweep.fields):
+        if (
+            None not in (here, there)
+            and here != there
+            and not any(
+                one.rpartition(".")[0] == field or one == f"data.{field}" for one in sweep.fields
+            )
+        ):
             return f"was evaluated with {field} = {_said(here, there)}, {first.folder} with {_said(there, here)}"
     return None
 
 
-TEXT = frozenset(f"data.{name}" for name in ("corpus", "format", "train", "valid", "test", "fields", "reverse", "held_out", "max_examples"))
+TEXT = frozenset(
+    f"data.{name}"
+    for name in (
+        "corpus",
+        "format",
+        "train",
+        "valid",
+        "test",
+        "fields",
+        "reverse",
+        "held_out",
+        "max_examples",
+    )
+)
 """The fields that say which text arms are judged on."""
 
 
 def _said(one, other) -> str:
     """What differs, of two values or tables."""
-    return ", ".join(f"{k} {v}" for k, v in one.items() if other.get(k) != v) or "nothing else" if isinstance(one, Mapping) else str(one)
+    return (
+        ", ".join(f"{k} {v}" for k, v in one.items() if other.get(k) != v) or "nothing else"
+        if isinstance(one, Mapping)
+        else str(one)
+    )
 
 
 def _inside(tree, *keys):

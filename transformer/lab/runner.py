@@ -47,7 +47,9 @@ def share_of(study: Study, shard: tuple[int, int], most: int) -> list[list[Plann
     return [left for unit in mine if (left := [run for run in unit if not run.status().over])]
 
 
-def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, host: tuple[int, int] = (0, 1)) -> int:
+def run_study(
+    study: Study, *, jobs: int, shard: tuple[int, int], most: int, host: tuple[int, int] = (0, 1)
+) -> int:
     """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1], of a pod's
     processes number host[0] of host[1]. Returns the exit code: 0 when all of its runs are over, 1 when some have failed, 143 when it, or
     one of them, was stopped."""
@@ -63,7 +65,13 @@ def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, hos
                 if child := _begin(study, unit, host):
                     working.append(child)
                 # What another works on comes again: it is taken over should that one die.
-                if alone and (left := [run for run in unit if not (child and run in child.runs) and not run.status().over]):
+                if alone and (
+                    left := [
+                        run
+                        for run in unit
+                        if not (child and run in child.runs) and not run.status().over
+                    ]
+                ):
                     units.append(left)
                     look = time.monotonic() + PATIENCE
             for child in list(working):
@@ -74,7 +82,10 @@ def run_study(study: Study, *, jobs: int, shard: tuple[int, int], most: int, hos
                     working.remove(child)
                     failed, look = failed + child.end(code), 0.0
                     cut |= code in STOPPED
-                    if not alone and code in (*STOPPED, 2):  # of whichever host: all of them stop, or one is not there any more
+                    if not alone and code in (
+                        *STOPPED,
+                        2,
+                    ):  # of whichever host: all of them stop, or one is not there any more
                         units.clear()
             if first:
                 table.show()
@@ -111,8 +122,21 @@ class _Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.began = log.open("ab"), log.stat().st_size if log.exists() else 0
         names = ",".join(run.name for run in runs)
-        command = [sys.executable, "-m", "transformer", "sweep", f"--workdir={study.folder}", f"--runs={names}"]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log, start_new_session=True)
+        command = [
+            sys.executable,
+            "-m",
+            "transformer",
+            "sweep",
+            f"--workdir={study.folder}",
+            f"--runs={names}",
+        ]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
         for run in runs if self.first else ():
             run.hand_over(self.process.pid)
 
@@ -154,8 +178,14 @@ def _reason(code: int, log: Path, began: int) -> str:
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-code).name}{hint}; see {log}"
-    lines = [line for line in log.read_bytes()[began:].decode(errors="replace").splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "")
+    lines = [
+        line
+        for line in log.read_bytes()[began:].decode(errors="replace").splitlines()
+        if line.strip()
+    ]
+    said = next(
+        (line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else ""
+    )
     return f"exit code {code}: {said.removeprefix('error: ')[:200]}; see {log}"
 
 
@@ -163,7 +193,9 @@ def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]
     """In a process of its own: trains the named runs of a study, or goes on with them, and evaluates those that are trained. Runs that are
     alike and stand at the same step are trained together, or, where that fails, each by itself; one that dies is noted, and the others go on.
     Returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # outside of training, which saves first
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # outside of training, which saves first
     runs = {run.name: run for run in load_study(folder).runs}
     for name in names:
         if name not in runs:
@@ -234,7 +266,11 @@ def _tell(what: str, error: Exception) -> None:
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return (
+        str(error)
+        if isinstance(error, UserError)
+        else f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    )
 
 
 def _renewing(runs: Sequence[Planned]) -> None:
@@ -259,7 +295,11 @@ def _stopping() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         seen.append(number)
 
-    hears = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    hears = [
+        number
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]  # nohup
     before = {number: signal.signal(number, note) for number in hears}
     try:
         yield lambda: bool(seen)
@@ -273,7 +313,13 @@ def _stopping() -> Iterator[Callable[[], bool]]:
 
 def cell(status: Status, steps: int) -> str:
     """A few words."""
-    loss = "" if math.isnan(status.loss) else f" {status.loss:.3f}" if abs(status.loss) < 1e5 else f" {status.loss:.1e}"
+    loss = (
+        ""
+        if math.isnan(status.loss)
+        else f" {status.loss:.3f}"
+        if abs(status.loss) < 1e5
+        else f" {status.loss:.1e}"
+    )
     return {
         "done": f"done{loss}",
         "running": f"{status.step / steps:4.0%}{loss}" if status.step else "starting",
@@ -287,7 +333,15 @@ def overview(study: Study, statuses: dict[str, Status]) -> list[str]:
     """An arm a line, a seed a column."""
     rows = [["arm", *(f"seed {seed}" for seed in study.sweep.seeds)]]
     for arm, config in study.configs.items():
-        rows.append([arm, *(cell(statuses[f"{arm}/seed-{seed}"], config.train.steps) for seed in study.sweep.seeds)])
+        rows.append(
+            [
+                arm,
+                *(
+                    cell(statuses[f"{arm}/seed-{seed}"], config.train.steps)
+                    for seed in study.sweep.seeds
+                ),
+            ]
+        )
     return columns(rows)
 
 
@@ -307,21 +361,36 @@ class Table:
         if self._live:
             lines = [*overview(self._study, statuses), self._summary(statuses)]
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write((f"\x1b[{self._shown}A" if self._shown else "") + "".join(f"\x1b[K{line[:width]}\n" for line in lines))
+            self._stream.write(
+                (f"\x1b[{self._shown}A" if self._shown else "")
+                + "".join(f"\x1b[K{line[:width]}\n" for line in lines)
+            )
             self._shown = len(lines)
         else:
             for name, status in statuses.items():
-                if self._kinds.get(name) != status.kind and not (name not in self._kinds and status.kind == "waiting"):
-                    said = f"{status.kind}: {status.why}" if status.why else cell(status, self._steps(name))
+                if self._kinds.get(name) != status.kind and not (
+                    name not in self._kinds and status.kind == "waiting"
+                ):
+                    said = (
+                        f"{status.kind}: {status.why}"
+                        if status.why
+                        else cell(status, self._steps(name))
+                    )
                     self._stream.write(f"{name}  {said}\n")
                 self._kinds[name] = status.kind
             if time.monotonic() - self._said > 60 and not last:
                 self._said = time.monotonic()
-                going = [f"{name} {cell(status, self._steps(name))}" for name, status in statuses.items() if status.kind == "running"]
+                going = [
+                    f"{name} {cell(status, self._steps(name))}"
+                    for name, status in statuses.items()
+                    if status.kind == "running"
+                ]
                 more = [f"and {len(going) - 4} more"] if len(going) > 4 else []
                 self._stream.write(f"{self._summary(statuses)}: {', '.join([*going[:4], *more])}\n")
             if last:
-                self._stream.write("\n".join([*overview(self._study, statuses), self._summary(statuses)]) + "\n")
+                self._stream.write(
+                    "\n".join([*overview(self._study, statuses), self._summary(statuses)]) + "\n"
+                )
         if last:
             lacking = False  # once is enough: what one run lacks the others do, too
             for name, status in statuses.items():
@@ -339,10 +408,16 @@ class Table:
 
     def _summary(self, statuses: dict[str, Status]) -> str:
         """How many are over, and how long the rest takes at the speed so far."""
-        share = lambda name, status: 1.0 if status.over else min(status.step / self._steps(name), 1.0)
-        done = sum(share(name, status) * self._work(name) for name, status in statuses.items()) / sum(map(self._work, statuses))
+        share = lambda name, status: (
+            1.0 if status.over else min(status.step / self._steps(name), 1.0)
+        )
+        done = sum(
+            share(name, status) * self._work(name) for name, status in statuses.items()
+        ) / sum(map(self._work, statuses))
         self._first = done if self._first is None else self._first
         spent, since = time.monotonic() - self._began, done - self._first
-        left = f", {human_time(spent / since * (1 - done))} left" if since > 0.02 and done < 1 else ""
+        left = (
+            f", {human_time(spent / since * (1 - done))} left" if since > 0.02 and done < 1 else ""
+        )
         over = sum(status.over for status in statuses.values())
         return f"{over} of {len(statuses)} runs are over (their {self._study.sweep.metric}; of others train/loss); {human_time(spent)} so far{left}"

@@ -30,8 +30,12 @@ class Scan:
     arms: frozenset[str]
     points: Mapping[float, Mean]  # of seeds that came to their end
     best: float
-    close: tuple[float, float]  # the values around the best from which to which means are within 5 % of it
-    stable: tuple[float, float] | None  # the values around the best from which to which no seed failed; None: one failed at the best
+    close: tuple[
+        float, float
+    ]  # the values around the best from which to which means are within 5 % of it
+    stable: (
+        tuple[float, float] | None
+    )  # the values around the best from which to which no seed failed; None: one failed at the best
     sensitivity: float  # NaN: not known, or not of a loss
 
 
@@ -48,7 +52,11 @@ def scans(results: Results) -> list[Scan]:
                 setting = str(sorted((key, str(arm.changes[key])) for key in others))
                 spelled[setting] = "-".join(points[arm.name].call(key) for key in others)
                 groups.setdefault(setting, {})[float(value)] = arm
-        found += [_scan(results, field, spelled[setting], arms) for setting, arms in groups.items() if len(arms) >= LEAST]
+        found += [
+            _scan(results, field, spelled[setting], arms)
+            for setting, arms in groups.items()
+            if len(arms) >= LEAST
+        ]
     return [scan for scan in found if scan is not None]
 
 
@@ -61,14 +69,41 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
         return None
     best = min(ended, key=lambda x: sign * ended[x].mean)
     is_loss = metric.endswith("/loss")
-    nothing = knowing_nothing(next(run for arm in arms.values() for run in arm.runs.values()).config) if is_loss else math.inf
+    nothing = (
+        knowing_nothing(next(run for arm in arms.values() for run in arm.runs.values()).config)
+        if is_loss
+        else math.inf
+    )
     # Of every seed: what it ended with, at most what knowing nothing gives.
-    losses = {x: [min(value, nothing) for value in arm.values(metric).values()] + [nothing] * len(arm.diverged) for x, arm in arms.items()}
-    failed = {x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= nothing) for x, arm in arms.items()}
-    good = {x: x in ended and abs(ended[x].mean - ended[best].mean) <= CLOSE * abs(ended[best].mean) for x in arms}
+    losses = {
+        x: [min(value, nothing) for value in arm.values(metric).values()]
+        + [nothing] * len(arm.diverged)
+        for x, arm in arms.items()
+    }
+    failed = {
+        x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= nothing)
+        for x, arm in arms.items()
+    }
+    good = {
+        x: x in ended and abs(ended[x].mean - ended[best].mean) <= CLOSE * abs(ended[best].mean)
+        for x in arms
+    }
     stable = None if failed[best] else _around(best, {x: not bad for x, bad in failed.items()})
-    sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - ended[best].mean if is_loss else math.nan
-    return Scan(field, setting, frozenset(arm.name for arm in arms.values()), points, best, _around(best, good), stable, sensitivity)
+    sensitivity = (
+        float(np.mean([np.mean(x) for x in losses.values() if x])) - ended[best].mean
+        if is_loss
+        else math.nan
+    )
+    return Scan(
+        field,
+        setting,
+        frozenset(arm.name for arm in arms.values()),
+        points,
+        best,
+        _around(best, good),
+        stable,
+        sensitivity,
+    )
 
 
 def _around(best: float, holds: Mapping[float, bool]) -> tuple[float, float]:

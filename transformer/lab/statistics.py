@@ -63,7 +63,9 @@ def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
     pairs = [arm[seed] - baseline[seed] for seed in seeds]
     if len(pairs) < 2:
         return Difference(mean(pairs), math.nan)
-    if np.ptp(pairs) <= ROUNDING * max(abs(x) for one in (arm, baseline) for x in one.values()):  # a t-test divides by their spread
+    if np.ptp(pairs) <= ROUNDING * max(
+        abs(x) for one in (arm, baseline) for x in one.values()
+    ):  # a t-test divides by their spread
         return Difference(mean(pairs), 1.0 if not any(pairs) else math.nan)
     return Difference(mean(pairs), float(stats.ttest_1samp(pairs, 0.0).pvalue))
 

@@ -68,8 +68,14 @@ class Planned:
         if judged and self._tested() == self.config.train.steps:
             decided = [line[self.metric] for line in lines if self.metric in line]
             tested = sorted({key for line in lines for key in line if key.startswith("test/")})
-            lacks = "" if decided else f"without {self.metric}; there is {', '.join(tested[:9])}{', ...' * (len(tested) > 9)}"
-            return Status("done", self.config.train.steps, decided[-1] if decided else float("nan"), lacks)
+            lacks = (
+                ""
+                if decided
+                else f"without {self.metric}; there is {', '.join(tested[:9])}{', ...' * (len(tested) > 9)}"
+            )
+            return Status(
+                "done", self.config.train.steps, decided[-1] if decided else float("nan"), lacks
+            )
         if self.claimed():
             return Status("running", **at)
         if self._failure.exists():
@@ -77,11 +83,22 @@ class Planned:
         saved = self.saved()
         if not saved:
             return Status("waiting")
-        return Status("trained" if saved == self.config.train.steps else "stopped", saved, at.get("loss", float("nan")))
+        return Status(
+            "trained" if saved == self.config.train.steps else "stopped",
+            saved,
+            at.get("loss", float("nan")),
+        )
 
     def saved(self) -> int:
         """The step of its last checkpoint; 0: none."""
-        return max((int(folder.name) for folder in (self.folder / "checkpoints").glob("[0-9]*") if folder.name.isdigit()), default=0)
+        return max(
+            (
+                int(folder.name)
+                for folder in (self.folder / "checkpoints").glob("[0-9]*")
+                if folder.name.isdigit()
+            ),
+            default=0,
+        )
 
     def _tested(self) -> int | None:
         """At which step it was evaluated, as test.json says."""
@@ -129,7 +146,9 @@ class Planned:
         """Takes it unless this process has it, or that which began this one. Raises UserError where another works on it."""
         mine = _claimant(os.getpid())
         if self._claimant() not in (mine, _claimant(os.getppid())) and not self.claim():
-            raise UserError(f"--runs: another process works on {self.name} ({self._claimant()}); wait for its end")
+            raise UserError(
+                f"--runs: another process works on {self.name} ({self._claimant()}); wait for its end"
+            )
 
     def renew(self) -> None:
         """To be called now and then by who has it; whom it was taken from, since it did not for long, does not take it back."""
@@ -164,11 +183,15 @@ class Planned:
             fresh = time.time() - self._claim.stat().st_mtime < STALE
         except FileNotFoundError:
             return False
-        return fresh and not (host == socket.gethostname() and pid.isdecimal() and not _runs(int(pid)))
+        return fresh and not (
+            host == socket.gethostname() and pid.isdecimal() and not _runs(int(pid))
+        )
 
     def _clear(self, dead: str) -> bool:
         """Takes a dead claim away: one machine alone, though several may have found it dead."""
-        aside = self._claim.with_name(f"{self._claim.name}.{socket.gethostname()}.{os.getpid()}.dead")
+        aside = self._claim.with_name(
+            f"{self._claim.name}.{socket.gethostname()}.{os.getpid()}.dead"
+        )
         try:
             self._claim.rename(aside)
         except FileNotFoundError:
@@ -203,7 +226,9 @@ class Study:
     sweep: Sweep
     configs: Mapping[str, Experiment]  # of the arms, the baseline first
     facts: Mapping[str, Facts]
-    file: str = ""  # the experiment file that it came from, what it said, and what the command line changed
+    file: str = (
+        ""  # the experiment file that it came from, what it said, and what the command line changed
+    )
     text: str = ""
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -211,7 +236,11 @@ class Study:
     def runs(self) -> list[Planned]:
         """Seed by seed, so that what is there early can be compared."""
         with_seed = lambda config, seed: dataclasses.replace(config, seed=seed)
-        return [Planned(self.folder, arm, with_seed(config, seed), self.sweep.metric) for seed in self.sweep.seeds for arm, config in self.configs.items()]
+        return [
+            Planned(self.folder, arm, with_seed(config, seed), self.sweep.metric)
+            for seed in self.sweep.seeds
+            for arm, config in self.configs.items()
+        ]
 
     def check(self) -> None:
         """Raises UserError where the directory holds something else; arms and seeds may be added, and as long as no run has begun everything
@@ -221,27 +250,55 @@ class Study:
             begun = any(run.folder.exists() for run in before.runs)
             for arm, config in before.configs.items() if begun else ():
                 if arm not in self.configs:
-                    raise UserError(f"--workdir: {self.folder} holds a sweep that has an arm {arm!r}, which this has not; choose another directory")
+                    raise UserError(
+                        f"--workdir: {self.folder} holds a sweep that has an arm {arm!r}, which this has not; choose another directory"
+                    )
                 if config != self.configs[arm]:
                     raise UserError(
                         f"--workdir: {self.folder} holds a sweep whose arm {arm!r} is another: {_difference(config, self.configs[arm])}; choose another directory"
                     )
-            gone = [run for run in before.runs if run.config.seed not in self.sweep.seeds and run.folder.exists()]
+            gone = [
+                run
+                for run in before.runs
+                if run.config.seed not in self.sweep.seeds and run.folder.exists()
+            ]
             if gone:
-                raise UserError(f"--workdir: {self.folder} holds a run, {gone[0].name}, of a seed that this sweep has not; keep its seed, or choose another directory")
+                raise UserError(
+                    f"--workdir: {self.folder} holds a run, {gone[0].name}, of a seed that this sweep has not; keep its seed, or choose another directory"
+                )
         elif self.folder.exists() and any(self.folder.iterdir()):
-            raise UserError(f"--workdir: {self.folder} is not empty and no sweep (no sweep.json); choose another directory")
+            raise UserError(
+                f"--workdir: {self.folder} is not empty and no sweep (no sweep.json); choose another directory"
+            )
 
     def write(self) -> None:
         """sweep.json, if the directory is one for it."""
         self.check()
         self.folder.mkdir(parents=True, exist_ok=True)
-        said = {field.name: getattr(self.sweep, field.name) for field in dataclasses.fields(self.sweep) if field.name != "grid"}
+        said = {
+            field.name: getattr(self.sweep, field.name)
+            for field in dataclasses.fields(self.sweep)
+            if field.name != "grid"
+        }
         arms = {
-            arm: {"changes": to_mapping(point.changes), "called": dict(point.called), "facts": dataclasses.asdict(self.facts[arm]), "config": to_mapping(self.configs[arm])}
+            arm: {
+                "changes": to_mapping(point.changes),
+                "called": dict(point.called),
+                "facts": dataclasses.asdict(self.facts[arm]),
+                "config": to_mapping(self.configs[arm]),
+            }
             for arm, point in self.sweep.points.items()
         }
-        write_whole(self.folder / "sweep.json", json.dumps({"file": self.file, "text": self.text, "overrides": dict(self.overrides)} | to_mapping(said) | {"arms": arms}, indent=2) + "\n")
+        write_whole(
+            self.folder / "sweep.json",
+            json.dumps(
+                {"file": self.file, "text": self.text, "overrides": dict(self.overrides)}
+                | to_mapping(said)
+                | {"arms": arms},
+                indent=2,
+            )
+            + "\n",
+        )
 
 
 def load_study(folder: Path) -> Study:
@@ -251,10 +308,25 @@ def load_study(folder: Path) -> Study:
         raise UserError(f"--workdir: no sweep in {folder} (no sweep.json)")
     said = read_json(file)
     try:
-        arms, source = said.pop("arms"), {key: said.pop(key) for key in ("file", "text", "overrides") if key in said}
-        sweep = Sweep(Grid(tuple(Point(arm, one["changes"], one.get("called", {})) for arm, one in arms.items())), **said | {"seeds": tuple(said["seeds"])})
+        arms, source = (
+            said.pop("arms"),
+            {key: said.pop(key) for key in ("file", "text", "overrides") if key in said},
+        )
+        sweep = Sweep(
+            Grid(
+                tuple(
+                    Point(arm, one["changes"], one.get("called", {})) for arm, one in arms.items()
+                )
+            ),
+            **said | {"seeds": tuple(said["seeds"])},
+        )
         configs = {arm: from_mapping(Experiment, one["config"]) for arm, one in arms.items()}
-        facts = {arm: Facts(**{k: tuple(v) if isinstance(v, list) else v for k, v in one["facts"].items()}) for arm, one in arms.items()}
+        facts = {
+            arm: Facts(
+                **{k: tuple(v) if isinstance(v, list) else v for k, v in one["facts"].items()}
+            )
+            for arm, one in arms.items()
+        }
     except (TypeError, KeyError, AttributeError) as e:
         raise UserError(f"{file}: damaged ({type(e).__name__}: {e})") from None
     return Study(Path(folder), sweep, configs, facts, **source)
@@ -263,4 +335,11 @@ def load_study(folder: Path) -> Study:
 def _difference(old: Experiment, new: Experiment) -> str:
     """The first field in which two experiments differ."""
     before, now = flat(to_mapping(old)), flat(to_mapping(new))
-    return next((f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in {**before, **now} if before.get(key) != now.get(key)), "nothing")
+    return next(
+        (
+            f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
+            for key in {**before, **now}
+            if before.get(key) != now.get(key)
+        ),
+        "nothing",
+    )

@@ -36,7 +36,12 @@ NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.d
 def alike(config: Experiment) -> str | None:
     """Runs of which this is the same can be trained together; None: this one is trained alone."""
     mesh = config.mesh
-    if any(size not in (1, -1) for size in mesh.sizes.values()) or config.train.init_from or config.train.profile or config.train.wandb:
+    if (
+        any(size not in (1, -1) for size in mesh.sizes.values())
+        or config.train.init_from
+        or config.train.profile
+        or config.train.wandb
+    ):
         return None
     fields = flat(to_mapping(config))
     for field in NUMBERS[1:]:
@@ -98,8 +103,14 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
     step_all = make_step(config, mesh, over)
     place = lambda tree: jax.device_put(tree, NamedSharding(over, P("runs")))
     numbers = {field: [_get(run.config, field) for run in runs] for field in NUMBERS}
-    numbers = {field: place(np.array(x, np.int32 if field == "seed" else np.float32)) for field, x in numbers.items() if field == "seed" or x[0]}
-    states = place(jax.tree.map(lambda *x: np.stack(x), *(jax.device_get(run.state) for run in runs)))
+    numbers = {
+        field: place(np.array(x, np.int32 if field == "seed" else np.float32))
+        for field, x in numbers.items()
+        if field == "seed" or x[0]
+    }
+    states = place(
+        jax.tree.map(lambda *x: np.stack(x), *(jax.device_get(run.state) for run in runs))
+    )
     for run in runs:
         run.state = None  # it stands among the others
     streams = [run.batches.stream(run.step, config.train.steps) for run in runs]
@@ -110,12 +121,16 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
         if late is not None:
             (at, metrics), late = late, None
             metrics = jax.device_get(metrics)
-            group.each(lambda n, run: run.recorder.push(at, {name: x[n] for name, x in metrics.items()}))
+            group.each(
+                lambda n, run: run.recorder.push(at, {name: x[n] for name, x in metrics.items()})
+            )
 
     def stand(n: int, run: Run) -> None:
         """The run as if it had been alone, to be evaluated or saved."""
         run.recorder.flush()
-        run.state = jax.device_put(jax.tree.map(lambda x: np.array(x[n]), host), NamedSharding(mesh, P()))
+        run.state = jax.device_put(
+            jax.tree.map(lambda x: np.array(x[n]), host), NamedSharding(mesh, P())
+        )
         if run.evaluation_due() and not stop:
             run.evaluate()
         if run.saving_due() or stop:
@@ -123,7 +138,9 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
 
     for batches in zip(*streams, strict=True):
         with jax.set_mesh(over), nn.logical_axis_rules(()):  # a run is on one device
-            states, metrics = step_all(numbers, states, place(jax.tree.map(lambda *x: np.stack(x), *batches)))
+            states, metrics = step_all(
+                numbers, states, place(jax.tree.map(lambda *x: np.stack(x), *batches))
+            )
         step += 1
         take_in()  # of the step before, which is over by now
         late = step, metrics
@@ -134,7 +151,9 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
             take_in()
             host = jax.device_get(states)
             group.each(lambda n, run: run.recorder.flush())
-            with contextlib.ExitStack() as aside:  # one is evaluated after the other, and no one's training is slower for it
+            with (
+                contextlib.ExitStack() as aside
+            ):  # one is evaluated after the other, and no one's training is slower for it
                 for n in group.going:
                     aside.enter_context(runs[n].recorder.aside())
                 group.each(stand)
@@ -147,11 +166,15 @@ def make_step(config: Experiment, mesh: Mesh, over: Mesh):
 
     def one(numbers, state, batch):
         own = _with(config, numbers)
-        return training_step(own, build_model(own.model), build_optimizer(own.optimizer, own.train.steps), mesh)(state, batch)
+        return training_step(
+            own, build_model(own.model), build_optimizer(own.optimizer, own.train.steps), mesh
+        )(state, batch)
 
     step = jax.vmap(one)
     if over.size > 1:
-        step = jax.shard_map(step, mesh=over, in_specs=P("runs"), out_specs=P("runs"), check_vma=False)
+        step = jax.shard_map(
+            step, mesh=over, in_specs=P("runs"), out_specs=P("runs"), check_vma=False
+        )
     return jax.jit(step, donate_argnums=1)
 
 

@@ -17,7 +17,9 @@ def architecture(name: str, **fields) -> ModelConfig:
     return ModelConfig(**look_up(ARCHITECTURES, name, "architecture") | fields)
 
 
-def _sizes(name: str, shared: dict, columns: tuple[str, ...], rows: dict[str, tuple]) -> dict[str, dict]:
+def _sizes(
+    name: str, shared: dict, columns: tuple[str, ...], rows: dict[str, tuple]
+) -> dict[str, dict]:
     """A family's members: `shared`, and each row's values for `columns`. The size "" is the family's plain name."""
     return {
         f"{name}_{size}" if size else name: shared | dict(zip(columns, values, strict=True))

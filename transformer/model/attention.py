@@ -64,14 +64,20 @@ class Attention(nn.Module):
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
             sink_N = self.param("sink", zeros, (cfg.num_heads,), cfg.param_dtype)
         scale = cfg.d_head**-0.5 if cfg.attention_scale is None else cfg.attention_scale
-        given = attention_backends.Inputs(mask, q_tokens, k_tokens, position, scale, cfg.attention_soft_cap, sink_N)
+        given = attention_backends.Inputs(
+            mask, q_tokens, k_tokens, position, scale, cfg.attention_soft_cap, sink_N
+        )
         if cfg.attention_dropout and not deterministic:
-            given = given.replace(dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout"))
+            given = given.replace(
+                dropout=cfg.attention_dropout, dropout_key=self.make_rng("dropout")
+            )
         inputs = (q_BxTxNxH, kv.k_BxSxKxH, kv.v_BxSxKxH, given.by_place())
         if watched(self, "heads"):
             self.sow("heads", "heads", attention_statistics.heads(q_BxTxNxH, kv.k_BxSxKxH, given))
         if watched(self, "maps"):
-            self.sow("maps", "weights", attention_statistics.weights(q_BxTxNxH, kv.k_BxSxKxH, given)[0])
+            self.sow(
+                "maps", "weights", attention_statistics.weights(q_BxTxNxH, kv.k_BxSxKxH, given)[0]
+            )
         out_BxTxNxH = attention_backends.choose(cfg.attention_backend, *inputs)(*inputs)
         out_BxTxNxH = by_heads(out_BxTxNxH)
         out = Linear(
@@ -88,4 +94,6 @@ class Attention(nn.Module):
         """A projection D -> heads x H."""
         cfg, axis = self.config, "heads" if name == "query" else "kv_heads"
         size = cfg.value_size if name == "value" else cfg.d_head
-        return Linear(cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_has_bias, gain, name=name)
+        return Linear(
+            cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_has_bias, gain, name=name
+        )

@@ -11,10 +11,16 @@ from transformer.model.attention_backends.blockwise import BLOCK, cut
 from transformer.model.attention_backends.reference import softmax
 
 
-def weights(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+def weights(
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(weights, logits), float32[B, N, T, S], and bool[B, T, S], the keys that a query may see; both zero elsewhere."""
     logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, given)
-    return softmax(logits_BxNxTxS, mask_BxTxS, given.sink_N), jnp.where(mask_BxTxS[:, None], logits_BxNxTxS, 0.0), mask_BxTxS
+    return (
+        softmax(logits_BxNxTxS, mask_BxTxS, given.sink_N),
+        jnp.where(mask_BxTxS[:, None], logits_BxNxTxS, 0.0),
+        mask_BxTxS,
+    )
 
 
 def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str, jax.Array]:
@@ -34,7 +40,9 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str
 
     def block(part):
         q_BxtxNxH, tokens = part
-        w_BxNxtxS, logits_BxNxtxS, mask_BxtxS = weights(q_BxtxNxH, k_BxSxKxH, given.replace(q_tokens=tokens))
+        w_BxNxtxS, logits_BxNxtxS, mask_BxtxS = weights(
+            q_BxtxNxH, k_BxSxKxH, given.replace(q_tokens=tokens)
+        )
         at_q, at_k = tokens.positions_BxT[:, :, None], given.k_tokens.positions_BxT[:, None, :]
         chooses_Bxt = jnp.sum(mask_BxtxS, axis=-1) > 1
 
@@ -57,5 +65,8 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str
     tokens = given.q_tokens
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (q_BxTxNxH.shape[0], *x.shape[1:])), tokens)
     sums, largest_IxN = jax.lax.map(block, cut((q_BxTxNxH, rows), min(BLOCK, q_BxTxNxH.shape[1])))
-    means = {name: jnp.sum(x, axis=0) / jnp.maximum(jnp.sum(count), 1) for name, (x, count) in sums.items()}
+    means = {
+        name: jnp.sum(x, axis=0) / jnp.maximum(jnp.sum(count), 1)
+        for name, (x, count) in sums.items()
+    }
     return means | {"logit": jnp.max(largest_IxN, axis=0)}

@@ -20,7 +20,9 @@ class KeyValue:
 
     def write(self, new: "KeyValue", index: jax.Array) -> "KeyValue":
         """With slots index, index + 1, ... replaced by those of `new`."""
-        put = lambda slots, x: jax.lax.dynamic_update_slice_in_dim(slots, x.astype(slots.dtype), index, axis=1)
+        put = lambda slots, x: jax.lax.dynamic_update_slice_in_dim(
+            slots, x.astype(slots.dtype), index, axis=1
+        )
         return jax.tree.map(put, self, new)
 
 
@@ -41,7 +43,9 @@ class Cache:
         LayerCache | tuple[LayerCache, ...]
     )  # one a layer; one a layer of the period, stacked on axis 0, when they are looped
     tokens: Tokens
-    index: jax.Array  # int32[]: the next slot to be written, the same in all rows (prompts are padded on the left)
+    index: (
+        jax.Array
+    )  # int32[]: the next slot to be written, the same in all rows (prompts are padded on the left)
 
     def append(self, tokens: Tokens) -> Tokens:
         """The tokens of all slots, once `tokens` stand in the next ones."""

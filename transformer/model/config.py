@@ -39,38 +39,54 @@ class ModelConfig:
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
     max_length: int = 512  # longest sequence, in tokens, on either side
-    d_embedding: int = 0  # width of the embedding table; 0: d_model; else projected (ALBERT, OPT-350m)
-    token_types: int = 0  # kinds of tokens (BERT's two sentences), each with an embedding of its own; 0: none
+    d_embedding: int = (
+        0  # width of the embedding table; 0: d_model; else projected (ALBERT, OPT-350m)
+    )
+    token_types: int = (
+        0  # kinds of tokens (BERT's two sentences), each with an embedding of its own; 0: none
+    )
 
     position: Choice = "sinusoidal"  # a scheme of model/positions/ (README has a table), or dict(name=..., options)
-    random_positions: int = 0  # train at positions drawn, in order, from so many (Ruoss et al. 2023); 0: 0, 1, 2, ...
+    random_positions: int = (
+        0  # train at positions drawn, in order, from so many (Ruoss et al. 2023); 0: 0, 1, 2, ...
+    )
     layer_pattern: tuple[
         FrozenDict, ...
     ] = ()  # `window`, `position` and `feed_forward` of layer 0, 1, ..., and so on from the first again
-    norm_placement: Choice = "pre"  # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
+    norm_placement: Choice = (
+        "pre"  # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
+    )
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_gain: bool = True
     norm_offset: bool = True  # layernorm only
     norm_zero_centered: bool = False  # the gain is 1 + w, w starting (and decaying) at 0 (Gemma)
     norm_epsilon: float = 1e-6
     embedding_norm: bool = False  # normalise the sum of embeddings and positions
-    first_norm: bool = (
-        True  # False: the first sublayer of a stack reads its input as it is, without in_norm (ModernBERT)
+    first_norm: bool = True  # False: the first sublayer of a stack reads its input as it is, without in_norm (ModernBERT)
+    parallel: bool = (
+        False  # x + attention(norm(x)) + ff(norm(x)): sublayers side by side (GPT-J, GPT-NeoX)
     )
-    parallel: bool = False  # x + attention(norm(x)) + ff(norm(x)): sublayers side by side (GPT-J, GPT-NeoX)
 
-    feed_forward: Choice = "dense"  # dense, or dict(name="experts", num_experts=..., top_k=..., capacity_factor=...)
+    feed_forward: Choice = (
+        "dense"  # dense, or dict(name="experts", num_experts=..., top_k=..., capacity_factor=...)
+    )
     activation: str = "relu"  # relu | gelu | gelu_tanh | silu
     glu: bool = False  # act(x W_gate) * (x W_in)
     use_bias: bool = True  # in every projection, but for what the next two say
     attention_bias: bool | None = None  # in the four projections of attention; None: as use_bias
-    qkv_bias: bool | None = None  # in those of queries, keys and values (Qwen 2); None: as attention_bias
+    qkv_bias: bool | None = (
+        None  # in those of queries, keys and values (Qwen 2); None: as attention_bias
+    )
     qk_norm: bool = False  # normalise each head's query and key (Henry et al. 2020; Qwen 3)
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     attention_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
-    attention_sink: bool = False  # a learned logit per head that attention may go to instead of a token (GPT-OSS)
+    attention_sink: bool = (
+        False  # a learned logit per head that attention may go to instead of a token (GPT-OSS)
+    )
     causal: bool = True  # decoder: a token sees itself and what comes before; False: what comes after, too, which is what it is asked for
-    prefix_lm: bool = False  # decoder: the tokens of a prefix see each other both ways (Raffel et al. 2020)
+    prefix_lm: bool = (
+        False  # decoder: the tokens of a prefix see each other both ways (Raffel et al. 2020)
+    )
     window: int = 0  # keys fewer than so many positions away; 0: all
     attention_backend: str = "auto"  # auto | reference | blockwise | ring | splash (TPU) | cudnn (GPU); one that cannot serve falls back, and says so
 
@@ -79,11 +95,11 @@ class ModelConfig:
     logit_bias: bool = False
     logit_scale: float = 1.0  # multiplies the last hidden state (T5: d_model^-0.5)
     logit_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
-    head_transform: bool = False  # act(h W + b), normed, before the unembedding (BERT's masked-language-model head)
-    lm_head: bool = True  # logits over the vocabulary; an encoder or decoder may do without
-    pooling: str = (
-        "none"  # none | cls | mean | last: from a row's hidden states to one, for labels; none: a label a token. recurrent_encoder_decoder, last: no attention
+    head_transform: bool = (
+        False  # act(h W + b), normed, before the unembedding (BERT's masked-language-model head)
     )
+    lm_head: bool = True  # logits over the vocabulary; an encoder or decoder may do without
+    pooling: str = "none"  # none | cls | mean | last: from a row's hidden states to one, for labels; none: a label a token. recurrent_encoder_decoder, last: no attention
     pooler: bool = False  # tanh(h W + b) of what is pooled (BERT)
     num_labels: int = 0  # a classifier; 0: none
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
@@ -95,11 +111,17 @@ class ModelConfig:
     initializer: str = "xavier_uniform"  # xavier_uniform | lecun_normal | normal
     init_std: float = 0.02  # of "normal"
     embedding_init_std: float = 0.0  # 0: 1 / sqrt(d_model)
-    residual_init_scale: bool = False  # W_O and the feed-forward's output start 1 / sqrt(sublayers) smaller (GPT-2)
+    residual_init_scale: bool = (
+        False  # W_O and the feed-forward's output start 1 / sqrt(sublayers) smaller (GPT-2)
+    )
 
     scan_layers: bool = True  # one compiled layer, looped; False: unrolled
-    pipeline_microbatches: int = 0  # parts of a batch that follow each other through mesh.stage; 0: as many as stages
-    pipeline_rounds: int = 1  # how often each goes through all stages: layers are stacked [rounds, layers / rounds]
+    pipeline_microbatches: int = (
+        0  # parts of a batch that follow each other through mesh.stage; 0: as many as stages
+    )
+    pipeline_rounds: int = (
+        1  # how often each goes through all stages: layers are stacked [rounds, layers / rounds]
+    )
     remat: str = "none"  # none | full | dots: what the backward pass computes again
     dtype: str = "float32"  # of activations; parameters and optimizer stay in param_dtype
     param_dtype: str = "float32"
@@ -117,7 +139,11 @@ class ModelConfig:
 
     def _check_values(self) -> None:
         """Each field by itself."""
-        one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder", "recurrent_encoder_decoder"))
+        one_of(
+            "model.family",
+            self.family,
+            ("encoder", "decoder", "encoder_decoder", "recurrent_encoder_decoder"),
+        )
         at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
         at_least(
             "model",
@@ -159,7 +185,9 @@ class ModelConfig:
             }.items():
                 self._set(field, value)  # its layers are not alike, and have no heads
             if self.d_model % 2:
-                raise UserError(f"model.d_model: {self.d_model} must be even: an encoder layer has two directions")
+                raise UserError(
+                    f"model.d_model: {self.d_model} must be even: an encoder layer has two directions"
+                )
         if not self.d_head:
             if self.d_model % self.num_heads:
                 raise UserError(
@@ -181,7 +209,9 @@ class ModelConfig:
                     f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
                 )
             elif getattr(self, layers) > MOST_LAYERS:
-                raise UserError(f"model.{layers}: {getattr(self, layers):,} is too large; at most {MOST_LAYERS:,}")
+                raise UserError(
+                    f"model.{layers}: {getattr(self, layers):,} is too large; at most {MOST_LAYERS:,}"
+                )
 
     def _check_combinations(self) -> None:
         """Fields that go together, or do not."""
@@ -190,9 +220,16 @@ class ModelConfig:
                 "model.lm_head: False leaves nothing to compute; set model.num_labels in an encoder or decoder"
             )
         if (self.num_labels or self.pooler) and self.two_sides:
-            raise UserError("model.num_labels: an encoder_decoder writes text; encoders and decoders have labels")
-        if self.two_sides and self.pooling not in ("none", "last" if "recurrent" in self.family else "none"):
-            raise UserError(f"model.pooling: {self.pooling!r} is for labels, and model.family = {self.family!r} writes text; leave it at 'none'")
+            raise UserError(
+                "model.num_labels: an encoder_decoder writes text; encoders and decoders have labels"
+            )
+        if self.two_sides and self.pooling not in (
+            "none",
+            "last" if "recurrent" in self.family else "none",
+        ):
+            raise UserError(
+                f"model.pooling: {self.pooling!r} is for labels, and model.family = {self.family!r} writes text; leave it at 'none'"
+            )
         if self.random_positions and self.random_positions < self.max_length:
             raise UserError(
                 f"model.random_positions: {self.random_positions} is less than model.max_length = {self.max_length}"
@@ -206,9 +243,13 @@ class ModelConfig:
                 f"model.prefix_lm: True, but model.family = {self.family!r}; only a decoder alone reads a prefix"
             )
         if not self.causal and ("decoder" not in self.sides or self.prefix_lm):
-            raise UserError("model.causal: False takes the mask off a decoder that has one; leave it at True without a decoder, or with prefix_lm")
+            raise UserError(
+                "model.causal: False takes the mask off a decoder that has one; leave it at True without a decoder, or with prefix_lm"
+            )
         if not 0 <= self.pad_id < self.vocab_size:
-            raise UserError(f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}")
+            raise UserError(
+                f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}"
+            )
 
     def _check_layers(self) -> None:
         """What each layer is made of: its placement, its position scheme, its window."""
@@ -217,7 +258,11 @@ class ModelConfig:
                 self._set(field, FrozenDict(getattr(self, field)))
         self._set("layer_pattern", tuple(FrozenDict(of_one) for of_one in self.layer_pattern))
         for field, value in [item for of_one in self.layer_pattern for item in of_one.items()]:
-            kinds = {"window": int, "position": (str, FrozenDict), "feed_forward": (str, FrozenDict)}
+            kinds = {
+                "window": int,
+                "position": (str, FrozenDict),
+                "feed_forward": (str, FrozenDict),
+            }
             if field not in kinds:
                 raise UserError(
                     f"model.layer_pattern: {field!r} cannot differ between layers; window, position and feed_forward can"
@@ -226,17 +271,23 @@ class ModelConfig:
                 raise UserError(
                     f"model.layer_pattern: {field} = {value!r}; a window is a number, the others a name or {{'name': ...}}"
                 )
-        for one in [of_one.get("feed_forward", self.feed_forward) for of_one in self.layer_pattern or ({},)]:
+        for one in [
+            of_one.get("feed_forward", self.feed_forward) for of_one in self.layer_pattern or ({},)
+        ]:
             feed_forward_kinds.build(one)
         for side in self.sides:
             self.placement(side)
-            for one in [of_one.get("position", self.position) for of_one in self.layer_pattern or ({},)]:
+            for one in [
+                of_one.get("position", self.position) for of_one in self.layer_pattern or ({},)
+            ]:
                 if problem := positions.build(one).check(self.stack_facts(side)):
                     raise UserError(problem)
             repeats = self.num_layers(side)
             if self.layer_pattern:
                 repeats //= self.period(side)
-            if self.pipeline_rounds > 1 and (repeats % self.pipeline_rounds or not self.scan_layers):
+            if self.pipeline_rounds > 1 and (
+                repeats % self.pipeline_rounds or not self.scan_layers
+            ):
                 raise UserError(
                     f"model.pipeline_rounds: {self.pipeline_rounds} do not divide the {repeats} {side} layers (or periods of model.layer_pattern)"
                     if self.scan_layers
@@ -286,13 +337,21 @@ class ModelConfig:
     def layers(self, side: str) -> tuple["ModelConfig", ...]:
         """Each layer's own config: what `layer_pattern` and `first_norm` say of it."""
         pattern = self.layer_pattern or ({},)
-        own = lambda i: {"layer_pattern": (), "first_norm": self.first_norm or i > 0, **pattern[i % len(pattern)]}
+        own = lambda i: {
+            "layer_pattern": (),
+            "first_norm": self.first_norm or i > 0,
+            **pattern[i % len(pattern)],
+        }
         return tuple(dataclasses.replace(self, **own(i)) for i in range(self.num_layers(side)))
 
     def period(self, side: str) -> int:
         """After how many layers they repeat: the smallest divisor of their number that does."""
         layers = self.layers(side)
-        return next(p for p in range(1, len(layers) + 1) if not len(layers) % p and layers[:-p] == layers[p:])
+        return next(
+            p
+            for p in range(1, len(layers) + 1)
+            if not len(layers) % p and layers[:-p] == layers[p:]
+        )
 
     def placement(self, side: str) -> Placement:
         """The parts of the residual formula in one stack."""

@@ -25,14 +25,20 @@ class Embedding(nn.Module):
         cfg = self.config
         std = cfg.embedding_init_std or cfg.d_model**-0.5
         init = nn.with_logical_partitioning(nn.initializers.normal(std), ("vocab", "embed"))
-        self.table_VxE = self.param("embedding", init, (cfg.vocab_size, cfg.embedding_size), cfg.param_dtype)
+        self.table_VxE = self.param(
+            "embedding", init, (cfg.vocab_size, cfg.embedding_size), cfg.param_dtype
+        )
         if cfg.embedding_size != cfg.d_model:
             self.project = Linear(cfg, (cfg.d_model,), (None, "embed"), False)
         if cfg.token_types:
             init = nn.with_logical_partitioning(nn.initializers.normal(std), (None, "embed"))
-            self.types_YxD = self.param("token_types", init, (cfg.token_types, cfg.d_model), cfg.param_dtype)
+            self.types_YxD = self.param(
+                "token_types", init, (cfg.token_types, cfg.d_model), cfg.param_dtype
+            )
 
-    def __call__(self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None
+    ) -> jax.Array:
         """float[B, T, D]. Without types given, all tokens are of type 0."""
         cfg = self.config
         # Whole along E on every device: looked up in parts, rows would come in parts too, and be moved instead of the table.
@@ -78,7 +84,9 @@ class Head:
     def _matrix(self, dtype) -> jax.Array:
         return gathered(self.matrix_VxE.astype(dtype), ("vocab", "embed"))
 
-    def pull_back(self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array) -> tuple[jax.Array, "Head"]:
+    def pull_back(
+        self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array
+    ) -> tuple[jax.Array, "Head"]:
         """The gradients by h and (in float32) by this head, given the logits and the gradient by them: what autodiff gives, with the sum over
         tokens laid out so that the narrow h is transposed and not the wide logits (on a CPU a tenth of a small model's step)."""
         if self.soft_cap:
@@ -86,7 +94,9 @@ class Head:
         d_BxTxV = jax.lax.optimization_barrier(d_BxTxV)  # computed once, read twice
         d_BxTxV = constrain(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxE.dtype)
         d_h_BxTxE = jnp.einsum("BTV,VE->BTE", d_BxTxV, self._matrix(h_BxTxE.dtype))
-        d_matrix_ExV = jnp.einsum("BTE,BTV->EV", h_BxTxE, d_BxTxV, preferred_element_type=jnp.float32)
+        d_matrix_ExV = jnp.einsum(
+            "BTE,BTV->EV", h_BxTxE, d_BxTxV, preferred_element_type=jnp.float32
+        )
         # Folded with the transpose it would be a product that XLA's CPU compiler has no bfloat16 for.
         d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)
         d_bias_V = None
@@ -110,16 +120,24 @@ class Unembedding(nn.Module):
         cfg = self.config
         h_BxTxE = h_BxTxD
         if cfg.head_transform:
-            h = Linear(cfg, (cfg.d_model,), ("embed", "transform"), cfg.use_bias, name="transform")(h_BxTxE)
+            h = Linear(cfg, (cfg.d_model,), ("embed", "transform"), cfg.use_bias, name="transform")(
+                h_BxTxE
+            )
             h_BxTxE = cfg.norm_module(name="norm")(ACTIVATIONS[cfg.activation](h))
         if cfg.embedding_size != cfg.d_model:
-            h_BxTxE = Linear(cfg, (cfg.embedding_size,), ("embed", None), False, name="project")(h_BxTxE)
+            h_BxTxE = Linear(cfg, (cfg.embedding_size,), ("embed", None), False, name="project")(
+                h_BxTxE
+            )
         if cfg.logit_scale != 1.0:
             h_BxTxE = h_BxTxE * cfg.logit_scale
         matrix_VxE, bias_V = embedding_VxE, None
         if not cfg.tie_embeddings:
-            init = nn.with_logical_partitioning(matrix_init(cfg.initializer, cfg.init_std), ("embed", "vocab"))
-            matrix_VxE = self.param("kernel", init, (cfg.embedding_size, cfg.vocab_size), cfg.param_dtype).T
+            init = nn.with_logical_partitioning(
+                matrix_init(cfg.initializer, cfg.init_std), ("embed", "vocab")
+            )
+            matrix_VxE = self.param(
+                "kernel", init, (cfg.embedding_size, cfg.vocab_size), cfg.param_dtype
+            ).T
         if cfg.logit_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab",))
             bias_V = self.param("bias", zeros, (cfg.vocab_size,), cfg.param_dtype)

@@ -59,7 +59,11 @@ class Experts(nn.Module):
         cfg, kind = self.config, self.config.feed_forward_kind
         real_BxT = jnp.broadcast_to(tokens.segments_BxT > 0, x_BxTxD.shape[:2])
         router = Linear(
-            dataclasses.replace(cfg, dtype="float32"), (kind.num_experts,), (None, None), False, name="router"
+            dataclasses.replace(cfg, dtype="float32"),
+            (kind.num_experts,),
+            (None, None),
+            False,
+            name="router",
         )
         logits_BxTxE = router(x_BxTxD)
         p_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)
@@ -68,7 +72,9 @@ class Experts(nn.Module):
             weights_BxTxK /= jnp.sum(weights_BxTxK, axis=-1, keepdims=True)
         weights_BxTxK = jnp.where(real_BxT[..., None], weights_BxTxK, 0.0)
         matrices = {
-            name: Matrices(cfg, name == "out", self.gain * (self.out_gain if name == "out" else 1.0), name=name)()
+            name: Matrices(
+                cfg, name == "out", self.gain * (self.out_gain if name == "out" else 1.0), name=name
+            )()
             for name in ("in", "gate", "out")
             if cfg.glu or name != "gate"
         }
@@ -84,7 +90,11 @@ class Experts(nn.Module):
         bring = by_place(kind.capacity_factor) if kind.capacity_factor else dropless
         y_BxTxD, lost = bring(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key)
         if not self.is_initializing():
-            self.sow("losses", "costs", _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost))
+            self.sow(
+                "losses",
+                "costs",
+                _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost),
+            )
         return y_BxTxD
 
 
@@ -102,13 +112,17 @@ class Matrices(nn.Module):
         if self.outwards:
             sizes, names = sizes[::-1], names[::-1]
         one = matrix_init(cfg.initializer, cfg.init_std, self.gain)
-        init = lambda key, shape, dtype: jax.vmap(lambda key: one(key, sizes, dtype))(jax.random.split(key, count))
+        init = lambda key, shape, dtype: jax.vmap(lambda key: one(key, sizes, dtype))(
+            jax.random.split(key, count)
+        )
         boxed = nn.with_logical_partitioning(init, ("expert", *names))
         kernel = self.param("kernel", boxed, (count, *sizes), cfg.param_dtype).astype(cfg.dtype)
         if not cfg.use_bias:
             return Matrix(kernel, None)
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("expert", names[1]))
-        return Matrix(kernel, self.param("bias", zeros, (count, sizes[1]), cfg.param_dtype).astype(cfg.dtype))
+        return Matrix(
+            kernel, self.param("bias", zeros, (count, sizes[1]), cfg.param_dtype).astype(cfg.dtype)
+        )
 
 
 def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[str, jax.Array]:
@@ -121,7 +135,10 @@ def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[s
     """
     count = jnp.maximum(jnp.sum(real_BxT), 1)
     mean = lambda x: (
-        jnp.sum(jnp.where(real_BxT.reshape(*real_BxT.shape, *[1] * (x.ndim - 2)), x, 0), axis=(0, 1)) / count
+        jnp.sum(
+            jnp.where(real_BxT.reshape(*real_BxT.shape, *[1] * (x.ndim - 2)), x, 0), axis=(0, 1)
+        )
+        / count
     )
     chosen_BxTxE = jnp.sum(jax.nn.one_hot(experts_BxTxK, kind.num_experts), axis=2) / kind.top_k
     balance = kind.num_experts * jnp.sum(mean(chosen_BxTxE) * mean(p_BxTxE))
@@ -134,33 +151,51 @@ def by_place(factor: float):
     """`bring` for a capacity: tokens gathered into places, multiplied, and given back."""
 
     def bring(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
-        (B, T, D), K, E = x_BxTxD.shape, experts_BxTxK.shape[2], matrices["in"].kernel_ExIxO.shape[0]
-        names = {name: ("expert", "ff", "embed") if name == "out" else ("expert", "embed", "ff") for name in matrices}
+        (B, T, D), K, E = (
+            x_BxTxD.shape,
+            experts_BxTxK.shape[2],
+            matrices["in"].kernel_ExIxO.shape[0],
+        )
+        names = {
+            name: ("expert", "ff", "embed") if name == "out" else ("expert", "embed", "ff")
+            for name in matrices
+        }
         matrices = {
-            name: m.replace(kernel_ExIxO=gathered(m.kernel_ExIxO, names[name])) for name, m in matrices.items()
+            name: m.replace(kernel_ExIxO=gathered(m.kernel_ExIxO, names[name]))
+            for name, m in matrices.items()
         }
         C = min(T, math.ceil(factor * T * K / E))
-        wants_BxTKxE = jax.nn.one_hot(jnp.where(real_BxT[..., None], experts_BxTxK, E), E, dtype=jnp.int32).reshape(
-            B, T * K, E
-        )
+        wants_BxTKxE = jax.nn.one_hot(
+            jnp.where(real_BxT[..., None], experts_BxTxK, E), E, dtype=jnp.int32
+        ).reshape(B, T * K, E)
         before_BxTKxE = jnp.cumsum(wants_BxTKxE, axis=1) - wants_BxTKxE
         place_BxTK = jnp.sum(before_BxTKxE * wants_BxTKxE, axis=2)
         kept_BxTK = (place_BxTK < C) & jnp.any(wants_BxTKxE > 0, axis=2)
-        at_BxTK = jnp.where(kept_BxTK, experts_BxTxK.reshape(B, T * K) * C + place_BxTK, E * C)  # E C: nowhere
+        at_BxTK = jnp.where(
+            kept_BxTK, experts_BxTxK.reshape(B, T * K) * C + place_BxTK, E * C
+        )  # E C: nowhere
         token_TK = jnp.arange(T * K, dtype=jnp.int32) // K
         fill = lambda at_TK: jnp.full((E * C + 1,), T, jnp.int32).at[at_TK].set(token_TK)[: E * C]
         token_BxEC = jax.vmap(fill)(at_BxTK)  # T: an empty place
         x_BxECxD = _rows(jnp.pad(x_BxTxD, ((0, 0), (0, 1), (0, 0))), token_BxEC)
-        to_experts = lambda x_BxExCxD: constrain(x_BxExCxD, ("expert_batch", "expert", "places", "activation_embed"))
+        to_experts = lambda x_BxExCxD: constrain(
+            x_BxExCxD, ("expert_batch", "expert", "places", "activation_embed")
+        )
 
         def product(x_BxExCxI, m: Matrix):
             y_BxExCxO = jnp.einsum("BECI,EIO->BECO", x_BxExCxI, m.kernel_ExIxO)
             return y_BxExCxO if m.bias_ExO is None else y_BxExCxO + m.bias_ExO[:, None]
 
-        y_BxExCxD = to_experts(apply(to_experts(x_BxECxD.reshape(B, E, C, D)), matrices, product, key))
-        y_BxECxD = constrain(y_BxExCxD.reshape(B, E * C, D), ("batch", "places", "activation_embed"))
+        y_BxExCxD = to_experts(
+            apply(to_experts(x_BxECxD.reshape(B, E, C, D)), matrices, product, key)
+        )
+        y_BxECxD = constrain(
+            y_BxExCxD.reshape(B, E * C, D), ("batch", "places", "activation_embed")
+        )
         own_BxTKxD = _rows(jnp.pad(y_BxECxD, ((0, 0), (0, 1), (0, 0))), at_BxTK)
-        y_BxTxD = jnp.einsum("BTK,BTKD->BTD", weights_BxTxK.astype(x_BxTxD.dtype), own_BxTKxD.reshape(B, T, K, D))
+        y_BxTxD = jnp.einsum(
+            "BTK,BTKD->BTD", weights_BxTxK.astype(x_BxTxD.dtype), own_BxTKxD.reshape(B, T, K, D)
+        )
         return y_BxTxD, jnp.sum(wants_BxTKxE) - jnp.sum(kept_BxTK)
 
     return bring
@@ -175,17 +210,32 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
     """`bring` without a bound: sorted by expert, group after group. By hand over every axis of the mesh: what is sorted is what a device
     has."""
     E, D, F = matrices["in"].kernel_ExIxO.shape
-    sizes = {"batch": x_BxTxD.shape[0], "length": x_BxTxD.shape[1], "expert": E, "embed": D, "activation_ff": F}
+    sizes = {
+        "batch": x_BxTxD.shape[0],
+        "length": x_BxTxD.shape[1],
+        "expert": E,
+        "embed": D,
+        "activation_ff": F,
+    }
     batch, length, expert, kept, ff = (fitting(name, size) for name, size in sizes.items())
     given = (x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key)
     axes = tuple(dict.fromkeys((*batch, *length, *expert, *ff)))
     local = functools.partial(
-        _sorted, axes=axes, expert=expert, kept=kept, ff=ff, apart=expert and expert[0] in batch, apply=apply
+        _sorted,
+        axes=axes,
+        expert=expert,
+        kept=kept,
+        ff=ff,
+        apart=expert and expert[0] in batch,
+        apply=apply,
     )
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and (by_hand := set(mesh.axis_names) - set(mesh.manual_axes)):
         rows = P(batch or None, length or None)
-        spec = {"in": P(expert or None, kept or None, ff or None), "out": P(expert or None, ff or None, kept or None)}
+        spec = {
+            "in": P(expert or None, kept or None, ff or None),
+            "out": P(expert or None, ff or None, kept or None),
+        }
         bias = {"in": P(expert or None, ff or None), "out": P(expert or None)}
         side = lambda name: "out" if name == "out" else "in"
         places = {
@@ -193,17 +243,28 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
             for name, m in matrices.items()
         }
         local = jax.shard_map(
-            local, in_specs=(rows, rows, rows, places, P()), out_specs=rows, axis_names=by_hand, check_vma=False
+            local,
+            in_specs=(rows, rows, rows, places, P()),
+            out_specs=rows,
+            axis_names=by_hand,
+            check_vma=False,
         )
     return local(*given), jnp.zeros(())
 
 
-def _sorted(x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key, *, axes, expert, kept, ff, apart, apply):
+def _sorted(
+    x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key, *, axes, expert, kept, ff, apart, apply
+):
     """On one device. `axes`: all that tokens or experts are spread on; `expert`, `ff`: those of experts, and of their d_ff; `kept`: those
     over which matrices are kept in parts along d_model (ZeRO-3); `apart`: tokens are spread on `expert` too."""
     if kept:
-        whole = lambda name, x: jax.lax.all_gather(x, kept, axis=2 if name == "out" else 1, tiled=True)
-        matrices = {name: m.replace(kernel_ExIxO=whole(name, m.kernel_ExIxO)) for name, m in matrices.items()}
+        whole = lambda name, x: jax.lax.all_gather(
+            x, kept, axis=2 if name == "out" else 1, tiled=True
+        )
+        matrices = {
+            name: m.replace(kernel_ExIxO=whole(name, m.kernel_ExIxO))
+            for name, m in matrices.items()
+        }
     if key is not None and axes:
         key = jax.random.fold_in(key, jax.lax.axis_index(axes))
     if apart:

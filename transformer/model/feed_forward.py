@@ -26,17 +26,26 @@ class FeedForward(nn.Module):
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
         cfg = self.config
         act = ACTIVATIONS[cfg.activation]
-        h_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(x_BxTxD)
+        h_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(
+            x_BxTxD
+        )
         if cfg.glu:
-            gate_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="gate")(x_BxTxD)
+            gate_BxTxF = Linear(
+                cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="gate"
+            )(x_BxTxD)
             h_BxTxF = act(gate_BxTxF) * h_BxTxF
         else:
             h_BxTxF = act(h_BxTxF)
         h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))
         h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
-        return Linear(cfg, (cfg.d_model,), ("ff", "embed"), cfg.use_bias, self.gain * self.out_gain, name="out")(
-            h_BxTxF
-        )
+        return Linear(
+            cfg,
+            (cfg.d_model,),
+            ("ff", "embed"),
+            cfg.use_bias,
+            self.gain * self.out_gain,
+            name="out",
+        )(h_BxTxF)
 
 
 FEED_FORWARDS = {"dense": FeedForward, "experts": Experts}

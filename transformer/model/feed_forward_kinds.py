@@ -22,20 +22,22 @@ class Experts:
 
     num_experts: int = 8
     top_k: int = 2  # experts that a token goes to
-    capacity_factor: float = (
-        0.0  # places of an expert, as a multiple of its even share; 0: as many as it takes (dropless)
+    capacity_factor: float = 0.0  # places of an expert, as a multiple of its even share; 0: as many as it takes (dropless)
+    normalize: bool = True  # the weights of a token's experts add up to 1 (Mixtral); False: they are its probabilities (Switch)
+    load_balance: float = (
+        0.01  # weight of the loss that keeps experts equally busy (Fedus et al. 2022)
     )
-    normalize: bool = (
-        True  # the weights of a token's experts add up to 1 (Mixtral); False: they are its probabilities (Switch)
+    router_z_loss: float = (
+        0.001  # weight of the loss that keeps the router's logits small (Zoph et al. 2022)
     )
-    load_balance: float = 0.01  # weight of the loss that keeps experts equally busy (Fedus et al. 2022)
-    router_z_loss: float = 0.001  # weight of the loss that keeps the router's logits small (Zoph et al. 2022)
 
     def __post_init__(self):
         at_least("model.feed_forward", self, 1, "num_experts", "top_k")
         at_least("model.feed_forward", self, 0, "capacity_factor", "load_balance", "router_z_loss")
         if self.top_k > self.num_experts:
-            raise UserError(f"model.feed_forward.top_k: {self.top_k} of {self.num_experts} experts (num_experts)")
+            raise UserError(
+                f"model.feed_forward.top_k: {self.top_k} of {self.num_experts} experts (num_experts)"
+            )
 
 
 KINDS = {kind.name: kind for kind in (Dense, Experts)}

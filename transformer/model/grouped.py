@@ -26,7 +26,9 @@ def grouped_product(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array) ->
     return jax.lax.ragged_dot(x_nxI, w_GxIxO, sizes_G)
 
 
-def with_kernels(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array, interpret: bool = False) -> jax.Array:
+def with_kernels(
+    x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array, interpret: bool = False
+) -> jax.Array:
     """The same by TPUs' kernels; `interpret`ed elsewhere, for tests."""
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
@@ -37,6 +39,10 @@ def with_kernels(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array, inter
         n + padding - jnp.sum(sizes_G)
     )  # one group more, which has no matrix: its rows are not visited, and made zero
     sizes_G = jnp.concatenate([sizes_G, rest[None]]).astype(jnp.int32)
-    tile = lambda n, inner, outer: (rows, min(TILE[1], inner), min(TILE[2], outer))  # of each product, the gradients' too
+    tile = lambda n, inner, outer: (
+        rows,
+        min(TILE[1], inner),
+        min(TILE[2], outer),
+    )  # of each product, the gradients' too
     x_nxI = jnp.pad(x_nxI, ((0, padding), (0, 0)))
     return gmm(x_nxI, w_GxIxO, sizes_G, x_nxI.dtype, tile, interpret=interpret)[:n]

@@ -54,7 +54,10 @@ def join(config: ModelConfig, path: str, get: Callable[[str], Any], stack: Calla
 
 def layer_shapes(config: ModelConfig, flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Unrolled path -> shape."""
-    return {name: tuple(flat[path].shape[len(place) :]) for name, (path, place) in where(config, flat).items()}
+    return {
+        name: tuple(flat[path].shape[len(place) :])
+        for name, (path, place) in where(config, flat).items()
+    }
 
 
 def _places(config: ModelConfig, path: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -34,7 +34,10 @@ class Linear(nn.Module):
             ).reshape(shape)
 
         kernel = self.param(
-            "kernel", nn.with_logical_partitioning(init, self.names), (*inputs, *self.outputs), cfg.param_dtype
+            "kernel",
+            nn.with_logical_partitioning(init, self.names),
+            (*inputs, *self.outputs),
+            cfg.param_dtype,
         )
         kernel = gathered(kernel.astype(cfg.dtype), self.names)
         y = jnp.tensordot(x.astype(cfg.dtype), kernel, axes=contracted)

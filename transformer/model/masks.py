@@ -55,14 +55,23 @@ class Mask:
         window = min(self.window, other.window) or max(self.window, other.window)
         rule = lambda q, k: self(q, k) & other(q, k)
         return Mask(
-            rule, f"({self.name} & {other.name})", self.within or other.within, self.causal or other.causal, window, self.plain and other.plain
+            rule,
+            f"({self.name} & {other.name})",
+            self.within or other.within,
+            self.causal or other.causal,
+            window,
+            self.plain and other.plain,
         )
 
     def __or__(self, other: "Mask") -> "Mask":
         window = max(self.window, other.window) if self.window and other.window else 0
         rule = lambda q, k: self(q, k) | other(q, k)
         return Mask(
-            rule, f"({self.name} | {other.name})", self.within and other.within, self.causal and other.causal, window
+            rule,
+            f"({self.name} | {other.name})",
+            self.within and other.within,
+            self.causal and other.causal,
+            window,
         )
 
     def __repr__(self) -> str:
@@ -75,7 +84,9 @@ def _causal(q: Tokens, k: Tokens) -> jax.Array:
 
 
 def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
-    return (q.segments_BxT[:, :, None] == k.segments_BxT[:, None, :]) & (k.segments_BxT[:, None, :] > 0)
+    return (q.segments_BxT[:, :, None] == k.segments_BxT[:, None, :]) & (
+        k.segments_BxT[:, None, :] > 0
+    )
 
 
 CAUSAL = Mask(_causal, "causal", causal=True, plain=True)
@@ -85,7 +96,9 @@ SAME_SEGMENT = Mask(_same_segment, "same_segment", within=True, plain=True)
 """Both in one document; padding belongs to none, so this is the padding mask too."""
 
 
-REAL = Mask(lambda q, k: (k.segments_BxT > 0)[:, None, :] & (q.segments_BxT >= 0)[:, :, None], "real")
+REAL = Mask(
+    lambda q, k: (k.segments_BxT > 0)[:, None, :] & (q.segments_BxT >= 0)[:, :, None], "real"
+)
 """Any key that is no padding."""
 
 

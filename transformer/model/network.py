@@ -35,7 +35,9 @@ def locate(
     if positions is None:
         positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]
     if segment_ids is None:
-        segment_ids = (tokens_BxT != pad_id if padding_mask is None else padding_mask).astype(jnp.int32)
+        segment_ids = (tokens_BxT != pad_id if padding_mask is None else padding_mask).astype(
+            jnp.int32
+        )
     if prefix_mask is None:
         return Tokens(positions, segment_ids, order=order)
     prefix_BxT, positions = prefix_mask.astype(bool), jnp.broadcast_to(positions, tokens_BxT.shape)
@@ -53,7 +55,9 @@ class _Family(nn.Module):
                 f"sequence of {tokens_BxT.shape[1]} tokens, but model.max_length = {self.config.max_length}"
             )
         if given.get("prefix_mask") is not None and not self.config.prefix_lm:
-            raise ValueError("prefix_mask is for decoders that read a prefix whole: set model.prefix_lm=True")
+            raise ValueError(
+                "prefix_mask is for decoders that read a prefix whole: set model.prefix_lm=True"
+            )
         return locate(tokens_BxT, self.config.pad_id, **given)
 
     @nn.nowrap
@@ -79,11 +83,15 @@ class _OneStack(_Family):
         if cfg.pooler or cfg.num_labels:
             self.classifier = Classifier(cfg)
 
-    def hidden(self, tokens_BxT, *, token_types=None, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
+    def hidden(
+        self, tokens_BxT, *, token_types=None, deterministic=True, **given
+    ) -> tuple[jax.Array, Tokens]:
         """The last hidden state, [B, T, D], and where its tokens stand. `given`: see `locate`."""
         where = self._locate(tokens_BxT, **given)
         stack = getattr(self, self.side)
-        h_BxTxD, _ = stack(self.embedding(tokens_BxT, token_types), where, deterministic=deterministic)
+        h_BxTxD, _ = stack(
+            self.embedding(tokens_BxT, token_types), where, deterministic=deterministic
+        )
         return h_BxTxD, where
 
     def features(self, tokens_BxT, **given) -> tuple[jax.Array, Head]:
@@ -123,7 +131,9 @@ class Decoder(_OneStack):
 
     side = "decoder"
 
-    def decode(self, tokens_BxT, cache: Cache, *, last_only=False, **given) -> tuple[jax.Array, Cache]:
+    def decode(
+        self, tokens_BxT, cache: Cache, *, last_only=False, **given
+    ) -> tuple[jax.Array, Cache]:
         """The logits of these tokens (or `last_only`), which follow those in the cache, and the cache with them in it."""
         where = self._locate(tokens_BxT, **given)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), where, cache=cache)
@@ -136,7 +146,9 @@ class EncoderDecoder(_Family):
 
     def setup(self):
         self.embedding = Embedding(self.config)
-        self.target_embedding = self.embedding if self.config.share_embeddings else Embedding(self.config)
+        self.target_embedding = (
+            self.embedding if self.config.share_embeddings else Embedding(self.config)
+        )
         self.encoder, self.decoder = self._stacks()
         self.unembedding = Unembedding(self.config)
 
@@ -170,24 +182,37 @@ class EncoderDecoder(_Family):
     def encode(self, source_BxS, *, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
         """The encoder's output, [B, S, D], and where its tokens stand."""
         where = self._locate(source_BxS, **given)
-        encoded_BxSxD, _ = self.encoder(self.embedding(source_BxS), where, deterministic=deterministic)
+        encoded_BxSxD, _ = self.encoder(
+            self.embedding(source_BxS), where, deterministic=deterministic
+        )
         return encoded_BxSxD, where
 
     def decode(
-        self, target_BxT, cache: Cache, encoded_BxSxD: jax.Array | None, encoded_tokens: Tokens, *, last_only=False, **given
+        self,
+        target_BxT,
+        cache: Cache,
+        encoded_BxSxD: jax.Array | None,
+        encoded_tokens: Tokens,
+        *,
+        last_only=False,
+        **given,
     ) -> tuple[jax.Array, Cache]:
         """The logits of these target tokens (or `last_only`), which follow those in the cache, and the cache with them in it.
 
         The first call is given the encoder's output and keeps its keys and values in the cache; later ones pass None for it.
         """
-        h_BxTxD, cache = self._decoder(target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **given)
+        h_BxTxD, cache = self._decoder(
+            target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **given
+        )
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
 
     def _decoder(self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, **given):
         where = self._locate(target_BxT, **given)
         x_BxTxD = self.target_embedding(target_BxT)
-        return self.decoder(x_BxTxD, where, encoded_BxSxD, encoded_tokens, cache=cache, deterministic=deterministic)
+        return self.decoder(
+            x_BxTxD, where, encoded_BxSxD, encoded_tokens, cache=cache, deterministic=deterministic
+        )
 
 
 class RecurrentEncoderDecoder(EncoderDecoder):

@@ -31,10 +31,15 @@ class Norm(nn.Module):
         size = (x.shape[-1],)
         if self.gain:
             start = nn.initializers.zeros if self.zero_centered else nn.initializers.ones
-            gain = self.param("gain", nn.with_logical_partitioning(start, ("norm",)), size, self.param_dtype)
+            gain = self.param(
+                "gain", nn.with_logical_partitioning(start, ("norm",)), size, self.param_dtype
+            )
             x = x * (1.0 + gain if self.zero_centered else gain)
         if self.offset and self.kind == "layernorm":
             x = x + self.param(
-                "offset", nn.with_logical_partitioning(nn.initializers.zeros, ("norm",)), size, self.param_dtype
+                "offset",
+                nn.with_logical_partitioning(nn.initializers.zeros, ("norm",)),
+                size,
+                self.param_dtype,
             )
         return x.astype(x_BxTxD.dtype)

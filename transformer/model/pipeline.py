@@ -27,7 +27,9 @@ def why_not(batch: int, micro: int, rounds: int) -> str | None:
     return f"{micro} micro-batches for {stages} stages" if rounds > 1 and micro < stages else None
 
 
-def pipelined(layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | None, micro: int, rounds: int):
+def pipelined(
+    layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | None, micro: int, rounds: int
+):
     """(the stream after all layers, what they sowed: stacked as they are, averaged over micro-batches). `params` are stacked;
     `shared` are arrays [B, ...]; `same` what is the same for all rows."""
     axis, stages = axis_of("layers")
@@ -38,32 +40,55 @@ def pipelined(layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | No
     def stage(params, waiting_MxbxTxD, shared, same, key):
         """One stage's part, turn by turn. In turn t it has unit t - s in hand: micro-batch m of round r is unit r M + m."""
         s = jax.lax.axis_index(axis)
-        of = lambda tree, i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+        of = lambda tree, i: jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree
+        )
 
         def turn(carry, t):
             waiting, handed_bxTxD, sown = carry
             unit = t - s
-            works, r, m = (unit >= 0) & (unit < micro * rounds), unit // micro % rounds, unit % micro
+            works, r, m = (
+                (unit >= 0) & (unit < micro * rounds),
+                unit // micro % rounds,
+                unit % micro,
+            )
             own_key = None if key is None else jax.random.fold_in(key, (r * stages + s) * micro + m)
             x_bxTxD = jnp.where(s == 0, of(waiting, m), handed_bxTxD)
             y_bxTxD, found = layers(of(params, r), x_bxTxD, of(shared, m), same, own_key)
-            sown = jax.tree.map(lambda total, x: total.at[r].add(jnp.where(works, x, 0)), sown, found)
-            handed_bxTxD = jax.lax.ppermute(y_bxTxD, axis, [(i, (i + 1) % stages) for i in range(stages)])
+            sown = jax.tree.map(
+                lambda total, x: total.at[r].add(jnp.where(works, x, 0)), sown, found
+            )
+            handed_bxTxD = jax.lax.ppermute(
+                y_bxTxD, axis, [(i, (i + 1) % stages) for i in range(stages)]
+            )
             back = t - (stages - 1)  # the unit that the first stage gets from the last
             keep = (s == 0) & (back >= 0)
-            waiting = waiting.at[back % micro].set(jnp.where(keep, handed_bxTxD, of(waiting, back % micro)))
+            waiting = waiting.at[back % micro].set(
+                jnp.where(keep, handed_bxTxD, of(waiting, back % micro))
+            )
             return (waiting, handed_bxTxD, sown), None
 
-        _, found = jax.eval_shape(layers, of(params, 0), waiting_MxbxTxD[0], of(shared, 0), same, key)
+        _, found = jax.eval_shape(
+            layers, of(params, 0), waiting_MxbxTxD[0], of(shared, 0), same, key
+        )
         sown = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), found)
         start = (waiting_MxbxTxD, jnp.zeros_like(waiting_MxbxTxD[0]), sown)
-        (done_MxbxTxD, _, sown), _ = jax.lax.scan(turn, start, jnp.arange(micro * rounds + stages - 1))
+        (done_MxbxTxD, _, sown), _ = jax.lax.scan(
+            turn, start, jnp.arange(micro * rounds + stages - 1)
+        )
         return jax.lax.psum(jnp.where(s == 0, done_MxbxTxD, 0), axis), sown
 
     by_stage = P(None, axis)
     run = jax.shard_map(
-        stage, in_specs=(by_stage, P(), P(), P(), P()), out_specs=(P(), by_stage), axis_names={axis}, check_vma=False
+        stage,
+        in_specs=(by_stage, P(), P(), P(), P()),
+        out_specs=(P(), by_stage),
+        axis_names={axis},
+        check_vma=False,
     )
     y_MxbxTxD, sown = run(params, cut(x_BxTxD), jax.tree.map(cut, shared), same, key)
-    y_BxTxD = constrain(jnp.moveaxis(y_MxbxTxD, 0, 1).reshape(x_BxTxD.shape), ("batch", "length", "activation_embed"))
+    y_BxTxD = constrain(
+        jnp.moveaxis(y_MxbxTxD, 0, 1).reshape(x_BxTxD.shape),
+        ("batch", "length", "activation_embed"),
+    )
     return y_BxTxD, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]) / micro, sown)

@@ -22,7 +22,9 @@ class Placement:
     in_norm: bool = False  # normalise what the sublayer reads
     res_norm: bool = False  # normalise what the sublayer writes
     out_norm: bool = False  # normalise the sum
-    final_norm: bool = False  # the stack ends in a norm: needed wherever the stream itself is never normalised
+    final_norm: bool = (
+        False  # the stack ends in a norm: needed wherever the stream itself is never normalised
+    )
     residual_scale: float = 1.0  # a; 0 means no residual connection
     branch_gain: float = 1.0  # scales the initial values of W_V, W_O and both feed-forward matrices
     gate: bool = False  # a learned scalar per sublayer, 0 at the start
@@ -64,10 +66,14 @@ PLACEMENTS: dict[str, Callable[..., Placement]] = {
 }
 
 
-def build_placement(spec: str | FrozenDict, *, encoder_layers: int, decoder_layers: int, is_decoder: bool) -> Placement:
+def build_placement(
+    spec: str | FrozenDict, *, encoder_layers: int, decoder_layers: int, is_decoder: bool
+) -> Placement:
     """The placement of a config for one stack: `"post"`, or a preset taken apart, `dict(name="post", final_norm=True)`."""
     name, given = (
-        (spec, {}) if isinstance(spec, str) else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
+        (spec, {})
+        if isinstance(spec, str)
+        else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
     )
     make = look_up(PLACEMENTS, name, "model.norm_placement")
     fields = {f.name: f.type for f in dataclasses.fields(Placement)}
@@ -76,7 +82,9 @@ def build_placement(spec: str | FrozenDict, *, encoder_layers: int, decoder_laye
             raise UserError(f"model.norm_placement: no part {key!r}; {nearest(key, fields)}")
         kind = type(getattr(Placement(), key))
         if not isinstance(value, (int, float) if kind is float else kind):
-            raise UserError(f"model.norm_placement.{key}: expected {kind.__name__}, got {plain(value)!r}")
+            raise UserError(
+                f"model.norm_placement.{key}: expected {kind.__name__}, got {plain(value)!r}"
+            )
     preset = make(
         layers=decoder_layers if is_decoder else encoder_layers,
         encoder_layers=encoder_layers,

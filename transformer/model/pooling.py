@@ -8,9 +8,15 @@ import jax.numpy as jnp
 POOLINGS = {
     "none": lambda h_BxTxD, real_BxTx1: h_BxTxD,  # every token by itself: tagging
     "cls": lambda h_BxTxD, real_BxTx1: h_BxTxD[:, 0],
-    "mean": lambda h_BxTxD, real_BxTx1: jnp.sum(h_BxTxD * real_BxTx1, 1) / jnp.maximum(jnp.sum(real_BxTx1, 1), 1),
+    "mean": lambda h_BxTxD, real_BxTx1: (
+        jnp.sum(h_BxTxD * real_BxTx1, 1) / jnp.maximum(jnp.sum(real_BxTx1, 1), 1)
+    ),
     "last": lambda h_BxTxD, real_BxTx1: jnp.take_along_axis(
-        h_BxTxD, jnp.max(jnp.where(real_BxTx1, jnp.arange(h_BxTxD.shape[1])[None, :, None], 0), axis=1)[:, None], axis=1
+        h_BxTxD,
+        jnp.max(jnp.where(real_BxTx1, jnp.arange(h_BxTxD.shape[1])[None, :, None], 0), axis=1)[
+            :, None
+        ],
+        axis=1,
     )[:, 0],
 }
 """How the hidden states of a row become one: of the first token, the mean over tokens, of the last token (padding left out)."""

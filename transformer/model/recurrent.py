@@ -33,14 +33,18 @@ def gate(z_Bx4xD: jax.Array, state: State) -> State:
     return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
 
-def walk(step, state: State, inputs_BxT: tuple, tokens: Tokens, reverse: bool = False) -> tuple[State, jax.Array]:
+def walk(
+    step, state: State, inputs_BxT: tuple, tokens: Tokens, reverse: bool = False
+) -> tuple[State, jax.Array]:
     """`step(state, inputs of one token) -> (state, output)` over the tokens of each row, one after another (or from the end). The state is
     zero where a document begins, and stays as it is over padding. Returns the last state and the outputs, [B, T, ...]."""
     seg_BxT = tokens.segments_BxT
     new_BxT = jnp.diff(seg_BxT, axis=1) != 0
     edge = jnp.zeros_like(seg_BxT[:, :1], bool)
     begins_BxT = jnp.concatenate([new_BxT, edge] if reverse else [edge, new_BxT], axis=1)
-    turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs_BxT, begins_BxT[..., None], seg_BxT[..., None] > 0))
+    turned = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 1, 0), (inputs_BxT, begins_BxT[..., None], seg_BxT[..., None] > 0)
+    )
 
     def one(old: State, given):
         inputs, begins_Bx1, real_Bx1 = given
@@ -65,10 +69,14 @@ class Matrix(nn.Module):
 
         def init(key, shape, dtype):
             inputs, outputs = shape[0], math.prod(shape[1:])
-            return matrix_init(cfg.initializer, cfg.init_std)(key, (inputs, outputs), dtype).reshape(shape)
+            return matrix_init(cfg.initializer, cfg.init_std)(
+                key, (inputs, outputs), dtype
+            ).reshape(shape)
 
         names = ("embed", *(None,) * (len(shape) - 1))
-        kernel = self.param("kernel", nn.with_logical_partitioning(init, names), shape, cfg.param_dtype)
+        kernel = self.param(
+            "kernel", nn.with_logical_partitioning(init, names), shape, cfg.param_dtype
+        )
         return kernel.astype(cfg.dtype)
 
 
@@ -80,7 +88,9 @@ class LSTM(nn.Module):
     reverse: bool = False
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, state: State | None = None) -> tuple[jax.Array, State]:
+    def __call__(
+        self, x_BxTxD: jax.Array, tokens: Tokens, state: State | None = None
+    ) -> tuple[jax.Array, State]:
         cfg, width = self.config, self.width
         z_BxTx4xG = Linear(cfg, (4, width), ("embed", None, None), True, name="input")(x_BxTxD)
         hidden = Matrix(cfg, name="hidden")(width, 4, width)
@@ -89,7 +99,9 @@ class LSTM(nn.Module):
             state = gate(z + jnp.einsum("BG,GFH->BFH", state[0].astype(cfg.dtype), hidden), state)
             return state, state[0]
 
-        state, h_BxTxG = walk(step, state or zero_state(x_BxTxD.shape[0], width), z_BxTx4xG, tokens, self.reverse)
+        state, h_BxTxG = walk(
+            step, state or zero_state(x_BxTxD.shape[0], width), z_BxTx4xG, tokens, self.reverse
+        )
         return h_BxTxG.astype(cfg.dtype), state
 
 
@@ -107,18 +119,35 @@ class AttentiveLSTM(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, tokens: Tokens, encoded_BxSxD, keys_BxSxD, source: Tokens, state: State | None):
+    def __call__(
+        self,
+        x_BxTxD,
+        tokens: Tokens,
+        encoded_BxSxD,
+        keys_BxSxD,
+        source: Tokens,
+        state: State | None,
+    ):
         cfg = self.config
-        z_BxTx4xD = Linear(cfg, (4, cfg.d_model), ("embed", None, None), True, name="input")(x_BxTxD)
-        hidden, read = (Matrix(cfg, name=name)(cfg.d_model, 4, cfg.d_model) for name in ("hidden", "context"))
-        query, score = (Matrix(cfg, name=name)(cfg.d_model, n) for name, n in (("query", cfg.d_model), ("score", 1)))
+        z_BxTx4xD = Linear(cfg, (4, cfg.d_model), ("embed", None, None), True, name="input")(
+            x_BxTxD
+        )
+        hidden, read = (
+            Matrix(cfg, name=name)(cfg.d_model, 4, cfg.d_model) for name in ("hidden", "context")
+        )
+        query, score = (
+            Matrix(cfg, name=name)(cfg.d_model, n)
+            for name, n in (("query", cfg.d_model), ("score", 1))
+        )
         may_BxTxS = SAME_SEGMENT(tokens, source)
         if cfg.pooling == "last":
             may_BxTxS &= ends(source)[:, None]
 
         def step(state, given):
             z, may_BxS = given
-            e_BxS = jnp.tanh(keys_BxSxD + (state[0].astype(cfg.dtype) @ query)[:, None]) @ score[:, 0]
+            e_BxS = (
+                jnp.tanh(keys_BxSxD + (state[0].astype(cfg.dtype) @ query)[:, None]) @ score[:, 0]
+            )
             e_BxS = jnp.where(may_BxS, e_BxS.astype(jnp.float32), -1e30)
             a_BxS = jnp.where(may_BxS, jax.nn.softmax(e_BxS, axis=-1), 0.0).astype(cfg.dtype)
             context_BxD = jnp.einsum("BS,BSD->BD", a_BxS, encoded_BxSxD)
@@ -130,7 +159,9 @@ class AttentiveLSTM(nn.Module):
 
         start = state or zero_state(x_BxTxD.shape[0], cfg.d_model)
         state, (h_BxTxD, context_BxTxD) = walk(step, start, (z_BxTx4xD, may_BxTxS), tokens)
-        both = jnp.concatenate([h_BxTxD.astype(cfg.dtype), context_BxTxD.astype(cfg.dtype), x_BxTxD], axis=-1)
+        both = jnp.concatenate(
+            [h_BxTxD.astype(cfg.dtype), context_BxTxD.astype(cfg.dtype), x_BxTxD], axis=-1
+        )
         return jnp.tanh(Linear(cfg, (cfg.d_model,), ("embed", None), True, name="out")(both)), state
 
 
@@ -149,12 +180,16 @@ class RecurrentEncoder(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD, tokens: Tokens, deterministic: bool = True) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x_BxTxD, tokens: Tokens, deterministic: bool = True
+    ) -> tuple[jax.Array, None]:
         cfg = self.config
         x_BxTxD = Dropout(cfg.dropout)(x_BxTxD, deterministic)
         for i in range(cfg.num_encoder_layers):
             sides = [
-                LSTM(cfg, cfg.d_model // 2, way == "backward", name=f"layers_{i}_{way}")(x_BxTxD, tokens)[0]
+                LSTM(cfg, cfg.d_model // 2, way == "backward", name=f"layers_{i}_{way}")(
+                    x_BxTxD, tokens
+                )[0]
                 for way in ("forward", "backward")
             ]
             h_BxTxD = Dropout(cfg.dropout)(jnp.concatenate(sides, axis=-1), deterministic)
@@ -180,20 +215,32 @@ class RecurrentDecoder(nn.Module):
         """The outputs of the last layer, and the cache with these tokens read. A cache holds each layer's state, and what the first
         reads of the encoder."""
         cfg = self.config
-        states = [layer.self_attention for layer in cache.layers] if cache else [None] * cfg.num_decoder_layers
+        states = (
+            [layer.self_attention for layer in cache.layers]
+            if cache
+            else [None] * cfg.num_decoder_layers
+        )
         project = Linear(cfg, (cfg.d_model,), ("embed", None), False, name="keys")
-        read = cache.layers[0].cross_attention if encoded_BxSxD is None else (encoded_BxSxD, project(encoded_BxSxD))
+        read = (
+            cache.layers[0].cross_attention
+            if encoded_BxSxD is None
+            else (encoded_BxSxD, project(encoded_BxSxD))
+        )
         x_BxTxD, new = Dropout(cfg.dropout)(x_BxTxD, deterministic), []
         for i, state in enumerate(states):
             if i == 0:
-                h_BxTxD, state = AttentiveLSTM(cfg, name="layers_0")(x_BxTxD, tokens, *read, encoded_tokens, state)
+                h_BxTxD, state = AttentiveLSTM(cfg, name="layers_0")(
+                    x_BxTxD, tokens, *read, encoded_tokens, state
+                )
             else:
                 h_BxTxD, state = LSTM(cfg, cfg.d_model, name=f"layers_{i}")(x_BxTxD, tokens, state)
             h_BxTxD = Dropout(cfg.dropout)(h_BxTxD, deterministic)
             x_BxTxD = x_BxTxD + h_BxTxD if i else h_BxTxD
             new.append(state)
         if cache is not None:
-            layers = tuple(LayerCache(state, read if i == 0 else None) for i, state in enumerate(new))
+            layers = tuple(
+                LayerCache(state, read if i == 0 else None) for i, state in enumerate(new)
+            )
             cache = Cache(layers, cache.append(tokens), cache.index + x_BxTxD.shape[1])
         return x_BxTxD, cache
 
@@ -201,5 +248,7 @@ class RecurrentDecoder(nn.Module):
 def empty_recurrent_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """States of zero, and room to note where `slots` tokens a row stand."""
     nothing = jnp.zeros((batch, slots), jnp.int32)
-    layers = tuple(LayerCache(zero_state(batch, config.d_model)) for _ in range(config.num_decoder_layers))
+    layers = tuple(
+        LayerCache(zero_state(batch, config.d_model)) for _ in range(config.num_decoder_layers)
+    )
     return Cache(layers, Tokens(nothing, nothing), jnp.zeros((), jnp.int32))

@@ -29,20 +29,31 @@ class Residual(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, *sublayers: Callable[[jax.Array], jax.Array], segments_BxT: jax.Array, deterministic: bool
+        self,
+        x_BxTxD: jax.Array,
+        *sublayers: Callable[[jax.Array], jax.Array],
+        segments_BxT: jax.Array,
+        deterministic: bool,
     ) -> jax.Array:
         p, norm = self.placement, self.config.norm_module
         y = stream = p.residual_scale * x_BxTxD if p.residual_scale else None
         for i, f in enumerate(sublayers):
             suffix = f"_{i}" if i else ""
             h = norm(name="in_norm" + suffix)(x_BxTxD) if p.in_norm else x_BxTxD
-            h = constrain(h, ("batch", "length", "activation_embed"))  # a sublayer's matrices want whole rows,
-            h = constrain(f(h), ("batch", "stream", "activation_embed"))  # what acts on each token alone does not
+            h = constrain(
+                h, ("batch", "length", "activation_embed")
+            )  # a sublayer's matrices want whole rows,
+            h = constrain(
+                f(h), ("batch", "stream", "activation_embed")
+            )  # what acts on each token alone does not
             h = Dropout(self.config.dropout)(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
                 zero = nn.with_logical_partitioning(nn.initializers.zeros, ())
-                h = self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype) * h
+                h = (
+                    self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype)
+                    * h
+                )
             y = h if y is None else y + h
         if watched(self, "sizes"):
             size = lambda x: rms(x, segments_BxT)

@@ -18,7 +18,10 @@ def constrain(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
 
 def gathered(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
     """A parameter as it is used: whole along d_model, over which it is kept in parts (ZeRO-3). Its gradient is added up in parts."""
-    kept, used = _spec(x, names), _spec(x, ["activation_embed" if name == "embed" else name for name in names])
+    kept, used = (
+        _spec(x, names),
+        _spec(x, ["activation_embed" if name == "embed" else name for name in names]),
+    )
     if kept == used:
         return _place(x, used)
     gather = jax.custom_vjp(lambda x: _place(x, used))
@@ -27,13 +30,17 @@ def gathered(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
 
 
 def _spec(x: jax.Array, names) -> P:
-    return P(*((name and fitting(name, size)) or None for name, size in zip(names, x.shape, strict=True)))
+    return P(
+        *((name and fitting(name, size)) or None for name, size in zip(names, x.shape, strict=True))
+    )
 
 
 def _place(x: jax.Array, spec: P) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     spread = any(size > 1 for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
-    return jax.lax.with_sharding_constraint(x, spec) if spread and nn.get_logical_axis_rules() else x
+    return (
+        jax.lax.with_sharding_constraint(x, spec) if spread and nn.get_logical_axis_rules() else x
+    )
 
 
 def fitting(name: str, size: int) -> tuple[str, ...]:

@@ -54,13 +54,23 @@ class Layer(nn.Module):
         if cfg.window:
             mask &= window(cfg.window)
         self_attention = Attention(cfg, self.side, **gains, name="self_attention")
-        cross_attention = Attention(cfg, self.side, **gains, name="cross_attention") if cross else None
+        cross_attention = (
+            Attention(cfg, self.side, **gains, name="cross_attention") if cross else None
+        )
         feed_forward = FEED_FORWARDS[cfg.feed_forward_kind.name](cfg, **gains, name="feed_forward")
         kept = {}  # the keys and values that each attention read
 
         def read_own(h):
             out, kept["self_attention"] = self_attention(
-                h, h, mask, tokens, key_tokens, position, self.deterministic, cache and cache.self_attention, index
+                h,
+                h,
+                mask,
+                tokens,
+                key_tokens,
+                position,
+                self.deterministic,
+                cache and cache.self_attention,
+                index,
             )
             return out
 
@@ -87,7 +97,9 @@ class Layer(nn.Module):
         for i, (name, fs) in enumerate(steps.items()):
             bare = i == 0 and not cfg.first_norm
             parts = dataclasses.replace(placement, in_norm=False) if bare else placement
-            x_BxTxD = residual(parts, name=name)(x_BxTxD, *fs, segments_BxT=tokens.segments_BxT, deterministic=self.deterministic)
+            x_BxTxD = residual(parts, name=name)(
+                x_BxTxD, *fs, segments_BxT=tokens.segments_BxT, deterministic=self.deterministic
+            )
         if watched(self, "streams"):
             self.sow("streams", "after", x_BxTxD)
         return x_BxTxD, LayerCache(**kept) if cache is not None else None
@@ -99,11 +111,15 @@ class Period(nn.Module):
     layers: tuple[Callable[..., Layer], ...]
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, caches, schemes: tuple[positions.Position, ...], *shared):
+    def __call__(
+        self, x_BxTxD: jax.Array, caches, schemes: tuple[positions.Position, ...], *shared
+    ):
         """The layers one after another; caches and schemes one a layer."""
         written = []
         for i, (layer, position) in enumerate(zip(self.layers, schemes, strict=True)):
-            x_BxTxD, cache = layer(name=f"layer_{i}")(x_BxTxD, caches and caches[i], position, *shared)
+            x_BxTxD, cache = layer(name=f"layer_{i}")(
+                x_BxTxD, caches and caches[i], position, *shared
+            )
             written.append(cache)
         return x_BxTxD, tuple(written)
 
@@ -186,7 +202,9 @@ class Stack(nn.Module):
             return x_BxTxD, tuple(written) if cache is not None else None
         _, stages = axis_of("layers")
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
-        spread = stages > 1 and cache is None and not self.is_initializing() and not any_watched(self)
+        spread = (
+            stages > 1 and cache is None and not self.is_initializing() and not any_watched(self)
+        )
         if spread and not pipeline.why_not(len(x_BxTxD), micro, rounds):
             return self._pipelined(x_BxTxD, schemes, shared, deterministic, micro), None
         cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)
@@ -202,13 +220,17 @@ class Stack(nn.Module):
         """A layer, but for its name; what it keeps for the backward pass is as `remat` says."""
         cls = Layer
         if config.remat != "none":
-            cls = nn.remat(Layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers)
+            cls = nn.remat(
+                Layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers
+            )
         return functools.partial(cls, config, self.side, deterministic)
 
     def _loop(self, length: int, deterministic: bool) -> tuple[type[nn.Module], tuple]:
         """So many periods of layers as one module: its class, and what that is made with."""
         cfg = self.config
-        layers = [self._layer(c, deterministic) for c in cfg.layers(self.side)[: cfg.period(self.side)]]
+        layers = [
+            self._layer(c, deterministic) for c in cfg.layers(self.side)[: cfg.period(self.side)]
+        ]
         if len(layers) > 1:
             return _looped(Period, length, "layers"), (tuple(layers),)
         return _looped(layers[0].func, length, "layers"), layers[0].args
@@ -220,8 +242,14 @@ class Stack(nn.Module):
 
     def _pipelined(self, x_BxTxD, schemes, shared, deterministic, micro: int) -> jax.Array:
         """The layers spread over "stage" (pipeline.py)."""
-        cfg, (_, stages), (tokens, _, encoded_BxSxD, encoded_tokens, _) = self.config, axis_of("layers"), shared
-        rows = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:])), tree)
+        cfg, (_, stages), (tokens, _, encoded_BxSxD, encoded_tokens, _) = (
+            self.config,
+            axis_of("layers"),
+            shared,
+        )
+        rows = lambda tree: jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:])), tree
+        )
         count = len(cfg.layers(self.side)) // cfg.period(self.side) // cfg.pipeline_rounds // stages
         loop, given = self._loop(count, deterministic)
 
@@ -237,7 +265,9 @@ class Stack(nn.Module):
         key = None if deterministic or not self.has_rng("dropout") else self.make_rng("dropout")
         shared = (rows(tokens), encoded_BxSxD, rows(encoded_tokens))
         params = self.variables["params"]["layers"]
-        x_BxTxD, sown = pipeline.pipelined(layers, params, x_BxTxD, shared, schemes, key, micro, cfg.pipeline_rounds)
+        x_BxTxD, sown = pipeline.pipelined(
+            layers, params, x_BxTxD, shared, schemes, key, micro, cfg.pipeline_rounds
+        )
         if sown:
             self.sow("losses", "layers", sown)
         return x_BxTxD

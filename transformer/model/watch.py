@@ -1,9 +1,9 @@
 """What a model tells of its inside to who asks (`mutable=` of `apply`); to nobody else, and then nothing of it is computed.
 
-    sizes    of the residual stream and of the branch added to it, at every sublayer (residual.py)
-    streams  the residual stream behind each layer (stack.py)
-    heads    in numbers, where each head of each attention looks (attention_statistics.py)
-    maps     each head's weights
+sizes    of the residual stream and of the branch added to it, at every sublayer (residual.py)
+streams  the residual stream behind each layer (stack.py)
+heads    in numbers, where each head of each attention looks (attention_statistics.py)
+maps     each head's weights
 """
 
 from flax import linen as nn

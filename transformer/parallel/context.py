@@ -16,7 +16,12 @@ from transformer.parallel.sharding import ROWS
 def order_of(config: ModelConfig, mesh: Mesh) -> str:
     """The order of a decoder's tokens in a row: "zigzag" where the mesh spreads them and every attention asks about pairs alone, so
     that devices have equally much to do under a causal mask; else "rows"."""
-    if mesh.shape["context"] == 1 or "decoder" not in config.sides or config.num_labels or "recurrent" in config.family:
+    if (
+        mesh.shape["context"] == 1
+        or "decoder" not in config.sides
+        or config.num_labels
+        or "recurrent" in config.family
+    ):
         return "rows"
     pairwise = all(positions.build(layer.position).pairwise for layer in config.layers("decoder"))
     return "zigzag" if pairwise and not config.prefix_lm else "rows"
@@ -28,7 +33,9 @@ def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
     def place(name: str, x: jax.Array) -> jax.Array:
         if x.ndim > 1 and order == "zigzag" and not name.startswith("source"):
             x = zigzag(x, mesh.shape["context"])
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(ROWS, *["context"][: x.ndim - 1])))
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(mesh, P(ROWS, *["context"][: x.ndim - 1]))
+        )
 
     return {name: place(name, x) for name, x in batch.items()} if mesh.size > 1 else batch
 

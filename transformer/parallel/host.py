@@ -28,7 +28,9 @@ def keep_freed_memory() -> bool:
 def memory() -> int:
     """Bytes of memory this process may use at most: the machine's, or its container's where that is less; 0 where neither is told."""
     found = []
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # AttributeError: not a POSIX machine
+    with contextlib.suppress(
+        ValueError, OSError, AttributeError
+    ):  # AttributeError: not a POSIX machine
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(ValueError, OSError):  # ValueError: "max"
         found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -41,7 +41,10 @@ def check_platform(wanted: str) -> str:
     """The platform JAX runs on. Raises UserError where that is not what the config asks for: never train on CPU by accident."""
     try:
         found = jax.default_backend()
-    except (RuntimeError, AssertionError) as e:  # JAX asserts where JAX_PLATFORMS names what it has no plugin for
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as e:  # JAX asserts where JAX_PLATFORMS names what it has no plugin for
         reason = (str(e).splitlines() or [f"no platform {jax.config.jax_platforms!r} here"])[0]
         raise UserError(
             f"platform: JAX cannot start ({reason}); see JAX_PLATFORMS, and the extras [gpu] and [tpu]"
@@ -86,7 +89,9 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
             raise UserError(
                 f"mesh: the given axes take {fixed} devices, which does not divide the {len(devices)} there are; {_spell(sizes)}"
             )
-        sizes = {axis: len(devices) // fixed if size == -1 else size for axis, size in sizes.items()}
+        sizes = {
+            axis: len(devices) // fixed if size == -1 else size for axis, size in sizes.items()
+        }
     needed = math.prod(sizes.values())
     if needed > len(devices):
         raise UserError(
@@ -96,30 +101,46 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
         raise UserError(
             f"mesh: {_spell(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, of {processes} processes; set an axis to -1"
         )
-    placed = arrange(sizes, config.slices, devices) if needed == len(devices) else np.asarray(devices[:needed])
-    return Mesh(placed.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    placed = (
+        arrange(sizes, config.slices, devices)
+        if needed == len(devices)
+        else np.asarray(devices[:needed])
+    )
+    return Mesh(
+        placed.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
     """The devices as an array of these sizes, neighbours in it being neighbours in the machine; of several slices of TPUs, the outer part
     of axis `across` goes from one to the next."""
-    slices = len({getattr(device, "slice_index", 0) for device in devices}) if devices[0].platform == "tpu" else 1
+    slices = (
+        len({getattr(device, "slice_index", 0) for device in devices})
+        if devices[0].platform == "tpu"
+        else 1
+    )
     if slices == 1:
-        return mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+        return mesh_utils.create_device_mesh(
+            tuple(sizes.values()), devices, allow_split_physical_axes=True
+        )
     if sizes[across] % slices:
         raise UserError(
             f"mesh.{across}: {sizes[across]} does not divide over {slices} slices; make it a multiple, or choose another axis with mesh.slices"
         )
     inner = [size // slices if axis == across else size for axis, size in sizes.items()]
     outer = [slices if axis == across else 1 for axis in sizes]
-    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        inner, outer, devices, allow_split_physical_axes=True
+    )
 
 
 def check_rows(config: Experiment, mesh: Mesh) -> None:
     """A batch must divide over devices and micro-batches, and its rows over devices, in every bucket; layers over stages."""
     stages, model = mesh.shape["stage"], config.model
     if stages > 1 and not model.scan_layers:
-        raise UserError(f"mesh.stage: {stages}, but layers are not looped; set model.scan_layers=True, or mesh.stage=1")
+        raise UserError(
+            f"mesh.stage: {stages}, but layers are not looped; set model.scan_layers=True, or mesh.stage=1"
+        )
     if stages > 1 and model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
         raise UserError(
             f"model.pipeline_microbatches: {model.pipeline_microbatches} are too few to go round {stages} stages (mesh.stage)"
@@ -135,12 +156,18 @@ def check_rows(config: Experiment, mesh: Mesh) -> None:
                     f"data.{field}: {tokens} tokens do not divide over 2 * mesh.context = {parts} parts of a row; change one of them"
                 )
         rows = config.data.batch_size * config.data.length // width
-        factors = {f"mesh.{axis}": mesh.shape[axis] for axis in ROWS} | {"train.accumulate": config.train.accumulate}
-        if stages > 1:  # outside of the layers rows are spread over stages; inside they come in micro-batches
+        factors = {f"mesh.{axis}": mesh.shape[axis] for axis in ROWS} | {
+            "train.accumulate": config.train.accumulate
+        }
+        if (
+            stages > 1
+        ):  # outside of the layers rows are spread over stages; inside they come in micro-batches
             factors["mesh.stage"] = math.lcm(stages, model.pipeline_microbatches or stages)
         factors = {name: factor for name, factor in factors.items() if factor > 1}
         if rows % math.prod(factors.values()):
-            by = " * ".join(factors).replace("mesh.stage", "(mesh.stage and model.pipeline_microbatches)")
+            by = " * ".join(factors).replace(
+                "mesh.stage", "(mesh.stage and model.pipeline_microbatches)"
+            )
             raise UserError(
                 f"data.batch_size: {rows} rows of {width} tokens do not divide over {by} = {' * '.join(map(str, factors.values()))}"
             )
@@ -148,7 +175,10 @@ def check_rows(config: Experiment, mesh: Mesh) -> None:
 
 def check_memory(shapes, mesh: Mesh, what: str) -> None:
     """Raises UserError if `what`, arrays of these shapes and shardings, is more than a device holds, whatever else it needs."""
-    needed = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    needed = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(shapes)
+    )
     devices = mesh.local_devices
     limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(
         devices
@@ -161,7 +191,9 @@ def check_memory(shapes, mesh: Mesh, what: str) -> None:
 
 
 def _spell(sizes: dict[str, int]) -> str:
-    return " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
+    return (
+        " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
+    )
 
 
 @contextlib.contextmanager

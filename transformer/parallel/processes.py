@@ -42,7 +42,10 @@ def start_processes() -> bool:
     if where is None:
         return False
     coordinator, count, index, local_devices = where
-    wait, heartbeat = _seconds("TRANSFORMER_WAIT", WAIT), _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT)
+    wait, heartbeat = (
+        _seconds("TRANSFORMER_WAIT", WAIT),
+        _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT),
+    )
     _gather(coordinator, count, index, wait)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -74,13 +77,17 @@ def _told() -> tuple[str, int, int, None] | None:
         return None
     for name, value in zip(names, given, strict=True):
         if not value or (name != names[0] and not value.isdecimal()):
-            raise UserError(f"{name}: {value!r}; {', '.join(names)} go together: host:port, a number, a number from 0")
+            raise UserError(
+                f"{name}: {value!r}; {', '.join(names)} go together: host:port, a number, a number from 0"
+            )
     coordinator, count, index = given[0], int(given[1]), int(given[2])
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
         raise UserError(f"{names[0]}: {coordinator!r}; it must be host:port, the port under 65535")
     if index >= count:
-        raise UserError(f"{names[2]}: {index}, but there are {count} processes ({names[1]}), from 0")
+        raise UserError(
+            f"{names[2]}: {index}, but there are {count} processes ({names[1]}), from 0"
+        )
     return coordinator, count, index, None
 
 
@@ -97,9 +104,13 @@ def _found() -> tuple[str, int, int, list[int] | None] | None:
         return None
     from jax._src import clusters
 
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, WAIT)
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, WAIT
+    )
     coordinator, count, index, local_devices = found
-    return (coordinator, count, index, local_devices) if coordinator and count and count > 1 else None
+    return (
+        (coordinator, count, index, local_devices) if coordinator and count and count > 1 else None
+    )
 
 
 def _gather(coordinator: str, count: int, index: int, wait: float) -> None:
@@ -122,17 +133,23 @@ def _gather(coordinator: str, count: int, index: int, wait: float) -> None:
     with server:
         while len(here) < count and (left := until - time.monotonic()) > 0:
             server.settimeout(left)
-            with contextlib.suppress(OSError, ValueError, TypeError):  # a stranger at the door, or none
+            with contextlib.suppress(
+                OSError, ValueError, TypeError
+            ):  # a stranger at the door, or none
                 connection, _ = server.accept()
                 connection.settimeout(10)
                 number, of, name = json.loads(connection.makefile().readline())
                 if of != count:
                     _answer(
-                        [connection], f"process {number} on {name} was told of {of} processes, process 0 of {count}"
+                        [connection],
+                        f"process {number} on {name} was told of {of} processes, process 0 of {count}",
                     )
                     continue
                 if number in here:
-                    _answer([connection], f"process {number} is there twice: on {here[number]} and {name}")
+                    _answer(
+                        [connection],
+                        f"process {number} is there twice: on {here[number]} and {name}",
+                    )
                     continue
                 here[number] = name
                 connections.append(connection)
@@ -157,8 +174,12 @@ def _answer(connections: list[socket.socket], problem: str) -> None:
 def _report_to(host: str, port: int, index: int, count: int, until: float, wait: float) -> None:
     while True:
         try:
-            with socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.1)) as connection:
-                connection.sendall((json.dumps([index, count, socket.gethostname()]) + "\n").encode())
+            with socket.create_connection(
+                (host, port), timeout=max(until - time.monotonic(), 0.1)
+            ) as connection:
+                connection.sendall(
+                    (json.dumps([index, count, socket.gethostname()]) + "\n").encode()
+                )
                 connection.settimeout(max(until - time.monotonic(), 0) + 30)
                 problem = json.loads(connection.makefile().readline())
                 break
@@ -185,7 +206,9 @@ def barrier(name: str, wait: float = DAY) -> None:
         _service().wait_at_barrier(name, int(wait * 1000))
     except RuntimeError as e:
         reason = " ".join(line.strip() for line in str(e).splitlines() if line.strip())[:300]
-        raise UserError(f"waited {wait:.0f} s at {name!r} for the other processes: {reason}") from None
+        raise UserError(
+            f"waited {wait:.0f} s at {name!r} for the other processes: {reason}"
+        ) from None
 
 
 def _service():

@@ -71,7 +71,9 @@ class Share:
     @functools.cached_property
     def here(self) -> list[int]:
         """The numbers of this process's parts."""
-        slices = NamedSharding(self.mesh, BATCH).addressable_devices_indices_map((self.parts,)).values()
+        slices = (
+            NamedSharding(self.mesh, BATCH).addressable_devices_indices_map((self.parts,)).values()
+        )
         return sorted({at.start or 0 for (at,) in slices})
 
     def rows(self, count: int) -> np.ndarray:
@@ -88,8 +90,12 @@ class Share:
         def one(x: np.ndarray) -> jax.Array:
             size = len(x) // len(self.here)
             shape = (size * self.parts, *x.shape[1:])
-            first = {part * size: n * size for n, part in enumerate(self.here)}  # of a part: there, here
-            return jax.make_array_from_callback(shape, sharding, lambda at: x[first[at[0].start or 0] :][:size])
+            first = {
+                part * size: n * size for n, part in enumerate(self.here)
+            }  # of a part: there, here
+            return jax.make_array_from_callback(
+                shape, sharding, lambda at: x[first[at[0].start or 0] :][:size]
+            )
 
         return {name: one(x) for name, x in batch.items()}
 
@@ -100,7 +106,9 @@ def _is_box(x) -> bool:
 
 def path_name(path) -> str:
     """`params/decoder/layers/...` for a tree path."""
-    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+    return "/".join(
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+    )
 
 
 def shardings(abstract_boxed, mesh: Mesh):
@@ -112,7 +120,9 @@ def shardings(abstract_boxed, mesh: Mesh):
         if not _is_box(leaf):
             return NamedSharding(mesh, P())
         names, shape = leaf.names, leaf.value.shape
-        if len(names) != len(shape):  # a statistic with other dimensions than its parameter (Adafactor): small
+        if len(names) != len(
+            shape
+        ):  # a statistic with other dimensions than its parameter (Adafactor): small
             return NamedSharding(mesh, P())
         spec, used = [], set()
         for name, size in zip(names, shape, strict=True):
@@ -122,7 +132,9 @@ def shardings(abstract_boxed, mesh: Mesh):
                 )
             axes = table.get(name)
             axes = (axes,) if isinstance(axes, str) else axes or ()
-            axes = tuple(axis for axis in axes if mesh.shape[axis] > 1) if size > 1 else ()  # one head: replicated
+            axes = (
+                tuple(axis for axis in axes if mesh.shape[axis] > 1) if size > 1 else ()
+            )  # one head: replicated
             if clash := used & set(axes):
                 raise UserError(
                     f"{path_name(path)}: two of its dimensions {names} go to mesh axis {clash.pop()!r}; see RULES"
@@ -152,13 +164,18 @@ def describe(abstract, placed, mesh: Mesh, most: int = 6) -> str:
         here += local
         rows.append((math.prod(leaf.shape), path_name(path), leaf.shape, sharding.spec, local))
     rows.sort(key=lambda row: -row[0])
-    mesh_line = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    mesh_line = (
+        " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+        or "one device"
+    )
     kind = mesh.devices.flat[0].device_kind
     lines = [f"mesh        {mesh_line}  ({mesh.size} {kind} device{'s' * (mesh.size > 1)})"]
     lines.append(f"parameters  {total:,} ({human_bytes(here)} a device)")
     for _, name, shape, spec, local in rows[:most]:
         where = ", ".join("·" if s is None else str(s) for s in spec) or "replicated"
-        lines.append(f"            {name:<58} {'x'.join(map(str, shape)):>16}  {where:<18} {human_bytes(local):>9}")
+        lines.append(
+            f"            {name:<58} {'x'.join(map(str, shape)):>16}  {where:<18} {human_bytes(local):>9}"
+        )
     if len(rows) > most:
         lines.append(f"            and {len(rows) - most} more")
     return "\n".join(lines)

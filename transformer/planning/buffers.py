@@ -5,7 +5,15 @@ from transformer.planning.hlo import Computation, Instruction, Program
 _MOVES = {"bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "slice-done", "copy-done", "copy-start", "slice-start"}  # fmt: skip
 """Instructions whose result is their operand."""
 
-_HANDED_ON = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier"}
+_HANDED_ON = {
+    "tuple",
+    "while",
+    "get-tuple-element",
+    "bitcast",
+    "conditional",
+    "call",
+    "opt-barrier",
+}
 """Instructions whose results another has made."""
 
 
@@ -22,11 +30,17 @@ def kept(program: Program) -> float:
         return sum(found.values())
 
     bodies = {one.called("body") for one, *_ in program.runs if one.opcode == "while"}
-    mixed = [c for name in (program.entry, *sorted(bodies)) if _both_passes(c := program.computations[name])]
+    mixed = [
+        c
+        for name in (program.entry, *sorted(bodies))
+        if _both_passes(c := program.computations[name])
+    ]
     return max(map(of, mixed), default=0.0)
 
 
-def _origins(name: str, computation: Computation, program: Program, found: dict[str, float]) -> None:
+def _origins(
+    name: str, computation: Computation, program: Program, found: dict[str, float]
+) -> None:
     """Adds the bytes of the arrays that `name` is made of by moving alone, but for arguments and what the backward pass made."""
     one = computation.get(name)
     if one is None or name in found or one.opcode in ("parameter", "constant", "iota"):
@@ -40,7 +54,9 @@ def _origins(name: str, computation: Computation, program: Program, found: dict[
         found[name] = one.hbm_bytes
 
 
-def _element(one: Instruction, computation: Computation, program: Program, found: dict[str, float]) -> None:
+def _element(
+    one: Instruction, computation: Computation, program: Program, found: dict[str, float]
+) -> None:
     """An element of a tuple: of a loop's, what the loop made; or, where it only hands it on, what it was given."""
     maker, index = computation[one.operands[0]], one.index
     if maker.opcode == "parameter":  # a loop's body was given it
@@ -53,7 +69,11 @@ def _element(one: Instruction, computation: Computation, program: Program, found
         handed = body.get(root.operands[index]) if root.opcode == "tuple" else None
         if handed is not None and handed.opcode == "get-tuple-element" and handed.index == index:
             given = computation[maker.operands[0]]
-            return _origins(given.operands[index], computation, program, found) if given.opcode == "tuple" else None
+            return (
+                _origins(given.operands[index], computation, program, found)
+                if given.opcode == "tuple"
+                else None
+            )
     if "transpose(" not in maker.source:
         found[one.name] = one.hbm_bytes
     return None
@@ -64,16 +84,23 @@ def largest(program: Program, most: int = 8) -> list[tuple[float, str, str]]:
     seen = {}
     for one, computation, _, fused in program.runs:
         handed_on = one.opcode in _HANDED_ON
-        argument = one.opcode == "parameter" and computation is not program.computations[program.entry]
+        argument = (
+            one.opcode == "parameter" and computation is not program.computations[program.entry]
+        )
         in_place = one.source.endswith("dynamic_update_slice")
         if fused or handed_on or argument or in_place:
             continue
         for array in one.arrays:
             if not array.on_chip:
                 spelled = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-                where = one.source or (f"argument {one.literal}" if one.opcode == "parameter" else one.opcode)
+                where = one.source or (
+                    f"argument {one.literal}" if one.opcode == "parameter" else one.opcode
+                )
                 seen.setdefault((spelled, where), array.bytes)
-    return [(size, shape, where) for (shape, where), size in sorted(seen.items(), key=lambda item: -item[1])[:most]]
+    return [
+        (size, shape, where)
+        for (shape, where), size in sorted(seen.items(), key=lambda item: -item[1])[:most]
+    ]
 
 
 def _both_passes(computation: Computation) -> bool:

@@ -27,17 +27,32 @@ class Chip:
     devices: int = 1  # that JAX sees of one chip
     cores: int = 1  # that the product's name counts: v5p-128 has 64 chips
     pod: tuple[int, int] = (0, 0)  # the largest slice: chips, and chips along an axis
-    mode: str = ""  # in which libtpu takes a chip's two cores for one device, where that is not its default
+    mode: str = (
+        ""  # in which libtpu takes a chip's two cores for one device, where that is not its default
+    )
 
 
 _DCN = 6.25e9  # 200 Gbit/s of a host with four chips
 
 CHIPS = {
-    "v4": Chip("TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, mode="megacore", pod=(4096, 16)),
+    "v4": Chip(
+        "TPU v4",
+        275e12,
+        32 * GIB,
+        1.228e12,
+        45e9,
+        _DCN,
+        axes=3,
+        cores=2,
+        mode="megacore",
+        pod=(4096, 16),
+    ),
     "v5e": Chip("TPU v5e", 197e12, 16 * GIB, 0.819e12, 45e9, _DCN, axes=2, pod=(256, 16)),
     "v5p": Chip("TPU v5p", 459e12, 95 * GIB, 2.765e12, 90e9, _DCN, axes=3, cores=2, pod=(8960, 28)),
     "v6e": Chip("TPU v6e", 918e12, 32 * GIB, 1.64e12, 90e9, _DCN, axes=2, pod=(256, 16)),
-    "tpu7x": Chip("TPU7x", 2307e12, 192 * GIB, 7.37e12, 90e9, _DCN, axes=3, devices=2, cores=2, pod=(9216, 36)),
+    "tpu7x": Chip(
+        "TPU7x", 2307e12, 192 * GIB, 7.37e12, 90e9, _DCN, axes=3, devices=2, cores=2, pod=(9216, 36)
+    ),
     "a100": Chip("A100 80 GB", 312e12, 80e9, 2.039e12, 300e9, 25e9),
     "h100": Chip("H100 SXM", 989e12, 80e9, 3.35e12, 450e9, 50e9),
     "h200": Chip("H200 SXM", 989e12, 141e9, 4.8e12, 450e9, 50e9),
@@ -97,10 +112,16 @@ def topology(text: str, slices: int = 1) -> Topology:
         raise UserError(f"--topology: {text!r} has no chips")
     if not chip.axes:
         if len(shape) > 1:
-            raise UserError(f"--topology: {text!r}; of {chip.title}s tell the number, {kind}:{math.prod(shape)}")
+            raise UserError(
+                f"--topology: {text!r}; of {chip.title}s tell the number, {kind}:{math.prod(shape)}"
+            )
         return Topology(kind, shape)
     if mark == "-":
-        if len(shape) > 1 or shape[0] % chip.cores or (count := shape[0] // chip.cores) & (count - 1):
+        if (
+            len(shape) > 1
+            or shape[0] % chip.cores
+            or (count := shape[0] // chip.cores) & (count - 1)
+        ):
             raise UserError(
                 f"--topology: there is no {text!r}: the number behind the dash is a power of two{', twice its chips' if chip.cores > 1 else ''}; "
                 f"or write its shape, {kind}:{'x'.join(['4'] * chip.axes)}"

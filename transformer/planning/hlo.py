@@ -98,7 +98,9 @@ class Program:
         for one in computation.values():
             yield one, computation, times, fused
             if one.opcode == "while":
-                yield from self._visit(one.called("body"), times * self.trips(one, computation), fused)
+                yield from self._visit(
+                    one.called("body"), times * self.trips(one, computation), fused
+                )
             elif one.opcode == "conditional":
                 names = re.search(r"branch_computations=\{([^}]*)\}", one.attributes)
                 names = (
@@ -120,15 +122,26 @@ class Program:
         if found:
             return int(found.group(1))
         condition, body = (self.computations[loop.called(kind)] for kind in ("condition", "body"))
-        bounds = [one for one in condition.values() if one.opcode == "constant" and re.fullmatch(r"\d+", one.literal)]
+        bounds = [
+            one
+            for one in condition.values()
+            if one.opcode == "constant" and re.fullmatch(r"\d+", one.literal)
+        ]
         if not bounds:
             return 1
         bound = max(bounds, key=lambda one: int(one.literal))
         compared = next(
-            (one for one in condition.values() if one.opcode == "compare" and bound.name in one.operands), None
+            (
+                one
+                for one in condition.values()
+                if one.opcode == "compare" and bound.name in one.operands
+            ),
+            None,
         )
         counter = (
-            next((condition[name] for name in compared.operands if name != bound.name), None) if compared else None
+            next((condition[name] for name in compared.operands if name != bound.name), None)
+            if compared
+            else None
         )
         step = 1
         if counter is not None and counter.opcode == "get-tuple-element":
@@ -155,7 +168,9 @@ def _added(body: Computation, name: str, index: int) -> int | None:
     if one is None or one.opcode != "add":
         return None
     numbers = [
-        int(body[x].literal) for x in one.operands if body[x].opcode == "constant" and body[x].literal.isdecimal()
+        int(body[x].literal)
+        for x in one.operands
+        if body[x].opcode == "constant" and body[x].literal.isdecimal()
     ]
     others = [x for x in one.operands if body[x].opcode != "constant"]
     before = _added(body, others[0], index) if len(numbers) == len(others) == 1 else None
@@ -177,7 +192,9 @@ def _instruction(line: str) -> Instruction | None:
         for dtype, dims, layout in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape)
     )
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(found.group(2), arrays, opcode.strip(), operands, attributes, bool(found.group(1)), inside)
+    return Instruction(
+        found.group(2), arrays, opcode.strip(), operands, attributes, bool(found.group(1)), inside
+    )
 
 
 def _closing(text: str, start: int) -> int:

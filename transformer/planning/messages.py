@@ -8,7 +8,14 @@ import numpy as np
 
 from transformer.planning.hlo import Computation, Instruction, Program
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,17 +27,23 @@ class Message:
     groups: np.ndarray  # [groups, devices of one]; for collective-permute [pairs, 2]
     times: float
     source: str
-    between_slices: bool = False  # each device with those at its place in all other slices; `groups` are not told then
+    between_slices: bool = (
+        False  # each device with those at its place in all other slices; `groups` are not told then
+    )
 
 
 def messages(program: Program) -> list[Message]:
     """What a device sends, in which groups, how often."""
     found = []
     for one, computation, times, fused in program.runs:
-        if one.opcode == "send" and (told := re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)):
+        if one.opcode == "send" and (
+            told := re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
+        ):
             size = sum(array.bytes for array in computation[one.operands[0]].arrays)
             kind = told.group(1).lower().replace("_", "-")
-            found.append(Message(kind, size, np.zeros((0, 0), int), times, one.source, between_slices=True))
+            found.append(
+                Message(kind, size, np.zeros((0, 0), int), times, one.source, between_slices=True)
+            )
         kind = one.opcode.removesuffix("-start")
         scatters = fused and _scatters(one, computation)
         # Inside of fusions a message stands once for every piece of work that it goes on beside; it is sent where it starts.
@@ -40,7 +53,11 @@ def messages(program: Program) -> list[Message]:
         size = sum(array.bytes for operand in operands for array in operand.arrays)
         if scatters:
             kind = "reduce-scatter"
-        elif kind == "all-reduce" and operands and all(_puts_a_part(operand, program) for operand in operands):
+        elif (
+            kind == "all-reduce"
+            and operands
+            and all(_puts_a_part(operand, program) for operand in operands)
+        ):
             kind = "all-gather"  # as the compiler for TPUs spells it on a large torus: each adds its part, in zeros, to all others'
         elif kind == "all-gather":
             size *= _groups(one).shape[1]
@@ -65,7 +82,10 @@ def _starts(one: Instruction, computation: Computation) -> bool:
 def _scatters(one: Instruction, computation: Computation) -> bool:
     """Whether a fusion adds up and keeps its part: how the compiler for TPUs spells a reduce-scatter that nothing goes on beside."""
     asynchronous = any("AsyncCollective" in other.attributes for other in computation.values())
-    kept = any(other.opcode == "dynamic-slice" and other.operands[0] == one.name for other in computation.values())
+    kept = any(
+        other.opcode == "dynamic-slice" and other.operands[0] == one.name
+        for other in computation.values()
+    )
     return one.opcode == "all-reduce" and kept and not asynchronous
 
 
@@ -73,7 +93,12 @@ def _groups(one: Instruction) -> np.ndarray:
     """int[groups, devices of one]."""
     text = one.attributes
     if found := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
-        return np.array([list(map(int, pair.split(","))) for pair in re.findall(r"\{(\d+,\d+)\}", found.group(1))])
+        return np.array(
+            [
+                list(map(int, pair.split(",")))
+                for pair in re.findall(r"\{(\d+,\d+)\}", found.group(1))
+            ]
+        )
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
         along = re.findall(r"'(\w+)'", found.group(2))
@@ -87,5 +112,10 @@ def _groups(one: Instruction) -> np.ndarray:
         ids = np.arange(math.prod(dims)).reshape(dims)
         return (ids.transpose(numbers(found.group(3))) if found.group(3) else ids).reshape(shape)
     if found := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", text):
-        return np.array([list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found.group(1))])
+        return np.array(
+            [
+                list(map(int, group.split(",")))
+                for group in re.findall(r"\{([\d,]+)\}", found.group(1))
+            ]
+        )
     return np.zeros((1, 1), int)

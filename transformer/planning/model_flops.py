@@ -32,11 +32,15 @@ def model_flops(config: Experiment, batch: dict, params) -> float:
         "encoder": config.data.length,
         "decoder": config.data.decoder_length if config.model.two_sides else config.data.length,
     }
-    allowed = {side: allowed_pairs(config.model, side, lengths[side]) for side in config.model.sides}
+    allowed = {
+        side: allowed_pairs(config.model, side, lengths[side]) for side in config.model.sides
+    }
     total = 0.0
     for flops, where in products(traced.jaxpr):
         side = "encoder" if "/encoder/" in where else "decoder"
-        inner = "/self_attention" in where and not where.endswith(("/query", "/key", "/value", "/out"))
+        inner = "/self_attention" in where and not where.endswith(
+            ("/query", "/key", "/value", "/out")
+        )
         total += flops * allowed[side] if inner else flops
     return 3 * total
 
@@ -51,7 +55,13 @@ def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) ->
         window = -(-(window - 1) // block) + 1 if window else 0
         first = np.maximum(at - window + 1, 0) if window else np.zeros_like(at)
         causal = side == "decoder" and model.causal and not model.prefix_lm
-        last = at if causal else np.minimum(at + window - 1, length - 1) if window else np.full_like(at, length - 1)
+        last = (
+            at
+            if causal
+            else np.minimum(at + window - 1, length - 1)
+            if window
+            else np.full_like(at, length - 1)
+        )
         return float(np.sum(last - first + 1)) / length**2
 
     return float(np.mean([share(layer.window) for layer in model.layers(side)]))
@@ -64,16 +74,28 @@ def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[floa
         if name == "dot_general":
             ((contracted, _), _) = equation.params["dimension_numbers"]
             left = equation.invars[0].aval.shape
-            yield 2.0 * times * equation.outvars[0].aval.size * math.prod(left[i] for i in contracted), _module(where)
-        elif name == "ragged_dot_general":  # each row by the matrix of its group
-            (((contracted,), _), _) = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
             yield (
-                2.0 * times * equation.outvars[0].aval.size * equation.invars[0].aval.shape[contracted],
+                2.0
+                * times
+                * equation.outvars[0].aval.size
+                * math.prod(left[i] for i in contracted),
+                _module(where),
+            )
+        elif name == "ragged_dot_general":  # each row by the matrix of its group
+            (((contracted,), _), _) = equation.params[
+                "ragged_dot_dimension_numbers"
+            ].dot_dimension_numbers
+            yield (
+                2.0
+                * times
+                * equation.outvars[0].aval.size
+                * equation.invars[0].aval.shape[contracted],
                 _module(where),
             )
         again = times * equation.params.get("length", 1) if name == "scan" else times
         for inner in jax.tree.leaves(
-            tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            tuple(equation.params.values()),
+            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
@@ -89,10 +111,15 @@ def _plain(model: ModelConfig) -> ModelConfig:
     """The same mathematics on the plain path: nothing in blocks, again, or padded to a capacity."""
 
     def dropless(spec: Choice) -> Choice:
-        return {k: v for k, v in spec.items() if k != "capacity_factor"} if isinstance(spec, Mapping) else spec
+        return (
+            {k: v for k, v in spec.items() if k != "capacity_factor"}
+            if isinstance(spec, Mapping)
+            else spec
+        )
 
     pattern = [
-        {k: dropless(v) if k == "feed_forward" else v for k, v in layer.items()} for layer in model.layer_pattern
+        {k: dropless(v) if k == "feed_forward" else v for k, v in layer.items()}
+        for layer in model.layer_pattern
     ]
     return dataclasses.replace(
         model, attention_backend="reference", pipeline_microbatches=0, remat="none",

@@ -58,7 +58,11 @@ class Plan:
 
     def fits_in(self, part: Part) -> bool:
         """Whether a device has room for it. Of what another compiler than the machine's says only what must be held counts."""
-        held = sum(size for kind, size in part.memory.items() if self.topology.is_tpu or kind != "temporaries")
+        held = sum(
+            size
+            for kind, size in part.memory.items()
+            if self.topology.is_tpu or kind != "temporaries"
+        )
         return not part.too_large and (not self.room or held <= self.room)
 
     @property
@@ -73,7 +77,9 @@ class Plan:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation at most (Chowdhery et al. 2022): what the model needs, over what the chips could do in that time."""
-        return self.step and self.model_flops / (self.step * self.topology.chips * self.topology.chip.flops)
+        return self.step and self.model_flops / (
+            self.step * self.topology.chips * self.topology.chip.flops
+        )
 
     @property
     def run(self) -> dict[str, float]:
@@ -82,7 +88,9 @@ class Plan:
             return {}
         whole = self.step * self.config.train.steps
         hours = whole / 3600 * self.topology.chips
-        return {"seconds": whole, "chip_hours": hours} | ({} if self.price is None else {"money": hours * self.price})
+        return {"seconds": whole, "chip_hours": hours} | (
+            {} if self.price is None else {"money": hours * self.price}
+        )
 
     def to_json(self) -> dict:
         """All of it, for programs."""
@@ -124,7 +132,9 @@ def make_plan(
     programs = Programs(config, devices)
     in_order, parts = list(programs.mesh.devices.flat), {}
     if not set(only) & set(programs.names):
-        raise UserError(f"--only: this experiment has no {' or '.join(only)}; it has {', '.join(programs.names)}")
+        raise UserError(
+            f"--only: this experiment has no {' or '.join(only)}; it has {', '.join(programs.names)}"
+        )
     for name in programs.names:
         if name not in only:
             continue
@@ -144,10 +154,14 @@ def make_plan(
             "results, code": compiled.results + compiled.code,
         }
         parts[name] = Part(
-            holds, roofline(compiled.program, topology, in_order, lambda one: kernel(one, config.model)), compiled
+            holds,
+            roofline(compiled.program, topology, in_order, lambda one: kernel(one, config.model)),
+            compiled,
         )
     batch, params = programs.batch, programs.state.params
-    tokens = math.prod(batch["inputs"].shape) + (math.prod(batch["source"].shape) if "source" in batch else 0)
+    tokens = math.prod(batch["inputs"].shape) + (
+        math.prod(batch["source"].shape) if "source" in batch else 0
+    )
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     return Plan(
         config,
@@ -163,13 +177,33 @@ def make_plan(
 
 def compare(plans: dict[str, Plan]) -> str:
     """Several experiments side by side, for a person."""
-    rows = [["", "parameters", "FLOP a token", "peak", "a step at least", "bound by", "MFU at most", "attention"]]
+    rows = [
+        [
+            "",
+            "parameters",
+            "FLOP a token",
+            "peak",
+            "a step at least",
+            "bound by",
+            "MFU at most",
+            "attention",
+        ]
+    ]
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
         known = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
         peak = human_bytes(part.peak) + ("" if plan.fits else " (!)")
         used = " ".join(part.compiled.attention) if part.compiled else ""
-        rows.append([name, f"{plan.parameters:,}", human_count(plan.model_flops / plan.tokens), peak, *known, used])
+        rows.append(
+            [
+                name,
+                f"{plan.parameters:,}",
+                human_count(plan.model_flops / plan.tokens),
+                peak,
+                *known,
+                used,
+            ]
+        )
     return "\n".join(table(rows)) + "\n"
 
 
@@ -193,7 +227,9 @@ def name_of(where: str) -> str:
 def remedies(plan: Plan) -> list[str]:
     """What would make a training step fit, the most promising first."""
     config, mesh, room = plan.config, plan.mesh, plan.room
-    held = sum(plan.train.memory.get(kind, 0.0) for kind in ("parameters", "optimizer", "moving average"))
+    held = sum(
+        plan.train.memory.get(kind, 0.0) for kind in ("parameters", "optimizer", "moving average")
+    )
     parameters, found = plan.train.memory["parameters"], []
     needed = held + parameters  # with gradients
     if needed > 0.8 * room:
@@ -212,26 +248,36 @@ def remedies(plan: Plan) -> list[str]:
             f"{human_bytes(needed)} of {human_bytes(room)} a device, and 0.3 of that is left for all else"
         )
     if config.model.remat != "full":
-        found.append("model.remat=full: only the stream between layers is kept for the backward pass")
-    rows = config.data.batch_size // math.prod(mesh[axis] for axis in ("data", "stage", "fsdp", "expert"))
+        found.append(
+            "model.remat=full: only the stream between layers is kept for the backward pass"
+        )
+    rows = config.data.batch_size // math.prod(
+        mesh[axis] for axis in ("data", "stage", "fsdp", "expert")
+    )
     if more := [n for n in range(config.train.accumulate + 1, rows + 1) if rows % n == 0]:
         found.append(f"train.accumulate={more[0]}: fewer rows at a time (up to {more[-1]})")
     if mesh["tensor"] == 1 and config.model.num_kv_heads % 2 == 0:
-        found.append("mesh.tensor=2: heads, d_ff, vocabulary and the stream between sublayers over two devices")
+        found.append(
+            "mesh.tensor=2: heads, d_ff, vocabulary and the stream between sublayers over two devices"
+        )
     found.append("mesh.context=2: the tokens of a row over two devices")
     return found
 
 
 def _page(plan: Plan) -> list[str]:
     config, topology, chip = plan.config, plan.topology, plan.topology.chip
-    spelled = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    spelled = (
+        " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    )
     lines = [
         f"machine     {topology}: {topology.chips} x {chip.title}"
         + (f", {human_bytes(chip.hbm)} each" if chip.hbm else "")
         + (f", {chip.devices} devices a chip" if chip.devices > 1 else ""),
         f"mesh        {spelled}",
         *(
-            ["compiled    for simulated devices: temporaries and memory traffic are those of the CPU's compiler"]
+            [
+                "compiled    for simulated devices: temporaries and memory traffic are those of the CPU's compiler"
+            ]
             if not topology.is_tpu
             else []
         ),
@@ -239,8 +285,13 @@ def _page(plan: Plan) -> list[str]:
         f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are {human_count(plan.tokens * config.train.steps)} tokens",
     ]
     if plan.parts.keys() & {"prefill", "decode"}:
-        length, rows = config.model.max_length, config.decoding.batch_size * config.decoding.beam_size
-        lines.append(f"decoding    {rows} rows, prompts of {max(length // 2, 1):,} tokens, a cache of {length:,}")
+        length, rows = (
+            config.model.max_length,
+            config.decoding.batch_size * config.decoding.beam_size,
+        )
+        lines.append(
+            f"decoding    {rows} rows, prompts of {max(length // 2, 1):,} tokens, a cache of {length:,}"
+        )
     lines += _attention(plan)
     lines += ["", *_memory(plan)]
     if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
@@ -254,7 +305,11 @@ def _page(plan: Plan) -> list[str]:
                 "",
                 f"IT DOES NOT FIT: {name} takes {human_bytes(part.peak)} of {human_bytes(plan.room)} a device.",
             ]
-            lines += ["What would help:", *(f"  {line}" for line in remedies(plan))] if name == "train" else []
+            lines += (
+                ["What would help:", *(f"  {line}" for line in remedies(plan))]
+                if name == "train"
+                else []
+            )
     return lines
 
 
@@ -275,14 +330,19 @@ def _memory(plan: Plan) -> list[str]:
         rows.append(
             [
                 f"  {kind}",
-                *(human_bytes(part.memory[kind]) if kind in part.memory else "" for part in plan.parts.values()),
+                *(
+                    human_bytes(part.memory[kind]) if kind in part.memory else ""
+                    for part in plan.parts.values()
+                ),
             ]
         )
     share = lambda part: (
         f"{human_bytes(part.peak)} {'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
     )
     if any(part.too_large for part in plan.parts.values()):
-        rest = lambda part: human_bytes(max(part.peak - sum(part.memory.values()), 0)) if part.too_large else ""
+        rest = lambda part: (
+            human_bytes(max(part.peak - sum(part.memory.values()), 0)) if part.too_large else ""
+        )
         rows.append(["  all else", *map(rest, plan.parts.values())])
     rows.append(
         [
@@ -291,29 +351,50 @@ def _memory(plan: Plan) -> list[str]:
         ]
     )
     rows.append(
-        ["  compiled in", *(f"{part.compiled.seconds:.0f} s" if part.compiled else "-" for part in plan.parts.values())]
+        [
+            "  compiled in",
+            *(
+                f"{part.compiled.seconds:.0f} s" if part.compiled else "-"
+                for part in plan.parts.values()
+            ),
+        ]
     )
     return table(rows)
 
 
 def _times(plan: Plan) -> list[str]:
-    chip, parts = plan.topology.chip, {name: part for name, part in plan.parts.items() if part.roofline}
-    rates = {"compute": f"{human_count(chip.flops)}FLOP/s", "HBM": f"{human_count(chip.hbm_rate)}B/s"}
+    chip, parts = (
+        plan.topology.chip,
+        {name: part for name, part in plan.parts.items() if part.roofline},
+    )
+    rates = {
+        "compute": f"{human_count(chip.flops)}FLOP/s",
+        "HBM": f"{human_count(chip.hbm_rate)}B/s",
+    }
     rows = [["at least", *parts]]
     for kind in ("compute", "HBM", "network", "slices"):
         if any(part.roofline.seconds.get(kind) for part in parts.values()):
             at = f" at {rates[kind]}" if kind in rates else ""
-            rows.append([f"  {kind}{at}", *(seconds(part.roofline.seconds.get(kind, 0.0)) for part in parts.values())])
+            rows.append(
+                [
+                    f"  {kind}{at}",
+                    *(seconds(part.roofline.seconds.get(kind, 0.0)) for part in parts.values()),
+                ]
+            )
     rows.append(["  a step", *(seconds(part.roofline.step) for part in parts.values())])
     if plan.topology.is_tpu:
         rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
     lines = table(rows)
     if not plan.topology.is_tpu:
-        lines.append("  HBM's part is not known here; where it takes longer, as in decoding, these are far too short")
+        lines.append(
+            "  HBM's part is not known here; where it takes longer, as in decoding, these are far too short"
+        )
     if plan.config.model.dtype == "float32":
         lines.append("  the rate is bfloat16's, and model.dtype is float32: products take longer")
     if plan.step and plan.step < 1e-3:
-        lines.append("  what it takes to start a program or a message is not counted, and is more than that")
+        lines.append(
+            "  what it takes to start a program or a message is not counted, and is more than that"
+        )
     if plan.step:
         day = plan.tokens / plan.step * 86400
         lines.append(
@@ -335,7 +416,9 @@ def _times(plan: Plan) -> list[str]:
 
 def _messages(roof: Roofline) -> list[str]:
     rows = [["sent in a training step, by a device", "count", "within", "beyond"]]
-    for kind, traffic in sorted(roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer):
+    for kind, traffic in sorted(
+        roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer
+    ):
         rows.append(
             [
                 f"  {kind}",
@@ -351,7 +434,10 @@ def _buffers(part: Part, most: int = 8) -> list[str]:
     found = largest(part.compiled.program, most) if part.compiled else part.too_large.buffers[:most]
     return found and [
         "largest buffers of a training step",
-        *(f"  {human_bytes(size):>10}  {shape:<28} {name_of(where)[-90:]}" for size, shape, where in found),
+        *(
+            f"  {human_bytes(size):>10}  {shape:<28} {name_of(where)[-90:]}"
+            for size, shape, where in found
+        ),
     ]
 
 

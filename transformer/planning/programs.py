@@ -73,7 +73,9 @@ def start(topology: Topology) -> list:
             )
         return found[: topology.devices]
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("--topology: the compiler for TPUs is not here; pip install -e '.[tpu]' (no TPU is needed)")
+        raise UserError(
+            "--topology: the compiler for TPUs is not here; pip install -e '.[tpu]' (no TPU is needed)"
+        )
     # libtpu would ask a machine of Google's cloud what it is, and complain that it is none; and want a TPU for itself.
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -90,9 +92,13 @@ def start(topology: Topology) -> list:
     try:
         return list(topologies.get_topology_desc(name, "tpu", **more).devices)
     except Exception as e:  # whatever libtpu says
-        host = "2x4, then multiples of 4" if topology.chip.axes == 2 else "2x2x1, then multiples of 4"
+        host = (
+            "2x4, then multiples of 4" if topology.chip.axes == 2 else "2x2x1, then multiples of 4"
+        )
         reason = (str(e).splitlines() or [type(e).__name__])[0][:160]
-        raise UserError(f"--topology: there is no {topology}; shapes are 1x1, 2x2, {host} ({reason})") from None
+        raise UserError(
+            f"--topology: there is no {topology}; shapes are 1x1, 2x2, {host} ({reason})"
+        ) from None
 
 
 class Programs:
@@ -101,7 +107,10 @@ class Programs:
     def __init__(self, config: Experiment, devices: list):
         self.config, self.mesh = config, make_mesh(config.mesh, devices)
         check_rows(config, self.mesh)
-        self.model, self.optimizer = build_model(config.model), build_optimizer(config.optimizer, config.train.steps)
+        self.model, self.optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, config.train.steps),
+        )
         with use(self.mesh):
             self.state, self.placed = abstract_state(config, self.model, self.optimizer, self.mesh)
             self.batch = batch_shapes(config, self.mesh)
@@ -110,7 +119,11 @@ class Programs:
     @property
     def names(self) -> tuple[str, ...]:
         """Those that this experiment has."""
-        return PROGRAMS if self.config.objective.writes and self.config.model.family != "encoder" else PROGRAMS[:2]
+        return (
+            PROGRAMS
+            if self.config.objective.writes and self.config.model.family != "encoder"
+            else PROGRAMS[:2]
+        )
 
     def compile(self, name: str) -> Compiled:
         """Raises TooLarge."""
@@ -149,10 +162,14 @@ class Programs:
     def _prefill(self):
         """Reading as much as a batch's rows hold, in half of the model's room."""
         model, rows = self.config.model, self.rows
-        tokens = lambda length: jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=self._everywhere)
+        tokens = lambda length: jax.ShapeDtypeStruct(
+            (rows, length), jnp.int32, sharding=self._everywhere
+        )
         half = max(model.max_length // 2, 1)
         given = (tokens(1), tokens(half)) if model.two_sides else (tokens(half), None)
-        run = lambda params, prompt, source: prefill(self.model, params, prompt, model.max_length, source)
+        run = lambda params, prompt, source: prefill(
+            self.model, params, prompt, model.max_length, source
+        )
         return jax.jit(run, keep_unused=True), (self.state.params, *given)
 
     def _decode(self):
@@ -178,7 +195,10 @@ class Programs:
 
     def bytes(self, tree: TrainState | dict) -> int:
         """What a device holds of these arrays."""
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(tree)
+        )
 
 
 @contextlib.contextmanager
@@ -193,8 +213,10 @@ def _too_large() -> Iterator[None]:
             raise
         size = lambda number, unit: float(number) * 2 ** (10 * ("KMGT".index(unit) + 1))
         buffers = re.findall(
-            r"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?Shape: (\S+)", str(e)
+            r"Size: ([\d.]+)([KMGT])(?:.*\n)*?\s+(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?Shape: (\S+)",
+            str(e),
         )
         raise TooLarge(
-            size(*found.groups()), [(size(n, unit), shape, where) for n, unit, where, shape in buffers]
+            size(*found.groups()),
+            [(size(n, unit), shape, where) for n, unit, where, shape in buffers],
         ) from None

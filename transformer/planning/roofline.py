@@ -48,23 +48,34 @@ class Roofline:
 
 
 def roofline(
-    program: Program, topology: Topology, devices: list, kernel: Callable[[Instruction], Kernel] = lambda one: Kernel()
+    program: Program,
+    topology: Topology,
+    devices: list,
+    kernel: Callable[[Instruction], Kernel] = lambda one: Kernel(),
 ) -> Roofline:
     """`devices` in the order of the mesh. `kernel`: what a call does that the compiler cannot look into."""
     chip, share = topology.chip, topology.chip.devices
-    kernels = [(kernel(one), times) for one, _, times, _ in program.runs if one.opcode == "custom-call"]
+    kernels = [
+        (kernel(one), times) for one, _, times, _ in program.runs if one.opcode == "custom-call"
+    ]
     computed = flops(program) + sum(times * one.flops for one, times in kernels)
     moved = hbm_bytes(program) - sum(times * one.untouched for one, times in kernels)
     where = np.array([_place(device, topology) for device in devices])
     traffic, outer = collections.defaultdict(Traffic), 0.0
-    links = collections.defaultdict(float)  # seconds that those of each axis of the torus are in use
+    links = collections.defaultdict(
+        float
+    )  # seconds that those of each axis of the torus are in use
     for message in messages(program):
         if message.between_slices:
             whole = message.bytes * (topology.slices if message.kind == "all-gather" else 1)
-            message = dataclasses.replace(message, bytes=whole, groups=np.zeros((1, topology.slices), int))
+            message = dataclasses.replace(
+                message, bytes=whole, groups=np.zeros((1, topology.slices), int)
+            )
             _, beyond = sent(message, topology.slices)
             was = traffic[message.kind]
-            traffic[message.kind] = Traffic(was.count + message.times, was.inner, was.outer + beyond)
+            traffic[message.kind] = Traffic(
+                was.count + message.times, was.inner, was.outer + beyond
+            )
             outer += beyond
             continue
         at = where[message.groups]  # [groups, members, coordinates and slice]
@@ -74,7 +85,9 @@ def roofline(
         slices = len(np.unique(at[crosses.argmax(), :, -1])) if crosses.any() else 1
         here, beyond = sent(message, slices)
         was = traffic[message.kind]
-        traffic[message.kind] = Traffic(was.count + message.times, was.inner + here, was.outer + beyond)
+        traffic[message.kind] = Traffic(
+            was.count + message.times, was.inner + here, was.outer + beyond
+        )
         outer += beyond
         ways = _ways(at, topology)
         for axis in ways if chip.link_rate else ():
@@ -117,8 +130,16 @@ def _ways(at: np.ndarray, topology: Topology) -> dict[int, int]:
         return {0: 1}
     # Ends are joined along axes of 16 chips (two dimensions), or where all are multiples of 4 (three).
     shape = topology.shape
-    wrapped = [size % 16 == 0 for size in shape] if len(shape) == 2 else [all(size % 4 == 0 for size in shape)] * 3
+    wrapped = (
+        [size % 16 == 0 for size in shape]
+        if len(shape) == 2
+        else [all(size % 4 == 0 for size in shape)] * 3
+    )
     group = at[0, :, :-1]
     spans = {axis: len(np.unique(group[:, axis])) for axis in range(len(shape))}
-    ways = {axis: 2 if wrapped[axis] and span == shape[axis] else 1 for axis, span in spans.items() if span > 1}
+    ways = {
+        axis: 2 if wrapped[axis] and span == shape[axis] else 1
+        for axis, span in spans.items()
+        if span > 1
+    }
     return ways or {0: 1}

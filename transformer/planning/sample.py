@@ -19,7 +19,9 @@ def batch_shapes(config: Experiment, mesh: Mesh) -> dict[str, jax.ShapeDtypeStru
     """A training batch of the longest rows, spread over the mesh."""
     data, where = config.data, NamedSharding(mesh, BATCH)
     rows = config.objective.rows(_MadeUp(config), "train", config)
-    one = assemble([rows.segments(0, lambda: np.random.default_rng(0))], data.length, data.decoder_length)
+    one = assemble(
+        [rows.segments(0, lambda: np.random.default_rng(0))], data.length, data.decoder_length
+    )
     shape = lambda x: jax.ShapeDtypeStruct((data.batch_size, *x.shape[1:]), x.dtype, sharding=where)
     return {name: shape(x) for name, x in one.items()}
 

@@ -20,7 +20,17 @@ from transformer.planning.chips import Topology
 from transformer.planning.plan import Plan, make_plan, seconds, table
 from transformer.training.state import example_inputs
 
-LADDER = (("none", 1), ("dots", 1), ("full", 1), ("full", 2), ("full", 4), ("full", 8), ("full", 16), ("full", 32), ("full", 64))
+LADDER = (
+    ("none", 1),
+    ("dots", 1),
+    ("full", 1),
+    ("full", 2),
+    ("full", 4),
+    ("full", 8),
+    ("full", 16),
+    ("full", 32),
+    ("full", 64),
+)
 """(remat, times as many micro-batches), from fast and large to slow and small."""
 
 
@@ -49,7 +59,9 @@ def search(
             remat, times = LADDER[at]
             changed = _changed(config, mesh, remat, times)
             if changed is None:
-                why_not[f"data.batch_size: {config.data.batch_size} rows do not divide over the devices"] += 1
+                why_not[
+                    f"data.batch_size: {config.data.batch_size} rows do not divide over the devices"
+                ] += 1
                 continue
             if state / _parts(mesh) + _left(changed, mesh) > room:
                 why_not["layers leave too much for the backward pass"] += 1
@@ -67,7 +79,9 @@ def search(
                 rung = at
                 break
     if not found:
-        reason = why_not.most_common(1)[0][0] if why_not else "no mesh has so many devices and slices"
+        reason = (
+            why_not.most_common(1)[0][0] if why_not else "no mesh has so many devices and slices"
+        )
         raise UserError(f"--search: nothing to try on {topology}; {reason}")
     return sorted(found, key=lambda plan: (not plan.fits, plan.step or math.inf, plan.train.peak))
 
@@ -75,11 +89,27 @@ def search(
 def page(plans: list[Plan]) -> str:
     """For a person, with why."""
     priced = any(plan.price is not None for plan in plans)
-    rows = [["", "mesh, remat, micro-batches", "peak", "a step at least", "bound by", "MFU at most", *(["the run at least"] if priced else [])]]
+    rows = [
+        [
+            "",
+            "mesh, remat, micro-batches",
+            "peak",
+            "a step at least",
+            "bound by",
+            "MFU at most",
+            *(["the run at least"] if priced else []),
+        ]
+    ]
     for number, plan in enumerate(plans, 1):
-        share = f"{human_bytes(plan.train.peak)}" + (f" ({plan.train.peak / plan.room:.0%})" if plan.room else "")
+        share = f"{human_bytes(plan.train.peak)}" + (
+            f" ({plan.train.peak / plan.room:.0%})" if plan.room else ""
+        )
         fits = (
-            [seconds(plan.step), plan.train.roofline.bound if plan.topology.is_tpu else "", f"{plan.mfu:.1%}"]
+            [
+                seconds(plan.step),
+                plan.train.roofline.bound if plan.topology.is_tpu else "",
+                f"{plan.mfu:.1%}",
+            ]
             if plan.fits and plan.step
             else ["does not fit" if not plan.fits else "", "", ""]
         )
@@ -91,7 +121,9 @@ def page(plans: list[Plan]) -> str:
     if not best.fits:
         lines += ["", f"none of these fits; more may: --search={2 * len(plans)}, or more devices"]
     else:
-        flags = " ".join(f"--config.mesh.{axis}={size}" for axis, size in best.config.mesh.sizes.items())
+        flags = " ".join(
+            f"--config.mesh.{axis}={size}" for axis, size in best.config.mesh.sizes.items()
+        )
         lines += [
             "",
             f"the first: {flags} --config.model.remat={best.config.model.remat} --config.train.accumulate={best.config.train.accumulate}",
@@ -104,7 +136,9 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
     fixed = {axis: max(config.mesh.sizes[axis], 1) for axis in ("stage", "expert", "context")}
     left, heads = topology.devices // math.prod(fixed.values()), config.model.num_kv_heads
     across = topology.slices if config.mesh.slices == "data" else 1
-    for tensor, data in itertools.product((1, 2, 4, 8, 16), (across * n for n in (1, 2, 4, 8, 16, 32))):
+    for tensor, data in itertools.product(
+        (1, 2, 4, 8, 16), (across * n for n in (1, 2, 4, 8, 16, 32))
+    ):
         if left % (tensor * data) or heads % tensor:
             continue
         yield {"data": data, "fsdp": left // (tensor * data), "tensor": tensor} | fixed
@@ -113,7 +147,9 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
 def _changed(config: Experiment, mesh: dict[str, int], remat: str, times: int) -> Experiment | None:
     """The experiment so laid out; None where rows do not divide."""
     accumulate = config.train.accumulate * times
-    if config.data.batch_size % (accumulate * mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]):
+    if config.data.batch_size % (
+        accumulate * mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]
+    ):
         return None
     return dataclasses.replace(
         config, mesh=dataclasses.replace(config.mesh, **mesh), model=dataclasses.replace(config.model, remat=remat),
@@ -128,7 +164,9 @@ def _parts(mesh: dict[str, int]) -> int:
 
 def _size(config: Experiment) -> float:
     """Parameters."""
-    shapes = jax.eval_shape(build_model(config.model).init, jax.random.key(0), *example_inputs(config))
+    shapes = jax.eval_shape(
+        build_model(config.model).init, jax.random.key(0), *example_inputs(config)
+    )
     return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
 
@@ -172,12 +210,25 @@ def _sent(config: Experiment, size: float, mesh: dict[str, int]) -> float:
     """Bytes that a device sends, about: parameters gathered twice and gradients scattered (fsdp), or added up (data); the stream between
     sublayers gathered and scattered, forward and backward (tensor)."""
     size, model = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"]), config.model
-    parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + 2 * size / mesh["fsdp"] * (1 - 1 / mesh["data"])
+    parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + 2 * size / mesh["fsdp"] * (
+        1 - 1 / mesh["data"]
+    )
     layers = model.num_encoder_layers + model.num_decoder_layers
-    stream = 8 * layers * _tokens(config, mesh) * model.d_model * 2 * (1 - 1 / mesh["tensor"]) / mesh["stage"]
+    stream = (
+        8
+        * layers
+        * _tokens(config, mesh)
+        * model.d_model
+        * 2
+        * (1 - 1 / mesh["tensor"])
+        / mesh["stage"]
+    )
     return parameters * config.train.accumulate + stream
 
 
 def _spell(config: Experiment) -> str:
-    sizes = ", ".join(f"{axis} {size}" for axis, size in config.mesh.sizes.items() if size > 1) or "one device"
+    sizes = (
+        ", ".join(f"{axis} {size}" for axis, size in config.mesh.sizes.items() if size > 1)
+        or "one device"
+    )
     return f"{sizes}; {config.model.remat}; {config.train.accumulate}"

@@ -21,7 +21,9 @@ def flops(program: Program) -> float:
 def hbm_bytes(program: Program) -> float:
     """Bytes that go through HBM: what every instruction outside of fusions reads and writes there."""
     return sum(
-        times * _traffic(one, computation, program) for one, computation, times, fused in program.runs if not fused
+        times * _traffic(one, computation, program)
+        for one, computation, times, fused in program.runs
+        if not fused
     )
 
 
@@ -29,11 +31,15 @@ def _traffic(one: Instruction, computation: Computation, program: Program) -> fl
     if one.opcode in _FREE or one.opcode.endswith("-done"):
         return 0.0
     read = [computation[name] for name in one.operands if name in computation]
-    if one.opcode.endswith("-start"):  # what is moved, read here and written there: its result names both places
+    if one.opcode.endswith(
+        "-start"
+    ):  # what is moved, read here and written there: its result names both places
         moved = one.arrays[1] if len(one.arrays) > 1 else one.arrays[0]
         return moved.bytes * ((not moved.on_chip) + bool(read and read[0].hbm_bytes))
     if one.opcode in ("dynamic-slice", "gather", "slice"):
-        return one.hbm_bytes + (sum(array.bytes for array in one.arrays) if read[0].hbm_bytes else 0.0)
+        return one.hbm_bytes + (
+            sum(array.bytes for array in one.arrays) if read[0].hbm_bytes else 0.0
+        )
     if one.opcode in ("dynamic-update-slice", "scatter"):
         part = read[1] if one.opcode == "dynamic-update-slice" else read[-1]
         return 2 * sum(array.bytes for array in part.arrays)
@@ -53,7 +59,11 @@ def _fusion_traffic(one: Instruction, read: list[Instruction], inner: Computatio
         """(instruction, whether it takes the array as what is sliced or updated), through bitcasts."""
         found = []
         for user, operand in users[name]:
-            found += uses(user.name) if user.opcode == "bitcast" else [(user, user.operands[0] == operand)]
+            found += (
+                uses(user.name)
+                if user.opcode == "bitcast"
+                else [(user, user.operands[0] == operand)]
+            )
         return found
 
     total, updated = 0.0, 0.0
@@ -62,11 +72,16 @@ def _fusion_traffic(one: Instruction, read: list[Instruction], inner: Computatio
         if operand is None or not operand.hbm_bytes:
             continue
         taken = uses(parameter.name)
-        if taken and all(first and use.opcode in ("dynamic-slice", "gather", "slice") for use, first in taken):
+        if taken and all(
+            first and use.opcode in ("dynamic-slice", "gather", "slice") for use, first in taken
+        ):
             total += sum(array.bytes for use, _ in taken for array in use.arrays)
         elif taken and all(first and use.opcode == "dynamic-update-slice" for use, first in taken):
             total += sum(
-                array.bytes for use, _ in taken if use.operands[1] in inner for array in inner[use.operands[1]].arrays
+                array.bytes
+                for use, _ in taken
+                if use.operands[1] in inner
+                for array in inner[use.operands[1]].arrays
             )
             updated += operand.hbm_bytes
         else:
@@ -84,14 +99,23 @@ def _flops(one: Instruction, computation: Computation) -> float:
         return 2.0 * math.prod(out) * math.prod(left[int(n)] for n in contracted.split(",") if n)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.attributes).groups()
     batches = int((re.search(r"batch_group_count=(\d+)", one.attributes) or [0, 1])[1])
-    total = 2.0 * left[labels[0].index("b")] / batches * right[labels[1].index("o")] * right[labels[1].index("i")]
+    total = (
+        2.0
+        * left[labels[0].index("b")]
+        / batches
+        * right[labels[1].index("o")]
+        * right[labels[1].index("i")]
+    )
     window = re.search(r"window=\{([^}]*)\}", one.attributes)
     options = dict(re.findall(r"(\w+)=([\w\-x]+)", window.group(1))) if window else {}
     get = lambda name, default, axis: options[name].split("x")[axis] if name in options else default
     for axis in range(len(labels[0]) - 2):
         size, stride = int(get("size", "1", axis)), int(get("stride", "1", axis))
         low = int(get("pad", "0_0", axis).split("_")[0])
-        spread_in, spread_kernel = int(get("lhs_dilate", "1", axis)), int(get("rhs_dilate", "1", axis))
+        spread_in, spread_kernel = (
+            int(get("lhs_dilate", "1", axis)),
+            int(get("rhs_dilate", "1", axis)),
+        )
         length, outs = left[labels[0].index(str(axis))], out[labels[2].index(str(axis))]
         at = np.arange(outs)[:, None] * stride + np.arange(size)[None] * spread_kernel - low
         total *= np.sum((at >= 0) & (at <= (length - 1) * spread_in) & (at % spread_in == 0))

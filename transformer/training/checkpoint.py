@@ -27,7 +27,9 @@ def damage(folder, step: int) -> Iterator[None]:
     except UserError:
         raise
     except Exception as e:
-        elsewhere = isinstance(e, OSError) and not isinstance(e, FileNotFoundError)  # no right to read, a network
+        elsewhere = isinstance(e, OSError) and not isinstance(
+            e, FileNotFoundError
+        )  # no right to read, a network
         if elsewhere or "RESOURCE_EXHAUSTED" in str(e) or "Out of memory" in str(e):
             raise
         reason = (str(e).splitlines() or [""])[0][:120]
@@ -46,7 +48,9 @@ class Checkpoints:
         handlers = {name: ocp.StandardCheckpointHandler() for name in ("params", "ema", "rest")} | {
             "host": ocp.JsonCheckpointHandler()
         }
-        self._manager = ocp.CheckpointManager(self.folder.resolve(), options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(
+            self.folder.resolve(), options=options, item_handlers=handlers
+        )
 
     @property
     def steps(self) -> list[int]:
@@ -60,7 +64,9 @@ class Checkpoints:
             self._manager.check_for_errors()
             self._prune()
             check_room(Path(self.folder), size(state), "a checkpoint")
-            self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
+            self._manager.save(
+                step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True
+            )
 
     def layout(self, model: ModelConfig) -> ModelConfig:
         """`model` as the latest checkpoint holds it: its layers looped or not, in so many rounds."""
@@ -68,7 +74,9 @@ class Checkpoints:
         with damage(self.folder, step):
             if "host" not in self._items_of(step):
                 return model
-            host = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+            host = self._manager.restore(
+                step, args=ocp.args.Composite(host=ocp.args.JsonRestore())
+            )["host"]
         return dataclasses.replace(model, **host.get("layout", {}))
 
     def restore(self, abstract: TrainState, step: int | None = None) -> tuple[TrainState, dict]:
@@ -81,15 +89,23 @@ class Checkpoints:
                     f"with --config.train.init_from={self.folder.parent}"
                 )
             self._check_same("params", abstract.params, step)
-            items = {name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()}
-            found = self._manager.restore(step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+            items = {
+                name: ocp.args.StandardRestore(tree) for name, tree in _items(abstract).items()
+            }
+            found = self._manager.restore(
+                step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore())
+            )
             state = abstract.replace(params=found["params"], ema=found.get("ema"), **found["rest"])
-            return state, {key: found["host"][key] for key in ("data_step", "window", "text_sha256")}
+            return state, {
+                key: found["host"][key] for key in ("data_step", "window", "text_sha256")
+            }
 
     def save_params(self, params, step: int = 0) -> None:
         """Parameters alone, which can be used and started from, but not trained on."""
         with disk_faults(self.folder):
-            self._manager.save(step, args=ocp.args.Composite(params=ocp.args.StandardSave(params)), force=True)
+            self._manager.save(
+                step, args=ocp.args.Composite(params=ocp.args.StandardSave(params)), force=True
+            )
 
     def _items_of(self, step: int) -> set[str]:
         return {item.name for item in (self.folder / str(step)).iterdir()}
@@ -101,7 +117,8 @@ class Checkpoints:
             with damage(self.folder, step):
                 self._check_same(item, abstract_params, step)
                 one = self._manager.restore(
-                    step, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract_params)})
+                    step,
+                    args=ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract_params)}),
                 )[item]
             total = one if total is None else jax.tree.map(jnp.add, total, one)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
@@ -125,7 +142,9 @@ class Checkpoints:
 
     def _check_same(self, item: str, abstract_params, step: int) -> None:
         """Raises UserError, with the first names that differ, if the checkpoint is of another architecture."""
-        shapes = lambda tree: {path_name(p): tuple(x.shape) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+        shapes = lambda tree: {
+            path_name(p): tuple(x.shape) for p, x in jax.tree_util.tree_leaves_with_path(tree)
+        }
         saved = self._manager.item_metadata(step)[item]
         here, there = shapes(abstract_params), shapes(getattr(saved, "tree", saved))
         spell = lambda shape: "absent" if shape is None else "x".join(map(str, shape))

@@ -32,7 +32,9 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     from, evaluated on a text that is named then and, with train.init_from, trained on. Raises UserError, and leaves no run."""
     rundir.check_folder(workdir)
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
-        raise UserError(f"--workdir: {workdir} is already there, and not an empty folder; name another")
+        raise UserError(
+            f"--workdir: {workdir} is already there, and not an empty folder; name another"
+        )
     family, theirs, tensors = open_directory(directory)
     model = family.our_config(theirs, frozenset(tensors.names))
     signs = _signs(theirs, model, family.source_begins)
@@ -46,14 +48,20 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         disk_faults(workdir),
         tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
     ):
-        abstract, placed = abstract_state(config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh)
+        abstract, placed = abstract_state(
+            config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh
+        )
         check_memory(abstract.params, mesh, "parameters")
         shardings = flatten(placed.params)
-        place = lambda path, x: jax.make_array_from_callback(x.shape, shardings[path], lambda index: x[index])
+        place = lambda path, x: jax.make_array_from_callback(
+            x.shape, shardings[path], lambda index: x[index]
+        )
         params = read_params(family, config.model, tensors, place)
         whole = Path(unfinished) / "run"
         count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-        rundir.claim(whole, config, mesh, count, tokenizer, {"converted_from": str(directory.resolve())})
+        rundir.claim(
+            whole, config, mesh, count, tokenizer, {"converted_from": str(directory.resolve())}
+        )
         checkpoints = Checkpoints(whole, config.train)
         checkpoints.save_params(params)
         checkpoints.close()
@@ -63,7 +71,9 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     return config
 
 
-def to_hf(workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family: str | None) -> None:
+def to_hf(
+    workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family: str | None
+) -> None:
     """Writes the model of a run, as it would be evaluated, as a Hugging Face directory."""
     fields, files = {}, {}
     with use(mesh):
@@ -82,25 +92,40 @@ def _signs(theirs: Mapping, model: ModelConfig, source_begins: str) -> Tokenizer
 
     def get(name: str) -> int:
         value = theirs.get(name)
-        value = next(iter(value), None) if isinstance(value, list) else value  # Llama 3.1 ends in several ways
+        value = (
+            next(iter(value), None) if isinstance(value, list) else value
+        )  # Llama 3.1 ends in several ways
         return -1 if value is None else int(value)
 
     eos = get("sep_token_id" if model.family == "encoder" else "eos_token_id")
-    begins = {"encoder": "cls_token_id", "decoder": "bos_token_id", "encoder_decoder": "decoder_start_token_id"}
+    begins = {
+        "encoder": "cls_token_id",
+        "decoder": "bos_token_id",
+        "encoder_decoder": "decoder_start_token_id",
+    }
     bos = get(begins[model.family])
     if model.family == "decoder" and bos < 0:
         bos = eos
     pad = get("pad_token_id")
     source_bos = get(source_begins) if source_begins else -1
-    return TokenizerConfig(pad_id=pad if pad >= 0 else eos, bos_id=bos, eos_id=eos, source_bos_id=source_bos)
+    return TokenizerConfig(
+        pad_id=pad if pad >= 0 else eos, bos_id=bos, eos_id=eos, source_bos_id=source_bos
+    )
 
 
 def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
     """What a run's config.json says of a model that was not trained here."""
-    objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[model.family]
+    objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[
+        model.family
+    ]
     if not model.lm_head:
         objective = "tagging" if model.pooling == "none" else "classification"
-    data = DataConfig(objective=objective, length=min(model.max_length, 512), packing=model.lm_head, tokenizer=signs)
+    data = DataConfig(
+        objective=objective,
+        length=min(model.max_length, 512),
+        packing=model.lm_head,
+        tokenizer=signs,
+    )
     with contextlib.suppress(UserError):
         return Experiment(model, data, train=TrainConfig(steps=1))
     # A model without a head has nothing to be asked for; its own objective comes with train.init_from.
@@ -116,7 +141,9 @@ def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
         "spiece.model",
         "tokenizer.model",
     ):  # where both are there, its ids are the model's without added signs
-        if (directory / name).is_file() and (is_sentencepiece((directory / name).read_bytes()) or not file.is_file()):
+        if (directory / name).is_file() and (
+            is_sentencepiece((directory / name).read_bytes()) or not file.is_file()
+        ):
             return load_tokenizer(directory / name, signs)
     if file.is_file():
         return load_tokenizer(file, signs)
@@ -129,7 +156,9 @@ def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
         import tokenizers
 
         if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-            content = tokenizers.ByteLevelBPETokenizer(str(directory / "vocab.json"), str(directory / "merges.txt"))
+            content = tokenizers.ByteLevelBPETokenizer(
+                str(directory / "vocab.json"), str(directory / "merges.txt")
+            )
         elif (directory / "vocab.txt").is_file():
             given = (
                 read_json(directory / "tokenizer_config.json")
@@ -137,9 +166,15 @@ def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
                 else {}
             )
             lower = bool(given.get("do_lower_case", True))
-            content = tokenizers.BertWordPieceTokenizer(str(directory / "vocab.txt"), lowercase=lower)
+            content = tokenizers.BertWordPieceTokenizer(
+                str(directory / "vocab.txt"), lowercase=lower
+            )
     if content is None:
         return None
-    signs_there = [t for t in ("<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>") if content.token_to_id(t) is not None]
+    signs_there = [
+        t
+        for t in ("<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>")
+        if content.token_to_id(t) is not None
+    ]
     content.add_special_tokens(signs_there)
     return Fast(content.to_str().encode("utf-8"), signs, str(directory))

@@ -40,8 +40,12 @@ def start_from(config: Experiment, state: TrainState, placed: TrainState, mesh: 
         return _fit(train, fetch(name), own).astype(own.dtype) if name in taken else own
 
     shardings = flatten(placed.params)
-    params = unflatten({path: jax.device_put(join(model, path, get, jnp.stack), shardings[path]) for path in ours})
-    return state.replace(params=params, ema=None if state.ema is None else jax.tree.map(jnp.copy, params))
+    params = unflatten(
+        {path: jax.device_put(join(model, path, get, jnp.stack), shardings[path]) for path in ours}
+    )
+    return state.replace(
+        params=params, ema=None if state.ema is None else jax.tree.map(jnp.copy, params)
+    )
 
 
 def check_tokenizer(directory: str, sha256: str) -> None:
@@ -53,7 +57,9 @@ def check_tokenizer(directory: str, sha256: str) -> None:
         )
 
 
-def _source(directory: Path, mesh: Mesh) -> tuple[Mapping[str, tuple[int, ...]], Callable[[str], Any]]:
+def _source(
+    directory: Path, mesh: Mesh
+) -> tuple[Mapping[str, tuple[int, ...]], Callable[[str], Any]]:
     """Shapes by unrolled name, and what fetches one."""
     if (directory / "checkpoints").is_dir():
         config = load_config(directory)
@@ -62,12 +68,19 @@ def _source(directory: Path, mesh: Mesh) -> tuple[Mapping[str, tuple[int, ...]],
             raise UserError(f"train.init_from: {directory} has no checkpoint yet")
         config = dataclasses.replace(config, model=checkpoints.layout(config.model))
         abstract, _ = abstract_state(
-            config, build_model(config.model), build_optimizer(config.optimizer, config.train.steps), mesh
+            config,
+            build_model(config.model),
+            build_optimizer(config.optimizer, config.train.steps),
+            mesh,
         )
-        item, mean_of = ("ema", 1) if config.train.ema_decay else ("params", config.train.average_checkpoints)
+        item, mean_of = (
+            ("ema", 1) if config.train.ema_decay else ("params", config.train.average_checkpoints)
+        )
         flat = flatten(checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of))
         place = where(config.model, flat)
-        return layer_shapes(config.model, flat), lambda name: part(flat[place[name][0]], place[name][1])
+        return layer_shapes(config.model, flat), lambda name: part(
+            flat[place[name][0]], place[name][1]
+        )
     if (directory / "config.json").is_file():
         shapes, read = open_hf(directory)
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -88,16 +101,22 @@ def _match(train: TrainConfig, ours: Mapping, theirs: Mapping) -> set[str]:
     left = {name for name in theirs if named(name, train.init_drop)}
     source = train.init_from
     if missing := sorted(ours.keys() - theirs.keys() - new):
-        raise UserError(f"train.init_from: {source} has no {_some(missing)}; name in train.init_new what starts anew")
+        raise UserError(
+            f"train.init_from: {source} has no {_some(missing)}; name in train.init_new what starts anew"
+        )
     if over := sorted(theirs.keys() - ours.keys() - left):
         raise UserError(
             f"train.init_from: this model has no place for {_some(over)}; name in train.init_drop what is left out"
         )
     taken = set(ours) - new - left
     if lost := sorted(left & ours.keys() - new):
-        raise UserError(f"train.init_drop: {_some(lost)} would be left empty; name it in train.init_new too")
+        raise UserError(
+            f"train.init_drop: {_some(lost)} would be left empty; name it in train.init_new too"
+        )
     for name in sorted(taken):
-        longer = name.split("/")[-1].startswith("position_embedding") and train.init_positions != "same"
+        longer = (
+            name.split("/")[-1].startswith("position_embedding") and train.init_positions != "same"
+        )
         if tuple(ours[name][longer:]) != tuple(theirs[name][longer:]):
             spell = lambda shape: "x".join(map(str, shape))
             way_out = (

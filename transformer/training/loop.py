@@ -22,13 +22,19 @@ def train(config: Experiment, workdir: str | Path) -> int:
     than `train.steps` after SIGTERM or Ctrl-C; the same call goes on from there."""
     with disk_faults(workdir), use(start(config.platform, config.mesh)) as mesh:
         run = begin(config, Path(workdir), mesh)
-        with run, stop_signals() as stopped, _profile(run.workdir, config.train.profile, run.step) as profile:
+        with (
+            run,
+            stop_signals() as stopped,
+            _profile(run.workdir, config.train.profile, run.step) as profile,
+        ):
             for batch in run.batches.stream(run.step, config.train.steps):
                 run.state, metrics = run.train_step(run.state, run.share.place(batch))
                 run.step += 1
                 run.recorder.push(run.step, metrics)
                 profile(run.step)
-                if run.step < config.train.steps and stopped(run.step):  # little time is left: an evaluation that is due comes with the resumption
+                if run.step < config.train.steps and stopped(
+                    run.step
+                ):  # little time is left: an evaluation that is due comes with the resumption
                     run.save()
                     break
                 if run.evaluation_due():

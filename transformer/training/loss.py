@@ -67,7 +67,9 @@ class RouterSums:
         return {name: x / jnp.maximum(self.weight, 1.0) for name, x in self.reports.items()}
 
 
-def label_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array, smoothing: float = 0.0) -> Sums:
+def label_sums(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array, smoothing: float = 0.0
+) -> Sums:
     """The loss's sums over classes: logits [..., C] against int32[...]. Differentiable through `Sums.loss`."""
     logp = jax.nn.log_softmax(logits, axis=-1)
     nll = -jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
@@ -87,12 +89,19 @@ def _chunk(h_BxCxD, head: Head, targets_BxC, weights_BxC, smoothing: float, z_lo
     nll_BxC = log_z_BxC - target_BxC
     loss_BxC = nll_BxC
     if smoothing:
-        loss_BxC = (1 - smoothing) * nll_BxC + smoothing * (log_z_BxC - jnp.sum(logits_BxCxV, axis=-1) / vocab)
+        loss_BxC = (1 - smoothing) * nll_BxC + smoothing * (
+            log_z_BxC - jnp.sum(logits_BxCxV, axis=-1) / vocab
+        )
     if z_loss:
         loss_BxC = loss_BxC + z_loss * jnp.square(log_z_BxC)
     correct_BxC = jnp.max(logits_BxCxV, axis=-1) <= target_BxC
     total = lambda x_BxC: jnp.sum(x_BxC * weights_BxC)
-    sums = Sums(total(loss_BxC), total(nll_BxC), total(correct_BxC.astype(jnp.float32)), jnp.sum(weights_BxC))
+    sums = Sums(
+        total(loss_BxC),
+        total(nll_BxC),
+        total(correct_BxC.astype(jnp.float32)),
+        jnp.sum(weights_BxC),
+    )
     return sums, (logits_BxCxV, log_z_BxC, hit_BxCxV)
 
 
@@ -115,7 +124,13 @@ def _chunks(x, count: int):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def cross_entropy(
-    h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing: float = 0.0, z_loss: float = 0.0, chunks: int = 1
+    h_BxTxD,
+    head: Head,
+    targets_BxT,
+    weights_BxT,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunks: int = 1,
 ) -> Sums:
     """The loss's sums over a batch; differentiable in `h` and `head`, through `Sums.loss` alone. `chunks` divides T (what a device holds
     of it)."""
@@ -125,7 +140,13 @@ def cross_entropy(
             jax.tree.map(jnp.add, sums, _chunk(chunk[0], head, *chunk[1:], smoothing, z_loss)[0]),
             None,
         )
-        return jax.lax.scan(add, Sums.zero(), tuple(_chunks(x, chunks) for x in (h, targets, weights)))[0], None, None
+        return (
+            jax.lax.scan(
+                add, Sums.zero(), tuple(_chunks(x, chunks) for x in (h, targets, weights))
+            )[0],
+            None,
+            None,
+        )
 
     return _on_each_device(here, chunks, h_BxTxD, head, targets_BxT, weights_BxT)[0]
 
@@ -138,7 +159,10 @@ def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, c
             own, kept = _chunk(h, head, targets, weights, smoothing, z_loss)
             d_logits = _chunk_gradient(kept, weights, smoothing, z_loss)
             d_h, own_d_head = head.pull_back(h, kept[0], d_logits)
-            return (jax.tree.map(jnp.add, sums, own), jax.tree.map(jnp.add, d_head, own_d_head)), d_h
+            return (
+                jax.tree.map(jnp.add, sums, own),
+                jax.tree.map(jnp.add, d_head, own_d_head),
+            ), d_h
 
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), head)
         parts = tuple(_chunks(x, chunks) for x in (h, targets, weights))
@@ -171,9 +195,15 @@ def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights
 
     spread = P(rows or None, length or None)
     by_device = jax.shard_map(
-        here, in_specs=(spread, P(), spread, spread), out_specs=(P(), spread, P(axes)), axis_names=set(axes), check_vma=False
+        here,
+        in_specs=(spread, P(), spread, spread),
+        out_specs=(P(), spread, P(axes)),
+        axis_names=set(axes),
+        check_vma=False,
     )
-    sums, d_h_BxTxD, d_head = by_device(h_BxTxD, head.ready(h_BxTxD.dtype), targets_BxT, weights_BxT)
+    sums, d_h_BxTxD, d_head = by_device(
+        h_BxTxD, head.ready(h_BxTxD.dtype), targets_BxT, weights_BxT
+    )
     return sums, d_h_BxTxD, jax.tree.map(lambda x: jnp.sum(x, axis=0), d_head)
 
 

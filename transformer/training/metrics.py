@@ -17,7 +17,14 @@ class MetricsLog:
     one `writes`; the others know what is there and write nothing."""
 
     def __init__(
-        self, workdir: Path, resume_step: int, *, writes: bool = True, tensorboard: bool, wandb: str, config: dict
+        self,
+        workdir: Path,
+        resume_step: int,
+        *,
+        writes: bool = True,
+        tensorboard: bool,
+        wandb: str,
+        config: dict,
     ):
         self._path = workdir / "metrics.jsonl"
         kept = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
@@ -110,7 +117,9 @@ class Progress:
         self._live = self._stream.isatty()
         self._seconds_per_step = 0.0
 
-    def show(self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float) -> None:
+    def show(
+        self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float
+    ) -> None:
         """`seconds_per_step` is of the last interval; the time left follows it, smoothed."""
         line = f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}  loss {loss:6.3f}  lr {rate:.1e}"
         if tokens_per_second:
@@ -141,7 +150,10 @@ class Progress:
 def columns(rows: list[list[str]]) -> list[str]:
     """Rows of cells as lines whose columns stand under each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def human_time(seconds: float) -> str:
@@ -177,7 +189,8 @@ def plot_loss(workdir: Path) -> Path | None:
 
     lines = read_metrics(workdir)
     curve = lambda name: (
-        tuple(zip(*[(line["step"], line[name]) for line in lines if name in line], strict=True)) or ((), ())
+        tuple(zip(*[(line["step"], line[name]) for line in lines if name in line], strict=True))
+        or ((), ())
     )
     train, valid = curve("train/loss"), curve("eval/loss")
     if not train[0]:
@@ -185,7 +198,9 @@ def plot_loss(workdir: Path) -> Path | None:
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
     axes.plot(*train, color="#0072b2", linewidth=1.2, label="training")
     if valid[0]:
-        axes.plot(*valid, color="#d55e00", marker="o", markersize=3.5, linewidth=1.2, label="validation")
+        axes.plot(
+            *valid, color="#d55e00", marker="o", markersize=3.5, linewidth=1.2, label="validation"
+        )
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.resolve().name)
     low = min(*train[1], *valid[1]) if valid[0] else min(train[1])
     axes.set_ylim(max(0, low * 0.93), sorted(train[1])[int(len(train[1]) * 0.98)] * 1.03)

@@ -17,7 +17,11 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     wsd            at the peak, then linear over the last decay_fraction of all steps (warmup-stable-decay)
     constant       at the peak
     """
-    peak, final, warmup = config.learning_rate, config.learning_rate * config.final_fraction, config.warmup_steps
+    peak, final, warmup = (
+        config.learning_rate,
+        config.learning_rate * config.final_fraction,
+        config.warmup_steps,
+    )
     if config.schedule == "inverse_sqrt":
 
         def inverse_sqrt(update):
@@ -35,7 +39,9 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     }[config.schedule]
     if not warmup:
         return after
-    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup]
+    )
 
 
 def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
@@ -44,17 +50,22 @@ def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransf
     direction = {
         "adamw": lambda: optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon),
         "lion": lambda: optax.scale_by_lion(b1=config.b1, b2=config.b2),
-        "adafactor": lambda: optax.chain(optax.scale_by_factored_rms(decay_rate=0.8), optax.clip_by_block_rms(1.0)),
+        "adafactor": lambda: optax.chain(
+            optax.scale_by_factored_rms(decay_rate=0.8), optax.clip_by_block_rms(1.0)
+        ),
         "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
     }[config.name]()
     decays = not is_zero(config.weight_decay)
     decay = optax.add_decayed_weights(config.weight_decay, decayed) if decays else optax.identity()
     rule = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
+    return (
+        optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
+    )
 
 
 def decayed(params):
     """True for projections and embeddings."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(getattr(k, "key", None) in ("kernel", "embedding") for k in path[-2:]), params
+        lambda path, _: any(getattr(k, "key", None) in ("kernel", "embedding") for k in path[-2:]),
+        params,
     )

@@ -26,9 +26,22 @@ class Recorder:
     """
 
     def __init__(
-        self, log: MetricsLog, progress: Progress, rate: Callable, every: int, steps: int, window: dict[str, float], together: int = 1
+        self,
+        log: MetricsLog,
+        progress: Progress,
+        rate: Callable,
+        every: int,
+        steps: int,
+        window: dict[str, float],
+        together: int = 1,
     ):
-        self._log, self._progress, self._rate, self._every, self._steps = log, progress, rate, every, steps
+        self._log, self._progress, self._rate, self._every, self._steps = (
+            log,
+            progress,
+            rate,
+            every,
+            steps,
+        )
         self._together = {"time/together": together} if together > 1 else {}
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
@@ -56,7 +69,9 @@ class Recorder:
                 "lengthen optimizer.warmup_steps or set optimizer.clip_norm"
             )
         for name, value in values.items():
-            self.window[name] = self.window.get(name, 0.0) + (value if name == "tokens" else value * values["tokens"])
+            self.window[name] = self.window.get(name, 0.0) + (
+                value if name == "tokens" else value * values["tokens"]
+            )
         if self._mark is None:
             self._mark = time.perf_counter()
         else:
@@ -76,7 +91,9 @@ class Recorder:
         lr = float(self._rate(step - 1))
         timing = {"time/tokens_per_second": round(speed, 1)} | self._together if speed else {}
         timing["memory/peak_bytes"] = peak_memory()
-        self._log.write(step, **means, **{"train/tokens": tokens, "train/learning_rate": lr}, **timing)
+        self._log.write(
+            step, **means, **{"train/tokens": tokens, "train/learning_rate": lr}, **timing
+        )
         self._progress.show(step, means["train/loss"], lr, speed, spent / steps)
 
     @contextlib.contextmanager
@@ -92,6 +109,10 @@ class Recorder:
 
 def peak_memory() -> int:
     """Bytes that the fullest of this process's devices has held at most; where devices do not tell (CPUs), that the process has."""
-    found = [stats.get("peak_bytes_in_use", 0) for device in jax.local_devices() if (stats := device.memory_stats())]
+    found = [
+        stats.get("peak_bytes_in_use", 0)
+        for device in jax.local_devices()
+        if (stats := device.memory_stats())
+    ]
     unit = 1 if sys.platform == "darwin" else 1024
     return max(found) if found else unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

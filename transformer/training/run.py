@@ -30,7 +30,14 @@ from transformer.parallel.sharding import Share, describe
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints, size
 from transformer.training.initialize import check_tokenizer, start_from
-from transformer.training.metrics import MetricsLog, Progress, check_wandb, human_count, human_number, plot_loss
+from transformer.training.metrics import (
+    MetricsLog,
+    Progress,
+    check_wandb,
+    human_count,
+    human_number,
+    plot_loss,
+)
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.recorder import Diverged, Recorder
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
@@ -57,7 +64,9 @@ class Run:
     data: Data
 
     def __enter__(self) -> "Run":
-        due = self.evaluation_due() if self.step else self.config.train.evaluators  # how it looks before the first step
+        due = (
+            self.evaluation_due() if self.step else self.config.train.evaluators
+        )  # how it looks before the first step
         if due and self.log.last("eval/loss") != self.step:
             self.evaluate()
         return self
@@ -79,7 +88,10 @@ class Run:
             barrier("the run is over")
 
     def saving_due(self) -> bool:
-        return _due(self.step, self.config.train.checkpoint_every) or self.step == self.config.train.steps
+        return (
+            _due(self.step, self.config.train.checkpoint_every)
+            or self.step == self.config.train.steps
+        )
 
     def evaluation_due(self) -> bool:
         return _due(self.step, self.config.train.eval_every) or self.step == self.config.train.steps
@@ -88,8 +100,12 @@ class Run:
         """Loss on the validation side, into the log and onto a line of its own."""
         with self.recorder.aside():
             most = self.config.train.eval_batches
-            found = evaluate_loss(self.eval_step, self.state.eval_params, self.valid, self.share, most=most)
-            found |= measure(self._subject, At(self.state.eval_params, self.state.opt_state), during=True)
+            found = evaluate_loss(
+                self.eval_step, self.state.eval_params, self.valid, self.share, most=most
+            )
+            found |= measure(
+                self._subject, At(self.state.eval_params, self.state.opt_state), during=True
+            )
             self.log.write(self.step, **{f"eval/{name}": value for name, value in found.items()})
             self.progress.note(
                 f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {human_number(found['perplexity'])}, accuracy {found['accuracy']:.1%}"
@@ -99,13 +115,22 @@ class Run:
     def _subject(self) -> Subject:
         config = self.config
         return Subject(
-            config, self.data, "valid", self.share.mesh, config.train.eval_batches, build_optimizer(config.optimizer, config.train.steps)
+            config,
+            self.data,
+            "valid",
+            self.share.mesh,
+            config.train.eval_batches,
+            build_optimizer(config.optimizer, config.train.steps),
         )
 
     def save(self) -> None:
         """A checkpoint of this step, with the position in the data and the open logging interval."""
         with self.recorder.aside():
-            host = {"data_step": self.step, "window": dict(self.recorder.window), "text_sha256": self.data.store.meta["train"]["sha256"]}
+            host = {
+                "data_step": self.step,
+                "window": dict(self.recorder.window),
+                "text_sha256": self.data.store.meta["train"]["sha256"],
+            }
             host["layout"] = layout(self.config.model)
             self.checkpoints.save(self.state, self.step, host)
 
@@ -114,17 +139,24 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def begin(config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, speaks: bool = True) -> Run:
+def begin(
+    config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, speaks: bool = True
+) -> Run:
     """Everything before the first step: checks first, then data, then the state, new or as it was left. `together`: of so many runs that
     are trained as one program; one of them `speaks`."""
-    agree("the config", hashlib.sha256(json.dumps(to_mapping(config), sort_keys=True).encode()).hexdigest())
+    agree(
+        "the config",
+        hashlib.sha256(json.dumps(to_mapping(config), sort_keys=True).encode()).hexdigest(),
+    )
     check_rows(config, mesh)
     check_wandb(config.train.wandb)
     rundir.check(workdir, config)
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     abstract, placed = abstract_state(config, model, optimizer, mesh)
-    check_memory((abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients")
+    check_memory(
+        (abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients"
+    )
     check_room(workdir.absolute(), size(abstract), "a checkpoint")
     with first_before_the_others("data"):
         data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
@@ -133,14 +165,18 @@ def begin(config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, s
     text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
     agree("the training text, or its tokenizer", text_sha256[:32] + data.tokenizer.sha256[:32])
     progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
-    has_any = (workdir / "checkpoints").exists() and (checkpoints := Checkpoints(workdir, config.train)).steps
+    has_any = (workdir / "checkpoints").exists() and (
+        checkpoints := Checkpoints(workdir, config.train)
+    ).steps
     agree("--workdir: the last checkpoint in it", str(has_any and checkpoints.steps[-1]))
     if has_any:
         was = checkpoints.layout(config.model)
         if was == config.model:
             state, host = checkpoints.restore(abstract)
         else:
-            there, _ = abstract_state(dataclasses.replace(config, model=was), build_model(was), optimizer, mesh)
+            there, _ = abstract_state(
+                dataclasses.replace(config, model=was), build_model(was), optimizer, mesh
+            )
             state, host = checkpoints.restore(there)
             state = relayout(state, was, config.model, abstract)
         step, window = host["data_step"], host["window"]
@@ -164,7 +200,11 @@ def begin(config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, s
             f"--workdir: process {jax.process_index()} does not see what process 0 wrote to {workdir}; it must be a shared folder"
         )
     checkpoints = Checkpoints(workdir, config.train)
-    progress.note(describe(abstract.params, placed.params, mesh) + "\n" + _describe_data(data, batches, config))
+    progress.note(
+        describe(abstract.params, placed.params, mesh)
+        + "\n"
+        + _describe_data(data, batches, config)
+    )
     if backends:
         spelled = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
         progress.note(f"attention   {spelled}")
@@ -211,4 +251,6 @@ def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:
         f"tokenizer   {config.data.tokenizer.path or config.data.tokenizer.kind}, {data.tokenizer.vocab_size:,} pieces, sha256 {data.tokenizer.sha256[:12]}",
         f"batches     of {config.data.batch_size * config.data.length:,} tokens, {batches.per_epoch:,} an epoch, {epochs:.1f} epochs",
     ]
-    return "\n".join(lines + [f"            {count:,} {what}" for what, count in batches.report.items()])
+    return "\n".join(
+        lines + [f"            {count:,} {what}" for what, count in batches.report.items()]
+    )

@@ -47,18 +47,24 @@ def check(workdir: Path, config: Experiment) -> None:
     """Raises UserError, listing what differs, if the directory holds another experiment; writes nothing."""
     check_folder(workdir)
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
-        raise UserError(f"--workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it")
+        raise UserError(
+            f"--workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it"
+        )
     if (workdir / "config.json").exists():
         if not trained(workdir):
             return  # a mended config may take the place
         old, new = (flat(to_mapping(c)) for c in (load_config(workdir), config))
         differ = [
-            key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not key.startswith(FREE)
+            key
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not key.startswith(FREE)
         ]
         if differ == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             differ = []  # these schedules do not know where they end: a run may be extended
         if differ:
-            what = "; ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ[:6])
+            what = "; ".join(
+                f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ[:6]
+            )
             more = f"; and {len(differ) - 6} more" if len(differ) > 6 else ""
             raise UserError(
                 f"--workdir: {workdir} holds a different experiment: {what}{more}; choose another directory, or the old values"
@@ -101,13 +107,28 @@ def load_config(workdir: Path) -> Experiment:
 
 
 def claim(
-    workdir: Path, config: Experiment, mesh: Mesh, parameters: int, tokenizer: Tokenizer | None, origin: dict
+    workdir: Path,
+    config: Experiment,
+    mesh: Mesh,
+    parameters: int,
+    tokenizer: Tokenizer | None,
+    origin: dict,
 ) -> None:
     """Makes the directory this experiment's own: config.json, the tokenizer and, in manifest.json, what the numbers come from
     (versions, commit, devices, mesh and, in `origin`, hashes of data, attention backends), one entry for every start."""
     workdir.mkdir(parents=True, exist_ok=True)
     _write(workdir / "config.json", to_mapping(config))
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "numpy", "sacrebleu")
+    packages = (
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "grain",
+        "sentencepiece",
+        "numpy",
+        "sacrebleu",
+    )
     manifest = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -128,24 +149,41 @@ def claim(
         write_whole(workdir / tokenizer.name, tokenizer.content)
     file = workdir / "manifest.json"
     before = read_json(file) if file.exists() else {}
-    earlier = [*before.get("earlier_starts", []), {k: before.get(k) for k in _OF_A_START}] if before else []
+    earlier = (
+        [*before.get("earlier_starts", []), {k: before.get(k) for k in _OF_A_START}]
+        if before
+        else []
+    )
     _write(file, manifest | {"earlier_starts": earlier})
 
 
-_OF_A_START = ("started", "command", "commit", "versions", "devices", "platform", "processes", "mesh")
+_OF_A_START = (
+    "started",
+    "command",
+    "commit",
+    "versions",
+    "devices",
+    "platform",
+    "processes",
+    "mesh",
+)
 
 
 def _commit() -> str:
     """The commit of the code, with `+` where it was changed since; "" outside a checkout."""
     here = Path(__file__).parent
-    git = lambda *args: subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True)
+    git = lambda *args: subprocess.run(
+        ["git", "-C", str(here), *args], capture_output=True, text=True
+    )
     try:
         head = git("rev-parse", "HEAD")
     except OSError:  # no git on this machine
         return ""
     if head.returncode:
         return ""
-    return head.stdout.strip() + ("+" if git("status", "--porcelain", "--untracked-files=no").stdout.strip() else "")
+    return head.stdout.strip() + (
+        "+" if git("status", "--porcelain", "--untracked-files=no").stdout.strip() else ""
+    )
 
 
 def flat(tree: dict, prefix: str = "") -> dict:

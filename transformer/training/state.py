@@ -56,7 +56,9 @@ def abstract_state(
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     boxed = jax.eval_shape(state_maker(config, model, optimizer), key)
     placed = shardings(boxed, mesh)
-    shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), unbox(boxed), placed)
+    shapes = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), unbox(boxed), placed
+    )
     return shapes, placed
 
 
@@ -69,7 +71,9 @@ def layout(model: ModelConfig) -> dict:
     return {field: getattr(model, field) for field in LAYOUT}
 
 
-def relayout(state: TrainState, old: ModelConfig, new: ModelConfig, abstract: TrainState) -> TrainState:
+def relayout(
+    state: TrainState, old: ModelConfig, new: ModelConfig, abstract: TrainState
+) -> TrainState:
     """A state in `old`'s layout as `abstract`, in `new`'s. Raises UserError for a statistic that cannot be moved."""
     place = where(old, flatten(state.params))
 
@@ -97,7 +101,10 @@ _STACK = re.compile(r"(.*?)((?:(?:encoder|decoder)/layers.*)?)")
 
 
 def init_state(
-    config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, placed: TrainState
+    config: Experiment,
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    placed: TrainState,
 ) -> TrainState:
     """The state of step 0, born sharded."""
     make = state_maker(config, model, optimizer)

@@ -25,7 +25,9 @@ def asked(batch: dict) -> tuple[str, ...]:
     return tuple(name for name in ("targets", "labels") if name in batch)
 
 
-def outputs(model: nn.Module, params, batch: dict, order: str, dropout_key=None, watch: Sequence[str] = ()):
+def outputs(
+    model: nn.Module, params, batch: dict, order: str, dropout_key=None, watch: Sequence[str] = ()
+):
     """(what the model makes of a batch whose tokens stand in that order: (features, head), labels' logits, or both; the collections of
     `watch`, where it sowed something)."""
     given = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
@@ -33,15 +35,22 @@ def outputs(model: nn.Module, params, batch: dict, order: str, dropout_key=None,
     tokens = (batch["inputs"],)
     if "source" in batch:
         tokens = (batch["source"], batch["inputs"])
-        given |= {"source_positions": batch["source_positions"], "source_segment_ids": batch["source_segments"]}
+        given |= {
+            "source_positions": batch["source_positions"],
+            "source_segment_ids": batch["source_segments"],
+        }
         given["source_order"] = "rows"
     if "prefix" in batch:
         given["prefix_mask"] = batch["prefix"]
     if "token_types" in batch:
         given["token_types"] = batch["token_types"]
     rngs = None if dropout_key is None else {"dropout": dropout_key}
-    method = {("targets",): "features", ("labels",): "classify", ("targets", "labels"): "both"}[asked(batch)]
-    return model.apply({"params": params}, *tokens, **given, rngs=rngs, method=method, mutable=list(watch))
+    method = {("targets",): "features", ("labels",): "classify", ("targets", "labels"): "both"}[
+        asked(batch)
+    ]
+    return model.apply(
+        {"params": params}, *tokens, **given, rngs=rngs, method=method, mutable=list(watch)
+    )
 
 
 def batch_sums(
@@ -59,12 +68,16 @@ def batch_sums(
     for the routers of experts, while training."""
     asks, order = asked(batch), order_of(config.model, mesh)
     batch = arrange(batch, order, mesh)
-    found, sown = outputs(model, params, batch, order, dropout_key, ("losses",) if dropout_key is not None else ())
+    found, sown = outputs(
+        model, params, batch, order, dropout_key, ("losses",) if dropout_key is not None else ()
+    )
     features, logits = found if len(asks) == 2 else (found, found)
     sums = {}
     if "targets" in asks:
         chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, mesh)
-        sums["tokens"] = cross_entropy(*features, batch["targets"], batch["weights"], smoothing, z_loss, chunks)
+        sums["tokens"] = cross_entropy(
+            *features, batch["targets"], batch["weights"], smoothing, z_loss, chunks
+        )
     if "labels" in asks:
         sums["labels"] = label_sums(logits, batch["labels"], batch["label_weights"], smoothing)
     if sown:
@@ -72,12 +85,16 @@ def batch_sums(
     return sums
 
 
-def attention_backends(config: Experiment, model: nn.Module, params, batch: dict, mesh: Mesh) -> dict[str, str]:
+def attention_backends(
+    config: Experiment, model: nn.Module, params, batch: dict, mesh: Mesh
+) -> dict[str, str]:
     """Which inner attention a training step on such a batch runs on, and why not on another one that was wanted (or "")."""
     key = jax.random.key(0)
     with record() as found:
         jax.eval_shape(
-            lambda params, batch: batch_sums(model, params, batch, config, mesh, dropout_key=key), params, batch
+            lambda params, batch: batch_sums(model, params, batch, config, mesh, dropout_key=key),
+            params,
+            batch,
         )
     return found
 
@@ -91,11 +108,17 @@ def _weights(batch: dict) -> dict[str, jax.Array]:
 
 
 def make_train_step(
-    config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh, placed: TrainState
+    config: Experiment,
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    placed: TrainState,
 ) -> Callable:
     """jit(state, batch) -> (state, metrics); the old state is given up (donated)."""
     rows, step = NamedSharding(mesh, BATCH), training_step(config, model, optimizer, mesh)
-    return jax.jit(step, in_shardings=(placed, rows), out_shardings=(placed, None), donate_argnums=0)
+    return jax.jit(
+        step, in_shardings=(placed, rows), out_shardings=(placed, None), donate_argnums=0
+    )
 
 
 def training_step(
@@ -115,19 +138,31 @@ def training_step(
         return sums, grads
 
     def step(state: TrainState, batch):
-        key, weights = jax.random.fold_in(jax.random.key(config.seed + 1), state.step), _weights(batch)
+        key, weights = (
+            jax.random.fold_in(jax.random.key(config.seed + 1), state.step),
+            _weights(batch),
+        )
         if count == 1:
             sums, grads = gradients(state.params, batch, key, weights)
         else:
             # Row r goes to micro-batch r mod count, so that every device keeps its own rows.
-            micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch)
+            micro = jax.tree.map(
+                lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch
+            )
             add = lambda total, one: (
-                jax.tree.map(jnp.add, total, gradients(state.params, one[0], jax.random.fold_in(key, one[1]), weights)),
+                jax.tree.map(
+                    jnp.add,
+                    total,
+                    gradients(state.params, one[0], jax.random.fold_in(key, one[1]), weights),
+                ),
                 None,
             )
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), micro)
             sums = jax.eval_shape(gradients, state.params, one, key, weights)[0]
-            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), jax.tree.map(jnp.zeros_like, state.params)
+            zero = (
+                jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+                jax.tree.map(jnp.zeros_like, state.params),
+            )
             (sums, grads), _ = jax.lax.scan(add, zero, (micro, jnp.arange(count)))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -155,7 +190,11 @@ def means(sums: dict[str, Sums]) -> dict:
     """loss and accuracy of the main thing asked for; `labels_loss` and `labels_accuracy` where labels are asked for beside it; what
     routers of experts report, as `router_balance` and so on."""
     main = main_thing(sums)
-    return {("" if name == main else f"{name}_") + k: x for name, one in sums.items() for k, x in one.means().items()}
+    return {
+        ("" if name == main else f"{name}_") + k: x
+        for name, one in sums.items()
+        for k, x in one.means().items()
+    }
 
 
 def make_eval_step(config: Experiment, model: nn.Module, mesh: Mesh, placed_params) -> Callable:

@@ -21,7 +21,9 @@ def open_run(args, overrides):
     from transformer.config_io import apply_overrides
     from transformer.training.rundir import converted, load_config
 
-    free = {"decoding", "mesh", "platform", "seed"} | ({"data"} if converted(args.workdir) else set())
+    free = {"decoding", "mesh", "platform", "seed"} | (
+        {"data"} if converted(args.workdir) else set()
+    )
     for key in overrides:
         if key.split(".")[0] not in free and key != "data.eval_overlap":
             raise UserError(
@@ -38,7 +40,11 @@ def open_run(args, overrides):
         raise UserError(
             f"{args.verb}: several processes cannot do it; start one, or generate from a file (--input=FILE)"
         )
-    chosen = config.mesh if together or any(key.startswith("mesh") for key in overrides) else MeshConfig(data=1)
+    chosen = (
+        config.mesh
+        if together or any(key.startswith("mesh") for key in overrides)
+        else MeshConfig(data=1)
+    )
     platform = config.platform if "platform" in overrides else "auto"
     return dataclasses.replace(config, mesh=chosen), start(platform, chosen)
 
@@ -52,7 +58,9 @@ def read_lines(name: str) -> list[str]:
         return [line.removesuffix("\r") for line in text.split("\n")] if data else []
     except UnicodeDecodeError as e:
         what = "standard input" if name == "-" else name
-        raise UserError(f"--input: {what} is not UTF-8 (line {data[: e.start].count(10) + 1})") from None
+        raise UserError(
+            f"--input: {what} is not UTF-8 (line {data[: e.start].count(10) + 1})"
+        ) from None
 
 
 def start_jax() -> None:

@@ -16,13 +16,35 @@ curves.csv, profiles.csv, figures/*.png and *.pdf. What it says is what interval
 
 
 def arguments(parser) -> None:
-    parser.add_argument("folders", nargs="+", type=folder, metavar="DIR", help="a sweep's directory, or run directories")
-    parser.add_argument("--metric", default="", metavar="NAME", help="what decides: test/loss, test/bleu, eval/loss, ...")
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        type=folder,
+        metavar="DIR",
+        help="a sweep's directory, or run directories",
+    )
+    parser.add_argument(
+        "--metric",
+        default="",
+        metavar="NAME",
+        help="what decides: test/loss, test/bleu, eval/loss, ...",
+    )
     way = parser.add_mutually_exclusive_group()
-    way.add_argument("--higher-is-better", action="store_true", default=None, help="of a metric whose name does not say")
-    way.add_argument("--lower-is-better", dest="higher_is_better", action="store_false", default=None)
-    parser.add_argument("--baseline", default="", metavar="ARM", help="what the others are compared with")
-    parser.add_argument("--output", type=folder, metavar="DIR", help="default: report/ in the first DIR")
+    way.add_argument(
+        "--higher-is-better",
+        action="store_true",
+        default=None,
+        help="of a metric whose name does not say",
+    )
+    way.add_argument(
+        "--lower-is-better", dest="higher_is_better", action="store_false", default=None
+    )
+    parser.add_argument(
+        "--baseline", default="", metavar="ARM", help="what the others are compared with"
+    )
+    parser.add_argument(
+        "--output", type=folder, metavar="DIR", help="default: report/ in the first DIR"
+    )
 
 
 def run(args, overrides) -> int:

@@ -22,11 +22,22 @@ def arguments(parser) -> None:
     parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument(
-        "--from", dest="source", type=Path, metavar="HF_DIR", help="make DIR of this (config.json, safetensors)"
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="HF_DIR",
+        help="make DIR of this (config.json, safetensors)",
     )
-    way.add_argument("--to", type=Path, metavar="HF_DIR", help="write the run DIR there, as Transformers loads it")
+    way.add_argument(
+        "--to",
+        type=Path,
+        metavar="HF_DIR",
+        help="write the run DIR there, as Transformers loads it",
+    )
     parser.add_argument(
-        "--family", metavar="MODEL_TYPE", help="with --to: gpt2, t5, ...; default: the first that fits"
+        "--family",
+        metavar="MODEL_TYPE",
+        help="with --to: gpt2, t5, ...; default: the first that fits",
     )
 
 
@@ -36,7 +47,10 @@ def run(args, overrides) -> int:
         from transformer.training.exchange import to_hf
 
         to_hf(args.workdir, args.to, config, mesh, args.family)
-        print(f"{args.to}: written; transformers.AutoModel.from_pretrained({str(args.to)!r}) loads it", file=sys.stderr)
+        print(
+            f"{args.to}: written; transformers.AutoModel.from_pretrained({str(args.to)!r}) loads it",
+            file=sys.stderr,
+        )
         return 0
     if args.family:
         raise UserError("--family: goes with --to; --from reads it from config.json")
@@ -55,5 +69,8 @@ def run(args, overrides) -> int:
     config = from_hf(args.source, args.workdir, overrides)
     answers = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
     use = "generate --workdir={}" if answers else "train --config=... --config.train.init_from={}"
-    print(f"{args.workdir}: made; next: python -m transformer {use.format(args.workdir)}", file=sys.stderr)
+    print(
+        f"{args.workdir}: made; next: python -m transformer {use.format(args.workdir)}",
+        file=sys.stderr,
+    )
     return 0

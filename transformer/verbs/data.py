@@ -1,7 +1,5 @@
 """`data`: fetch, verify and cache a known corpus; without a name, list them."""
 
-
-
 ABOUT = "fetch, verify and cache a known corpus; without a name, list them"
 
 DETAIL = ""
@@ -19,7 +17,9 @@ def run(args, overrides) -> int:
             print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.licence}; {corpus.attribution}")
         return 0
     corpus, folder = fetch(args.name)
-    print(f"{args.name}: {corpus.about}\nlicence      {corpus.licence}\nattribution  {corpus.attribution}")
+    print(
+        f"{args.name}: {corpus.about}\nlicence      {corpus.licence}\nattribution  {corpus.attribution}"
+    )
     for file in sorted(folder.iterdir()):
         print(f"             {file}  {file.stat().st_size:,} bytes")
     return 0

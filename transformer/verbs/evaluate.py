@@ -23,7 +23,9 @@ def run(args, overrides) -> int:
     config, mesh = open_run(args, overrides)
     with use(mesh):
         found = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
-    short = {name: value for name, value in found.items() if name.count("/") < 3}  # not of each layer and head
+    short = {
+        name: value for name, value in found.items() if name.count("/") < 3
+    }  # not of each layer and head
     for name, value in short.items() if is_first() else ():
         print(f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}")
     if len(short) < len(found) and is_first():

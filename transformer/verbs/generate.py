@@ -18,9 +18,16 @@ DETAIL = """Translate (encoder-decoder) or continue (decoder) text: a line in, a
 
 def arguments(parser) -> None:
     parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
-    parser.add_argument("--input", default="-", metavar="FILE", help="a text file; - (the default) is standard input")
+    parser.add_argument(
+        "--input",
+        default="-",
+        metavar="FILE",
+        help="a text file; - (the default) is standard input",
+    )
     parser.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
-    parser.add_argument("--interactive", action="store_true", help="type a sentence, read the answer")
+    parser.add_argument(
+        "--interactive", action="store_true", help="type a sentence, read the answer"
+    )
 
 
 def run(args, overrides) -> int:
@@ -31,7 +38,9 @@ def run(args, overrides) -> int:
 
     config, mesh = open_run(args, overrides)
     if args.interactive and args.input != "-":
-        raise UserError("--interactive and --input: one asks at the terminal, the other reads a file; leave one out")
+        raise UserError(
+            "--interactive and --input: one asks at the terminal, the other reads a file; leave one out"
+        )
     if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output: no folder {Path(args.output).parent}")
     if args.output != "-" and Path(args.output).is_dir():
@@ -46,7 +55,10 @@ def run(args, overrides) -> int:
     if not is_first():
         return 0
     if generate.cut:
-        print(f"{generate.cut} of {len(lines)} lines were longer than the model can read and were cut", file=sys.stderr)
+        print(
+            f"{generate.cut} of {len(lines)} lines were longer than the model can read and were cut",
+            file=sys.stderr,
+        )
     text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
     if args.output == "-":
         sys.stdout.write(text)
@@ -60,7 +72,9 @@ def _progress(total: int):
     if not sys.stderr.isatty() or sys.stdout.isatty():
         return lambda done: None
     end = lambda done: "\n" if done == total else ""
-    return lambda done: print(f"\r{done:,}/{total:,} lines", end=end(done), file=sys.stderr, flush=True)
+    return lambda done: print(
+        f"\r{done:,}/{total:,} lines", end=end(done), file=sys.stderr, flush=True
+    )
 
 
 def _converse(trained) -> int:

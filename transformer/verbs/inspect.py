@@ -21,8 +21,17 @@ Without --text it asks for one, or reads standard input. A translator reads its 
 
 def arguments(parser) -> None:
     parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
-    parser.add_argument("--text", metavar="TEXT", help="what the model is to read; default: asked for, or standard input")
-    parser.add_argument("--target", default="", metavar="TEXT", help="what an encoder-decoder's decoder is to read; default: its own translation")
+    parser.add_argument(
+        "--text",
+        metavar="TEXT",
+        help="what the model is to read; default: asked for, or standard input",
+    )
+    parser.add_argument(
+        "--target",
+        default="",
+        metavar="TEXT",
+        help="what an encoder-decoder's decoder is to read; default: its own translation",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: inspect.html in DIR")
 
 
@@ -36,7 +45,9 @@ def run(args, overrides) -> int:
     if not output.resolve().parent.is_dir() or output.is_dir():
         raise UserError(f"--output: {output} is a folder, or lies in none; name a file")
     if args.target and not config.model.two_sides:
-        raise UserError(f"--target: model.family = {config.model.family!r} reads one text; put all of it into --text")
+        raise UserError(
+            f"--target: model.family = {config.model.family!r} reads one text; put all of it into --text"
+        )
     text = args.text
     if text is None:
         try:
@@ -46,6 +57,11 @@ def run(args, overrides) -> int:
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
         view = inside.look_inside(trained, mesh, text, args.target)
-    write_whole(output, inspect_page.page(view, f"Inside {args.workdir}", [f"Step {trained.step:,} of {trained.workdir}."]))
+    write_whole(
+        output,
+        inspect_page.page(
+            view, f"Inside {args.workdir}", [f"Step {trained.step:,} of {trained.workdir}."]
+        ),
+    )
     print(f"page: {output}", file=sys.stderr)
     return 0

@@ -25,13 +25,25 @@ and if it does not fit, what would help.
 
 def arguments(parser) -> None:
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
-    parser.add_argument("--topology", required=True, metavar="KIND:SHAPE", help="v5p:4x4x8, v5p-256, h100:64, cpu:8")
     parser.add_argument(
-        "--slices", type=int, default=1, metavar="N", help="so many of them, joined by the data centre's network"
+        "--topology", required=True, metavar="KIND:SHAPE", help="v5p:4x4x8, v5p-256, h100:64, cpu:8"
+    )
+    parser.add_argument(
+        "--slices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="so many of them, joined by the data centre's network",
     )
     parser.add_argument("--price", type=float, metavar="MONEY", help="of one chip for one hour")
-    parser.add_argument("--only", metavar="NAMES", help="compile these: train, evaluate, prefill, decode; default: all")
-    parser.add_argument("--arms", action="store_true", help="every arm of the file's sweep(), side by side")
+    parser.add_argument(
+        "--only",
+        metavar="NAMES",
+        help="compile these: train, evaluate, prefill, decode; default: all",
+    )
+    parser.add_argument(
+        "--arms", action="store_true", help="every arm of the file's sweep(), side by side"
+    )
     parser.add_argument(
         "--search",
         nargs="?",
@@ -50,25 +62,44 @@ def run(args, overrides) -> int:
     from transformer.planning.chips import topology
 
     machine = topology(args.topology, args.slices)
-    configs = load_arms(args.config, overrides)[1] if args.arms else {"": load_experiment(args.config, overrides)}
+    configs = (
+        load_arms(args.config, overrides)[1]
+        if args.arms
+        else {"": load_experiment(args.config, overrides)}
+    )
     from transformer.planning import programs, search
     from transformer.planning.plan import compare, make_plan
 
     if args.json and not args.json.absolute().parent.is_dir():
         raise UserError(f"--json: no folder {args.json.absolute().parent}")
     if args.search is not None and (args.search < 1 or args.arms or args.only):
-        raise UserError(f"--search: {args.search}; how many to try, 1 or more, and neither --arms nor --only beside it")
+        raise UserError(
+            f"--search: {args.search}; how many to try, 1 or more, and neither --arms nor --only beside it"
+        )
     if args.search and not machine.chip.flops:
-        raise UserError(f"--search: how fast a {machine.chip.title} is, is not known; name a TPU or a GPU")
-    only = ("train",) if args.arms else tuple(args.only.split(",")) if args.only else programs.PROGRAMS
+        raise UserError(
+            f"--search: how fast a {machine.chip.title} is, is not known; name a TPU or a GPU"
+        )
+    only = (
+        ("train",) if args.arms else tuple(args.only.split(",")) if args.only else programs.PROGRAMS
+    )
     for name in only:
         if name not in programs.PROGRAMS:
             raise UserError(f"--only: no program {name!r}; {nearest(name, programs.PROGRAMS)}")
     if args.arms and args.only:
         raise UserError("--arms: every arm's training step is planned; leave out --only")
-    if args.price is not None and (args.price <= 0 or not machine.chip.flops or "train" not in only):
-        why = "the price of one chip for one hour" if args.price <= 0 else f"the run's time is not known on a {machine.chip.title}"
-        raise UserError(f"--price: {args.price:g}; " + (why if "train" in only else "of the run, for which --only must name train"))
+    if args.price is not None and (
+        args.price <= 0 or not machine.chip.flops or "train" not in only
+    ):
+        why = (
+            "the price of one chip for one hour"
+            if args.price <= 0
+            else f"the run's time is not known on a {machine.chip.title}"
+        )
+        raise UserError(
+            f"--price: {args.price:g}; "
+            + (why if "train" in only else "of the run, for which --only must name train")
+        )
     devices = programs.start(machine)
     tell = lambda line: print(line, file=sys.stderr)
     if args.search:
@@ -78,10 +109,16 @@ def run(args, overrides) -> int:
         plans = {}
         for arm, config in configs.items():
             about = (lambda line, arm=arm: tell(f"{arm}: {line}")) if arm else tell
-            plans[arm] = make_plan(config, machine, devices, only=only, price=args.price, tell=about)
+            plans[arm] = make_plan(
+                config, machine, devices, only=only, price=args.price, tell=about
+            )
         fits = all(plan.fits for plan in plans.values())
         page = compare(plans) if args.arms else plans[""].page()
-        numbers = {arm: plan.to_json() for arm, plan in plans.items()} if args.arms else plans[""].to_json()
+        numbers = (
+            {arm: plan.to_json() for arm, plan in plans.items()}
+            if args.arms
+            else plans[""].to_json()
+        )
     if args.json:
         write_whole(args.json, json.dumps(numbers, indent=2) + "\n")
     print(page, end="")

@@ -23,13 +23,38 @@ this command, each run is on all of its chips, one after another.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--config", metavar="FILE.py", help="an experiment file that defines sweep()")
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="a run directory for every arm and seed goes here")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many processes at a time")
-    parser.add_argument("--shard", default="1/1", metavar="I/N", help="of N machines that share DIR, this is number I")
-    parser.add_argument("--together", type=int, default=8, metavar="N", help="train up to N (8) runs as one program; 1: each by itself")
-    parser.add_argument("--dry-run", action="store_true", help="show the arms and what would run; write nothing")
-    parser.add_argument("--runs", metavar="ARM/seed-S,...", help="these runs of DIR, in this process")
+    parser.add_argument(
+        "--config", metavar="FILE.py", help="an experiment file that defines sweep()"
+    )
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=folder,
+        metavar="DIR",
+        help="a run directory for every arm and seed goes here",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="so many processes at a time"
+    )
+    parser.add_argument(
+        "--shard",
+        default="1/1",
+        metavar="I/N",
+        help="of N machines that share DIR, this is number I",
+    )
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=8,
+        metavar="N",
+        help="train up to N (8) runs as one program; 1: each by itself",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the arms and what would run; write nothing"
+    )
+    parser.add_argument(
+        "--runs", metavar="ARM/seed-S,...", help="these runs of DIR, in this process"
+    )
     parser.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -48,12 +73,16 @@ def run(args, overrides) -> int:
         raise UserError(f"--jobs and --together: {args.jobs} and {args.together}; 1 or more")
     here = place()
     if here[1] > 1 and args.jobs > 1:
-        raise UserError(f"--jobs: {args.jobs}; each run is on all {here[1]} processes, one after another; leave it out")
+        raise UserError(
+            f"--jobs: {args.jobs}; each run is on all {here[1]} processes, one after another; leave it out"
+        )
     most = args.together if here[1] == 1 else 1
     if args.config and (args.prepare or args.dry_run):
         start_jax()
         say = print if here[0] == 0 else lambda *_, **__: None
-        study = prepare.study(args.config, args.workdir, overrides, lambda line: say(line, file=sys.stderr))
+        study = prepare.study(
+            args.config, args.workdir, overrides, lambda line: say(line, file=sys.stderr)
+        )
         say(prepare.describe(study), end="")
         study.check()
         if args.prepare:

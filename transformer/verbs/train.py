@@ -22,7 +22,9 @@ tokenizer.model, loss.png.
 
 def arguments(parser) -> None:
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="where the run lives")
+    parser.add_argument(
+        "--workdir", required=True, type=folder, metavar="DIR", help="where the run lives"
+    )
 
 
 def run(args, overrides) -> int:
@@ -35,8 +37,12 @@ def run(args, overrides) -> int:
     done = train(config, args.workdir)
     if done < config.train.steps:
         print(
-            f"stopped at step {done:,} of {config.train.steps:,}; the same command goes on from there", file=sys.stderr
+            f"stopped at step {done:,} of {config.train.steps:,}; the same command goes on from there",
+            file=sys.stderr,
         )
         return 143
-    print(f"trained {done:,} steps; next: python -m transformer evaluate --workdir={args.workdir}", file=sys.stderr)
+    print(
+        f"trained {done:,} steps; next: python -m transformer evaluate --workdir={args.workdir}",
+        file=sys.stderr,
+    )
     return 0

@@ -1,7 +1,13 @@
 """What the model is asked to learn, one family of objectives a file. A new one is a class with `@register("name")`."""
 
 from transformer.checks import build_choice
-from transformer.data.objectives import classification, denoising, language_model, masked_lm, seq2seq  # noqa: F401 (they register)
+from transformer.data.objectives import (
+    classification,
+    denoising,
+    language_model,
+    masked_lm,
+    seq2seq,
+)
 from transformer.data.objectives.base import OBJECTIVES, Draw, Objective, Rows, Segment, pack
 
 __all__ = ["OBJECTIVES", "Draw", "Objective", "Rows", "Segment", "build", "pack"]

@@ -69,7 +69,9 @@ class Objective:
     columns: ClassVar[tuple[str, ...]] = (
         "text",
     )  # of the text it reads; "label" and "tags" name classes, all others are texts
-    every_token: ClassVar[bool] = False  # a held-out text is asked for whole, once: bits per byte have a meaning
+    every_token: ClassVar[bool] = (
+        False  # a held-out text is asked for whole, once: bits per byte have a meaning
+    )
     gives_prefix: ClassVar[bool] = False  # which a decoder reads both ways
     writes: ClassVar[bool] = True  # the model can be asked for text
 
@@ -114,7 +116,9 @@ def parts(texts: "Texts", most: int) -> tuple[np.ndarray, np.ndarray]:
     return starts, np.minimum(starts + most, np.repeat(ends, counts))
 
 
-def pack(sizes: Sequence[np.ndarray], rooms: Sequence[int], open_rows: int = 16) -> list[np.ndarray]:
+def pack(
+    sizes: Sequence[np.ndarray], rooms: Sequence[int], open_rows: int = 16
+) -> list[np.ndarray]:
     """Examples in rows in which the sums of each of their `sizes` fit into its room: first fit over a few open rows, in a fixed
     shuffled order."""
     order = np.random.Generator(np.random.Philox(0)).permutation(len(sizes[0]))

@@ -31,9 +31,7 @@ class Classification(_Labels):
         if config.model.pooling == "none":
             return "asks for one label a text; set model.pooling to cls, mean or last"
         if config.model.pooling == "cls" and config.model.family == "decoder":
-            return (
-                "reads all of a text; the first token of a decoder sees none of it: set model.pooling to last or mean"
-            )
+            return "reads all of a text; the first token of a decoder sees none of it: set model.pooling to last or mean"
         return _one_text_a_row(config)
 
 
@@ -60,12 +58,18 @@ def _one_text_a_row(config) -> str | None:
 
 class _LabelledRows:
     def __init__(self, store, part: str, data, whole: bool):
-        self._texts, self._labels, self._tokenizer = store.texts(part, 0), store.labels(part), store.tokenizer
+        self._texts, self._labels, self._tokenizer = (
+            store.texts(part, 0),
+            store.labels(part),
+            store.tokenizer,
+        )
         self._room, self._whole = data.length - 1, whole
         lengths = self._texts.lengths
         long = lengths > self._room
         what = "dropped" if data.too_long == "drop" else "cut"
-        self.report = {f"examples over {data.length} tokens: {what}": int(long.sum())} if long.any() else {}
+        self.report = (
+            {f"examples over {data.length} tokens: {what}": int(long.sum())} if long.any() else {}
+        )
         self._rows = np.flatnonzero(~long) if data.too_long == "drop" else np.arange(len(lengths))
         self.lengths = np.minimum(lengths[self._rows], self._room) + 1
 
@@ -77,4 +81,9 @@ class _LabelledRows:
         if self._whole:
             return [Segment(inputs, label=int(self._labels[i]))]
         start = self._texts.ends[i - 1] if i else 0
-        return [Segment(inputs, label=np.concatenate([[-1], self._labels[start : start + len(ids) - 1], [-1]]))]
+        return [
+            Segment(
+                inputs,
+                label=np.concatenate([[-1], self._labels[start : start + len(ids) - 1], [-1]]),
+            )
+        ]

@@ -98,7 +98,9 @@ class _Denoising(Objective):
         """The longest piece that every denoiser can fit into a row."""
         data, alone = config.data, config.model.family == "decoder"
         fits = lambda read, write: (
-            read + write <= data.length if alone else read <= data.length and write <= data.decoder_length
+            read + write <= data.length
+            if alone
+            else read <= data.length and write <= data.decoder_length
         )
         size = 2 * (data.length + data.decoder_length)
         while size >= 2 and not all(fits(*d.needs(size)) for d in self.denoisers):
@@ -120,8 +122,12 @@ class _Pieces:
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         ids = np.asarray(self._ids[row * self._size : (row + 1) * self._size], np.int32)
         generator, tokenizer, denoisers = draw(), self._tokenizer, self._objective.denoisers
-        denoiser = denoisers[generator.integers(len(denoisers))] if len(denoisers) > 1 else denoisers[0]
-        read, asked = denoiser.split(ids, self._objective.first_sentinel(tokenizer), tokenizer.eos, generator)
+        denoiser = (
+            denoisers[generator.integers(len(denoisers))] if len(denoisers) > 1 else denoisers[0]
+        )
+        read, asked = denoiser.split(
+            ids, self._objective.first_sentinel(tokenizer), tokenizer.eos, generator
+        )
         if denoiser.sign >= 0:
             read = np.concatenate([[tokenizer.vocab_size + denoiser.sign], read])
         read, asked = read.astype(np.int32), asked.astype(np.int32)
@@ -170,5 +176,12 @@ class UL2(_Denoising):
     @property
     def denoisers(self):
         r, x, s = range(3)
-        spans = [(0.15, 3.0, r), (0.15, 8.0, r), (0.5, 3.0, x), (0.5, 8.0, x), (0.15, 64.0, x), (0.5, 64.0, x)]
+        spans = [
+            (0.15, 3.0, r),
+            (0.15, 8.0, r),
+            (0.5, 3.0, x),
+            (0.5, 8.0, x),
+            (0.15, 64.0, x),
+            (0.5, 64.0, x),
+        ]
         return (*(Denoiser(*given) for given in spans), Denoiser(0.25, sign=s))

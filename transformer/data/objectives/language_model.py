@@ -6,7 +6,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.objectives.base import Draw, Objective, Segment, continued, parts, register, shifted
+from transformer.data.objectives.base import (
+    Draw,
+    Objective,
+    Segment,
+    continued,
+    parts,
+    register,
+    shifted,
+)
 
 
 @register("causal_lm")
@@ -24,7 +32,9 @@ class CausalLM(Objective):
 
     def rows(self, store, part, config):
         data = config.data
-        return _LMRows(store, part, data.length, data.packing, 0 if part == "train" else data.eval_overlap)
+        return _LMRows(
+            store, part, data.length, data.packing, 0 if part == "train" else data.eval_overlap
+        )
 
 
 class _LMRows:
@@ -38,19 +48,25 @@ class _LMRows:
         self._reads = np.maximum(self._starts - overlap, 0)  # where a row begins to read
         if not packing:
             begins = np.concatenate([[0], self._ends[:-1]])
-            self._reads = np.maximum(self._reads, begins[np.searchsorted(self._ends, self._starts, "right")])
+            self._reads = np.maximum(
+                self._reads, begins[np.searchsorted(self._ends, self._starts, "right")]
+            )
         self.lengths = self._stops - self._reads
 
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         read, start, stop = (int(x[row]) for x in (self._reads, self._starts, self._stops))
-        inner = self._ends[np.searchsorted(self._ends, read, "right") : np.searchsorted(self._ends, stop, "left")]
+        inner = self._ends[
+            np.searchsorted(self._ends, read, "right") : np.searchsorted(self._ends, stop, "left")
+        ]
         bounds = [read, *map(int, inner), stop]
         out, tokenizer = [], self._tokenizer
         for a, b in itertools.pairwise(bounds):
             targets = np.asarray(self._ids[a:b], np.int32)
             fresh = a == 0 or self._ids[a - 1] == tokenizer.eos
             inputs = shifted(tokenizer.bos if fresh else int(self._ids[a - 1]), targets)
-            out.append(Segment(inputs, targets, weights=(np.arange(a, b) >= start).astype(np.float32)))
+            out.append(
+                Segment(inputs, targets, weights=(np.arange(a, b) >= start).astype(np.float32))
+            )
         return out
 
 
@@ -84,12 +100,18 @@ class _PrefixRows:
     def __init__(self, store, part: str, config):
         texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, config.data
         self._ids, self._alone = texts.ids, config.model.family == "decoder"
-        most = data.length if self._alone else min(data.length - 1, data.decoder_length)  # an encoder reads eos, too
+        most = (
+            data.length if self._alone else min(data.length - 1, data.decoder_length)
+        )  # an encoder reads eos, too
         starts, stops = parts(texts, most)
         keep = stops - starts >= 2
         self._starts, self._stops = starts[keep], stops[keep]
         sizes = self._stops - self._starts
-        self.lengths = sizes if self._alone else np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
+        self.lengths = (
+            sizes
+            if self._alone
+            else np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
+        )
         self.report = {"parts of one token: dropped": int((~keep).sum())} if not keep.all() else {}
 
     def segments(self, row: int, draw: Draw) -> list[Segment]:

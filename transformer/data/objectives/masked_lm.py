@@ -42,7 +42,11 @@ class MaskedLM(Objective):
             return f"has rate = {self.rate}, which must lie between 0 and 1"
         if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
             return f"has mask = {self.mask} and random = {self.random}, shares of one whole"
-        if self.next_sentence and (model.token_types, model.num_labels, model.pooling) != (2, 2, "cls"):
+        if self.next_sentence and (model.token_types, model.num_labels, model.pooling) != (
+            2,
+            2,
+            "cls",
+        ):
             return "with next_sentence tells two sentences apart; set model.token_types=2, model.num_labels=2, model.pooling='cls'"
         if self.next_sentence and config.data.length < 5:
             return f"with next_sentence needs rows of 5 tokens at least; data.length = {config.data.length}"
@@ -51,9 +55,13 @@ class MaskedLM(Objective):
         return None
 
     def rows(self, store, part, config):
-        return (_SentencePairs if self.next_sentence else _MaskedRows)(self, store, part, config.data)
+        return (_SentencePairs if self.next_sentence else _MaskedRows)(
+            self, store, part, config.data
+        )
 
-    def corrupt(self, ids: np.ndarray, tokenizer, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def corrupt(
+        self, ids: np.ndarray, tokenizer, generator: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(what is read, weight of each token as a target)."""
         can = np.flatnonzero((ids != tokenizer.bos) & (ids != tokenizer.eos))
         asked = np.zeros(len(ids), bool)
@@ -67,14 +75,18 @@ class MaskedLM(Objective):
         read[swapped] = generator.choice(tokenizer.text_ids, int(swapped.sum()))
         return read.astype(np.int32), asked.astype(np.float32)
 
-    def _choose(self, ids: np.ndarray, wanted: int, tokenizer, generator: np.random.Generator) -> np.ndarray:
+    def _choose(
+        self, ids: np.ndarray, wanted: int, tokenizer, generator: np.random.Generator
+    ) -> np.ndarray:
         if not self.whole_words:
             return generator.permutation(len(ids))[:wanted]
         word = np.cumsum(tokenizer.starts_word[ids])
         numbers, sizes = np.unique(word, return_counts=True)
         chosen, room = [], wanted
         for i in generator.permutation(len(numbers)):
-            if sizes[i] <= room or not chosen:  # as BERT's code: a word that would be too much is left out
+            if (
+                sizes[i] <= room or not chosen
+            ):  # as BERT's code: a word that would be too much is left out
                 chosen.append(numbers[i])
                 room -= sizes[i]
         return np.flatnonzero(np.isin(word, chosen))
@@ -95,7 +107,9 @@ class _MaskedRows:
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         out, generator = [], draw()
         for i in self._rows[row]:
-            ids = np.concatenate([[self._tokenizer.bos], self._ids[self._starts[i] : self._stops[i]]]).astype(np.int32)
+            ids = np.concatenate(
+                [[self._tokenizer.bos], self._ids[self._starts[i] : self._stops[i]]]
+            ).astype(np.int32)
             read, weights = self._objective.corrupt(ids, self._tokenizer, generator)
             out.append(Segment(read, ids, weights=weights))
         return out
@@ -114,7 +128,9 @@ class _SentencePairs:
         self._text = np.searchsorted(np.asarray(texts.ends), self._starts, "right")
         self._first = np.flatnonzero(self._text[:-1] == self._text[1:])
         if len(np.unique(self._text)) < 2:
-            raise UserError(f"data.objective: next_sentence needs two texts at least; the {part} text has one")
+            raise UserError(
+                f"data.objective: next_sentence needs two texts at least; the {part} text has one"
+            )
         alone = len(texts) - len(np.unique(self._text[self._first]))
         self.lengths = np.full(len(self._first), data.length)
         self.report = {"texts are too short for a pair of their own": alone} if alone else {}

@@ -6,7 +6,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.objectives.base import Draw, Objective, Segment, continued, pack, register, shifted
+from transformer.data.objectives.base import (
+    Draw,
+    Objective,
+    Segment,
+    continued,
+    pack,
+    register,
+    shifted,
+)
 
 
 @register("seq2seq")
@@ -24,7 +32,11 @@ class Seq2Seq(Objective):
     gives_prefix: ClassVar = True
 
     def rows(self, store, part, config):
-        return _OneRow(store, part, config) if config.model.family == "decoder" else _TwoRows(store, part, config)
+        return (
+            _OneRow(store, part, config)
+            if config.model.family == "decoder"
+            else _TwoRows(store, part, config)
+        )
 
 
 class _Pairs:
@@ -32,17 +44,32 @@ class _Pairs:
     share."""
 
     def __init__(self, store, part: str, data):
-        self._texts, self._tokenizer, self._before = [store.texts(part, side) for side in (0, 1)], store.tokenizer, store.tokenizer.before_source
-        sizes, rooms = self.sizes(self._texts[0].lengths + len(self._before), self._texts[1].lengths), self.rooms(data)
+        self._texts, self._tokenizer, self._before = (
+            [store.texts(part, side) for side in (0, 1)],
+            store.tokenizer,
+            store.tokenizer.before_source,
+        )
+        sizes, rooms = (
+            self.sizes(self._texts[0].lengths + len(self._before), self._texts[1].lengths),
+            self.rooms(data),
+        )
         self.long = np.any([size > room for size, room in zip(sizes, rooms, strict=True)], axis=0)
         what = "dropped" if data.too_long == "drop" else "cut"
-        self.report = {f"examples over {data.length} tokens: {what}": int(self.long.sum())} if self.long.any() else {}
+        self.report = (
+            {f"examples over {data.length} tokens: {what}": int(self.long.sum())}
+            if self.long.any()
+            else {}
+        )
         pairs = np.flatnonzero(~self.long) if data.too_long == "drop" else np.arange(len(self.long))
         sizes = [np.minimum(size[pairs], room) for size, room in zip(sizes, rooms, strict=True)]
-        self.rows = [pairs[members] for members in pack(sizes, rooms)] if data.packing else pairs[:, None]
+        self.rows = (
+            [pairs[members] for members in pack(sizes, rooms)] if data.packing else pairs[:, None]
+        )
         # A bucket's decoder rows shrink as its encoder rows do.
         scaled = [-(-size * data.length // room) for size, room in zip(sizes, rooms, strict=True)]
-        self.lengths = np.full(len(self.rows), data.length) if data.packing else np.max(scaled, axis=0)
+        self.lengths = (
+            np.full(len(self.rows), data.length) if data.packing else np.max(scaled, axis=0)
+        )
 
     def pair(self, number: int, rooms: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Source and target, cut to these rooms."""
@@ -70,7 +97,10 @@ class _TwoRows(_Pairs):
 
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         pairs = [self.pair(number, self._rooms) for number in self.rows[row]]
-        return [Segment(shifted(self._tokenizer.bos, targets), targets, source) for source, targets in pairs]
+        return [
+            Segment(shifted(self._tokenizer.bos, targets), targets, source)
+            for source, targets in pairs
+        ]
 
 
 class _OneRow(_Pairs):
@@ -91,7 +121,9 @@ class _OneRow(_Pairs):
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         out = []
         for number in self.rows[row]:
-            source, targets = self.pair(number, self._halves if self.long[number] else (self._length, self._length))
+            source, targets = self.pair(
+                number, self._halves if self.long[number] else (self._length, self._length)
+            )
             one = continued(self._tokenizer.bos, source, targets)
             out.append(one if self._prefix else dataclasses.replace(one, prefix=None))
         return out

@@ -45,21 +45,36 @@ class Inputs:
         """The same with tokens' places in the row for their positions, alike in all rows, where that changes nothing: what is said of a
         query and a key of one document depends on their distance alone, and no others meet. Then a bias is one for all rows."""
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
-        alike = q.order == k.order == "rows" and q.positions_BxT.shape == k.positions_BxT.shape and q.until_BxT is None
+        alike = (
+            q.order == k.order == "rows"
+            and q.positions_BxT.shape == k.positions_BxT.shape
+            and q.until_BxT is None
+        )
         if not alike or not self.mask.within or position is None or not position.by_distance:
             return self
         places = jnp.arange(q.positions_BxT.shape[1], dtype=q.positions_BxT.dtype)[None]
-        return self.replace(q_tokens=q.replace(positions_BxT=places), k_tokens=k.replace(positions_BxT=places))
+        return self.replace(
+            q_tokens=q.replace(positions_BxT=places), k_tokens=k.replace(positions_BxT=places)
+        )
 
     def split(self) -> tuple[tuple, tuple, Callable[[tuple, tuple], "Inputs"]]:
         """(what has a gradient, what has none, how they make the whole again): for attention with a gradient of its own."""
-        learned, fixed = (self.position, self.sink_N), (self.q_tokens, self.k_tokens, self.dropout_key)
-        program = self.replace(position=None, sink_N=None, q_tokens=None, k_tokens=None, dropout_key=None)
+        learned, fixed = (
+            (self.position, self.sink_N),
+            (self.q_tokens, self.k_tokens, self.dropout_key),
+        )
+        program = self.replace(
+            position=None, sink_N=None, q_tokens=None, k_tokens=None, dropout_key=None
+        )
 
         def whole(learned: tuple, fixed: tuple) -> "Inputs":
             (position, sink_N), (q_tokens, k_tokens, key) = learned, fixed
             return program.replace(
-                position=position, sink_N=sink_N, q_tokens=q_tokens, k_tokens=k_tokens, dropout_key=key
+                position=position,
+                sink_N=sink_N,
+                q_tokens=q_tokens,
+                k_tokens=k_tokens,
+                dropout_key=key,
             )
 
         return learned, fixed, whole
@@ -69,7 +84,9 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
 """attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, given) -> out_BxTxNxH."""
 
 
-def logits(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> tuple[jax.Array, jax.Array]:
+def logits(
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs
+) -> tuple[jax.Array, jax.Array]:
     """(float32[B, N, T, S], bool[B, T, S]): scale q k^T with position in it, capped where there is a cap; and which of them count."""
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
@@ -92,7 +109,11 @@ def logits(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> tuple[j
 
 
 def read(
-    weights_BxNxTxS: jax.Array, v_BxSxKxH: jax.Array, given: Inputs, mask_BxTxS: jax.Array, dtype=None
+    weights_BxNxTxS: jax.Array,
+    v_BxSxKxH: jax.Array,
+    given: Inputs,
+    mask_BxTxS: jax.Array,
+    dtype=None,
 ) -> jax.Array:
     """weights v, with dropout on the weights and what the position scheme adds: [B, T, N, H] of `dtype`. Linear in the weights."""
     batch, heads, queries, keys = weights_BxNxTxS.shape
@@ -102,7 +123,9 @@ def read(
         weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - given.dropout), 0.0)
     weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
     weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
-    out_BxTxKxGxH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype)
+    out_BxTxKxGxH = jnp.einsum(
+        "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype
+    )
     out_BxTxNxH = out_BxTxKxGxH.reshape(batch, queries, heads, v_BxSxKxH.shape[-1])
     position = given.logits_position
     if position is not None and position.reads_content:

@@ -24,7 +24,9 @@ BLOCK = 256
 """Queries, and keys, at a time."""
 
 
-def blockwise(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
+def blockwise(
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+) -> jax.Array:
     """What `reference` computes. Dropout draws another mask for each block."""
     T, S = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]
     sizes = (min(BLOCK, T), min(BLOCK, S))
@@ -50,13 +52,21 @@ def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple
     order of their positions, keys wholly behind or outside a window need not be looked at."""
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
-    if not (given.mask.within and given.q_tokens.order == given.k_tokens.order in ("rows", "growing") and T == S):
+    if not (
+        given.mask.within
+        and given.q_tokens.order == given.k_tokens.order in ("rows", "growing")
+        and T == S
+    ):
         return tuple(pairs)
     first, last = (lambda n, size: n * size), (lambda n, size: (n + 1) * size - 1)
     if given.mask.causal and given.q_tokens.until_BxT is None:
         pairs = [(i, j) for i, j in pairs if first(j, s) <= last(i, t)]
     if w := given.mask.window:
-        pairs = [(i, j) for i, j in pairs if first(i, t) - last(j, s) < w and first(j, s) - last(i, t) < w]
+        pairs = [
+            (i, j)
+            for i, j in pairs
+            if first(i, t) - last(j, s) < w and first(j, s) - last(i, t) < w
+        ]
     return tuple(pairs)
 
 
@@ -93,7 +103,11 @@ class Running:
             if sink_N is None
             else jnp.broadcast_to(sink_N.astype(jnp.float32)[:, None], row)
         )
-        return Running(m, jnp.full(row, float(sink_N is not None)), jnp.zeros((blocks, batch, size, heads, d_value)))
+        return Running(
+            m,
+            jnp.full(row, float(sink_N is not None)),
+            jnp.zeros((blocks, batch, size, heads, d_value)),
+        )
 
     def finish(self, dtype) -> tuple[jax.Array, jax.Array]:
         """(out_IxBxtxNxH, log-sum-exp of the logits, IxBxNxt). A row without a key gives zeros."""
@@ -112,10 +126,16 @@ def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs) -> R
         mask = mask_Bxtxs[:, None]
         rows = (running.m_IxBxNxt, running.l_IxBxNxt, running.read_IxBxtxNxH)
         m, total, got = (x[i] for x in rows)
-        high = jnp.maximum(m, jnp.max(jnp.where(mask, logits_BxNxtxs, jnp.finfo(jnp.float32).min), axis=-1))
-        weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits_BxNxtxs, 0.0) - high[..., None]), 0.0)
+        high = jnp.maximum(
+            m, jnp.max(jnp.where(mask, logits_BxNxtxs, jnp.finfo(jnp.float32).min), axis=-1)
+        )
+        weights = jnp.where(
+            mask, jnp.exp(jnp.where(mask, logits_BxNxtxs, 0.0) - high[..., None]), 0.0
+        )
         shrink = jnp.exp(m - high)
-        got = got * jnp.swapaxes(shrink, 1, 2)[..., None] + read(weights, v, here, mask_Bxtxs, jnp.float32)
+        got = got * jnp.swapaxes(shrink, 1, 2)[..., None] + read(
+            weights, v, here, mask_Bxtxs, jnp.float32
+        )
         new = (high, total * shrink + jnp.sum(weights, axis=-1), got)
         return Running(*(old.at[i].set(x) for old, x in zip(rows, new, strict=True))), None
 
@@ -123,7 +143,15 @@ def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs) -> R
 
 
 def pull_back(
-    q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs, lse_IxBxNxt, d_out_Ixs, delta_IxBxNxt, grads: "Gradients"
+    q_Ixs,
+    k_Jxs,
+    v_Jxs,
+    given: Inputs,
+    pairs,
+    lse_IxBxNxt,
+    d_out_Ixs,
+    delta_IxBxNxt,
+    grads: "Gradients",
 ) -> "Gradients":
     """`grads` with what these pairs of blocks add to them."""
 
@@ -133,8 +161,12 @@ def pull_back(
         score = lambda q, k, position: logits(q, k, here.replace(position=position))
         logits_BxNxtxs, pull_logits, mask_Bxtxs = jax.vjp(score, q, k, here.position, has_aux=True)
         mask = mask_Bxtxs[:, None]
-        weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits_BxNxtxs - lse_IxBxNxt[i][..., None], 0.0)), 0.0)
-        gather = lambda w, v, position: read(w, v, here.replace(position=position), mask_Bxtxs, jnp.float32)
+        weights = jnp.where(
+            mask, jnp.exp(jnp.where(mask, logits_BxNxtxs - lse_IxBxNxt[i][..., None], 0.0)), 0.0
+        )
+        gather = lambda w, v, position: read(
+            w, v, here.replace(position=position), mask_Bxtxs, jnp.float32
+        )
         _, pull_read = jax.vjp(gather, weights, v, here.position)
         d_weights, d_v, d_position = pull_read(d_out_Ixs[i].astype(jnp.float32))
         d_logits = weights * (d_weights - delta_IxBxNxt[i][..., None])
@@ -160,7 +192,9 @@ class Gradients:
 
     @staticmethod
     def zero(q_Ixs, k_Jxs, v_Jxs, position) -> "Gradients":
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), Gradients(q_Ixs, k_Jxs, v_Jxs, position))
+        return jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.float32), Gradients(q_Ixs, k_Jxs, v_Jxs, position)
+        )
 
 
 def _arrays(pairs):
@@ -174,7 +208,9 @@ def _block(i, j, q_Ixs, k_Jxs, v_Jxs, given: Inputs) -> tuple[tuple[jax.Array, .
     at = lambda tokens, n: jax.tree.map(lambda x: x[n], tokens)
     here = given.replace(q_tokens=at(given.q_tokens, i), k_tokens=at(given.k_tokens, j))
     if given.dropout_key is not None:
-        here = here.replace(dropout_key=jax.random.fold_in(jax.random.fold_in(given.dropout_key, i), j))
+        here = here.replace(
+            dropout_key=jax.random.fold_in(jax.random.fold_in(given.dropout_key, i), j)
+        )
     return (q_Ixs[i], k_Jxs[j], v_Jxs[j]), here
 
 
@@ -183,7 +219,9 @@ def attend(q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs) -> jax.Array:
     learned, fixed, whole = given.split()
 
     def forward(q, k, v, learned, fixed):
-        running = accumulate(Running.nothing(q, v.shape[-1], learned[1]), q, k, v, whole(learned, fixed), pairs)
+        running = accumulate(
+            Running.nothing(q, v.shape[-1], learned[1]), q, k, v, whole(learned, fixed), pairs
+        )
         out, lse = running.finish(v.dtype)
         return out, (q, k, v, learned, fixed, out, lse)
 

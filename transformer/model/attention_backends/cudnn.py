@@ -38,7 +38,9 @@ def why_not(q, k, v, given: Inputs) -> str | None:
     return next((words for words, holds in problems.items() if holds), None)
 
 
-def cudnn(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
+def cudnn(
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+) -> jax.Array:
     """What `reference` computes."""
     d_value, position = v_BxSxKxH.shape[-1], given.logits_position
     mask_BxTxS = given.mask(given.q_tokens, given.k_tokens)
@@ -50,7 +52,10 @@ def cudnn(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, give
             x, ((0, 0),) * 3 + ((0, d_value + 8 - x.shape[-1]),)
         )  # to one head size for all three
         q_BxTxNxH, k_BxSxKxH, v_BxSxKxH = map(widen, (q_BxTxNxH, k_BxSxKxH, v_BxSxKxH))
-    by_place = given.q_tokens.order == given.k_tokens.order in ("rows", "growing") and given.q_tokens.until_BxT is None
+    by_place = (
+        given.q_tokens.order == given.k_tokens.order in ("rows", "growing")
+        and given.q_tokens.until_BxT is None
+    )
     out_BxTxNxH = jax.nn.dot_product_attention(
         q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, mask=jnp.broadcast_to(mask_BxTxS[:, None], (len(q_BxTxNxH), 1, *mask_BxTxS.shape[1:])), scale=given.scale,
         is_causal=given.mask.causal and by_place and q_BxTxNxH.shape[1] == k_BxSxKxH.shape[1],

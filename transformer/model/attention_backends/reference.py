@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from transformer.model.attention_backends.base import Inputs, logits, read
 
 
-def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
+def reference(
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+) -> jax.Array:
     """softmax(scale q k^T + bias) v over the keys the mask allows, softmax in float32 (Vaswani et al. 2017, eq. 1).
 
     With `soft_cap` c the logits become c tanh(logits / c); with `sink_N` each head has one logit more, whose value is zero.
@@ -19,7 +21,9 @@ def reference(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, 
     return read(softmax(logits_BxNxTxS, mask_BxTxS, given.sink_N), v_BxSxKxH, given, mask_BxTxS)
 
 
-def softmax(logits_BxNxTxS: jax.Array, mask_BxTxS: jax.Array, sink_N: jax.Array | None) -> jax.Array:
+def softmax(
+    logits_BxNxTxS: jax.Array, mask_BxTxS: jax.Array, sink_N: jax.Array | None
+) -> jax.Array:
     """Weights over the keys that the mask allows, zero elsewhere; with a sink they add up to less than one."""
     mask_Bx1xTxS = mask_BxTxS[:, None]
     logits_BxNxTxS = jnp.where(mask_Bx1xTxS, logits_BxNxTxS, jnp.finfo(jnp.float32).min)
@@ -29,5 +33,9 @@ def softmax(logits_BxNxTxS: jax.Array, mask_BxTxS: jax.Array, sink_N: jax.Array 
 def _softmax(logits_BxNxTxS: jax.Array, sink_N: jax.Array | None) -> jax.Array:
     if sink_N is None:
         return jax.nn.softmax(logits_BxNxTxS, axis=-1)
-    sink_BxNxTx1 = jnp.broadcast_to(sink_N.astype(jnp.float32)[:, None, None], (*logits_BxNxTxS.shape[:-1], 1))
-    return jax.nn.softmax(jnp.concatenate([logits_BxNxTxS, sink_BxNxTx1], axis=-1), axis=-1)[..., :-1]
+    sink_BxNxTx1 = jnp.broadcast_to(
+        sink_N.astype(jnp.float32)[:, None, None], (*logits_BxNxTxS.shape[:-1], 1)
+    )
+    return jax.nn.softmax(jnp.concatenate([logits_BxNxTxS, sink_BxNxTx1], axis=-1), axis=-1)[
+        ..., :-1
+    ]

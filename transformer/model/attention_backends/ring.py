@@ -37,7 +37,9 @@ def why_not(q, k, v, given: Inputs) -> str | None:
     return blockwise.why_not(q, k, v, given)
 
 
-def ring(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
+def ring(
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+) -> jax.Array:
     """What `reference` computes, with T and S spread over the mesh axis of "length". Dropout draws another mask for each block."""
     axis, count = axis_of("length")
     learned, fixed, whole = given.replace(position=given.logits_position).split()
@@ -83,7 +85,13 @@ class _Plan:
     def of(axis: str, count: int, given: Inputs, T: int, S: int) -> "_Plan":
         orders = {given.q_tokens.order, given.k_tokens.order}
         ahead = given.q_tokens.until_BxT is not None  # a prefix sees what comes after it
-        zigzag = orders == {"zigzag"} and given.mask.within and given.mask.causal and not ahead and T == S
+        zigzag = (
+            orders == {"zigzag"}
+            and given.mask.within
+            and given.mask.causal
+            and not ahead
+            and T == S
+        )
         sizes = tuple(_divisor(n // (1 + zigzag)) for n in (T, S))
         return _Plan(axis, count, sizes, (T // sizes[0], S // sizes[1]), zigzag)
 
@@ -103,7 +111,9 @@ class _Plan:
             return jnp.asarray(np.indices(self.blocks).reshape(2, -1).T)
         square = np.indices((self.chunk, self.chunk)).reshape(2, -1).T
         late_early = square + np.array([self.chunk, 0])
-        same_half = square + jnp.where(source < me, 0, self.chunk)  # early to early, or late to late
+        same_half = square + jnp.where(
+            source < me, 0, self.chunk
+        )  # early to early, or late to late
         return jnp.concatenate([late_early, same_half])
 
 
@@ -142,7 +152,10 @@ def _meetings(plan: _Plan, given: Inputs, carry, meet: Callable):
 
 def _forward(plan: _Plan, q, k, v, given: Inputs):
     """On each device: (its outputs, its rows' log-sum-exp)."""
-    (q, q_tokens), kv = cut((q, given.q_tokens), plan.sizes[0]), cut((k, v, given.k_tokens), plan.sizes[1])
+    (q, q_tokens), kv = (
+        cut((q, given.q_tokens), plan.sizes[0]),
+        cut((k, v, given.k_tokens), plan.sizes[1]),
+    )
     given = given.replace(q_tokens=q_tokens)
 
     def meet(carry, pairs, here: Inputs):
@@ -170,13 +183,19 @@ def _backward(plan: _Plan, q, k, v, given: Inputs, out, lse_BxNxT, d_out):
 
     zero = Gradients.zero(q, k, v, given.position)
     travels = (k, v, zero.k_Jxs, zero.v_Jxs, k_tokens)
-    (d_q, d_position), travels = _meetings(plan, given, ((zero.q_Ixs, zero.position), travels), meet)
+    (d_q, d_position), travels = _meetings(
+        plan, given, ((zero.q_Ixs, zero.position), travels), meet
+    )
     d_k, d_v = _turn(plan, travels[2:4])
     d_sink = None if given.sink_N is None else blockwise.sink_gradient(given.sink_N, lse, delta)
     d_shared = jax.tree.map(
-        lambda d, x: jax.lax.psum(d.astype(jnp.float32), plan.axis).astype(x.dtype), (d_position, d_sink), learned
+        lambda d, x: jax.lax.psum(d.astype(jnp.float32), plan.axis).astype(x.dtype),
+        (d_position, d_sink),
+        learned,
     )
-    return *(join(d).astype(dtype) for d, dtype in zip((d_q, d_k, d_v), dtypes, strict=True)), d_shared
+    return *(
+        join(d).astype(dtype) for d, dtype in zip((d_q, d_k, d_v), dtypes, strict=True)
+    ), d_shared
 
 
 def _join_rows(x_IxBxNxt: jax.Array) -> jax.Array:

@@ -31,7 +31,11 @@ def why_not(q, k, v, given: Inputs) -> str | None:
     """What it cannot do, in a few words."""
     T, S, mask, position = q.shape[1], k.shape[1], given.mask, given.logits_position
     known = ("rows",) if mask.window else ("rows", "growing")
-    by_place = given.q_tokens.order == given.k_tokens.order in known and T == S and given.q_tokens.until_BxT is None
+    by_place = (
+        given.q_tokens.order == given.k_tokens.order in known
+        and T == S
+        and given.q_tokens.until_BxT is None
+    )
     problems = {
         "it is a TPU's": platform() == "gpu",
         "tokens are spread over devices": axis_of("length")[1] > 1 and T > 1,
@@ -50,15 +54,21 @@ def too_far(given: Inputs, keys: int) -> bool:
     return keys > FARTHEST or "growing" in (given.q_tokens.order, given.k_tokens.order)
 
 
-def splash(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs) -> jax.Array:
+def splash(
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+) -> jax.Array:
     """What `reference` computes."""
     heads, position = q_BxTxNxH.shape[2], given.logits_position
     q_BxTxNxH = (q_BxTxNxH * given.scale).astype(v_BxSxKxH.dtype)
     if position is not None:
-        q_BxTxNxH, k_BxSxKxH = with_slopes(q_BxTxNxH, k_BxSxKxH, position.past_slopes_N, given.k_tokens.positions_BxT)
+        q_BxTxNxH, k_BxSxKxH = with_slopes(
+            q_BxTxNxH, k_BxSxKxH, position.past_slopes_N, given.k_tokens.positions_BxT
+        )
     rows, over = fitting("batch", len(q_BxTxNxH)), fitting("activation_heads", heads)
     if over != fitting("activation_heads", k_BxSxKxH.shape[2]):  # fewer key heads than devices
-        k_BxSxKxH, v_BxSxKxH = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k_BxSxKxH, v_BxSxKxH))
+        k_BxSxKxH, v_BxSxKxH = (
+            jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k_BxSxKxH, v_BxSxKxH)
+        )
     segments = [
         jnp.broadcast_to(tokens.segments_BxT, x.shape[:2])
         for tokens, x in ((given.q_tokens, q_BxTxNxH), (given.k_tokens, k_BxSxKxH))
@@ -70,7 +80,9 @@ def splash(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, giv
     if not mesh.empty and (axes := set(mesh.axis_names) - set(mesh.manual_axes)):
         by_heads = P(rows or None, None, over or None)
         specs = (by_heads, by_heads, by_heads, P(rows or None), P(rows or None), P(over or None))
-        here = jax.shard_map(here, in_specs=specs, out_specs=by_heads, axis_names=axes, check_vma=False)
+        here = jax.shard_map(
+            here, in_specs=specs, out_specs=by_heads, axis_names=axes, check_vma=False
+        )
     return here(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, *segments, given.sink_N)
 
 
@@ -89,7 +101,9 @@ def with_slopes(q_BxTxNxH, k_BxSxKxH, slopes_N, positions_BxS) -> tuple[jax.Arra
     return more(q_BxTxNxH, slopes_NxF), more(k_BxSxKxH, places_BxSxF[:, :, None])
 
 
-def _on_one_device(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, q_segments_BxT, k_segments_BxS, sink_N, given: Inputs) -> jax.Array:
+def _on_one_device(
+    q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, q_segments_BxT, k_segments_BxS, sink_N, given: Inputs
+) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -115,12 +129,15 @@ def _on_one_device(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, q_segments_BxT, k_segments_B
     by_heads = lambda x: jnp.swapaxes(x, 1, 2)
     attend = lambda q, k, v, segments: kernel(q, k, v, segments, sink_N)
     segments = kernels.SegmentIds(q_segments_BxT, k_segments_BxS)
-    out_BxTxNxH = by_heads(jax.vmap(attend)(by_heads(q_BxTxNxH), by_heads(k_BxSxKxH), by_heads(v_BxSxKxH), segments))
+    out_BxTxNxH = by_heads(
+        jax.vmap(attend)(by_heads(q_BxTxNxH), by_heads(k_BxSxKxH), by_heads(v_BxSxKxH), segments)
+    )
     # Padding, which is a document to the kernel, reads nothing; nor does a document that has no key.
     if mask.causal:
         reads_BxT = q_segments_BxT > 0
     else:
         reads_BxT = jnp.any(
-            (q_segments_BxT[:, :, None] == k_segments_BxS[:, None]) & (k_segments_BxS > 0)[:, None], axis=2
+            (q_segments_BxT[:, :, None] == k_segments_BxS[:, None]) & (k_segments_BxS > 0)[:, None],
+            axis=2,
         )
     return jnp.where(reads_BxT[..., None, None], out_BxTxNxH, 0)

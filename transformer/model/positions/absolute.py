@@ -22,7 +22,9 @@ class Learned(Position):
     table_MxD: jax.Array | None = None
 
     def bind(self, param: Param, facts: StackFacts) -> "Learned":
-        init = nn.with_logical_partitioning(nn.initializers.normal(self.init_std), ("positions", "embed"))
+        init = nn.with_logical_partitioning(
+            nn.initializers.normal(self.init_std), ("positions", "embed")
+        )
         shape = (facts.max_length + self.offset, facts.d_model)
         return self.replace(table_MxD=param("position_embedding", init, shape, facts.param_dtype))
 
@@ -46,14 +48,20 @@ class Sinusoidal(Position):
     def check(self, facts: StackFacts) -> str | None:
         if self.layout not in ("interleaved", "halves"):
             return f"model.position.layout: no {self.layout!r}; there is: halves, interleaved"
-        return "model.position 'sinusoidal' needs an even model.d_model" if facts.d_model % 2 else None
+        return (
+            "model.position 'sinusoidal' needs an even model.d_model" if facts.d_model % 2 else None
+        )
 
     def embed(self, x_BxTxD, positions_BxT):
         d_model = x_BxTxD.shape[-1]
-        return x_BxTxD + sinusoids(positions_BxT, d_model, self.base, self.layout).astype(x_BxTxD.dtype)
+        return x_BxTxD + sinusoids(positions_BxT, d_model, self.base, self.layout).astype(
+            x_BxTxD.dtype
+        )
 
 
-def sinusoids(positions_BxT: jax.Array, d_model: int, base: float, layout: str = "interleaved") -> jax.Array:
+def sinusoids(
+    positions_BxT: jax.Array, d_model: int, base: float, layout: str = "interleaved"
+) -> jax.Array:
     """float32[B, T, d_model]: the sines and cosines of Vaswani et al. 2017, section 3.5."""
     frequency_D2 = base ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
     phase = positions_BxT[..., None].astype(jnp.float32) * frequency_D2

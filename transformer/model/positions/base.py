@@ -99,7 +99,9 @@ class Position:
         """float32[B, N, T, S] added to the scaled logits, or None."""
         return None
 
-    def score(self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair") -> jax.Array:
+    def score(
+        self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair"
+    ) -> jax.Array:
         """The scaled logits with position in them, where that depends on queries and keys. No fused kernel's."""
         return logits_BxNxTxS
 

@@ -17,7 +17,9 @@ from transformer.model.positions.absolute import sinusoids
 from transformer.model.positions.base import Pair, Param, Position, StackFacts, option, register
 
 
-def _table(param: Param, name: str, facts: StackFacts, shape: tuple[int, ...], names: tuple) -> jax.Array:
+def _table(
+    param: Param, name: str, facts: StackFacts, shape: tuple[int, ...], names: tuple
+) -> jax.Array:
     """A learned table, normal with standard deviation 1 / sqrt(last axis)."""
     init = nn.with_logical_partitioning(nn.initializers.normal(shape[-1] ** -0.5), names)
     return param(name, init, shape, facts.param_dtype)
@@ -46,25 +48,40 @@ class Shaw(Position):
     values_RxH: jax.Array | None = None
 
     def check(self, facts: StackFacts) -> str | None:
-        return f"model.position.max_distance: {self.max_distance} must be positive" if self.max_distance < 1 else None
+        return (
+            f"model.position.max_distance: {self.max_distance} must be positive"
+            if self.max_distance < 1
+            else None
+        )
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "Shaw":
         rows, names = 2 * self.max_distance + 1, ("positions", "head")
         keys = _table(param, "relative_keys", facts, (rows, facts.d_head), names)
-        values = _table(param, "relative_values", facts, (rows, facts.d_value), names) if self.values else None
+        values = (
+            _table(param, "relative_values", facts, (rows, facts.d_value), names)
+            if self.values
+            else None
+        )
         return self.replace(keys_RxH=keys, values_RxH=values)
 
     def _index(self, pair: Pair) -> jax.Array:
-        return jnp.clip(-pair.distance_BxTxS, -self.max_distance, self.max_distance) + self.max_distance
+        return (
+            jnp.clip(-pair.distance_BxTxS, -self.max_distance, self.max_distance)
+            + self.max_distance
+        )
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
-        met_BxNxTxR = jnp.einsum("BTNH,RH->BNTR", q_BxTxNxH, self.keys_RxH, preferred_element_type=jnp.float32)
+        met_BxNxTxR = jnp.einsum(
+            "BTNH,RH->BNTR", q_BxTxNxH, self.keys_RxH, preferred_element_type=jnp.float32
+        )
         return logits_BxNxTxS + pair.scale * _pick(met_BxNxTxR, self._index(pair))
 
     def value(self, out_BxTxNxH, weights_BxNxTxS, pair):
         if self.values_RxH is None:
             return out_BxTxNxH
-        at_BxTxSxR = jax.nn.one_hot(self._index(pair), self.values_RxH.shape[0], dtype=weights_BxNxTxS.dtype)
+        at_BxTxSxR = jax.nn.one_hot(
+            self._index(pair), self.values_RxH.shape[0], dtype=weights_BxNxTxS.dtype
+        )
         weights_BxTxNxR = jnp.einsum("BNTS,BTSR->BTNR", weights_BxNxTxS, at_BxTxSxR)
         return out_BxTxNxH + weights_BxTxNxR @ self.values_RxH.astype(out_BxTxNxH.dtype)
 
@@ -87,15 +104,23 @@ class TransformerXL(Position):
     v_NxH: jax.Array | None = None
 
     def check(self, facts: StackFacts) -> str | None:
-        return "model.position 'transformer_xl' needs an even model.d_model" if facts.d_model % 2 else None
+        return (
+            "model.position 'transformer_xl' needs an even model.d_model"
+            if facts.d_model % 2
+            else None
+        )
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "TransformerXL":
         heads = (facts.num_heads, facts.d_head)
-        matrix = nn.with_logical_partitioning(nn.initializers.normal(facts.d_model**-0.5), ("embed", "heads", "head"))
+        matrix = nn.with_logical_partitioning(
+            nn.initializers.normal(facts.d_model**-0.5), ("embed", "heads", "head")
+        )
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("heads", "head"))
         return self.replace(
             d_model=facts.d_model,
-            project_DxNxH=param("relative_kernel", matrix, (facts.d_model, *heads), facts.param_dtype),
+            project_DxNxH=param(
+                "relative_kernel", matrix, (facts.d_model, *heads), facts.param_dtype
+            ),
             u_NxH=param("content_bias", zeros, heads, facts.param_dtype),
             v_NxH=param("position_bias", zeros, heads, facts.param_dtype),
         )
@@ -129,28 +154,46 @@ class Deberta(Position):
     queries_RxNxH: jax.Array | None = None
 
     def check(self, facts: StackFacts) -> str | None:
-        return f"model.position.max_distance: {self.max_distance} must be positive" if self.max_distance < 1 else None
+        return (
+            f"model.position.max_distance: {self.max_distance} must be positive"
+            if self.max_distance < 1
+            else None
+        )
 
     def bind(self, param: Param, facts: StackFacts) -> "Deberta":
         rows = 2 * self.max_distance
         return self.replace(
-            table_RxD=_table(param, "relative_embedding", facts, (rows, facts.d_model), ("positions", "embed"))
+            table_RxD=_table(
+                param, "relative_embedding", facts, (rows, facts.d_model), ("positions", "embed")
+            )
         )
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "Deberta":
-        init = nn.with_logical_partitioning(nn.initializers.normal(facts.d_model**-0.5), ("embed", "heads", "head"))
+        init = nn.with_logical_partitioning(
+            nn.initializers.normal(facts.d_model**-0.5), ("embed", "heads", "head")
+        )
 
         def project(name):
-            kernel = param(name, init, (facts.d_model, facts.num_heads, facts.d_head), facts.param_dtype)
-            return jnp.einsum("RD,DNH->RNH", self.table_RxD.astype(jnp.float32), kernel.astype(jnp.float32))
+            kernel = param(
+                name, init, (facts.d_model, facts.num_heads, facts.d_head), facts.param_dtype
+            )
+            return jnp.einsum(
+                "RD,DNH->RNH", self.table_RxD.astype(jnp.float32), kernel.astype(jnp.float32)
+            )
 
-        return self.replace(keys_RxNxH=project("relative_key"), queries_RxNxH=project("relative_query"))
+        return self.replace(
+            keys_RxNxH=project("relative_key"), queries_RxNxH=project("relative_query")
+        )
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
         k = self.max_distance
         index_BxTxS = jnp.clip(pair.distance_BxTxS + k, 0, 2 * k - 1)
-        to_position_BxNxTxR = jnp.einsum("BTNH,RNH->BNTR", q_BxTxNxH.astype(jnp.float32), self.keys_RxNxH)
-        from_position_BxNxSxR = jnp.einsum("BSNH,RNH->BNSR", k_BxSxNxH.astype(jnp.float32), self.queries_RxNxH)
+        to_position_BxNxTxR = jnp.einsum(
+            "BTNH,RNH->BNTR", q_BxTxNxH.astype(jnp.float32), self.keys_RxNxH
+        )
+        from_position_BxNxSxR = jnp.einsum(
+            "BSNH,RNH->BNSR", k_BxSxNxH.astype(jnp.float32), self.queries_RxNxH
+        )
         both = _pick(to_position_BxNxTxR, index_BxTxS)
         both += jnp.swapaxes(_pick(from_position_BxNxSxR, jnp.swapaxes(index_BxTxS, 1, 2)), 2, 3)
         return (logits_BxNxTxS + pair.scale * both) / 3**0.5
@@ -174,17 +217,21 @@ class CoPE(Position):
 
     def check(self, facts: StackFacts) -> str | None:
         if not facts.causal:
-            return (
-                "model.position 'cope' counts the tokens before a query; an encoder has no such order, choose another"
-            )
+            return "model.position 'cope' counts the tokens before a query; an encoder has no such order, choose another"
         return (
-            f"model.position.max_positions: {self.max_positions} must be at least 2" if self.max_positions < 2 else None
+            f"model.position.max_positions: {self.max_positions} must be at least 2"
+            if self.max_positions < 2
+            else None
         )
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "CoPE":
         return self.replace(
             table_RxH=_table(
-                param, "contextual_positions", facts, (self.max_positions, facts.d_head), ("positions", "head")
+                param,
+                "contextual_positions",
+                facts,
+                (self.max_positions, facts.d_head),
+                ("positions", "head"),
             )
         )
 
@@ -192,7 +239,9 @@ class CoPE(Position):
         gates_BxNxTxS = jnp.where(pair.mask_BxTxS[:, None], jax.nn.sigmoid(logits_BxNxTxS), 0.0)
         count_BxNxTxS = jnp.flip(jnp.cumsum(jnp.flip(gates_BxNxTxS, -1), axis=-1), -1)
         count_BxNxTxS = jnp.minimum(count_BxNxTxS, self.max_positions - 1)
-        met_BxNxTxR = jnp.einsum("BTNH,RH->BNTR", q_BxTxNxH, self.table_RxH, preferred_element_type=jnp.float32)
+        met_BxNxTxR = jnp.einsum(
+            "BTNH,RH->BNTR", q_BxTxNxH, self.table_RxH, preferred_element_type=jnp.float32
+        )
         below = jnp.floor(count_BxNxTxS)
         pick = lambda at: jnp.take_along_axis(met_BxNxTxR, at.astype(jnp.int32), axis=-1)
         share = count_BxNxTxS - below

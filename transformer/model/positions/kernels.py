@@ -39,7 +39,8 @@ class Kerple(Position):
         learned = lambda name, high: param(
             name,
             nn.with_logical_partitioning(
-                lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, maxval=high), _PER_HEAD
+                lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, maxval=high),
+                _PER_HEAD,
             ),
             (facts.num_heads,),
             facts.param_dtype,
@@ -48,7 +49,10 @@ class Kerple(Position):
 
     def bias(self, q_positions_BxT, k_positions_BxS):
         # At least 0.01, as in the authors' code: positive, with a gradient that is never infinite.
-        r, a = (jnp.maximum(x_N.astype(jnp.float32), 1e-2)[:, None, None] for x_N in (self.r_N, self.a_N))
+        r, a = (
+            jnp.maximum(x_N.astype(jnp.float32), 1e-2)[:, None, None]
+            for x_N in (self.r_N, self.a_N)
+        )
         return -r * jnp.log1p(a * _distance(q_positions_BxT, k_positions_BxS)[:, None])
 
 
@@ -79,7 +83,9 @@ class Sandwich(Position):
 
     def bias(self, q_positions_BxT, k_positions_BxS):
         d = _distance(q_positions_BxT, k_positions_BxS)
-        frequencies = 10_000.0 ** (-2.0 * jnp.arange(1, self.width // 2 + 1, dtype=jnp.float32) / self.width)
+        frequencies = 10_000.0 ** (
+            -2.0 * jnp.arange(1, self.width // 2 + 1, dtype=jnp.float32) / self.width
+        )
         add = lambda i, total: total + jnp.cos(d * frequencies[i])
         total = jax.lax.fori_loop(0, self.width // 2, add, jnp.zeros_like(d))
         flatness_N = 8.0 * jnp.arange(1, self.num_heads + 1, dtype=jnp.float32) / self.num_heads
@@ -113,19 +119,25 @@ class Fire(Position):
                 param(f"fire_bias_{i}", bias, (outputs,), facts.param_dtype),
             )
 
-        number = lambda name, start: param(name, nn.initializers.constant(start), (), facts.param_dtype)
+        number = lambda name, start: param(
+            name, nn.initializers.constant(start), (), facts.param_dtype
+        )
         layers = (
             layer(0, 1, self.width, (None, None)),
             layer(1, self.width, self.width, (None, None)),
             layer(2, self.width, facts.num_heads, (None, "heads")),
         )
-        return self.replace(c=number("fire_c", 0.1), length=number("fire_threshold", self.threshold), layers=layers)
+        return self.replace(
+            c=number("fire_c", 0.1), length=number("fire_threshold", self.threshold), layers=layers
+        )
 
     def bias(self, q_positions_BxT, k_positions_BxS):
         c = jnp.maximum(self.c.astype(jnp.float32), 1e-6)
         psi = lambda x: jnp.log1p(c * x)
         signed = (q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
-        most = jnp.maximum(q_positions_BxT.astype(jnp.float32), jnp.maximum(self.length.astype(jnp.float32), 1.0))
+        most = jnp.maximum(
+            q_positions_BxT.astype(jnp.float32), jnp.maximum(self.length.astype(jnp.float32), 1.0)
+        )
         h = (jnp.sign(signed) * psi(jnp.abs(signed)) / psi(most)[:, :, None])[..., None]
         for i, (kernel, bias) in enumerate(self.layers):
             h = h @ kernel.astype(jnp.float32) + bias.astype(jnp.float32)

@@ -36,7 +36,9 @@ class ALiBi(Position):
         return jnp.asarray(alibi_slopes(self.num_heads), jnp.float32)
 
     def bias(self, q_positions_BxT, k_positions_BxS):
-        distance = jnp.abs(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
+        distance = jnp.abs(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(
+            jnp.float32
+        )
         return -self.past_slopes_N[:, None, None] * distance[:, None]
 
 
@@ -67,7 +69,11 @@ class T5Bias(Position):
     table_RxN: jax.Array | None = None
 
     def check(self, facts: StackFacts) -> str | None:
-        if self.num_buckets < 4 or self.num_buckets % 4 or self.max_distance <= self.num_buckets // 2:
+        if (
+            self.num_buckets < 4
+            or self.num_buckets % 4
+            or self.max_distance <= self.num_buckets // 2
+        ):
             return (
                 f"model.position 't5' needs num_buckets a multiple of 4 and max_distance over half of it, "
                 f"got {self.num_buckets} and {self.max_distance}"
@@ -75,7 +81,9 @@ class T5Bias(Position):
         return None
 
     def bind(self, param: Param, facts: StackFacts) -> "T5Bias":
-        init = nn.with_logical_partitioning(nn.initializers.normal(facts.d_model**-0.5), ("buckets", "heads"))
+        init = nn.with_logical_partitioning(
+            nn.initializers.normal(facts.d_model**-0.5), ("buckets", "heads")
+        )
         table = param("relative_bias", init, (self.num_buckets, facts.num_heads), facts.param_dtype)
         return self.replace(causal=facts.causal, table_RxN=table)
 
@@ -93,6 +101,8 @@ def t5_bucket(distance: jax.Array, num_buckets: int, max_distance: int, causal: 
         num_buckets //= 2
         offset, distance = jnp.where(distance > 0, num_buckets, 0), jnp.abs(distance)
     exact = num_buckets // 2
-    far = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(max_distance / exact)
+    far = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(
+        max_distance / exact
+    )
     far = exact + (far * (num_buckets - exact)).astype(jnp.int32)
     return offset + jnp.where(distance < exact, distance, jnp.minimum(far, num_buckets - 1))

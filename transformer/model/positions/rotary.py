@@ -55,11 +55,17 @@ class Rotary(Position):
 
     def at(self, positions_BxT):
         turned = int(self.d_head * self.fraction)
-        frequency_BxP = self._scaling.frequencies(self.theta, turned, jnp.max(positions_BxT, axis=1) + 1)
+        frequency_BxP = self._scaling.frequencies(
+            self.theta, turned, jnp.max(positions_BxT, axis=1) + 1
+        )
         frequency_BxP = jnp.broadcast_to(frequency_BxP, (positions_BxT.shape[0], turned // 2))
-        phase_BxTx1xP = (positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None])[:, :, None]
+        phase_BxTx1xP = (positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None])[
+            :, :, None
+        ]
         m = self._scaling.magnitude
-        return self.replace(sin_BxTx1xP=m * jnp.sin(phase_BxTx1xP), cos_BxTx1xP=m * jnp.cos(phase_BxTx1xP))
+        return self.replace(
+            sin_BxTx1xP=m * jnp.sin(phase_BxTx1xP), cos_BxTx1xP=m * jnp.cos(phase_BxTx1xP)
+        )
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):
         return self._turn(q_BxTxNxH), self._turn(k_BxTxKxH)

@@ -87,12 +87,16 @@ class YaRN(Scaling):
 
     def frequencies(self, theta, d, length_B):
         f_P = super().frequencies(theta, d, length_B)
-        pair = lambda turns: d * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        pair = lambda turns: (
+            d * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        )
         low, high = pair(self.beta_fast), pair(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, d - 1)
-        ramp_P = jnp.clip((jnp.arange(d // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3), 0.0, 1.0)
+        ramp_P = jnp.clip(
+            (jnp.arange(d // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3), 0.0, 1.0
+        )
         return f_P / self.factor * ramp_P + f_P * (1.0 - ramp_P)
 
     @property
