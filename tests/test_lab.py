@@ -369,40 +369,42 @@ def test_a_sweep_is_compared(swept, capsys):
 
 def test_who_has_a_run_has_it_alone(tmp_path):
     run, other = make_study(tmp_path).runs[:2]
-    assert run.claim() and not run.claim() and run.status().kind == "running" and other.claim()
+    assert run.take() and not run.take() and run.status().kind == "running" and other.take()
     run.release("it broke")
     assert run.status().kind == "failed" and run.status().why == "it broke"
-    assert run.claim() and run.status().kind == "running", "what has failed may be tried again"
-    claim = next((tmp_path / "claims").glob("rotary*"))
-    os.utime(claim, (0, 0))
-    assert run.status().kind == "waiting" and run.claim(), "nobody has renewed it"
-    claim.write_text(f"{os.uname().nodename} 999999999")
-    assert run.claim(), "its process is dead"
+    assert run.take() and run.status().kind == "running", "what has failed may be tried again"
+    os.utime(run.claim.file, (0, 0))
+    assert run.status().kind == "waiting" and run.take(), "nobody has renewed it"
+    dead = dataclasses.replace(run.claim.holder(), pid="999999999")
+    run.claim.file.write_text(str(dead))
+    assert run.take(), "its process is dead"
+    earlier = dataclasses.replace(run.claim.holder(), began=run.claim.holder().began + "0")
+    run.claim.file.write_text(str(earlier))
+    assert run.take(), "its process is dead, and this one has its number by chance"
     child = subprocess.Popen(["sleep", "60"])
-    run.hand_over(child.pid)
+    run.claim.hand_over(child.pid)
     run.release()
-    assert run.claimed() and not run.claim(), (
+    assert run.claim.alive() and not run.take(), (
         "the process that has it lives, whatever becomes of the one that began it"
     )
     child.kill()
     child.wait()
-    assert run.claim()
+    assert run.take()
     run.release()
-    assert not run.claimed()
+    assert not run.claim.alive()
 
 
 def test_a_dead_claim_goes_to_one(tmp_path):
     """Two machines find it dead; one is faster, the other leaves it to it."""
     run = make_study(tmp_path).runs[0]
-    run.claim()
-    file = next((tmp_path / "claims").glob("rotary*"))
-    file.write_text("elsewhere 1")
-    os.utime(file, (0, 0))
-    dead = run._claimant()
-    assert run.claim()
-    assert not run._clear(dead) and run.claimed(), "what was made since is put back"
-    file.write_text("")  # another is just writing it
-    assert run.claimed() and not run.claim()
+    run.take()
+    run.claim.file.write_text("elsewhere 1 0")
+    os.utime(run.claim.file, (0, 0))
+    dead = run.claim.holder()
+    assert run.take()
+    assert not run.claim._clear(dead) and run.claim.alive(), "what was made since is put back"
+    run.claim.file.write_text("")  # another is just writing it
+    assert run.claim.alive() and not run.take()
 
 
 def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypatch):
@@ -482,7 +484,7 @@ def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monk
     )
     with pytest.raises(ValueError, match="a fault"):
         work(tmp_path, [runs[2]], evaluate)
-    assert not any(run.claimed() for run in runs)
+    assert not any(run.claim.alive() for run in runs)
 
 
 def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_other(
@@ -515,8 +517,8 @@ def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(
     monkeypatch.setattr(runner, "PATIENCE", 0.1)
     other = subprocess.Popen(["sleep", "2"])
     for run in study.runs:
-        run.claim()
-        run.hand_over(other.pid)
+        run.take()
+        run.claim.hand_over(other.pid)
     with pytest.raises(UserError, match=r"--runs: another process works on rotary/seed-0 \("):
         work(tmp_path, study.runs[:1], print)
     threading.Thread(target=other.wait).start()  # or it stays as a zombie, which is there

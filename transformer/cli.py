@@ -1,6 +1,7 @@
 """python -m transformer VERB: the command line, thin over the package."""
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
@@ -8,6 +9,7 @@ import sys
 import traceback
 
 from transformer.errors import UserError, nearest
+from transformer.output import outlives_its_readers
 
 ABOUT = """Transformers in JAX: train, evaluate and use any architecture, from one experiment file, on any machine.
 
@@ -83,7 +85,9 @@ def _main(argv: list[str]) -> int:
         sub = verbs.add_parser(
             name, help=verb.ABOUT, description=verb.DETAIL or verb.ABOUT, **spelled
         )
-        sub.set_defaults(run=verb.run, verb=name)
+        only_prints = getattr(verb, "ONLY_PRINTS", False)
+        lasting = contextlib.nullcontext if only_prints else outlives_its_readers
+        sub.set_defaults(run=verb.run, verb=name, lasting=lasting)
         verb.arguments(sub)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
         raise UserError(f"no verb {argv[0]!r}; {nearest(argv[0], VERBS)}")
@@ -91,7 +95,8 @@ def _main(argv: list[str]) -> int:
     if "run" not in args:
         parser.print_help()
         return 0
-    return args.run(args, _overrides(rest)) or 0
+    with args.lasting():
+        return args.run(args, _overrides(rest)) or 0
 
 
 def _overrides(rest: list[str]) -> dict[str, str]:

@@ -10,14 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from transformer.claims import keep_renewing
 from transformer.errors import UserError, nearest
-from transformer.lab.study import STALE, Planned, Status, Study, load_study
+from transformer.lab.study import Planned, Status, Study, load_study
 from transformer.lab.together import alike, train_together
 from transformer.parallel.processes import place
 from transformer.training.metrics import columns, human_time
@@ -138,7 +138,7 @@ class _Child:
             start_new_session=True,
         )
         for run in runs if self.first else ():
-            run.hand_over(self.process.pid)
+            run.claim.hand_over(self.process.pid)
 
     def stop(self) -> None:
         """Tells it to save and end, once."""
@@ -165,11 +165,11 @@ def _begin(study: Study, runs: list[Planned], host: tuple[int, int]) -> _Child |
     index, count = host
     left = [run for run in runs if not run.status().over]
     if count == 1:
-        left = [run for run in left if run.claim()]
+        left = [run for run in left if run.take()]
     elif index == 0:  # the others begin them too: an old claim must not keep the first from it
         for run in left:
             run.release()
-            run.claim()
+            run.take()
     return _Child(study, left, index) if left else None
 
 
@@ -204,7 +204,7 @@ def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]
     mine = chosen if place()[0] == 0 else []
     for run in mine:
         run.keep()
-    _renewing(mine)
+    keep_renewing([run.claim for run in mine])
     try:
         return _work(chosen, evaluate)
     finally:
@@ -271,18 +271,6 @@ def _said(error: Exception) -> str:
         if isinstance(error, UserError)
         else f"{type(error).__name__}: {error}".splitlines()[0][:200]
     )
-
-
-def _renewing(runs: Sequence[Planned]) -> None:
-    """Says as long as this process lives that it has these."""
-
-    def renew() -> None:
-        while True:
-            for run in runs:
-                run.renew()
-            time.sleep(STALE / 6)
-
-    threading.Thread(target=renew, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -3,15 +3,13 @@
 What state a run is in is read from its directory alone, so any number of machines that share it agree.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
-import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.config_io import from_mapping, to_mapping
 from transformer.errors import UserError
@@ -20,9 +18,6 @@ from transformer.lab.guard import Facts
 from transformer.sweeps import Grid, Point, Sweep
 from transformer.training.metrics import read_metrics
 from transformer.training.rundir import flat
-
-STALE = 90.0
-"""A claim that nobody has renewed for so many seconds is of a machine that died."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +71,7 @@ class Planned:
             return Status(
                 "done", self.config.train.steps, decided[-1] if decided else float("nan"), lacks
             )
-        if self.claimed():
+        if self.claim.alive():
             return Status("running", **at)
         if self._failure.exists():
             return Status("failed", **at, why=self._failure.read_text().strip())
@@ -110,112 +105,40 @@ class Planned:
     # ---- who works on it
 
     @property
-    def _claim(self) -> Path:
-        return self.study / "claims" / self.name.replace("/", ".")
+    def claim(self) -> Claim:
+        """The claim of the process that works on it."""
+        return Claim(self.study / "claims" / self.name.replace("/", "."))
 
     @property
     def _failure(self) -> Path:
-        return self._claim.with_name(self._claim.name + ".failed")
+        file = self.claim.file
+        return file.with_name(file.name + ".failed")
 
     @property
     def log(self) -> Path:
         """What was said while it ran, or while the runs did that it was trained together with."""
         return self.study / "logs" / (self.name.replace("/", ".") + ".log")
 
-    def claim(self) -> bool:
-        """Takes it, for this process, unless somebody has it."""
-        self._claim.parent.mkdir(parents=True, exist_ok=True)
-        seen = self._claimant()
-        if seen is not None and self._lives(seen):
-            return False
-        if seen is not None and not self._clear(seen):
-            return False
-        try:
-            with self._claim.open("x") as file:
-                file.write(_claimant(os.getpid()))
-        except FileExistsError:  # another was faster
+    def take(self) -> bool:
+        """Claims it for this process, unless another works on it; an earlier failure is forgotten."""
+        if not self.claim.take():
             return False
         self._failure.unlink(missing_ok=True)
         return True
 
-    def hand_over(self, pid: int) -> None:
-        """To a process on this machine, which renews the claim from now on and has it whatever becomes of this one."""
-        write_whole(self._claim, _claimant(pid))
-
     def keep(self) -> None:
-        """Takes it unless this process has it, or that which began this one. Raises UserError where another works on it."""
-        mine = _claimant(os.getpid())
-        if self._claimant() not in (mine, _claimant(os.getppid())) and not self.claim():
+        """Claims it, unless this process has it, or that which began this one. Raises UserError where another works on it."""
+        if not self.claim.held_by(os.getpid(), os.getppid()) and not self.take():
+            holder = self.claim.holder()
             raise UserError(
-                f"--runs: another process works on {self.name} ({self._claimant()}); wait for its end"
+                f"--runs: process {holder.pid} on {holder.host} works on {self.name}; wait for its end"
             )
-
-    def renew(self) -> None:
-        """To be called now and then by who has it; whom it was taken from, since it did not for long, does not take it back."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._claimant() == _claimant(os.getpid()):
-                os.utime(self._claim)
 
     def release(self, failure: str = "") -> None:
         """Gives it back, of a process of this machine that has ended, or of this one; `failure`: why it was not done."""
         if failure:
             write_whole(self._failure, failure + "\n")
-        seen = self._claimant()
-        if seen is not None and (seen == _claimant(os.getpid()) or not self._lives(seen)):
-            self._claim.unlink(missing_ok=True)
-
-    def claimed(self) -> bool:
-        """Whether a living process has it."""
-        seen = self._claimant()
-        return seen is not None and self._lives(seen)
-
-    def _claimant(self) -> str | None:
-        """Who has, or had, it: a host and a process; "" where that is just being written."""
-        try:
-            return self._claim.read_text()
-        except FileNotFoundError:
-            return None
-
-    def _lives(self, claimant: str) -> bool:
-        """By whether it still renews its claim, or, on this machine, by whether the process is there."""
-        host, _, pid = claimant.partition(" ")
-        try:
-            fresh = time.time() - self._claim.stat().st_mtime < STALE
-        except FileNotFoundError:
-            return False
-        return fresh and not (
-            host == socket.gethostname() and pid.isdecimal() and not _runs(int(pid))
-        )
-
-    def _clear(self, dead: str) -> bool:
-        """Takes a dead claim away: one machine alone, though several may have found it dead."""
-        aside = self._claim.with_name(
-            f"{self._claim.name}.{socket.gethostname()}.{os.getpid()}.dead"
-        )
-        try:
-            self._claim.rename(aside)
-        except FileNotFoundError:
-            return False
-        if aside.read_text() != dead:  # it is another's, made since
-            aside.rename(self._claim)
-            return False
-        aside.unlink()
-        return True
-
-
-def _claimant(pid: int) -> str:
-    return f"{socket.gethostname()} {pid}"
-
-
-def _runs(pid: int) -> bool:
-    """Whether there is such a process here."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        self.claim.release()
 
 
 @dataclasses.dataclass(frozen=True)

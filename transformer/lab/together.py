@@ -26,7 +26,7 @@ from transformer.training.loop import stop_signals
 from transformer.training.optimizer import build_optimizer
 from transformer.training.recorder import Diverged
 from transformer.training.run import Run, begin
-from transformer.training.rundir import flat
+from transformer.training.rundir import alone, flat
 from transformer.training.step import training_step
 
 NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.dropout")
@@ -57,7 +57,11 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
     config = configs[0]
     if len({alike(c) for c in configs}) > 1 or alike(config) is None:
         raise ValueError("these runs differ in more than numbers")
-    with disk_faults(workdirs[0].parent), use(start(config.platform, MeshConfig(data=1))) as mesh:
+    with (
+        disk_faults(workdirs[0].parent),
+        use(start(config.platform, MeshConfig(data=1))) as mesh,
+        alone(workdirs),
+    ):
         runs = [
             begin(c, w, mesh, together=len(configs), speaks=n == 0)
             for n, (c, w) in enumerate(zip(configs, workdirs, strict=True))

@@ -14,14 +14,20 @@ from transformer.config import Experiment
 from transformer.files import disk_faults
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import stop_agreed
+from transformer.training import rundir
 from transformer.training.run import begin
 
 
 def train(config: Experiment, workdir: str | Path) -> int:
     """Trains in `workdir`, or goes on where a run of the same experiment stopped. Returns the steps done, which are fewer
     than `train.steps` after SIGTERM or Ctrl-C; the same call goes on from there."""
-    with disk_faults(workdir), use(start(config.platform, config.mesh)) as mesh:
-        run = begin(config, Path(workdir), mesh)
+    workdir = Path(workdir)
+    with (
+        disk_faults(workdir),
+        use(start(config.platform, config.mesh)) as mesh,
+        rundir.alone([workdir]),
+    ):
+        run = begin(config, workdir, mesh)
         with (
             run,
             stop_signals() as stopped,

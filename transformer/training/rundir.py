@@ -3,22 +3,26 @@
 config.json  manifest.json  tokenizer.model  metrics.jsonl  tensorboard/  checkpoints/  samples.txt  loss.png
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
+from transformer.claims import Claim, holding
 from transformer.config import Experiment
 from transformer.config_io import from_mapping, to_mapping
 from transformer.data.tokenizer import FILES, Tokenizer
 from transformer.errors import UserError
 from transformer.files import read_json, write_whole
+from transformer.parallel.processes import is_first, worst
 from transformer.version import __version__
 
 FREE = (
@@ -38,6 +42,7 @@ FREE = (
     "train.wandb",
     "train.profile",
     "train.keep_checkpoints",
+    "train.strict_checkpoints",
 )
 """What may differ when a run goes on: nothing of this changes a number that training computes, but for rounding, and which numbers
 dropout draws where layers are looped or not."""
@@ -69,10 +74,41 @@ def check(workdir: Path, config: Experiment) -> None:
             raise UserError(
                 f"--workdir: {workdir} holds a different experiment: {what}{more}; choose another directory, or the old values"
             )
-    elif workdir.exists() and any(file.suffix != ".tmp" for file in workdir.iterdir()):
+    elif workdir.exists() and any(
+        file.suffix != ".tmp" and file.name != "lock" for file in workdir.iterdir()
+    ):
         raise UserError(
             f"--workdir: {workdir} is not empty and no run of ours (no config.json); choose another directory"
         )
+
+
+def lock(workdir: Path) -> Claim:
+    """The claim of the process that trains here."""
+    return Claim(workdir / "lock")
+
+
+@contextlib.contextmanager
+def alone(workdirs: Sequence[Path]) -> Iterator[None]:
+    """No other process trains in these directories meanwhile. Raises UserError, with the process that does; all processes of a run
+    must enter together. A directory that is still empty at the end is removed."""
+    for workdir in workdirs:
+        check_folder(workdir)
+    with contextlib.ExitStack() as held:
+        problem = None
+        if is_first():
+            try:
+                held.enter_context(holding([lock(workdir) for workdir in workdirs]))
+            except UserError as e:
+                problem = e
+        if worst(int(problem is not None)):
+            raise problem or UserError("--workdir: process 0 could not lock it; see its log")
+        try:
+            yield
+        finally:
+            held.close()
+            for workdir in workdirs if is_first() else ():
+                with contextlib.suppress(OSError):
+                    workdir.rmdir()
 
 
 def check_folder(workdir: Path) -> None:

@@ -10,6 +10,8 @@ from transformer.verbs.common import folder, open_run, read_lines
 
 ABOUT = "translate or continue text, a line per line"
 
+ONLY_PRINTS = True
+
 DETAIL = """Translate (encoder-decoder) or continue (decoder) text: a line in, a line out.
 
   --config.decoding.beam_size=4 and other --config.decoding.* change how, for this call.

@@ -8,6 +8,8 @@ from transformer.files import write_whole
 
 ABOUT = "memory, time and price on a machine that is not here"
 
+ONLY_PRINTS = True
+
 DETAIL = """What an experiment needs of a machine, before it is rented: its programs are compiled for it here, by its own compiler, on shapes
 alone. Memory of a device by kind, messages, the least time of a step (each part at the chip's published rate), the run's time and price;
 and if it does not fit, what would help.

@@ -1,0 +1,138 @@
+"""One process trains in a run directory; what it prints to may be closed."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from transformer import claims
+from transformer.claims import Claim, Process, holding
+from transformer.errors import UserError
+from transformer.output import outlives_its_readers
+from transformer.training import rundir
+
+
+@pytest.fixture
+def other():
+    """A living process beside this one."""
+    child = subprocess.Popen(["sleep", "60"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path, other):
+    claim = rundir.lock(tmp_path / "run")
+    with rundir.alone([tmp_path / "run"]):
+        assert claim.held_by(os.getpid())
+        claim.hand_over(other.pid)
+        with (
+            pytest.raises(UserError, match=f"run is in use by process {other.pid} on .*; wait"),
+            rundir.alone([tmp_path / "run"]),
+        ):
+            raise AssertionError("two at once")
+        with pytest.raises(UserError, match=f"process {other.pid} on .* took this run over"):
+            claim.check()
+    assert claim.held_by(other.pid), "what was taken over is not given back"
+    other.kill()
+    other.wait()
+    with rundir.alone([tmp_path / "run"]):
+        claim.check()
+    assert not (tmp_path / "run").exists(), "nothing is left where nothing was done"
+
+
+def test_of_two_starts_a_moment_apart_one_is_refused(tmp_path):
+    refused, began = [], threading.Barrier(8)
+
+    def start():
+        began.wait()
+        try:
+            with holding([Claim(tmp_path / "lock")]):
+                time.sleep(0.5)
+        except UserError as e:
+            refused.append(str(e))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 7 and not (tmp_path / "lock").exists()
+
+
+def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "STALE", 3.0)
+    file = tmp_path / "lock"
+    file.write_text(str(Process("elsewhere", "17", "1:2")))
+
+    def renew():
+        time.sleep(1.5)
+        os.utime(file)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    with (
+        pytest.raises(UserError, match="in use by process 17 on elsewhere"),
+        holding([Claim(file)]),
+    ):
+        pass
+    thread.join()
+    with holding([Claim(file)]):  # nobody renews it any more
+        assert Claim(file).held_by(os.getpid())
+
+
+def test_a_process_of_the_same_number_in_another_container_is_another(tmp_path):
+    here = Process.here(os.getpid())
+    assert here.is_visible() and here.runs() and Process.parse(str(here)) == here
+    assert not dataclasses.replace(here, began="1:2").is_visible()
+    assert not dataclasses.replace(here, host="elsewhere").is_visible()
+    assert not Process.here(999_999_999).runs()
+    assert not Process.parse("").is_visible()
+
+
+def test_a_claim_is_renewed_while_it_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "STALE", 0.6)
+    with holding([Claim(tmp_path / "lock")]):
+        time.sleep(1.5)
+        assert Claim(tmp_path / "lock").age() < 0.6
+
+
+TALKATIVE = """
+import sys
+from transformer.output import outlives_its_readers
+{context}
+    for i in range(20_000):
+        print("step", i)
+        print("step", i, file=sys.stderr)
+    open({file!r}, "w").write("done")
+"""
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_closed_output_ends_no_work(tmp_path, lasting):
+    context = "with outlives_its_readers():" if lasting else "if True:"
+    program = TALKATIVE.format(context=context, file=str(tmp_path / "done"))
+    command = f"{sys.executable} -c '{program}' 2>&1 | head -3; exit ${{PIPESTATUS[0]}}"
+    command = command.replace("'done'", '"done"').replace(
+        repr(str(tmp_path / "done")), f'"{tmp_path / "done"}"'
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=root)
+    assert done.stdout.splitlines()[0] == "step 0"
+    assert (done.returncode == 0) == lasting and (tmp_path / "done").exists() == lasting
+    assert not done.stderr
+
+
+def test_streams_are_as_they_were(capsys):
+    before = sys.stdout, sys.stderr
+    with outlives_its_readers():
+        assert sys.stdout.encoding == before[0].encoding
+        print("to both", file=sys.stderr)
+        print("to both")
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr() == ("to both\n", "to both\n")
