@@ -91,6 +91,21 @@ def test_a_run_goes_on_on_fewer_processes_bit_for_bit(tmp_path):
     assert [start["processes"] for start in manifest["earlier_starts"]] == [4, 2]
 
 
+def test_all_processes_use_the_checkpoint_before_one_that_a_process_cannot_read(tmp_path):
+    run, options = tmp_path / "run", ["--config.train.steps=4", "--config.train.checkpoint_every=2"]
+    assert codes(launch(2, run, *options))[0] == [0, 0]
+    before = curve(run)
+    harmed = list((run / "checkpoints" / "4" / "params" / "ocdbt.process_1").rglob("d/*"))
+    for file in harmed:
+        data = file.read_bytes()
+        file.write_bytes(data[: len(data) // 8] + bytes(len(data) - len(data) // 8))
+    found, outputs = codes(launch(2, run, *options))
+    assert found == [0, 0] and harmed, outputs
+    assert "4 is damaged" in outputs[0] and "continuing from step 2" in outputs[0]
+    assert "Traceback" not in "".join(outputs)
+    assert curve(run) == before and (run / "damaged" / "4").is_dir()
+
+
 def tried(workdir: Path, count: int) -> dict:
     """What `evaluate` finds, and what `generate` writes, on so many processes with four devices together."""
     asked, answer = workdir / "asked.txt", workdir / f"answer{count}.txt"

@@ -246,6 +246,9 @@ class TrainConfig:
     ] = ()  # what else is measured (evaluation/kinds.py): loss_by_position | depth_profile | attention | ..., or dict(name=...)
     checkpoint_every: int = 0  # 0: at the end only
     keep_checkpoints: int = 2
+    strict_checkpoints: bool = (
+        False  # refuse to resume from an older checkpoint where the newest is damaged
+    )
     tensorboard: bool = True
     wandb: str = ""  # a Weights & Biases project; "": off
     profile: int = 0  # trace so many steps, from the 10th, into the run directory; 0: off

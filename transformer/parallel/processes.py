@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
 from transformer.errors import UserError
 
@@ -252,14 +253,24 @@ def first_before_the_others(name: str) -> Iterator[None]:
         barrier(name)
 
 
-def agree(what: str, value: str) -> None:
-    """Raises UserError unless all processes have the same `value`."""
+def everyones(mine: np.ndarray) -> np.ndarray:
+    """Each process's array of one shape and type, stacked on a new first axis. All processes must call this."""
     if jax.process_count() == 1:
-        return
-    import numpy as np
+        return mine[None]
     from jax.experimental import multihost_utils
 
-    mine = np.frombuffer(value.encode()[:64].ljust(64), np.uint8)
-    everyones = np.asarray(multihost_utils.process_allgather(mine))
-    if odd := [i for i, other in enumerate(everyones) if not np.array_equal(other, everyones[0])]:
+    return np.asarray(multihost_utils.process_allgather(mine))
+
+
+def agree(what: str, value: str) -> None:
+    """Raises UserError unless all processes have the same `value`."""
+    all_of_them = everyones(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
+    if odd := [
+        i for i, other in enumerate(all_of_them) if not np.array_equal(other, all_of_them[0])
+    ]:
         raise UserError(f"{what}: process {odd[0]} has another than process 0; give all the same")
+
+
+def worst(kind: int) -> int:
+    """The largest of all processes' values; each must call this. 0 is no fault, and the larger the number, the worse."""
+    return int(np.max(everyones(np.array(kind, np.int32))))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import optax
 from jax.sharding import Mesh
 
 from transformer.checks import plain
@@ -126,13 +127,14 @@ class Run:
     def save(self) -> None:
         """A checkpoint of this step, with the position in the data and the open logging interval."""
         with self.recorder.aside():
-            host = {
+            if is_first():
+                rundir.lock(self.workdir).check()
+            loop = {
                 "data_step": self.step,
                 "window": dict(self.recorder.window),
                 "text_sha256": self.data.store.meta["train"]["sha256"],
             }
-            host["layout"] = layout(self.config.model)
-            self.checkpoints.save(self.state, self.step, host)
+            self.checkpoints.save(self.state, self.step, loop, layout(self.config.model))
 
 
 def _due(step: int, every: int) -> bool:
@@ -165,30 +167,19 @@ def begin(
     text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
     agree("the training text, or its tokenizer", text_sha256[:32] + data.tokenizer.sha256[:32])
     progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
-    has_any = (workdir / "checkpoints").exists() and (
-        checkpoints := Checkpoints(workdir, config.train)
-    ).steps
-    agree("--workdir: the last checkpoint in it", str(has_any and checkpoints.steps[-1]))
-    if has_any:
-        was = checkpoints.layout(config.model)
-        if was == config.model:
-            state, host = checkpoints.restore(abstract)
-        else:
-            there, _ = abstract_state(
-                dataclasses.replace(config, model=was), build_model(was), optimizer, mesh
-            )
-            state, host = checkpoints.restore(there)
-            state = relayout(state, was, config.model, abstract)
-        step, window = host["data_step"], host["window"]
-        if host["text_sha256"] != text_sha256:
-            raise UserError(
-                f"--workdir: the training text has changed since {workdir} was trained on it; choose another directory, or restore the text"
-            )
-    else:
+    checkpoints = _existing_checkpoints(workdir, config)
+    if checkpoints is None:
         state = init_state(config, model, optimizer, placed)
         if config.train.init_from:
             check_tokenizer(config.train.init_from, data.tokenizer.sha256)
             state = start_from(config, state, placed, mesh)
+    else:
+        state, loop = _resume(config, checkpoints, abstract, optimizer, mesh, progress.note)
+        step, window = loop["data_step"], loop["window"]
+        if loop["text_sha256"] != text_sha256:
+            raise UserError(
+                f"--workdir: the training text has changed since {workdir} was trained on it; choose another directory, or restore the text"
+            )
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
     backends = attention_backends(config, model, abstract.params, batches[0], mesh)
     origin = {"data": data.describe(), "attention_backends": backends, "trained_together": together}
@@ -199,7 +190,7 @@ def begin(
         raise UserError(
             f"--workdir: process {jax.process_index()} does not see what process 0 wrote to {workdir}; it must be a shared folder"
         )
-    checkpoints = Checkpoints(workdir, config.train)
+    checkpoints = checkpoints or Checkpoints(workdir, config.train)
     progress.note(
         describe(abstract.params, placed.params, mesh)
         + "\n"
@@ -222,6 +213,40 @@ def begin(
         make_train_step(config, model, optimizer, mesh, placed), make_eval_step(config, model, mesh, placed.params),
         checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window, together), data,
     )  # fmt: skip
+
+
+def _existing_checkpoints(workdir: Path, config: Experiment) -> Checkpoints | None:
+    """Those of a run that is to be continued."""
+    if not (workdir / "checkpoints").exists():
+        return None
+    checkpoints = Checkpoints(workdir, config.train)
+    agree("--workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))
+    return checkpoints if checkpoints.steps else None
+
+
+def _resume(
+    config: Experiment,
+    checkpoints: Checkpoints,
+    abstract: TrainState,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    tell: Callable[[str], None],
+) -> tuple[TrainState, dict]:
+    """The state of the newest intact checkpoint, in the layout of `config`, and what the loop needs to continue from it."""
+    model_in = lambda layout: dataclasses.replace(config.model, **layout)
+
+    def abstract_in(layout: dict) -> TrainState:
+        if (model := model_in(layout)) == config.model:
+            return abstract
+        own = dataclasses.replace(config, model=model)
+        return abstract_state(own, build_model(model), optimizer, mesh)[0]
+
+    state, record = checkpoints.newest_intact(
+        lambda step: checkpoints.restore(step, abstract_in), tell
+    )
+    if (was := model_in(record.layout)) != config.model:
+        state = relayout(state, was, config.model, abstract)
+    return state, record.loop
 
 
 def _advice(config: Experiment, data: Data) -> list[str]:

@@ -1,0 +1,123 @@
+"""Damaged checkpoints: every file of one, with bits flipped, cut short, overwritten with zeros or deleted.
+
+A reader must give back what was saved, or say that the checkpoint is damaged, and then the one before it must be found. A flipped
+bit in a file that nothing reads is harmless, so both answers are right; other numbers never are.
+"""
+
+import dataclasses
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer.config import Experiment
+from transformer.model.network import build_model
+from transformer.parallel.mesh import make_mesh, use
+from transformer.training.checkpoint import Checkpoints
+from transformer.training.checkpoint_record import Damaged
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Harm:
+    """What is done to one file, or folder, of a checkpoint."""
+
+    kind: str  # flip | cut | zero | delete
+    file: str  # relative to the checkpoint
+    bit: int = 0  # of a flip; of a cut or zeroing, where it begins, in bytes
+
+    def apply(self, checkpoint: Path) -> None:
+        path = checkpoint / self.file
+        if self.kind == "delete":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            return
+        data = bytearray(path.read_bytes())
+        if self.kind == "flip":
+            data[self.bit // 8] ^= 1 << self.bit % 8
+        elif self.kind == "cut":
+            del data[self.bit :]
+        else:
+            data[self.bit : self.bit + 64] = bytes(len(data[self.bit : self.bit + 64]))
+        path.unlink()  # it may be a link to the original
+        path.write_bytes(data)
+
+
+def cases(checkpoint: Path, seed: int, flips: int, others: int) -> Iterator[Harm]:
+    """Bits of all files, large files more often; and deletions, truncations and zeroings of files and folders."""
+    draw = random.Random(seed)
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    sizes = {path: path.stat().st_size for path in files}
+    full = [path for path in files if sizes[path]]
+    name = lambda path: str(path.relative_to(checkpoint))
+    for i in range(flips):
+        # One half in whatever file, one half where the bytes are.
+        weights = [sizes[path] ** 0.5 for path in full] if i % 2 else None
+        path = draw.choices(full, weights)[0]
+        yield Harm("flip", name(path), draw.randrange(8 * sizes[path]))
+    anything = sorted(checkpoint.rglob("*"))
+    for _ in range(others):
+        kind = draw.choice(("delete", "cut", "zero"))
+        path = draw.choice(anything if kind == "delete" else full)
+        yield Harm(kind, name(path), 0 if kind == "delete" else draw.randrange(sizes[path]))
+
+
+class Subject:
+    """A run of several checkpoints whose content is known."""
+
+    def __init__(self, run: Path, config: Experiment):
+        self.run, self.config = run, config
+        with use(make_mesh(config.mesh)) as mesh:
+            self.abstract, _ = abstract_state(
+                config,
+                build_model(config.model),
+                build_optimizer(config.optimizer, config.train.steps),
+                mesh,
+            )
+            self.steps = Checkpoints(run, config.train).steps
+            self.states = {step: self.read(run, step) for step in self.steps}
+
+    @property
+    def newest(self) -> Path:
+        return self.run / "checkpoints" / str(self.steps[-1])
+
+    def read(self, run: Path, step: int) -> Any:
+        """The state of a step as NumPy arrays."""
+        checkpoints = Checkpoints(run, self.config.train)
+        return jax.device_get(checkpoints.restore(step, lambda layout: self.abstract)[0])
+
+    def check(self, harm: Harm, scratch: Path) -> str:
+        """Harms the newest checkpoint of a copy and resumes from it. Returns "intact" or "damaged"; AssertionError for
+        anything but what was saved, or a message of more than one line."""
+        copy = scratch / "run"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self.run, copy, copy_function=_link)
+        harm.apply(copy / "checkpoints" / str(self.steps[-1]))
+        told: list[str] = []
+        with use(make_mesh(self.config.mesh)):
+            checkpoints = Checkpoints(copy, self.config.train)
+            read = lambda step: (step, checkpoints.restore(step, lambda layout: self.abstract)[0])
+            try:
+                step, state = checkpoints.newest_intact(read, told.append)
+            except Damaged as e:
+                raise AssertionError(f"{harm}: no checkpoint is left: {e}") from e
+        saved = self.states[step]
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(saved),
+            jax.tree.leaves(jax.device_get(state)),
+            strict=True,
+        ):
+            same = np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            assert same, f"{harm}: {jax.tree_util.keystr(path)} of step {step} differs silently"
+        fell_back = step != self.steps[-1]
+        assert len(told) == fell_back, f"{harm}: it said {told}"
+        assert all("\n" not in line and len(line) < 600 for line in told), f"{harm}: {told}"
+        return "damaged" if fell_back else "intact"
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).hardlink_to(source)

@@ -1,0 +1,179 @@
+"""Checkpoints: fingerprints, damage that is found, the checkpoint before it, and what is kept."""
+
+import dataclasses
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+from faults.checkpoints import Subject, cases
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from transformer.config import Experiment, MeshConfig
+from transformer.config_io import from_mapping
+from transformer.parallel.mesh import make_mesh
+from transformer.training import checkpoint
+from transformer.training import fingerprint as fingerprint_module
+from transformer.training.checkpoint import Checkpoints
+from transformer.training.checkpoint_record import Damaged
+from transformer.training.fingerprint import fingerprints
+from transformer.training.loop import train
+from transformer.training.metrics import read_metrics
+from transformer.training.state import layout
+
+
+def fingerprint(x: np.ndarray) -> str:
+    """The docstring's equation with Python's integers."""
+    words = np.ravel(x).view(f"uint{8 * x.dtype.itemsize}") if x.dtype != bool else np.ravel(x)
+
+    def mix(w: int) -> int:
+        w = ((w ^ w >> 16) * 0x85EBCA6B) % 2**32
+        w = ((w ^ w >> 13) * 0xC2B2AE35) % 2**32
+        return w ^ w >> 16
+
+    w = [mix(int(bits) ^ mix(i)) for i, bits in enumerate(words)]
+    return f"{sum(w) % 2**32:08x}{sum(map(mix, w)) % 2**32:08x}"
+
+
+X = np.random.default_rng(0).standard_normal((4, 8, 2)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "uint8"])
+def test_a_fingerprint_is_the_sum_that_its_docstring_says(dtype):
+    x = jnp.asarray(X * 100).astype(dtype)
+    assert fingerprints({"x": x}) == {"x": fingerprint(np.asarray(x))}
+
+
+def test_a_fingerprint_is_of_values_and_places_and_not_of_the_mesh():
+    whole = fingerprints([X])["0"]
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    for spec in (P("data"), P("fsdp", "tensor"), P(None, ("data", "tensor"), "fsdp"), P()):
+        assert fingerprints([jax.device_put(X, NamedSharding(mesh, spec))])["0"] == whole, spec
+    changed = X.copy()
+    changed.view(np.uint32)[3, 1, 0] ^= 1
+    swapped = X[::-1].copy()
+    assert sorted(swapped.ravel()) == sorted(X.ravel())
+    others = [fingerprints([x])["0"] for x in (changed, swapped, -X, X.reshape(8, 8)[:, :4])]
+    assert len({whole, *others}) == 5
+
+
+def test_devices_exchange_nothing_for_a_fingerprint():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "data")))
+    program = fingerprint_module._program(x.sharding).lower(x).compile().as_text()
+    assert "u32[1,2]" in program, "the sums"
+    assert not re.search("all-|collective|send|recv", program)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return from_mapping(Experiment, {
+        "model": {"family": "decoder", **TINY, "vocab_size": 400, "d_ff": 16, "scan_layers": True},
+        "data": {"corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "optimizer": {"warmup_steps": 5, "schedule": "constant"}, "mesh": {"data": 1},
+        "train": {"steps": 6, "log_every": 1, "eval_batches": 1, "checkpoint_every": 2, "keep_checkpoints": 3, "tensorboard": False, "ema_decay": 0.9},
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(config, tmp_path_factory):
+    """A run with checkpoints of steps 2, 4 and 6."""
+    monkeypatch = pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("checkpoints")
+    monkeypatch.setenv("TRANSFORMER_DATA", str(folder / "data"))
+    train(config, folder / "run")
+    yield Subject(folder / "run", config)
+    monkeypatch.undo()
+
+
+def test_damage_is_found_and_the_checkpoint_before_it_is_used(trained, tmp_path, capfd):
+    assert trained.steps == [2, 4, 6]
+    harms = list(cases(trained.newest, seed=1, flips=20, others=20))
+    found = [trained.check(harm, tmp_path) for harm in harms]
+    assert found.count("damaged") > 10, "else the cases are harmless"
+    arrays = [h for h, f in zip(harms, found, strict=True) if "/d/" in h.file and f == "damaged"]
+    assert arrays, "else no array was harmed"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def harm_arrays(folder) -> None:
+    """Flips one bit in the middle of each file with values of parameters."""
+    for file in sorted(folder.rglob("params/**/d/*")):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 8
+        file.write_bytes(data)
+
+
+def test_training_continues_from_the_checkpoint_before_a_damaged_one(
+    trained, config, tmp_path, capfd
+):
+    run, longer = tmp_path / "run", dataclasses.replace(config.train, steps=7)
+    shutil.copytree(trained.run, run)
+    losses = lambda folder: {
+        line["step"]: line["train/loss"] for line in read_metrics(folder) if "train/loss" in line
+    }
+    whole = losses(run)
+    harm_arrays(run / "checkpoints" / "6")
+    strict = dataclasses.replace(config, train=dataclasses.replace(longer, strict_checkpoints=True))
+    with pytest.raises(
+        Damaged, match=r"6 is damaged .*train command continues from the checkpoint before"
+    ):
+        train(strict, run)
+    assert losses(run) == whole and not (run / "damaged").exists(), "strict changes nothing"
+    assert train(dataclasses.replace(config, train=longer), run) == 7
+    said = capfd.readouterr().err
+    assert "6 is damaged" in said and "continuing from step 4" in said
+    assert "Traceback" not in said
+    again = losses(run)
+    assert again.pop(7) and again == whole, "the steps after 4 were done again, and logged once"
+    assert (run / "damaged" / "6").is_dir()
+    assert Checkpoints(run, longer).steps == [4, 6, 7]
+
+
+def test_without_an_intact_checkpoint_nothing_is_done(trained, config, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained.run, run)
+    harm_arrays(run / "checkpoints")
+    before = sorted(run.rglob("*"))
+    with pytest.raises(Damaged, match="no other checkpoint is intact") as error:
+        train(config, run)
+    assert "\n" not in str(error.value) and sorted(run.rglob("*")) == before
+
+
+def test_a_checkpoint_in_another_place_is_damaged(trained, config, tmp_path):
+    shutil.copytree(trained.newest, tmp_path / "checkpoints" / "9")
+    with pytest.raises(Damaged, match="it is the checkpoint of step 6"):
+        trained.read(tmp_path, 9)
+
+
+def test_only_intact_checkpoints_count_when_old_ones_are_deleted(trained, config, tmp_path):
+    """Step 8 makes 2 and 4 superfluous, unless 6 is damaged: then 4 stays."""
+    run = tmp_path / "run"
+    keeping = dataclasses.replace(config.train, steps=100, keep_checkpoints=2)
+    for harmed, left in ((False, [6, 8]), (True, [4, 8])):
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(trained.run, run)
+        checkpoints = Checkpoints(run, keeping)
+        if harmed:
+            harm_arrays(run / "checkpoints" / "6")
+        with jax.set_mesh(make_mesh(config.mesh)):
+            state = jax.tree.map(jnp.asarray, trained.states[6])
+            checkpoints.save(state, 8, {}, layout(config.model))
+            checkpoints.close()
+        assert Checkpoints(run, keeping).steps == left
+
+
+def test_verification_holds_few_arrays_at_a_time(trained):
+    items = checkpoint._items(trained.abstract)
+    total = len(jax.tree.leaves(items))
+    for limit in (1, 3000, 2**40):
+        parts = list(checkpoint._parts(items, limit))
+        held = [[x for x in jax.tree.leaves(part) if x is not ...] for part in parts]
+        assert sum(map(len, held)) == total and len(parts) == {1: total, 2**40: 1}.get(
+            limit, len(parts)
+        )
+        assert all(sum(map(checkpoint._bytes, part)) <= limit or len(part) == 1 for part in held)
