@@ -2,25 +2,40 @@
 
 import functools
 
+import numpy as np
+
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields
-from transformer.convert.weights import Weight, linear, norm, same
+from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, optional
+from transformer.convert.weights import Copy, Shape, linear, norm, row, same, tied
 from transformer.model.config import ModelConfig
+
+_FIELDS = {
+    "vocab_size": 50265, "d_model": 1024, "encoder_layers": layer_count(12), "decoder_layers": layer_count(12), "encoder_ffn_dim": 4096,
+    "decoder_ffn_dim": 4096, "encoder_attention_heads": 16, "decoder_attention_heads": 16, "max_position_embeddings": 1024,
+    "activation_function": "gelu", "scale_embedding": False, "tie_word_embeddings": True, "dropout": 0.1, "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+}  # fmt: skip
+_FIELDS_OF = {
+    "bart": _FIELDS,
+    "marian": _FIELDS | {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
+}
 
 
 def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
     pairs = {}
-    for name, default in {"ffn_dim": 4096, "attention_heads": 16}.items():
-        pairs[name] = f.get(f"encoder_{name}", default)
-        f.must(f"decoder_{name}", pairs[name], "both sides share one number")
+    for name in ("ffn_dim", "attention_heads"):
+        pairs[name] = f.get(f"encoder_{name}")
+        f.same(f"decoder_{name}", pairs[name], "both sides share one number")
     f.must("is_decoder", False, "only the encoder-decoder is read")
     f.must("add_final_layer_norm", False)
     f.must("normalize_before", False)
     f.must("normalize_embedding", kind == "bart")
     f.must("add_bias_logits", False, "a second bias on the logits")
-    vocab = f.get("vocab_size", {"bart": 50265, "marian": 58101}[kind])
-    f.must("decoder_vocab_size", vocab, "source and target share a vocabulary")
-    f.must("share_encoder_decoder_embeddings", True, "source and target share a vocabulary")
+    vocab = f.get("vocab_size")
+    if kind == "marian":
+        if f.get("decoder_vocab_size") is not None:
+            f.same("decoder_vocab_size", vocab, "source and target share a vocabulary")
+        f.must("share_encoder_decoder_embeddings", True, "source and target share a vocabulary")
     learned, sinusoids = (
         {"name": "learned", "offset": 2},
         {"name": "sinusoidal", "layout": "halves"},
@@ -28,23 +43,23 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
     return {
         "family": "encoder_decoder",
         "vocab_size": vocab,
-        "d_model": f.get("d_model", 1024),
+        "d_model": f.get("d_model"),
         "d_ff": pairs["ffn_dim"],
         "num_heads": pairs["attention_heads"],
-        "num_encoder_layers": f.get("encoder_layers", 12),
-        "num_decoder_layers": f.get("decoder_layers", 12),
-        "max_length": f.get("max_position_embeddings", 1024),
+        "num_encoder_layers": f.get("encoder_layers"),
+        "num_decoder_layers": f.get("decoder_layers"),
+        "max_length": f.get("max_position_embeddings"),
         "position": learned if kind == "bart" else sinusoids,
         "norm_placement": "post",
         "norm_epsilon": 1e-5,
         "embedding_norm": kind == "bart",
-        "embedding_scale": f.get("scale_embedding", False),
-        "activation": f.one_of("activation_function", "gelu", ACTIVATIONS),
-        "tie_embeddings": f.get("tie_word_embeddings", True),
+        "embedding_scale": f.get("scale_embedding"),
+        "activation": f.one_of("activation_function", ACTIVATIONS),
+        "tie_embeddings": f.get("tie_word_embeddings"),
         "logit_bias": True,
-        "dropout": f.get("dropout", 0.1),
-        "attention_dropout": f.get("attention_dropout", 0.0),
-        "activation_dropout": f.get("activation_dropout", 0.0),
+        "dropout": f.get("dropout"),
+        "attention_dropout": f.get("attention_dropout"),
+        "activation_dropout": f.get("activation_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
         "pad_id": f.get("pad_token_id", {"bart": 1, "marian": 58100}[kind]),
@@ -65,12 +80,7 @@ def _write(kind: str, c: ModelConfig) -> dict:
 
 def _weights(kind: str, c: ModelConfig):
     yield same("model.shared.weight", "embedding/embedding")
-    yield Weight(
-        "final_logits_bias",
-        ("unembedding/bias",),
-        lambda x, shapes: [x.reshape(shapes[0])],
-        lambda xs: xs[0][None],
-    )
+    yield row("final_logits_bias", "unembedding/bias")
     for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
         if kind == "bart":
             yield same(f"model.{side}.embed_positions.weight", f"{side}/position_embedding")
@@ -101,13 +111,32 @@ def _weights(kind: str, c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
-_COPIES = (r"model\.(encoder|decoder)\.embed_tokens\.weight", r"lm_head\.weight")
+def _copies(c: ModelConfig) -> tuple[Copy, ...]:
+    """Both sides read the shared table. Transformers 5 ties them to it where the output layer is tied, and only there."""
+    sides = [
+        Copy(f"model.{side}.embed_tokens.weight", "model.shared.weight", not c.tie_embeddings)
+        for side in ("encoder", "decoder")
+    ]
+    return (*sides, *tied(c, "lm_head.weight", "model.shared.weight"))
+
+
+def _sinusoids(shape: Shape) -> np.ndarray:
+    """sin(t / 10000^(2i/d)) of all pairs i, then their cosines."""
+    length, d = shape
+    angles = np.arange(length)[:, None] / 10_000.0 ** (2 * np.arange((d + 1) // 2) / d)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :d]
+
+
+_CONSTANTS = {
+    "bart": {},
+    "marian": {r"model\.(encoder|decoder)\.embed_positions\.weight": _sinusoids},
+}
 
 FAMILIES = [
     Family(
-        kind, architecture, "encoder_decoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)),
-        ignored=_COPIES + ((r"model\.(encoder|decoder)\.embed_positions\.weight",) if kind == "marian" else ()),
-        source_begins="bos_token_id" if kind == "bart" else "",
+        kind, architecture, "encoder_decoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), _FIELDS_OF[kind],
+        aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model", "num_hidden_layers": "encoder_layers"},
+        copies=_copies, constants=_CONSTANTS[kind], source_begins="bos_token_id" if kind == "bart" else "",
     )
     for kind, architecture in {"bart": "BartForConditionalGeneration", "marian": "MarianMTModel"}.items()
 ]  # fmt: skip

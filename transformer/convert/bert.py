@@ -1,9 +1,23 @@
 """BERT (Devlin et al. 2019): a post-norm encoder with learned positions and token types, and its two heads."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields
-from transformer.convert.weights import linear, norm, same
+from transformer.convert.fields import (
+    ACTIVATIONS,
+    ACTIVATIONS_BACK,
+    Field,
+    Fields,
+    layer_count,
+    optional,
+    positive,
+)
+from transformer.convert.weights import Copy, linear, norm, same, tied
 from transformer.model.config import ModelConfig
+
+_FIELDS = {
+    "vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": layer_count(12),
+    "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": positive(1e-12), "hidden_act": "gelu", "tie_word_embeddings": True,
+    "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "num_labels": optional(int), "id2label": Field(None, dict, nullable=True),
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -11,38 +25,36 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     f.must("is_decoder", False)
     f.must("add_cross_attention", False)
     has = lambda part: any(part in name for name in tensors)
-    labels = (
-        len(f.get("id2label") or ())
-        if has("classifier.")
-        else 2
-        if has("cls.seq_relationship.")
-        else 0
-    )
+    names, labels = f.get("id2label"), 0
+    if has("classifier."):  # two labels are not written, as they are the default
+        labels = len(names) if names is not None else f.get("num_labels") or 2
+    elif has("cls.seq_relationship."):
+        labels = 2
     head = has("cls.predictions.")
     pooler = has("pooler.")
     return {
         "family": "encoder",
-        "vocab_size": f.get("vocab_size", 30522),
-        "d_model": f.get("hidden_size", 768),
-        "d_ff": f.get("intermediate_size", 3072),
-        "num_heads": f.get("num_attention_heads", 12),
-        "num_encoder_layers": f.get("num_hidden_layers", 12),
-        "max_length": f.get("max_position_embeddings", 512),
-        "token_types": f.get("type_vocab_size", 2),
+        "vocab_size": f.get("vocab_size"),
+        "d_model": f.get("hidden_size"),
+        "d_ff": f.get("intermediate_size"),
+        "num_heads": f.get("num_attention_heads"),
+        "num_encoder_layers": f.get("num_hidden_layers"),
+        "max_length": f.get("max_position_embeddings"),
+        "token_types": f.get("type_vocab_size"),
         "position": "learned",
         "norm_placement": "post",
-        "norm_epsilon": f.get("layer_norm_eps", 1e-12),
+        "norm_epsilon": f.get("layer_norm_eps"),
         "embedding_norm": True,
-        "activation": f.one_of("hidden_act", "gelu", ACTIVATIONS),
+        "activation": f.one_of("hidden_act", ACTIVATIONS),
         "lm_head": head,
         "head_transform": head,
         "logit_bias": head,
         "pooling": "cls" if pooler else "none",
         "pooler": pooler,
         "num_labels": labels,
-        "tie_embeddings": f.get("tie_word_embeddings", True),
-        "dropout": f.get("hidden_dropout_prob", 0.1),
-        "attention_dropout": f.get("attention_probs_dropout_prob", 0.1),
+        "tie_embeddings": f.get("tie_word_embeddings"),
+        "dropout": f.get("hidden_dropout_prob"),
+        "attention_dropout": f.get("attention_probs_dropout_prob"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
         "pad_id": f.get("pad_token_id", 0),
@@ -106,14 +118,25 @@ def _weights(c: ModelConfig):
     if c.lm_head:
         yield from linear("cls.predictions.transform.dense", "unembedding/transform", bias=True)
         yield from norm("cls.predictions.transform.LayerNorm", "unembedding/norm")
-        yield same("cls.predictions.bias", "unembedding/bias")
-        if not c.tie_embeddings:
-            yield from linear(
-                "cls.predictions.decoder", "unembedding", bias=True
-            )  # its bias is the one that is used
+        if c.tie_embeddings:
+            yield same("cls.predictions.bias", "unembedding/bias")
+        else:
+            yield from linear("cls.predictions.decoder", "unembedding", bias=True)
+
+
+def _copies(c: ModelConfig) -> tuple[Copy, ...]:
+    if not c.lm_head:
+        return ()
+    head, bias = "cls.predictions.decoder", "cls.predictions.bias"
+    if c.tie_embeddings:
+        return (
+            *tied(c, f"{head}.weight", "bert.embeddings.word_embeddings.weight"),
+            Copy(f"{head}.bias", bias),
+        )
+    return (Copy(bias, f"{head}.bias", written=True, compared=False),)
 
 
 FAMILY = Family(
-    "bert", "BertForPreTraining", "encoder", _read, _write, _weights, prefix="bert.",
-    ignored=(r".*embeddings\.position_ids", r"cls\.predictions\.decoder\.(weight|bias)"),
+    "bert", "BertForPreTraining", "encoder", _read, _write, _weights, _FIELDS, prefix="bert.", copies=_copies,
+    unused=(r".*embeddings\.position_ids",),  # 0, 1, 2, ...
 )  # fmt: skip

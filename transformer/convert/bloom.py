@@ -1,35 +1,41 @@
 """BLOOM (Scao et al. 2022): a pre-norm decoder with ALiBi and a norm after the embedding."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import Fields
-from transformer.convert.weights import fused_by_head, linear, norm, same
+from transformer.convert.fields import Fields, layer_count, positive
+from transformer.convert.weights import fused_by_head, linear, norm, same, tied
 from transformer.model.config import ModelConfig
+
+_FIELDS = {
+    "vocab_size": 250880, "hidden_size": 64, "n_head": 8, "n_layer": layer_count(2), "seq_length": 2048, "layer_norm_epsilon": positive(1e-5),
+    "tie_word_embeddings": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+"""BLOOM has no longest sequence, but files on the hub say how long those were that it was trained on."""
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    d_model = f.get("hidden_size", f.get("n_embed", 64))
+    d_model = f.get("hidden_size")
     f.must(
         "apply_residual_connection_post_layernorm",
         False,
         "the residual stream would begin after the norm",
     )
-    f.ignore("seq_length", "attention_softmax_in_fp32", "masked_softmax_fusion")
+    f.ignore("attention_softmax_in_fp32", "masked_softmax_fusion")
     return {
         "family": "decoder",
-        "vocab_size": f.get("vocab_size", 250880),
+        "vocab_size": f.get("vocab_size"),
         "d_model": d_model,
         "d_ff": 4 * d_model,
-        "num_heads": f.get("n_head", f.get("num_attention_heads", 8)),
-        "num_decoder_layers": f.get("n_layer", f.get("num_hidden_layers", 2)),
-        "max_length": f.get("seq_length", 2048),
+        "num_heads": f.get("n_head"),
+        "num_decoder_layers": f.get("n_layer"),
+        "max_length": f.get("seq_length"),
         "position": "alibi",
         "norm_placement": "pre",
-        "norm_epsilon": f.get("layer_norm_epsilon", 1e-5),
+        "norm_epsilon": f.get("layer_norm_epsilon"),
         "embedding_norm": True,
         "activation": "gelu_tanh",
-        "tie_embeddings": f.get("tie_word_embeddings", True),
-        "dropout": f.get("hidden_dropout", 0.0),
-        "attention_dropout": f.get("attention_dropout", 0.0),
+        "tie_embeddings": f.get("tie_word_embeddings"),
+        "dropout": f.get("hidden_dropout"),
+        "attention_dropout": f.get("attention_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
         "pad_id": f.get("pad_token_id", 3),
@@ -70,6 +76,12 @@ FAMILY = Family(
     _read,
     _write,
     _weights,
+    _FIELDS,
+    aliases={
+        "n_embed": "hidden_size",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     prefix="transformer.",
-    ignored=(r"lm_head\.weight",),
+    copies=lambda c: tied(c, "lm_head.weight", "transformer.word_embeddings.weight"),
 )

@@ -1,11 +1,13 @@
 """What an outside family is to us: its config in our words and back, and a table of its weights."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
 
 from transformer.convert.fields import Fields
-from transformer.convert.weights import Weight
+from transformer.convert.weights import Copy, Shape, Weight
 from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.config import ModelConfig
@@ -22,9 +24,13 @@ class Family:
     """One `model_type`.
 
     read(fields, names of the tensors that are there) -> fields of a ModelConfig; write(config) -> their config.json;
-    weights(config) -> every tensor. `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without).
-    `ignored`: patterns of tensors that hold no parameter: buffers, copies of tied ones. `source_begins`: which field of config.json
-    is the sign with which a source begins, where it does.
+    weights(config) -> every tensor that holds parameters. `fields`: what `read` reads, with the defaults of their config class.
+    `aliases`: other names of these fields.
+    `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without).
+    A tensor that `weights` does not name is refused unless it is one of three: a copy of another tensor (`copies`), which must hold the
+    same numbers; a constant (`constants`: pattern -> function of its shape), which must hold what the function returns; or `unused`,
+    a buffer that Transformers does not read either (patterns).
+    `source_begins`: which field of config.json is the sign with which a source begins, where it does.
     """
 
     model_type: str
@@ -33,8 +39,12 @@ class Family:
     read: Callable[[Fields, frozenset[str]], dict]
     write: Callable[[ModelConfig], dict]
     weights: Callable[[ModelConfig], Iterator[Weight]]
+    fields: Mapping[str, Any]
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
-    ignored: tuple[str, ...] = ()
+    copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
+    constants: Mapping[str, Callable[[Shape], np.ndarray]] = dataclasses.field(default_factory=dict)
+    unused: tuple[str, ...] = ()
     source_begins: str = ""
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
@@ -42,36 +52,12 @@ class Family:
         theirs = {
             k: v for k, v in theirs.items() if (k, v) != ("pad_token_id", -1)
         }  # some spell "none" so
-        fields = Fields(theirs, self.model_type)
-        with self._odd_values():
-            config = {"pad_id": fields.get("pad_token_id", 0)} | self.read(fields, tensors)
-        if rest := fields.rest():
-            raise UserError(
-                f"config.json: {rest[0]} = {theirs[rest[0]]!r} is no field of a {self.model_type} model that we know"
-                + (f" (nor {', '.join(rest[1:])})" if rest[1:] else "")
-            )
-        with self._odd_values():
-            return ModelConfig(**config | ours)
-
-    @contextlib.contextmanager
-    def _odd_values(self) -> Iterator[None]:
-        """A value of a type that no config.json of the family has, as one line."""
-        try:
-            yield
-        except UserError:
-            raise
-        except (
-            TypeError,
-            ValueError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            OverflowError,
-            ZeroDivisionError,
-        ) as e:
-            raise UserError(
-                f"config.json: cannot be read as a {self.model_type} model ({type(e).__name__}: {str(e)[:120]})"
-            ) from e
+        fields = Fields(theirs, self.model_type, self.fields, self.aliases)
+        if self.ours != "encoder":
+            fields.must("is_causal", True, "the decoder would see what comes after")
+        config = {"pad_id": fields.get("pad_token_id", 0)} | self.read(fields, tensors)
+        fields.refuse_rest()
+        return ModelConfig(**config | ours)
 
     def their_config(self, config: ModelConfig) -> dict:
         """Our config as their config.json. Raises UserError, with the field's name, for what they cannot express."""

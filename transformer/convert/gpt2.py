@@ -1,32 +1,45 @@
 """GPT-2 (Radford et al. 2019) and what shares its code: a pre-norm decoder with learned positions."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields
-from transformer.convert.weights import fused, linear, norm, same
+from transformer.convert.fields import (
+    ACTIVATIONS,
+    ACTIVATIONS_BACK,
+    Fields,
+    layer_count,
+    optional,
+    positive,
+)
+from transformer.convert.weights import fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
+
+_FIELDS = {
+    "vocab_size": 50257, "n_embd": 768, "n_inner": optional(int), "n_head": 12, "n_layer": layer_count(12), "n_positions": 1024,
+    "layer_norm_epsilon": positive(1e-5), "activation_function": "gelu_new", "scale_attn_weights": True, "tie_word_embeddings": True,
+    "resid_pdrop": 0.1, "attn_pdrop": 0.1,
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    d_model = f.get("n_embd", 768)
+    d_model, d_ff = f.get("n_embd"), f.get("n_inner")
     f.must("scale_attn_by_inverse_layer_idx", False)
     f.must("add_cross_attention", False)
     f.ignore("embd_pdrop")
     return {
         "family": "decoder",
-        "vocab_size": f.get("vocab_size", 50257),
+        "vocab_size": f.get("vocab_size"),
         "d_model": d_model,
-        "d_ff": f.get("n_inner", 4 * d_model),
-        "num_heads": f.get("n_head", 12),
-        "num_decoder_layers": f.get("n_layer", 12),
-        "max_length": f.get("n_positions", 1024),
+        "d_ff": 4 * d_model if d_ff is None else d_ff,
+        "num_heads": f.get("n_head"),
+        "num_decoder_layers": f.get("n_layer"),
+        "max_length": f.get("n_positions"),
         "position": "learned",
         "norm_placement": "pre",
-        "norm_epsilon": f.get("layer_norm_epsilon", 1e-5),
-        "activation": f.one_of("activation_function", "gelu_new", ACTIVATIONS),
-        "attention_scale": None if f.get("scale_attn_weights", True) else 1.0,
-        "tie_embeddings": f.get("tie_word_embeddings", True),
-        "dropout": f.get("resid_pdrop", 0.1),
-        "attention_dropout": f.get("attn_pdrop", 0.1),
+        "norm_epsilon": f.get("layer_norm_epsilon"),
+        "activation": f.one_of("activation_function", ACTIVATIONS),
+        "attention_scale": None if f.get("scale_attn_weights") else 1.0,
+        "tie_embeddings": f.get("tie_word_embeddings"),
+        "dropout": f.get("resid_pdrop"),
+        "attention_dropout": f.get("attn_pdrop"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
         "residual_init_scale": True,
@@ -66,6 +79,8 @@ def _weights(c: ModelConfig):
 
 
 FAMILY = Family(
-    "gpt2", "GPT2LMHeadModel", "decoder", _read, _write, _weights, prefix="transformer.",
-    ignored=(r".*\.attn\.(bias|masked_bias)", r"lm_head\.weight"),
+    "gpt2", "GPT2LMHeadModel", "decoder", _read, _write, _weights, _FIELDS, prefix="transformer.",
+    aliases={"hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    copies=lambda c: tied(c, "lm_head.weight", "transformer.wte.weight"),
+    unused=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
 )  # fmt: skip

@@ -1,28 +1,37 @@
 """GPT-NeoX (Black et al. 2022) and Pythia: a decoder with partial rotary positions, attention beside the feed-forward."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, rotary, rotary_back
-from transformer.convert.weights import fused_by_head, linear, norm, same
+from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, positive
+from transformer.convert.rope import FIELDS as ROTARY
+from transformer.convert.rope import rotary, rotary_back
+from transformer.convert.weights import fused_by_head, linear, norm, same, tied
 from transformer.model.config import ModelConfig
+
+_FIELDS = ROTARY | {
+    "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64, "num_hidden_layers": layer_count(44),
+    "max_position_embeddings": 2048, "rotary_emb_base": positive(10_000.0), "rotary_pct": positive(0.25), "layer_norm_eps": positive(1e-5),
+    "use_parallel_residual": True, "hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": False,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     return {
         "family": "decoder",
-        "vocab_size": f.get("vocab_size", 50432),
-        "d_model": f.get("hidden_size", 6144),
-        "d_ff": f.get("intermediate_size", 24576),
-        "num_heads": f.get("num_attention_heads", 64),
-        "num_decoder_layers": f.get("num_hidden_layers", 44),
-        **rotary(f, max_length=2048, fraction=0.25),
+        "vocab_size": f.get("vocab_size"),
+        "d_model": f.get("hidden_size"),
+        "d_ff": f.get("intermediate_size"),
+        "num_heads": f.get("num_attention_heads"),
+        "num_decoder_layers": f.get("num_hidden_layers"),
+        **rotary(f, theta="rotary_emb_base", fraction="rotary_pct"),
         "norm_placement": "pre",
-        "norm_epsilon": f.get("layer_norm_eps", 1e-5),
-        "parallel": f.get("use_parallel_residual", True),
-        "activation": f.one_of("hidden_act", "gelu", ACTIVATIONS),
-        "attention_bias": None if f.get("attention_bias", True) else False,
-        "tie_embeddings": f.get("tie_word_embeddings", False),
-        "dropout": f.get("hidden_dropout", 0.0),
-        "attention_dropout": f.get("attention_dropout", 0.0),
+        "norm_epsilon": f.get("layer_norm_eps"),
+        "parallel": f.get("use_parallel_residual"),
+        "activation": f.one_of("hidden_act", ACTIVATIONS),
+        "attention_bias": None if f.get("attention_bias") else False,
+        "tie_embeddings": f.get("tie_word_embeddings"),
+        "dropout": f.get("hidden_dropout"),
+        "attention_dropout": f.get("attention_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
     }
@@ -58,6 +67,7 @@ def _weights(c: ModelConfig):
 
 
 FAMILY = Family(
-    "gpt_neox", "GPTNeoXForCausalLM", "decoder", _read, _write, _weights, prefix="gpt_neox.",
-    ignored=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq", r"embed_out\.weight"),
+    "gpt_neox", "GPTNeoXForCausalLM", "decoder", _read, _write, _weights, _FIELDS, prefix="gpt_neox.",
+    copies=lambda c: tied(c, "embed_out.weight", "gpt_neox.embed_in.weight"),
+    unused=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),  # the causal mask; angles, which follow from config.json
 )  # fmt: skip

@@ -3,10 +3,8 @@
 Tensors are read where they lie, one at a time, and become ours one parameter at a time; nothing holds the model twice.
 """
 
-import functools
 import json
 import os
-import re
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +17,8 @@ import numpy as np
 
 from transformer.convert import bart, bert, bloom, gpt2, gpt_neox, llama, modernbert, opt, t5
 from transformer.convert.family import Family
+from transformer.convert.fields import printable, shown
+from transformer.convert.tensors import Tensors, check
 from transformer.errors import UserError, look_up
 from transformer.files import read_json
 from transformer.model.config import ModelConfig
@@ -45,7 +45,7 @@ def load_hf(
 
     `fields` of the ModelConfig are set on top (`scan_layers=False`, `dtype="bfloat16"`). `place(path, array)` puts a parameter
     on devices, by default on the first. Raises UserError for a family or a field that we cannot express, and for tensors that
-    are missing or left over.
+    are missing, left over, of another shape or type, not finite, or tied to another tensor that holds other numbers.
     """
     directory = Path(directory)
     family, theirs, tensors = open_directory(directory)
@@ -55,7 +55,7 @@ def load_hf(
     }
 
 
-def open_directory(directory: Path) -> tuple[Family, dict, "Tensors"]:
+def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
     """The family of a directory, its config.json, its tensors."""
     file = directory / "config.json"
     if not file.is_file():
@@ -63,68 +63,12 @@ def open_directory(directory: Path) -> tuple[Family, dict, "Tensors"]:
             f"{directory}: no config.json; name a folder in which a model was saved with save_pretrained"
         )
     theirs = read_json(file)
-    family = look_up(FAMILIES, str(theirs.get("model_type", "")), f"{file}: model_type")
-    return family, theirs, Tensors(directory, family)
+    family = look_up(FAMILIES, _name(theirs.get("model_type", "")), f"{file}: model_type")
+    return family, theirs, Tensors(directory, family.prefix)
 
 
-class Tensors:
-    """The tensors of a directory by name, read when asked for."""
-
-    def __init__(self, directory: Path, family: Family):
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            table = read_json(index).get("weight_map")
-            if not isinstance(table, dict) or not all(
-                isinstance(name, str) for name in table.values()
-            ):
-                raise UserError(f"{index}: damaged (no table weight_map)")
-            files = sorted(set(table.values()))
-        else:
-            files = ["model.safetensors"]
-        self._where = {}
-        for name in files:
-            if not (directory / name).is_file():
-                raise UserError(
-                    f"{directory}: no {name}; save the model with save_pretrained(safe_serialization=True)"
-                )
-            opened = _open(directory / name)
-            self._where |= {key: opened for key in opened.keys()}  # noqa: SIM118 (no dict)
-        stripped = family.prefix and not any(key.startswith(family.prefix) for key in self._where)
-        self._given = {
-            (family.prefix + key if stripped and not _is_head(key) else key): key
-            for key in self._where
-        }
-        self.names = frozenset(self._given)
-        self.read = functools.lru_cache(maxsize=1)(
-            self._read
-        )  # a fused tensor is asked for three times in a row
-
-    def _read(self, name: str) -> np.ndarray:
-        key = self._given[name]
-        return self._where[key].get_tensor(key)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        key = self._given[name]
-        return tuple(self._where[key].get_slice(key).get_shape())
-
-
-def _is_head(key: str) -> bool:
-    return key.startswith(
-        ("lm_head.", "cls.", "classifier.", "head.", "decoder.weight", "decoder.bias")
-    )
-
-
-def _open(file: Path):
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise UserError(
-            "Hugging Face directories need the extra [hf]: pip install -e '.[hf]'"
-        ) from None
-    try:
-        return safe_open(file, framework="np")
-    except SafetensorError as e:
-        raise UserError(f"{file}: damaged ({e})") from None
+def _name(value: Any) -> str:
+    return printable(value) if isinstance(value, str) else shown(value)
 
 
 def open_hf(
@@ -155,7 +99,7 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
         ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)
     }
     shapes = layer_shapes(config, abstract_shapes(config))
-    _check(family, config, tensors, holder, shapes)
+    check(family, config, tensors, holder, shapes)
 
     def fetch(ours: str) -> np.ndarray:
         weight, i = holder[ours]
@@ -170,35 +114,6 @@ def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return flatten(
         unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens))["params"]
     )
-
-
-def _check(
-    family: Family, config: ModelConfig, tensors: Tensors, holder: Mapping, shapes: Mapping
-) -> None:
-    """Every tensor has its place and every parameter its tensor, of the right size."""
-    if unnamed := sorted(shapes.keys() - holder.keys()):
-        raise UserError(f"{family.model_type} has no tensor for {_list(unnamed)}")
-    wanted = {weight.theirs for weight in family.weights(config)}
-    if missing := sorted(wanted - tensors.names):
-        raise UserError(
-            f"tensors of a {family.model_type} model that are missing: {_list(missing)}"
-        )
-    known = lambda name: any(re.fullmatch(pattern, name) for pattern in family.ignored)
-    if left := sorted(name for name in tensors.names - wanted if not known(name)):
-        raise UserError(
-            f"tensors left over, for which a {family.model_type} model as its config.json tells has no place: {_list(left)}"
-        )
-    for weight, _ in holder.values():
-        needed = sum(int(np.prod(shapes[ours])) for ours in weight.ours)
-        found = int(np.prod(tensors.shape(weight.theirs)))
-        if needed != found:
-            raise UserError(
-                f"{weight.theirs}: {found:,} numbers, but config.json tells of {needed:,}"
-            )
-
-
-def _list(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def save_hf(
@@ -253,17 +168,19 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
 
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     flat = flatten(params)
-    place = where(config, flat)
+    place, copies = where(config, flat), {}
+    for copy in family.copies(config):
+        if copy.written:
+            copies.setdefault(copy.of, []).append(copy.theirs)
 
     def ours(name: str) -> np.ndarray:
         path, i = place[name]
         return np.asarray(part(flat[path], i))
 
     for weight in family.weights(config):
-        yield (
-            weight.theirs,
-            np.ascontiguousarray(weight.write([ours(name) for name in weight.ours])),
-        )
+        x = np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))
+        for name in (weight.theirs, *copies.get(weight.theirs, ())):
+            yield name, x
 
 
 def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:

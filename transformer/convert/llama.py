@@ -3,91 +3,119 @@
 import functools
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, rotary, rotary_back
-from transformer.convert.weights import linear, norm, same
-from transformer.errors import UserError
+from transformer.convert.fields import (
+    ACTIVATIONS,
+    ACTIVATIONS_BACK,
+    Field,
+    Fields,
+    count,
+    layer_count,
+    layer_kinds,
+    one_period,
+    optional,
+    positive,
+)
+from transformer.convert.rope import FIELDS as ROTARY
+from transformer.convert.rope import rotary, rotary_back
+from transformer.convert.weights import linear, norm, same, tied
 from transformer.model.config import ModelConfig
+
+_FIELDS = ROTARY | {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": layer_count(32), "num_attention_heads": 32,
+    "num_key_value_heads": optional(int), "head_dim": optional(int), "max_position_embeddings": 2048, "rms_norm_eps": positive(1e-6),
+    "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": Field(0.0, float, nullable=True),
+}  # fmt: skip
+_QWEN = {
+    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": optional(int, 32), "max_position_embeddings": 32768,
+    "use_sliding_window": False, "sliding_window": optional(int, 4096), "max_window_layers": count(28), "layer_types": Field(None, list, nullable=True),
+    "attention_dropout": 0.0,
+}  # fmt: skip
+_FIELDS_OF = {
+    "llama": _FIELDS | {"attention_bias": False, "mlp_bias": False},
+    "mistral": _FIELDS | {
+        "intermediate_size": 14336, "num_key_value_heads": optional(int, 8), "max_position_embeddings": 131072, "sliding_window": optional(int, 4096),
+        "attention_dropout": 0.0,
+    },
+    "qwen2": _FIELDS | _QWEN,
+    "qwen3": _FIELDS | _QWEN | {"head_dim": 128, "attention_bias": False},
+    "gemma2": _FIELDS | {
+        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": layer_count(26), "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True, "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": optional(int, 4096),
+        "layer_types": Field(None, list, nullable=True), "final_logit_softcapping": optional(float, 30.0),
+        "attn_logit_softcapping": optional(float, 50.0),
+    },
+}  # fmt: skip
 
 
 def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
-    d_model, heads = f.get("hidden_size", 4096), f.get("num_attention_heads", 32)
-    layers = f.get("num_hidden_layers", 32)
+    d_model, heads = f.get("hidden_size"), f.get("num_attention_heads")
+    layers = f.get("num_hidden_layers")
+    activation = "hidden_activation" if kind == "gemma2" else "hidden_act"
     fields = {
         "family": "decoder",
-        "vocab_size": f.get("vocab_size", 32000),
+        "vocab_size": f.get("vocab_size"),
         "d_model": d_model,
-        "d_ff": f.need("intermediate_size"),
+        "d_ff": f.get("intermediate_size"),
         "num_heads": heads,
-        "num_kv_heads": f.get("num_key_value_heads", heads if kind != "mistral" else 8),
-        "d_head": f.get(
-            "head_dim", 256 if kind == "gemma2" else 128 if kind == "qwen3" else d_model // heads
-        ),
+        "num_kv_heads": f.get("num_key_value_heads") or heads,
+        "d_head": f.get("head_dim") or d_model // heads,
         "num_decoder_layers": layers,
-        **rotary(f, max_length={"mistral": 131072, "gemma2": 8192, "llama": 2048}.get(kind, 32768)),
+        **rotary(f),
         "norm_placement": "pre",
         "norm": "rmsnorm",
-        "norm_epsilon": f.get("rms_norm_eps", 1e-6),
-        "activation": f.one_of("hidden_act", "silu", ACTIVATIONS),
+        "norm_epsilon": f.get("rms_norm_eps"),
+        "activation": f.one_of(activation, ACTIVATIONS),
         "glu": True,
         "use_bias": False,
-        "tie_embeddings": f.get("tie_word_embeddings", kind == "gemma2"),
-        "attention_dropout": f.get("attention_dropout", 0.0),
+        "tie_embeddings": f.get("tie_word_embeddings"),
+        "attention_dropout": f.get("attention_dropout") or 0.0,
         "initializer": "normal",
         "embedding_init_std": 0.02,
     }
+    f.ignore("hidden_act")  # Gemma 2 reads the other one
     if kind == "llama":
-        mlp, attention = f.get("mlp_bias", False), f.get("attention_bias", False)
+        mlp, attention = f.get("mlp_bias"), f.get("attention_bias")
         fields |= {"use_bias": mlp} | ({} if mlp == attention else {"attention_bias": attention})
     if kind == "qwen2":
         fields["qkv_bias"] = True
     if kind == "qwen3":
-        fields |= {"qk_norm": True} | (
-            {"attention_bias": True} if f.get("attention_bias", False) else {}
-        )
+        fields |= {"qk_norm": True} | ({"attention_bias": True} if f.get("attention_bias") else {})
     if kind == "gemma2":
         fields |= _gemma(f)
-    if kind in ("mistral", "qwen2", "qwen3", "gemma2"):
+    if kind != "llama":
         fields |= _windows(kind, f, layers)
     return fields
 
 
 def _gemma(f: Fields) -> dict:
-    f.must("use_bidirectional_attention", None)
+    f.must("use_bidirectional_attention", False)
     return {
         "norm_placement": "peri",
         "norm_zero_centered": True,
         "embedding_scale": True,
-        "activation": f.one_of("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS),
-        "attention_scale": float(f.get("query_pre_attn_scalar", 256)) ** -0.5,
-        "attention_soft_cap": f.get("attn_logit_softcapping", 0.0),
-        "logit_soft_cap": f.get("final_logit_softcapping", 0.0),
+        "attention_scale": float(f.get("query_pre_attn_scalar")) ** -0.5,
+        "attention_soft_cap": f.get("attn_logit_softcapping") or 0.0,
+        "logit_soft_cap": f.get("final_logit_softcapping") or 0.0,
         "pad_id": f.get("pad_token_id", 0),
-    } | ({"attention_bias": True} if f.get("attention_bias", False) else {})
+    } | ({"attention_bias": True} if f.get("attention_bias") else {})
 
 
 def _windows(kind: str, f: Fields, layers: int) -> dict:
     """Which layers see a window alone."""
-    used = f.get("use_sliding_window", kind not in ("qwen2", "qwen3"))
-    size = f.get("sliding_window", None if kind == "mistral" else 4096) if used else None
-    f.ignore("max_window_layers", "sliding_window")
-    types = f.get("layer_types")
-    if types is None:
-        first = f.get("max_window_layers", 28)
-        local = {"mistral": lambda i: True, "gemma2": lambda i: i % 2 == 0}.get(
-            kind, lambda i: i >= first
-        )
-        types = [
-            "sliding_attention" if size and local(i) else "full_attention" for i in range(layers)
-        ]
-    if unknown := set(types) - {"sliding_attention", "full_attention"}:
-        raise UserError(
-            f"config.json: layer_types has {sorted(unknown)[0]!r}, which cannot be expressed"
-        )
-    windows = [size or 0 if one == "sliding_attention" else 0 for one in types]
-    if len(set(windows)) == 1:
+    size, local = f.get("sliding_window"), [True] * layers
+    if kind in ("qwen2", "qwen3"):
+        first = f.get("max_window_layers")
+        size = size if f.get("use_sliding_window") else None
+        local = [i >= first for i in range(layers)]
+    if kind == "gemma2":
+        local = [i % 2 == 0 for i in range(layers)]
+    if kind != "mistral" and (kinds := layer_kinds(f, layers)):
+        local = [one == "sliding_attention" for one in kinds]
+    windows = one_period([size or 0 if one else 0 for one in local])
+    if len(windows) == 1:
         return {"window": windows[0]}
-    period = next(p for p in range(1, layers + 1) if windows[:-p] == windows[p:])
-    return {"layer_pattern": tuple({"window": w} for w in windows[:period])}
+    return {"layer_pattern": tuple({"window": w} for w in windows)}
 
 
 def _write(kind: str, c: ModelConfig) -> dict:
@@ -119,7 +147,7 @@ def _write(kind: str, c: ModelConfig) -> dict:
             "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(c.activation, ACTIVATIONS_BACK[c.activation]),
             "query_pre_attn_scalar": (c.attention_scale or c.d_head**-0.5) ** -2,
             "attn_logit_softcapping": c.attention_soft_cap or None, "final_logit_softcapping": c.logit_soft_cap or None,
-            "layer_types": types, "sliding_window": max(windows) or None, "attention_bias": c.qkv_has_bias, "pad_token_id": c.pad_id,
+            "layer_types": types, "sliding_window": max(windows) or 4096, "attention_bias": c.qkv_has_bias, "pad_token_id": c.pad_id,
         }  # fmt: skip
         theirs["query_pre_attn_scalar"] = round(theirs["query_pre_attn_scalar"])
         del theirs["hidden_act"]
@@ -169,8 +197,9 @@ def _weights(kind: str, c: ModelConfig):
 
 FAMILIES = [
     Family(
-        kind, architecture, "decoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), prefix="model.",
-        ignored=(r".*rotary_emb\.inv_freq", r"lm_head\.weight"),
+        kind, architecture, "decoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), _FIELDS_OF[kind], prefix="model.",
+        copies=lambda c: tied(c, "lm_head.weight", "model.embed_tokens.weight"),
+        unused=(r".*rotary_emb\.inv_freq",),  # angles, which follow from config.json
     )
     for kind, architecture in {
         "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",

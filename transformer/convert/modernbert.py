@@ -1,69 +1,104 @@
 """ModernBERT (Warner et al. 2024): a pre-norm rotary encoder, gated, with two layers of a local window to one of all."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, rope, rope_back
-from transformer.convert.weights import fused, linear, norm, same
+from transformer.convert.fields import (
+    ACTIVATIONS,
+    ACTIVATIONS_BACK,
+    Field,
+    Fields,
+    layer_count,
+    layer_kinds,
+    one_period,
+    positive,
+    printable,
+)
+from transformer.convert.rope import rope, rope_back
+from transformer.convert.weights import fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
+
+_FIELDS = {
+    "vocab_size": 50368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": layer_count(22), "num_attention_heads": 12,
+    "max_position_embeddings": 8192, "local_attention": 128, "global_attn_every_n_layers": 3, "layer_types": Field(None, list, nullable=True),
+    "rope_parameters": Field(None, dict, nullable=True), "global_rope_theta": positive(160_000.0), "local_rope_theta": positive(10_000.0),
+    "norm_eps": positive(1e-5), "norm_bias": False, "mlp_bias": False, "attention_bias": False, "classifier_bias": False,
+    "hidden_activation": "gelu", "classifier_activation": "gelu", "tie_word_embeddings": True, "attention_dropout": 0.0, "mlp_dropout": 0.0,
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    layers, length = f.get("num_hidden_layers", 22), f.get("max_position_embeddings", 8192)
-    every = f.get("global_attn_every_n_layers", 3)
-    kinds = f.get("layer_types") or [
-        "sliding_attention" if i % every else "full_attention" for i in range(layers)
-    ]
-    ropes = f.get("rope_parameters") or {
-        "full_attention": {"rope_theta": f.get("global_rope_theta", 160_000.0)},
-        "sliding_attention": {"rope_theta": f.get("local_rope_theta", 10_000.0)},
-    }
-    f.ignore("global_rope_theta", "local_rope_theta", "layer_types")
-    window = (
-        f.get("local_attention", 128) // 2 + 1
-    )  # theirs counts both sides, ours one, the query's own key included
+    layers, length = f.get("num_hidden_layers"), f.get("max_position_embeddings")
+    every = f.get("global_attn_every_n_layers")
+    by_default = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
+    kinds = layer_kinds(f, layers) or by_default
     of_kind = {
-        "full_attention": {"window": 0, "position": rope(ropes["full_attention"], length)},
-        "sliding_attention": {
-            "window": window,
-            "position": rope(ropes["sliding_attention"], length),
-        },
+        # Theirs counts both sides of a query, ours one, the query's own key included.
+        "sliding_attention": {"window": f.get("local_attention") // 2 + 1},
+        "full_attention": {"window": 0},
     }
-    bias = f.get("mlp_bias", False)
-    f.must("classifier_bias", bias, "one field says whether feed-forward and head have biases")
-    activation = f.one_of("hidden_activation", "gelu", ACTIVATIONS)
-    f.must(
-        "classifier_activation",
-        f.get("hidden_activation", "gelu"),
-        "feed-forward and head share an activation",
-    )
+    for kind, position in _positions(f, length).items():
+        of_kind[kind]["position"] = position
+    bias = f.get("mlp_bias")
+    f.same("classifier_bias", bias, "one field says whether feed-forward and head have biases")
+    activation = f.one_of("hidden_activation", ACTIVATIONS)
+    if f.one_of("classifier_activation", ACTIVATIONS) != activation:
+        f.same(
+            "classifier_activation",
+            f.get("hidden_activation"),
+            "feed-forward and head share an activation",
+        )
     f.must("decoder_bias", True)
-    period = next(p for p in range(1, layers + 1) if kinds[:-p] == kinds[p:])
     return {
         "family": "encoder",
-        "vocab_size": f.get("vocab_size", 50368),
-        "d_model": f.get("hidden_size", 768),
-        "d_ff": f.get("intermediate_size", 1152),
-        "num_heads": f.get("num_attention_heads", 12),
+        "vocab_size": f.get("vocab_size"),
+        "d_model": f.get("hidden_size"),
+        "d_ff": f.get("intermediate_size"),
+        "num_heads": f.get("num_attention_heads"),
         "num_encoder_layers": layers,
         "max_length": length,
-        "layer_pattern": tuple(of_kind[kind] for kind in kinds[:period]),
+        "layer_pattern": tuple(of_kind[kind] for kind in one_period(kinds)),
         "position": of_kind["full_attention"]["position"],
         "norm_placement": "pre",
-        "norm_epsilon": f.get("norm_eps", 1e-5),
-        "norm_offset": f.get("norm_bias", False),
+        "norm_epsilon": f.get("norm_eps"),
+        "norm_offset": f.get("norm_bias"),
         "embedding_norm": True,
         "first_norm": False,
         "activation": activation,
         "glu": True,
         "use_bias": bias,
-        "attention_bias": f.get("attention_bias", False),
+        "attention_bias": f.get("attention_bias"),
         "head_transform": True,
         "logit_bias": True,
-        "tie_embeddings": f.get("tie_word_embeddings", True),
-        "attention_dropout": f.get("attention_dropout", 0.0),
-        "activation_dropout": f.get("mlp_dropout", 0.0),
+        "tie_embeddings": f.get("tie_word_embeddings"),
+        "attention_dropout": f.get("attention_dropout"),
+        "activation_dropout": f.get("mlp_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
         "pad_id": f.get("pad_token_id", 50283),
+    }
+
+
+def _positions(f: Fields, length: int) -> dict[str, dict]:
+    """Our position of each kind of layer, with angles of its own."""
+    given = dict(f.get("rope_parameters") or {})
+    thetas = {
+        "full_attention": f.get("global_rope_theta"),
+        "sliding_attention": f.get("local_rope_theta"),
+    }
+    if unknown := sorted(given.keys() - thetas):
+        raise f.error(
+            "rope_parameters", f"has {printable(unknown[0])!r}, which is no kind of layer"
+        )
+    if wrong := [kind for kind, one in given.items() if not isinstance(one, dict | None)]:
+        raise f.error("rope_parameters", f"must have an object for {wrong[0]!r}")
+    if any((one or {}).get("truncate") is False for one in given.values()):
+        raise f.error(
+            "rope_parameters", "cannot be expressed: Transformers ignores truncate in this family"
+        )
+    return {
+        kind: rope(
+            given.get(kind) or {}, f.family, length, theta, inside=f"rope_parameters.{kind}."
+        )
+        for kind, theta in thetas.items()
     }
 
 
@@ -117,6 +152,7 @@ FAMILY = Family(
     _read,
     _write,
     _weights,
+    _FIELDS,
     prefix="model.",
-    ignored=(r"decoder\.weight",),
+    copies=lambda c: tied(c, "decoder.weight", "model.embeddings.tok_embeddings.weight"),
 )

@@ -1,24 +1,31 @@
 """OPT (Zhang et al. 2022): a decoder with learned positions, pre-norm; its 350m is post-norm with a narrower embedding."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields
-from transformer.convert.weights import linear, norm, same
+from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, optional
+from transformer.convert.weights import linear, norm, same, tied
 from transformer.model.config import ModelConfig
+
+_FIELDS = {
+    "vocab_size": 50272, "hidden_size": 768, "word_embed_proj_dim": optional(int), "ffn_dim": 3072, "num_attention_heads": 12,
+    "num_hidden_layers": layer_count(12), "max_position_embeddings": 2048, "do_layer_norm_before": True, "_remove_final_layer_norm": False,
+    "layer_norm_elementwise_affine": True, "activation_function": "relu", "enable_bias": True, "tie_word_embeddings": True,
+    "dropout": 0.1, "attention_dropout": 0.0,
+}  # fmt: skip
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    d_model, pre = f.get("hidden_size", 768), f.get("do_layer_norm_before", True)
-    narrow = f.get("word_embed_proj_dim", d_model)
-    bare = f.get("_remove_final_layer_norm", False)
-    affine = f.get("layer_norm_elementwise_affine", True)
+    d_model, pre = f.get("hidden_size"), f.get("do_layer_norm_before")
+    narrow = f.get("word_embed_proj_dim") or d_model
+    bare = f.get("_remove_final_layer_norm")
+    affine = f.get("layer_norm_elementwise_affine")
     return {
         "family": "decoder",
-        "vocab_size": f.get("vocab_size", 50272),
+        "vocab_size": f.get("vocab_size"),
         "d_model": d_model,
-        "d_ff": f.get("ffn_dim", 3072),
-        "num_heads": f.get("num_attention_heads", 12),
-        "num_decoder_layers": f.get("num_hidden_layers", 12),
-        "max_length": f.get("max_position_embeddings", 2048),
+        "d_ff": f.get("ffn_dim"),
+        "num_heads": f.get("num_attention_heads"),
+        "num_decoder_layers": f.get("num_hidden_layers"),
+        "max_length": f.get("max_position_embeddings"),
         "d_embedding": 0 if narrow == d_model else narrow,
         "position": {"name": "learned", "offset": 2},
         "norm_placement": "post"
@@ -29,11 +36,11 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "norm_epsilon": 1e-5,
         "norm_gain": affine,
         "norm_offset": affine,
-        "activation": f.one_of("activation_function", "relu", ACTIVATIONS),
-        "use_bias": f.get("enable_bias", True),
-        "tie_embeddings": f.get("tie_word_embeddings", True),
-        "dropout": f.get("dropout", 0.1),
-        "attention_dropout": f.get("attention_dropout", 0.0),
+        "activation": f.one_of("activation_function", ACTIVATIONS),
+        "use_bias": f.get("enable_bias"),
+        "tie_embeddings": f.get("tie_word_embeddings"),
+        "dropout": f.get("dropout"),
+        "attention_dropout": f.get("attention_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
         "pad_id": f.get("pad_token_id", 1),
@@ -97,6 +104,7 @@ FAMILY = Family(
     _read,
     _write,
     _weights,
+    _FIELDS,
     prefix="model.",
-    ignored=(r"lm_head\.weight",),
+    copies=lambda c: tied(c, "lm_head.weight", "model.decoder.embed_tokens.weight"),
 )

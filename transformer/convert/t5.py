@@ -1,8 +1,9 @@
 """T5 (Raffel et al. 2020), v1.0 and v1.1: a pre-norm encoder-decoder with bucketed distances, RMSNorm and no biases."""
 
 from transformer.convert.family import Family
-from transformer.convert.fields import Fields, options
-from transformer.convert.weights import linear, norm, same
+from transformer.convert.fields import ACTIVATIONS, Field, Fields, layer_count, positive
+from transformer.convert.rope import options
+from transformer.convert.weights import Copy, linear, norm, same
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
@@ -12,40 +13,51 @@ _PROJECTIONS = {
 }  # fmt: skip
 """Their feed_forward_proj -> our (activation, glu). Their gated gelu is the tanh form, the ungated one is not."""
 
+_FIELDS = {
+    "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": layer_count(6), "num_decoder_layers": layer_count(None), "num_heads": 8,
+    "n_positions": 512, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": positive(1e-6),
+    "feed_forward_proj": "relu", "dense_act_fn": "", "is_gated_act": False, "dropout_rate": 0.1,
+    "tie_word_embeddings": Field(True, bool, nullable=True), "scale_decoder_outputs": True,
+}  # fmt: skip
+
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    d_model, layers = f.get("d_model", 512), f.get("num_layers", 6)
-    activation, glu = f.one_of("feed_forward_proj", "relu", _PROJECTIONS)
-    f.ignore("dense_act_fn", "is_gated_act", "output_past")
+    d_model, layers = f.get("d_model"), f.get("num_layers")
+    activation, glu = f.one_of("feed_forward_proj", _PROJECTIONS)
+    # Transformers writes both, which follow from feed_forward_proj, and reads them again in its place.
+    if f.has("dense_act_fn"):
+        activation = f.one_of("dense_act_fn", ACTIVATIONS)
+    glu = f.get("is_gated_act", glu)
+    f.ignore("output_past")
     f.must("is_decoder", False, "only the encoder-decoder is read")
     buckets = (
-        f.get("relative_attention_num_buckets", 32),
-        f.get("relative_attention_max_distance", 128),
+        f.get("relative_attention_num_buckets"),
+        f.get("relative_attention_max_distance"),
     )
-    scaled = f.get("scale_decoder_outputs", f.get("tie_word_embeddings", True))
+    scaled = f.get("scale_decoder_outputs", f.get("tie_word_embeddings") is not False)
     return {
         "family": "encoder_decoder",
-        "vocab_size": f.get("vocab_size", 32128),
+        "vocab_size": f.get("vocab_size"),
         "d_model": d_model,
-        "d_ff": f.get("d_ff", 2048),
-        "num_heads": f.get("num_heads", 8),
-        "d_head": f.get("d_kv", 64),
+        "d_ff": f.get("d_ff"),
+        "num_heads": f.get("num_heads"),
+        "d_head": f.get("d_kv"),
         "num_encoder_layers": layers,
-        "num_decoder_layers": f.get("num_decoder_layers", layers),
-        "max_length": f.get("n_positions", 512),
+        "num_decoder_layers": f.get("num_decoder_layers") or layers,
+        "max_length": f.get("n_positions"),
         "position": {"name": "t5", "num_buckets": buckets[0], "max_distance": buckets[1]},
         "norm_placement": "pre",
         "norm": "rmsnorm",
-        "norm_epsilon": f.get("layer_norm_epsilon", 1e-6),
+        "norm_epsilon": f.get("layer_norm_epsilon"),
         "activation": activation,
         "glu": glu,
         "use_bias": False,
         "attention_scale": 1.0,
         "tie_embeddings": "lm_head.weight" not in tensors,
         "logit_scale": d_model**-0.5 if scaled else 1.0,
-        "dropout": f.get("dropout_rate", 0.1),
-        "attention_dropout": f.get("dropout_rate", 0.1),
-        "activation_dropout": f.get("dropout_rate", 0.1),
+        "dropout": f.get("dropout_rate"),
+        "attention_dropout": f.get("dropout_rate"),
+        "activation_dropout": f.get("dropout_rate"),
         "embedding_init_std": 1.0,
         "pad_id": f.get("pad_token_id", 0),
     }
@@ -101,6 +113,8 @@ def _weights(c: ModelConfig):
 
 
 FAMILY = Family(
-    "t5", "T5ForConditionalGeneration", "encoder_decoder", _read, _write, _weights,
-    ignored=(r"(encoder|decoder)\.embed_tokens\.weight", r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"),
+    "t5", "T5ForConditionalGeneration", "encoder_decoder", _read, _write, _weights, _FIELDS,
+    aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv"},
+    copies=lambda c: tuple(Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in ("encoder", "decoder")),
+    unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),  # of the first T5's files, never read
 )  # fmt: skip

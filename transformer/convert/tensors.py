@@ -1,0 +1,201 @@
+"""The tensors of a Hugging Face directory: one safetensors file, or shards and an index. Read where they lie, one at a time."""
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import numpy as np
+
+from transformer.convert.family import Family
+from transformer.convert.fields import printable, shown
+from transformer.convert.weights import Shape, Weight
+from transformer.errors import UserError
+from transformer.files import read_json
+from transformer.model.config import ModelConfig
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""The types of numbers that a parameter may have, in the spelling of safetensors. Anything else is an index or is quantized."""
+
+
+class Tensors:
+    """The tensors of a directory by name, read when asked for. Raises UserError for a file that is missing or damaged, and for a
+    tensor whose numbers are not finite."""
+
+    def __init__(self, directory: Path, prefix: str):
+        self._where = {}
+        for file, names in _files(directory).items():
+            opened = _open(directory / file)
+            there = set(opened.keys())
+            if names is not None and names != there:
+                raise UserError(
+                    f"{directory / 'model.safetensors.index.json'}: weight_map and {printable(file)} disagree about {listed(sorted(names ^ there))}"
+                )
+            self._where |= dict.fromkeys(there, opened)
+        bare = prefix and not any(key.startswith(prefix) for key in self._where)
+        self._given = {
+            (prefix + key if bare and not _is_head(key) else key): key for key in self._where
+        }
+        self.names = frozenset(self._given)
+        # A fused tensor is asked for three times in a row.
+        self.read = functools.lru_cache(maxsize=1)(self._read)
+
+    def _read(self, name: str) -> np.ndarray:
+        key = self._given[name]
+        x = self._where[key].get_tensor(key)
+        # As float32, which is what a model computes in.
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(x if x.itemsize <= 4 else x.astype(np.float32))
+        if not finite.all():
+            raise UserError(
+                f"{printable(name)}: holds a NaN or an infinite number; the file is damaged"
+            )
+        return x
+
+    def shape(self, name: str) -> Shape:
+        key = self._given[name]
+        return tuple(self._where[key].get_slice(key).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors spells it: F32, BF16, I64, BOOL."""
+        key = self._given[name]
+        return self._where[key].get_slice(key).get_dtype()
+
+
+def _is_head(key: str) -> bool:
+    return key.startswith(
+        ("lm_head.", "cls.", "classifier.", "head.", "decoder.weight", "decoder.bias")
+    )
+
+
+def _files(directory: Path) -> dict[str, set[str] | None]:
+    """The files that hold tensors, and which; None: whatever is in it."""
+    index, single = directory / "model.safetensors.index.json", "model.safetensors"
+    if not index.is_file():
+        if not (directory / single).is_file():
+            raise UserError(
+                f"{directory}: no {single}; save the model with save_pretrained(safe_serialization=True)"
+            )
+        return {single: None}
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise UserError(f"{index}: damaged (no table weight_map)")
+    files: dict[str, set[str] | None] = {}
+    for name, file in table.items():
+        if not _is_inside(file):
+            raise UserError(
+                f"{index}: weight_map names {shown(file)}, which is not a file of this directory"
+            )
+        files.setdefault(file, set()).add(name)
+    if not files:
+        raise UserError(f"{index}: damaged (weight_map names no tensor)")
+    for file in files:
+        if not (directory / file).is_file():
+            raise UserError(
+                f"{directory}: no {printable(file)}, which {index.name} names; copy the missing file, or save the model again"
+            )
+    if single not in files and (directory / single).is_file():
+        raise UserError(
+            f"{directory}: both {single} and {index.name}; delete the one that is out of date"
+        )
+    return files
+
+
+def _is_inside(file: str) -> bool:
+    """Whether the text of an entry stays in the directory, on any machine. What a link points to is no matter: the hub's cache is
+    made of links."""
+    for path in (PurePosixPath(file), PureWindowsPath(file)):
+        if path.anchor or ".." in path.parts or not path.name:
+            return False
+    return "\0" not in file
+
+
+def _open(file: Path):
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise UserError(
+            "Hugging Face directories need the extra [hf]: pip install -e '.[hf]'"
+        ) from None
+    try:
+        return safe_open(file, framework="np")
+    except (SafetensorError, OSError) as e:
+        raise UserError(f"{file}: damaged ({printable(str(e))})") from None
+
+
+def check(
+    family: Family,
+    config: ModelConfig,
+    tensors: Tensors,
+    holder: Mapping[str, tuple[Weight, int]],
+    shapes: Mapping[str, Shape],
+) -> None:
+    """Every tensor has its place and every parameter its tensor, of the right shape. What has no place is a copy of what has one, or
+    nothing that a result depends on."""
+    kind = family.model_type
+    if unnamed := sorted(shapes.keys() - holder.keys()):
+        raise UserError(f"{kind} has no tensor for {listed(unnamed)}")
+    weights = list(family.weights(config))
+    wanted = {weight.theirs for weight in weights}
+    if missing := sorted(wanted - tensors.names):
+        raise UserError(f"tensors of a {kind} model that are missing: {listed(missing)}")
+    copies = [copy for copy in family.copies(config) if copy.theirs in tensors.names]
+    left = tensors.names - wanted - {copy.theirs for copy in copies}
+    matching = lambda name, patterns: [p for p in patterns if re.fullmatch(p, name)]
+    constants = {
+        name: family.constants[p] for name in left for p in matching(name, family.constants)
+    }
+    left = sorted(n for n in left - constants.keys() if not matching(n, family.unused))
+    if left:
+        raise UserError(
+            f"tensors left over, for which a {kind} model as its config.json describes it has no place: {listed(left)}"
+        )
+    for weight in weights:
+        _check_type(tensors, weight.theirs)
+        found, asked = tensors.shape(weight.theirs), weight.shape([shapes[o] for o in weight.ours])
+        if found != tuple(asked):
+            raise UserError(
+                f"{weight.theirs}: its shape is {spell(found)}, but config.json asks for {spell(asked)}"
+            )
+    for copy in copies:
+        if copy.compared and not _equal(tensors, copy.theirs, copy.of):
+            raise UserError(
+                f"{copy.theirs} and {copy.of} hold different numbers, but a {kind} model as its config.json describes it has one tensor "
+                "for both; one of the files is wrong"
+            )
+    for name, expected in constants.items():
+        _check_constant(tensors, name, expected(tensors.shape(name)))
+
+
+def _check_type(tensors: Tensors, name: str) -> None:
+    if tensors.dtype(name) not in FLOATS:
+        raise UserError(
+            f"{printable(name)}: holds numbers of type {tensors.dtype(name)}; a parameter is one of {', '.join(FLOATS)}"
+        )
+
+
+def _equal(tensors: Tensors, name: str, of: str) -> bool:
+    _check_type(tensors, name)
+    return tensors.shape(name) == tensors.shape(of) and np.array_equal(
+        tensors.read(name), tensors.read(of)
+    )
+
+
+def _check_constant(tensors: Tensors, name: str, expected: np.ndarray) -> None:
+    """Equal, to the precision of its type: 2^-10 for float16, 2^-7 for bfloat16."""
+    _check_type(tensors, name)
+    tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.dtype(name), 1e-5)
+    found = tensors.read(name).astype(np.float64)
+    if found.shape != expected.shape or np.abs(found - expected).max(initial=0) > tolerance:
+        raise UserError(f"{printable(name)}: holds other numbers than the formula gives")
+
+
+def spell(shape: Iterable[int]) -> str:
+    """A shape as people write it: 16 x 64."""
+    return " x ".join(map(str, shape)) or "that of a single number"
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    """The first of many names, in one line."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + more
