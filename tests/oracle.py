@@ -411,8 +411,9 @@ def positioned(c, name, given, p, shared, n, e, q, k, t, positions, may, scale, 
                 1 + max(shared["kernel_a"][n], 0.01) * abs(d)
             )
         elif name == "sandwich":
-            width = given.get("width", 128)
-            total = sum(math.cos(abs(d) / 1e4 ** (2 * i / width)) for i in range(1, width // 2 + 1))
+            width, first = given.get("width", 128), given.get("first_index", 0)
+            indices = range(first, first + width // 2)
+            total = sum(math.cos(abs(d) / 1e4 ** (2 * i / width)) for i in indices)
             e[s] += (total - width / 2) / (8 * (n + 1) / heads)
         elif name == "fire":
             psi = lambda z: math.log(1 + max(shared["fire_c"], 1e-6) * z)

@@ -56,11 +56,14 @@ class Cache:
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """A cache with room for `slots` tokens a row."""
     blank = lambda size: jnp.zeros((batch, slots, config.num_kv_heads, size), config.dtype)
-    layer = LayerCache(KeyValue(blank(config.d_head), blank(config.value_size)))
-    depth, layers = config.num_decoder_layers, (layer,) * config.num_decoder_layers
+    layers = tuple(
+        LayerCache(KeyValue(blank(one.key_size("decoder")), blank(one.value_size)))
+        for one in config.layers("decoder")
+    )
+    depth = config.num_decoder_layers
     if config.scan_layers:
         period = config.period("decoder")
-        looped = layer if period == 1 else (layer,) * period
+        looped = layers[0] if period == 1 else layers[:period]
         layers = jax.tree.map(lambda x: jnp.zeros((depth // period, *x.shape), x.dtype), looped)
     nothing = jnp.zeros((batch, slots), jnp.int32)
     return Cache(layers, Tokens(nothing, nothing), jnp.zeros((), jnp.int32))

@@ -311,6 +311,10 @@ class ModelConfig:
         """The head size of values."""
         return self.d_value or self.d_head
 
+    def key_size(self, side: str) -> int:
+        """The head size of queries and keys when they meet, which a position scheme may widen."""
+        return positions.build(self.position).key_size(self.stack_facts(side))
+
     @property
     def embedding_size(self) -> int:
         """The width of the embedding table."""

@@ -95,6 +95,10 @@ class Position:
         """Queries and keys of the stack's tokens, turned by their position."""
         return q_BxTxNxH, k_BxTxKxH
 
+    def key_size(self, facts: StackFacts) -> int:
+        """The head size of the queries and keys that `rotate` returns."""
+        return facts.d_head
+
     def bias(self, q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array | None:
         """float32[B, N, T, S] added to the scaled logits, or None."""
         return None

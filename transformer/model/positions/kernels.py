@@ -59,9 +59,11 @@ class Kerple(Position):
 @register("sandwich")
 @struct.dataclass
 class Sandwich(Position):
-    """logits + (sum_i cos(d / 10000^(2i/w)) - w/2) / (8 n / N), i = 1..w/2, n = 1..N (Chi et al. 2023, "Dissecting Transformer
-    Length Extrapolation via the Lens of Receptive Field Analysis"): the product of two sinusoidal embeddings of `width` w.
+    """logits + (sum_i cos(d / 10000^(2i/w)) - w/2) / (8 n / N), w/2 indices i from `first_index`, n = 1..N (Chi et al. 2023, "Dissecting
+    Transformer Length Extrapolation via the Lens of Receptive Field Analysis").
 
+    With i from 0 the sum is the inner product of two sinusoidal embeddings of `width` w. Public code disagrees about the first index:
+    attention-gym has 0, NeMo 1.
     Parameters: none. Cross-attention: nothing. Cache: distances come from the stored positions.
     Beyond the training length: holds; near keys weigh most, as in ALiBi. Cost: a float32[N, T, S] bias and w/2 cosines a pair.
     """
@@ -69,14 +71,15 @@ class Sandwich(Position):
     by_distance: ClassVar = True
 
     width: int = option(128)
+    first_index: int = option(0)
     num_heads: int = fact()
 
     def check(self, facts: StackFacts) -> str | None:
-        return (
-            f"model.position.width: {self.width} must be even and positive"
-            if self.width < 2 or self.width % 2
-            else None
-        )
+        if self.first_index not in (0, 1):
+            return f"model.position.first_index: {self.first_index} must be 0 or 1"
+        if self.width < 2 or self.width % 2:
+            return f"model.position.width: {self.width} must be even and positive"
+        return None
 
     def bind(self, param: Param, facts: StackFacts) -> "Sandwich":
         return self.replace(num_heads=facts.num_heads)
@@ -84,7 +87,7 @@ class Sandwich(Position):
     def bias(self, q_positions_BxT, k_positions_BxS):
         d = _distance(q_positions_BxT, k_positions_BxS)
         frequencies = 10_000.0 ** (
-            -2.0 * jnp.arange(1, self.width // 2 + 1, dtype=jnp.float32) / self.width
+            -2.0 * (jnp.arange(self.width // 2, dtype=jnp.float32) + self.first_index) / self.width
         )
         add = lambda i, total: total + jnp.cos(d * frequencies[i])
         total = jax.lax.fori_loop(0, self.width // 2, add, jnp.zeros_like(d))

@@ -95,7 +95,7 @@ class YaRN(Scaling):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, d - 1)
         ramp_P = jnp.clip(
-            (jnp.arange(d // 2, dtype=jnp.float32) - low) / max(high - low, 1e-3), 0.0, 1.0
+            (jnp.arange(d // 2, dtype=jnp.float32) - low) / ((high - low) or 1e-3), 0.0, 1.0
         )
         return f_P / self.factor * ramp_P + f_P * (1.0 - ramp_P)
 

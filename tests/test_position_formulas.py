@@ -1,0 +1,138 @@
+"""Position schemes against their formulas, in float64, where float32 is short: xPos far from the start; and Sandwich's sum."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make, small, start_decoding, tokens
+
+from transformer import ModelConfig, UserError, build_model
+from transformer.decoding.prefill import advance
+from transformer.model import positions
+from transformer.model.positions import StackFacts
+
+
+def facts(d_head, max_length, causal=True):
+    return StackFacts(d_head, 1, 1, d_head, d_head, max_length, causal)
+
+
+def xpos_scores(q_TxH, k_SxH, q_at_T, k_at_S, theta=1e4, gamma=0.4, scale_base=512.0):
+    """Re(sum_i q_i conj(k_i) exp(i f_i (t - s)) z_i^((t - s) / scale_base)) of pairs as complex numbers, where t >= s; else 0."""
+    half = q_TxH.shape[1] // 2
+    pairs = np.arange(half) / half
+    z, f = (pairs + gamma) / (1 + gamma), theta**-pairs
+    q, k = (x[:, :half].astype(complex) + 1j * x[:, half:] for x in (q_TxH, k_SxH))
+    apart = np.maximum(q_at_T[:, None] - k_at_S[None], 0).astype(float)
+    power = np.exp(apart[..., None] * (1j * f + np.log(z) / scale_base))
+    scores = np.einsum("ti,si,tsi->ts", q, k.conj(), power).real
+    return np.where(q_at_T[:, None] >= k_at_S[None], scores, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "d_head", "options"),
+    [
+        (600, 8, {}),
+        (56_320, 16, {}),
+        (56_321, 16, {}),
+        (65_536, 64, {}),
+        (200_000, 8, {}),
+        (3_000, 8, {"gamma": 0.1, "scale_base": 40.0, "theta": 300.0}),
+    ],
+)
+def test_xpos_scores_are_the_formula_s_at_every_position(max_length, d_head, options):
+    draw = np.random.default_rng(max_length)
+    spots = [0, 511, 512, 34_999, 35_000, 37_000, 56_319, 56_320, max_length // 2, max_length - 7]
+    at = np.unique(
+        [spot + i for spot in spots for i in range(7)] + list(draw.integers(0, max_length, 50))
+    )
+    at = at[at < max_length]
+    # Entries of many sizes: what is small must not vanish where the powers are small, too.
+    q, k = draw.normal(size=(2, len(at), d_head)) * 10.0 ** draw.uniform(-5, 1, (2, len(at), 1))
+    q, k = np.float32(q), np.float32(k)
+    scheme = positions.build({"name": "xpos", **options})
+    bound = scheme.bind(None, facts(d_head, max_length)).at(jnp.asarray(at)[None])
+    turned_q, turned_k = bound.rotate(jnp.asarray(q)[None, :, None], jnp.asarray(k)[None, :, None])
+    assert turned_q.shape[-1] == scheme.key_size(facts(d_head, max_length))
+    found = np.einsum("bthx,bshx->ts", turned_q, turned_k)
+    wanted = xpos_scores(q, k, at, at, **options)
+    past = at[:, None] >= at[None]
+    size = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(k, axis=1)
+    near = past & (at[:, None] - at[None] < 7)
+    assert np.abs(wanted / size)[near].max() > 0.1
+    assert np.isfinite(found[past]).all()
+    assert (np.abs(found - wanted) / size)[past].max() < 5e-7
+
+
+def test_xpos_widens_keys_no_more_than_it_must():
+    scheme = positions.build("xpos")
+    sizes = [scheme.key_size(facts(64, length)) for length in (512, 56_320, 56_321, 112_640)]
+    assert sizes == [64, 64, 128, 128]
+
+
+def test_xpos_refuses_what_float32_cannot_hold():
+    decoder = lambda length, **options: ModelConfig(
+        family="decoder", vocab_size=9, max_length=length, position={"name": "xpos", **options}
+    )
+    decoder(16 * 56_320)
+    with pytest.raises(UserError, match=r"model.max_length: 901121 is too long .* at most 901120"):
+        decoder(16 * 56_320 + 1)
+    with pytest.raises(
+        UserError, match=r"scale_base: 1.0 with gamma = 0.4 decays by more than 2\^100"
+    ):
+        decoder(512, scale_base=1.0)
+    for name in ("gamma", "scale_base"):
+        with pytest.raises(UserError, match=f"model.position.{name}: 0.0 must be more than 0"):
+            decoder(512, **{name: 0.0})
+
+
+def test_xpos_packs_far_from_the_start():
+    """Logits depend on distances alone: as they are at 0, 1, 2, ... they are across a border between blocks, and in one row with
+    another text."""
+    config = small("decoder", position="xpos", max_length=65_536)
+    model, params = make(config)
+    text = tokens(1, 2, 9)
+    plain = np.asarray(jax.jit(model.apply)(params, text))
+    blind = build_model(small("decoder", position="none"))
+    assert np.abs(np.asarray(jax.jit(blind.apply)(params, text)) - plain).max() > 1e-2
+    border, last = 56_320 - 4, 65_536 - 9
+    apply = jax.jit(
+        lambda x, at, segments: model.apply(params, x, positions=at, segment_ids=segments)
+    )
+    for start in (35_000, 37_000, border, last):
+        at = jnp.broadcast_to(start + jnp.arange(9), (2, 9))
+        np.testing.assert_allclose(apply(text, at, jnp.ones_like(at)), plain, atol=2e-5)
+    # Two texts in a row: one far out, one from 0.
+    one_row = text.reshape(1, 18)
+    at = jnp.concatenate([border + jnp.arange(9), jnp.arange(9)])[None]
+    packed = apply(one_row, at, jnp.repeat(jnp.array([[1, 2]]), 9, axis=1))
+    np.testing.assert_allclose(packed.reshape(plain.shape), plain, atol=2e-5)
+
+
+def test_xpos_decodes_from_a_cache_across_blocks():
+    config = small("decoder", position={"name": "xpos", "scale_base": 10.0}, max_length=1600)
+    assert config.key_size("decoder") > config.d_head
+    model, params = make(config)
+    text = tokens(1, 2, 7)
+    whole = jax.jit(model.apply)(params, text)
+    logits, memory = start_decoding(model, params, text[:, :2], 9)
+    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    for t in range(2, 7):
+        np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
+        logits, memory = step(text[:, t], memory)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_sandwich_is_the_product_of_two_sinusoidal_embeddings(first):
+    """With indices from 0, those of Vaswani et al.; from 1, each frequency is the next."""
+    width, at = 16, np.array([0, 1, 5, 100])
+    angles = at[:, None] / 1e4 ** (2 * (np.arange(width // 2) + first) / width)
+    embedding = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    scheme = positions.build({"name": "sandwich", "width": width, "first_index": first})
+    bound = scheme.bind(None, StackFacts(8, 4, 4, 2, 2, 128, True))
+    found = np.asarray(bound.bias(jnp.asarray(at)[None], jnp.asarray(at)[None]))[0]
+    for n in range(4):  # a constant is nothing to a softmax
+        wanted = (embedding @ embedding.T - width / 2) / (8 * (n + 1) / 4)
+        np.testing.assert_allclose(found[n], wanted, atol=1e-5)
+    assert positions.build("sandwich").first_index == 0
+    with pytest.raises(UserError, match="first_index: 2 must be 0 or 1"):
+        ModelConfig(family="decoder", vocab_size=9, position={"name": "sandwich", "first_index": 2})
