@@ -1,4 +1,5 @@
-"""Position schemes against their formulas, in float64, where float32 is short: xPos far from the start; and Sandwich's sum."""
+"""Position schemes against their formulas, in float64, where float32 is short: xPos far from the
+start; and Sandwich's sum."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ def facts(d_head, max_length, causal=True):
 
 
 def xpos_scores(q_TxH, k_SxH, q_at_T, k_at_S, theta=1e4, gamma=0.4, scale_base=512.0):
-    """Re(sum_i q_i conj(k_i) exp(i f_i (t - s)) z_i^((t - s) / scale_base)) of pairs as complex numbers, where t >= s; else 0."""
+    """Re(sum_i q_i conj(k_i) exp(i f_i (t - s)) z_i^((t - s) / scale_base)) of pairs as complex
+    numbers, where t >= s; else 0."""
     half = q_TxH.shape[1] // 2
     pairs = np.arange(half) / half
     z, f = (pairs + gamma) / (1 + gamma), theta**-pairs
@@ -86,8 +88,8 @@ def test_xpos_refuses_what_float32_cannot_hold():
 
 
 def test_xpos_packs_far_from_the_start():
-    """Logits depend on distances alone: as they are at 0, 1, 2, ... they are across a border between blocks, and in one row with
-    another text."""
+    """Logits depend on distances alone: as they are at 0, 1, 2, ... they are across a border
+    between blocks, and in one row with another text."""
     config = small("decoder", position="xpos", max_length=65_536)
     model, params = make(config)
     text = tokens(1, 2, 9)

@@ -1,8 +1,9 @@
 """Damaged and altered Hugging Face directories, and what must hold of each.
 
-`mutate` writes a copy of a directory with one or two faults drawn from a seed: another config.json, other tensors, other files. `judge`
-then asserts the property: `load_hf` refuses the directory with a `UserError` of one line, or returns a model whose logits equal those of
-Transformers, if Transformers loads every tensor of that directory.
+`mutate` writes a copy of a directory with one or two faults drawn from a seed: another config.json,
+other tensors, other files. `judge` then asserts the property: `load_hf` refuses the directory with
+a `UserError` of one line, or returns a model whose logits equal those of Transformers, if
+Transformers loads every tensor of that directory.
 
     sources = {name: save(name, root / name) for name in MODELS}
     for seed in range(500):
@@ -22,75 +23,24 @@ import safetensors.torch
 import torch
 import transformers
 
+from faults.hf_models import MODELS, VOCAB, save
 from transformer import build_model, load_hf
 from transformer.errors import UserError
 
-VOCAB, LENGTH = 23, 9
-_SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
-    "max_position_embeddings": 20,
-}  # fmt: skip
-_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA = _SIZES | _IDS | {"num_key_value_heads": 2}
-_BART = _IDS | {
-    "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 20,
-    "decoder_start_token_id": 2, "forced_eos_token_id": 2,
-}  # fmt: skip
+__all__ = ["MODELS", "judge", "mutate", "mutate_any", "save"]
 
-MODELS: dict[str, tuple[str, dict]] = {
-    "bert": ("BertForMaskedLM", _SIZES),
-    "bert-untied": ("BertForMaskedLM", _SIZES | {"tie_word_embeddings": False}),
-    "bert-labels": ("BertForSequenceClassification", _SIZES),
-    "modernbert": (
-        "ModernBertForMaskedLM",
-        _SIZES | _IDS | {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4},
-    ),
-    "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 20}),
-    "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 2, "n_head": 4}),
-    "t5": (
-        "T5ForConditionalGeneration",
-        {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
-    ),
-    "bart": ("BartForConditionalGeneration", _BART),
-    "marian": ("MarianMTModel", _BART),
-    "opt": (
-        "OPTForCausalLM",
-        {"hidden_size": 16, "num_hidden_layers": 2, "ffn_dim": 24, "num_attention_heads": 4, "max_position_embeddings": 20},
-    ),
-    "gpt_neox": ("GPTNeoXForCausalLM", _SIZES | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
-    "llama": ("LlamaForCausalLM", _LLAMA),
-    "mistral": ("MistralForCausalLM", _LLAMA | {"sliding_window": 5}),
-    "qwen2": ("Qwen2ForCausalLM", _LLAMA),
-    "qwen3": ("Qwen3ForCausalLM", _LLAMA | {"head_dim": 6}),
-    "gemma2": ("Gemma2ForCausalLM", _LLAMA | {"head_dim": 6, "sliding_window": 5}),
-}  # fmt: skip
-"""Name -> (class of Transformers, options): every family, as small as it gets."""
-
-
-def save(name: str, directory: Path, seed: int = 0) -> Path:
-    """Writes the model of that name, with parameters away from their initial values."""
-    cls, options = getattr(transformers, MODELS[name][0]), MODELS[name][1]
-    torch.manual_seed(seed)
-    model = cls(cls.config_class(vocab_size=VOCAB, **options)).eval().float()
-    noise = 0.1 if name == "t5" else 0.3  # T5 does not scale its attention
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(noise * torch.randn_like(parameter))
-    model.save_pretrained(directory)
-    return directory
+LENGTH = 9
 
 
 def mutate_any(sources: Mapping[str, Path], target: Path, seed: int) -> tuple[str, str]:
-    """A faulty copy of one of the directories `sources`: the name of that one, and the fault in words."""
+    """A faulty copy of one of the directories `sources`: its name, and the fault in words."""
     names = sorted(sources)
     name = names[seed % len(names)]
     return name, mutate(sources[name], target, seed)
 
 
 def mutate(source: Path, target: Path, seed: int) -> str:
-    """Copies `source` to `target` with one or two faults drawn from `seed`. Returns the faults in words."""
+    """Copies `source` to `target` with one or two faults drawn from `seed`, told in words."""
     rng = np.random.default_rng(seed)
     shutil.copytree(source, target)
     told = []
@@ -115,26 +65,41 @@ def _intact(target: Path) -> bool:
 # Faults of config.json.
 
 ODD: list[Any] = [
-    None, "x", "", True, False, -1, 0, 1, 2, 3, 5, 0.5, 1.0, 2.5, -0.25, float("nan"), float("inf"), [], {}, [1], ["full_attention"],
+    None, "x", "", True, False, -1, 0, 1, 2, 3, 5, 0.5, 1.0, 2.5, -0.25, float("nan"), float("inf"),
+    [], {}, [1], ["full_attention"],
     {"a": 1}, 10**6, 2**31 - 1, 2**31, 10**30, "a\nb", "x" * 5000,
 ]  # fmt: skip
 _LINEAR = {"rope_type": "linear", "factor": 2.0}
 ADDED: list[tuple[str, Any]] = [
-    ("is_causal", False), ("is_causal", None), ("partial_rotary_factor", 0.5), ("rope_scaling", _LINEAR), ("rope_theta", 50.0),
-    ("rope_parameters", _LINEAR), ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4}),
-    ("rope_parameters", {"rope_type": "yarn", "factor": 2.0}), ("rope_parameters", {"rope_type": "yarn"}),
-    ("rope_parameters", {"rope_type": "llama3", "factor": 2.0}), ("rope_parameters", {"rope_theta": 9.0, "partial_rotary_factor": 0.5}),
-    ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 5}),
-    ("rope_parameters", {"full_attention": {"rope_theta": 7.0}}), ("rope_parameters", {"rope_type": ["linear"]}),
-    ("rotary_pct", 0.25), ("rotary_emb_base", 70.0), ("sliding_window", 3), ("use_sliding_window", True), ("use_sliding_window", False),
-    ("layer_types", ["full_attention", "sliding_attention"]), ("layer_types", ["full_attention"] * 2), ("hidden_act", "relu"),
-    ("hidden_activation", "relu"), ("activation_function", "relu"), ("classifier_activation", "relu"), ("head_dim", 8), ("head_dim", None),
-    ("attention_bias", True), ("mlp_bias", True), ("num_labels", 3), ("id2label", {"0": "a"}), ("n_embed", 32), ("num_attention_heads", 2),
-    ("hidden_size", 32), ("num_hidden_layers", 1), ("eos_token_id", "x"), ("eos_token_id", [1, 2]), ("pad_token_id", -1),
-    ("bos_token_id", 1.5), ("tie_word_embeddings", True), ("tie_word_embeddings", False), ("scale_decoder_outputs", False),
-    ("dense_act_fn", "gelu"), ("is_gated_act", True), ("dtype", "float16"), ("per_layer_config", {"0": {"rms_norm_eps": 1.0}}),
-    ("max_window_layers", 1), ("sliding_window", None), ("final_logit_softcapping", None), ("global_attn_every_n_layers", 2),
-    ("quantization_config", {"quant_method": "fp8"}), ("attn_logit_softcapping", 1.0), ("use_bidirectional_attention", True),
+    ("is_causal", False), ("is_causal", None), ("partial_rotary_factor", 0.5),
+    ("rope_scaling", _LINEAR), ("rope_theta", 50.0),
+    ("rope_parameters", _LINEAR),
+    ("rope_parameters", _LINEAR | {"rope_type": "dynamic", "original_max_position_embeddings": 4}),
+    ("rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+    ("rope_parameters", {"rope_type": "yarn"}),
+    ("rope_parameters", {"rope_type": "llama3", "factor": 2.0}),
+    ("rope_parameters", {"rope_theta": 9.0, "partial_rotary_factor": 0.5}),
+    ("rope_parameters", _LINEAR | {"rope_type": "yarn", "original_max_position_embeddings": 5}),
+    ("rope_parameters", {"full_attention": {"rope_theta": 7.0}}),
+    ("rope_parameters", {"rope_type": ["linear"]}),
+    ("rotary_pct", 0.25), ("rotary_emb_base", 70.0), ("sliding_window", 3),
+    ("use_sliding_window", True), ("use_sliding_window", False),
+    ("layer_types", ["full_attention", "sliding_attention"]),
+    ("layer_types", ["full_attention"] * 2), ("hidden_act", "relu"),
+    ("hidden_activation", "relu"), ("activation_function", "relu"),
+    ("classifier_activation", "relu"), ("head_dim", 8), ("head_dim", None),
+    ("attention_bias", True), ("mlp_bias", True), ("num_labels", 3), ("id2label", {"0": "a"}),
+    ("n_embed", 32), ("num_attention_heads", 2),
+    ("hidden_size", 32), ("num_hidden_layers", 1), ("eos_token_id", "x"), ("eos_token_id", [1, 2]),
+    ("pad_token_id", -1),
+    ("bos_token_id", 1.5), ("tie_word_embeddings", True), ("tie_word_embeddings", False),
+    ("scale_decoder_outputs", False),
+    ("dense_act_fn", "gelu"), ("is_gated_act", True), ("dtype", "float16"),
+    ("per_layer_config", {"0": {"rms_norm_eps": 1.0}}),
+    ("max_window_layers", 1), ("sliding_window", None), ("final_logit_softcapping", None),
+    ("global_attn_every_n_layers", 2),
+    ("quantization_config", {"quant_method": "fp8"}), ("attn_logit_softcapping", 1.0),
+    ("use_bidirectional_attention", True),
 ]  # fmt: skip
 
 
@@ -182,7 +147,9 @@ def _added_field(target, rng):
 def _broken_config(target, rng):
     file = target / "config.json"
     text = file.read_text()
-    contents = ["", "[]", "null", "3", '"x"', "{", "[" * 50_000, "{}", text[: len(text) // 2], "\x00\xff", '{"model_type": null}',
+    contents = ["", "[]", "null", "3", '"x"', "{", "[" * 50_000, "{}", text[: len(text) // 2],
+                "\x00\xff",
+                '{"model_type": null}',
                 '{"model_type": {"a": [1]}}', '{"model_type": "gpt2"}', text + "}"]  # fmt: skip
     content = _pick(rng, contents)
     file.write_text(content, encoding="latin-1")
@@ -221,8 +188,8 @@ def _reshaped(target, rng):
 
 def _typed(target, rng):
     def change(tensors, name):
-        kind = _pick(rng, [torch.int64, torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn,
-                           torch.complex64])  # fmt: skip
+        kinds = "int64 int8 bool float16 bfloat16 float64 float8_e4m3fn complex64"
+        kind = getattr(torch, _pick(rng, kinds.split()))
         tensors[name] = tensors[name].to(kind)
         return str(kind)
 
@@ -252,13 +219,16 @@ def _renamed(target, rng):
 
 
 DROPPED: dict[str, list[str]] = {
-    "bert": ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "bert.embeddings.position_ids"],
+    "bert": ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias",
+             "bert.embeddings.position_ids"],
     "modernbert": ["decoder.weight"],
     "gpt2": ["lm_head.weight", "transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"],
     "bloom": ["lm_head.weight"],
     "t5": ["lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"],
-    "bart": ["lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"],
-    "marian": ["lm_head.weight", "model.encoder.embed_tokens.weight", "model.encoder.embed_positions.weight"],
+    "bart": ["lm_head.weight", "model.encoder.embed_tokens.weight",
+             "model.decoder.embed_tokens.weight"],
+    "marian": ["lm_head.weight", "model.encoder.embed_tokens.weight",
+               "model.encoder.embed_positions.weight"],
     "opt": ["lm_head.weight"],
     "gpt_neox": ["embed_out.weight", "lm_head.weight", "gpt_neox.layers.0.attention.bias"],
 }  # fmt: skip
@@ -267,7 +237,7 @@ _LIKE_LLAMA = ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
 
 
 def _added_tensor(target, rng):
-    """A tensor that the family may drop, as a copy of the embedding, with other numbers or of another shape."""
+    """A tensor that the family may drop: a copy of the embedding, or other numbers."""
     kind = json.loads((target / "config.json").read_text()).get("model_type", "")
 
     def change(tensors, name):
@@ -320,7 +290,8 @@ def _sharded(target, rng):
             {key: tensors[key] for key in keys}, target / file, metadata={"format": "pt"}
         )
     table: dict[str, Any] = {key: file for file, keys in half.items() for key in keys}
-    odd = ["../a.safetensors", str(target / "a.safetensors"), "c.safetensors", "", ".", "..", "b.safetensors", 3, None, "a\nb",
+    odd = ["../a.safetensors", str(target / "a.safetensors"), "c.safetensors", "", ".", "..",
+           "b.safetensors", 3, None, "a\nb",
            "sub/../../x", "C:\\a", "\\a.safetensors", "a.safetensors\x00"]  # fmt: skip
     if rng.random() < 0.8:
         table[names[0]] = _pick(rng, odd)
@@ -338,7 +309,8 @@ def _sharded(target, rng):
 
 
 _CHANCES = {
-    _drop_field: 3, _odd_value: 6, _default_value: 3, _added_field: 6, _broken_config: 1, _reshaped: 3, _typed: 2, _odd_number: 1,
+    _drop_field: 3, _odd_value: 6, _default_value: 3, _added_field: 6, _broken_config: 1,
+    _reshaped: 3, _typed: 2, _odd_number: 1,
     _dropped: 1, _renamed: 1, _added_tensor: 4, _cut_file: 1, _flipped: 2, _sharded: 3,
 }  # fmt: skip
 FAULTS = list(_CHANCES)
@@ -349,9 +321,9 @@ WEIGHTS = np.array(list(_CHANCES.values())) / sum(_CHANCES.values())
 
 
 def judge(name: str, directory: Path, compare: bool = True) -> str:
-    """What became of a directory: "refused: ...", "equal", or "unjudged" where Transformers does not load it whole, or without
-    `compare`, which takes seconds. Raises AssertionError if the message is not one line or the logits differ, and lets any other
-    error through."""
+    """What became of a directory: "refused: ...", "equal", or "unjudged" where Transformers does
+    not load it whole, or without `compare`, which takes seconds. Raises AssertionError if the
+    message is not one line or the logits differ, and lets any other error through."""
     try:
         config, params = load_hf(directory)
     except UserError as error:
@@ -382,7 +354,7 @@ def judge(name: str, directory: Path, compare: bool = True) -> str:
 
 
 def _theirs(name: str, directory: Path):
-    """Transformers' model of a directory, or None if it does not load with every tensor in its place."""
+    """Transformers' model of a directory, or None if it does not load every tensor."""
     config = json.loads((directory / "config.json").read_text())
     numbers = [x for x in config.values() if isinstance(x, int | float)]
     if any(abs(x) >= 10**6 for x in numbers):

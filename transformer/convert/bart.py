@@ -10,11 +10,22 @@ from transformer.convert.weights import Copy, Shape, linear, norm, row, same, ti
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 50265, "d_model": 1024, "encoder_layers": layer_count(12), "decoder_layers": layer_count(12), "encoder_ffn_dim": 4096,
-    "decoder_ffn_dim": 4096, "encoder_attention_heads": 16, "decoder_attention_heads": 16, "max_position_embeddings": 1024,
-    "activation_function": "gelu", "scale_embedding": False, "tie_word_embeddings": True, "dropout": 0.1, "attention_dropout": 0.0,
+    "vocab_size": 50265,
+    "d_model": 1024,
+    "encoder_layers": layer_count(12),
+    "decoder_layers": layer_count(12),
+    "encoder_ffn_dim": 4096,
+    "decoder_ffn_dim": 4096,
+    "encoder_attention_heads": 16,
+    "decoder_attention_heads": 16,
+    "max_position_embeddings": 1024,
+    "activation_function": "gelu",
+    "scale_embedding": False,
+    "tie_word_embeddings": True,
+    "dropout": 0.1,
+    "attention_dropout": 0.0,
     "activation_dropout": 0.0,
-}  # fmt: skip
+}
 _FIELDS_OF = {
     "bart": _FIELDS,
     "marian": _FIELDS | {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
@@ -112,7 +123,8 @@ def _weights(kind: str, c: ModelConfig):
 
 
 def _copies(c: ModelConfig) -> tuple[Copy, ...]:
-    """Both sides read the shared table. Transformers 5 ties them to it where the output layer is tied, and only there."""
+    """Both sides read the shared table. Transformers 5 ties them to it where the output layer is
+    tied, and only there."""
     sides = [
         Copy(f"model.{side}.embed_tokens.weight", "model.shared.weight", not c.tie_embeddings)
         for side in ("encoder", "decoder")
@@ -120,8 +132,10 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
     return (*sides, *tied(c, "lm_head.weight", "model.shared.weight"))
 
 
-def _sinusoids(shape: Shape) -> np.ndarray:
-    """sin(t / 10000^(2i/d)) of all pairs i, then their cosines."""
+def _sinusoids(shape: Shape) -> np.ndarray | None:
+    """sin(t / 10000^(2i/d)) of all pairs i, then their cosines; None if the shape is no table's."""
+    if len(shape) != 2:
+        return None
     length, d = shape
     angles = np.arange(length)[:, None] / 10_000.0 ** (2 * np.arange((d + 1) // 2) / d)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :d]
@@ -134,9 +148,22 @@ _CONSTANTS = {
 
 FAMILIES = [
     Family(
-        kind, architecture, "encoder_decoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), _FIELDS_OF[kind],
-        aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model", "num_hidden_layers": "encoder_layers"},
-        copies=_copies, constants=_CONSTANTS[kind], source_begins="bos_token_id" if kind == "bart" else "",
+        kind,
+        architecture,
+        "encoder_decoder",
+        *(functools.partial(f, kind) for f in (_read, _write, _weights)),
+        _FIELDS_OF[kind],
+        aliases={
+            "num_attention_heads": "encoder_attention_heads",
+            "hidden_size": "d_model",
+            "num_hidden_layers": "encoder_layers",
+        },
+        copies=_copies,
+        constants=_CONSTANTS[kind],
+        source_begins="bos_token_id" if kind == "bart" else "",
     )
-    for kind, architecture in {"bart": "BartForConditionalGeneration", "marian": "MarianMTModel"}.items()
-]  # fmt: skip
+    for kind, architecture in {
+        "bart": "BartForConditionalGeneration",
+        "marian": "MarianMTModel",
+    }.items()
+]

@@ -14,10 +14,21 @@ from transformer.convert.weights import Copy, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 30522, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": layer_count(12),
-    "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": positive(1e-12), "hidden_act": "gelu", "tie_word_embeddings": True,
-    "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "num_labels": optional(int), "id2label": Field(None, dict, nullable=True),
-}  # fmt: skip
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": layer_count(12),
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": positive(1e-12),
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "num_labels": optional(int),
+    "id2label": Field(None, dict, nullable=True),
+}
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -137,6 +148,14 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
 
 
 FAMILY = Family(
-    "bert", "BertForPreTraining", "encoder", _read, _write, _weights, _FIELDS, prefix="bert.", copies=_copies,
+    "bert",
+    "BertForPreTraining",
+    "encoder",
+    _read,
+    _write,
+    _weights,
+    _FIELDS,
+    prefix="bert.",
+    copies=_copies,
     unused=(r".*embeddings\.position_ids",),  # 0, 1, 2, ...
-)  # fmt: skip
+)

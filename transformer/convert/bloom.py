@@ -6,10 +6,18 @@ from transformer.convert.weights import fused_by_head, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 250880, "hidden_size": 64, "n_head": 8, "n_layer": layer_count(2), "seq_length": 2048, "layer_norm_epsilon": positive(1e-5),
-    "tie_word_embeddings": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-}  # fmt: skip
-"""BLOOM has no longest sequence, but files on the hub say how long those were that it was trained on."""
+    "vocab_size": 250880,
+    "hidden_size": 64,
+    "n_head": 8,
+    "n_layer": layer_count(2),
+    "seq_length": 2048,
+    "layer_norm_epsilon": positive(1e-5),
+    "tie_word_embeddings": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+"""BLOOM has no longest sequence, but files on the hub say how long those were that it was trained
+on."""
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:

@@ -23,14 +23,15 @@ TRAINING = frozenset(
 class Family:
     """One `model_type`.
 
-    read(fields, names of the tensors that are there) -> fields of a ModelConfig; write(config) -> their config.json;
-    weights(config) -> every tensor that holds parameters. `fields`: what `read` reads, with the defaults of their config class.
-    `aliases`: other names of these fields.
-    `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without).
-    A tensor that `weights` does not name is refused unless it is one of three: a copy of another tensor (`copies`), which must hold the
-    same numbers; a constant (`constants`: pattern -> function of its shape), which must hold what the function returns; or `unused`,
-    a buffer that Transformers does not read either (patterns).
-    `source_begins`: which field of config.json is the sign with which a source begins, where it does.
+    read(fields, names of the tensors that are there) -> fields of a ModelConfig; write(config) ->
+    their config.json; weights(config) -> every tensor that holds parameters. `fields`: what `read`
+    reads, with the defaults of their config class. `aliases`: other names of these fields.
+    `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without). A
+    tensor that `weights` does not name is refused unless it is one of three: a copy of another
+    tensor (`copies`), which must hold the same numbers; a constant (`constants`: pattern ->
+    function of its shape), which must hold what the function returns; or `unused`, a buffer that
+    Transformers does not read either (patterns). `source_begins`: which field of config.json is the
+    sign with which a source begins, where it does.
     """
 
     model_type: str
@@ -43,7 +44,9 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
-    constants: Mapping[str, Callable[[Shape], np.ndarray]] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = dataclasses.field(
+        default_factory=dict
+    )
     unused: tuple[str, ...] = ()
     source_begins: str = ""
 

@@ -1,7 +1,9 @@
-"""Reading an outside config.json: every field is read with its type, known not to matter, or refused by name.
+"""Reading an outside config.json: every field is read with its type, known not to matter, or
+refused by name.
 
-A family names the fields that it reads, with the defaults of its config class in Transformers. A field that is not there has that
-default. `null` is a value of its own: `"final_logit_softcapping": null` turns capping off, while leaving the field out means 30.
+A family names the fields that it reads, with the defaults of its config class in Transformers. A
+field that is not there has that default. `null` is a value of its own: `"final_logit_softcapping":
+null` turns capping off, while leaving the field out means 30.
 """
 
 import dataclasses
@@ -15,27 +17,34 @@ from transformer.errors import UserError
 from transformer.model.config import MOST_LAYERS
 
 HARMLESS = frozenset(
-    """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures attn_implementation auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classif_dropout classifier_dropout cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty extra_pos_embeddings finetuning_task force_bos_token_to_be_generated forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing id2label initializer_factor initializer_range initializer_cutoff_factor init_std
-    is_encoder_decoder label2id length_penalty max_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups
-    num_beams num_labels num_return_sequences offset_alibi onnx_export output_attentions output_hidden_states output_past
-    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty
-    return_dict return_dict_in_generate sep_token_id cls_token_id skip_bias_add skip_bias_add_qkv slow_but_exact static_position_embeddings
-    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p unk_index use_bfloat16 use_cache xla_device n_special predict_special_tokens summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj reorder_and_upcast_attn layerdrop encoder_layerdrop
-    decoder_layerdrop classifier_activation classifier_bias classifier_pooling deterministic_flash_attn sparse_prediction
-    sparse_pred_ignore_index reference_compile repad_logits_with_grad embedding_dropout mlp_dropout""".split()  # noqa: SIM905
+    """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
+    attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward classif_dropout classifier_dropout cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty extra_pos_embeddings
+    finetuning_task force_bos_token_to_be_generated forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing id2label initializer_factor initializer_range initializer_cutoff_factor
+    init_std is_encoder_decoder label2id length_penalty max_length min_length model_type n_ctx
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences offset_alibi
+    onnx_export output_attentions output_hidden_states output_past output_scores pad_token_id prefix
+    pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id cls_token_id skip_bias_add skip_bias_add_qkv slow_but_exact
+    static_position_embeddings suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    typical_p unk_index use_bfloat16 use_cache xla_device n_special predict_special_tokens
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    reorder_and_upcast_attn layerdrop encoder_layerdrop decoder_layerdrop classifier_activation
+    classifier_bias classifier_pooling deterministic_flash_attn sparse_prediction
+    sparse_pred_ignore_index reference_compile repad_logits_with_grad embedding_dropout
+    mlp_dropout""".split()  # noqa: SIM905
 )
 """Fields that say nothing of what the network computes when it is used: how to generate, what was logged, how it was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One field of a config.json: what it may hold, and what Transformers assumes where it is not there."""
+    """One field of a config.json: what it may hold, and what Transformers assumes where it is not
+    there."""
 
     default: Any
     kind: type
@@ -65,7 +74,8 @@ class Field:
 
 
 def field(default: Any) -> Field:
-    """The field whose default says what it may hold: 12 a size of at least 1, 0.1 a number, True, "gelu"."""
+    """The field whose default says what it may hold: 12 a size of at least 1, 0.1 a number, True,
+    "gelu"."""
     if isinstance(default, Field):
         return default
     if isinstance(default, int) and not isinstance(default, bool):
@@ -109,8 +119,9 @@ def shown(value: Any) -> str:
 class Fields:
     """The fields of one config.json, or of the object `inside` it.
 
-    `table` has the fields that the family reads and their defaults. `aliases` are other names of some of them (the `attribute_map` of a
-    config class). Raises UserError for two names of a field that contradict each other.
+    `table` has the fields that the family reads and their defaults. `aliases` are other names of
+    some of them (the `attribute_map` of a config class). Raises UserError for two names of a field
+    that contradict each other.
     """
 
     def __init__(
@@ -168,7 +179,8 @@ class Fields:
         value = self.get(name)
         if value not in table:
             raise UserError(
-                f"config.json: {self._inside}{name} = {shown(value)} is nothing we can build; we know {', '.join(map(repr, table))}"
+                f"config.json: {self._inside}{name} = {shown(value)} is nothing we can build; we "
+                f"know {', '.join(map(repr, table))}"
             )
         return table[value]
 
@@ -180,7 +192,8 @@ class Fields:
             raise self.error(name, f"cannot be expressed: {why}; {wanted!r} can", value, where)
 
     def must(self, name: str, wanted, why: str = "") -> None:
-        """A field that we can express in one value alone. null is False here, as it is in Python's `if`."""
+        """A field that we can express in one value alone. null is False here, as it is in Python's
+        `if`."""
         self._seen.add(name)
         value = self._given.get(name, wanted)
         if value != wanted and (value is not None or wanted):
@@ -203,7 +216,8 @@ class Fields:
         if rest := self.rest():
             others = ", ".join(map(printable, rest[1:6]))
             raise UserError(
-                f"config.json: {self._inside}{printable(rest[0])} = {shown(self._given[rest[0]])} is no field of a {self.family} model that we know"
+                f"config.json: {self._inside}{printable(rest[0])} = "
+                f"{shown(self._given[rest[0]])} is no field of a {self.family} model that we know"
                 + (f" (nor {others})" if others else "")
             )
 

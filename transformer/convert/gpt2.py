@@ -13,10 +13,19 @@ from transformer.convert.weights import fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 50257, "n_embd": 768, "n_inner": optional(int), "n_head": 12, "n_layer": layer_count(12), "n_positions": 1024,
-    "layer_norm_epsilon": positive(1e-5), "activation_function": "gelu_new", "scale_attn_weights": True, "tie_word_embeddings": True,
-    "resid_pdrop": 0.1, "attn_pdrop": 0.1,
-}  # fmt: skip
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_inner": optional(int),
+    "n_head": 12,
+    "n_layer": layer_count(12),
+    "n_positions": 1024,
+    "layer_norm_epsilon": positive(1e-5),
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "tie_word_embeddings": True,
+    "resid_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+}
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -79,8 +88,20 @@ def _weights(c: ModelConfig):
 
 
 FAMILY = Family(
-    "gpt2", "GPT2LMHeadModel", "decoder", _read, _write, _weights, _FIELDS, prefix="transformer.",
-    aliases={"hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    "gpt2",
+    "GPT2LMHeadModel",
+    "decoder",
+    _read,
+    _write,
+    _weights,
+    _FIELDS,
+    prefix="transformer.",
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
     copies=lambda c: tied(c, "lm_head.weight", "transformer.wte.weight"),
     unused=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
-)  # fmt: skip
+)

@@ -8,11 +8,22 @@ from transformer.convert.weights import fused_by_head, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = ROTARY | {
-    "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64, "num_hidden_layers": layer_count(44),
-    "max_position_embeddings": 2048, "rotary_emb_base": positive(10_000.0), "rotary_pct": positive(0.25), "layer_norm_eps": positive(1e-5),
-    "use_parallel_residual": True, "hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": False,
-    "hidden_dropout": 0.0, "attention_dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": 50432,
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "num_attention_heads": 64,
+    "num_hidden_layers": layer_count(44),
+    "max_position_embeddings": 2048,
+    "rotary_emb_base": positive(10_000.0),
+    "rotary_pct": positive(0.25),
+    "layer_norm_eps": positive(1e-5),
+    "use_parallel_residual": True,
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -67,7 +78,15 @@ def _weights(c: ModelConfig):
 
 
 FAMILY = Family(
-    "gpt_neox", "GPTNeoXForCausalLM", "decoder", _read, _write, _weights, _FIELDS, prefix="gpt_neox.",
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    "decoder",
+    _read,
+    _write,
+    _weights,
+    _FIELDS,
+    prefix="gpt_neox.",
     copies=lambda c: tied(c, "embed_out.weight", "gpt_neox.embed_in.weight"),
-    unused=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),  # the causal mask; angles, which follow from config.json
-)  # fmt: skip
+    # the causal mask; angles, which follow from config.json
+    unused=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),
+)

@@ -43,9 +43,10 @@ def load_hf(
 ) -> tuple[ModelConfig, Any]:
     """A Hugging Face directory as (config, params), for `build_model(config).apply(params, ...)`.
 
-    `fields` of the ModelConfig are set on top (`scan_layers=False`, `dtype="bfloat16"`). `place(path, array)` puts a parameter
-    on devices, by default on the first. Raises UserError for a family or a field that we cannot express, and for tensors that
-    are missing, left over, of another shape or type, not finite, or tied to another tensor that holds other numbers.
+    `fields` of the ModelConfig are set on top (`scan_layers=False`, `dtype="bfloat16"`).
+    `place(path, array)` puts a parameter on devices, by default on the first. Raises UserError for
+    a family or a field that we cannot express, and for tensors that are missing, left over, of
+    another shape or type, not finite, or tied to another tensor that holds other numbers.
     """
     directory = Path(directory)
     family, theirs, tensors = open_directory(directory)

@@ -21,31 +21,62 @@ from transformer.convert.weights import linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = ROTARY | {
-    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": layer_count(32), "num_attention_heads": 32,
-    "num_key_value_heads": optional(int), "head_dim": optional(int), "max_position_embeddings": 2048, "rms_norm_eps": positive(1e-6),
-    "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": Field(0.0, float, nullable=True),
-}  # fmt: skip
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": layer_count(32),
+    "num_attention_heads": 32,
+    "num_key_value_heads": optional(int),
+    "head_dim": optional(int),
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": positive(1e-6),
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_dropout": Field(0.0, float, nullable=True),
+}
 _QWEN = {
-    "vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": optional(int, 32), "max_position_embeddings": 32768,
-    "use_sliding_window": False, "sliding_window": optional(int, 4096), "max_window_layers": count(28), "layer_types": Field(None, list, nullable=True),
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": optional(int, 32),
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": optional(int, 4096),
+    "max_window_layers": count(28),
+    "layer_types": Field(None, list, nullable=True),
     "attention_dropout": 0.0,
-}  # fmt: skip
+}
 _FIELDS_OF = {
     "llama": _FIELDS | {"attention_bias": False, "mlp_bias": False},
-    "mistral": _FIELDS | {
-        "intermediate_size": 14336, "num_key_value_heads": optional(int, 8), "max_position_embeddings": 131072, "sliding_window": optional(int, 4096),
+    "mistral": _FIELDS
+    | {
+        "intermediate_size": 14336,
+        "num_key_value_heads": optional(int, 8),
+        "max_position_embeddings": 131072,
+        "sliding_window": optional(int, 4096),
         "attention_dropout": 0.0,
     },
     "qwen2": _FIELDS | _QWEN,
     "qwen3": _FIELDS | _QWEN | {"head_dim": 128, "attention_bias": False},
-    "gemma2": _FIELDS | {
-        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": layer_count(26), "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "hidden_activation": "gelu_pytorch_tanh",
-        "tie_word_embeddings": True, "attention_bias": False, "query_pre_attn_scalar": 256, "sliding_window": optional(int, 4096),
-        "layer_types": Field(None, list, nullable=True), "final_logit_softcapping": optional(float, 30.0),
+    "gemma2": _FIELDS
+    | {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": layer_count(26),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": optional(int, 4096),
+        "layer_types": Field(None, list, nullable=True),
+        "final_logit_softcapping": optional(float, 30.0),
         "attn_logit_softcapping": optional(float, 50.0),
     },
-}  # fmt: skip
+}
 
 
 def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
@@ -147,7 +178,8 @@ def _write(kind: str, c: ModelConfig) -> dict:
             "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(c.activation, ACTIVATIONS_BACK[c.activation]),
             "query_pre_attn_scalar": (c.attention_scale or c.d_head**-0.5) ** -2,
             "attn_logit_softcapping": c.attention_soft_cap or None, "final_logit_softcapping": c.logit_soft_cap or None,
-            "layer_types": types, "sliding_window": max(windows) or 4096, "attention_bias": c.qkv_has_bias, "pad_token_id": c.pad_id,
+            "layer_types": types, "sliding_window": max(windows) or 4096,
+            "attention_bias": c.qkv_has_bias, "pad_token_id": c.pad_id,
         }  # fmt: skip
         theirs["query_pre_attn_scalar"] = round(theirs["query_pre_attn_scalar"])
         del theirs["hidden_act"]
@@ -197,12 +229,20 @@ def _weights(kind: str, c: ModelConfig):
 
 FAMILIES = [
     Family(
-        kind, architecture, "decoder", *(functools.partial(f, kind) for f in (_read, _write, _weights)), _FIELDS_OF[kind], prefix="model.",
+        kind,
+        architecture,
+        "decoder",
+        *(functools.partial(f, kind) for f in (_read, _write, _weights)),
+        _FIELDS_OF[kind],
+        prefix="model.",
         copies=lambda c: tied(c, "lm_head.weight", "model.embed_tokens.weight"),
         unused=(r".*rotary_emb\.inv_freq",),  # angles, which follow from config.json
     )
     for kind, architecture in {
-        "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
         "gemma2": "Gemma2ForCausalLM",
     }.items()
-]  # fmt: skip
+]

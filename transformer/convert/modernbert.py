@@ -17,12 +17,29 @@ from transformer.convert.weights import fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 50368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": layer_count(22), "num_attention_heads": 12,
-    "max_position_embeddings": 8192, "local_attention": 128, "global_attn_every_n_layers": 3, "layer_types": Field(None, list, nullable=True),
-    "rope_parameters": Field(None, dict, nullable=True), "global_rope_theta": positive(160_000.0), "local_rope_theta": positive(10_000.0),
-    "norm_eps": positive(1e-5), "norm_bias": False, "mlp_bias": False, "attention_bias": False, "classifier_bias": False,
-    "hidden_activation": "gelu", "classifier_activation": "gelu", "tie_word_embeddings": True, "attention_dropout": 0.0, "mlp_dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": 50368,
+    "hidden_size": 768,
+    "intermediate_size": 1152,
+    "num_hidden_layers": layer_count(22),
+    "num_attention_heads": 12,
+    "max_position_embeddings": 8192,
+    "local_attention": 128,
+    "global_attn_every_n_layers": 3,
+    "layer_types": Field(None, list, nullable=True),
+    "rope_parameters": Field(None, dict, nullable=True),
+    "global_rope_theta": positive(160_000.0),
+    "local_rope_theta": positive(10_000.0),
+    "norm_eps": positive(1e-5),
+    "norm_bias": False,
+    "mlp_bias": False,
+    "attention_bias": False,
+    "classifier_bias": False,
+    "hidden_activation": "gelu",
+    "classifier_activation": "gelu",
+    "tie_word_embeddings": True,
+    "attention_dropout": 0.0,
+    "mlp_dropout": 0.0,
+}
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:

@@ -6,11 +6,22 @@ from transformer.convert.weights import linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 50272, "hidden_size": 768, "word_embed_proj_dim": optional(int), "ffn_dim": 3072, "num_attention_heads": 12,
-    "num_hidden_layers": layer_count(12), "max_position_embeddings": 2048, "do_layer_norm_before": True, "_remove_final_layer_norm": False,
-    "layer_norm_elementwise_affine": True, "activation_function": "relu", "enable_bias": True, "tie_word_embeddings": True,
-    "dropout": 0.1, "attention_dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "word_embed_proj_dim": optional(int),
+    "ffn_dim": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": layer_count(12),
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "layer_norm_elementwise_affine": True,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "tie_word_embeddings": True,
+    "dropout": 0.1,
+    "attention_dropout": 0.0,
+}
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:

@@ -1,4 +1,5 @@
-"""Rotary positions in an outside config.json: the object `rope_parameters` of Transformers 5, and the fields of the time before it."""
+"""Rotary positions in an outside config.json: the object `rope_parameters` of Transformers 5, and
+the fields of the time before it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -53,8 +54,9 @@ _KINDS = {kind: kind for kind in _SCALINGS}
 def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
     """Our position and max_length of their rotary fields.
 
-    `theta` and `fraction` name the fields that say both outside of `rope_parameters`. Without `fraction`, Transformers turns whole
-    heads whatever `partial_rotary_factor` says, so that a model that asks for less is refused.
+    `theta` and `fraction` name the fields that say both outside of `rope_parameters`. Without
+    `fraction`, Transformers turns whole heads whatever `partial_rotary_factor` says, so that a
+    model that asks for less is refused.
     """
     new, old = f.get("rope_parameters"), f.get("rope_scaling")  # of both, the old one counts
     if not fraction and f.has("partial_rotary_factor"):
@@ -86,8 +88,8 @@ def rope(
     given: Mapping, family: str, length: int, theta: float, fraction: float = 1.0,
     partial: bool = False, inside: str = "rope_parameters.",
 ) -> dict:  # fmt: skip
-    """Our position of one `rope_parameters` object. `theta` and `fraction` hold where it does not say them; `partial`: whether heads
-    may be turned in part."""
+    """Our position of one `rope_parameters` object. `theta` and `fraction` hold where it does not
+    say them; `partial`: whether heads may be turned in part."""
     given = {
         k: v for k, v in given.items() if v is not None or k in ("rope_type", "type", "factor")
     }
@@ -135,7 +137,8 @@ def rope_back(position: Choice) -> dict:
     theirs = {ours: kind for kind, (ours, _, _) in _SCALINGS.items()}
     if scaling["name"] not in theirs:
         raise UserError(
-            f"model.position.scaling: {scaling['name']!r} has no counterpart there; {', '.join(theirs)} have"
+            f"model.position.scaling: {scaling['name']!r} has no counterpart there; "
+            f"{', '.join(theirs)} have"
         )
     kind = theirs[scaling["name"]]
     out = {"rope_type": kind, "rope_theta": position.get("theta", 10_000.0)}

@@ -14,17 +14,30 @@ _PROJECTIONS = {
 """Their feed_forward_proj -> our (activation, glu). Their gated gelu is the tanh form, the ungated one is not."""
 
 _FIELDS = {
-    "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": layer_count(6), "num_decoder_layers": layer_count(None), "num_heads": 8,
-    "n_positions": 512, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": positive(1e-6),
-    "feed_forward_proj": "relu", "dense_act_fn": "", "is_gated_act": False, "dropout_rate": 0.1,
-    "tie_word_embeddings": Field(True, bool, nullable=True), "scale_decoder_outputs": True,
-}  # fmt: skip
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": layer_count(6),
+    "num_decoder_layers": layer_count(None),
+    "num_heads": 8,
+    "n_positions": 512,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": positive(1e-6),
+    "feed_forward_proj": "relu",
+    "dense_act_fn": "",
+    "is_gated_act": False,
+    "dropout_rate": 0.1,
+    "tie_word_embeddings": Field(True, bool, nullable=True),
+    "scale_decoder_outputs": True,
+}
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     d_model, layers = f.get("d_model"), f.get("num_layers")
     activation, glu = f.one_of("feed_forward_proj", _PROJECTIONS)
-    # Transformers writes both, which follow from feed_forward_proj, and reads them again in its place.
+    # Transformers writes both, which follow from feed_forward_proj, and reads them in its place.
     if f.has("dense_act_fn"):
         activation = f.one_of("dense_act_fn", ACTIVATIONS)
     glu = f.get("is_gated_act", glu)
@@ -113,8 +126,23 @@ def _weights(c: ModelConfig):
 
 
 FAMILY = Family(
-    "t5", "T5ForConditionalGeneration", "encoder_decoder", _read, _write, _weights, _FIELDS,
-    aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv"},
-    copies=lambda c: tuple(Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in ("encoder", "decoder")),
-    unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),  # of the first T5's files, never read
-)  # fmt: skip
+    "t5",
+    "T5ForConditionalGeneration",
+    "encoder_decoder",
+    _read,
+    _write,
+    _weights,
+    _FIELDS,
+    aliases={
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+    copies=lambda c: tuple(
+        Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in ("encoder", "decoder")
+    ),
+    unused=(
+        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+    ),  # Transformers never reads it
+)

@@ -1,4 +1,5 @@
-"""The tensors of a Hugging Face directory: one safetensors file, or shards and an index. Read where they lie, one at a time."""
+"""The tensors of a Hugging Face directory: one safetensors file, or shards and an index. Read where
+they lie, one at a time."""
 
 import functools
 import re
@@ -15,12 +16,13 @@ from transformer.files import read_json
 from transformer.model.config import ModelConfig
 
 FLOATS = ("F16", "BF16", "F32", "F64")
-"""The types of numbers that a parameter may have, in the spelling of safetensors. Anything else is an index or is quantized."""
+"""The types of numbers that a parameter may have, in the spelling of safetensors. Anything else is
+an index or is quantized."""
 
 
 class Tensors:
-    """The tensors of a directory by name, read when asked for. Raises UserError for a file that is missing or damaged, and for a
-    tensor whose numbers are not finite."""
+    """The tensors of a directory by name, read when asked for. Raises UserError for a file that is
+    missing or damaged, and for a tensor whose numbers are not finite."""
 
     def __init__(self, directory: Path, prefix: str):
         self._where = {}
@@ -29,7 +31,8 @@ class Tensors:
             there = set(opened.keys())
             if names is not None and names != there:
                 raise UserError(
-                    f"{directory / 'model.safetensors.index.json'}: weight_map and {printable(file)} disagree about {listed(sorted(names ^ there))}"
+                    f"{directory / 'model.safetensors.index.json'}: weight_map and "
+                    f"{printable(file)} disagree about {listed(sorted(names ^ there))}"
                 )
             self._where |= dict.fromkeys(there, opened)
         bare = prefix and not any(key.startswith(prefix) for key in self._where)
@@ -74,7 +77,8 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
     if not index.is_file():
         if not (directory / single).is_file():
             raise UserError(
-                f"{directory}: no {single}; save the model with save_pretrained(safe_serialization=True)"
+                f"{directory}: no {single}; save the model with "
+                "save_pretrained(safe_serialization=True)"
             )
         return {single: None}
     table = read_json(index).get("weight_map")
@@ -92,7 +96,8 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
     for file in files:
         if not (directory / file).is_file():
             raise UserError(
-                f"{directory}: no {printable(file)}, which {index.name} names; copy the missing file, or save the model again"
+                f"{directory}: no {printable(file)}, which {index.name} names; copy the missing "
+                "file, or save the model again"
             )
     if single not in files and (directory / single).is_file():
         raise UserError(
@@ -102,8 +107,8 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
 
 
 def _is_inside(file: str) -> bool:
-    """Whether the text of an entry stays in the directory, on any machine. What a link points to is no matter: the hub's cache is
-    made of links."""
+    """Whether the text of an entry stays in the directory, on any machine. What a link points to is
+    no matter: the hub's cache is made of links."""
     for path in (PurePosixPath(file), PureWindowsPath(file)):
         if path.anchor or ".." in path.parts or not path.name:
             return False
@@ -130,8 +135,8 @@ def check(
     holder: Mapping[str, tuple[Weight, int]],
     shapes: Mapping[str, Shape],
 ) -> None:
-    """Every tensor has its place and every parameter its tensor, of the right shape. What has no place is a copy of what has one, or
-    nothing that a result depends on."""
+    """Every tensor has its place and every parameter its tensor, of the right shape. What has no
+    place is a copy of what has one, or nothing that a result depends on."""
     kind = family.model_type
     if unnamed := sorted(shapes.keys() - holder.keys()):
         raise UserError(f"{kind} has no tensor for {listed(unnamed)}")
@@ -148,19 +153,22 @@ def check(
     left = sorted(n for n in left - constants.keys() if not matching(n, family.unused))
     if left:
         raise UserError(
-            f"tensors left over, for which a {kind} model as its config.json describes it has no place: {listed(left)}"
+            f"tensors left over, for which a {kind} model as its config.json describes it has no "
+            f"place: {listed(left)}"
         )
     for weight in weights:
         _check_type(tensors, weight.theirs)
         found, asked = tensors.shape(weight.theirs), weight.shape([shapes[o] for o in weight.ours])
         if found != tuple(asked):
             raise UserError(
-                f"{weight.theirs}: its shape is {spell(found)}, but config.json asks for {spell(asked)}"
+                f"{weight.theirs}: its shape is {spell(found)}, but config.json asks for "
+                f"{spell(asked)}"
             )
     for copy in copies:
         if copy.compared and not _equal(tensors, copy.theirs, copy.of):
             raise UserError(
-                f"{copy.theirs} and {copy.of} hold different numbers, but a {kind} model as its config.json describes it has one tensor "
+                f"{copy.theirs} and {copy.of} hold different numbers, but a {kind} model as its "
+                "config.json describes it has one tensor "
                 "for both; one of the files is wrong"
             )
     for name, expected in constants.items():
@@ -170,7 +178,8 @@ def check(
 def _check_type(tensors: Tensors, name: str) -> None:
     if tensors.dtype(name) not in FLOATS:
         raise UserError(
-            f"{printable(name)}: holds numbers of type {tensors.dtype(name)}; a parameter is one of {', '.join(FLOATS)}"
+            f"{printable(name)}: holds numbers of type {tensors.dtype(name)}; a parameter is one "
+            f"of {', '.join(FLOATS)}"
         )
 
 
@@ -181,12 +190,16 @@ def _equal(tensors: Tensors, name: str, of: str) -> bool:
     )
 
 
-def _check_constant(tensors: Tensors, name: str, expected: np.ndarray) -> None:
+def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) -> None:
     """Equal, to the precision of its type: 2^-10 for float16, 2^-7 for bfloat16."""
     _check_type(tensors, name)
     tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.dtype(name), 1e-5)
     found = tensors.read(name).astype(np.float64)
-    if found.shape != expected.shape or np.abs(found - expected).max(initial=0) > tolerance:
+    if (
+        expected is None
+        or found.shape != expected.shape
+        or np.abs(found - expected).max(initial=0) > tolerance
+    ):
         raise UserError(f"{printable(name)}: holds other numbers than the formula gives")
 
 

@@ -19,8 +19,8 @@ Shape = tuple[int, ...]
 class Weight:
     """The tensor `theirs` holds the parameters `ours`.
 
-    shape(shapes of ours) -> the tensor's shape; read(tensor, shapes of ours) -> ours; write(ours) -> tensor. The last two are each
-    other's inverse.
+    shape(shapes of ours) -> the tensor's shape; read(tensor, shapes of ours) -> ours; write(ours)
+    -> tensor. The last two are each other's inverse.
     """
 
     theirs: str
@@ -32,7 +32,8 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A tensor that holds the same numbers as the tensor `of`, such as a tied output layer. A file may do without it."""
+    """A tensor that holds the same numbers as the tensor `of`, such as a tied output layer. A file
+    may do without it."""
 
     theirs: str
     of: str

@@ -59,13 +59,15 @@ class Kerple(Position):
 @register("sandwich")
 @struct.dataclass
 class Sandwich(Position):
-    """logits + (sum_i cos(d / 10000^(2i/w)) - w/2) / (8 n / N), w/2 indices i from `first_index`, n = 1..N (Chi et al. 2023, "Dissecting
-    Transformer Length Extrapolation via the Lens of Receptive Field Analysis").
+    """logits + (sum_i cos(d / 10000^(2i/w)) - w/2) / (8 n / N), w/2 indices i from `first_index`, n
+    = 1..N (Chi et al. 2023, "Dissecting Transformer Length Extrapolation via the Lens of Receptive
+    Field Analysis").
 
-    With i from 0 the sum is the inner product of two sinusoidal embeddings of `width` w. Public code disagrees about the first index:
-    attention-gym has 0, NeMo 1.
-    Parameters: none. Cross-attention: nothing. Cache: distances come from the stored positions.
-    Beyond the training length: holds; near keys weigh most, as in ALiBi. Cost: a float32[N, T, S] bias and w/2 cosines a pair.
+    With i from 0 the sum is the inner product of two sinusoidal embeddings of `width` w. Public
+    code disagrees about the first index: attention-gym has 0, NeMo 1. Parameters: none.
+    Cross-attention: nothing. Cache: distances come from the stored positions. Beyond the training
+    length: holds; near keys weigh most, as in ALiBi. Cost: a float32[N, T, S] bias and w/2 cosines
+    a pair.
     """
 
     by_distance: ClassVar = True

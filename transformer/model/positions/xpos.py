@@ -1,7 +1,7 @@
 """xPos: rotary positions with decay.
 
-Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs of a head, C blocks of positions,
-A rows of a table, one for every 512 positions.
+Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs of a head,
+C blocks of positions, A rows of a table, one for every 512 positions.
 """
 
 import math
@@ -15,10 +15,12 @@ from transformer.model.positions.base import Position, StackFacts, fact, option,
 from transformer.model.positions.rotary import Rotary
 
 _ROW = 512
-"""Positions t = 512 a + b. A power z^t is the product of z^(512 a) and z^b, each from a table computed in float64."""
+"""Positions t = 512 a + b. A power z^t is the product of z^(512 a) and z^b, each from a table
+computed in float64."""
 
 _BITS = 100
-"""Factors stay within 2^-100 and 2^100: float32 reaches 2^-126, so that entries of 2^-26 of a query or key are kept."""
+"""Factors stay within 2^-100 and 2^100: float32 reaches 2^-126, so that entries of 2^-26 of a query
+or key are kept."""
 
 _MOST_BLOCKS = 16
 
@@ -31,18 +33,21 @@ def _look_up(table_AxP: np.ndarray, at_BxT: jax.Array) -> jax.Array:
 @register("xpos")
 @struct.dataclass
 class XPos(Position):
-    """Rotary with decay: q_t R_t zeta^t . k_s R_s zeta^-s, so that a pair counts less the further away (Sun et al. 2023, "xPos").
+    """Rotary with decay: q_t R_t zeta^t . k_s R_s zeta^-s, so that a pair counts less the further
+    away (Sun et al. 2023, "xPos").
 
-    zeta_i = ((2i/d + gamma) / (1 + gamma))^(1 / scale_base): fast pairs decay, slow ones keep what is far.
+    zeta_i = ((2i/d + gamma) / (1 + gamma))^(1 / scale_base): fast pairs decay, slow ones keep what
+    is far.
 
-    zeta^-s alone overflows float32 at s = 36,000. Only zeta^(t - s) counts, so positions are cut into blocks of equal length, and the
-    factors of a key are powers of s - c, where c is the centre of its block. A query has one factor, a power of t - c, for the keys of
-    each block; a key holds zeros in the place of the other blocks. One block, and no extra cost, suffices up to 56,320 positions (with the
-    default options); up to twice as many, queries and keys are twice as wide, and so on. Blocks depend on `max_length` alone, so
-    that cached keys stay valid.
+    zeta^-s alone overflows float32 at s = 36,000. Only zeta^(t - s) counts, so positions are cut
+    into blocks of equal length, and the factors of a key are powers of s - c, where c is the centre
+    of its block. A query has one factor, a power of t - c, for the keys of each block; a key holds
+    zeros in the place of the other blocks. One block, and no extra cost, suffices up to 56,320
+    positions (with the default options); up to twice as many, queries and keys are twice as wide,
+    and so on. Blocks depend on `max_length` alone, so that cached keys stay valid.
 
-    Parameters: none. Needs a causal mask (the decay has a direction). Cross-attention: nothing. Cache: keys are stored turned.
-    Beyond the training length: degrades later than rotary.
+    Parameters: none. Needs a causal mask (the decay has a direction). Cross-attention: nothing.
+    Cache: keys are stored turned. Beyond the training length: degrades later than rotary.
     """
 
     theta: float = option(10_000.0)
@@ -57,25 +62,32 @@ class XPos(Position):
 
     def check(self, facts: StackFacts) -> str | None:
         if not facts.causal:
-            return "model.position 'xpos' decays towards the past; an encoder has no past, choose 'rotary'"
+            return (
+                "model.position 'xpos' decays towards the past; an encoder has no past, "
+                "choose 'rotary'"
+            )
         for name in ("gamma", "scale_base"):
             if getattr(self, name) <= 0:
                 return f"model.position.{name}: {getattr(self, name)} must be more than 0"
         if self._block_length < 2 * _ROW:  # the factors of one row must fit into float32, too
             return (
-                f"model.position.scale_base: {self.scale_base} with gamma = {self.gamma} decays by more than 2^{_BITS} within {_ROW} "
+                f"model.position.scale_base: {self.scale_base} with gamma = {self.gamma} decays "
+                f"by more than 2^{_BITS} within {_ROW} "
                 "positions, which float32 cannot represent; raise one of them"
             )
         if self._blocks(facts.max_length) > _MOST_BLOCKS:
             return (
-                f"model.max_length: {facts.max_length} is too long for model.position 'xpos'; at most "
-                f"{_MOST_BLOCKS * self._block_length} with scale_base = {self.scale_base} and gamma = {self.gamma}"
+                f"model.max_length: {facts.max_length} is too long for model.position 'xpos'; at "
+                "most "
+                f"{_MOST_BLOCKS * self._block_length} with scale_base = {self.scale_base} and "
+                f"gamma = {self.gamma}"
             )
         return Rotary(theta=self.theta).check(facts)
 
     @property
     def _block_length(self) -> int:
-        """How many positions the fastest pair takes to decay from 2^100 to 2^-100, in whole rows."""
+        """How many positions the fastest pair takes to decay from 2^100 to 2^-100, in whole
+        rows."""
         bits = math.log2((1.0 + self.gamma) / self.gamma) / self.scale_base
         return int(min(2 * _BITS / bits, 2**31) / _ROW) * _ROW
 
@@ -98,7 +110,7 @@ class XPos(Position):
         angle_P = self.theta**-pairs_P
 
         row_BxT, rest_BxT = positions_BxT // _ROW, positions_BxT % _ROW
-        # exp(decay (t - c)) for the keys of each block, of which those that come later are never read
+        # exp(decay (t - c)) for the keys of each block; a block that comes later is never read
         from_C = start_A // length - np.arange(blocks)[:, None]
         exponent_CxAxP = (start_A - centre_C[:, None])[..., None] * decay_P
         q_CxAxP = np.where(from_C[..., None] >= 0, np.exp(np.minimum(exponent_CxAxP, 80.0)), 0.0)
@@ -114,7 +126,8 @@ class XPos(Position):
         )
 
     def _turns(self, positions_BxT, start_A, angle_P):
-        """sin and cos of t times the angles, by the addition theorem: a phase of 65,536 in float32 is off by 0.004."""
+        """sin and cos of t times the angles, by the addition theorem: a phase of 65,536 in float32
+        is off by 0.004."""
         row_BxT, rest_BxT = positions_BxT // _ROW, positions_BxT % _ROW
         phases = (
             (start_A[:, None] * angle_P, row_BxT),

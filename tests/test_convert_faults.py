@@ -1,0 +1,342 @@
+"""Outside weights and configs that are damaged, altered or incomplete: refused in one line, or
+read as Transformers reads them."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the test extra brings it")
+pytest.importorskip("transformers", reason="the test extra brings it")
+
+import safetensors.torch
+import test_convert
+import torch
+import transformers
+from faults import hf_directories
+
+from transformer import load_hf
+from transformer.convert import FAMILIES
+from transformer.convert.fields import field
+from transformer.errors import UserError
+
+CASES, saved = test_convert.CASES, test_convert.saved
+
+
+def copied(folder, target, change=lambda config: None, alter=lambda tensors: None):
+    """A copy of a directory with another config.json and other tensors."""
+    target.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    change(config)
+    alter(tensors)
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    safetensors.torch.save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def refusal(folder, **fields):
+    """The message with which a directory is refused: one line."""
+    with pytest.raises(UserError) as error:
+        load_hf(folder, **fields)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+REFUSED = [
+    (
+        "llama",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor = 0.5 cannot be expressed: Transformers ignores it",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor = 0.5 cannot be expressed",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+        "no rope_parameters.high_freq_factor",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 9}},
+        "no rope_parameters.factor",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
+        "rope_parameters.factor = 2.0 is no field of a llama",
+    ),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "factor": 2.0,
+                "original_max_position_embeddings": 9,
+            }
+        },
+        "rope_parameters.original_max_position_embeddings = 9 cannot be expressed",
+    ),
+    (
+        "qwen2",
+        {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+        "rope_parameters.full_attention = .* is no field",
+    ),
+    (
+        "modernbert",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rope_parameters = .* has 'factor', which is no kind",
+    ),
+    (
+        "modernbert",
+        {"classifier_activation": "relu"},
+        "classifier_activation = 'relu' cannot be expressed",
+    ),
+    ("gpt_neox", {"rope_theta": 500.0}, "rope_theta = 500.0 is no field of a gpt_neox model"),
+    ("gpt2", {"is_causal": False}, "is_causal = False cannot be expressed"),
+    ("gpt2", {"num_attention_heads": 2}, "n_head = 4 contradicts num_attention_heads = 2"),
+    (
+        "mistral",
+        {"layer_types": ["full_attention"] * 4},
+        "layer_types = .* is no field of a mistral model",
+    ),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention"] * 3},
+        "layer_types = .* has 3 entries for 4 layers",
+    ),
+    ("gpt2", {"eos_token_id": "x"}, "eos_token_id = 'x' must be the id of a token or null"),
+    ("bart", {"pad_token_id": [1]}, r"pad_token_id = \[1\] must be the id of a token or null"),
+    (
+        "llama",
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers = 1000000000 is out of bounds; at most 10,000",
+    ),
+    ("llama", {"hidden_size": -32}, "hidden_size = -32 is too small; it must be more than 0"),
+    ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5' must be a number"),
+    ("llama", {"rms_norm_eps": None}, "rms_norm_eps = None must be a number"),
+    ("llama", {"num_attention_heads": True}, "num_attention_heads = True must be a whole number"),
+    ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping = 0 is too small"),
+    ("bert", {"hidden_act": ["gelu"]}, r"hidden_act = \['gelu'\] must be a string"),
+    (
+        "t5",
+        {"tie_word_embeddings": "no"},
+        "tie_word_embeddings = 'no' must be true or false or null",
+    ),
+]
+"""(family, fields of config.json, message)."""
+
+
+@pytest.mark.parametrize(("family", "change", "message"), REFUSED)
+def test_a_field_that_would_be_misread_is_refused(saved, tmp_path, family, change, message):
+    _, folder = saved(*CASES[family][0])
+    altered = copied(folder, tmp_path / "x", change=lambda config: config.update(change))
+    assert re.search(message, refusal(altered))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "shapes"),
+    [
+        ("gpt2", "transformer.h.1.mlp.c_fc.weight", ("128 x 32", "32 x 128")),
+        ("gpt2", "transformer.h.0.attn.c_attn.weight", ("96 x 32", "32 x 96")),
+        ("gpt2", "transformer.wte.weight", ("32 x 61", "61 x 32")),
+        ("llama", "model.layers.2.self_attn.k_proj.weight", ("32 x 16", "16 x 32")),
+        ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.weight", ("32 x 96", "96 x 32")),
+        ("marian", "final_logits_bias", ("61 x 1", "1 x 61")),
+        (
+            "t5",
+            "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            ("4 x 32", "32 x 4"),
+        ),
+    ],
+)
+def test_a_transposed_tensor_is_refused(saved, tmp_path, family, name, shapes):
+    _, folder = saved(*CASES[family][0])
+    turned = copied(
+        folder, tmp_path / "x", alter=lambda tensors: tensors.update({name: tensors[name].T})
+    )
+    found, asked = shapes
+    assert refusal(turned) == f"{name}: its shape is {found}, but config.json asks for {asked}"
+
+
+def test_a_square_matrix_in_more_axes_is_refused(saved, tmp_path):
+    """The right number of elements, which numpy would reshape without a word."""
+    _, folder = saved(*CASES["llama"][0])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for i, shape in enumerate([(1024,), (1, 32, 32), (16, 64)]):
+
+        def alter(tensors, shape=shape):
+            tensors[name] = tensors[name].reshape(shape)
+
+        message = refusal(copied(folder, tmp_path / str(i), alter=alter))
+        assert message.startswith(f"{name}: its shape is {' x '.join(map(str, shape))}, but")
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        ("bert", 1),
+        ("modernbert", 0),
+        ("gpt2", 0),
+        ("bloom", 0),
+        ("t5", 0),
+        ("bart", 0),
+        ("bart", 2),
+        ("marian", 2),
+        ("opt", 0),
+        ("gpt_neox", 2),
+        ("gemma2", 0),
+    ],
+)
+def test_a_copy_is_dropped_if_it_is_one(saved, tmp_path, family, case):
+    """Tied output layers, tables that two sides share: tensors that may be in a file, and are not
+    read."""
+    _, folder = saved(*CASES[family][case])
+    config, _ = load_hf(folder)
+    copies = [one for one in FAMILIES[family].copies(config) if one.compared]
+    assert copies
+
+    def added(x):
+        x.update({one.theirs: x[one.of].clone() for one in copies})
+
+    assert load_hf(copied(folder, tmp_path / "equal", alter=added))[0] == config
+    for i, one in enumerate(copies):
+
+        def other(x, one=one):
+            x[one.theirs] = x[one.of].clone()
+            x[one.theirs].reshape(-1)[-1] += 1e-3
+
+        def cut(x, one=one):
+            x[one.theirs] = x[one.of][:-1].clone()
+
+        for alter in (other, cut)[: 2 - (i > 0)]:
+            message = refusal(copied(folder, tmp_path / f"{alter.__name__}{i}", alter=alter))
+            assert message.startswith(f"{one.theirs} and {one.of} hold different numbers")
+
+
+def test_sinusoids_in_a_file_must_be_those_of_the_formula(saved, tmp_path):
+    _, folder = saved(*CASES["marian"][0])
+    name = "model.encoder.embed_positions.weight"
+    marian = transformers.models.marian.modeling_marian.MarianSinusoidalPositionalEmbedding
+    table = marian(40, 32).create_weight()
+    same = copied(folder, tmp_path / "same", alter=lambda x: x.update({name: table}))
+    assert load_hf(same)[0] == load_hf(folder)[0]
+    half = copied(folder, tmp_path / "half", alter=lambda x: x.update({name: table.half()}))
+    load_hf(half)
+    other = copied(folder, tmp_path / "other", alter=lambda x: x.update({name: table + 0.01}))
+    assert refusal(other) == f"{name}: holds other numbers than the formula gives"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("nan"), "holds a NaN or an infinite number"),
+        (float("-inf"), "holds a NaN or an infinite number"),
+        (torch.int64, "holds numbers of type I64"),
+        (torch.int8, "holds numbers of type I8"),
+        (torch.bool, "holds numbers of type BOOL"),
+        (1e300, "holds a NaN or an infinite number"),  # of a float64, which float32 does not hold
+    ],
+)
+def test_numbers_that_are_no_parameters_are_refused(saved, tmp_path, value, message):
+    _, folder = saved(*CASES["llama"][0])
+    name = "model.layers.3.mlp.up_proj.weight"
+
+    def alter(tensors):
+        if isinstance(value, torch.dtype):
+            tensors[name] = tensors[name].to(value)
+        else:
+            tensors[name] = tensors[name].double() if value == 1e300 else tensors[name]
+            tensors[name][1, 2] = value
+
+    assert refusal(copied(folder, tmp_path / "x", alter=alter)).startswith(f"{name}: {message}")
+
+
+@pytest.mark.parametrize(
+    "entry", ["../outside.safetensors", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "..", "", "."]
+)
+def test_a_weight_map_stays_in_its_directory(saved, tmp_path, entry):
+    _, folder = saved(*CASES["gpt2"][0])
+    here = copied(folder, tmp_path / "here")
+    (here / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"weight_map": {"transformer.wte.weight": entry}}
+    (here / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"weight_map names {entry!r}, which is not a file of this directory" in refusal(here)
+
+
+def test_shards_that_are_links_and_shards_that_disagree(saved, tmp_path):
+    """The hub's cache keeps files elsewhere, under the names of their hashes."""
+    model, folder = saved(*CASES["llama"][0])
+    model.save_pretrained(tmp_path / "blobs", max_shard_size="20KB")
+    cache, index = tmp_path / "snapshot", "model.safetensors.index.json"
+    cache.mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (cache / file.name).symlink_to(file)
+    jax.tree.map(np.testing.assert_array_equal, load_hf(cache)[1], load_hf(folder)[1])
+    (cache / "model.safetensors").symlink_to(folder / "model.safetensors")
+    assert f"both model.safetensors and {index}; delete the one" in refusal(cache)
+    (cache / "model.safetensors").unlink()
+    table = json.loads((cache / index).read_text())
+    files = sorted(set(table["weight_map"].values()))
+    table["weight_map"]["model.norm.weight"] = files[0]
+    (cache / index).unlink()
+    (cache / index).write_text(json.dumps(table))
+    assert "disagree about model.norm.weight" in refusal(cache)
+    table["weight_map"] = {}
+    (cache / index).write_text(json.dumps(table))
+    assert "weight_map names no tensor" in refusal(cache)
+    table["weight_map"] = {"model.norm.weight": "absent.safetensors"}
+    (cache / index).write_text(json.dumps(table))
+    assert "no absent.safetensors, which" in refusal(cache)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_field_that_is_left_out_has_the_default_of_their_class(family):
+    one, cls = FAMILIES[family], transformers.CONFIG_MAPPING[family]
+    tensors = frozenset({"cls.predictions.bias"})
+    ours = lambda given: one.our_config(given, tensors)
+    theirs = {f.name: f.default for f in dataclasses.fields(cls)}
+    empty = ours({})
+    for name, default in theirs.items():
+        if isinstance(default, bool | int | float | str | None):
+            assert ours({name: default}) == empty, name
+    read = {name: field(default).default for name, default in one.fields.items()}
+    for name in (read.keys() & theirs.keys()) - {"num_decoder_layers"}:
+        assert read[name] == theirs[name], name
+    for name in ("rope_theta", "rotary_emb_base") if "rope_scaling" in read else ():
+        assert read.get(name, cls.default_theta) == cls.default_theta
+    assert ours({"vocab_size": 70_000}) != empty
+
+
+def test_gemma_caps_its_logits_unless_told_not_to(saved, tmp_path):
+    _, folder = saved(*CASES["gemma2"][0])
+    caps = ("final_logit_softcapping", "attn_logit_softcapping")
+    bare = copied(folder, tmp_path / "bare", change=lambda c: [c.pop(name) for name in caps])
+    config, _ = load_hf(bare)
+    assert (config.logit_soft_cap, config.attention_soft_cap) == (30.0, 50.0)
+    assert config == load_hf(folder)[0]
+    nulls = lambda c: c.update(dict.fromkeys(caps))
+    config, _ = load_hf(copied(folder, tmp_path / "nulls", change=nulls))
+    assert (config.logit_soft_cap, config.attention_soft_cap) == (0.0, 0.0)
+
+
+def test_damaged_directories(tmp_path):
+    """A seeded slice of the faults of `faults.hf_directories`: each is refused in one line, or
+    gives the logits of Transformers."""
+    names = ("bert-labels", "gpt2")
+    sources = {name: hf_directories.save(name, tmp_path / name) for name in names}
+    told = []
+    for seed in range(50):
+        target = tmp_path / str(seed)
+        name, _ = hf_directories.mutate_any(sources, target, seed)
+        told.append(hf_directories.judge(name, target, compare=seed % 5 == 4))
+    kinds = [one.partition(":")[0] for one in told]
+    assert kinds.count("refused") > 20
+    assert kinds.count("equal") > 1
