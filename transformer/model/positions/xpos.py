@@ -57,8 +57,7 @@ class XPos(Position):
     max_length: int = fact(0)
     rotary: Rotary | None = None
     q_zeta_CxBxTx1xP: jax.Array | None = None
-    k_zeta_BxTx1xP: jax.Array | None = None
-    block_BxT: jax.Array | None = None
+    k_zeta_CxBxTx1xP: jax.Array | None = None
 
     def check(self, facts: StackFacts) -> str | None:
         if not facts.causal:
@@ -114,15 +113,15 @@ class XPos(Position):
         from_C = start_A // length - np.arange(blocks)[:, None]
         exponent_CxAxP = (start_A - centre_C[:, None])[..., None] * decay_P
         q_CxAxP = np.where(from_C[..., None] >= 0, np.exp(np.minimum(exponent_CxAxP, 80.0)), 0.0)
-        k_AxP = np.exp(-exponent_CxAxP[start_A // length, np.arange(rows)])
+        k_CxAxP = np.where(from_C[..., None] == 0, np.exp(np.clip(-exponent_CxAxP, -80, 80)), 0.0)
         within_P = np.arange(_ROW)[:, None] * decay_P
         sin, cos = self._turns(positions_BxT, start_A, angle_P)
         return self.replace(
             rotary=Rotary(d_head=self.d_head, sin_BxTx1xP=sin, cos_BxTx1xP=cos),
             q_zeta_CxBxTx1xP=jnp.stack([_look_up(x, row_BxT) for x in q_CxAxP])
             * _look_up(np.exp(within_P), rest_BxT),
-            k_zeta_BxTx1xP=_look_up(k_AxP, row_BxT) * _look_up(np.exp(-within_P), rest_BxT),
-            block_BxT=row_BxT // (length // _ROW),
+            k_zeta_CxBxTx1xP=jnp.stack([_look_up(x, row_BxT) for x in k_CxAxP])
+            * _look_up(np.exp(-within_P), rest_BxT),
         )
 
     def _turns(self, positions_BxT, start_A, angle_P):
@@ -143,9 +142,7 @@ class XPos(Position):
         scaled = lambda x, by: (x.astype(jnp.float32) * by).astype(x.dtype)
         q, k = self.rotary.rotate(q_BxTxNxH, k_BxTxKxH)
         q = [scaled(q, twice(zeta)) for zeta in self.q_zeta_CxBxTx1xP]
-        k = scaled(k, twice(self.k_zeta_BxTx1xP))
+        k = [scaled(k, twice(zeta)) for zeta in self.k_zeta_CxBxTx1xP]
         if len(q) == 1:
-            return q[0], k
-        mine = lambda block: (self.block_BxT == block)[:, :, None, None]
-        k = [jnp.where(mine(block), k, 0) for block in range(len(q))]
+            return q[0], k[0]
         return jnp.concatenate(q, axis=-1), jnp.concatenate(k, axis=-1)
