@@ -22,8 +22,8 @@ import numpy as np
 import safetensors.torch
 import torch
 import transformers
-
 from faults.hf_models import MODELS, VOCAB, save
+
 from transformer import build_model, load_hf
 from transformer.errors import UserError
 
