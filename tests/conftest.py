@@ -82,11 +82,20 @@ def initialised(config: ModelConfig, seed: int = 0):
     return model, meta.unbox(jax.jit(model.init)(jax.random.key(seed), *args))
 
 
-def start_decoding(model, params, prompt, slots: int, *source):
-    """(logits, memory) after the prompt, as `prefill` gives them, compiled as one program."""
-    return jax.jit(lambda p, prompt, *source: prefill(model, p, prompt, slots, *source))(
-        params["params"], prompt, *source
-    )
+def masks(*sides) -> dict:
+    """The padding masks of tokens, or of source and target, that a test has padded with 0."""
+    names = ("source_padding_mask", "padding_mask")[-len(sides) :]
+    return {name: x != 0 for name, x in zip(names, sides, strict=True)}
+
+
+def start_decoding(model, params, prompt, slots: int, source=None):
+    """(logits, memory) after the prompt, as `prefill` gives them, compiled as one program. What was padded, was with 0."""
+
+    def run(params, prompt, source):
+        return prefill(model, params, prompt, slots, source, *(x != 0 for x in given))
+
+    given = (prompt,) if source is None else (prompt, source)
+    return jax.jit(run)(params["params"], prompt, source)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -79,7 +79,7 @@ def stands(c, tokens, positions=None, segment_ids=None, padding_mask=None, prefi
     if positions is None:
         positions = np.arange(len(tokens))
     if segment_ids is None:
-        segment_ids = tokens != c.pad_id if padding_mask is None else padding_mask
+        segment_ids = np.ones(len(tokens)) if padding_mask is None else padding_mask
     prefix = np.zeros(len(tokens), bool) if prefix_mask is None else np.asarray(prefix_mask, bool)
     return np.asarray(positions), np.asarray(segment_ids, int), prefix
 

@@ -210,13 +210,13 @@ def saved(tmp_path_factory):
     return get
 
 
-def rows(pad_id: int, batch: int = 3, length: int = 21, seed: int = 0):
+def rows(pad_id: int | None, batch: int = 3, length: int = 21, seed: int = 0):
     """Tokens of unequal lengths, padded on the right, and their mask."""
     generator = np.random.default_rng(seed)
     ids = generator.integers(4, VOCAB - 2, (batch, length))
     lengths = [length, length - 5, 7][:batch]
     mask = np.arange(length)[None] < np.asarray(lengths)[:, None]
-    return np.where(mask, ids, pad_id), mask
+    return np.where(mask, ids, pad_id or 0), mask
 
 
 def both_logits(model, config, params, name):
@@ -317,7 +317,7 @@ def test_decoding_with_a_cache_equals_theirs(saved, family):
     }
     with torch.no_grad():
         out = model.generate(
-            tensor(ids), attention_mask=tensor(mask).long(), max_new_tokens=new, pad_token_id=config.pad_id,
+            tensor(ids), attention_mask=tensor(mask).long(), max_new_tokens=new, pad_token_id=config.pad_id or 0,
             return_dict_in_generate=True, output_logits=True, **keep,
         )  # fmt: skip
     written, wanted = out.sequences.numpy()[:, -new:], np.stack([x.numpy() for x in out.logits], 1)
@@ -443,7 +443,8 @@ def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": -1}))
-    assert load_hf(tmp_path)[0] == load_hf(folder)[0]
+    assert load_hf(folder)[0].pad_id == 0
+    assert load_hf(tmp_path)[0] == dataclasses.replace(load_hf(folder)[0], pad_id=None)
 
 
 def test_damaged_and_missing_files(saved, tmp_path):

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make, schemes, small, start_decoding, tokens
+from conftest import make, masks, schemes, small, start_decoding, tokens
 
 from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance
 from transformer.decoding.sampling import sample, truncate
 
 EOS = 2
+ENDING = {"eos_id": EOS, "pad_id": 0, "suppress_tokens": (0,)}
 
 
 @pytest.mark.parametrize(("family", "position"), schemes("decoder", "encoder_decoder"))
@@ -23,7 +24,7 @@ def test_cached_decoding_equals_teacher_forcing(family, position):
     target, source = tokens(1, 2, 8), tokens(2, 2, 6)
     source = source.at[1, 4:].set(0)
     sides = (source,) if family == "encoder_decoder" else ()
-    whole = jax.jit(model.apply)(params, *sides, target)
+    whole = jax.jit(model.apply)(params, *sides, target, **masks(*sides, target))
     lengths = (3, 1)
     prompt = jnp.stack([jnp.pad(target[i, :n], (3 - n, 0)) for i, n in enumerate(lengths)])
     assert bool((prompt == 0).any())
@@ -59,7 +60,7 @@ def searcher(model, params, source, limits, beam_size: int, max_new: int):
     start = jnp.ones((len(source), 1), jnp.int32)
     return jax.jit(
         lambda alpha: beam_search(
-            model, params["params"], start, limits, beam_size=beam_size, alpha=alpha, max_new=max_new, eos_id=EOS, source_BxS=source,
+            model, params["params"], start, limits, beam_size=beam_size, alpha=alpha, max_new=max_new, source_BxS=source, **ENDING,
         )
     )  # fmt: skip
 
@@ -146,7 +147,7 @@ def test_a_narrow_beam_equals_a_plain_one(narrow, alpha):
 def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
     model, params = make(small("encoder_decoder"))
     source, prompt, limits = tokens(0, 3, 6), jnp.ones((3, 1), jnp.int32), jnp.array([7, 4, 7])
-    given = {"max_new": 8, "eos_id": EOS}
+    given = {"max_new": 8, **ENDING}
 
     def search(k):
         return jax.jit(lambda prompt, limits, source: beam_search(
@@ -171,7 +172,7 @@ def test_greedy_decoding_takes_the_likeliest_token_of_the_whole_model():
     model, params = make(small("decoder"))
     prompt, keys = tokens(3, 2, 3), jax.random.split(jax.random.key(0), 2)
     greedy = jax.jit(
-        lambda x: sample(model, params["params"], x, jnp.array([6, 2]), keys, max_new=6, eos_id=EOS)
+        lambda x: sample(model, params["params"], x, jnp.array([6, 2]), keys, max_new=6, **ENDING)
     )
     out, read = np.asarray(greedy(prompt)), jax.jit(model.apply)
     assert (out[1, 2:] == 0).all()
@@ -191,7 +192,7 @@ def test_sampling_draws_from_the_distribution_and_each_row_by_its_own_key():
     keys = jax.random.split(jax.random.key(1), rows)
     draw = jax.jit(
         lambda p, k, n: sample(
-            model, params["params"], p, n, k, max_new=1, eos_id=EOS, temperature=0.7
+            model, params["params"], p, n, k, max_new=1, temperature=0.7, **ENDING
         )
     )
     out = np.asarray(draw(prompt, keys, jnp.ones(rows, jnp.int32)))[:, 0]

@@ -171,8 +171,10 @@ def test_padding_has_no_size():
     model, params = make(config)
     params = jax.tree.map(lambda x: x + 0.1, params)
     x = tokens(0, 2, 6)
-    sizes = lambda x: flatten(model.apply(params, x, mutable=["sizes"])[1]["sizes"])
-    alone, padded = sizes(x), sizes(np.pad(x, ((0, 0), (0, 6)), constant_values=config.pad_id))
+    sizes = lambda x: flatten(
+        model.apply(params, x, padding_mask=x != 0, mutable=["sizes"])[1]["sizes"]
+    )
+    alone, padded = sizes(x), sizes(np.pad(x, ((0, 0), (0, 6))))
     assert len(alone) > 1
     for path, (of,) in alone.items():
         for name, value in of.items():

@@ -369,6 +369,35 @@ def test_a_decoder_comes_back_with_its_padding(gpt2, tmp_path, pad):
     )
 
 
+def test_a_decoder_may_have_several_ends(gpt2, tmp_path):
+    """As Llama 3.1: generation stops at any of them, and all of them come back."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in gpt2.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    theirs = json.loads((source / "config.json").read_text())
+    end = theirs["eos_token_id"]
+    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
+    (text,), trained = answers(tmp_path / "run", ["the cat"])
+    ids = [end, *trained.tokenizer.encode(["the cat"])[0]]
+    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2).eval()
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=end
+        )
+    written = out[0, len(ids) :].tolist()
+    ends = [end, written[2]]
+    (source / "config.json").write_text(json.dumps(theirs | {"eos_token_id": ends}))
+    convert(f"--from={source}", f"--workdir={tmp_path / 'again'}")
+    assert load_config(tmp_path / "again").model.eos_id == tuple(ends)
+    (shorter,), _ = answers(tmp_path / "again", ["the cat"])
+    stop = written.index(ends[1])
+    whole = trained.tokenizer.decode([*ids[1:], *written[: stop + 1]])
+    assert shorter == whole[len("the cat") :] and shorter != text
+    convert(f"--workdir={tmp_path / 'again'}", f"--to={tmp_path / 'back'}")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == ends
+
+
 def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, monkeypatch):
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     (tmp_path / "text.txt").write_text("".join(f"{t} {i}\n" for i in range(4) for t in TEXTS))

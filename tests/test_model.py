@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ALONE, initialised, make, schemes, small, tokens
+from conftest import ALONE, initialised, make, masks, schemes, small, tokens
 
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.network import build_model
@@ -75,7 +75,7 @@ def test_padding_and_the_rows_beside_never_change_a_result(family, position):
     padded = [jnp.pad(x, ((0, 0), (0, 4))) for x in sides]
     assert padded[0].shape != sides[0].shape
     np.testing.assert_allclose(
-        np.asarray(apply(params, *padded))[:, : base.shape[1]], base, atol=2e-5
+        np.asarray(apply(params, *padded, **masks(*padded)))[:, : base.shape[1]], base, atol=2e-5
     )
 
 
@@ -301,14 +301,14 @@ def test_whatever_stands_in_a_padded_position_reaches_nothing():
     config = small("encoder")
     model, params = make(config)
     x = jnp.pad(tokens(0, 1, 5), ((0, 0), (0, 2)))
-    base = model.apply(params, x)
+    base = model.apply(params, x, **masks(x))
     poisoned = jax.tree.map(lambda a: a, params)
     poisoned["params"]["embedding"]["embedding"] = (
         params["params"]["embedding"]["embedding"].at[0].set(1e30)
     )
     np.testing.assert_array_equal(
-        model.apply(poisoned, x, method="features")[0][:, :5],
-        model.apply(params, x, method="features")[0][:, :5],
+        model.apply(poisoned, x, **masks(x), method="features")[0][:, :5],
+        model.apply(params, x, **masks(x), method="features")[0][:, :5],
     )
     assert base.shape == (1, 7, 37)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import make, schemes, small, start_decoding, tokens
+from conftest import make, masks, schemes, small, start_decoding, tokens
 
 from transformer.decoding.prefill import advance
 from transformer.model.layout import flatten, part, unflatten, where
@@ -78,8 +78,8 @@ def compare(config):
     """Ours, jitted, looped and rematerialised, against the oracle: equal but for float32's rounding of the largest logit."""
     model, params = make(dataclasses.replace(config, remat="full"))
     sides = given(config)
-    wanted = oracle.forward(config, each_layer(config, params), *sides)
-    found = np.asarray(jax.jit(model.apply)(params, *sides))
+    wanted = oracle.forward(config, each_layer(config, params), *sides, **masks(*sides))
+    found = np.asarray(jax.jit(model.apply)(params, *sides, **masks(*sides)))
     real = np.asarray(sides[-1]) != 0
     largest = np.abs(wanted[real]).max()
     assert largest > 0.1
@@ -179,10 +179,10 @@ def test_bfloat16_is_near(family):
     model, params = make(config, noise=0.2)
     sides = given(config)
     wanted, real = (
-        oracle.forward(config, each_layer(config, params), *sides),
+        oracle.forward(config, each_layer(config, params), *sides, **masks(*sides)),
         np.asarray(sides[-1]) != 0,
     )
-    found = np.asarray(jax.jit(model.apply)(params, *sides), np.float64)
+    found = np.asarray(jax.jit(model.apply)(params, *sides, **masks(*sides)), np.float64)
     error = np.abs(found - wanted)[real].max() / np.abs(wanted[real]).max()
     assert 1e-4 < error < 0.06
 
@@ -195,8 +195,8 @@ def test_token_types():
         each_layer(config, params),
         jnp.asarray(np.random.default_rng(0).integers(0, 3, x.shape)),
     )
-    wanted = oracle.forward(config, layers, x, token_types=types)
-    assert np.abs(wanted - oracle.forward(config, layers, x)).max() > 1e-2
+    wanted = oracle.forward(config, layers, x, token_types=types, **masks(x))
+    assert np.abs(wanted - oracle.forward(config, layers, x, **masks(x))).max() > 1e-2
     real = np.asarray(x) != 0
-    found = jax.jit(model.apply)(params, x, token_types=types)
+    found = jax.jit(model.apply)(params, x, token_types=types, **masks(x))
     np.testing.assert_allclose(np.asarray(found)[real], wanted[real], atol=3e-5)

@@ -229,6 +229,8 @@ def test_tokenizers(tmp_path):
         open_data(experiment({"vocab_size": 270}, **given))
     with refused("model.pad_id: 5, but the tokenizer's padding is 0; set it to that"):
         open_data(experiment({"pad_id": 5}, **given))
+    with refused("model.eos_id: 5, but the tokenizer's eos_id is 2; set it to that, or to None"):
+        open_data(experiment({"eos_id": 5}, **given))
 
 
 def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):

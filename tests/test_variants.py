@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import initialised, make, small, start_decoding, tokens
+from conftest import initialised, make, masks, small, start_decoding, tokens
 
 from transformer import UserError
 from transformer.convert.hf import abstract_shapes
@@ -36,7 +36,8 @@ def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
     config = small("encoder_decoder", position="t5", **VARIANTS[name])
     model, params = make(config)
     source, target = tokens(1, 2, 6).at[1, 4:].set(0), tokens(2, 2, 7)
-    whole = jax.jit(model.apply)(params, source, target)
+    where = masks(source, target)
+    whole = jax.jit(model.apply)(params, source, target, **where)
     plain = build_model(
         small(
             "encoder_decoder", position="t5", norm=config.norm, norm_placement=config.norm_placement
@@ -48,7 +49,8 @@ def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
     if shapes(plain) == shapes(
         model
     ):  # a variant without parameters of its own must act on the numbers
-        assert np.abs(np.asarray(jax.jit(plain.apply)(params, source, target) - whole)).max() > 1e-3
+        other = jax.jit(plain.apply)(params, source, target, **where)
+        assert np.abs(np.asarray(other - whole)).max() > 1e-3
     logits, memory = start_decoding(model, params, target[:, :2], 10, source)
     step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
     for t in range(2, 7):
@@ -66,7 +68,7 @@ def test_nan_in_padding_reaches_no_logit_and_no_gradient(family):
 
     def loss(table):
         p = {"params": params["params"] | {"embedding": {"embedding": table}}}
-        return jnp.square(model.apply(p, *sides)[:, :4]).mean()
+        return jnp.square(model.apply(p, *sides, **masks(*sides))[:, :4]).mean()
 
     table = params["params"]["embedding"]["embedding"]
     value, gradient = jax.value_and_grad(loss)(table)
@@ -158,7 +160,8 @@ def test_a_classifier_reads_tokens_and_no_padding(family, pooling):
     x = tokens(0, 2, 5)
     labels = model.apply(params, x)
     assert labels.shape == ((2, 5, 3) if pooling == "none" else (2, 3))
-    padded = model.apply(params, jnp.pad(x, ((0, 0), (0, 3))))
+    with_padding = jnp.pad(x, ((0, 0), (0, 3)))
+    padded = model.apply(params, with_padding, **masks(with_padding))
     np.testing.assert_allclose(padded[:, :5] if pooling == "none" else padded, labels, atol=1e-5)
     h = np.asarray(model.apply(params, x, method="hidden")[0])
     pooled = {"cls": h[:, 0], "mean": h.mean(1), "last": h[:, -1], "none": h}[pooling]

@@ -73,7 +73,6 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
         "activation_dropout": f.get("activation_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
-        "pad_id": f.get("pad_token_id", {"bart": 1, "marian": 58100}[kind]),
     }
 
 
@@ -82,7 +81,7 @@ def _write(kind: str, c: ModelConfig) -> dict:
         "vocab_size": c.vocab_size, "d_model": c.d_model, "encoder_layers": c.num_encoder_layers, "decoder_layers": c.num_decoder_layers,
         "encoder_ffn_dim": c.d_ff, "decoder_ffn_dim": c.d_ff, "encoder_attention_heads": c.num_heads, "decoder_attention_heads": c.num_heads,
         "max_position_embeddings": c.max_length, "activation_function": ACTIVATIONS_BACK[c.activation], "scale_embedding": c.embedding_scale,
-        "tie_word_embeddings": c.tie_embeddings, "pad_token_id": c.pad_id, "decoder_start_token_id": c.pad_id,
+        "tie_word_embeddings": c.tie_embeddings,
     }  # fmt: skip
     if kind == "marian":
         theirs |= {"decoder_vocab_size": c.vocab_size, "share_encoder_decoder_embeddings": True}
@@ -146,6 +145,11 @@ _CONSTANTS = {
     "marian": {r"model\.(encoder|decoder)\.embed_positions\.weight": _sinusoids},
 }
 
+_SPECIAL_TOKENS = {
+    "bart": {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
+    "marian": {"pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100},
+}
+
 FAMILIES = [
     Family(
         kind,
@@ -153,6 +157,7 @@ FAMILIES = [
         "encoder_decoder",
         *(functools.partial(f, kind) for f in (_read, _write, _weights)),
         _FIELDS_OF[kind],
+        special_tokens=_SPECIAL_TOKENS[kind],
         aliases={
             "num_attention_heads": "encoder_attention_heads",
             "hidden_size": "d_model",
@@ -160,7 +165,7 @@ FAMILIES = [
         },
         copies=_copies,
         constants=_CONSTANTS[kind],
-        source_begins="bos_token_id" if kind == "bart" else "",
+        source_begins=kind == "bart",
     )
     for kind, architecture in {
         "bart": "BartForConditionalGeneration",

@@ -68,7 +68,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "attention_dropout": f.get("attention_probs_dropout_prob"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
-        "pad_id": f.get("pad_token_id", 0),
     }
 
 
@@ -76,7 +75,7 @@ def _write(c: ModelConfig) -> dict:
     theirs = {
         "vocab_size": c.vocab_size, "hidden_size": c.d_model, "num_hidden_layers": c.num_encoder_layers, "num_attention_heads": c.num_heads,
         "intermediate_size": c.d_ff, "hidden_act": ACTIVATIONS_BACK[c.activation], "max_position_embeddings": c.max_length,
-        "type_vocab_size": c.token_types, "layer_norm_eps": c.norm_epsilon, "tie_word_embeddings": c.tie_embeddings, "pad_token_id": c.pad_id,
+        "type_vocab_size": c.token_types, "layer_norm_eps": c.norm_epsilon, "tie_word_embeddings": c.tie_embeddings,
         "architectures": [_architecture(c)],
     }  # fmt: skip
     if c.num_labels and not _next_sentence(c):
@@ -155,6 +154,7 @@ FAMILY = Family(
     _write,
     _weights,
     _FIELDS,
+    special_tokens={"pad_token_id": 0},
     prefix="bert.",
     copies=_copies,
     unused=(r".*embeddings\.position_ids",),  # 0, 1, 2, ...

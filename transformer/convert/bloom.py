@@ -46,7 +46,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "attention_dropout": f.get("attention_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
-        "pad_id": f.get("pad_token_id", 3),
     }
 
 
@@ -85,6 +84,7 @@ FAMILY = Family(
     _write,
     _weights,
     _FIELDS,
+    special_tokens={"bos_token_id": 1, "eos_token_id": 2},
     aliases={
         "n_embed": "hidden_size",
         "num_attention_heads": "n_head",

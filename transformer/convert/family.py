@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from transformer.convert import special_tokens
 from transformer.convert.fields import Fields
 from transformer.convert.weights import Copy, Shape, Weight
 from transformer.errors import UserError
@@ -30,8 +31,9 @@ class Family:
     tensor that `weights` does not name is refused unless it is one of three: a copy of another
     tensor (`copies`), which must hold the same numbers; a constant (`constants`: pattern ->
     function of its shape), which must hold what the function returns; or `unused`, a buffer that
-    Transformers does not read either (patterns). `source_begins`: which field of config.json is the
-    sign with which a source begins, where it does.
+    Transformers does not read either (patterns). `source_begins`: whether a source begins with the
+    bos token. `special_tokens`: those that Transformers assumes where config.json does not name
+    them.
     """
 
     model_type: str
@@ -48,19 +50,18 @@ class Family:
         default_factory=dict
     )
     unused: tuple[str, ...] = ()
-    source_begins: str = ""
+    source_begins: bool = False
+    special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
         """Their config.json as ours, with fields of `ours` on top. Raises UserError, with the field's name, for what we cannot express."""
-        theirs = {
-            k: v for k, v in theirs.items() if (k, v) != ("pad_token_id", -1)
-        }  # some spell "none" so
         fields = Fields(theirs, self.model_type, self.fields, self.aliases)
         if self.ours != "encoder":
             fields.must("is_causal", True, "the decoder would see what comes after")
-        config = {"pad_id": fields.get("pad_token_id", 0)} | self.read(fields, tensors)
+        config = self.read(fields, tensors) | ours
+        config = special_tokens.read(theirs, self.special_tokens, config) | config
         fields.refuse_rest()
-        return ModelConfig(**config | ours)
+        return ModelConfig(**config)
 
     def their_config(self, config: ModelConfig) -> dict:
         """Our config as their config.json. Raises UserError, with the field's name, for what they cannot express."""
@@ -69,7 +70,7 @@ class Family:
                 f"model.family: {config.family!r} cannot be expressed by {self.model_type}, which is {self.ours!r}"
             )
         theirs = {"architectures": [self.architecture], "model_type": self.model_type}
-        theirs |= ({"pad_token_id": config.pad_id} if config.pad_id else {}) | self.write(config)
+        theirs |= special_tokens.write(config, self.special_tokens) | self.write(config)
         tensors = frozenset(weight.theirs for weight in self.weights(config))
         back = meaning(self.our_config(theirs, tensors))
         for field, value in meaning(config).items():

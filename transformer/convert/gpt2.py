@@ -95,6 +95,7 @@ FAMILY = Family(
     _write,
     _weights,
     _FIELDS,
+    special_tokens={"bos_token_id": 50_256, "eos_token_id": 50_256},
     prefix="transformer.",
     aliases={
         "hidden_size": "n_embd",

@@ -85,6 +85,7 @@ FAMILY = Family(
     _write,
     _weights,
     _FIELDS,
+    special_tokens={"bos_token_id": 0, "eos_token_id": 2},
     prefix="gpt_neox.",
     copies=lambda c: tied(c, "embed_out.weight", "gpt_neox.embed_in.weight"),
     # the causal mask; angles, which follow from config.json

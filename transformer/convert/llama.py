@@ -128,7 +128,6 @@ def _gemma(f: Fields) -> dict:
         "attention_scale": float(f.get("query_pre_attn_scalar")) ** -0.5,
         "attention_soft_cap": f.get("attn_logit_softcapping") or 0.0,
         "logit_soft_cap": f.get("final_logit_softcapping") or 0.0,
-        "pad_id": f.get("pad_token_id", 0),
     } | ({"attention_bias": True} if f.get("attention_bias") else {})
 
 
@@ -179,7 +178,7 @@ def _write(kind: str, c: ModelConfig) -> dict:
             "query_pre_attn_scalar": (c.attention_scale or c.d_head**-0.5) ** -2,
             "attn_logit_softcapping": c.attention_soft_cap or None, "final_logit_softcapping": c.logit_soft_cap or None,
             "layer_types": types, "sliding_window": max(windows) or 4096,
-            "attention_bias": c.qkv_has_bias, "pad_token_id": c.pad_id,
+            "attention_bias": c.qkv_has_bias,
         }  # fmt: skip
         theirs["query_pre_attn_scalar"] = round(theirs["query_pre_attn_scalar"])
         del theirs["hidden_act"]
@@ -227,6 +226,13 @@ def _weights(kind: str, c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
+_LLAMA = {"bos_token_id": 1, "eos_token_id": 2}
+_SPECIAL_TOKENS = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "gemma2": {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1},
+}
+
 FAMILIES = [
     Family(
         kind,
@@ -234,6 +240,7 @@ FAMILIES = [
         "decoder",
         *(functools.partial(f, kind) for f in (_read, _write, _weights)),
         _FIELDS_OF[kind],
+        special_tokens=_SPECIAL_TOKENS.get(kind, {}),
         prefix="model.",
         copies=lambda c: tied(c, "lm_head.weight", "model.embed_tokens.weight"),
         unused=(r".*rotary_emb\.inv_freq",),  # angles, which follow from config.json

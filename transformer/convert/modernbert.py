@@ -90,7 +90,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "activation_dropout": f.get("mlp_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
-        "pad_id": f.get("pad_token_id", 50283),
     }
 
 
@@ -127,7 +126,7 @@ def _write(c: ModelConfig) -> dict:
         "vocab_size": c.vocab_size, "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.num_encoder_layers,
         "num_attention_heads": c.num_heads, "hidden_activation": ACTIVATIONS_BACK[c.activation], "classifier_activation": ACTIVATIONS_BACK[c.activation],
         "max_position_embeddings": c.max_length, "norm_eps": c.norm_epsilon, "norm_bias": c.norm_offset, "mlp_bias": c.use_bias,
-        "classifier_bias": c.use_bias, "attention_bias": c.attention_has_bias, "tie_word_embeddings": c.tie_embeddings, "pad_token_id": c.pad_id,
+        "classifier_bias": c.use_bias, "attention_bias": c.attention_has_bias, "tie_word_embeddings": c.tie_embeddings,
         "layer_types": ["sliding_attention" if layer.window else "full_attention" for layer in layers],
         "local_attention": 2 * (local.window - 1) if local.window else 128,
         "rope_parameters": {"full_attention": rope_back(full.position), "sliding_attention": rope_back(local.position)},
@@ -170,6 +169,7 @@ FAMILY = Family(
     _write,
     _weights,
     _FIELDS,
+    special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
     prefix="model.",
     copies=lambda c: tied(c, "decoder.weight", "model.embeddings.tok_embeddings.weight"),
 )

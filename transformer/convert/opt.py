@@ -54,7 +54,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "attention_dropout": f.get("attention_dropout"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
-        "pad_id": f.get("pad_token_id", 1),
     }
 
 
@@ -65,7 +64,7 @@ def _write(c: ModelConfig) -> dict:
         "max_position_embeddings": c.max_length, "do_layer_norm_before": placement.in_norm, "word_embed_proj_dim": c.embedding_size,
         "_remove_final_layer_norm": placement.in_norm and not placement.final_norm, "num_attention_heads": c.num_heads,
         "activation_function": ACTIVATIONS_BACK[c.activation], "enable_bias": c.use_bias, "layer_norm_elementwise_affine": c.norm_gain,
-        "tie_word_embeddings": c.tie_embeddings, "pad_token_id": c.pad_id,
+        "tie_word_embeddings": c.tie_embeddings,
     }  # fmt: skip
 
 
@@ -116,6 +115,7 @@ FAMILY = Family(
     _write,
     _weights,
     _FIELDS,
+    special_tokens={"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
     prefix="model.",
     copies=lambda c: tied(c, "lm_head.weight", "model.decoder.embed_tokens.weight"),
 )

@@ -72,7 +72,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "attention_dropout": f.get("dropout_rate"),
         "activation_dropout": f.get("dropout_rate"),
         "embedding_init_std": 1.0,
-        "pad_id": f.get("pad_token_id", 0),
     }
 
 
@@ -87,7 +86,7 @@ def _write(c: ModelConfig) -> dict:
         "num_decoder_layers": c.num_decoder_layers, "num_heads": c.num_heads, "layer_norm_epsilon": c.norm_epsilon, "n_positions": c.max_length,
         "relative_attention_num_buckets": options(c.position).get("num_buckets", 32), "relative_attention_max_distance": options(c.position).get("max_distance", 128),
         "feed_forward_proj": named[c.activation, c.glu], "tie_word_embeddings": c.logit_scale != 1.0,
-        "scale_decoder_outputs": c.logit_scale != 1.0, "pad_token_id": c.pad_id, "decoder_start_token_id": c.pad_id,
+        "scale_decoder_outputs": c.logit_scale != 1.0,
     }  # fmt: skip
 
 
@@ -133,6 +132,7 @@ FAMILY = Family(
     _write,
     _weights,
     _FIELDS,
+    special_tokens={"pad_token_id": 0, "eos_token_id": 1},
     aliases={
         "hidden_size": "d_model",
         "num_attention_heads": "num_heads",

@@ -10,7 +10,10 @@ from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.objectives import Objective
 from transformer.data.store import Store, open_store
+from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
+from transformer.model.config import ModelConfig
+from transformer.model.special_tokens import as_tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,30 @@ class Data:
         return {"objective": type(self.objective).__name__, **self.store.meta}
 
 
+def special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
+    """The tokenizer's special tokens, by the fields of a ModelConfig. In a run the tokenizer's are the ones that count."""
+    found = {"pad_id": tokenizer.pad, "eos_id": tokenizer.eos}
+    if not model.two_sides:
+        return found | {"bos_id": tokenizer.bos}
+    source_bos = dict(zip(("bos_id",), tokenizer.before_source, strict=False))
+    return found | {"decoder_start_id": tokenizer.bos} | source_bos
+
+
+def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError where the model's config says other special tokens, or has no room for the tokenizer's."""
+    for field, token in special_tokens(model, tokenizer).items():
+        ours = as_tuple(getattr(model, field))[:1]  # of several ends, a tokenizer writes the first
+        if ours not in ((), (token,)):
+            its = {"pad_id": "padding"}.get(field, field)
+            raise UserError(
+                f"model.{field}: {ours[0]}, but the tokenizer's {its} is {token}; set it to that, or to None"
+            )
+        if token >= model.vocab_size:
+            raise UserError(
+                f"model.vocab_size: {model.vocab_size} has no room for the tokenizer's {field}, {token}; raise it"
+            )
+
+
 def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
     """Fetches, splits, tokenises what is not there yet. With `tokenizer`, that of an existing run: the text is tokenised
     by that one, even if training anew (by another version of SentencePiece, say) would give another."""
@@ -60,10 +87,7 @@ def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
         store = open_store(
             dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size, objective
         )
-    if store.tokenizer.pad != config.model.pad_id:
-        raise UserError(
-            f"model.pad_id: {config.model.pad_id}, but the tokenizer's padding is {store.tokenizer.pad}; set it to that"
-        )
+    check_special_tokens(config.model, store.tokenizer)
     if store.classes and len(store.classes) != config.model.num_labels:
         raise UserError(
             f"model.num_labels: {config.model.num_labels}, but the text has {len(store.classes)}: {', '.join(store.classes[:8])}"

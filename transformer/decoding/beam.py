@@ -7,6 +7,7 @@ A hypothesis y that has ended scores log p(y) / ((5 + |y|) / 6)^alpha (Wu et al.
 the K it keeps. So the result for a row does not depend on the rows beside it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.decoding.prefill import Memory, advance, prefill, rearrange
+from transformer.decoding.ending import Ending
+from transformer.decoding.prefill import Memory, advance, first_prompt, prefill, rearrange
+from transformer.model.special_tokens import Ids
 
 NEVER = -1e9
 """The score of what does not exist."""
@@ -42,15 +45,13 @@ def _grow(
     logits_BxKxV: jax.Array,
     limits_B: jax.Array,
     alpha: float,
-    eos_id: int,
-    pad_id: int,
+    ending: Ending,
 ) -> tuple[Beams, jax.Array, jax.Array]:
     """One token more. Returns the beams, which old beam each new live one continues, and its new token."""
     rows, k, vocab = logits_BxKxV.shape
     open_B = beams.step < limits_B
     logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1)
-    if pad_id != eos_id:  # padding is never written: it would read as the end
-        logp_BxKxV = logp_BxKxV.at[..., pad_id].set(NEVER)
+    logp_BxKxV = ending.suppress(logp_BxKxV, NEVER)
     logp_BxKxV += beams.live_logp_BxK[..., None]
     top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(rows, -1), 2 * k)  # at most k of them end
     from_beam, token = flat // vocab, flat % vocab
@@ -60,7 +61,7 @@ def _grow(
         .set(token)
     )
     real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
-    ends = token == eos_id
+    ends = ending.ends(token)
 
     score = jnp.where(
         ends & (real_logp > NEVER / 2), real_logp / length_penalty(beams.step + 1, alpha), NEVER
@@ -96,28 +97,29 @@ def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
 def beam_search(
     model: nn.Module,
     params: Any,
-    prompt_BxP: jax.Array,
+    prompt_BxP: jax.Array | None,
     limits_B: jax.Array,
     *,
     beam_size: int,
     alpha: float,
     max_new: int,
-    eos_id: int,
+    eos_id: Ids = None,
+    pad_id: int | None = None,
+    suppress_tokens: Sequence[int] = (),
     source_BxS: jax.Array | None = None,
     prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(int32[B, K, max_new], float32[B, K]): the best hypotheses of each row and their scores, best first.
 
-    `limits_B` bounds each row's length, eos included. A row none of whose hypotheses has ended by then yields its live ones, so
-    scored. Places that no hypothesis fills score -1e9.
+    `limits_B` bounds each row's length, eos included; so does `max_new`. A row none of whose hypotheses has ended by then yields its live ones, so
+    scored. Places that no hypothesis fills score -1e9. `eos_id`, `pad_id`, `suppress_tokens`, prompts, masks and errors are as
+    in `sample`.
     """
-    rows, k, pad_id, scanned = (
-        prompt_BxP.shape[0],
-        beam_size,
-        model.config.pad_id,
-        model.config.scan_layers,
-    )
+    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
+    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
+    limits_B = jnp.minimum(limits_B, max_new)  # there is no room for more
+    rows, k, scanned = prompt_BxP.shape[0], beam_size, model.config.scan_layers
     logits_BxV, memory = prefill(
         model,
         params,
@@ -132,13 +134,13 @@ def beam_search(
 
     def body(carry):
         beams, logits_BxKxV = carry
-        beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, eos_id, pad_id)
+        beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
         old_rows = (jnp.arange(rows)[:, None] * k + from_beam).reshape(-1)
         memory = rearrange(beams.memory, lambda x: x[old_rows], scanned, source_too=False)
         logits, memory = advance(model, params, token.reshape(-1), memory)
         return beams.replace(memory=memory), logits.reshape(rows, k, vocab)
 
-    blank = jnp.full((rows, k, max_new), pad_id, jnp.int32)
+    blank = jnp.full((rows, k, max_new), ending.fill_id, jnp.int32)
     one_live = jnp.broadcast_to(
         jnp.where(jnp.arange(k) == 0, 0.0, NEVER), (rows, k)
     )  # all beams are the same at first

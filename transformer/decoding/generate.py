@@ -134,10 +134,16 @@ class Generator:
         source = read if self._translates else None
         masks = {"prompt_mask_BxP": real}
         prompt = read
-        if self._translates:  # what it begins with is real, even where that is the sign for padding
+        if self._translates:  # the start token is real, even where it is the pad token
             prompt = jnp.full((read.shape[0], 1), self.tokenizer.bos, jnp.int32)
             masks = {"prompt_mask_BxP": jnp.ones_like(prompt, bool), "source_mask_BxS": real}
-        given = {"max_new": max_new, "eos_id": self.tokenizer.eos, "source_BxS": source, **masks}
+        eos_ids = self.config.model.eos_ids or (self.tokenizer.eos,)
+        pad = self.tokenizer.pad
+        given = {
+            "max_new": max_new, "source_BxS": source, "eos_id": eos_ids, "pad_id": pad, **masks,
+            # No text holds the pad token: it would read as the end.
+            "suppress_tokens": () if pad in eos_ids else (pad,),
+        }  # fmt: skip
         if decoding.beam_size > 1:
             texts, _ = beam_search(
                 self._model,

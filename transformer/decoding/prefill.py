@@ -8,10 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import struct
 
+from transformer.errors import UserError
 from transformer.model.cache import Cache, LayerCache
+from transformer.model.inputs import values
 from transformer.model.masks import Tokens
 
 
@@ -23,6 +26,23 @@ class Memory:
     source: Tokens | None
 
 
+def first_prompt(
+    model: nn.Module, prompt_BxP: jax.Array | None, source_BxS: jax.Array | None
+) -> jax.Array:
+    """The prompts; without any, the start token of an encoder-decoder, int32[B, 1].
+
+    Raises UserError where there is nothing to begin with.
+    """
+    if prompt_BxP is not None:
+        return prompt_BxP
+    start_id = model.config.decoder_start_id
+    if source_BxS is None or start_id is None:
+        raise UserError(
+            "prompt: None, and there is no start token; give a prompt, or set model.decoder_start_id"
+        )
+    return jnp.full((source_BxS.shape[0], 1), start_id, jnp.int32)
+
+
 def prefill(
     model: nn.Module,
     params: Any,
@@ -32,12 +52,16 @@ def prefill(
     prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
 ) -> tuple[jax.Array, Memory]:
-    """Reads the prompts, padded on the left, and returns the logits, [B, V], of what follows, and the memory.
+    """Reads the prompts and returns the logits, [B, V], of what follows, and the memory.
 
-    The masks tell what is no padding; by default what is not `pad_id`. The memory has room for `slots` tokens, prompt included.
+    The masks are True where a token is real; without them, every token is. Prompts of unequal length are padded on the left,
+    sources on the right. The memory has room for `slots` tokens, prompt included. Raises UserError for a prompt mask with
+    padding on the right (where its values are known, that is outside `jax.jit`).
     """
-    pad_id, given = model.config.pad_id, {"params": params}
-    real_BxP = prompt_BxP != pad_id if prompt_mask_BxP is None else prompt_mask_BxP
+    given, real_BxP = {"params": params}, prompt_mask_BxP
+    if real_BxP is None:
+        real_BxP = jnp.ones(prompt_BxP.shape, bool)
+    _check_prompt_mask(prompt_BxP, real_BxP)
     where = {
         "positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0),
         "segment_ids": real_BxP.astype(jnp.int32),
@@ -57,19 +81,23 @@ def prefill(
     return logits[:, -1], Memory(cache, encoded[1])
 
 
+def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: jax.Array) -> None:
+    if real_BxP.shape != prompt_BxP.shape:
+        raise UserError(
+            f"prompt_mask: shape {list(real_BxP.shape)}, but the prompts' is {list(prompt_BxP.shape)}"
+        )
+    found = values(real_BxP)
+    if found is not None and np.any(np.diff(found.astype(np.int8), axis=1) < 0):
+        raise UserError("prompt_mask: padding after a real token; pad prompts on the left")
+
+
 def advance(
     model: nn.Module, params: Any, tokens_B: jax.Array, memory: Memory
 ) -> tuple[jax.Array, Memory]:
     """Reads one more token a row: the logits, [B, V], of what follows it, and the memory with it."""
-    before = memory.cache.tokens
-    position_B = jnp.max(jnp.where(before.segments_BxT > 0, before.positions_BxT, -1), axis=1) + 1
-    where = {
-        "positions": position_B[:, None],
-        "segment_ids": jnp.ones((tokens_B.shape[0], 1), jnp.int32),
-    }
     encoder = () if memory.source is None else (None, memory.source)
     logits, cache = model.apply(
-        {"params": params}, tokens_B[:, None], memory.cache, *encoder, **where, method="decode"
+        {"params": params}, tokens_B[:, None], memory.cache, *encoder, method="decode"
     )
     return logits[:, -1], memory.replace(cache=cache)
 

@@ -3,24 +3,29 @@
 Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.decoding.prefill import advance, prefill
+from transformer.decoding.ending import Ending
+from transformer.decoding.prefill import advance, first_prompt, prefill
+from transformer.model.special_tokens import Ids
 
 
 def sample(
     model: nn.Module,
     params: Any,
-    prompt_BxP: jax.Array,
+    prompt_BxP: jax.Array | None,
     limits_B: jax.Array,
     keys_B: jax.Array,
     *,
     max_new: int,
-    eos_id: int,
+    eos_id: Ids = None,
+    pad_id: int | None = None,
+    suppress_tokens: Sequence[int] = (),
     source_BxS: jax.Array | None = None,
     prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
@@ -30,15 +35,22 @@ def sample(
 ) -> jax.Array:
     """int32[B, max_new]: what follows each prompt, up to eos or `limits_B` tokens, then pad.
 
+    `eos_id`, one token or several, any of which ends a sequence, and `pad_id`, what fills a sequence after its end, are by
+    default the config's; without a pad token, eos fills. Every token may be written, pad too, but for `suppress_tokens`. Every
+    token of a prompt is real unless `prompt_mask_BxP` says otherwise; prompts are padded on the left. `prompt_BxP=None`: an
+    encoder-decoder begins with its config's `decoder_start_id`. A limit of 0 or less: nothing is written.
+
     temperature 0 takes the most likely token; otherwise logits are divided by it, and only the `top_k` likeliest tokens, or the
     fewest that hold `top_p` of the probability, may be drawn. Each row has its own key: what is drawn for it does not depend on
     the rows beside it.
+
+    Raises UserError without any eos, for special tokens outside the vocabulary, and as `prefill` does.
     """
-    pad_id = model.config.pad_id
+    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
+    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
 
     def draw(logits_BxV, step):
-        if pad_id != eos_id:  # padding is never written: it would read as the end
-            logits_BxV = logits_BxV.at[:, pad_id].set(-jnp.inf)
+        logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
         if temperature == 0.0:
             return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
         kept_BxV = truncate(logits_BxV / temperature, top_k, top_p)
@@ -51,9 +63,9 @@ def sample(
 
     def body(carry):
         step, out_BxL, logits_BxV, done_B, memory = carry
-        token_B = jnp.where(done_B, pad_id, draw(logits_BxV, step))
+        token_B = jnp.where(done_B, ending.fill_id, draw(logits_BxV, step))
         out_BxL = out_BxL.at[:, step].set(token_B)
-        done_B |= (token_B == eos_id) | (step + 1 >= limits_B)
+        done_B |= ending.ends(token_B) | (step + 1 >= limits_B)
         logits_BxV, memory = advance(model, params, token_B, memory)
         return step + 1, out_BxL, logits_BxV, done_B, memory
 
@@ -66,7 +78,7 @@ def sample(
         prompt_mask_BxP,
         source_mask_BxS,
     )
-    blank = jnp.full((prompt_BxP.shape[0], max_new), pad_id, jnp.int32)
+    blank = jnp.full((prompt_BxP.shape[0], max_new), ending.fill_id, jnp.int32)
     carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory
     return jax.lax.while_loop(cond, body, carry)[1]
 

@@ -11,6 +11,8 @@ from transformer.model.config import ModelConfig
 def architecture(name: str, **fields) -> ModelConfig:
     """A named architecture, with `fields` in place of its own. Raises UserError for a name or a field that there is not.
 
+    Its special tokens are None: they belong to a vocabulary, and a run takes its tokenizer's.
+
     What follows from d_model and num_heads (d_ff = 4 d_model in most, T5's logit_scale) is that of the published size: when
     you change d_model, change them too.
     """
@@ -76,7 +78,7 @@ _LOCAL = {"window": 65, "position": {"name": "rotary", "theta": 10_000.0}}
 _MODERNBERT = _sizes("modernbert", _NORMAL | {
     "family": "encoder", "vocab_size": 50_368, "max_length": 8192, "layer_pattern": (_GLOBAL, _LOCAL, _LOCAL), "position": _GLOBAL["position"],
     "norm_placement": "pre", "norm_epsilon": 1e-5, "norm_offset": False, "embedding_norm": True, "first_norm": False,
-    "activation": "gelu", "glu": True, "use_bias": False, "head_transform": True, "logit_bias": True, "pad_id": 50_283,
+    "activation": "gelu", "glu": True, "use_bias": False, "head_transform": True, "logit_bias": True,
 }, _ENCODER, {
     "base": (22, 768, 12, 1152),
     "large": (28, 1024, 16, 2624),
@@ -109,7 +111,7 @@ _GPT3 = _sizes("gpt3", _GPT | {"max_length": 2048}, (*_DECODER, "d_head"), {
 # Scao et al. 2022, table 3.
 _BLOOM = _sizes("bloom", _NORMAL | {
     "family": "decoder", "vocab_size": 250_880, "max_length": 2048, "position": "alibi", "norm_placement": "pre", "norm_epsilon": 1e-5,
-    "embedding_norm": True, "activation": "gelu_tanh", "pad_id": 3,
+    "embedding_norm": True, "activation": "gelu_tanh",
 }, _DECODER, {
     "560m": (24, 1024, 16, 4096),
     "1b1": (24, 1536, 16, 6144),
@@ -143,19 +145,19 @@ _POST = _NORMAL | {
     "family": "encoder_decoder", "norm_placement": "post", "norm_epsilon": 1e-5, "logit_bias": True, "dropout": 0.1,
 }  # fmt: skip
 _BART = _sizes("bart", _POST | {
-    "vocab_size": 50_265, "max_length": 1024, "position": {"name": "learned", "offset": 2}, "embedding_norm": True, "activation": "gelu", "pad_id": 1,
+    "vocab_size": 50_265, "max_length": 1024, "position": {"name": "learned", "offset": 2}, "embedding_norm": True, "activation": "gelu",
 }, _BOTH, {
     "base": (6, 6, 768, 12, 3072),
     "large": (12, 12, 1024, 16, 4096),
 }) | _sizes("marian", _POST | {
     "vocab_size": 58_101, "max_length": 512, "position": {"name": "sinusoidal", "layout": "halves"}, "embedding_scale": True,
-    "activation": "silu", "pad_id": 58_100,
+    "activation": "silu",
 }, _BOTH, {"": (6, 6, 512, 8, 2048)})  # fmt: skip
 
 # Zhang et al. 2022.
 _OPT_SHARED = _NORMAL | {
     "family": "decoder", "vocab_size": 50_272, "max_length": 2048, "position": {"name": "learned", "offset": 2}, "norm_placement": "pre",
-    "norm_epsilon": 1e-5, "activation": "relu", "dropout": 0.1, "pad_id": 1,
+    "norm_epsilon": 1e-5, "activation": "relu", "dropout": 0.1,
 }  # fmt: skip
 _OPT = _sizes("opt", _OPT_SHARED, _DECODER, {
     "125m": (12, 768, 12, 3072),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.masks import Tokens
 
@@ -51,6 +52,17 @@ class Cache:
         """The tokens of all slots, once `tokens` stand in the next ones."""
         put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)
         return jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
+
+
+def check_room(cache: Cache, tokens_BxT: jax.Array) -> None:
+    """Raises UserError where the cache has no slots left for these tokens: they would overwrite the last ones."""
+    slots, used = cache.tokens.segments_BxT.shape[1], 0
+    if not isinstance(cache.index, jax.core.Tracer):
+        used = int(cache.index)
+    if used + tokens_BxT.shape[1] > slots:
+        raise UserError(
+            f"cache: {slots} slots, but {used} + {tokens_BxT.shape[1]} tokens; make it with more slots"
+        )
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:

@@ -7,7 +7,7 @@ from flax.core import FrozenDict
 
 from transformer.checks import at_least, in_unit_interval, one_of, positive, strict
 from transformer.errors import UserError
-from transformer.model import feed_forward_kinds, positions
+from transformer.model import feed_forward_kinds, positions, special_tokens
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
 from transformer.model.initializers import INITIALIZERS
@@ -125,7 +125,11 @@ class ModelConfig:
     remat: str = "none"  # none | full | dots: what the backward pass computes again
     dtype: str = "float32"  # of activations; parameters and optimizer stay in param_dtype
     param_dtype: str = "float32"
-    pad_id: int = 0
+    # The vocabulary's special tokens; None: it has none. What a model computes never depends on them (special_tokens.py).
+    pad_id: int | None = None  # fills a sequence after its end
+    bos_id: int | None = None  # begins a text, or a source (BART)
+    eos_id: int | tuple[int, ...] | None = None  # ends a text; several: any of them (Llama 3.1)
+    decoder_start_id: int | None = None  # encoder_decoder: what the decoder reads first
 
     def __post_init__(self):
         self._check_values()
@@ -246,10 +250,7 @@ class ModelConfig:
             raise UserError(
                 "model.causal: False takes the mask off a decoder that has one; leave it at True without a decoder, or with prefix_lm"
             )
-        if not 0 <= self.pad_id < self.vocab_size:
-            raise UserError(
-                f"model.pad_id: {self.pad_id} is no token of a vocabulary of {self.vocab_size}"
-            )
+        self._set("eos_id", special_tokens.checked(self)["eos_id"])
 
     def _check_layers(self) -> None:
         """What each layer is made of: its placement, its position scheme, its window."""
@@ -277,9 +278,7 @@ class ModelConfig:
             feed_forward_kinds.build(one)
         for side in self.sides:
             self.placement(side)
-            for one in [
-                of_one.get("position", self.position) for of_one in self.layer_pattern or ({},)
-            ]:
+            for one in self.position_schemes:
                 if problem := positions.build(one).check(self.stack_facts(side)):
                     raise UserError(problem)
             repeats = self.num_layers(side)
@@ -293,6 +292,17 @@ class ModelConfig:
                     if self.scan_layers
                     else f"model.pipeline_rounds: {self.pipeline_rounds} needs model.scan_layers=True"
                 )
+
+    @property
+    def position_schemes(self) -> tuple[Choice, ...]:
+        """Every position scheme that a layer uses."""
+        own = (of_one.get("position", self.position) for of_one in self.layer_pattern or ({},))
+        return tuple(own)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every token that ends a text: none, one or several."""
+        return special_tokens.as_tuple(self.eos_id)
 
     @property
     def sides(self) -> tuple[str, ...]:

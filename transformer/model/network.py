@@ -7,58 +7,82 @@ Every family has `features`, the last hidden state (as the head wants it) and th
 """
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.model.cache import Cache, empty_cache
+from transformer.model.cache import Cache, check_room, empty_cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
+from transformer.model.inputs import check_same_documents, check_token_types, locate
 from transformer.model.masks import Tokens
 from transformer.model.recurrent import RecurrentDecoder, RecurrentEncoder, empty_recurrent_cache
 from transformer.model.stack import Stack
 
 
-def locate(
-    tokens_BxT: jax.Array,
-    pad_id: int,
-    positions=None,
-    segment_ids=None,
-    padding_mask=None,
-    prefix_mask=None,
-    order="",
-) -> Tokens:
-    """Where tokens stand: by default at 0, 1, 2, ... in one document a row, `pad_id` being padding; and which are a prefix.
-
-    `order` promises of given positions what is known of the default ones, which stand in rows (see `Tokens`)."""
-    order = order or ("rows" if positions is None else "")
-    if positions is None:
-        positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]
-    if segment_ids is None:
-        segment_ids = (tokens_BxT != pad_id if padding_mask is None else padding_mask).astype(
-            jnp.int32
-        )
-    if prefix_mask is None:
-        return Tokens(positions, segment_ids, order=order)
-    prefix_BxT, positions = prefix_mask.astype(bool), jnp.broadcast_to(positions, tokens_BxT.shape)
-    together_BxTxT = (segment_ids[:, :, None] == segment_ids[:, None, :]) & prefix_BxT[:, None, :]
-    end_BxT = jnp.max(jnp.where(together_BxTxT, positions[:, None, :], 0), axis=-1)
-    return Tokens(positions, segment_ids, jnp.where(prefix_BxT, end_BxT, positions), order)
-
-
 class _Family(nn.Module):
     config: ModelConfig
 
-    def _locate(self, tokens_BxT: jax.Array, **given) -> Tokens:
-        if tokens_BxT.shape[1] > self.config.max_length:
-            raise ValueError(
-                f"sequence of {tokens_BxT.shape[1]} tokens, but model.max_length = {self.config.max_length}"
-            )
-        if given.get("prefix_mask") is not None and not self.config.prefix_lm:
-            raise ValueError(
-                "prefix_mask is for decoders that read a prefix whole: set model.prefix_lm=True"
-            )
-        return locate(tokens_BxT, self.config.pad_id, **given)
+    @nn.nowrap
+    def apply(
+        self,
+        variables,
+        *inputs,
+        rngs=None,
+        method=None,
+        mutable=False,
+        capture_intermediates=False,
+        **options,
+    ):
+        """Runs the model on tokens.
+
+            logits = model.apply(params, tokens)          # encoder, decoder: int[B, T]
+            logits = model.apply(params, source, target)  # encoder_decoder: int[B, S], int[B, T]
+
+        Every token is real unless you say otherwise. No token id implies padding, not even `model.config.pad_id`: where a
+        batch is padded, pass `padding_mask` or `segment_ids`. Padding is never attended to, by any token; its own outputs
+        mean nothing.
+
+        Args:
+          variables: {"params": ...}, as `model.init` and `load_hf` return it.
+          *inputs: token ids in [0, vocab_size), at most `max_length` on a side. The target of an encoder_decoder is what its
+            decoder reads: the start token (`config.decoder_start_id`), then the text.
+          padding_mask: bool[B, T], True where a token is real (as Transformers' attention_mask; PyTorch's
+            key_padding_mask is the opposite). Default: all True.
+          segment_ids: int[B, T], for several documents in a row: tokens see those of their own document alone, numbered
+            from 1; 0 is padding. Instead of `padding_mask`. Default: all 1.
+          positions: int[B, T], the position of each token in its document. Default: 0, 1, 2, ... along the row, whatever is
+            padding and wherever a document begins. Pass them for rows that are packed or padded on the left.
+          source_padding_mask, source_segment_ids, source_positions: the same of an encoder_decoder's source, [B, S].
+            Document n of the target reads document n of the source.
+          prefix_mask: bool[B, T], for decoders with `prefix_lm`: tokens that see each other both ways. Default: none.
+          token_types: int[B, T], for encoders with `token_types`. Default: all 0.
+          order: what is known of the positions (see `transformer.model.masks.Tokens`). Default: nothing, if you pass any.
+          deterministic: False turns dropout on (and `random_positions`). Default: True.
+          rngs: {"dropout": key}, needed with `deterministic=False`.
+          method: another method: "classify" (labels), "hidden" or "features" (the last hidden state), "encode", "decode" (with
+            a cache). Default: `__call__`.
+          mutable, capture_intermediates: as in `flax.linen.Module.apply`.
+
+        All but (B, T) arrays of shape (1, T) are repeated along the batch.
+
+        Returns:
+          float32[B, T, V], the logits of what follows each token (in an encoder: of the token itself). Without `lm_head`,
+          what "classify" gives. With `mutable`, a pair of that and the collections.
+
+        Raises:
+          UserError (a ValueError): an input has the wrong rank, shape or type, or a sequence is longer than `max_length`.
+            Outside `jax.jit`, where values are known, also for token ids outside the vocabulary and for masks, segments,
+            positions and types out of range. Under `jax.jit` these are not checked.
+        """
+        return super().apply(
+            variables,
+            *inputs,
+            rngs=rngs,
+            method=method,
+            mutable=mutable,
+            capture_intermediates=capture_intermediates,
+            **options,
+        )
 
     @nn.nowrap
     def empty_cache(self, batch: int, slots: int) -> Cache:
@@ -86,8 +110,9 @@ class _OneStack(_Family):
     def hidden(
         self, tokens_BxT, *, token_types=None, deterministic=True, **given
     ) -> tuple[jax.Array, Tokens]:
-        """The last hidden state, [B, T, D], and where its tokens stand. `given`: see `locate`."""
-        where = self._locate(tokens_BxT, **given)
+        """The last hidden state, [B, T, D], and where its tokens stand. Options as for `apply`."""
+        where = locate(self.config, tokens_BxT, **given)
+        check_token_types(self.config, tokens_BxT, token_types)
         stack = getattr(self, self.side)
         h_BxTxD, _ = stack(
             self.embedding(tokens_BxT, token_types), where, deterministic=deterministic
@@ -135,7 +160,8 @@ class Decoder(_OneStack):
         self, tokens_BxT, cache: Cache, *, last_only=False, **given
     ) -> tuple[jax.Array, Cache]:
         """The logits of these tokens (or `last_only`), which follow those in the cache, and the cache with them in it."""
-        where = self._locate(tokens_BxT, **given)
+        check_room(cache, tokens_BxT)
+        where = locate(self.config, tokens_BxT, before=cache.tokens, **given)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), where, cache=cache)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
@@ -168,6 +194,7 @@ class EncoderDecoder(_Family):
         **given,
     ) -> tuple[jax.Array, Head]:
         """What the head is applied to, [B, T, E], and the head. `given`: the target's positions, segment_ids, padding_mask, order."""
+        check_same_documents(given.get("segment_ids"), source_segment_ids)
         encoded = self.encode(
             source_BxS, positions=source_positions, segment_ids=source_segment_ids,
             padding_mask=source_padding_mask, deterministic=deterministic, order=source_order,
@@ -181,7 +208,7 @@ class EncoderDecoder(_Family):
 
     def encode(self, source_BxS, *, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
         """The encoder's output, [B, S, D], and where its tokens stand."""
-        where = self._locate(source_BxS, **given)
+        where = locate(self.config, source_BxS, "source", **given)
         encoded_BxSxD, _ = self.encoder(
             self.embedding(source_BxS), where, deterministic=deterministic
         )
@@ -208,7 +235,10 @@ class EncoderDecoder(_Family):
         return head(h_BxTxE), cache
 
     def _decoder(self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, **given):
-        where = self._locate(target_BxT, **given)
+        if cache is not None:
+            check_room(cache, target_BxT)
+        before = None if cache is None else cache.tokens
+        where = locate(self.config, target_BxT, "target", before=before, **given)
         x_BxTxD = self.target_embedding(target_BxT)
         return self.decoder(
             x_BxTxD, where, encoded_BxSxD, encoded_tokens, cache=cache, deterministic=deterministic

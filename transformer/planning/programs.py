@@ -162,13 +162,16 @@ class Programs:
     def _prefill(self):
         """Reading as much as a batch's rows hold, in half of the model's room."""
         model, rows = self.config.model, self.rows
-        tokens = lambda length: jax.ShapeDtypeStruct(
-            (rows, length), jnp.int32, sharding=self._everywhere
+        array = lambda length, kind: jax.ShapeDtypeStruct(
+            (rows, length), kind, sharding=self._everywhere
         )
+        with_mask = lambda length: (array(length, jnp.int32), array(length, jnp.bool_))
         half = max(model.max_length // 2, 1)
-        given = (tokens(1), tokens(half)) if model.two_sides else (tokens(half), None)
-        run = lambda params, prompt, source: prefill(
-            self.model, params, prompt, model.max_length, source
+        given = (
+            (*with_mask(1), *with_mask(half)) if model.two_sides else (*with_mask(half), None, None)
+        )
+        run = lambda params, prompt, real, source, source_real: prefill(
+            self.model, params, prompt, model.max_length, source, real, source_real
         )
         return jax.jit(run, keep_unused=True), (self.state.params, *given)
 

@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainConfig
 from transformer.config_io import apply_overrides
 from transformer.convert.hf import open_directory, read_params, save_hf
+from transformer.convert.special_tokens import read_id
+from transformer.data.pipeline import check_special_tokens, special_tokens
 from transformer.data.tokenizer import Fast, Pair, Tokenizer, is_sentencepiece, load_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.evaluate import load_trained
@@ -20,6 +22,7 @@ from transformer.files import disk_faults, read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
+from transformer.model.special_tokens import as_tuple
 from transformer.parallel.mesh import check_memory, start, use
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints
@@ -40,8 +43,10 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     signs = _signs(theirs, model, family.source_begins)
     tokenizer = _tokenizer(directory, signs)
     if tokenizer is not None:
-        model = dataclasses.replace(model, pad_id=tokenizer.pad)
+        model = _with_special_tokens(model, tokenizer)
     config = apply_overrides(_experiment(model, signs), overrides)
+    if tokenizer is not None:
+        check_special_tokens(config.model, tokenizer)
     workdir.parent.mkdir(parents=True, exist_ok=True)
     with (
         use(start(config.platform, config.mesh)) as mesh,
@@ -75,39 +80,37 @@ def to_hf(
     workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family: str | None
 ) -> None:
     """Writes the model of a run, as it would be evaluated, as a Hugging Face directory."""
-    fields, files = {}, {}
+    files, model = {}, config.model
     with use(mesh):
         trained = load_trained(workdir, config, mesh)
         if trained.tokenizer is not None:
-            bos = "decoder_start_token_id" if config.model.two_sides else "bos_token_id"
-            fields = {bos: trained.tokenizer.bos, "eos_token_id": trained.tokenizer.eos}
-            files = trained.tokenizer.files
-            if before := trained.tokenizer.before_source:
-                fields["bos_token_id"] = before[0]
-        save_hf(directory, config.model, {"params": trained.params}, family, fields, files)
+            files, model = trained.tokenizer.files, _with_special_tokens(model, trained.tokenizer)
+        save_hf(directory, model, {"params": trained.params}, family, files=files)
 
 
-def _signs(theirs: Mapping, model: ModelConfig, source_begins: str) -> TokenizerConfig:
-    """The ids that config.json tells; -1 where it is silent and the tokenizer is asked. Of several ends the first counts."""
-
-    def get(name: str) -> int:
-        value = theirs.get(name)
-        value = (
-            next(iter(value), None) if isinstance(value, list) else value
-        )  # Llama 3.1 ends in several ways
-        return -1 if value is None else int(value)
-
-    eos = get("sep_token_id" if model.family == "encoder" else "eos_token_id")
-    begins = {
-        "encoder": "cls_token_id",
-        "decoder": "bos_token_id",
-        "encoder_decoder": "decoder_start_token_id",
+def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The config with the tokenizer's special tokens where it names none."""
+    unset = {
+        field: token
+        for field, token in special_tokens(model, tokenizer).items()
+        if getattr(model, field) is None
     }
-    bos = get(begins[model.family])
-    if model.family == "decoder" and bos < 0:
+    return dataclasses.replace(model, **unset)
+
+
+def _signs(theirs: Mapping, model: ModelConfig, source_begins: bool) -> TokenizerConfig:
+    """The special tokens of a tokenizer, as config.json has them; -1 where it has none and the tokenizer is asked. Of several
+    ends a tokenizer writes the first; without padding, that is the end."""
+    first = lambda ids: next(iter(as_tuple(ids)), -1)
+    pad, bos, eos = first(model.pad_id), first(model.bos_id), first(model.eos_id)
+    if model.family == "encoder":
+        names = ("cls_token_id", "sep_token_id")
+        bos, eos = (first(read_id(theirs, name, model.vocab_size)) for name in names)
+    source_bos = bos if source_begins else -1
+    if model.two_sides:
+        bos = first(model.decoder_start_id)
+    elif model.family == "decoder" and bos < 0:
         bos = eos
-    pad = get("pad_token_id")
-    source_bos = get(source_begins) if source_begins else -1
     return TokenizerConfig(
         pad_id=pad if pad >= 0 else eos, bos_id=bos, eos_id=eos, source_bos_id=source_bos
     )

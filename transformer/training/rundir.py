@@ -22,6 +22,7 @@ from transformer.config_io import from_mapping, to_mapping
 from transformer.data.tokenizer import FILES, Tokenizer
 from transformer.errors import UserError
 from transformer.files import read_json, write_whole
+from transformer.model.special_tokens import SPECIAL_TOKENS
 from transformer.parallel.processes import is_first, worst
 from transformer.version import __version__
 
@@ -33,6 +34,9 @@ FREE = (
     "model.pipeline_rounds",
     "model.pipeline_microbatches",
     "model.remat",
+    *(
+        f"model.{field}" for field in SPECIAL_TOKENS
+    ),  # the tokenizer's count, and the config's agree
     "data.eval_overlap",
     "train.log_every",
     "train.eval_every",

@@ -1,5 +1,7 @@
 """Positions added to the token embeddings: learned, sinusoidal."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -16,6 +18,8 @@ class Learned(Position):
     Parameters: max_length * d_model a stack. Cross-attention: nothing. Cache: the new token's own position is looked up.
     Beyond the training length: there is no row for it; lengths over `max_length` are refused.
     """
+
+    finite: ClassVar = True
 
     offset: int = option(0)
     init_std: float = option(0.02)

@@ -118,6 +118,9 @@ class Position:
         """float32[N]: m, where `bias` is -m_n (t - s) for a key of the past and there is nothing else; then a kernel needs no bias."""
         return None
 
+    finite: ClassVar[bool] = False
+    """Whether there is nothing for a position beyond `max_length`."""
+
     pairwise: ClassVar[bool] = True
     """Whether what `bias`, `score` and `value` say of a query and a key depends on these two alone."""
 
