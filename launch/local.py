@@ -4,7 +4,7 @@
 
 Everything behind `--` is what `python -m transformer` is given. Every process has the same command and three variables (see
 transformer/parallel/processes.py). Lines of process 0 come as they are, those of the others with their number before them;
-what gloo says of its connections is left out.
+what gloo says of its connections, and the stack trace of XLA when process 0 is lost, are left out unless TRANSFORMER_TRACEBACKS=1.
 
 If one process dies, the others end within a minute. If all stopped to be restarted (a preemption: exit code 143), or one died, the
 command is started again, `--restarts` times at most. Ctrl-C and SIGTERM go to all, and nothing is started again.
@@ -12,6 +12,7 @@ command is started again, `--restarts` times at most. Ctrl-C and SIGTERM go to a
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -24,6 +25,15 @@ from pathlib import Path
 from shell import Parser, check_command, check_numbers, parse
 
 PATIENCE = 60  # seconds that the others have to notice that one is dead
+
+TRACEBACKS = os.environ.get("TRANSFORMER_TRACEBACKS", "") not in ("", "0")
+NOISE = re.compile(
+    rb"\[Gloo\] Rank| is connected to \d+ peer"  # gloo's connections
+    # what XLA prints before it aborts because process 0 is gone
+    rb"|[EF]\d{4} .*(coordination_service|client\.h)|Additional GRPC error|:UNKNOWN:Error received"
+    rb"|RPC: /xla\.coordination|\*\*\* Check failure stack trace| +@ +0x[0-9a-f]+ "
+)
+"""Lines of the processes that are left out, unless TRANSFORMER_TRACEBACKS=1."""
 
 STOPPED = 143  # the exit code of a run that has saved, to go on
 
@@ -40,6 +50,8 @@ def variables(index: int, count: int, devices: int, port: int) -> dict[str, str]
     return {
         "TRANSFORMER_COORDINATOR": f"localhost:{port}", "TRANSFORMER_PROCESSES": str(count), "TRANSFORMER_PROCESS": str(index),
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags,
+        # A lost process is reported by transformer/parallel/processes.py; what XLA's own service logs of it is left out.
+        "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"),
     }  # fmt: skip
 
 
@@ -91,7 +103,7 @@ def _copy(stream, to, mark: str) -> None:
     """Line by line. If nobody reads any more, the process is told so by the end of its stream."""
     with stream, contextlib.suppress(BrokenPipeError):
         for line in stream:
-            if not line.startswith(b"[Gloo] Rank"):
+            if TRACEBACKS or not NOISE.match(line):
                 to.write(mark + line.decode(errors="replace"))
                 to.flush()
 

@@ -13,7 +13,7 @@ from transformer.errors import UserError, look_up, nearest
 def one_of(field: str, value, names) -> None:
     """`value` is one of `names`."""
     if value not in names:
-        raise UserError(f"{field}: no {value!r}; {nearest(str(value), names)}")
+        raise UserError(f"{field}: no {plain(value)!r}; {nearest(str(value), names)}")
 
 
 LARGEST = 2**31 - 1
@@ -78,7 +78,7 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
     given = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = given.pop("name", "")
     if not isinstance(name, str):
-        raise UserError(f"{field}.name: {name!r} is no name; {nearest(str(name), table)}")
+        raise UserError(f"{field}.name: {plain(name)!r} is not a name; {nearest(str(name), table)}")
     cls = look_up(table, name, field)
     options = {f.name: f.default for f in dataclasses.fields(cls) if is_option(f)}
     for key, value in given.items():

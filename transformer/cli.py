@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+import time
 import traceback
 
 from transformer.errors import UserError, nearest
@@ -63,6 +64,11 @@ def _leave_the_others(code: int, error: Exception | None = None) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         if error is not None:
+            from transformer.parallel.processes import end_alone, is_loss, tracebacks
+
+            if is_loss(error) and not tracebacks():
+                time.sleep(3)  # who is told which process it is says so meanwhile
+                end_alone("another process of this run")
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()

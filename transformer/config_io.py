@@ -12,6 +12,7 @@ import inspect
 import traceback
 import types
 import typing
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def _coerce(value, kind, path: str):
         if origin is tuple and isinstance(value, (tuple, list)):
             return tuple(_coerce(v, typing.get_args(option)[0], path) for v in value)
         if origin is FrozenDict and isinstance(value, Mapping):
-            return FrozenDict({k: v for k, v in value.items()})
+            return FrozenDict({k: _within_bounds(v, f"{path}.{k}") for k, v in value.items()})
+        if isinstance(value, int):
+            _within_bounds(value, path)
         if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
         if origin in (int, bool, str) and type(value) is origin:
@@ -87,6 +90,19 @@ def _coerce(value, kind, path: str):
     )
     names = " or ".join(spell(o) for o in options)
     raise UserError(f"{path}: expected {names}, got {value!r}")
+
+
+def _within_bounds(value, path: str):
+    """`value`. Raises UserError if it is, or holds, an integer that no float holds: Python refuses even to print the largest."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _within_bounds(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _within_bounds(item, path)
+    elif isinstance(value, int) and value.bit_length() > 1023:
+        raise UserError(f"{path}: an integer of {value.bit_length():,} bits is too large")
+    return value
 
 
 _SPELLED = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)", str: "text"}
@@ -311,6 +327,8 @@ def override(tree: dict, dotted: str, value, said: str = "--config.") -> None:
                 if fields
                 else f"{said}{dotted}: {path} has no fields"
             )
+        if cls is Choice and key == "name":
+            raise UserError(f"{said}{dotted}: {path} is a single value, it has no fields")
         default = {} if cls is Choice else {f.name: f.default for f in dataclasses.fields(cls)}[key]
         cls = fields[key]
         if cls is Choice and isinstance(chosen := node.get(key, default), str):
@@ -339,9 +357,9 @@ def _parse(text: str, kind):
             for part in text.split(",")
             if part.strip()
         )
+    spelled = {"true": "True", "false": "False", "none": "None"}.get(text.lower(), text)
     try:
-        return ast.literal_eval(
-            {"true": "True", "false": "False", "none": "None"}.get(text.lower(), text)
-        )
-    except (ValueError, SyntaxError):
-        return text
+        with warnings.catch_warnings(action="ignore"):  # of "1if", or of an escape there is not
+            return ast.literal_eval(spelled)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return text  # no literal, or one nested too deeply for Python's parser

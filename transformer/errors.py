@@ -1,11 +1,29 @@
 """Mistakes a person can mend. The command line prints them as one line and exits with code 2."""
 
 import difflib
+import re
 from collections.abc import Iterable
+
+LONGEST = 500
+"""Characters of a message. The middle of a longer one is left out: the field is at its start, the way out at its end."""
 
 
 class UserError(ValueError):
     """Something outside the code is wrong: a config, a file, a machine. The message is one line and names the way out."""
+
+    def __init__(self, message: str):
+        super().__init__(one_line(message))
+
+
+def one_line(message: str) -> str:
+    """The message without line breaks and control characters, and with at most LONGEST characters."""
+    message = re.sub(r"\s*\n\s*", " ", message.strip())
+    spell = lambda c: c if c.isprintable() else c.encode("unicode_escape").decode()
+    message = "".join(map(spell, message))
+    if len(message) <= LONGEST:
+        return message
+    half = (LONGEST - 5) // 2
+    return f"{message[:half]} ... {message[-half:]}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

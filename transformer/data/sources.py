@@ -2,11 +2,14 @@
 
 An example is a tuple of strings: (text,) or (source, target). Paths are local or gs:// (etils.epath); a path may be a
 glob; lines of a file that ends in .gz are decompressed as they are read. Every fault names its file and line.
+
+Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. An example with a blank text is skipped in every format.
 """
 
 import contextlib
 import fnmatch
 import gzip
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from collections.abc import Iterator
 from etils import epath
 
 from transformer.data import probes
+from transformer.data.paths import as_path
 from transformer.errors import UserError
 
 Example = tuple[str, ...]
@@ -25,11 +29,10 @@ def read(
     """Examples of as many strings as `columns`, which are the names of `fields` too, unless given. Raises UserError for a missing or empty
     file and for a malformed line."""
     fields = fields or columns
-    if format == "huggingface":
-        yield from _huggingface(path, fields)
-        return
     count = 0
-    if format == "paired":
+    if format == "huggingface":
+        examples = _huggingface(path, fields)
+    elif format == "paired":
         examples = _paired(path)
     elif format == "probe":
         examples = probes.parse(path).draw()
@@ -41,8 +44,9 @@ def read(
             raise UserError(
                 f"data.format: {format!r} gives {len(example)} text(s) an example, but the objective needs {', '.join(columns)}; see data.objective"
             )
-        count += 1
-        yield example
+        if all(text.strip() for text in example):
+            count += 1
+            yield example
     if not count:
         raise UserError(f"data: {path} holds no text")
 
@@ -59,13 +63,9 @@ def patterns(format: str, path: str) -> list[str]:
 
 def expand(pattern: str) -> list[epath.Path]:
     """The files of a path or glob, sorted."""
-    try:
-        path = epath.Path(pattern)
-        there = path.exists()
-    except ImportError:
-        raise UserError(f"data: {pattern} needs the extra [gcs]: pip install -e '.[gcs]'") from None
+    path = as_path(pattern, "data")
     if not any(c in path.name for c in "*?["):
-        if not there:
+        if not path.exists():
             raise UserError(f"data: no file {pattern}")
         if path.is_dir():
             raise UserError(f"data: {pattern} is a folder; name its files: {pattern.rstrip('/')}/*")
@@ -81,23 +81,41 @@ def expand(pattern: str) -> list[epath.Path]:
 
 
 def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end), strict UTF-8."""
+    """(line number from 1, line without its end), strict UTF-8 without the byte order mark."""
     number = 0
     with contextlib.ExitStack() as opened:
-        stream = opened.enter_context(file.open("rb"))
-        if file.suffix == ".gz":
-            stream = opened.enter_context(gzip.open(stream))
         try:
+            stream = opened.enter_context(file.open("rb"))
+            if file.suffix == ".gz":
+                stream = opened.enter_context(gzip.open(stream))
             for number, line in enumerate(stream, 1):
-                yield number, line.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as e:
-            raise UserError(
-                f"{file}:{number}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1}); convert the file"
-            ) from None
+                yield number, _decode(line, f"{file}:{number}", first=number == 1)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             raise UserError(
                 f"{file}: damaged or cut off behind line {number} ({e}); fetch it again"
             ) from None
+        except OSError as e:
+            raise UserError(f"{file}: cannot be read ({e.strerror or e})") from None
+
+
+_SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip (name it .gz)"}
+
+
+def _decode(line: bytes, where: str, first: bool) -> str:
+    """A line as text. `first`: the first line of its file, which may begin with a byte order mark."""
+    try:
+        text = line.decode("utf-8-sig" if first else "utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as e:
+        kind = _SIGNATURES.get(line[:2] if first else b"")
+        raise UserError(
+            f"{where}: not UTF-8 (byte {line[e.start]:#04x} at column {e.start + 1})"
+            f"{f' but {kind}' if kind else ''}; convert the file"
+        ) from None
+    if "\0" in text:
+        raise UserError(
+            f"{where}: a NUL byte at column {line.index(0) + 1}; a binary file, or UTF-16: convert it"
+        )
+    return text
 
 
 def _text(file: epath.Path, fields) -> Iterator[Example]:
@@ -122,29 +140,36 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
             raise UserError(
                 f"{file}:{number}: expected {wanted}; found {len(cells) - 1} tab(s) in {line[:60]!r}"
             )
-        example = tuple(cells[c].strip() for c in columns)
-        if all(example):  # a pair with an empty side teaches nothing
-            yield example
+        yield tuple(cells[c].strip() for c in columns)
 
 
 def _paired(path: str) -> Iterator[Example]:
-    """Two files, line by line."""
-    source, target = (expand(name)[0] for name in patterns("paired", path))
+    """Two files, line by line; or two globs, file by file."""
+    sources, targets = map(expand, patterns("paired", path))
+    if len(sources) != len(targets):
+        raise UserError(
+            f"data: {path} matches {len(sources)} and {len(targets)} files; 'paired' needs as many of each"
+        )
+    yield from itertools.chain.from_iterable(map(_lines_of_two, sources, targets))
+
+
+def _lines_of_two(source: epath.Path, target: epath.Path) -> Iterator[Example]:
     left, right = _lines(source), _lines(target)
     number = 0
     for number, text in left:
         other = next(right, None)
         if other is None:
             raise UserError(f"{target}: ends after line {number - 1}, but {source} goes on")
-        if text.strip() and other[1].strip():
-            yield text.strip(), other[1].strip()
+        yield text.strip(), other[1].strip()
     if next(right, None) is not None:
         raise UserError(f"{source}: ends after line {number}, but {target} goes on")
 
 
 def _record(text: str, fields, where: str) -> Example:
     try:
-        record = json.loads(text)
+        record = json.loads(text, object_pairs_hook=_unambiguous)
+    except _Twice as e:
+        raise UserError(f"{where}: two fields {e.args[0]!r} in one object") from None
     except (ValueError, RecursionError):  # a number of too many digits, braces in braces in braces
         record = None
     if not isinstance(record, dict):
@@ -152,8 +177,20 @@ def _record(text: str, fields, where: str) -> Example:
     return tuple(_field(record, field, where) for field in fields)
 
 
+class _Twice(Exception):
+    """A name that occurs twice in one JSON object, where Python would take the last."""
+
+
+def _unambiguous(pairs: list[tuple[str, object]]) -> dict:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(next(name for name in names if names.count(name) > 1))
+    return record
+
+
 def _field(record: dict, field: str, where: str) -> str:
-    """`record["a"]["b"]` for the field "a.b"; it must be text."""
+    """`record["a"]["b"]` for the field "a.b"; it must be text. An integer, the number of a class, is read as its digits."""
     value = record
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:

@@ -22,7 +22,13 @@ from transformer.config_io import to_mapping
 from transformer.data import corpora, sources, split
 from transformer.data.objectives import Objective
 from transformer.data.sources import Example
-from transformer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, train_tokenizer
+from transformer.data.tokenizer import (
+    Tokenizer,
+    find_tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+)
 from transformer.errors import UserError
 from transformer.files import disk_faults
 
@@ -85,13 +91,11 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
         )
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in _DEPENDS_ON}
-    tokenizer_file = epath.Path(config.tokenizer.path)
     inputs["tokenizer"] = {
         k: v for k, v in inputs["tokenizer"].items() if k != "path"
     }  # where it lies is nothing to us
-    inputs["given"] = (
-        hashlib.sha256(tokenizer_file.read_bytes()).hexdigest() if tokenizer_file.is_file() else ""
-    )
+    given = read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    inputs["given"] = "" if given is None else hashlib.sha256(given).hexdigest()
     inputs |= {
         "vocab_size": vocab_size,
         "reserved": objective.reserved,

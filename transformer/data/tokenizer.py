@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
-from etils import epath
 
 from transformer.config import TokenizerConfig
+from transformer.data.paths import as_path
 from transformer.errors import UserError
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
@@ -351,12 +351,17 @@ def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: 
 
 def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = AS_IT_SAYS) -> Tokenizer:
     """A SentencePiece .model, a tokenizer.json, or a .pair."""
-    path = epath.Path(path)
-    if not path.is_file():
+    path = os.fspath(path)
+    kind = {".json": Fast, ".pair": Pair}.get(Path(path).suffix, SentencePiece)
+    return kind(read_tokenizer(path), config, path)
+
+
+def read_tokenizer(path: str | os.PathLike) -> bytes:
+    """The content of a tokenizer's file."""
+    file = as_path(os.fspath(path), "data.tokenizer.path")
+    if not file.is_file():
         raise UserError(f"data.tokenizer.path: no file {str(path)!r}")
-    return {".json": Fast, ".pair": Pair}.get(path.suffix, SentencePiece)(
-        path.read_bytes(), config, str(path)
-    )
+    return file.read_bytes()
 
 
 def is_sentencepiece(content: bytes) -> bool:

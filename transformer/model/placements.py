@@ -75,6 +75,10 @@ def build_placement(
         if isinstance(spec, str)
         else (spec.get("name", ""), {k: v for k, v in spec.items() if k != "name"})
     )
+    if not isinstance(name, str):
+        raise UserError(
+            f"model.norm_placement.name: {plain(name)!r} is not a name; {nearest(str(name), PLACEMENTS)}"
+        )
     make = look_up(PLACEMENTS, name, "model.norm_placement")
     fields = {f.name: f.type for f in dataclasses.fields(Placement)}
     for key, value in given.items():

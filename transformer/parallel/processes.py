@@ -9,15 +9,21 @@ which launch/local.py sets:
 
 On CPUs a single process that is told so adds up as several do (gloo), so that 1, 2 and 4 processes give the same bits on one mesh.
 
-A process that dies ends the others: JAX's coordination service misses its heartbeat, names it and aborts them.
+A process that dies ends the others within seconds. Process 0 keeps a connection to each of them, which ends when a process does; whoever
+notices prints one line that names it and exits with code 1. A machine that goes silent is missed by JAX's own heartbeats, whose answer is to
+abort with a stack trace. With TRANSFORMER_TRACEBACKS=1 every traceback is printed.
 """
 
+import atexit
 import contextlib
 import json
 import os
 import socket
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -47,14 +53,77 @@ def start_processes() -> bool:
         _seconds("TRANSFORMER_WAIT", WAIT),
         _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT),
     )
-    _gather(coordinator, count, index, wait)
+    others = _gather(coordinator, count, index, wait)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator, count, index, local_devices, cluster_detection_method="deactivate",
         initialization_timeout=int(wait), heartbeat_timeout_seconds=int(heartbeat), shutdown_timeout_seconds=60,
     )  # fmt: skip
+    _watch(others)
     return True
+
+
+_BYE = b"bye\n"
+"""What a process says that ends as it should."""
+
+
+def _watch(others: dict[int, socket.socket]) -> None:
+    """Ends this process when a connection to one of the others ends without a good-bye."""
+    for number, connection in others.items():
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        args = number, connection, others
+        threading.Thread(target=_listen, args=args, daemon=True).start()
+    atexit.register(_tell, others, _BYE)
+
+
+def _listen(number: int, connection: socket.socket, others: dict[int, socket.socket]) -> None:
+    try:
+        said = connection.recv(64)
+    except ConnectionResetError:
+        said = b""
+    except OSError:  # the network: JAX's heartbeats decide
+        return
+    if said == _BYE:
+        return
+    lost = int(said) if said.strip().isdigit() else number
+    _tell(others, b"%d\n" % lost)
+    if (
+        lost
+    ):  # an error of this process's own comes first; but without process 0, JAX aborts at once
+        time.sleep(1)
+    end_alone(f"process {lost} of this run")
+
+
+def _tell(others: dict[int, socket.socket], message: bytes) -> None:
+    for connection in others.values():
+        with contextlib.suppress(OSError):
+            connection.sendall(message)
+
+
+_ending = threading.Lock()
+
+
+def end_alone(who: str) -> NoReturn:
+    """Ends this process, which would wait for a lost one, with one line and exit code 1. The first thread that calls it speaks."""
+    if not _ending.acquire(blocking=False):
+        time.sleep(60)  # the other thread ends the process
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        print(f"error: {who} ended or cannot be reached; see its log", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error says that another process is gone: a collective or the coordination service lost its connection."""
+    signs = ("gloo", "coordination", "connection reset", "connection closed", "socket closed")
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+
+
+def tracebacks() -> bool:
+    """Whether the person asks for every traceback, also those of faults that one line describes."""
+    return os.environ.get("TRANSFORMER_TRACEBACKS", "") not in ("", "0")
 
 
 def place() -> tuple[int, int]:
@@ -114,16 +183,15 @@ def _found() -> tuple[str, int, int, list[int] | None] | None:
     )
 
 
-def _gather(coordinator: str, count: int, index: int, wait: float) -> None:
+def _gather(coordinator: str, count: int, index: int, wait: float) -> dict[int, socket.socket]:
     """Every process tells process 0, one port above the coordinator's, that it is there; all go on when all are. (JAX's own service
-    would abort, and not say who is missing.)"""
+    would abort, and not say who is missing.) Returns the connections: those of process 0 to all others, of another to process 0."""
     host, _, port = coordinator.rpartition(":")
     until = time.monotonic() + wait
     if index:
-        _report_to(host.strip("[]"), int(port) + 1, index, count, until, wait)
-        return
+        return {0: _report_to(host.strip("[]"), int(port) + 1, index, count, until, wait)}
     here = {0: socket.gethostname()}
-    connections: list[socket.socket] = []
+    connections: dict[int, socket.socket] = {}
     try:
         socket.create_server(("", int(port))).close()  # JAX's own, which would not say so
         server = socket.create_server(("", int(port) + 1))
@@ -139,7 +207,7 @@ def _gather(coordinator: str, count: int, index: int, wait: float) -> None:
             ):  # a stranger at the door, or none
                 connection, _ = server.accept()
                 connection.settimeout(10)
-                number, of, name = json.loads(connection.makefile().readline())
+                number, of, name = json.loads(_read_line(connection))
                 if of != count:
                     _answer(
                         [connection],
@@ -153,7 +221,7 @@ def _gather(coordinator: str, count: int, index: int, wait: float) -> None:
                     )
                     continue
                 here[number] = name
-                connections.append(connection)
+                connections[number] = connection
         missing = [str(i) for i in range(count) if i not in here]
         there = ", ".join(f"{i} ({name})" for i, name in sorted(here.items()))
         problem = (
@@ -161,29 +229,33 @@ def _gather(coordinator: str, count: int, index: int, wait: float) -> None:
             if missing
             else ""
         )
-        _answer(connections, problem)
+        _answer(connections.values(), problem)
     if problem:
         raise UserError(problem)
+    return connections
 
 
-def _answer(connections: list[socket.socket], problem: str) -> None:
+def _answer(connections: Iterable[socket.socket], problem: str) -> None:
+    """Tells each of them what is wrong, and closes its connection; or that all is well ("")."""
     for connection in connections:
-        with contextlib.suppress(OSError), connection:
+        with contextlib.suppress(OSError):
             connection.sendall((json.dumps(problem) + "\n").encode())
+            if problem:
+                connection.close()
 
 
-def _report_to(host: str, port: int, index: int, count: int, until: float, wait: float) -> None:
+def _report_to(
+    host: str, port: int, index: int, count: int, until: float, wait: float
+) -> socket.socket:
     while True:
         try:
-            with socket.create_connection(
+            connection = socket.create_connection(
                 (host, port), timeout=max(until - time.monotonic(), 0.1)
-            ) as connection:
-                connection.sendall(
-                    (json.dumps([index, count, socket.gethostname()]) + "\n").encode()
-                )
-                connection.settimeout(max(until - time.monotonic(), 0) + 30)
-                problem = json.loads(connection.makefile().readline())
-                break
+            )
+            connection.sendall((json.dumps([index, count, socket.gethostname()]) + "\n").encode())
+            connection.settimeout(max(until - time.monotonic(), 0) + 30)
+            problem = json.loads(_read_line(connection))
+            break
         except (OSError, ValueError):
             if time.monotonic() > until:
                 raise UserError(
@@ -192,6 +264,15 @@ def _report_to(host: str, port: int, index: int, count: int, until: float, wait:
             time.sleep(0.2)
     if problem:
         raise UserError(problem)
+    return connection
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """A line and no byte of what comes after it, which a buffered reader would take as well."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := connection.recv(1)):
+        line += byte
+    return line
 
 
 def is_first() -> bool:

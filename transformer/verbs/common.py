@@ -50,17 +50,40 @@ def open_run(args, overrides):
 
 
 def read_lines(name: str) -> list[str]:
-    if name != "-" and not Path(name).is_file():
+    """The lines of a file or a pipe, or of standard input ("-")."""
+    what = "standard input" if name == "-" else name
+    if name == "-":
+        data = sys.stdin.buffer.read()
+    elif Path(name).is_dir() or not Path(name).exists():
         raise UserError(f"--input: no file {name!r}")
-    data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    else:
+        data = Path(name).read_bytes()
     try:
-        text = data.decode("utf-8").removesuffix("\n")
-        return [line.removesuffix("\r") for line in text.split("\n")] if data else []
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        what = "standard input" if name == "-" else name
         raise UserError(
             f"--input: {what} is not UTF-8 (line {data[: e.start].count(10) + 1})"
         ) from None
+    if "\0" in text:
+        line = data[: data.index(0)].count(10) + 1
+        raise UserError(f"--input: {what} holds a NUL byte (line {line}); is it UTF-16?")
+    lines = text.removesuffix("\n").split("\n") if text else []
+    return [line.removesuffix("\r") for line in lines]
+
+
+def ask(prompt: str) -> str:
+    """A line that is typed at the terminal. Raises EOFError at the end of input."""
+    try:
+        return check_text(input(prompt), "standard input")
+    except UnicodeDecodeError:
+        raise UserError("standard input is not UTF-8") from None
+
+
+def check_text(text: str, what: str) -> str:
+    """`text`. Raises UserError if it holds bytes that Python could not decode, which it keeps as surrogates."""
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise UserError(f"{what} is not UTF-8: {text[:60]!r}")
+    return text
 
 
 def start_jax() -> None:

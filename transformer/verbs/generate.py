@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import write_whole
-from transformer.verbs.common import folder, open_run, read_lines
+from transformer.verbs.common import ask, folder, open_run, read_lines
 
 ABOUT = "translate or continue text, a line per line"
 
@@ -94,7 +94,7 @@ def _converse(trained) -> int:
     print(f"\rThe model {does} what you type. An empty line or Ctrl-D ends.")
     while True:
         try:
-            line = input("\n> ")
+            line = ask("\n> ")
         except EOFError:
             print()
             return 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import write_whole
-from transformer.verbs.common import folder, open_run, read_lines
+from transformer.verbs.common import ask, check_text, folder, open_run, read_lines
 
 ABOUT = "attention maps, logit lens and profiles of a run for a text, as one page"
 
@@ -48,10 +48,12 @@ def run(args, overrides) -> int:
         raise UserError(
             f"--target: model.family = {config.model.family!r} reads one text; put all of it into --text"
         )
+    for name in ("text", "target"):
+        check_text(getattr(args, name) or "", f"--{name}")
     text = args.text
     if text is None:
         try:
-            text = input("text: ") if sys.stdin.isatty() else "\n".join(read_lines("-"))
+            text = ask("text: ") if sys.stdin.isatty() else "\n".join(read_lines("-"))
         except EOFError:  # Ctrl-D
             text = ""
     with use(mesh):
