@@ -1,30 +1,54 @@
 """`python -m transformer` and the installed script `transformer`: the command line as a process.
 
-Ctrl-C ends it with one line and exit code 130, whatever it is doing.
+Ctrl-C ends it with one line and exit code 130, whatever it is doing. A fault that one line describes prints no traceback, unless
+TRANSFORMER_TRACEBACKS=1; the traceback of any other fault is always printed.
 """
 
 import contextlib
+import functools
+import logging
 import os
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 
 
 def run() -> None:
     """Runs the command of `sys.argv` and exits with its code."""
+    if os.environ.get("TRANSFORMER_TRACEBACKS", "") in ("", "0"):
+        _quiet_threads()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have ignored it
         signal.signal(signal.SIGINT, _interrupt)
-        sys.unraisablehook = _interrupt_again
+        sys.unraisablehook = functools.partial(_interrupt_again, sys.unraisablehook)
     from transformer.cli import main
 
-    code = main()
-    if code in (2, 130):
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code not in (0, 143):  # 143: several processes stop together, and part as they do at the end
         # Not sys.exit: threads of Orbax that wait for the main one may hold it up, and Python would kill itself by SIGINT where an
         # interrupt has passed through exec(). All that is to be kept was written when `main` returned.
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(code)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to undo
+
+
+def _quiet_threads() -> None:
+    """Leaves out what other threads print of a fault that the main thread will raise. When a checkpoint cannot be written, threads of Orbax
+    log a traceback each, and TensorStore prints one for every array that is still to be written when the event loop is closed."""
+    handler = logging.StreamHandler()
+    handler.addFilter(
+        lambda record: not (record.name == "absl" and record.levelno >= logging.ERROR)
+    )
+    logging.getLogger().addHandler(handler)
+    print_it = sys.unraisablehook
+    # What no object and no thread of Python's raised comes from C++.
+    sys.unraisablehook = lambda lost: None if lost.object is None else print_it(lost)
 
 
 def _interrupt(number, frame) -> None:
@@ -40,12 +64,12 @@ def _interrupt(number, frame) -> None:
     raise KeyboardInterrupt
 
 
-def _interrupt_again(lost) -> None:
+def _interrupt_again(others: Callable, lost) -> None:
     """Python drops an exception in a callback of the garbage collector, and JAX has one. A Ctrl-C that is lost there comes again."""
     if issubclass(lost.exc_type, KeyboardInterrupt):
         threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
     else:
-        sys.__unraisablehook__(lost)
+        others(lost)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,25 @@ from pathlib import Path
 
 from transformer.errors import UserError
 
+_FULL = "the disk is full; what was saved before is whole: free some space and start again"
+
+_DISK_FAULTS = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EFBIG: "a file is larger than this process may write; what was saved before is whole: raise the limit (ulimit -f) and start again",
+}
+
 
 @contextlib.contextmanager
 def disk_faults(path) -> Iterator[None]:
-    """A full disk as one line that names `path`. Files and checkpoints are renamed into place when they are whole, so what
-    was saved before is untouched."""
+    """A full disk, or a file beyond the limit of its size, as one line that names `path`. Files and checkpoints are renamed into place
+    when they are whole, so what was saved before is untouched."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as e:
-        if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(e):
-            raise UserError(
-                f"{path}: the disk is full; what was saved before is whole: free some space and start again"
-            ) from None
+        for number, message in _DISK_FAULTS.items():  # TensorStore gives the system's words alone
+            if getattr(e, "errno", None) == number or os.strerror(number) in str(e):
+                raise UserError(f"{path}: {message}") from None
         raise
 
 
@@ -53,11 +60,21 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 
 def read_json(file: Path) -> dict:
-    """A JSON file that holds an object; UserError if it is damaged."""
+    """A JSON file that holds an object; UserError if it is damaged or cannot be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_bytes(file).decode("utf-8"))
+    except UserError:
+        raise
     except (ValueError, RecursionError) as e:
         raise UserError(f"{file}: damaged ({e})") from None
     if not isinstance(found, dict):
         raise UserError(f"{file}: damaged (no JSON object)")
     return found
+
+
+def read_bytes(file: Path) -> bytes:
+    """The content of a file; UserError if it cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as e:
+        raise UserError(f"{file}: cannot be read ({e.strerror or e})") from None

@@ -285,21 +285,15 @@ def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Ru
             )
         left_out.append(f"{name}: not begun")
         return None
-    try:
-        config, manifest = load_config(folder), read_json(folder / "manifest.json")
-    except (UserError, OSError) as e:
-        left_out.append(f"{name}: damaged ({e})")
-        return None
     report = folder / "test.json"
     try:
+        config, manifest = load_config(folder), read_json(folder / "manifest.json")
         tested = read_json(report) if report.exists() else {}
+        parsed = parse_metrics(folder)
     except UserError as e:
         left_out.append(f"{name}: damaged ({e})")
         return None
-    parsed, numbers = (
-        parse_metrics(folder),
-        lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))},
-    )
+    numbers = lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))}
     lines = [line for line in parsed if line is not None]
     if odd := sorted({key for line in lines for key in line.keys() - numbers(line).keys()}):
         left_out.append(f"{name}: {', '.join(odd)}: no numbers in metrics.jsonl")

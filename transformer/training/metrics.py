@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import write_whole
+from transformer.files import read_bytes, write_whole
 
 
 class MetricsLog:
@@ -91,10 +91,10 @@ def read_metrics(workdir: Path) -> list[dict]:
 def parse_metrics(workdir: Path) -> list[dict | None]:
     """The lines of a run's metrics.jsonl; None in place of one that was cut off, or damaged."""
     path, lines = Path(workdir) / "metrics.jsonl", []
-    for text in path.read_bytes().splitlines() if path.exists() else ():
+    for text in read_bytes(path).splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
-        except ValueError:  # UnicodeDecodeError is one
+        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
             line = None
         lines.append(line if isinstance(line, dict) and isinstance(line.get("step"), int) else None)
     return lines
