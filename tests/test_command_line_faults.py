@@ -1,0 +1,221 @@
+"""Small mistakes at the command line and in the data: one line on standard error, exit code 2 (130 for Ctrl-C), no traceback."""
+
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from transformer import __main__ as process
+from transformer import cli
+from transformer.config_io import load_experiment
+from transformer.data import sources
+from transformer.data.pipeline import open_data
+from transformer.errors import LONGEST, UserError
+from transformer.files import disk_faults
+from transformer.parallel import processes
+from transformer.verbs import common, generate
+
+ROOT = Path(__file__).parent.parent
+SMOKE = str(ROOT / "experiments" / "smoke.py")
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a file of this content; gives its path."""
+
+    def write(name: str, content: bytes) -> str:
+        (tmp_path / name).write_bytes(content)
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["-" * 3000 + "1", "[" * 3000, "(" * 300 + "1" + ")" * 300, "9" * 5000, "0x" + "f" * 5000, "'\\d'", "1if", "{[]: 1}"],
+)  # fmt: skip
+def test_a_value_that_python_cannot_read_is_no_number(value, recwarn):
+    with pytest.raises(UserError, match="^seed: ") as refused:
+        load_experiment(SMOKE, {"seed": value})
+    assert len(str(refused.value)) <= LONGEST and not recwarn.list
+
+
+def test_an_integer_beyond_every_float_is_refused_where_a_float_is_asked_for():
+    with pytest.raises(UserError, match="optimizer.learning_rate: an integer of 1,329 bits"):
+        load_experiment(SMOKE, {"optimizer.learning_rate": "1" + "0" * 400})
+
+
+@pytest.mark.parametrize("key", ["model.position.name.x", "model.position.name" + ".x" * 200])
+def test_a_name_has_no_fields(key, capsys):
+    assert cli.main(["train", f"--config={SMOKE}", "--workdir=none", f"--config.{key}=1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "model.position.name is a single value" in error
+
+
+def test_a_message_is_one_printable_line():
+    message = str(UserError("field: bad\n    value\x1b[31m " + "x" * 9000 + " the way out"))
+    assert message.startswith("field: bad value\\x1b[31m xxx") and message.endswith("the way out")
+    assert len(message) <= LONGEST
+    assert str(UserError(message)) == message
+
+
+@pytest.mark.parametrize("scheme", ["http", "hdfs", "any"])
+@pytest.mark.parametrize("field", ["data.train", "data.tokenizer.path"])
+def test_a_path_that_nothing_reads(scheme, field):
+    config = load_experiment(
+        SMOKE,
+        {"data.corpus": "", "data.format": "text", "data.train": SMOKE, field: f"{scheme}://a/b"},
+    )
+    with pytest.raises(UserError, match=f"{scheme}://a/b: {scheme}:// cannot be read"):
+        open_data(config)
+
+
+def test_a_tokenizer_that_is_not_there_is_missed_beside_its_cached_text():
+    config = load_experiment(SMOKE, {"data.tokenizer.path": "nowhere.model"})
+    open_data(load_experiment(SMOKE))  # the same text, without the path
+    with pytest.raises(UserError, match="data.tokenizer.path: no file 'nowhere.model'"):
+        open_data(config)
+
+
+PAIRS = ("source", "target")
+BOM = b"\xef\xbb\xbf"
+
+
+def read(format: str, path: str) -> list[tuple[str, ...]]:
+    return list(sources.read(format, path, columns=("text",) if format == "text" else PAIRS))
+
+
+def test_a_byte_order_mark_is_no_text(written):
+    record = json.dumps({"source": "a", "target": "b"}).encode()
+    assert read("text", written("a.txt", BOM + b"one\ntwo\n")) == [("one",), ("two",)]
+    assert read("tsv", written("a.tsv", BOM + b"a\tb\r\n")) == [("a", "b")]
+    assert read("jsonl", written("a.jsonl", BOM + record)) == [("a", "b")]
+    assert read("jsonl", written("a.jsonl.gz", gzip.compress(BOM + record))) == [("a", "b")]
+    both = written("x.en", BOM + b"a\n"), written("x.es", BOM + b"b\n")
+    assert read("paired", ",".join(both)) == [("a", "b")]
+
+
+def test_blank_texts_are_no_examples(written):
+    rows = [("a", "b"), ("", "b"), ("a", " \u3000"), ("\t", "")]
+    records = "".join(json.dumps(dict(zip(PAIRS, row, strict=True))) + "\n" for row in rows)
+    assert read("jsonl", written("a.jsonl", records.encode())) == rows[:1]
+    pairs = ("\n".join(side).replace("\t", "").encode() for side in zip(*rows, strict=True))
+    files = (written(name, side) for name, side in zip(("x.en", "x.es"), pairs, strict=True))
+    assert read("paired", ",".join(files)) == rows[:1]
+    with pytest.raises(UserError, match="holds no text"):
+        read("jsonl", written("b.jsonl", b'{"source": " ", "target": ""}\n'))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("one\n".encode("utf-16"), r":1: not UTF-8 .* but UTF-16; convert the file"),
+        ("one\n".encode("utf-16-le"), r":1: a NUL byte at column 2; a binary file, or UTF-16"),
+        (gzip.compress(b"one\n"), r":1: not UTF-8 .* but gzip \(name it \.gz\)"),
+        (b"one\ntw\0o\n", r":2: a NUL byte at column 3"),
+    ],
+)
+def test_a_file_that_is_no_text_is_told_what_it_is(written, content, message):
+    with pytest.raises(UserError, match=message):
+        read("text", written("a.txt", content))
+
+
+def test_a_field_twice_in_one_record(written):
+    with pytest.raises(UserError, match=r"a\.jsonl:1: two fields 'source' in one object"):
+        read("jsonl", written("a.jsonl", b'{"source": "a", "source": "b", "target": "c"}\n'))
+
+
+def test_pairs_of_globs_are_read_file_by_file(written, tmp_path):
+    for name, text in {"1.en": "a", "2.en": "b", "1.es": "x", "2.es": "y"}.items():
+        written(name, text.encode())
+    assert read("paired", f"{tmp_path}/*.en,{tmp_path}/*.es") == [("a", "x"), ("b", "y")]
+    with pytest.raises(UserError, match="matches 2 and 1 files"):
+        read("paired", f"{tmp_path}/*.en,{tmp_path}/1.es")
+
+
+def test_input_may_be_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # opens without a reader
+    os.write(writer, BOM + b"one\r\ntwo\n")
+    command = f"from transformer.verbs.common import read_lines; print(read_lines({str(tmp_path / 'pipe')!r}))"
+    reader = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
+    opened = lambda: (
+        str(tmp_path / "pipe")
+        in {
+            os.readlink(link)
+            for link in Path(f"/proc/{reader.pid}/fd").iterdir()
+            if link.is_symlink()
+        }
+    )
+    while reader.poll() is None and not opened():
+        time.sleep(0.01)
+    os.close(writer)
+    out, _ = reader.communicate(timeout=60)
+    assert out == "['one', 'two']\n"
+    with pytest.raises(UserError, match="--input: no file"):
+        common.read_lines(str(tmp_path))
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_that_are_no_text_at_the_prompt(monkeypatch, errors):
+    typed = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", typed)
+    with pytest.raises(UserError, match="standard input is not UTF-8"):
+        generate.ask("> ")
+    with pytest.raises(UserError, match=r"--text is not UTF-8: '\\udcff'"):
+        common.check_text("\udcff", "--text")
+
+
+def test_a_file_beyond_its_limit(tmp_path):
+    for message in ("[Errno 27] File too large", "OUT_OF_RANGE: Failed writing: File too large"):
+        refused = pytest.raises(UserError, match=r"run: a file is larger .* \(ulimit -f\)")
+        with refused, disk_faults("run"):
+            raise ValueError(message)
+
+
+def test_help_imports_no_jax():
+    code = "import sys; from transformer.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "train an experiment" in done.stdout
+
+
+def test_an_interrupt_while_modules_are_imported_prints_one_line(tmp_path):
+    """The process tells that it imports the first module of JAX, and is interrupted there."""
+    (tmp_path / "jax.py").write_text(
+        "import time\nprint('importing', flush=True)\ntry: time.sleep(60)\nexcept BaseException: raise ImportError\n"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "transformer", "evaluate", f"--workdir={tmp_path}"]
+    started = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    assert started.stdout.readline() == "importing\n"
+    started.send_signal(signal.SIGINT)
+    _, error = started.communicate(timeout=60)
+    assert (started.returncode, error) == (130, "\ninterrupted\n")
+
+
+def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
+    again = []
+    monkeypatch.setattr(signal, "raise_signal", again.append)
+    other = []
+    process._interrupt_again(other.append, types.SimpleNamespace(exc_type=ValueError))
+    assert len(other) == 1 and not again
+    process._interrupt_again(other.append, types.SimpleNamespace(exc_type=KeyboardInterrupt))
+    end = time.monotonic() + 5
+    while not again and time.monotonic() < end:
+        pass
+    assert again == [signal.SIGINT] and len(other) == 1
+
+
+def test_a_lost_process_is_told_from_another_error():
+    assert processes.is_loss(RuntimeError("FAILED: Gloo AllReduce failed: Connection closed"))
+    assert not processes.is_loss(RuntimeError("INVALID_ARGUMENT: shapes differ"))
+    assert not processes.is_loss(ValueError("gloo"))
