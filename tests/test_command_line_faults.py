@@ -21,6 +21,8 @@ from transformer.data.pipeline import open_data
 from transformer.errors import LONGEST, UserError
 from transformer.files import disk_faults
 from transformer.parallel import processes
+from transformer.training.metrics import read_metrics
+from transformer.training.rundir import load_config, read_manifest
 from transformer.verbs import common, generate
 
 ROOT = Path(__file__).parent.parent
@@ -219,3 +221,20 @@ def test_a_lost_process_is_told_from_another_error():
     assert processes.is_loss(RuntimeError("FAILED: Gloo AllReduce failed: Connection closed"))
     assert not processes.is_loss(RuntimeError("INVALID_ARGUMENT: shapes differ"))
     assert not processes.is_loss(ValueError("gloo"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [("versions", 1), ("devices", {}), ("data", []), ("data", {"test": 3})]
+)
+def test_a_manifest_of_other_types_is_damaged(tmp_path, entry, value):
+    (tmp_path / "manifest.json").write_text(json.dumps({entry: value}))
+    with pytest.raises(UserError, match=f"manifest.json: damaged .{entry}.*: expected"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json", "metrics.jsonl"])
+def test_a_folder_in_place_of_a_file_of_a_run(tmp_path, name):
+    (tmp_path / name).mkdir()
+    reader = {"config.json": load_config, "manifest.json": read_manifest}.get(name, read_metrics)
+    with pytest.raises(UserError, match=f"{name}: cannot be read .Is a directory"):
+        reader(tmp_path)

@@ -135,12 +135,14 @@ READERS = {
 
 @functools.cache
 def run_directory() -> Path:
-    """A tiny trained run, and beside it `other`, the same run with another seed; made once in a process."""
+    """A tiny trained run, and beside it `other`, a copy with another seed; made once in a process."""
     folder = Path(tempfile.mkdtemp(prefix="faults-")) / "run"
     with use(_mesh()):
         train(_config(), folder)
-        train(dataclasses.replace(_config(), seed=1), folder.parent / "other")
-    for run in (folder, folder.parent / "other"):
+    other = shutil.copytree(folder, folder.parent / "other")
+    changed = to_mapping(_config()) | {"seed": 1}
+    (other / "config.json").write_text(json.dumps(changed))
+    for run in (folder, other):
         (run / "test.json").write_text(json.dumps({"step": 2, "part": "test", "loss": 6.5}))
     return folder
 

@@ -19,7 +19,7 @@ from transformer.evaluation.evaluators import measure
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.subject import At, Subject
 from transformer.evaluation.translation import exact, score, translate_and_score
-from transformer.files import read_json, write_whole
+from transformer.files import write_whole
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory, check_rows
 from transformer.parallel.processes import first_before_the_others, is_first
@@ -27,7 +27,7 @@ from transformer.parallel.sharding import Share
 from transformer.training.checkpoint import Checkpoints
 from transformer.training.metrics import append_metrics
 from transformer.training.optimizer import build_optimizer
-from transformer.training.rundir import converted
+from transformer.training.rundir import converted, read_manifest
 from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step
 
@@ -140,7 +140,7 @@ def _check_text(workdir: Path, data: Data, part: str) -> None:
         return
     found = data.store.meta[part]["sha256"]
     try:
-        was = read_json(workdir / "manifest.json")["data"][part]["sha256"]
+        was = read_manifest(workdir)["data"][part]["sha256"]
     except (KeyError, TypeError):
         raise UserError(f"{workdir / 'manifest.json'}: damaged (no data.{part}.sha256)") from None
     if was != found:

@@ -18,7 +18,7 @@ from transformer.lab.guard import asked
 from transformer.lab.study import load_study
 from transformer.sweeps import RESERVED, Grid, Point, Sweep
 from transformer.training.metrics import parse_metrics
-from transformer.training.rundir import flat, load_config
+from transformer.training.rundir import flat, load_config, read_manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +287,7 @@ def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Ru
         return None
     report = folder / "test.json"
     try:
-        config, manifest = load_config(folder), read_json(folder / "manifest.json")
+        config, manifest = load_config(folder), read_manifest(folder)
         tested = read_json(report) if report.exists() else {}
         parsed = parse_metrics(folder)
     except UserError as e:

@@ -127,8 +127,29 @@ def check_folder(workdir: Path) -> None:
 
 def converted(workdir: Path) -> bool:
     """Whether the parameters here come from elsewhere, so that there is no text of their own."""
+    return (workdir / "manifest.json").exists() and "converted_from" in read_manifest(workdir)
+
+
+_MANIFEST_KINDS = {
+    "data": dict, "versions": dict, "attention_backends": dict, "mesh": dict, "devices": list, "earlier_starts": list,
+    "parameters": int, "trained_together": int,
+}  # fmt: skip
+
+
+def read_manifest(workdir: Path) -> dict:
+    """The manifest of a run. Raises UserError if the file is damaged or an entry is not of its type."""
     file = workdir / "manifest.json"
-    return file.exists() and "converted_from" in read_json(file)
+    found = read_json(file)
+    entries = [(name, found[name], kind) for name, kind in _MANIFEST_KINDS.items() if name in found]
+    entries += [
+        (f"data.{part}", found["data"][part], dict)
+        for part in ("train", "valid", "test")
+        if isinstance(found.get("data"), dict) and part in found["data"]
+    ]
+    for name, value, kind in entries:
+        if not isinstance(value, kind):
+            raise UserError(f"{file}: damaged ({name}: expected {kind.__name__}, got {value!r})")
+    return found
 
 
 def trained(workdir: Path) -> bool:
@@ -188,7 +209,7 @@ def claim(
             (workdir / name).unlink(missing_ok=True)
         write_whole(workdir / tokenizer.name, tokenizer.content)
     file = workdir / "manifest.json"
-    before = read_json(file) if file.exists() else {}
+    before = read_manifest(workdir) if file.exists() else {}
     earlier = (
         [*before.get("earlier_starts", []), {k: before.get(k) for k in _OF_A_START}]
         if before
