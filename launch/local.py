@@ -6,7 +6,7 @@ Everything behind `--` is what `python -m transformer` is given. Every process h
 transformer/parallel/processes.py). Lines of process 0 come as they are, those of the others with their number before them;
 what gloo says of its connections, and the stack trace of XLA when process 0 is lost, are left out unless TRANSFORMER_TRACEBACKS=1.
 
-If one process dies, the others end within a minute. If all stopped to be restarted (a preemption: exit code 143), or one died, the
+If one process dies, the others end within seconds. If all stopped to be restarted (a preemption: exit code 143), or one died, the
 command is started again, `--restarts` times at most. Ctrl-C and SIGTERM go to all, and nothing is started again.
 """
 
