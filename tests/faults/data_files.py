@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from faults.property import right_or_one_line
+
 from transformer.data import sources
 
 COLUMNS = {"text": ("text",), "tsv": ("source", "target"), "jsonl": ("source", "target"), "paired": ("source", "target"),

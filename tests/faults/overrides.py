@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from faults.property import right_or_one_line
+
 from transformer.config import Choice, Experiment
 from transformer.config_io import apply_overrides, load_experiment
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from faults.property import right_or_one_line
+
 from transformer.config_io import apply_overrides, load_experiment, to_mapping
 from transformer.data.pipeline import open_data
 from transformer.data.tokenizer import find_tokenizer, load_tokenizer

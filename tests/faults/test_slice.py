@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-
 from faults import data_files, overrides, run_directories
 
 
