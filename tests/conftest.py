@@ -18,6 +18,7 @@ from flax.core import meta
 from transformer import ModelConfig, UserError, build_model
 from transformer.decoding.prefill import prefill
 from transformer.model.attention_backends import BACKENDS
+from transformer.model.effects import READ_BY_RECURRENCE
 from transformer.model.positions import SCHEMES
 
 jax.config.update(
@@ -41,9 +42,18 @@ ALONE = [name for name in BACKENDS if name not in ("ring", "splash", "cudnn")]
 """Attention backends that need no mesh, and serve tokens and heads of any size."""
 
 
+def sized(family: str, sizes: dict = TINY, **fields) -> dict:
+    """The fields of a small model: those of `sizes` that have an effect in its family, and `fields`."""
+    sides = [side for side in ("encoder", "decoder") if side in family]
+    absent = {"num_encoder_layers", "num_decoder_layers"} - {f"num_{s}_layers" for s in sides}
+    read = READ_BY_RECURRENCE if "recurrent" in family else sizes.keys()
+    kept = {name: value for name, value in sizes.items() if name in read and name not in absent}
+    return {"family": family, **kept, **fields}
+
+
 def small(family: str, **fields) -> ModelConfig:
     """A model of a few thousand parameters."""
-    return ModelConfig(**{"family": family, **SMALL, **fields})
+    return ModelConfig(**sized(family, SMALL, **fields))
 
 
 def schemes(*families: str) -> list[tuple[str, str]]:

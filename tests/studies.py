@@ -2,7 +2,7 @@
 
 import json
 
-from conftest import TINY
+from conftest import sized
 
 from transformer import Sweep, vary
 from transformer.config import Experiment
@@ -13,7 +13,7 @@ from transformer.lab.study import Study
 
 def experiment(**changes) -> Experiment:
     tree = {
-        "model": {"family": "decoder", **TINY, "vocab_size": 512, "max_length": 32, "position": "rotary"},
+        "model": sized("decoder", vocab_size=512, max_length=32, position="rotary"),
         "data": {"corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}},
         "optimizer": {"warmup_steps": 4, "learning_rate": 1e-3},
         "train": {"steps": 8, "log_every": 2, "eval_every": 4, "eval_batches": 2, "tensorboard": False},

@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import make, small, tokens
+from conftest import make, sized, small, tokens
 
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import from_mapping
@@ -25,8 +25,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 def compiled(family: str, mesh: dict, **model):
     """(collectives of a training step: kind -> shapes, each as it is on a device; shapes of the parameters of a layer)."""
     config = from_mapping(Experiment, {
-        "model": {"family": family, "vocab_size": VOCAB, "d_model": D, "d_ff": FF, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2,
-                  "max_length": LENGTH, "position": "rotary", **model},
+        "model": sized(family, vocab_size=VOCAB, d_model=D, d_ff=FF, max_length=LENGTH, position="rotary", **model),
         "data": {"corpus": "pydoc", "objective": "seq2seq" if family == "encoder_decoder" else "causal_lm", "length": LENGTH, "batch_size": ROWS},
         "mesh": {"data": 1, **mesh},
     })  # fmt: skip

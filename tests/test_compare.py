@@ -358,7 +358,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
 
 def test_a_classifiers_loss_is_of_labels(tmp_path):
     """So it has their unit, and another tokenizer is no matter."""
-    labels = dict(model__family="encoder", model__num_encoder_layers=2, model__pooling="mean", model__num_labels=3, model__lm_head=False, data__objective="classification", data__packing=False)  # fmt: skip
+    labels = dict(model__family="encoder", model__num_encoder_layers=2, model__num_decoder_layers=0, model__pooling="mean", model__num_labels=3, model__lm_head=False, data__objective="classification", data__packing=False)  # fmt: skip
     sweep = Sweep(
         vary("model.vocab_size", 512, 300),
         seeds=2,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, make, small, tokens
+from conftest import make, sized, small, tokens
 
 from transformer import UserError
 from transformer.config import Experiment
@@ -30,7 +30,7 @@ from transformer.training.step import batch_sums, make_eval_step, make_train_ste
 
 def experiment(*evaluators, mesh=(), **model) -> Experiment:
     return from_mapping(Experiment, {
-        "model": {"family": "decoder", **TINY, "vocab_size": 512, "max_length": 32, "position": "rotary", "norm_placement": "pre", **model},
+        "model": sized(**{"family": "decoder", "vocab_size": 512, "max_length": 32, "position": "rotary", "norm_placement": "pre", **model}),
         "data": {"corpus": "pydoc", "objective": {"encoder_decoder": "span_corruption", "encoder": "masked_lm"}.get(model.get("family"), "causal_lm"), "length": 16, "batch_size": 16, "held_out": 4, "tokenizer": {"kind": "bpe"}},
         "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2}, "mesh": {"data": 1, **dict(mesh)},
         "train": {"steps": 4, "log_every": 2, "eval_every": 2, "eval_batches": 2, "tensorboard": False, "evaluators": evaluators},

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, make
+from conftest import make, sized
 
 from transformer import ModelConfig, save_hf
 from transformer.config import Experiment
@@ -20,14 +20,7 @@ from transformer.training.initialize import start_from
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 
-MODEL = {
-    "family": "decoder",
-    **TINY,
-    "vocab_size": 512,
-    "max_length": 32,
-    "position": "learned",
-    "logit_bias": True,
-}
+MODEL = sized("decoder", vocab_size=512, max_length=32, position="learned", logit_bias=True)
 
 
 def experiment(model=(), train=(), data=()):

@@ -103,7 +103,8 @@ def test_numbers_are_those_of_the_maps(family, monkeypatch):
 RUN = """
 def get_config(family):
     objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "span_corruption"}[family]
-    size = {"d_model": 16, "d_ff": 32, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2}
+    layers = {f"num_{side}_layers": 2 for side in ("encoder", "decoder") if side in family}
+    size = {"d_model": 16, "d_ff": 32, "num_heads": 4, **layers}
     return {
         "model": {"family": family, "vocab_size": 512, "max_length": 32, "norm_placement": "post", **size},
         "data": {"corpus": "pydoc", "objective": objective, "length": 16, "batch_size": 16, "held_out": 4, "tokenizer": {"kind": "bpe"}},

@@ -73,6 +73,7 @@ def test_one_experiment_under_two_names_is_refused():
                 fills={
                     "model.family": "encoder",
                     "model.num_encoder_layers": 2,
+                    "model.num_decoder_layers": 0,
                     "data.objective": "masked_lm",
                 },
             ),

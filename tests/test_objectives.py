@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, make, small, start_decoding, tokens
+from conftest import make, sized, small, start_decoding, tokens
 
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import from_mapping
@@ -23,7 +23,6 @@ from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import batch_sums, make_train_step
 
-MODEL = {**TINY, "vocab_size": 380, "max_length": 64}
 PAIR_LABELS = {"token_types": 2, "num_labels": 2, "pooling": "cls", "pooler": True}
 
 
@@ -32,7 +31,7 @@ def experiment(text, objective, family, model=(), **data):
     file = {"classification": "label.tsv", "tagging": "tags.tsv"}.get(name, "text.txt")
     format = "tsv" if file.endswith("tsv") else "text"
     return from_mapping(Experiment, {
-        "model": {"family": family, **MODEL, **dict(model)}, "mesh": {"data": 1}, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "epsilon": 1e-4},
+        "model": sized(family, **{"vocab_size": 380, "max_length": 64, **dict(model)}), "mesh": {"data": 1}, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "epsilon": 1e-4},
         "data": {"train": str(text / file), "format": format, "objective": objective, "length": 40, "batch_size": 8, "held_out": 40, **data},
         "train": {"steps": 60, "log_every": 20, "tensorboard": False},
     })  # fmt: skip

@@ -5,7 +5,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from conftest import small
+from conftest import TINY, sized, small
 
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import from_mapping
@@ -30,8 +30,8 @@ def planned(family="decoder", mesh=None, train=(), data=(), **model):
         family
     ]
     return from_mapping(Experiment, {
-        "model": {"family": family, "vocab_size": V, "d_model": D, "d_ff": FF, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 3, "max_length": T,
-                  "use_bias": False, "norm_placement": "pre", "position": "rotary", "attention_backend": "reference", **model},
+        "model": sized(family, {**TINY, "num_decoder_layers": 3}, **{"vocab_size": V, "d_model": D, "d_ff": FF, "max_length": T,
+                  "use_bias": False, "norm_placement": "pre", "position": "rotary", "attention_backend": "reference", **model}),
         "data": {"train": "nowhere", "objective": objective, "length": T, "batch_size": ROWS, **dict(data)},
         "train": {"steps": 1000, **dict(train)}, "mesh": {"data": 1, **(mesh or {})}, "decoding": {"batch_size": 8},
     })  # fmt: skip

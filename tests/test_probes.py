@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from conftest import TINY, sized
 
 from transformer import UserError
 from transformer.config import Experiment
@@ -77,7 +78,7 @@ def test_a_path_that_asks_for_nothing_is_refused(path, message):
 
 def experiment(family: str, path: str = "copy:1-3:2000", **changes) -> Experiment:
     return from_mapping(Experiment, {
-        "model": {"family": family, "vocab_size": 40, "d_model": 32, "d_ff": 64, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2, "max_length": 16, "position": "rotary", **changes},
+        "model": sized(family, {**TINY, "num_encoder_layers": 1}, d_model=32, d_ff=64, num_heads=2, position="rotary", **changes),
         "data": {"format": "probe", "train": path, "objective": "seq2seq", "length": 16, "batch_size": 32, "held_out": 32, "tokenizer": {"kind": "char"}},
         "optimizer": {"warmup_steps": 10, "learning_rate": 1e-2}, "mesh": {"data": 1},
         "train": {"steps": 120, "tensorboard": False, "evaluators": ({"name": "probe", "lengths": (2, 5), "examples": 64}, "bleu_by_length")},

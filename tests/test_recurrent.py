@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, make, masks, small, start_decoding, tokens
+from conftest import make, masks, sized, small, start_decoding, tokens
 
 from transformer import UserError
 from transformer.config import Experiment
@@ -231,7 +231,7 @@ def test_a_beams_score_is_that_of_its_text(model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_learns_on_any_mesh(dtype):
     config = from_mapping(Experiment, {
-        "model": {"family": FAMILY, **TINY, "dtype": dtype, "dropout": 0.1}, "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
+        "model": sized(FAMILY, dtype=dtype, dropout=0.1), "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
         "optimizer": {"learning_rate": 0.02, "warmup_steps": 2}, "train": {"steps": 10}, "mesh": {"data": 1},
     })  # fmt: skip
     from test_training import batch_of
@@ -264,4 +264,4 @@ def test_a_width_that_has_no_half_is_refused():
     with pytest.raises(
         UserError, match=r"model\.d_model: 15 must be even: an encoder layer has two directions"
     ):
-        small(FAMILY, d_model=15, num_heads=3, num_kv_heads=3, position="none")
+        small(FAMILY, d_model=15)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import TINY, small
+from conftest import sized, small
 
 from transformer import cli, load_hf, save_hf
 from transformer.config import (
@@ -33,14 +33,14 @@ from transformer.model.config import ModelConfig
 from transformer.parallel.mesh import check_platform, check_rows, make_mesh, use
 from transformer.training.initialize import _match, _source
 
-MODEL = {"family": "decoder", **TINY, "vocab_size": 300}
+MODEL = sized("decoder", vocab_size=300)
 
 
 def experiment(model=(), mesh=None, **data):
     return from_mapping(
         Experiment,
         {
-            "model": {**MODEL, **dict(model)},
+            "model": sized(**{"family": "decoder", "vocab_size": 300, **dict(model)}),
             "mesh": mesh or {"data": 1},
             "data": {"corpus": "pydoc", "length": 16, **data},
         },
@@ -112,7 +112,7 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
     masked = from_mapping(
         Experiment,
         {
-            "model": {**MODEL, "family": "encoder"},
+            "model": sized("encoder", vocab_size=300),
             "data": {"corpus": "pydoc", "objective": "masked_lm", "length": 16},
         },
     )

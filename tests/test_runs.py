@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import sized
 
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
 from transformer.config_io import from_mapping
@@ -21,7 +21,7 @@ from transformer.training.state import abstract_state
 @pytest.fixture
 def run_config():
     return from_mapping(Experiment, {
-        "model": {"family": "decoder", **TINY, "vocab_size": 512, "dropout": 0.1, "max_length": 32},
+        "model": sized("decoder", vocab_size=512, dropout=0.1, max_length=32),
         "data": {"corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}},
         "optimizer": {"warmup_steps": 5}, "mesh": {"data": 2},
         "train": {"steps": 12, "log_every": 4, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5, "keep_checkpoints": 4, "tensorboard": False, "ema_decay": 0.9},

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import sized
 
 from transformer.config import Experiment, MeshConfig, ModelConfig
 from transformer.config_io import from_mapping
@@ -66,7 +66,7 @@ def test_the_table_is_checked_and_names_the_parameter(names, shape, message):
     ],
 )
 def test_every_matrix_of_every_family_is_sharded(family, fields):
-    model = build_model(ModelConfig(family=family, **TINY, **fields))
+    model = build_model(ModelConfig(**sized(family, **fields)))
     args = (jnp.ones((1, 4), jnp.int32),) * (2 if family == "encoder_decoder" else 1)
     boxed_params = jax.eval_shape(model.init, jax.random.key(0), *args)["params"]
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
@@ -93,7 +93,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
     config = from_mapping(
         Experiment,
         {
-            "model": {"family": "decoder", **TINY, "d_model": 2**30},
+            "model": sized("decoder", d_model=2**30),
             "data": {"corpus": "pydoc", "length": 8},
         },
     )
@@ -149,7 +149,7 @@ def test_an_axis_that_does_not_divide_over_slices_is_refused():
 )  # fmt: skip
 def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
     config = from_mapping(Experiment, {
-        "model": {"family": "decoder", **TINY, **model}, "data": {"corpus": "pydoc", "length": 8, "batch_size": 8}, "mesh": {"data": 1, **mesh},
+        "model": sized("decoder", **model), "data": {"corpus": "pydoc", "length": 8, "batch_size": 8}, "mesh": {"data": 1, **mesh},
     })  # fmt: skip
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
         check_rows(config, make_mesh(config.mesh))
@@ -165,13 +165,13 @@ def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
 )  # fmt: skip
 def test_rounds_that_make_no_sense_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
-        ModelConfig(family="decoder", **{**TINY, **fields})
+        ModelConfig(**sized("decoder", **fields))
 
 
 def test_statistics_that_cannot_be_moved_are_named():
     """Adafactor's are of other shapes than their parameters."""
     config = from_mapping(Experiment, {
-        "model": {"family": "decoder", **TINY}, "data": {"corpus": "pydoc", "length": 8, "batch_size": 8},
+        "model": sized("decoder"), "data": {"corpus": "pydoc", "length": 8, "batch_size": 8},
         "optimizer": {"name": "adafactor"}, "mesh": {"data": 1},
     })  # fmt: skip
     with use(make_mesh(config.mesh)) as mesh:

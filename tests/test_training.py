@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import sized
 
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
 from transformer.config_io import from_mapping
@@ -27,7 +27,7 @@ def experiment(family="encoder_decoder", mesh=None, model=(), **train):
         family
     ]
     return from_mapping(Experiment, {
-        "model": {"family": family, **TINY, **dict(model)}, "data": {"corpus": "pydoc", "objective": objective, "length": 12, "batch_size": 16},
+        "model": sized(family, **dict(model)), "data": {"corpus": "pydoc", "objective": objective, "length": 12, "batch_size": 16},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1, "clip_norm": 1.0, "epsilon": 1e-4},
         "train": {"steps": 10, "label_smoothing": 0.1, "z_loss": 1e-3, **train}, "mesh": mesh or {"data": 1},
     })  # fmt: skip

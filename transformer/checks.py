@@ -1,10 +1,20 @@
-"""What several configs check, each with one line that names the field, the value and the way out."""
+"""What all configs check when they are built; each fault is one line with the field, the value and the way out.
+
+`@strict(section, effects)` makes a dataclass a config: its constructor takes the annotated types
+only, numbers that float32 can hold, and no field that has no effect. The rest of this module is
+for the ranges of single fields.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax
+import numpy as np
 from flax.core import FrozenDict
 
 from transformer.errors import UserError, look_up, nearest
@@ -46,6 +56,16 @@ def _bounded(section: str, field: str, value) -> None:
         )
 
 
+def at_most(section: str, config, maximum, **why: str) -> None:
+    """Each of these fields of `config` is at most `maximum`; the keyword's value says why."""
+    for field, reason in why.items():
+        value = getattr(config, field)
+        if value > maximum:
+            raise UserError(
+                f"{section}.{field}: {value:,} is too large; at most {maximum:,}: {reason}"
+            )
+
+
 def in_unit_interval(section: str, config, *fields: str) -> None:
     """Each of these fields of `config` is a share under one."""
     for field in fields:
@@ -53,19 +73,171 @@ def in_unit_interval(section: str, config, *fields: str) -> None:
             raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
 
 
-def strict(cls):
-    """An unknown keyword is a UserError with the nearest name."""
-    init, names = cls.__init__, [f.name for f in dataclasses.fields(cls)]
+# ---- Fields without effect
 
-    @functools.wraps(init)
-    def checked(self, *args, **fields):
-        for name in fields:
-            if name not in names:
-                raise UserError(f"{cls.__name__}.{name}: no such field; {nearest(name, names)}")
-        init(self, *args, **fields)
 
-    cls.__init__ = checked
-    return cls
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """These fields have an effect only where `when(config)` is true. `needs` says the same in words,
+    as what to set: "model.norm='layernorm'". Fields of a config inside another are dotted."""
+
+    fields: tuple[str, ...]
+    needs: str
+    when: Callable[[Any], bool]
+
+
+def refuse_without_effect(
+    section: str, config, effects: tuple[Effect, ...], given: Mapping
+) -> None:
+    """Raises UserError for a field that is given, differs from its default and has no effect.
+
+    A field that the config resolves itself (`config.resolved`: field -> value) may have that value.
+    """
+    resolved = getattr(config, "resolved", {})
+    for effect in effects:
+        if effect.when(config):
+            continue
+        for name in effect.fields:
+            value, default = _look(config, name)
+            value = value if "." in name else given.get(name, default)
+            if isinstance(value, jax.core.Tracer) or value in (
+                default,
+                resolved.get(name, default),
+            ):
+                continue
+            path = f"{section}.{name}" if section else name
+            raise UserError(
+                f"{path}: {plain(value)!r} has no effect without {effect.needs}; "
+                f"set that, or leave {path} at {plain(resolved.get(name, default))!r}"
+            )
+
+
+def _look(config, name: str) -> tuple[Any, Any]:
+    """The value and the default of a dotted field."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        config = getattr(config, parent)
+    return getattr(config, last), type(config).__dataclass_fields__[last].default
+
+
+# ---- Types
+
+
+def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
+    """Class decorator for a config: a dataclass whose constructor raises UserError for an unknown field
+    (with the nearest name), a missing one, a value of another type than the annotation says, a float
+    that float32 cannot hold, and a field without effect. `section` is its name in an experiment;
+    `effects` may be a function of the names of all fields.
+
+    As in a JSON file, a whole number may stand for a float, a list for a tuple, and a mapping for a
+    config or a choice.
+    """
+
+    def decorate(cls):
+        init, hints = cls.__init__, functools.cache(lambda: typing.get_type_hints(cls))
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        path = section and f"{section}."
+        table = effects(tuple(fields)) if callable(effects) else effects
+
+        @functools.wraps(init)
+        def checked(self, *args, **given):
+            given = dict(zip(fields, args, strict=False)) | given
+            for name in given:
+                if name not in fields:
+                    raise UserError(
+                        f"{cls.__name__}.{name}: no such field; {nearest(name, fields)}"
+                    )
+            for name, field in fields.items():
+                if field.default is dataclasses.MISSING and name not in given:
+                    raise UserError(f"{path}{name}: must be set")
+            kinds = hints()
+            given = {name: coerce(x, kinds[name], path + name) for name, x in given.items()}
+            init(self, **given)
+            for name in fields:
+                in_float32(path + name, getattr(self, name))
+            refuse_without_effect(section, self, table, given)
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate
+
+
+def coerce(value, kind, path: str):
+    """`value` as the annotated type `kind`. Raises UserError."""
+    if isinstance(value, jax.core.Tracer):  # a number that one program takes as an argument
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    _printable(value, path)
+    if dataclasses.is_dataclass(kind):
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path}: expected {table_of(kind)}, got {value!r}")
+        return kind(**value)
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if option is type(None) and value is None:
+            return None
+        if origin is tuple and isinstance(value, (tuple, list)):
+            return tuple(coerce(v, typing.get_args(option)[0], path) for v in value)
+        if origin is FrozenDict and isinstance(value, Mapping):
+            if str in options and isinstance(value.get("name"), str) and len(value) == 1:
+                return value["name"]  # a choice without options
+            return _frozen(value)
+        if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if origin in (int, bool, str) and type(value) is origin:
+            return value
+        if origin is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+    raise UserError(f"{path}: expected {' or '.join(map(_spelled, options))}, got {value!r}")
+
+
+def in_float32(path: str, value) -> None:
+    """Raises UserError for a number that is 0 or infinite in float32, in which every program computes.
+    (Numbers under the smallest normal one count as 0: accelerators flush them.)"""
+    if isinstance(value, float) and value and math.isfinite(value):
+        limits = np.finfo(np.float32)
+        if not limits.tiny <= abs(value) <= limits.max:
+            raise UserError(
+                f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; "
+                f"take a number between {limits.tiny:.1e} and {limits.max:.1e}"
+            )
+
+
+def table_of(cls) -> str:
+    """What is expected where a config stands, for a message."""
+    return f"a table of fields, dict({next(iter(typing.get_type_hints(cls)))}=...)"
+
+
+def _printable(value, path: str) -> None:
+    """Raises UserError if `value` is, or holds, an integer that no float holds: Python refuses even to print the largest."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _printable(item, f"{path}.{key}")
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _printable(item, path)
+    elif isinstance(value, int) and value.bit_length() > 1023:
+        raise UserError(f"{path}: an integer of {value.bit_length():,} bits is too large")
+
+
+def _frozen(value):
+    """Hashable: mappings as FrozenDicts, lists as tuples, all the way down."""
+    if isinstance(value, Mapping):
+        return FrozenDict({key: _frozen(item) for key, item in value.items()})
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _spelled(option) -> str:
+    if option is type(None):
+        return "nothing (None)"
+    origin = typing.get_origin(option) or option
+    names = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)", str: "text"}
+    return names.get(origin, getattr(option, "__name__", str(option)))
 
 
 def plain(value):
@@ -81,22 +253,32 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
         raise UserError(f"{field}.name: {plain(name)!r} is not a name; {nearest(str(name), table)}")
     cls = look_up(table, name, field)
     options = {f.name: f.default for f in dataclasses.fields(cls) if is_option(f)}
+    return cls(**check_options(field, name, options, given))
+
+
+def check_options(
+    field: str, name: str, options: Mapping, given: Mapping, called: str = "option"
+) -> dict:
+    """The given options of a choice, each of the type of its default in `options`. Raises UserError."""
+    checked = {}
     for key, value in given.items():
         if key not in options:
             way_out = nearest(key, options) if options else "it takes no options"
-            raise UserError(f"{field}: {name!r} has no option {key!r}; {way_out}")
+            raise UserError(f"{field}: {name!r} has no {called} {key!r}; {way_out}")
         kind = type(options[key])
         if isinstance(value, Mapping) and kind is str:  # a choice within a choice
-            given[key] = FrozenDict(value)
+            value = _frozen(value)
         elif isinstance(value, list) and kind is tuple:
-            given[key] = tuple(value)
+            value = tuple(value)
         elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(
             value, bool
         ) != (kind is bool):
             raise UserError(f"{field}.{key}: expected {kind.__name__}, got {plain(value)!r}")
         elif kind is float and not math.isfinite(value):
             raise UserError(f"{field}.{key}: {value} is no finite number")
-    return cls(**given)
+        in_float32(f"{field}.{key}", value)
+        checked[key] = value
+    return checked
 
 
 def is_zero(number) -> bool:

@@ -6,9 +6,16 @@ model/config.py; how an experiment is read from a file and the command line in c
 
 import dataclasses
 
-from flax.core import FrozenDict
-
-from transformer.checks import LARGEST, at_least, in_unit_interval, one_of, positive
+from transformer import effects
+from transformer.checks import (
+    LARGEST,
+    at_least,
+    at_most,
+    in_unit_interval,
+    one_of,
+    positive,
+    strict,
+)
 from transformer.data import objectives, probes
 from transformer.errors import UserError
 from transformer.evaluation import kinds
@@ -27,6 +34,7 @@ __all__ = [
 ]
 
 
+@strict("data.tokenizer", effects.TOKENIZER)
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
     """SentencePiece, trained from the run's own training text (both languages together) to `model.vocab_size` pieces, less what the
@@ -53,7 +61,13 @@ class TokenizerConfig:
                 f"data.tokenizer.character_coverage: {self.character_coverage} must lie between 0.98 and 1"
             )
 
+    def at(self, path) -> "TokenizerConfig":
+        """The same special tokens, with the tokenizer that lies at `path`: none is trained."""
+        ids = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "_id" in f.name}
+        return TokenizerConfig(path=str(path), **ids)
 
+
+@strict("data", effects.DATA)
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Text to batches of static shape."""
@@ -88,8 +102,6 @@ class DataConfig:
             raise UserError(
                 "data.corpus: a known corpus has its own files; data.valid, data.test and data.fields go with data.train"
             )
-        if not isinstance(self.objective, str):
-            object.__setattr__(self, "objective", FrozenDict(self.objective))
         one_of(
             "data.format",
             self.format,
@@ -106,10 +118,6 @@ class DataConfig:
             raise UserError(
                 f"data.eval_overlap: {self.eval_overlap} must be less than data.length = {self.length}"
             )
-        if self.fields and self.format in ("text", "paired"):
-            raise UserError(
-                f"data.fields: {self.fields}, but data.format = {self.format!r} has no fields; leave them out"
-            )
         if (
             self.fields
             and self.format == "tsv"
@@ -119,6 +127,8 @@ class DataConfig:
                 f"data.fields: {self.fields}; of tsv they are the numbers of columns, from 0: ('0', '1')"
             )
         if self.buckets:
+            if min(self.buckets) < 1:
+                raise UserError(f"data.buckets: {self.buckets}; a row has at least 1 token")
             if self.packing:
                 raise UserError(
                     "data.buckets: rows are either packed or bucketed; set data.packing=False or leave out data.buckets"
@@ -133,11 +143,17 @@ class DataConfig:
                 )
 
     @property
+    def chosen(self) -> objectives.Objective:
+        """What `objective` chooses, with its options."""
+        return objectives.build(self.objective)
+
+    @property
     def decoder_length(self) -> int:
         """Tokens in a row of the decoder."""
         return self.target_length or self.length
 
 
+@strict("optimizer", effects.OPTIMIZER)
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """The update rule and its learning rate, a function of the step alone."""
@@ -170,8 +186,9 @@ class OptimizerConfig:
             "warmup_steps",
             "weight_decay",
             "clip_norm",
-            "final_fraction",
         )
+        if not 0 <= self.final_fraction <= 1:
+            raise UserError(f"optimizer.final_fraction: {self.final_fraction} must lie in [0, 1]")
         positive("optimizer", self, "epsilon")
         in_unit_interval("optimizer", self, "b1", "b2", "momentum")
         if not 0 < self.decay_fraction <= 1:
@@ -182,6 +199,7 @@ class OptimizerConfig:
             )
 
 
+@strict("mesh", effects.MESH)
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Devices along each axis; -1 takes the rest (one axis at most)."""
@@ -212,6 +230,7 @@ class MeshConfig:
         }
 
 
+@strict("train", effects.TRAIN)
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The loop: how long, which loss, how often what."""
@@ -225,9 +244,7 @@ class TrainConfig:
     ema_decay: float = (
         0.0  # exponential moving average of the parameters, used for evaluation; 0: off
     )
-    average_checkpoints: int = (
-        0  # evaluate the mean of the last n checkpoints; 0 or 1: the last alone
-    )
+    average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0: the last alone
     init_from: str = (
         ""  # start from the parameters of a run, or of a Hugging Face directory (extra [hf])
     )
@@ -267,17 +284,13 @@ class TrainConfig:
         )
         at_least("train", self, 0, "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
-        object.__setattr__(
-            self,
-            "evaluators",
-            tuple(x if isinstance(x, str) else _frozen(x) for x in self.evaluators),
-        )
         for spec in self.evaluators:
             kinds.build(spec)
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
-        if (self.init_new or self.init_drop) and not self.init_from:
+        if self.average_checkpoints == 1:
             raise UserError(
-                "train.init_new and train.init_drop: they go with train.init_from, which is not set"
+                "train.average_checkpoints: the mean of 1 checkpoint is the last alone, as with 0; "
+                "set it to 0, or to 2 or more"
             )
         if self.average_checkpoints > self.keep_checkpoints:
             raise UserError(
@@ -289,12 +302,7 @@ class TrainConfig:
             )
 
 
-def _frozen(choice) -> FrozenDict:
-    return FrozenDict(
-        {key: tuple(value) if isinstance(value, list) else value for key, value in choice.items()}
-    )
-
-
+@strict("decoding", effects.DECODING)
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
     """How text is generated from the trained model."""
@@ -312,6 +320,9 @@ class DecodingConfig:
     def __post_init__(self):
         at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")
         at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
+        at_most(
+            "decoding", self, 100, temperature="there every token is about as likely as any other"
+        )
         if self.beam_size > 1 and self.temperature:
             raise UserError(
                 "decoding.beam_size and decoding.temperature: beam search does not sample; set decoding.temperature to 0, or decoding.beam_size to 1"
@@ -320,6 +331,7 @@ class DecodingConfig:
             raise UserError(f"decoding.top_p: {self.top_p} must lie in (0, 1]")
 
 
+@strict("", effects.EXPERIMENT)
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """Everything a run depends on."""
@@ -378,4 +390,9 @@ class Experiment:
     @property
     def objective(self) -> objectives.Objective:
         """What `data.objective` chooses, with its options."""
-        return objectives.build(self.data.objective)
+        return self.data.chosen
+
+    def on(self, mesh: MeshConfig) -> "Experiment":
+        """The same experiment on another mesh; without stages, a batch is not cut for them."""
+        model = self.model if mesh.stage != 1 else self.model.part(pipeline_microbatches=0)
+        return dataclasses.replace(self, mesh=mesh, model=model)

@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from flax.core import FrozenDict
 from ml_collections import ConfigDict
 
+from transformer.checks import table_of
 from transformer.config import Choice, Experiment, ModelConfig
 from transformer.errors import UserError, nearest
 from transformer.files import read_json
@@ -31,18 +31,17 @@ def from_mapping(cls, given: Mapping, path: str = ""):
         return given
     given = _thaw(given)
     if not isinstance(given, Mapping):
-        example = f"dict({next(iter(typing.get_type_hints(cls)))}=...)"
-        raise UserError(
-            f"{path.rstrip('.') or 'config'}: expected a table of fields, {example}, got {given!r}"
-        )
+        raise UserError(f"{path.rstrip('.') or 'config'}: expected {table_of(cls)}, got {given!r}")
     fields = typing.get_type_hints(cls)
     for key in given:
         if key not in fields:
             raise UserError(f"{path}{key}: no such field; {_way_out(key, fields)}")
-    for field in dataclasses.fields(cls):
-        if field.default is dataclasses.MISSING and field.name not in given:
-            raise UserError(f"{path}{field.name}: must be set")
-    return cls(**{key: _coerce(value, fields[key], f"{path}{key}") for key, value in given.items()})
+    inner = lambda key, value: (
+        from_mapping(fields[key], value, f"{path}{key}.")
+        if dataclasses.is_dataclass(fields[key])
+        else value
+    )
+    return cls(**{key: inner(key, value) for key, value in given.items()})
 
 
 def _way_out(key: str, fields: Mapping) -> str:
@@ -60,52 +59,6 @@ def _way_out(key: str, fields: Mapping) -> str:
         ]
         paths += [f"{path}.{key}"] if key in inner else []
     return f"it is {' or '.join(paths)}" if paths else nearest(key, fields)
-
-
-def _coerce(value, kind, path: str):
-    """`value` as the annotated type `kind`, or a UserError."""
-    if dataclasses.is_dataclass(kind):
-        return from_mapping(kind, value, path + ".")
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    for option in options:
-        origin = typing.get_origin(option) or option
-        if option is type(None) and value is None:
-            return None
-        if origin is tuple and isinstance(value, (tuple, list)):
-            return tuple(_coerce(v, typing.get_args(option)[0], path) for v in value)
-        if origin is FrozenDict and isinstance(value, Mapping):
-            return FrozenDict({k: _within_bounds(v, f"{path}.{k}") for k, v in value.items()})
-        if isinstance(value, int):
-            _within_bounds(value, path)
-        if origin is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if origin in (int, bool, str) and type(value) is origin:
-            return value
-        if origin is int and isinstance(value, float) and value.is_integer():
-            return int(value)
-    spell = lambda o: (
-        "nothing (None)"
-        if o is type(None)
-        else _SPELLED.get(typing.get_origin(o) or o, getattr(o, "__name__", str(o)))
-    )
-    names = " or ".join(spell(o) for o in options)
-    raise UserError(f"{path}: expected {names}, got {value!r}")
-
-
-def _within_bounds(value, path: str):
-    """`value`. Raises UserError if it is, or holds, an integer that no float holds: Python refuses even to print the largest."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            _within_bounds(item, f"{path}.{key}")
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _within_bounds(item, path)
-    elif isinstance(value, int) and value.bit_length() > 1023:
-        raise UserError(f"{path}: an integer of {value.bit_length():,} bits is too large")
-    return value
-
-
-_SPELLED = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)", str: "text"}
 
 
 def to_mapping(config) -> dict:

@@ -37,7 +37,6 @@ def get_config(scale="small"):
     config.model = dict(
         family="decoder",
         vocab_size=2048,
-        num_encoder_layers=2,
         num_decoder_layers=2,
         d_model=64,
         d_ff=256,
@@ -61,7 +60,7 @@ def get_config(scale="small"):
     )
     if scale == "large":
         config.model.update(
-            vocab_size=32000, num_encoder_layers=12, num_decoder_layers=12, d_model=768, d_ff=3072, num_heads=12, max_length=512, dtype="bfloat16",
+            vocab_size=32000, num_decoder_layers=12, d_model=768, d_ff=3072, num_heads=12, max_length=512, dtype="bfloat16",
         )  # fmt: skip
         config.data.update(length=512, batch_size=256)
         config.optimizer.update(learning_rate=6e-4, warmup_steps=1000)
@@ -71,11 +70,14 @@ def get_config(scale="small"):
 
 
 def sweep(scale="small"):
+    layers = get_config(scale).model.num_decoder_layers
+    encoder = {"family": "encoder", "num_encoder_layers": layers, "num_decoder_layers": 0}
     return Sweep(
         product(
             arms(
-                masked={"model.family": "decoder", "data.objective": "causal_lm"},
-                unmasked={"model.family": "encoder", "data.objective": "masked_lm"},
+                masked={"data.objective": "causal_lm"},
+                unmasked={"data.objective": "masked_lm"}
+                | {f"model.{field}": value for field, value in encoder.items()},
             ),
             vary("model.position", "none", "rotary"),
         ),

@@ -37,9 +37,13 @@ loss does not fall any further with more context: what 1.1 M parameters make of 
 
 import ml_collections
 
-from transformer import Sweep, vary
+from transformer import Sweep, arms, chain, vary
 
 ARGUMENTS = ("small", "paper")
+
+
+WITHIN_ITS_TABLE = {"name": "extrapolation", "times": 1}
+"""A learned table has no row beyond the length it was trained on."""
 
 
 def get_config(scale="small"):
@@ -94,7 +98,10 @@ def get_config(scale="small"):
 
 def sweep(scale="small"):
     return Sweep(
-        vary("model.position", "alibi", "t5", "rotary", "none", "sinusoidal", "learned"),
+        chain(
+            vary("model.position", "alibi", "t5", "rotary", "none", "sinusoidal"),
+            arms(learned={"model.position": "learned", "train.evaluators": (WITHIN_ITS_TABLE,)}),
+        ),
         question="Which position schemes read on in rows longer than those they were trained on?",
         declared={
             "parameters": "a learned table has a vector for each place, T5's bias a number for each bucket and head"

@@ -46,20 +46,27 @@ def text(length):
     }
 
 
+ATTENTION = {
+    "small": {
+        "model.family": "encoder_decoder",
+        "model.d_ff": 128,
+        "model.num_heads": 4,
+        "model.attention_backend": "reference",
+    },
+    "large": {"model.family": "encoder_decoder"},
+}
+"""What the arm with attention says beside what all arms share. (2,048 and 8 are the defaults.)"""
+
+
 def get_config(scale="small"):
     config = ml_collections.ConfigDict()
     config.model = dict(
-        family="encoder_decoder",
+        family="recurrent_encoder_decoder",
         vocab_size=40,
         num_encoder_layers=2,
         num_decoder_layers=2,
         d_model=64,
-        d_ff=128,
-        num_heads=4,
         max_length=2 * LENGTHS[scale][-1],
-        position="sinusoidal",
-        norm_placement="pre",
-        attention_backend="reference",
     )
     config.data = dict(
         format="probe",
@@ -79,10 +86,7 @@ def get_config(scale="small"):
             num_encoder_layers=4,
             num_decoder_layers=4,
             d_model=512,
-            d_ff=2048,
-            num_heads=8,
             dtype="bfloat16",
-            attention_backend="auto",
         )
         config.data.update(batch_size=256)
         config.optimizer.update(learning_rate=5e-4)
@@ -95,9 +99,9 @@ def sweep(scale="small"):
     return Sweep(
         product(
             arms(
-                attention={"model.family": "encoder_decoder"},
-                recurrent_attention={"model.family": "recurrent_encoder_decoder"},
-                recurrent={"model.family": "recurrent_encoder_decoder", "model.pooling": "last"},
+                attention=ATTENTION[scale],
+                recurrent_attention={},
+                recurrent={"model.pooling": "last"},
             ),
             arms(**{f"at_{length}": text(length) for length in LENGTHS[scale]}),
         ),

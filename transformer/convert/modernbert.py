@@ -73,7 +73,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "num_encoder_layers": layers,
         "max_length": length,
         "layer_pattern": tuple(of_kind[kind] for kind in one_period(kinds)),
-        "position": of_kind["full_attention"]["position"],
         "norm_placement": "pre",
         "norm_epsilon": f.get("norm_eps"),
         "norm_offset": f.get("norm_bias"),

@@ -79,11 +79,11 @@ def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
     if tokenizer is not None and (
         its.path or its.eos_id >= 0
     ):  # a given one, of which the run has its copy
-        its = dataclasses.replace(its, path=str(tokenizer))
+        its = its.at(tokenizer)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=its))
     store = open_store(config.data, config.model.vocab_size, objective)
     if tokenizer is not None and store.tokenizer.content != tokenizer.read_bytes():
-        own = dataclasses.replace(config.data.tokenizer, path=str(tokenizer))
+        own = config.data.tokenizer.at(tokenizer)
         store = open_store(
             dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size, objective
         )

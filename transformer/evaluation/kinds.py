@@ -10,6 +10,7 @@ from typing import ClassVar
 from transformer.checks import at_least, build_choice
 from transformer.data import probes
 from transformer.errors import UserError, nearest
+from transformer.model import positions
 
 _NO_TOKENS = "is of models that are asked for tokens, and data.objective asks for classes"
 
@@ -73,6 +74,10 @@ class Extrapolation(Kind):
         at_least("train.evaluators", self, 0, "tokens")
         if self.times & (self.times - 1):
             raise UserError(f"train.evaluators: extrapolation: times: {self.times}; a power of two")
+        if self.times == 1 and not self.sliding:
+            raise UserError(
+                "train.evaluators: extrapolation: sliding: False has no effect with times=1; leave it out"
+            )
 
     @property
     def multiples(self) -> tuple[int, ...]:
@@ -82,6 +87,13 @@ class Extrapolation(Kind):
     def why_not(self, experiment):
         if experiment.model.family != "decoder" or not experiment.objective.every_token:
             return "is of decoders that are asked for every token (causal_lm)"
+        model, longest = experiment.model, experiment.data.length * self.times
+        specs = [entry.get("position", model.position) for entry in model.used_pattern]
+        if longest > model.max_length and any(positions.build(spec).bounded for spec in specs):
+            return (
+                f"reads rows of data.length * times = {longest} tokens, but the table of model.position='learned' "
+                f"ends at model.max_length = {model.max_length}; lower times, or raise model.max_length"
+            )
 
     def reads(self, experiment):
         return f"the first {self.tokens:,} tokens" if self.tokens else ""

@@ -46,7 +46,7 @@ def extrapolation(kind: Extrapolation, subject: Subject, at: At) -> Found:
     for times in kind.multiples:
         longer = length * times
         if (model := reading(config.model, longer)) is None:
-            break  # a table of positions ends
+            break  # the model has a parameter for each position, and none beyond its max_length
         for name, overlap in (
             ("extrapolation", 0),
             *([("extrapolation_sliding", longer - length)] if kind.sliding and times > 1 else []),
@@ -56,7 +56,7 @@ def extrapolation(kind: Extrapolation, subject: Subject, at: At) -> Found:
                 config.data, length=longer, batch_size=rows, eval_overlap=overlap, buckets=()
             )
             most = -(-kind.tokens // (rows * (longer - overlap))) if kind.tokens else 0
-            train = dataclasses.replace(config.train, accumulate=1)
+            train = dataclasses.replace(config.train, accumulate=1, evaluators=())
             there = subject.changed(
                 dataclasses.replace(config, data=data, model=model, train=train)
             )

@@ -65,7 +65,7 @@ CLOSE = 0.01
 @functools.lru_cache(maxsize=64)
 def facts(config: Experiment) -> Facts:
     """Of the model and program that are built of a config, on shapes alone."""
-    config = dataclasses.replace(config, mesh=MeshConfig(data=1))
+    config = config.on(MeshConfig(data=1))
     model, optimizer = (
         build_model(config.model),
         build_optimizer(config.optimizer, config.train.steps),

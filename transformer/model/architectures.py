@@ -76,7 +76,7 @@ _BERT = _sizes("bert", _NORMAL | {
 _GLOBAL = {"window": 0, "position": {"name": "rotary", "theta": 160_000.0}}
 _LOCAL = {"window": 65, "position": {"name": "rotary", "theta": 10_000.0}}
 _MODERNBERT = _sizes("modernbert", _NORMAL | {
-    "family": "encoder", "vocab_size": 50_368, "max_length": 8192, "layer_pattern": (_GLOBAL, _LOCAL, _LOCAL), "position": _GLOBAL["position"],
+    "family": "encoder", "vocab_size": 50_368, "max_length": 8192, "layer_pattern": (_GLOBAL, _LOCAL, _LOCAL),
     "norm_placement": "pre", "norm_epsilon": 1e-5, "norm_offset": False, "embedding_norm": True, "first_norm": False,
     "activation": "gelu", "glu": True, "use_bias": False, "head_transform": True, "logit_bias": True,
 }, _ENCODER, {

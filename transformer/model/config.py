@@ -1,5 +1,6 @@
 """What a model is: one frozen dataclass, validated when it is built."""
 
+import copy
 import dataclasses
 import functools
 
@@ -10,6 +11,7 @@ from transformer.errors import UserError
 from transformer.model import feed_forward_kinds, positions, special_tokens
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
+from transformer.model.effects import effects
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.norms import NORMS, Norm
 from transformer.model.placements import Placement, build_placement
@@ -23,7 +25,7 @@ MOST_LAYERS = 10_000
 """Each is looked at when a config is built; the deepest published Transformer has 1,000."""
 
 
-@strict
+@strict("model", effects)
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One model of any family. Field names are the papers'."""
@@ -178,20 +180,23 @@ class ModelConfig:
         }.items():  # fmt: skip
             one_of(f"model.{field}", getattr(self, field), names)
 
+    @property
+    def resolved(self) -> dict:
+        """What the family itself decides: it has no layers on one side, or no heads."""
+        absent = {f"num_{s}_layers": 0 for s in ("encoder", "decoder") if s not in self.sides}
+        if "recurrent" not in self.family:
+            return absent
+        heads = {"num_heads": 1, "num_kv_heads": 1, "d_head": self.d_model}
+        return absent | heads | {"scan_layers": False}  # its layers are not alike
+
     def _resolve_sizes(self) -> None:
         """Heads and layers: what is 0 follows from the rest, and what the family does not have is none."""
-        if self.family == "recurrent_encoder_decoder":
-            for field, value in {
-                "scan_layers": False,
-                "num_heads": 1,
-                "num_kv_heads": 1,
-                "d_head": self.d_model,
-            }.items():
-                self._set(field, value)  # its layers are not alike, and have no heads
-            if self.d_model % 2:
-                raise UserError(
-                    f"model.d_model: {self.d_model} must be even: an encoder layer has two directions"
-                )
+        for field, value in self.resolved.items():
+            self._set(field, value)
+        if "recurrent" in self.family and self.d_model % 2:
+            raise UserError(
+                f"model.d_model: {self.d_model} must be even: an encoder layer has two directions"
+            )
         if not self.d_head:
             if self.d_model % self.num_heads:
                 raise UserError(
@@ -204,15 +209,13 @@ class ModelConfig:
             raise UserError(
                 f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
             )
-        for side in ("encoder", "decoder"):
+        for side in self.sides:
             layers = f"num_{side}_layers"
-            if side not in self.family:
-                self._set(layers, 0)
-            elif getattr(self, layers) < 1:
+            if getattr(self, layers) < 1:
                 raise UserError(
                     f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
                 )
-            elif getattr(self, layers) > MOST_LAYERS:
+            if getattr(self, layers) > MOST_LAYERS:
                 raise UserError(
                     f"model.{layers}: {getattr(self, layers):,} is too large; at most {MOST_LAYERS:,}"
                 )
@@ -254,10 +257,6 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         """What each layer is made of: its placement, its position scheme, its window."""
-        for field in ("position", "norm_placement", "feed_forward"):
-            if not isinstance(getattr(self, field), str):
-                self._set(field, FrozenDict(getattr(self, field)))
-        self._set("layer_pattern", tuple(FrozenDict(of_one) for of_one in self.layer_pattern))
         for field, value in [item for of_one in self.layer_pattern for item in of_one.items()]:
             kinds = {
                 "window": int,
@@ -272,6 +271,8 @@ class ModelConfig:
                 raise UserError(
                     f"model.layer_pattern: {field} = {value!r}; a window is a number, the others a name or {{'name': ...}}"
                 )
+            if field == "window" and value < 0:
+                raise UserError(f"model.window: {value} is too small; at least 0")
         for one in [
             of_one.get("feed_forward", self.feed_forward) for of_one in self.layer_pattern or ({},)
         ]:
@@ -351,12 +352,23 @@ class ModelConfig:
     def layers(self, side: str) -> tuple["ModelConfig", ...]:
         """Each layer's own config: what `layer_pattern` and `first_norm` say of it."""
         pattern = self.layer_pattern or ({},)
-        own = lambda i: {
-            "layer_pattern": (),
-            "first_norm": self.first_norm or i > 0,
-            **pattern[i % len(pattern)],
-        }
-        return tuple(dataclasses.replace(self, **own(i)) for i in range(self.num_layers(side)))
+        own = lambda i: {"layer_pattern": (), "first_norm": self.first_norm or i > 0}
+        return tuple(
+            self.part(**own(i) | dict(pattern[i % len(pattern)]))
+            for i in range(self.num_layers(side))
+        )
+
+    def part(self, **fields) -> "ModelConfig":
+        """The config of a part of this model: with fields changed, unchecked, for this one has been."""
+        one = copy.copy(self)
+        for field, value in fields.items():
+            one._set(field, value)
+        return one
+
+    @property
+    def used_pattern(self) -> tuple[FrozenDict, ...]:
+        """The entries of `layer_pattern` that a layer has."""
+        return self.layer_pattern[: max(map(self.num_layers, self.sides))] or (FrozenDict(),)
 
     def period(self, side: str) -> int:
         """After how many layers they repeat: the smallest divisor of their number that does."""

@@ -14,7 +14,6 @@ capacity: in a row of T tokens each expert has C = ceil(capacity_factor T K / E)
     on a later one. Tokens move to their experts' devices and back (all-to-all).
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -59,7 +58,7 @@ class Experts(nn.Module):
         cfg, kind = self.config, self.config.feed_forward_kind
         real_BxT = jnp.broadcast_to(tokens.segments_BxT > 0, x_BxTxD.shape[:2])
         router = Linear(
-            dataclasses.replace(cfg, dtype="float32"),
+            cfg.part(dtype="float32"),
             (kind.num_experts,),
             (None, None),
             False,

@@ -3,8 +3,11 @@
 import dataclasses
 from typing import ClassVar
 
-from transformer.checks import at_least, build_choice
+from transformer.checks import at_least, at_most, build_choice
 from transformer.errors import UserError
+
+MOST_EXPERTS = 4096
+"""Tracing and compiling a model takes longer with each of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,12 @@ class Experts:
     def __post_init__(self):
         at_least("model.feed_forward", self, 1, "num_experts", "top_k")
         at_least("model.feed_forward", self, 0, "capacity_factor", "load_balance", "router_z_loss")
+        at_most(
+            "model.feed_forward",
+            self,
+            MOST_EXPERTS,
+            num_experts="the largest published model has 2,048 (Switch-C)",
+        )
         if self.top_k > self.num_experts:
             raise UserError(
                 f"model.feed_forward.top_k: {self.top_k} of {self.num_experts} experts (num_experts)"

@@ -127,8 +127,8 @@ def _check_options(config, shape, name, positions, segment_ids, padding_mask, pr
     if positions is not None:
         _check_array(f"positions{of}", positions, shape, np.integer)
         limit = max(config.max_length, config.random_positions)
-        finite = any(schemes.build(spec).finite for spec in config.position_schemes)
-        _check_range(f"positions{of}", positions, limit if finite else None, "model.max_length")
+        bounded = any(schemes.build(spec).bounded for spec in config.position_schemes)
+        _check_range(f"positions{of}", positions, limit if bounded else None, "model.max_length")
 
 
 def _check_array(field: str, x, shape: tuple[int, int], *kinds: type) -> None:

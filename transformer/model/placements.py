@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from flax.core import FrozenDict
 
-from transformer.checks import plain
-from transformer.errors import UserError, look_up, nearest
+from transformer.checks import check_options
+from transformer.errors import UserError, look_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,9 @@ def _fixed(**parts) -> Callable[..., Placement]:
     return lambda **depths: Placement(**parts)
 
 
+_KNOWN = ("warmup_hint",)
+"""What is known of a preset, and nothing that a config could set."""
+
 PLACEMENTS: dict[str, Callable[..., Placement]] = {
     # x + f(norm(x)), final norm (Wang et al. 2019; Xiong et al. 2020; GPT-2). Well-behaved gradients at the start; the
     # stream grows with depth.
@@ -80,15 +83,12 @@ def build_placement(
             f"model.norm_placement.name: {plain(name)!r} is not a name; {nearest(str(name), PLACEMENTS)}"
         )
     make = look_up(PLACEMENTS, name, "model.norm_placement")
-    fields = {f.name: f.type for f in dataclasses.fields(Placement)}
-    for key, value in given.items():
-        if key not in fields:
-            raise UserError(f"model.norm_placement: no part {key!r}; {nearest(key, fields)}")
-        kind = type(getattr(Placement(), key))
-        if not isinstance(value, (int, float) if kind is float else kind):
-            raise UserError(
-                f"model.norm_placement.{key}: expected {kind.__name__}, got {plain(value)!r}"
-            )
+    options = {f.name: f.default for f in dataclasses.fields(Placement) if f.name not in _KNOWN}
+    given = check_options("model.norm_placement", name, options, given, "part")
+    if given.get("branch_gain", 1.0) <= 0:
+        raise UserError(
+            f"model.norm_placement.branch_gain: {given['branch_gain']} must be more than 0"
+        )
     preset = make(
         layers=decoder_layers if is_decoder else encoder_layers,
         encoder_layers=encoder_layers,

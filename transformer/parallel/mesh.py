@@ -17,7 +17,10 @@ from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
 from transformer.parallel.host import keep_freed_memory, memory
 from transformer.parallel.processes import start_processes
-from transformer.parallel.sharding import ROWS, RULES, human_bytes
+from transformer.parallel.sharding import ROWS, RULES, Share, human_bytes
+
+BYTES_A_TOKEN = 20
+"""Of a batch on the host: inputs, segments, positions, targets and weights, 4 bytes each (data/batching.py)."""
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
@@ -171,6 +174,29 @@ def check_rows(config: Experiment, mesh: Mesh) -> None:
             raise UserError(
                 f"data.batch_size: {rows} rows of {width} tokens do not divide over {by} = {' * '.join(map(str, factors.values()))}"
             )
+
+
+def check_rounds(config: Experiment, mesh: Mesh) -> None:
+    """Without stages there is nothing to go round. (A trained run is read on any mesh, as its layers are laid out.)"""
+    rounds = config.model.pipeline_rounds
+    if rounds > 1 and mesh.shape["stage"] == 1:
+        raise UserError(
+            f"model.pipeline_rounds: {rounds} has no effect without stages: mesh.stage > 1; "
+            "set that, or leave model.pipeline_rounds at 1"
+        )
+
+
+def check_batch(config: Experiment, share: Share) -> None:
+    """Raises UserError if this process's rows of a batch, as the host lays them out, are more than its memory holds."""
+    data = config.data
+    tokens = data.length + (data.decoder_length if config.model.two_sides else 0)
+    rows = data.batch_size * len(share.here) // share.parts
+    needed, room = rows * tokens * BYTES_A_TOKEN, memory()
+    if room and needed > room:
+        raise UserError(
+            f"data.batch_size: {data.batch_size:,} rows of {tokens:,} tokens take {human_bytes(needed)} of this host's "
+            f"memory a batch, which has {human_bytes(room)}; lower data.batch_size"
+        )
 
 
 def check_memory(shapes, mesh: Mesh, what: str) -> None:

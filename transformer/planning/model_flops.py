@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
+from flax.core import FrozenDict
 
 from transformer.config import Experiment, MeshConfig
 from transformer.model.config import Choice, ModelConfig
@@ -112,7 +113,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
 
     def dropless(spec: Choice) -> Choice:
         return (
-            {k: v for k, v in spec.items() if k != "capacity_factor"}
+            FrozenDict({k: v for k, v in spec.items() if k != "capacity_factor"})
             if isinstance(spec, Mapping)
             else spec
         )
@@ -121,7 +122,7 @@ def _plain(model: ModelConfig) -> ModelConfig:
         {k: dropless(v) if k == "feed_forward" else v for k, v in layer.items()}
         for layer in model.layer_pattern
     ]
-    return dataclasses.replace(
-        model, attention_backend="reference", pipeline_microbatches=0, remat="none",
-        feed_forward=dropless(model.feed_forward), layer_pattern=tuple(pattern),
+    return model.part(
+        attention_backend="reference", pipeline_microbatches=0, remat="none",
+        feed_forward=dropless(model.feed_forward), layer_pattern=tuple(map(FrozenDict, pattern)),
     )  # fmt: skip

@@ -151,9 +151,9 @@ def _changed(config: Experiment, mesh: dict[str, int], remat: str, times: int) -
         accumulate * mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]
     ):
         return None
+    config = config.on(dataclasses.replace(config.mesh, **mesh))
     return dataclasses.replace(
-        config, mesh=dataclasses.replace(config.mesh, **mesh), model=dataclasses.replace(config.model, remat=remat),
-        train=dataclasses.replace(config.train, accumulate=accumulate),
+        config, model=dataclasses.replace(config.model, remat=remat), train=dataclasses.replace(config.train, accumulate=accumulate)
     )  # fmt: skip
 
 

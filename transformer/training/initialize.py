@@ -48,6 +48,15 @@ def start_from(config: Experiment, state: TrainState, placed: TrainState, mesh: 
     )
 
 
+def check_source(directory: str) -> None:
+    """Raises UserError if `train.init_from` is no directory that parameters can be read from."""
+    path = Path(directory)
+    if not ((path / "checkpoints").is_dir() or (path / "config.json").is_file()):
+        raise UserError(
+            f"train.init_from: {directory} is neither a run (checkpoints/) nor a Hugging Face directory (config.json)"
+        )
+
+
 def check_tokenizer(directory: str, sha256: str) -> None:
     """Raises UserError if a run was trained on other pieces than these: its embeddings would mean nothing here."""
     file = find_tokenizer(directory)
@@ -81,13 +90,10 @@ def _source(
         return layer_shapes(config.model, flat), lambda name: part(
             flat[place[name][0]], place[name][1]
         )
-    if (directory / "config.json").is_file():
-        shapes, read = open_hf(directory)
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        return shapes, lambda name: _place(read(name), everywhere)
-    raise UserError(
-        f"train.init_from: {directory} is neither a run (checkpoints/) nor a Hugging Face directory (config.json)"
-    )
+    check_source(str(directory))
+    shapes, read = open_hf(directory)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return shapes, lambda name: _place(read(name), everywhere)
 
 
 def _place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -25,12 +25,12 @@ from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.subject import At, Subject
 from transformer.files import check_room
 from transformer.model.network import build_model
-from transformer.parallel.mesh import check_memory, check_rows
+from transformer.parallel.mesh import check_batch, check_memory, check_rounds, check_rows
 from transformer.parallel.processes import agree, barrier, first_before_the_others, is_first
 from transformer.parallel.sharding import Share, describe
 from transformer.training import rundir
 from transformer.training.checkpoint import Checkpoints, size
-from transformer.training.initialize import check_tokenizer, start_from
+from transformer.training.initialize import check_source, check_tokenizer, start_from
 from transformer.training.metrics import (
     MetricsLog,
     Progress,
@@ -151,8 +151,12 @@ def begin(
         hashlib.sha256(json.dumps(to_mapping(config), sort_keys=True).encode()).hexdigest(),
     )
     check_rows(config, mesh)
+    check_rounds(config, mesh)
+    check_batch(config, Share(mesh))
     check_wandb(config.train.wandb)
     rundir.check(workdir, config)
+    if config.train.init_from and not rundir.trained(workdir):
+        check_source(config.train.init_from)
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     abstract, placed = abstract_state(config, model, optimizer, mesh)

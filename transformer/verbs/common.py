@@ -1,7 +1,6 @@
 """What several verbs do."""
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def open_run(args, overrides):
         else MeshConfig(data=1)
     )
     platform = config.platform if "platform" in overrides else "auto"
-    return dataclasses.replace(config, mesh=chosen), start(platform, chosen)
+    return config.on(chosen), start(platform, chosen)
 
 
 def read_lines(name: str) -> list[str]:

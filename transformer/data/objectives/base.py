@@ -72,6 +72,11 @@ class Objective:
     every_token: ClassVar[bool] = (
         False  # a held-out text is asked for whole, once: bits per byte have a meaning
     )
+    packs: ClassVar[bool] = True  # rows are packed or not, as `data.packing` says
+    lengths_differ: ClassVar[bool] = True  # rows that are not packed; `data.buckets` sorts them
+    keeps_whole: ClassVar[bool] = (
+        False  # a text that is too long is treated as `data.too_long` says
+    )
     gives_prefix: ClassVar[bool] = False  # which a decoder reads both ways
     writes: ClassVar[bool] = True  # the model can be asked for text
 

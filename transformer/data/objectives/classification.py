@@ -12,6 +12,7 @@ class _Labels(Objective):
     """Classes instead of tokens, one text a row."""
 
     families: ClassVar = ("encoder", "decoder")
+    keeps_whole: ClassVar = True
     writes: ClassVar = False
 
     def rows(self, store, part, config):

@@ -56,6 +56,8 @@ class _Denoising(Objective):
     """Texts, end to end and cut into pieces of equal length, each denoised by one of `denoisers`, drawn anew in every epoch."""
 
     families: ClassVar = ("encoder_decoder", "decoder")
+    packs: ClassVar = False
+    lengths_differ: ClassVar = False
     gives_prefix: ClassVar = True
     writes: ClassVar = False  # only what fills the gaps of a text
     modes: ClassVar[int] = 0  # mode signs

@@ -80,6 +80,7 @@ class PrefixLM(Objective):
     """
 
     families: ClassVar = ("decoder", "encoder_decoder")
+    packs: ClassVar = False
     gives_prefix: ClassVar = True
 
     def check(self, config):

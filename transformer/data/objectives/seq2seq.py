@@ -29,6 +29,7 @@ class Seq2Seq(Objective):
 
     families: ClassVar = ("encoder_decoder", "decoder")
     columns: ClassVar = ("source", "target")
+    keeps_whole: ClassVar = True
     gives_prefix: ClassVar = True
 
     def rows(self, store, part, config):

@@ -19,7 +19,7 @@ class Learned(Position):
     Beyond the training length: there is no row for it; lengths over `max_length` are refused.
     """
 
-    finite: ClassVar = True
+    bounded: ClassVar[bool] = True
 
     offset: int = option(0)
     init_std: float = option(0.02)

@@ -118,14 +118,20 @@ class Position:
         """float32[N]: m, where `bias` is -m_n (t - s) for a key of the past and there is nothing else; then a kernel needs no bias."""
         return None
 
-    finite: ClassVar[bool] = False
-    """Whether there is nothing for a position beyond `max_length`."""
-
     pairwise: ClassVar[bool] = True
     """Whether what `bias`, `score` and `value` say of a query and a key depends on these two alone."""
 
     by_distance: ClassVar[bool] = False
     """Whether what `bias`, `score` and `value` say of a query and a key depends on how far apart they are, and not on where."""
+
+    bounded: ClassVar[bool] = False
+    """Whether it has a parameter for each position up to `max_length`, and none beyond."""
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether anything depends on where tokens stand."""
+        hooks = ("embed", "rotate", "at", "bias", "score", "value")
+        return any(getattr(type(self), hook) is not getattr(Position, hook) for hook in hooks)
 
     @property
     def reads_content(self) -> bool:

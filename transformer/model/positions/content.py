@@ -211,6 +211,7 @@ class CoPE(Position):
     """
 
     pairwise: ClassVar[bool] = False
+    reads_positions: ClassVar[bool] = False  # it counts tokens instead
 
     max_positions: int = option(64)
     table_RxH: jax.Array | None = None

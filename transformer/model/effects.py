@@ -1,0 +1,120 @@
+"""Which fields of a model have an effect, and under which condition.
+
+`ModelConfig` refuses a field that differs from its default where the condition does not hold. A new
+field that matters only beside another one gets a line here.
+"""
+
+from transformer.checks import Effect
+from transformer.model import positions
+
+READ_BY_RECURRENCE = frozenset(
+    """family vocab_size d_model num_encoder_layers num_decoder_layers max_length d_embedding
+    tie_embeddings share_embeddings logit_bias logit_scale logit_soft_cap head_transform lm_head
+    pooling embedding_scale dropout initializer init_std embedding_init_std dtype param_dtype pad_id
+    token_types pooler num_labels prefix_lm norm norm_gain norm_offset norm_zero_centered norm_epsilon
+    activation use_bias""".split()  # noqa: SIM905
+)
+"""What recurrent.py reads of a model, with its embedding and head; all else is of attention and its layers."""
+
+NORM = ("norm", "norm_gain", "norm_epsilon")
+
+
+def attends(c) -> bool:
+    return "recurrent" not in c.family
+
+
+def has_norm(c, *parts: str) -> bool:
+    """Whether a norm is built: one of these parts of a placement, or of all of them one beside the residual."""
+    placements = [c.placement(side) for side in c.sides] if attends(c) else []
+    if parts:
+        return any(getattr(one, part) for one in placements for part in parts)
+    return (
+        has_norm(c, "in_norm", "res_norm", "out_norm", "final_norm")
+        or c.embedding_norm
+        or c.qk_norm
+        or (c.head_transform and c.lm_head)
+    )
+
+
+def open_to_layers(field: str):
+    """Whether a layer takes this field from the model: its entry in layer_pattern says nothing of it."""
+    return lambda c: any(field not in entry for entry in c.used_pattern)
+
+
+def sees_positions(c) -> bool:
+    """Whether a layer asks where its tokens stand."""
+    return any(
+        entry.get("window", c.window)
+        or positions.build(entry.get("position", c.position)).reads_positions
+        for entry in c.used_pattern
+    )
+
+
+def effects(fields: tuple[str, ...]) -> tuple[Effect, ...]:
+    """The table, for a model of these fields."""
+    return (
+        Effect(
+            ("num_encoder_layers",), "an encoder (model.family)", lambda c: "encoder" in c.sides
+        ),
+        Effect(("num_decoder_layers",), "a decoder (model.family)", lambda c: "decoder" in c.sides),
+        Effect(
+            tuple(field for field in fields if field not in READ_BY_RECURRENCE),
+            "layers that attend: model.family='encoder_decoder'",
+            attends,
+        ),
+        Effect(
+            ("share_embeddings",),
+            "two sides: model.family='encoder_decoder'",
+            lambda c: c.two_sides,
+        ),
+        *(
+            Effect(
+                (field,),
+                f"a layer whose entry in model.layer_pattern leaves {field!r} out",
+                open_to_layers(field),
+            )
+            for field in ("position", "window", "feed_forward")
+        ),
+        Effect(
+            ("layer_pattern",),
+            "as many layers as it has entries, one of which says something",
+            lambda c: len(c.used_pattern) == len(c.layer_pattern) and any(c.layer_pattern),
+        ),
+        Effect(
+            ("random_positions",),
+            "a position scheme that reads positions (model.position), or model.window",
+            sees_positions,
+        ),
+        Effect(NORM, "a norm (model.norm_placement='pre')", has_norm),
+        Effect(
+            ("norm_offset",),
+            "a norm with an offset: model.norm='layernorm'",
+            lambda c: c.norm == "layernorm" and has_norm(c),
+        ),
+        Effect(
+            ("norm_zero_centered",),
+            "a norm with a gain: model.norm_gain=True",
+            lambda c: c.norm_gain and has_norm(c),
+        ),
+        Effect(
+            ("first_norm",),
+            "a placement with in_norm: model.norm_placement='pre'",
+            lambda c: has_norm(c, "in_norm"),
+        ),
+        Effect(
+            ("activation", "use_bias"),
+            "a feed-forward, or model.head_transform=True",
+            lambda c: attends(c) or c.head_transform,
+        ),
+        Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
+        Effect(
+            ("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
+            "model.lm_head=True",
+            lambda c: c.lm_head,
+        ),
+        Effect(
+            ("pooling",),
+            "labels: model.num_labels or model.pooler",
+            lambda c: c.two_sides or c.num_labels or c.pooler,
+        ),
+    )
