@@ -160,8 +160,8 @@ def test_texts(tmp_path):
     with refused("no ArrayRecord file"):
         list(sources.read("arrayrecord", str(tmp_path / "bad.arrayrecord"), ("text",), ("text",)))
     text = {"corpus": "", "train": str(tmp_path / "text.txt"), "format": "text"}
-    with refused("data.reverse: there is no source and target to swap"):
-        open_data(experiment(**text, reverse=True))
+    with refused("data.reverse: True has no effect without a source and a target to swap"):
+        experiment(**text, reverse=True)
     with refused("data.tokenizer.eos_id: of a given tokenizer; set data.tokenizer.path"):
         open_data(experiment(**text, tokenizer={"eos_id": 3}))
 

@@ -138,7 +138,7 @@ def test_random_positions_keep_the_order_and_are_for_training_alone():
     assert np.abs(np.asarray(train(0) - train(1))).max() > 1e-2
     moved = np.abs(np.asarray(train(0) - train(0, x.at[:, 3].set(5)))).max((0, 2))
     np.testing.assert_array_equal(moved > 0, np.arange(6) >= 3)  # still causal, so still in order
-    rotary = build_model(small("decoder", position="none", random_positions=90))
+    rotary = build_model(spread.part(position="none"))
     drawn = rotary.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(0)})
     np.testing.assert_allclose(
         drawn, rotary.apply(params, x), atol=1e-6

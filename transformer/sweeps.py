@@ -117,6 +117,9 @@ class Sweep:
     `metric` is what decides: a name in metrics.jsonl, `test/loss` or `test/bleu`, say. `declared` says why arms may differ in what no field
     of theirs says: parameters, flops, attention, data, tokenizer, warmup (lab/guard.py); {"parameters": "T5's bias has 128 numbers"}. `match` sizes arms equal to the baseline in
     "parameters" or "flops" by their d_ff, or in "time" by their steps.
+
+    Two arms of which the same programs are built are refused, unless one of them is a control: `controls` maps the arm to the reason,
+    {"again": "the same model spelled in another way must give the same numbers"}.
     """
 
     grid: Grid
@@ -127,6 +130,7 @@ class Sweep:
     higher_is_better: bool | None = None  # None: as the metric's name says
     declared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     match: str = ""
+    controls: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if not isinstance(self.grid, Grid):
@@ -170,6 +174,13 @@ class Sweep:
             raise UserError(
                 f"sweep: match: {self.match!r}; {nearest(self.match, ('parameters', 'flops', 'time'))}"
             )
+        if not isinstance(self.controls, Mapping):
+            raise UserError(
+                f"sweep: controls: {self.controls!r}; a table, {{'ARM': 'why two arms are the same'}}"
+            )
+        for arm in self.controls:
+            if arm not in names:
+                raise UserError(f"sweep: controls: {arm!r} is no arm; {nearest(arm, names)}")
         if not isinstance(self.declared, Mapping):
             raise UserError(
                 f"sweep: declared: {self.declared!r}; a table, {{'parameters': 'why they differ'}}"

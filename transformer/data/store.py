@@ -153,10 +153,6 @@ class _Text:
                 {part: path for part, path in paths.items() if path},
             )
         self.held_out, self.max_examples = config.held_out, config.max_examples
-        if config.reverse and columns != ("source", "target"):
-            raise UserError(
-                "data.reverse: there is no source and target to swap in this text; leave it at False"
-            )
         self._assigned: np.ndarray | None = None
 
     def fingerprint(self) -> list:

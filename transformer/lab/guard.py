@@ -17,12 +17,14 @@ from transformer.config import Experiment, MeshConfig
 from transformer.config_io import to_mapping
 from transformer.errors import UserError
 from transformer.evaluation.units import of_tokens
+from transformer.lab.built import twins
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops
 from transformer.planning.sample import batch_shapes
 from transformer.sweeps import Sweep
 from transformer.training.optimizer import build_optimizer
+from transformer.training.rundir import flat
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import attention_backends, make_train_step
 
@@ -116,13 +118,9 @@ def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
 
 
 def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]) -> None:
-    """Raises UserError if two arms are one experiment; if arms differ in anything that is not declared; or a declaration is of nothing."""
-    seen: dict[Experiment, str] = {}
-    for arm, config in configs.items():
-        if (first := seen.setdefault(config, arm)) != arm:
-            raise UserError(
-                f"sweep: arms {first!r} and {arm!r} are the same experiment, so their runs would be bit for bit equal; leave one of them out"
-            )
+    """Raises UserError if two arms are one experiment, or the same is built of them, and neither is a control; if arms differ in anything
+    that is not declared; or a declaration is of nothing."""
+    _check_twins(sweep, configs, found)
     others = [arm for arm, one in found.items() if one.tokenizer != found[sweep.baseline].tokenizer]
     if (
         others
@@ -145,6 +143,37 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
             "sweep: arms differ in what nothing declares:\n  " + "\n  ".join(lines)
             + f"\nif that belongs to what is asked, say why: Sweep(..., declared={{{name!r}: \"...\"}}){way}"
         )  # fmt: skip
+
+
+def _check_twins(
+    sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]
+) -> None:
+    """Two arms are two models, and a control is none."""
+    same = twins(configs, {arm: (one.parameters, one.flops) for arm, one in found.items()})
+    for arm, first in same.items():
+        if sweep.controls.keys() & {arm, first}:
+            continue
+        equal = configs[arm] == configs[first]
+        what = (
+            "are the same experiment"
+            if equal
+            else f"differ in {_differs(configs, arm, first)}, but the same programs are built of them"
+        )
+        raise UserError(
+            f"sweep: arms {first!r} and {arm!r} {what}, so their runs would be bit for bit equal; leave one of them out, "
+            f'or declare it a control: Sweep(..., controls={{{arm!r}: "why"}})'
+        )
+    for arm in sweep.controls:
+        if arm not in (*same.keys(), *same.values()):
+            raise UserError(
+                f"sweep: controls: {arm!r} is a control of nothing: no other arm builds the same model and is trained alike; leave it out of controls"
+            )
+
+
+def _differs(configs: Mapping[str, Experiment], arm: str, first: str) -> str:
+    """The fields in which two configs differ."""
+    one, other = (flat(to_mapping(configs[name])) for name in (arm, first))
+    return ", ".join(key for key in one | other if one.get(key) != other.get(key))
 
 
 def _same(name: str, one: Facts, base: Facts, match: str) -> bool:

@@ -105,6 +105,8 @@ def describe(study: Study) -> str:
     for name in GIVEN_BY:
         if name in sweep.declared:
             lines.append(f"declared    {name}: {sweep.declared[name]}")
+    for arm, why in sweep.controls.items():
+        lines.append(f"control     {arm}: {why}")
     if sweep.match:
         lines.append(f"matched     {sweep.match}")
     lines += ["", *columns(rows)]

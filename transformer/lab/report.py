@@ -111,6 +111,7 @@ def about(results: Results) -> list[str]:
         else []
     )
     lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
+    lines += [f"Control: {arm}: {why}." for arm, why in sweep.controls.items()]
     objectives = {
         str(run.manifest.get("data", {}).get("objective"))
         for arm in results.arms.values()

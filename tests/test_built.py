@@ -1,0 +1,81 @@
+"""Two arms must be two models: what is built of them is compared, not what their configs say."""
+
+import pytest
+from studies import experiment, facts_of
+
+from transformer import Sweep, UserError, arms, vary
+from transformer.lab import guard
+from transformer.lab.built import twins
+
+ROTARY = {"name": "rotary", "theta": 10_000.0}
+
+
+def checked(sweep, **base):
+    configs, found = facts_of(sweep, **base)
+    guard.check(sweep, configs, found)
+
+
+def test_arms_of_which_the_same_is_built_are_refused():
+    spelled = arms(plain={}, spelled={"model.position": ROTARY})
+    configs, _ = facts_of(Sweep(spelled))
+    assert configs["plain"] != configs["spelled"]
+    with pytest.raises(
+        UserError,
+        match=r"arms 'plain' and 'spelled' differ in model.position.*, but the same programs are built"
+        r".* or declare it a control: Sweep\(..., controls=\{'spelled': \"why\"\}\)",
+    ):
+        checked(Sweep(spelled))
+    checked(Sweep(spelled, controls={"spelled": "a default, spelled out"}))
+
+
+def test_a_control_must_be_one():
+    with pytest.raises(UserError, match="controls: 'wide' is a control of nothing"):
+        checked(
+            Sweep(
+                arms(plain={}, wide={"train.label_smoothing": 0.1}),
+                controls={"wide": "the same model"},
+            )
+        )
+    with pytest.raises(UserError, match="controls: 'wid' is no arm; did you mean 'wide'"):
+        Sweep(arms(plain={}, wide={}), controls={"wid": "x"})
+    checked(Sweep(arms(plain={}, again={}), controls={"again": "the noise of the machine"}))
+
+
+CHANGES = {
+    "model.norm_epsilon": 1e-3,
+    "model.embedding_init_std": 0.5,
+    "model.dropout": 0.1,
+    "model.max_length": 64,
+    "optimizer.learning_rate": 3e-3,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.b2": 0.9,
+    "optimizer.final_fraction": 0.5,
+    "optimizer.warmup_steps": 5,
+    "train.label_smoothing": 0.1,
+    "train.z_loss": 0.01,
+    "train.accumulate": 2,
+    "train.ema_decay": 0.9,
+    "train.steps": 9,
+    "train.eval_batches": 1,
+    "decoding.beam_size": 4,
+    "data.eval_overlap": 8,
+    "data.tokenizer.kind": "unigram",
+}
+
+
+def test_a_number_that_a_program_takes_makes_another_arm():
+    """Numbers are constants of the lowered programs, or among the fields that are compared beside them."""
+    base = experiment()
+    configs = {"base": base} | {
+        field: experiment(**{field.replace(".", "__"): value}) for field, value in CHANGES.items()
+    }
+    assert not twins(configs, dict.fromkeys(configs))
+
+
+def test_what_is_written_beside_a_run_makes_no_other_arm():
+    sweep = Sweep(vary("train.log_every", 1, 2))
+    configs = {
+        arm: experiment(**{"train__log_every": n})
+        for arm, n in zip(sweep.arms, (1, 2), strict=True)
+    }
+    assert twins(configs, dict.fromkeys(configs)) == {"log_every=2": "log_every=1"}
