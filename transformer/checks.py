@@ -200,11 +200,11 @@ def in_float32(path: str, value) -> None:
     """Raises UserError for a number that is 0 or infinite in float32, in which every program computes.
     (Numbers under the smallest normal one count as 0: accelerators flush them.)"""
     if isinstance(value, float) and value and math.isfinite(value):
-        limits = np.finfo(np.float32)
-        if not limits.tiny <= abs(value) <= limits.max:
+        least, most = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
+        if not least <= abs(value) <= most:
             raise UserError(
                 f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; "
-                f"take a number between {limits.tiny:.1e} and {limits.max:.1e}"
+                f"take a number between {least:.1e} and {most:.1e}"
             )
 
 
@@ -241,7 +241,9 @@ def _spelled(option) -> str:
 
 
 def plain(value):
-    """A FrozenDict as the dict it prints as in one line."""
+    """A FrozenDict, or several, as the dicts they print as in one line."""
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
     return value.unfreeze() if isinstance(value, FrozenDict) else value
 
 

@@ -361,11 +361,8 @@ class Experiment:
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}"
             )
         objective = self.objective
-        name = (
-            self.data.objective
-            if isinstance(self.data.objective, str)
-            else self.data.objective["name"]
-        )
+        spec = self.data.objective
+        name = spec if isinstance(spec, str) else spec["name"]
         if self.model.family.removeprefix("recurrent_") not in objective.families:
             raise UserError(
                 f"data.objective: {name!r} trains a model of family {' or '.join(map(repr, objective.families))}, "
@@ -381,6 +378,12 @@ class Experiment:
             raise UserError(
                 f"data.target_length: {self.data.target_length}, but model.family = {self.model.family!r} has one side; leave it at 0"
             )
+        for field, limit in (("beam_size", vocab := self.model.vocab_size), ("top_k", vocab - 1)):
+            if getattr(self.decoding, field) > limit:
+                raise UserError(
+                    f"decoding.{field}: {getattr(self.decoding, field):,} is too large for model.vocab_size = {vocab:,}; "
+                    f"at most {limit:,}"
+                )
         for kind in map(kinds.build, self.train.evaluators):
             if problem := kind.why_not(self):
                 raise UserError(f"train.evaluators: {kind.name} {problem}")

@@ -127,7 +127,8 @@ def rope(
         f.must("original_max_position_embeddings", length, "max_position_embeddings is what counts")
         scaling["original_length"] = length
     f.refuse_rest()
-    return out if name == "none" else out | {"scaling": scaling}
+    unscaled = scaling.get("factor") == 1.0 and not scaling.get("attention_factor")
+    return out if name == "none" or unscaled else out | {"scaling": scaling}
 
 
 def rope_back(position: Choice) -> dict:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from flax.core import FrozenDict
 
-from transformer.checks import check_options
-from transformer.errors import UserError, look_up
+from transformer.checks import check_options, plain
+from transformer.errors import UserError, look_up, nearest
 
 
 @dataclasses.dataclass(frozen=True)

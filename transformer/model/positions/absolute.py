@@ -25,6 +25,13 @@ class Learned(Position):
     init_std: float = option(0.02)
     table_MxD: jax.Array | None = None
 
+    def check(self, facts: StackFacts) -> str | None:
+        if self.offset < 0:
+            return f"model.position.offset: {self.offset} is too small; at least 0"
+        if self.init_std < 0:
+            return f"model.position.init_std: {self.init_std} is too small; at least 0"
+        return None
+
     def bind(self, param: Param, facts: StackFacts) -> "Learned":
         init = nn.with_logical_partitioning(
             nn.initializers.normal(self.init_std), ("positions", "embed")
@@ -52,6 +59,8 @@ class Sinusoidal(Position):
     def check(self, facts: StackFacts) -> str | None:
         if self.layout not in ("interleaved", "halves"):
             return f"model.position.layout: no {self.layout!r}; there is: halves, interleaved"
+        if self.base <= 0:
+            return f"model.position.base: {self.base} must be more than 0"
         return (
             "model.position 'sinusoidal' needs an even model.d_model" if facts.d_model % 2 else None
         )

@@ -115,6 +115,12 @@ class Fire(Position):
     length: jax.Array | None = None
     layers: tuple = ()
 
+    def check(self, facts: StackFacts) -> str | None:
+        for name in ("width", "threshold"):
+            if getattr(self, name) <= 0:
+                return f"model.position.{name}: {getattr(self, name)} must be more than 0"
+        return None
+
     def bind(self, param: Param, facts: StackFacts) -> "Fire":
         def layer(i: int, inputs: int, outputs: int, names) -> tuple[jax.Array, jax.Array]:
             kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)

@@ -21,6 +21,8 @@ class Scaling:
         """Why these numbers make no sense, in one line; None if they do."""
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
+        if getattr(self, "factor", 2.0) == 1.0 and not getattr(self, "attention_factor", 0.0):
+            return "factor: 1.0 has no effect; a number over 1, or leave model.position.scaling at 'none'"
         if getattr(self, "original_length", 1) < 1:
             return "original_length: must be set, the length that the model was trained to read"
         return None
@@ -85,6 +87,11 @@ class YaRN(Scaling):
     attention_factor: float = 0.0  # 0: 0.1 ln(factor) + 1
     truncate: bool = True  # the ramp begins and ends at whole pairs
 
+    def check(self):
+        if not 0 < self.beta_slow < self.beta_fast:
+            return f"beta_fast: {self.beta_fast} must be more than beta_slow = {self.beta_slow}, and both more than 0"
+        return super().check()
+
     def frequencies(self, theta, d, length_B):
         f_P = super().frequencies(theta, d, length_B)
         pair = lambda turns: (
@@ -113,6 +120,12 @@ class Llama3(Scaling):
     original_length: int = 8192
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
+
+    def check(self):
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if not 0 < low < high:
+            return f"high_frequency_factor: {high} must be more than low_frequency_factor = {low}, and both more than 0"
+        return super().check()
 
     def frequencies(self, theta, d, length_B):
         f_P = super().frequencies(theta, d, length_B)

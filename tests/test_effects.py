@@ -1,0 +1,190 @@
+"""What is refused when a config is built: fields without effect, wrong types, numbers out of range."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from conftest import sized, small
+
+from transformer import UserError
+from transformer.checks import Effect, coerce, strict
+from transformer.config import (
+    DataConfig,
+    DecodingConfig,
+    Experiment,
+    MeshConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from transformer.config_io import from_mapping
+from transformer.parallel import mesh as meshes
+from transformer.parallel.sharding import Share
+from transformer.training.initialize import check_source
+
+
+def experiment(model=(), **sections) -> Experiment:
+    data = {"corpus": "pydoc", "length": 16, **sections.pop("data", {})}
+    return from_mapping(
+        Experiment,
+        {"model": sized(**{"family": "decoder", **dict(model)}), "data": data, **sections},
+    )
+
+
+ALL = ({"position": "alibi"}, {"position": "rotary"})
+
+WITHOUT_EFFECT = {
+    # A layer_pattern that says a field in every layer, and entries that no layer has.
+    "model.position": lambda: small("decoder", position="t5", layer_pattern=ALL),
+    "model.window": lambda: small("decoder", window=3, layer_pattern=({"window": 2}, {"window": 4})),
+    "model.feed_forward": lambda: small("decoder", feed_forward="experts", layer_pattern=({"feed_forward": "dense"},)),
+    "model.layer_pattern": lambda: small("decoder", layer_pattern=({"window": 2}, {}, {"window": 3})),
+    "model.layer_pattern ": lambda: small("decoder", layer_pattern=({}, {})),
+    # Families.
+    "model.num_encoder_layers": lambda: small("decoder", num_encoder_layers=2),
+    "model.num_decoder_layers": lambda: small("encoder", num_decoder_layers=2),
+    "model.share_embeddings": lambda: small("decoder", share_embeddings=False),
+    "model.window ": lambda: small("recurrent_encoder_decoder", window=3),
+    "model.position ": lambda: small("recurrent_encoder_decoder", position="rotary"),
+    "model.norm_placement": lambda: small("recurrent_encoder_decoder", norm_placement="post"),
+    "model.num_heads": lambda: small("recurrent_encoder_decoder", num_heads=4),
+    "model.norm": lambda: small("recurrent_encoder_decoder", norm="rmsnorm"),
+    # Norms, initial values, heads.
+    "model.norm ": lambda: small("decoder", norm_placement="none", norm="rmsnorm"),
+    "model.norm_offset": lambda: small("decoder", norm="rmsnorm", norm_offset=False),
+    "model.norm_zero_centered": lambda: small("decoder", norm_gain=False, norm_zero_centered=True),
+    "model.first_norm": lambda: small("decoder", norm_placement="post", first_norm=False),
+    "model.init_std": lambda: small("decoder", init_std=0.01),
+    "model.random_positions": lambda: small("decoder", position="none", random_positions=50),
+    "model.random_positions ": lambda: small("decoder", position="cope", random_positions=50),
+    "model.pooling": lambda: small("decoder", pooling="mean"),
+    "model.logit_bias": lambda: small("encoder", lm_head=False, num_labels=2, logit_bias=True),
+    "model.pipeline_microbatches": lambda: experiment({"pipeline_microbatches": 2}),
+    # Text.
+    "data.format": lambda: DataConfig(corpus="pydoc", format="jsonl"),
+    "data.fields": lambda: DataConfig(train="x", format="text", fields=("a",)),
+    "data.reverse": lambda: DataConfig(corpus="pydoc", reverse=True),
+    "data.packing": lambda: DataConfig(objective="span_corruption", packing=False),
+    "data.buckets": lambda: DataConfig(packing=False, length=32, buckets=(32,)),
+    "data.buckets ": lambda: DataConfig(objective="ul2", packing=False, length=32, buckets=(16, 32)),
+    "data.too_long": lambda: DataConfig(too_long="cut"),
+    "data.eval_overlap": lambda: DataConfig(objective="seq2seq", eval_overlap=4),
+    "data.held_out": lambda: DataConfig(corpus="wikitext2", held_out=5),
+    "data.held_out ": lambda: DataConfig(train="a", valid="b", test="c", held_out=5),
+    "data.tokenizer.kind": lambda: TokenizerConfig(path="x.model", kind="bpe"),
+    "data.tokenizer.byte_fallback": lambda: TokenizerConfig(kind="char", byte_fallback=False),
+    # Training, decoding, devices.
+    "optimizer.b1": lambda: OptimizerConfig(name="sgd", b1=0.8),
+    "optimizer.epsilon": lambda: OptimizerConfig(name="lion", epsilon=1e-8),
+    "optimizer.momentum": lambda: OptimizerConfig(momentum=0.5),
+    "optimizer.decay_fraction": lambda: OptimizerConfig(decay_fraction=0.5),
+    "optimizer.final_fraction": lambda: OptimizerConfig(schedule="constant", final_fraction=0.1),
+    "train.init_positions": lambda: TrainConfig(init_positions="extend"),
+    "train.average_checkpoints": lambda: TrainConfig(average_checkpoints=2),
+    "train.average_checkpoints ": lambda: TrainConfig(steps=100, checkpoint_every=60, keep_checkpoints=3, average_checkpoints=3),
+    "train.profile": lambda: TrainConfig(steps=8, profile=3),
+    "decoding.top_k": lambda: DecodingConfig(top_k=4),
+    "decoding.length_penalty": lambda: DecodingConfig(length_penalty=1.0),
+    "mesh.slices": lambda: MeshConfig(slices="fsdp"),
+    "train.z_loss": lambda: experiment(
+        {"family": "encoder", "num_labels": 2, "pooling": "cls"}, data={"objective": "classification", "packing": False}, train={"z_loss": 0.1}
+    ),
+    "decoding.beam_size": lambda: experiment({"family": "encoder"}, data={"objective": "masked_lm"}, decoding={"beam_size": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", WITHOUT_EFFECT)
+def test_a_field_without_effect_is_refused(field):
+    with pytest.raises(UserError, match=rf"^{re.escape(field.strip())}: .* has no effect without "):
+        WITHOUT_EFFECT[field]()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: small("decoder", position={"name": "rotary", "scaling": {"name": "linear"}}), "scaling.factor: 1.0 has no effect"),
+        (lambda: small("decoder", position={"name": "rotary", "scaling": {"name": "llama3", "high_frequency_factor": 1.0}}), "high_frequency_factor: 1.0 must be more"),
+        (lambda: small("decoder", position={"name": "sinusoidal", "base": -1.0}), "model.position.base: -1.0 must be more than 0"),
+        (lambda: small("decoder", position={"name": "xpos", "scale_base": 0.0}), "model.position.scale_base: 0.0 must be more than 0"),
+        (lambda: small("decoder", position={"name": "learned", "offset": -1}), "model.position.offset: -1 is too small"),
+        (lambda: experiment(decoding={"beam_size": 41}), "decoding.beam_size: 41 is too large for model.vocab_size = 40"),
+        (lambda: experiment(decoding={"temperature": 1.0, "top_k": 40}), "decoding.top_k: 40 is too large for model.vocab_size = 40; at most 39"),
+        (lambda: DataConfig(packing="x"), "data.packing: expected bool, got 'x'"),
+        (lambda: DataConfig(length=True), "data.length: expected int, got True"),
+        (lambda: DataConfig(buckets=(8, "x")), "data.buckets: expected int, got 'x'"),
+        (lambda: TokenizerConfig(kind=3), "data.tokenizer.kind: expected text, got 3"),
+        (lambda: TrainConfig(evaluators="order"), "train.evaluators: expected a list"),
+        (lambda: OptimizerConfig(b3=0.1), "OptimizerConfig.b3: no such field; did you mean 'b"),
+        (lambda: small("decoder", d_model="wide"), "model.d_model: expected int, got 'wide'"),
+        (lambda: Experiment(small("decoder"), data=3), "data: expected a table of fields"),
+        (lambda: Experiment(small("decoder")), "data: must be set"),
+        (lambda: small("decoder", logit_scale=1e-300), "model.logit_scale: 1e-300 is 0 in float32"),
+        (lambda: OptimizerConfig(learning_rate=1e39), "learning_rate: 1e+39 is infinite in float32"),
+        (lambda: small("decoder", position={"name": "rotary", "theta": 1e-300}), "model.position.theta: 1e-300 is 0"),
+        (lambda: OptimizerConfig(final_fraction=2), "optimizer.final_fraction: 2.0 must lie in [0, 1]"),
+        (lambda: DecodingConfig(temperature=1e30), "decoding.temperature: 1e+30 is too large; at most 100"),
+        (lambda: DataConfig(packing=False, length=32, buckets=(-1, 32)), "data.buckets: (-1, 32); a row has at least 1"),
+        (lambda: DataConfig(packing=False, length=32, buckets=(0, 32)), "data.buckets: (0, 32); a row has at least 1"),
+        (lambda: small("decoder", feed_forward={"name": "experts", "num_experts": 100_000}), "num_experts: 100,000 is too large; at most 4,096"),
+        (lambda: small("decoder", norm_placement={"name": "pre", "warmup_hint": 3}), "no part 'warmup_hint'"),
+        (lambda: small("decoder", norm_placement={"name": "pre", "branch_gain": -1.0}), "branch_gain: -1.0 must be more than 0"),
+        (lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}), "reads rows of data.length * times = 256 tokens, but the table"),
+        (lambda: TrainConfig(evaluators=[{"name": "extrapolation", "times": 1, "sliding": False}]), "sliding: False has no effect with times=1"),
+    ],
+)  # fmt: skip
+def test_wrong_types_and_ranges_are_refused(build, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build()
+
+
+def test_types_that_say_the_same_are_taken():
+    data = DataConfig(corpus="pydoc", packing=False, length=np.int64(8), buckets=[4, 8])
+    assert data.buckets == (4, 8) and type(data.length) is int
+    assert DataConfig(objective={"name": "causal_lm"}) == DataConfig()  # a choice without options
+    assert isinstance(OptimizerConfig(learning_rate=1).learning_rate, float)
+    assert DecodingConfig(temperature=100) == DecodingConfig(temperature=100.0)
+
+
+def test_a_family_keeps_what_it_decides_itself():
+    """A config can be changed and read back: values that the family resolves are no values that are given."""
+    for family in ("encoder", "decoder", "encoder_decoder", "recurrent_encoder_decoder"):
+        config = small(family)
+        assert dataclasses.replace(config) == config
+    assert small("recurrent_encoder_decoder", num_heads=1).num_heads == 1
+    assert small("decoder", num_encoder_layers=0).num_encoder_layers == 0
+
+
+def test_the_mechanism():
+    @strict("mine", (Effect(("b",), "mine.a=True", lambda c: c.a),))
+    @dataclasses.dataclass(frozen=True)
+    class Mine:
+        a: bool = False
+        b: float = 1.0
+
+    assert Mine(b=1) == Mine() and Mine(a=True, b=2).b == 2.0
+    with pytest.raises(
+        UserError,
+        match=r"mine\.b: 2\.0 has no effect without mine\.a=True; set that, or leave mine\.b at 1\.0",
+    ):
+        Mine(b=2)
+    seen = []
+    jax.jit(lambda x: seen.append(coerce(x, float, "x")) or x)(1.0)
+    assert isinstance(seen[0], jax.core.Tracer)  # a number that the runs of one program differ in
+
+
+def test_what_cannot_be_begun_is_refused_before_any_work(tmp_path):
+    one = meshes.make_mesh(MeshConfig(data=1))
+    with pytest.raises(
+        UserError,
+        match="data.batch_size: 1,000,000,000 rows of 16 tokens take .* lower data.batch_size",
+    ):
+        meshes.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(one))
+    meshes.check_batch(experiment(), Share(one))
+    with pytest.raises(UserError, match="model.pipeline_rounds: 2 has no effect without stages"):
+        meshes.check_rounds(experiment({"pipeline_rounds": 2}), one)
+    with pytest.raises(
+        UserError, match=r"train.init_from: .* is neither a run \(checkpoints/\) nor a Hugging Face"
+    ):
+        check_source(str(tmp_path))

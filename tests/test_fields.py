@@ -1,0 +1,173 @@
+"""Every field of every config has an effect: another value changes a program or a number, or is refused.
+
+The walk is over the fields and options that there are; one that no table here mentions fails the
+test, by name. A program is a traced one: nothing is compiled.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer import ModelConfig, UserError, build_model
+from transformer.model import feed_forward_kinds
+from transformer.model.placements import _KNOWN, PLACEMENTS, Placement
+from transformer.model.positions import SCHEMES
+from transformer.model.positions.rotary_scaling import SCALINGS
+
+DECODER = {
+    "family": "decoder", "vocab_size": 11, "d_model": 8, "d_ff": 12, "num_heads": 2, "num_decoder_layers": 1, "max_length": 8, "position": "rotary",
+    "scan_layers": False,
+}  # fmt: skip
+ENCODER = {k: v for k, v in DECODER.items() if "decoder" not in k} | {
+    "family": "encoder",
+    "num_encoder_layers": 1,
+}
+BOTH = DECODER | {"family": "encoder_decoder", "num_encoder_layers": 1}
+LOOPED = DECODER | {"num_decoder_layers": 2, "scan_layers": True}
+RECURRENT = {
+    "family": "recurrent_encoder_decoder", "vocab_size": 11, "d_model": 8, "num_encoder_layers": 1, "num_decoder_layers": 1, "max_length": 8,
+}  # fmt: skip
+LABELS = DECODER | {"num_labels": 2}
+
+MODEL = {
+    "family": ("encoder", LOOPED | {"num_decoder_layers": 6}), "vocab_size": 13, "d_model": 16, "d_ff": 16, "num_heads": 1, "num_kv_heads": 1,
+    "d_head": 2, "d_value": 3, "num_encoder_layers": (3, BOTH), "num_decoder_layers": 3, "max_length": (9, DECODER | {"position": "learned"}),
+    "d_embedding": 6, "token_types": (2, ENCODER), "position": "alibi", "random_positions": 20, "layer_pattern": ({"window": 2},),
+    "norm_placement": "post", "norm": "rmsnorm", "norm_gain": False, "norm_offset": False, "norm_zero_centered": True, "norm_epsilon": 1e-3,
+    "embedding_norm": True, "first_norm": False, "parallel": True, "feed_forward": "experts", "activation": "gelu", "glu": True,
+    "use_bias": False, "attention_bias": False, "qkv_bias": False, "qk_norm": True, "attention_scale": 0.3, "attention_soft_cap": 5.0,
+    "attention_sink": True, "causal": False, "prefix_lm": (True, DECODER | {"position": "t5"}), "window": 2, "attention_backend": "blockwise",
+    "tie_embeddings": False, "share_embeddings": (False, BOTH), "logit_bias": True, "logit_scale": 0.5, "logit_soft_cap": 5.0,
+    "head_transform": True, "lm_head": (False, LABELS), "pooling": ("mean", LABELS), "pooler": (True, LABELS), "num_labels": 3,
+    "embedding_scale": True, "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "initializer": "normal",
+    "init_std": (0.5, DECODER | {"initializer": "normal"}), "embedding_init_std": 0.5, "residual_init_scale": True, "scan_layers": True,
+    "pipeline_rounds": (2, LOOPED), "remat": "full", "dtype": "bfloat16", "param_dtype": "bfloat16", "pad_id": 1,
+}  # fmt: skip
+"""Another value of each field, and a model in which it matters, where that is not DECODER."""
+
+
+def traced(function, *shapes) -> str:
+    """A program as text, with the constants in it."""
+    program = jax.make_jaxpr(function)(*shapes)
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(program))
+    return text + str([np.asarray(x).tobytes() for x in program.consts if hasattr(x, "dtype")])
+
+
+def of_model(tree: dict) -> str:
+    """Initial values and a training forward pass."""
+    config = ModelConfig(**tree)
+    model, ids = build_model(config), (jnp.ones((1, 4), jnp.int32),) * (1 + config.two_sides)
+
+    def program(key):
+        return model.init_with_output({"params": key, "dropout": key}, *ids, deterministic=False)
+
+    return traced(program, jax.random.key(0))
+
+
+def walked(table: dict, observe, base: dict) -> list[str]:
+    """The fields of a table that change nothing and are not refused, each in the base in which it matters."""
+    seen, silent = {}, []
+    of = lambda tree: seen.get(repr(tree)) or seen.setdefault(repr(tree), observe(tree))
+    for field, said in table.items():
+        value, own = (
+            said
+            if isinstance(said, tuple) and isinstance(said[-1], dict) and len(said) == 2
+            else (said, base)
+        )
+        if of(own | {field: value}) == of(own):
+            silent.append(field)
+    return silent
+
+
+def test_every_field_of_a_model():
+    assert of_model(DECODER) == of_model(DECODER)
+    assert not walked(MODEL, of_model, DECODER)
+
+
+@pytest.mark.parametrize("base", [RECURRENT], ids=lambda base: base["family"])
+def test_every_field_changes_a_family_or_is_refused_by_it(base):
+    plain, silent, refused = of_model(base), [], 0
+    decided = ModelConfig(**base).resolved
+    for field, said in MODEL.items():
+        value = (
+            said[0]
+            if isinstance(said, tuple) and isinstance(said[-1], dict) and len(said) == 2
+            else said
+        )
+        if value in (decided.get(field), ModelConfig.__dataclass_fields__[field].default):
+            continue  # says nothing that the family does not say itself
+        try:
+            changed = of_model({**base, field: value})
+        except UserError as error:
+            refused += str(error).startswith("model.")
+            continue
+        silent += [field] if changed == plain and field != "max_length" else []
+    assert not silent and 20 < refused < len(MODEL)
+
+
+def other(value):
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    return value * 2 or 2 if isinstance(value, int) else value / 2 or 0.5
+
+
+def of_position(spec) -> str:
+    return of_model(DECODER | {"num_heads": 1, "d_head": 64, "position": spec})
+
+
+def test_every_option_of_a_position_scheme():
+    silent, names = (
+        [],
+        {
+            "layout": {"halves": "interleaved", "interleaved": "halves"},
+            "scaling": {"none": {"name": "linear", "factor": 2.0}},
+        },
+    )
+    for name, cls in SCHEMES.items():
+        options = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get("option")}
+        plain = of_position(name) if options else ""
+        for option, default in options.items():
+            value = names[option][default] if isinstance(default, str) else other(default)
+            silent += (
+                [f"{name}.{option}"] if of_position({"name": name, option: value}) == plain else []
+            )
+    for name, cls in SCALINGS.items():
+        options = {f.name: f.default for f in dataclasses.fields(cls)}
+        base = {"name": name} | {"factor": 2.0, "original_length": 4096}
+        base = {key: value for key, value in base.items() if key in ("name", *options)}
+        plain = of_position({"name": "rotary", "scaling": base})
+        for option, default in options.items():
+            value = 4.0 if option == "factor" else other(base.get(option, default))
+            changed = of_position({"name": "rotary", "scaling": base | {option: value}})
+            silent += [f"{name}.{option}"] if changed == plain else []
+    assert not silent
+
+
+def test_every_part_of_a_placement():
+    assert "pre" in PLACEMENTS
+    parts = {f.name: f.default for f in dataclasses.fields(Placement) if f.name not in _KNOWN}
+    pre = {"in_norm": True, "final_norm": True}
+    small, silent = DECODER | {"num_decoder_layers": 1}, []
+    plain = of_model(small)
+    for part, default in parts.items():
+        changed = {"name": "pre", part: other(pre.get(part, default))}
+        silent += [part] if of_model(small | {"norm_placement": changed}) == plain else []
+    assert not silent
+
+
+def test_every_option_of_a_feed_forward():
+    def costs(spec):
+        config = ModelConfig(**DECODER | {"num_decoder_layers": 1, "feed_forward": spec})
+        model, ids = build_model(config), jnp.ones((1, 4), jnp.int32)
+        params = jax.eval_shape(model.init, jax.random.key(0), ids)
+        return str(params) + traced(lambda p: model.apply(p, ids, mutable=["losses"]), params)
+
+    for name, cls in feed_forward_kinds.KINDS.items():
+        options = {f.name: f.default for f in dataclasses.fields(cls)}
+        plain = costs(name) if options else ""
+        assert not [o for o, x in options.items() if costs({"name": name, o: other(x)}) == plain]

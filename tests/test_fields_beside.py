@@ -1,0 +1,364 @@
+"""Every field of an experiment beside the model, and every option of objectives and evaluators, has an effect (see test_fields.py)."""
+
+import dataclasses
+import hashlib
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_fields import BOTH, DECODER, ENCODER, MODEL, traced, walked
+
+from transformer import ModelConfig, build_model
+from transformer.config import (
+    DataConfig,
+    DecodingConfig,
+    Experiment,
+    MeshConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from transformer.config_io import from_mapping
+from transformer.data.objectives import OBJECTIVES
+from transformer.data.pipeline import Data
+from transformer.data.store import Texts, _Text
+from transformer.data.tokenizer import SentencePiece, train_tokenizer
+from transformer.decoding.generate import Generator
+from transformer.evaluation import kinds, losses, probes, translation
+from transformer.parallel.mesh import make_mesh, use
+from transformer.planning.sample import batch_shapes
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import abstract_state
+from transformer.training.step import training_step
+
+IN_A_RUN = {
+    "model.pipeline_microbatches": "refused without stages below; with them, tests/test_sharding.py",
+    "data.corpus": "names other files: transformer/data/corpora.py",
+    "data.tokenizer": "a table of its own",
+    "mesh.slices": "several slices of TPUs are needed: transformer/parallel/mesh.py, arrange",
+    "train.average_checkpoints": "what is evaluated: tests/test_training.py",
+    "train.init_from": "where parameters come from: tests/test_initialize.py",
+    "train.init_new": "which start anew: tests/test_initialize.py",
+    "train.init_drop": "which are left out: tests/test_initialize.py",
+    "train.init_positions": "how a table is stretched: tests/test_initialize.py",
+    "train.log_every": "which lines metrics.jsonl has",
+    "train.eval_every": "which lines metrics.jsonl has",
+    "train.eval_batches": "how much text eval/loss is of",
+    "train.evaluators": "a table of its own",
+    "train.checkpoint_every": "which checkpoints are written",
+    "train.keep_checkpoints": "which checkpoints are kept",
+    "train.tensorboard": "whether event files are written",
+    "train.wandb": "where metrics are sent",
+    "train.profile": "whether a trace is written",
+    "platform": "where the run is refused to start",
+    "seed": "the key of the first parameters, of dropout and of the order: tests/test_training.py",
+    **{name: "a table of its own" for name in ("model", "data", "optimizer", "train", "decoding", "mesh")},
+}  # fmt: skip
+"""Fields whose effect is on what a run writes or where it begins, and no program or batch shows it."""
+
+
+def named(section: str, cls, table: dict) -> set[str]:
+    """The fields of a config that neither its table nor IN_A_RUN has an entry for."""
+    path = section and section + "."
+    return {
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in table and path + f.name not in IN_A_RUN
+    }
+
+
+def test_every_field_has_an_entry():
+    tables = {"model": (ModelConfig, MODEL), "data": (DataConfig, DATA), "data.tokenizer": (TokenizerConfig, TOKENIZER), "optimizer": (OptimizerConfig, OPTIMIZER),
+              "mesh": (MeshConfig, MESH), "train": (TrainConfig, TRAIN), "decoding": (DecodingConfig, DECODING), "": (Experiment, {})}  # fmt: skip
+    assert {section: named(section, *of) for section, of in tables.items()} == {
+        section: set() for section in tables
+    }
+    assert OBJECTIVE.keys() <= OBJECTIVES.keys() and EVALUATORS.keys() == kinds.KINDS.keys()
+
+
+# ---- Data: the batches that are read
+
+
+FILES = {"train": "text.tsv", "valid": "", "test": "", "format": "tsv"}
+LM = {"length": 12, "batch_size": 2, "held_out": 5}
+PAIRS = LM | {"objective": "seq2seq", "length": 24}
+
+DATA = {
+    "format": ("text", LM | {"fields": ()}), "train": "more.tsv", "valid": "more.tsv", "test": "more.tsv", "fields": (("1",), LM),
+    "reverse": (True, PAIRS), "objective": ("prefix_lm", LM), "length": 16, "target_length": (12, PAIRS), "batch_size": 3, "packing": False,
+    "buckets": ((6, 12), LM | {"packing": False}), "too_long": ("cut", PAIRS), "eval_overlap": 4, "held_out": 7, "max_examples": 9,
+}  # fmt: skip
+
+
+class Shelf:
+    """A store of ids that are characters."""
+
+    def __init__(self, config):
+        self.text = _Text(config.data, config.objective.columns)
+        self.tokenizer = types.SimpleNamespace(
+            vocab_size=60, bos=1, eos=2, pad=0, mask=None, before_source=[], text_ids=np.arange(4, 60), starts_word=np.arange(60) % 3 == 0,
+            find=lambda piece: None,
+        )  # fmt: skip
+
+    def texts(self, part, side):
+        examples = self.text.train() if part == "train" else self.text.read(part)
+        ids = [[*(4 + ord(c) % 50 for c in example[side]), 2] for example in examples]
+        return Texts(np.concatenate(ids).astype(np.int32), np.cumsum([len(one) for one in ids]))
+
+
+def of_data(tree: dict) -> str:
+    """The first batches of each side, and how many there are."""
+    objective = tree.get("objective", "causal_lm")
+    name = objective if isinstance(objective, str) else objective["name"]
+    model = {
+        "causal_lm": DECODER,
+        "prefix_lm": DECODER | {"prefix_lm": True},
+        "masked_lm": ENCODER,
+    }.get(name, BOTH)
+    pairs = (
+        {"token_types": 2, "num_labels": 2, "pooling": "cls"}
+        if "next_sentence" in tree["objective"]
+        else {}
+    )
+    config = from_mapping(
+        Experiment,
+        {"model": model | {"max_length": 64, "vocab_size": 400} | pairs, "data": FILES | tree},
+    )
+    data = Data(config, config.objective, Shelf(config))
+    found = [config.objective.reserved]
+    for part in ("train", "valid", "test"):
+        batches = data.batches(part)
+        found += [len(batches), batches.per_epoch] + [
+            (name, x.shape, x.tobytes())
+            for n in range(min(3, len(batches)))
+            for name, x in batches[n].items()
+        ]
+    return repr(found)
+
+
+@pytest.fixture
+def text_files(tmp_path, monkeypatch):
+    """Pairs of words, in a folder of their own."""
+
+    def write(name: str, seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        word = lambda: "".join(draw.choice(list("abcdefghij"), draw.integers(3, 16)))
+        lines = [f"{word()} {word()}\t{word()}" for _ in range(60)]
+        (tmp_path / name).write_text("\n".join(lines))
+
+    write("text.tsv", 0)
+    write("more.tsv", 1)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_field_of_the_data(text_files):
+    tree = {"objective": "causal_lm"}
+    table = {
+        f: x if isinstance(x, tuple) and isinstance(x[-1], dict) else (x, LM)
+        for f, x in DATA.items()
+    }
+    assert not walked({f: (x, tree | base) for f, (x, base) in table.items()}, of_data, LM)
+
+
+OBJECTIVE = {
+    "masked_lm": {"rate": 0.5, "mask": 0.2, "random": 0.2, "whole_words": True, "next_sentence": True},
+    "span_corruption": {"rate": 0.5, "mean_length": 1.5, "sentinels": 50}, "ul2": {"sentinels": 300},
+}  # fmt: skip
+
+
+def test_every_option_of_an_objective(text_files):
+    silent = []
+    for name, cls in OBJECTIVES.items():
+        options = [f.name for f in dataclasses.fields(cls)]
+        assert options == list(OBJECTIVE.get(name, ())), name
+        base = LM | {"length": 32, "packing": name != "masked_lm" or True}
+        for option, value in OBJECTIVE.get(name, {}).items():
+            own = base | ({"packing": False} if option == "next_sentence" else {})
+            changed = of_data(own | {"objective": {"name": name, option: value}})
+            silent += [f"{name}.{option}"] if changed == of_data(own | {"objective": name}) else []
+    assert not silent
+
+
+TOKENIZER = {
+    "kind": "bpe", "path": "other.model", "pad_id": (5, {"path": "some.model"}), "bos_id": (5, {"path": "some.model"}),
+    "eos_id": (5, {"path": "some.model"}), "source_bos_id": (5, {"path": "some.model"}), "byte_fallback": False, "character_coverage": 0.99,
+    "max_sentences": 40,
+}  # fmt: skip
+
+
+def test_every_field_of_the_tokenizer():
+    draw = np.random.default_rng(0)
+    words = ["".join(draw.choice(list("abcdefghé"), 6)) for _ in range(80)] + ["ñandú"]
+    trained = {
+        name: train_tokenizer(TokenizerConfig(), n, words).content
+        for name, n in (("some.model", 300), ("other.model", 310))
+    }
+
+    def of_tokenizer(tree):
+        config = TokenizerConfig(**tree)
+        if config.path:
+            return repr(
+                (SentencePiece(trained[config.path], config).signs, len(trained[config.path]))
+            )
+        return hashlib.sha256(
+            train_tokenizer(config, 300 if config.byte_fallback else 60, words).content
+        ).hexdigest()
+
+    assert not walked(TOKENIZER, of_tokenizer, {})
+
+
+# ---- Programs beside the model's
+
+
+OPTIMIZER = {
+    "name": "lion", "learning_rate": 2e-3, "schedule": "linear", "warmup_steps": 7, "decay_fraction": (0.5, {"schedule": "wsd"}),
+    "final_fraction": 0.5, "b1": 0.8, "b2": 0.9, "epsilon": 1e-6, "momentum": (0.5, {"name": "sgd"}), "weight_decay": 0.1, "clip_norm": 1.0,
+}  # fmt: skip
+
+
+def test_every_field_of_the_optimizer():
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+
+    def of_update(tree):
+        rule = build_optimizer(OptimizerConfig(**tree), 2000)
+        return traced(rule.update, params, jax.eval_shape(rule.init, params), params)
+
+    assert not walked(OPTIMIZER, of_update, {})
+
+
+TRAIN = {"steps": 50, "label_smoothing": 0.1, "z_loss": 0.1, "accumulate": 2, "ema_decay": 0.9}
+
+
+def test_every_field_of_training_that_a_step_reads():
+    def of_step(tree):
+        tree = {
+            "model": DECODER,
+            "data": {"corpus": "pydoc", "length": 4, "batch_size": 2},
+            "optimizer": {"warmup_steps": 3},
+            "train": tree,
+        }
+        config = from_mapping(Experiment, tree)
+        model, rule = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, config.train.steps),
+        )
+        with use(make_mesh(MeshConfig(data=1))) as mesh:
+            state, _ = abstract_state(config, model, rule, mesh)
+            return traced(
+                training_step(config, model, rule, mesh), state, batch_shapes(config, mesh)
+            )
+
+    assert not walked(TRAIN, of_step, {})
+
+
+DECODING = {
+    "beam_size": 2, "length_penalty": (1.0, {"beam_size": 2}), "temperature": 0.5, "top_k": (3, {"temperature": 1.0}), "top_p": (0.5, {"temperature": 1.0}),
+    "max_extra": 3, "batch_size": 2,
+}  # fmt: skip
+
+
+def test_every_field_of_decoding():
+    signs = types.SimpleNamespace(pad=0, bos=1, eos=2, before_source=[])
+    params = jax.eval_shape(
+        build_model(ModelConfig(**DECODER)).init, jax.random.key(0), jnp.ones((1, 4), jnp.int32)
+    )["params"]
+
+    def of_decoding(tree):
+        config = from_mapping(
+            Experiment,
+            {
+                "model": DECODER,
+                "data": {"corpus": "pydoc", "length": 4},
+                "decoding": {"max_extra": 4, "batch_size": 1} | tree,
+            },
+        )
+        generate = Generator(config, params, signs)
+        rows, new = config.decoding.batch_size, generate._max_new(4)
+        shape = lambda dtype, *more: jax.ShapeDtypeStruct((rows, *more), dtype)
+        given = shape(jnp.int32, 4), shape(bool, 4), shape(jnp.int32), shape(jnp.uint32)
+        return traced(lambda *x: generate._decode(*x, max_new=new), params, *given)
+
+    assert not walked(DECODING, of_decoding, {})
+
+
+MESH = {"data": 2, "stage": 2, "fsdp": 2, "expert": 2, "context": 2, "tensor": 2}
+
+
+def test_every_axis_of_the_mesh():
+    assert not walked(MESH, lambda tree: repr(make_mesh(MeshConfig(**tree)).shape), {"data": 1})
+
+
+# ---- Evaluators: the names and numbers that they yield
+
+
+EVALUATORS = {
+    "loss_by_position": {"parts": 4}, "extrapolation": {"times": 2, "tokens": 100, "sliding": False}, "loss_with": {"change": "model.window=3"},
+    "probe": {"task": "copy", "lengths": (3,), "examples": 8}, "bleu_by_length": {"words": 1},
+    "depth_profile": {}, "attention": {}, "logit_lens": {}, "order": {},
+}  # fmt: skip
+BESIDE = {"loss_with": {"change": "model.window=2"}, "extrapolation": {"times": 4}}
+
+
+def test_every_option_of_an_evaluator(monkeypatch):
+    """What is measured stands still: only what an evaluator asks to be measured, and how it sums up, is seen."""
+    config = from_mapping(
+        Experiment,
+        {
+            "model": BOTH | {"max_length": 32},
+            "data": {
+                "format": "probe",
+                "train": "reverse:1-4",
+                "objective": "seq2seq",
+                "length": 16,
+            },
+        },
+    )
+    alone = from_mapping(
+        Experiment,
+        {
+            "model": DECODER | {"max_length": 16},
+            "data": {"corpus": "pydoc", "length": 16, "batch_size": 2},
+        },
+    )
+    texts = ["a b c d"] * 12 + ["a"] * 12
+    subject = lambda config: types.SimpleNamespace(config=config, mesh=types.SimpleNamespace(size=1), changed=lambda there: subject(there),
+                                                   data=types.SimpleNamespace(store=types.SimpleNamespace(tokenizer=Letters)))  # fmt: skip
+    monkeypatch.setattr(
+        losses,
+        "_mean",
+        lambda there, at, most=0: (hash((there.config.model, there.config.data, most)), 0.0),
+    )
+    monkeypatch.setattr(
+        losses,
+        "_losses",
+        lambda *given: [(np.ones((1, 16)), np.arange(16)[None], np.ones((1, 16)))],
+    )
+    monkeypatch.setattr(probes, "_right", lambda there, store, at: (hash(store.wanted), 0.0))
+    at = types.SimpleNamespace(translations=(texts, texts, [[t] for t in texts]))
+    measure = {"loss_by_position": losses.loss_by_position, "extrapolation": losses.extrapolation, "loss_with": losses.loss_with,
+               "probe": probes.probe, "bleu_by_length": translation.bleu_by_length}  # fmt: skip
+    answers = subject(config)
+
+    def found(name, option=None, value=None):
+        given = BESIDE.get(name, {}) | ({option: value} if option else {})
+        of = answers if name in ("probe", "bleu_by_length") else subject(alone)
+        return repr(list(measure[name](kinds.build({"name": name} | given), of, at)))
+
+    silent = []
+    for name, cls in kinds.KINDS.items():
+        assert [f.name for f in dataclasses.fields(cls)] == list(EVALUATORS[name]), name
+        for option, value in EVALUATORS[name].items():
+            silent += [f"{name}.{option}"] if found(name) == found(name, option, value) else []
+    assert not silent
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    eos, before_source = 2, ()
+
+    @staticmethod
+    def encode(texts):
+        return [[4 + ord(c) % 30 for c in text] for text in texts]
