@@ -262,8 +262,10 @@ def test_schedules():
         assert float(paper(n - 1)) == pytest.approx(
             0.5 * 10**0.5 * min(n**-0.5, n * 10**-1.5), rel=1e-5
         )
+    final = {"final_fraction": 0.1}
+    fields = {"cosine": final, "linear": final, "wsd": final | {"decay_fraction": 0.3}}
     for name in ("cosine", "linear", "wsd", "constant"):
-        rate = make(name, final_fraction=0.1, decay_fraction=0.3)
+        rate = make(name, **fields.get(name, {}))
         assert float(rate(4)) == pytest.approx(0.25)
         assert float(rate(9)) == pytest.approx(0.5)
         assert float(rate(10)) == pytest.approx(0.5)
