@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
+from conftest import sized
 from faults.checkpoints import Subject, cases
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -72,7 +72,7 @@ def test_devices_exchange_nothing_for_a_fingerprint():
 @pytest.fixture(scope="module")
 def config():
     return from_mapping(Experiment, {
-        "model": {"family": "decoder", **TINY, "vocab_size": 400, "d_ff": 16, "scan_layers": True},
+        "model": sized("decoder", vocab_size=400, d_ff=16),
         "data": {"corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4, "tokenizer": {"kind": "bpe"}},
         "optimizer": {"warmup_steps": 5, "schedule": "constant"}, "mesh": {"data": 1},
         "train": {"steps": 6, "log_every": 1, "eval_batches": 1, "checkpoint_every": 2, "keep_checkpoints": 3, "tensorboard": False, "ema_decay": 0.9},

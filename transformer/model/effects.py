@@ -11,6 +11,7 @@ READ_BY_RECURRENCE = frozenset(
     """family vocab_size d_model num_encoder_layers num_decoder_layers max_length d_embedding
     tie_embeddings share_embeddings logit_bias logit_scale logit_soft_cap head_transform lm_head
     pooling embedding_scale dropout initializer init_std embedding_init_std dtype param_dtype pad_id
+    bos_id eos_id decoder_start_id
     token_types pooler num_labels prefix_lm norm norm_gain norm_offset norm_zero_centered norm_epsilon
     activation use_bias""".split()  # noqa: SIM905
 )
