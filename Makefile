@@ -1,10 +1,15 @@
 # make run    install, fetch the text, train a small translator, evaluate it, translate
 # make test   install what tests need, run them
 # make ablation   train a small grid of norm placements and position schemes with three seeds, and write the report
+# make faults  an hour of random faults (kills, flipped bits, damaged files, odd configs), and what held
+# make slice  on the newest promised Python at hand: install, import, train a small model, evaluate it, generate, plan
 # make lint   what the tests also check: style and imports
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
+# The newest, by its own name or among those that pyenv has installed.
+NEWEST ?= $(shell for v in 13 12 11; do for p in python3.$$v $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$v.*/bin/python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, '$$v'))' 2>/dev/null && echo $$p && exit; done; done)
 BIN := .venv/bin
 WORKDIR ?= runs/quickstart
 
@@ -25,6 +30,12 @@ test: .venv/installed-test
 	@# A worker that XLA ends (tests/conftest.py says why it may) is started again, with the test it was at; a test that fails is not.
 	$(BIN)/python -m pytest -n 2 --reruns 1 --only-rerun 'crashed while running'
 
+faults: .venv/installed-test
+	cd tests && ../$(BIN)/python -m faults --minutes=60
+
+slice:
+	.ci/slice "$(NEWEST)"
+
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,4 +52,4 @@ lint: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $@ .venv/installed
 
-.PHONY: run ablation test lint
+.PHONY: run ablation test faults slice lint

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from transformer import ModelConfig, UserError, build_model
+from transformer.convert.special_tokens import write
+from transformer.decoding.sampling import sample
 from transformer.model import feed_forward_kinds
 from transformer.model.placements import _KNOWN, PLACEMENTS, Placement
 from transformer.model.positions import SCHEMES
@@ -45,7 +47,7 @@ MODEL = {
     "head_transform": True, "lm_head": (False, LABELS), "pooling": ("mean", LABELS), "pooler": (True, LABELS), "num_labels": 3,
     "embedding_scale": True, "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "initializer": "normal",
     "init_std": (0.5, DECODER | {"initializer": "normal"}), "embedding_init_std": 0.5, "residual_init_scale": True, "scan_layers": True,
-    "pipeline_rounds": (2, LOOPED), "remat": "full", "dtype": "bfloat16", "param_dtype": "bfloat16", "pad_id": 1,
+    "pipeline_rounds": (2, LOOPED), "remat": "full", "dtype": "bfloat16", "param_dtype": "bfloat16",
 }  # fmt: skip
 """Another value of each field, and a model in which it matters, where that is not DECODER."""
 
@@ -107,6 +109,33 @@ def test_every_field_changes_a_family_or_is_refused_by_it(base):
             continue
         silent += [field] if changed == plain and field != "max_length" else []
     assert not silent and 20 < refused < len(MODEL)
+
+
+SPECIAL_TOKENS = {"pad_id": 3, "bos_id": 4, "eos_id": 5, "decoder_start_id": 6}
+"""They change no pass through a model, but what is generated, or what is exported."""
+
+
+def test_every_special_token():
+    base = {**BOTH, "pad_id": 0, "eos_id": 2, "decoder_start_id": 1}
+    model = build_model(ModelConfig(**base))
+    source, one = jnp.ones((1, 4), jnp.int32), jnp.ones((1,), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), source, source)
+
+    def generated(tree):
+        model = build_model(ModelConfig(**tree))
+        generate = lambda params: sample(
+            model,
+            params,
+            None,
+            one,
+            jax.random.split(jax.random.key(0), 1),
+            max_new=2,
+            source_BxS=source,
+        )
+        return traced(generate, params["params"])
+
+    assert walked(SPECIAL_TOKENS, generated, base) == ["bos_id"]
+    assert not walked(SPECIAL_TOKENS, lambda tree: str(write(ModelConfig(**tree), {})), base)
 
 
 def other(value):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_fields import BOTH, DECODER, ENCODER, MODEL, traced, walked
+from test_fields import BOTH, DECODER, ENCODER, MODEL, SPECIAL_TOKENS, traced, walked
 
 from transformer import ModelConfig, build_model
 from transformer.config import (
@@ -49,6 +49,7 @@ IN_A_RUN = {
     "train.evaluators": "a table of its own",
     "train.checkpoint_every": "which checkpoints are written",
     "train.keep_checkpoints": "which checkpoints are kept",
+    "train.strict_checkpoints": "whether a damaged checkpoint ends the run: tests/faults/test_checkpoints.py",
     "train.tensorboard": "whether event files are written",
     "train.wandb": "where metrics are sent",
     "train.profile": "whether a trace is written",
@@ -70,7 +71,7 @@ def named(section: str, cls, table: dict) -> set[str]:
 
 
 def test_every_field_has_an_entry():
-    tables = {"model": (ModelConfig, MODEL), "data": (DataConfig, DATA), "data.tokenizer": (TokenizerConfig, TOKENIZER), "optimizer": (OptimizerConfig, OPTIMIZER),
+    tables = {"model": (ModelConfig, MODEL | SPECIAL_TOKENS), "data": (DataConfig, DATA), "data.tokenizer": (TokenizerConfig, TOKENIZER), "optimizer": (OptimizerConfig, OPTIMIZER),
               "mesh": (MeshConfig, MESH), "train": (TrainConfig, TRAIN), "decoding": (DecodingConfig, DECODING), "": (Experiment, {})}  # fmt: skip
     assert {section: named(section, *of) for section, of in tables.items()} == {
         section: set() for section in tables

@@ -5,8 +5,10 @@ bit in a file that nothing reads is harmless, so both answers are right; other n
 """
 
 import dataclasses
+import functools
 import random
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ import jax
 import numpy as np
 
 from transformer.config import Experiment
+from transformer.config_io import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.checkpoint import Checkpoints
 from transformer.training.checkpoint_record import Damaged
+from transformer.training.loop import train
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 
@@ -47,23 +51,44 @@ class Harm:
         path.write_bytes(data)
 
 
-def cases(checkpoint: Path, seed: int, flips: int, others: int) -> Iterator[Harm]:
-    """Bits of all files, large files more often; and deletions, truncations and zeroings of files and folders."""
+def harms(checkpoint: Path, seed: int) -> Iterator[Harm]:
+    """Bits of all files, large files more often; and deletions, truncations and zeroings of files and folders. Without end."""
     draw = random.Random(seed)
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    sizes = {path: path.stat().st_size for path in files}
-    full = [path for path in files if sizes[path]]
-    name = lambda path: str(path.relative_to(checkpoint))
-    for i in range(flips):
-        # One half in whatever file, one half where the bytes are.
-        weights = [sizes[path] ** 0.5 for path in full] if i % 2 else None
-        path = draw.choices(full, weights)[0]
-        yield Harm("flip", name(path), draw.randrange(8 * sizes[path]))
     anything = sorted(checkpoint.rglob("*"))
-    for _ in range(others):
-        kind = draw.choice(("delete", "cut", "zero"))
-        path = draw.choice(anything if kind == "delete" else full)
-        yield Harm(kind, name(path), 0 if kind == "delete" else draw.randrange(sizes[path]))
+    files = [path for path in anything if path.is_file() and path.stat().st_size]
+    sizes = {path: path.stat().st_size for path in files}
+    name = lambda path: str(path.relative_to(checkpoint))
+    while True:
+        kind = draw.choice(("flip", "flip", "flip", "flip", "delete", "cut", "zero"))
+        # One half in whatever file, one half where the bytes are.
+        weights = [sizes[path] ** 0.5 for path in files] if draw.random() < 0.5 else None
+        path = draw.choice(anything) if kind == "delete" else draw.choices(files, weights)[0]
+        span = {"flip": 8 * sizes.get(path, 0), "delete": 1}.get(kind, sizes.get(path, 0))
+        yield Harm(kind, name(path), draw.randrange(span))
+
+
+@functools.cache
+def _subject() -> "Subject":
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    config = from_mapping(Experiment, {
+        "model": {"family": "decoder", "vocab_size": 400, "d_model": 16, "d_ff": 16, "num_heads": 4, "num_decoder_layers": 2, "max_length": 16},
+        "data": {"corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "optimizer": {"warmup_steps": 5}, "mesh": {"data": 1},
+        "train": {"steps": 6, "eval_batches": 1, "checkpoint_every": 2, "keep_checkpoints": 3, "tensorboard": False, "ema_decay": 0.9},
+    })  # fmt: skip
+    train(config, folder / "run")
+    return Subject(folder / "run", config)
+
+
+def cases(seed: int) -> Iterator[Harm]:
+    """Without end."""
+    return harms(_subject().newest, seed)
+
+
+def check(harm: Harm) -> str:
+    """See `Subject.check`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return f"{harm.kind}: {_subject().check(harm, Path(scratch))}"
 
 
 class Subject:

@@ -11,10 +11,13 @@ Transformers loads every tensor of that directory.
         print(name, fault, judge(name, root / str(seed)))
 """
 
+import functools
+import itertools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,28 @@ from transformer.errors import UserError
 __all__ = ["MODELS", "judge", "mutate", "mutate_any", "save"]
 
 LENGTH = 9
+
+
+@functools.cache
+def _sources() -> dict[str, Path]:
+
+    root = Path(tempfile.mkdtemp(prefix="faults-"))
+    return {name: save(name, root / name) for name in MODELS}
+
+
+def cases(seed: int) -> Iterator[int]:
+    """Seeds of mutations, without end."""
+    return itertools.count(1_000_000 * seed)
+
+
+def check(case: int) -> str:
+    """AssertionError unless the property of `judge` holds for the directory of that seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        name, fault = mutate_any(_sources(), Path(folder) / "model", case)
+        try:
+            return judge(name, Path(folder) / "model")
+        except Exception as e:
+            raise AssertionError(f"seed {case}: {name}, {fault}: {type(e).__name__}: {e}") from e
 
 
 def mutate_any(sources: Mapping[str, Path], target: Path, seed: int) -> tuple[str, str]:

@@ -42,6 +42,7 @@ COMPUTES_NOTHING = (
     "train.eval_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.strict_checkpoints",
     "train.tensorboard",
     "train.wandb",
     "train.profile",

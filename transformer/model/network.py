@@ -7,6 +7,8 @@ Every family has `features`, the last hidden state (as the head wants it) and th
 """
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from transformer.model.cache import Cache, check_room, empty_cache
@@ -43,7 +45,7 @@ class _Family(nn.Module):
         mean nothing.
 
         Args:
-          variables: {"params": ...}, as `model.init` and `load_hf` return it.
+          variables: {"params": ...}, as `model.init` and `load_hf` return it; arrays of JAX or NumPy.
           *inputs: token ids in [0, vocab_size), at most `max_length` on a side. The target of an encoder_decoder is what its
             decoder reads: the start token (`config.decoder_start_id`), then the text.
           padding_mask: bool[B, T], True where a token is real (as Transformers' attention_mask; PyTorch's
@@ -74,8 +76,9 @@ class _Family(nn.Module):
             Outside `jax.jit`, where values are known, also for token ids outside the vocabulary and for masks, segments,
             positions and types out of range. Under `jax.jit` these are not checked.
         """
+        as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
         return super().apply(
-            variables,
+            jax.tree.map(as_array, variables),  # a traced index cannot look up NumPy's tables
             *inputs,
             rngs=rngs,
             method=method,
