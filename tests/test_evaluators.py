@@ -111,9 +111,12 @@ def test_what_sees_no_further_than_a_window_is_the_same_in_longer_rows():
 
 
 def test_a_table_of_positions_ends():
-    found, *_ = measured(
-        experiment({"name": "extrapolation", "times": 16, "sliding": False}, position="learned")
+    longer = lambda times: experiment(
+        {"name": "extrapolation", "times": times, "sliding": False}, position="learned"
     )
+    with pytest.raises(UserError, match=r"reads rows of .* = 256 tokens, but the table of .* ends"):
+        longer(16)
+    found, *_ = measured(longer(2))
     assert [name for name in found if not name.startswith("context")] == [
         "extrapolation/000016",
         "extrapolation/000032",

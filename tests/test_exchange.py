@@ -456,7 +456,7 @@ def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
         ),
         (
             ["--from={gpt2}", "--workdir=x", "--config.model.d_model=64"],
-            "numbers, but config.json tells of",
+            "its shape is",
         ),
         (["--to=y", "--workdir=x"], "no run in x"),
     ],

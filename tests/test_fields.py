@@ -155,13 +155,14 @@ def test_every_option_of_a_position_scheme():
         {
             "layout": {"halves": "interleaved", "interleaved": "halves"},
             "scaling": {"none": {"name": "linear", "factor": 2.0}},
+            "first_index": {0: 1},
         },
     )
     for name, cls in SCHEMES.items():
         options = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get("option")}
         plain = of_position(name) if options else ""
         for option, default in options.items():
-            value = names[option][default] if isinstance(default, str) else other(default)
+            value = names.get(option, {}).get(default, None) or other(default)
             silent += (
                 [f"{name}.{option}"] if of_position({"name": name, option: value}) == plain else []
             )

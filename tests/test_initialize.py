@@ -157,7 +157,10 @@ def test_the_loop_starts_there_and_refuses_other_pieces(trained, tmp_path):
     ("fields", "message"),
     [
         ({"init_from": "nowhere"}, "train.init_from: nowhere is neither a run"),
-        ({"init_new": ("classifier/*",)}, "they go with train.init_from"),
+        (
+            {"init_new": ("classifier/*",)},
+            "has no effect without parameters to start from: train.init_from",
+        ),
         ({"init_positions": "strech"}, "train.init_positions: no 'strech'"),
     ],
 )

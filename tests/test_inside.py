@@ -75,9 +75,12 @@ def test_numbers_are_those_of_the_maps(family, monkeypatch):
     target = tokens(0, 2, 20)
     segments = jnp.asarray([[1] * 12 + [2] * 8, [1] * 15 + [0] * 5])
     positions = jnp.asarray([[*range(12), *range(8)], [*range(15), *range(5)]])
-    args = (tokens(1, 2, 17), target) if family == "encoder_decoder" else (target,)
+    args, source = (target,), {}
+    if family == "encoder_decoder":
+        args = tokens(1, 2, 17), target
+        source = {"source_segment_ids": jnp.asarray([[1] * 9 + [2] * 8, [1] * 17])}
     _, seen = model.apply(
-        params, *args, positions=positions, segment_ids=segments, mutable=list(WATCHED)
+        params, *args, positions=positions, segment_ids=segments, **source, mutable=list(WATCHED)
     )
     weights = np.asarray(seen["maps"]["decoder"]["layers"]["self_attention"]["weights"][0])
     heads = seen["heads"]["decoder"]["layers"]["self_attention"]["heads"][0]

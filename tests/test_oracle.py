@@ -43,7 +43,7 @@ VARIANTS = {
         "layer_pattern": ({"window": 2}, {"window": 0, "position": {"name": "rotary", "theta": 50.0}}),
     },
     "two tables": {"position": "t5", "layer_pattern": ({"position": {"name": "t5", "num_buckets": 8, "max_distance": 6}}, {})},
-    "rotary, then none": {"position": "none", "layer_pattern": ({"position": "rotary"}, {"position": "none"})},
+    "rotary, then none": {"layer_pattern": ({"position": "rotary"}, {"position": "none"})},
     "partial rotary": {"position": {"name": "rotary", "fraction": 0.5, "layout": "interleaved"}, "d_head": 8},
     "linear": {"position": {"name": "rotary", "scaling": {"name": "linear", "factor": 2.0}}, "d_head": 8},
     "ntk": {"position": {"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}, "d_head": 8},

@@ -191,7 +191,7 @@ def test_step_by_step_is_all_at_once(model):
     module, params, apply = model
     source, target = pair()
     source = source.at[1, 5:].set(0)
-    whole = apply(params, source, target)
+    whole = apply(params, source, target, **masks(source, target))
     logits, memory = start_decoding(module, params, target[:, :2], 6, source)
     step = jax.jit(lambda t, m: advance(module, params["params"], t, m))
     for t in range(2, 5):

@@ -36,6 +36,7 @@ def run() -> None:
             sys.stdout.flush()
         os._exit(code)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to undo
+    sys.exit(code)
 
 
 def _quiet_threads() -> None:
