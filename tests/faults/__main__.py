@@ -5,7 +5,7 @@
     cd tests && python -m faults --only=kills --seed=7 --minutes=10
 
 Each campaign is a module with `cases(seed)`, which never ends, and `check(case)`, which returns what came of the case or raises
-AssertionError. Every campaign has a process of its own and an equal share of the time; two run at once. The exit code is 1 if a case
+AssertionError. Every campaign has a process of its own and a share of the time; two run at once. The exit code is 1 if a case
 failed. A failure names its case, which the seed gives again.
 """
 
@@ -21,8 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from xla_flags import known_flags
+
 CAMPAIGNS = {
-    "kills": "training, sweeps and one of two processes killed or stopped at random moments",
+    "kills": "training, evaluation, sweeps and one of two processes killed or stopped at random moments",
     "checkpoints": "files of a checkpoint with a bit flipped, cut, overwritten or deleted",
     "combinations": "random valid models, two real steps each, and their invariances",
     "hf_directories": "altered and damaged Hugging Face directories",
@@ -31,6 +33,9 @@ CAMPAIGNS = {
     "run_directories": "files of a run directory damaged, missing or of another kind",
 }
 """Module -> what it does, the slow ones first."""
+
+SHARES = {"kills": 3, "combinations": 2}
+"""Of the time, where it is not one. Cases of these take half a minute and more."""
 
 SHOWN = 20
 """Failures of a campaign that are printed."""
@@ -68,14 +73,16 @@ def _kind_of(outcome: str | None) -> str:
 
 def main(options: argparse.Namespace) -> int:
     names = options.only.split(",") if options.only else list(CAMPAIGNS)
-    seconds = 60 * options.minutes * min(options.jobs, len(names)) / len(names)
+    share = 60 * options.minutes * min(options.jobs, len(names))
+    share /= sum(SHARES.get(name, 1) for name in names)
     if len(names) == 1:
-        print(json.dumps(campaign(names[0], options.seed, seconds)))
+        print(json.dumps(campaign(names[0], options.seed, 60 * options.minutes)))
         return 0
     waiting, running, results = list(names), {}, {}
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": known_flags(),  # compiling is most of a case's time
             "TRANSFORMER_DATA": f"{folder}/data",
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
@@ -89,7 +96,7 @@ def main(options: argparse.Namespace) -> int:
                     "faults",
                     f"--only={name}",
                     f"--seed={options.seed}",
-                    f"--minutes={seconds / 60}",
+                    f"--minutes={SHARES.get(name, 1) * share / 60}",
                 ]
                 running[name] = (
                     subprocess.Popen(

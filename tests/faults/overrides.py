@@ -1,4 +1,8 @@
-"""Fuzzed overrides of the command line, `--config.KEY=VALUE`: the experiment is built, or one line says why not."""
+"""Fuzzed overrides of the command line, `--config.KEY=VALUE`: the experiment is built, or one line says why not.
+
+Half of the cases set fields to values that some experiment uses, or to a number near one. These are often valid, alone or
+together. The other half misspells keys and sets strange values.
+"""
 
 import dataclasses
 import functools
@@ -8,12 +12,22 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+from faults.combinations import OPTIONS
 from faults.property import right_or_one_line
 
 from transformer.config import Choice, Experiment
-from transformer.config_io import apply_overrides, load_experiment
+from transformer.config_io import apply_overrides, from_mapping, load_experiment, to_mapping
+from transformer.errors import UserError
+from transformer.training.rundir import flat
 
-SMOKE = Path(__file__).parent.parent.parent / "experiments" / "smoke.py"
+EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
+
+
+DERIVED = (
+    *("model.d_head", "model.d_value", "model.num_kv_heads"),
+    *("model.num_encoder_layers", "model.num_decoder_layers"),
+)
+"""Fields whose default stands for a number that other fields give."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,21 +47,66 @@ def cases(seed: int) -> Iterator[Case]:
     draw, keys = random.Random(seed), [*_keys(Experiment)]
     for number in itertools.count():
         count = draw.choice((1, 1, 1, 2, 3))
-        yield Case(seed, number, tuple((_key(draw, keys), _value(draw)) for _ in range(count)))
+        pair = _plausible if draw.random() < 0.5 else _strange
+        yield Case(seed, number, tuple(pair(draw, keys) for _ in range(count)))
 
 
-def check(case: Case) -> None:
-    """The experiment is an Experiment with the fields that were set, or the error is one line."""
+def check(case: Case) -> str | None:
+    """The experiment holds what was set and survives its own spelling, or the error is one line."""
 
     def build():
-        assert isinstance(apply_overrides(_base(), dict(case.overrides)), Experiment)
+        config = apply_overrides(_base(), dict(case.overrides))
+        tree = to_mapping(config)
+        assert from_mapping(Experiment, tree) == config, "another experiment after to_mapping"
+        held = flat(tree)
+        for key, value in dict(case.overrides).items():
+            if key in DERIVED or any(other.startswith(f"{key}.") for other in dict(case.overrides)):
+                continue
+            for said in _used().get(key, ()):
+                same = value != _spelled(said) or held.get(key, said) == said
+                assert same, f"{key} is {held[key]!r}"
 
-    right_or_one_line(case, build)
+    return right_or_one_line(case, build)
+
+
+def _plausible(draw: random.Random, keys: list[str]) -> tuple[str, str]:
+    """A field and a value that some experiment gives it, or a number that is near."""
+    key = draw.choice(list(_used()))
+    value = draw.choice(_used()[key])
+    if isinstance(value, int | float) and not isinstance(value, bool) and draw.random() < 0.4:
+        value = draw.choice((-value, value + 1, value - 1, value * 2, value / 2, value // 2, 0, -1))
+    return key, _spelled(value)
+
+
+def _spelled(value) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _strange(draw: random.Random, keys: list[str]) -> tuple[str, str]:
+    return _key(draw, keys), _value(draw)
+
+
+@functools.cache
+def _used() -> dict[str, list]:
+    """The values of every field: those of the experiments, and those that combinations draw from."""
+    used: dict[str, list] = {
+        f"model.{name}": [list(value) if isinstance(value, tuple) else value for value in values]
+        for name, values in OPTIONS.items()
+    }
+    for file in sorted(EXPERIMENTS.rglob("*.py")):
+        try:
+            tree = flat(to_mapping(load_experiment(str(file))))
+        except UserError:  # a benchmark
+            continue
+        for key, value in tree.items():
+            if value not in used.setdefault(key, []):
+                used[key].append(value)
+    return used
 
 
 @functools.cache
 def _base() -> Experiment:
-    return load_experiment(str(SMOKE))
+    return load_experiment(str(EXPERIMENTS / "smoke.py"))
 
 
 def _keys(kind, prefix: str = "") -> Iterator[str]:

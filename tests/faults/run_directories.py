@@ -17,7 +17,7 @@ from transformer.config_io import apply_overrides, load_experiment, to_mapping
 from transformer.data.pipeline import open_data
 from transformer.data.tokenizer import find_tokenizer, load_tokenizer
 from transformer.evaluation.evaluate import _check_text, load_trained
-from transformer.lab import results, verdict
+from transformer.lab import report, results, verdict
 from transformer.parallel.mesh import start, use
 from transformer.training import rundir
 from transformer.training.loop import train
@@ -119,7 +119,10 @@ def _metrics(folder: Path, case: Case) -> None:
 
 def _compare(folder: Path, case: Case) -> None:
     other = run_directory().parent / "other"
-    verdict.judge(results.read([folder, other], "eval/loss"))
+    judged = verdict.judge(results.read([folder, other], "eval/loss"))
+    with tempfile.TemporaryDirectory() as empty:
+        page = report.write(judged, Path(empty)).read_text()
+    assert "eval/loss" in page
 
 
 READERS = {

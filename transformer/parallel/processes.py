@@ -54,13 +54,14 @@ def start_processes() -> bool:
         _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT),
     )
     others = _gather(coordinator, count, index, wait)
+    _watch(others)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator, count, index, local_devices, cluster_detection_method="deactivate",
         initialization_timeout=int(wait), heartbeat_timeout_seconds=int(heartbeat), shutdown_timeout_seconds=60,
     )  # fmt: skip
-    _watch(others)
+    atexit.register(_tell, others, _BYE)  # before JAX's own farewell, which waits for the others
     return True
 
 
@@ -75,7 +76,6 @@ def _watch(others: dict[int, socket.socket]) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         args = number, connection, others
         threading.Thread(target=_listen, args=args, daemon=True).start()
-    atexit.register(_tell, others, _BYE)
 
 
 def _listen(number: int, connection: socket.socket, others: dict[int, socket.socket]) -> None:
