@@ -220,6 +220,7 @@ def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
 def test_a_lost_process_is_told_from_another_error():
     assert processes.is_loss(RuntimeError("FAILED: Gloo AllReduce failed: Connection closed"))
     assert not processes.is_loss(RuntimeError("INVALID_ARGUMENT: shapes differ"))
+    assert processes.is_loss(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed"))
     assert not processes.is_loss(ValueError("gloo"))
 
 

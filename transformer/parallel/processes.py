@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -118,7 +119,10 @@ def end_alone(who: str) -> NoReturn:
 def is_loss(error: BaseException) -> bool:
     """Whether an error says that another process is gone: a collective or the coordination service lost its connection."""
     signs = ("gloo", "coordination", "connection reset", "connection closed", "socket closed")
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+    # JAX raises either kind, by the status that XLA returns: "UNKNOWN: Gloo AllGather failed".
+    by_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
+    raised = isinstance(error, RuntimeError) or by_status
+    return raised and any(sign in str(error).lower() for sign in signs)
 
 
 def tracebacks() -> bool:
