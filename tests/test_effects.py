@@ -4,9 +4,11 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import sized, small
+from flax.core import FrozenDict
 
 from transformer import UserError
 from transformer.checks import Effect, coerce, strict
@@ -20,6 +22,7 @@ from transformer.config import (
     TrainConfig,
 )
 from transformer.config_io import from_mapping
+from transformer.model import positions
 from transformer.parallel import mesh as meshes
 from transformer.parallel.sharding import Share
 from transformer.training.initialize import check_source
@@ -93,6 +96,14 @@ WITHOUT_EFFECT = {
     ),
     "decoding.beam_size": lambda: experiment({"family": "encoder"}, data={"objective": "masked_lm"}, decoding={"beam_size": 4}),
 }  # fmt: skip
+
+
+def test_a_dynamic_scaling_acts_with_a_factor_of_one():
+    scaling = {"name": "dynamic", "factor": 1.0, "original_length": 8}
+    scheme = positions.build(FrozenDict({"name": "rotary", "scaling": FrozenDict(scaling)}))
+    frequencies = scheme._scaling.frequencies(10_000.0, 8, jnp.array([8, 32]))
+    assert scheme._scaling.check() is None
+    assert np.all(frequencies[0, 1:] > frequencies[1, 1:]), "a longer sequence turns more slowly"
 
 
 @pytest.mark.parametrize("field", WITHOUT_EFFECT)

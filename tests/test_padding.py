@@ -320,6 +320,18 @@ def test_prompts_and_caches_that_do_not_fit():
         prefill(model, params["params"], x, 3)
 
 
+@pytest.mark.parametrize("position", ["learned", "xpos"])
+def test_no_cache_is_longer_than_the_positions(position):
+    """A table would repeat its last row, and xPos has no factor there."""
+    model, params = make(small("decoder", position=position))
+    x = tokens(0, 1, 4)
+    assert prefill(model, params["params"], x, 24)[0].shape == (1, 37)
+    with pytest.raises(UserError, match=r"take 25 tokens, but the positions .* end at 23"):
+        prefill(model, params["params"], x, 25)
+    model, params = make(small("decoder", position="rotary"))
+    assert prefill(model, params["params"], x, 25)[0].shape == (1, 37)
+
+
 def test_cached_tokens_are_followed():
     """Without positions, what is decoded stands behind what is in the cache."""
     model, params = make(small("decoder", position="learned", scan_layers=False))

@@ -6,7 +6,6 @@ the condition does not hold; the model's table is in model/effects.py.
 
 from transformer.checks import Effect
 from transformer.data import corpora
-from transformer.model import positions
 
 TOKENIZER = (
     Effect(
@@ -109,12 +108,6 @@ DECODING = (
 )
 
 
-def _has_table(c) -> bool:
-    """Whether a layer looks positions up in a table."""
-    specs = [entry.get("position", c.model.position) for entry in c.model.used_pattern]
-    return any(positions.build(spec).bounded for spec in specs)
-
-
 EXPERIMENT = (
     Effect(
         ("model.pipeline_microbatches",),
@@ -129,7 +122,7 @@ EXPERIMENT = (
     Effect(
         ("train.init_positions",),
         "a table of positions: model.position='learned'",
-        _has_table,
+        lambda c: c.model.has_position_table,
     ),
     Effect(
         tuple(

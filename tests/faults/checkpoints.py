@@ -124,10 +124,10 @@ class Subject:
         harm.apply(copy / "checkpoints" / str(self.steps[-1]))
         told: list[str] = []
         with use(make_mesh(self.config.mesh)):
-            checkpoints = Checkpoints(copy, self.config.train)
+            checkpoints = Checkpoints(copy, self.config.train, told.append)
             read = lambda step: (step, checkpoints.restore(step, lambda layout: self.abstract)[0])
             try:
-                step, state = checkpoints.newest_intact(read, told.append)
+                step, state = checkpoints.newest_intact(read)
             except Damaged as e:
                 raise AssertionError(f"{harm}: no checkpoint is left: {e}") from e
         saved = self.states[step]

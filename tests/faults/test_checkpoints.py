@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import from_mapping
+from transformer.errors import UserError
 from transformer.parallel.mesh import make_mesh
 from transformer.training import checkpoint
 from transformer.training import fingerprint as fingerprint_module
 from transformer.training.checkpoint import Checkpoints
-from transformer.training.checkpoint_record import Damaged
+from transformer.training.checkpoint_record import Damaged, Record
 from transformer.training.fingerprint import fingerprints
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
@@ -121,7 +122,7 @@ def test_training_continues_from_the_checkpoint_before_a_damaged_one(
     harm_arrays(run / "checkpoints" / "6")
     strict = dataclasses.replace(config, train=dataclasses.replace(longer, strict_checkpoints=True))
     with pytest.raises(
-        Damaged, match=r"6 is damaged .*train command continues from the checkpoint before"
+        Damaged, match=r"6 is damaged .*set train.strict_checkpoints=False to do without it"
     ):
         train(strict, run)
     assert losses(run) == whole and not (run / "damaged").exists(), "strict changes nothing"
@@ -158,7 +159,8 @@ def test_only_intact_checkpoints_count_when_old_ones_are_deleted(trained, config
     for harmed, left in ((False, [6, 8]), (True, [4, 8])):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(trained.run, run)
-        checkpoints = Checkpoints(run, keeping)
+        told: list[str] = []
+        checkpoints = Checkpoints(run, keeping, told.append)
         if harmed:
             harm_arrays(run / "checkpoints" / "6")
         with jax.set_mesh(make_mesh(config.mesh)):
@@ -166,6 +168,50 @@ def test_only_intact_checkpoints_count_when_old_ones_are_deleted(trained, config
             checkpoints.save(state, 8, {}, layout(config.model))
             checkpoints.close()
         assert Checkpoints(run, keeping).steps == left
+        assert len(told) == harmed and all("6 is damaged" in line for line in told)
+
+
+def saving(trained, config, run, **fields) -> Checkpoints:
+    """Step 8 saved into a copy of the run, so that something is to be deleted."""
+    shutil.copytree(trained.run, run)
+    keeping = dataclasses.replace(config.train, steps=100, keep_checkpoints=2, **fields)
+    checkpoints = Checkpoints(run, keeping, lambda line: None)
+    with jax.set_mesh(make_mesh(config.mesh)):
+        state = jax.tree.map(jnp.asarray, trained.states[6])
+        checkpoints.save(state, 8, {}, layout(config.model))
+        checkpoints._finish()
+    return checkpoints
+
+
+@pytest.mark.parametrize(
+    ("strict", "message"),
+    [(True, "strict_checkpoints=False"), (False, "same train command continues")],
+)
+def test_pruning_reports_damage_that_it_cannot_do_without(
+    trained, config, tmp_path, strict, message
+):
+    checkpoints = saving(trained, config, tmp_path / "run", strict_checkpoints=strict)
+    harm_arrays(tmp_path / "run" / "checkpoints" / "8")
+    before = checkpoints.steps
+    with (
+        jax.set_mesh(make_mesh(config.mesh)),
+        pytest.raises(Damaged, match=f"8 is damaged .*{message}"),
+    ):
+        checkpoints.close()
+    assert checkpoints.steps == before and not (tmp_path / "run" / "damaged").exists()
+
+
+def test_a_run_that_ends_with_an_error_deletes_no_checkpoint(trained, config, tmp_path):
+    checkpoints = saving(trained, config, tmp_path / "run")
+    before = checkpoints.steps
+    checkpoints.close(prune=False)
+    assert Checkpoints(tmp_path / "run", config.train).steps == before == [4, 6, 8]
+
+
+def test_a_checkpoint_of_the_first_version_is_named_as_such():
+    with pytest.raises(UserError, match=r"version 0\.1 .* step 7") as error:
+        Record.from_json({"data_step": 7, "window": {}}, 7)
+    assert not isinstance(error.value, Damaged)
 
 
 def test_verification_holds_few_arrays_at_a_time(trained):

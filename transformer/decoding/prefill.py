@@ -56,8 +56,15 @@ def prefill(
 
     The masks are True where a token is real; without them, every token is. Prompts of unequal length are padded on the left,
     sources on the right. The memory has room for `slots` tokens, prompt included. Raises UserError for a prompt mask with
-    padding on the right (where its values are known, that is outside `jax.jit`).
+    padding on the right (where its values are known, that is outside `jax.jit`), and for more slots than the model's positions
+    have a meaning for.
     """
+    last = model.config.last_position
+    if last is not None and slots > last + 1:
+        raise UserError(
+            f"max_new: prompt and answer take {slots} tokens, but the positions of this model end at {last} (model.max_length); "
+            "take a smaller one"
+        )
     given, real_BxP = {"params": params}, prompt_mask_BxP
     if real_BxP is None:
         real_BxP = jnp.ones(prompt_BxP.shape, bool)

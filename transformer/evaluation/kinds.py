@@ -7,10 +7,9 @@ import dataclasses
 import re
 from typing import ClassVar
 
-from transformer.checks import at_least, build_choice
+from transformer.checks import at_least, build_choice, plain
 from transformer.data import probes
 from transformer.errors import UserError, nearest
-from transformer.model import positions
 
 _NO_TOKENS = "is of models that are asked for tokens, and data.objective asks for classes"
 
@@ -88,10 +87,9 @@ class Extrapolation(Kind):
         if experiment.model.family != "decoder" or not experiment.objective.every_token:
             return "is of decoders that are asked for every token (causal_lm)"
         model, longest = experiment.model, experiment.data.length * self.times
-        specs = [entry.get("position", model.position) for entry in model.used_pattern]
-        if longest > model.max_length and any(positions.build(spec).bounded for spec in specs):
+        if longest > model.max_length and model.has_position_table:
             return (
-                f"reads rows of data.length * times = {longest} tokens, but the table of model.position='learned' "
+                f"reads rows of data.length * times = {longest} tokens, but the table of model.position = {plain(model.position)!r} "
                 f"ends at model.max_length = {model.max_length}; lower times, or raise model.max_length"
             )
 

@@ -280,7 +280,7 @@ class ModelConfig:
         for side in self.sides:
             self.placement(side)
             for one in self.position_schemes:
-                if problem := positions.build(one).check(self.stack_facts(side)):
+                if problem := one.check(self.stack_facts(side)):
                     raise UserError(problem)
             repeats = self.num_layers(side)
             if self.layer_pattern:
@@ -295,10 +295,21 @@ class ModelConfig:
                 )
 
     @property
-    def position_schemes(self) -> tuple[Choice, ...]:
+    def position_schemes(self) -> tuple[positions.Position, ...]:
         """Every position scheme that a layer uses."""
-        own = (of_one.get("position", self.position) for of_one in self.layer_pattern or ({},))
-        return tuple(own)
+        specs = dict.fromkeys(entry.get("position", self.position) for entry in self.used_pattern)
+        return tuple(map(positions.build, specs))
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether a position scheme has a parameter for each position."""
+        return any(scheme.bounded for scheme in self.position_schemes)
+
+    @property
+    def last_position(self) -> int | None:
+        """The last position that has a meaning; None without such a limit."""
+        ends = any(scheme.ends for scheme in self.position_schemes)
+        return max(self.max_length, self.random_positions) - 1 if ends else None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

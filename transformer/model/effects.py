@@ -5,7 +5,6 @@ field that matters only beside another one gets a line here.
 """
 
 from transformer.checks import Effect
-from transformer.model import positions
 
 READ_BY_RECURRENCE = frozenset(
     """family vocab_size d_model num_encoder_layers num_decoder_layers max_length d_embedding
@@ -44,11 +43,8 @@ def open_to_layers(field: str):
 
 def sees_positions(c) -> bool:
     """Whether a layer asks where its tokens stand."""
-    return any(
-        entry.get("window", c.window)
-        or positions.build(entry.get("position", c.position)).reads_positions
-        for entry in c.used_pattern
-    )
+    windows = any(entry.get("window", c.window) for entry in c.used_pattern)
+    return windows or any(scheme.reads_positions for scheme in c.position_schemes)
 
 
 def effects(fields: tuple[str, ...]) -> tuple[Effect, ...]:

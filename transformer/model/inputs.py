@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.errors import UserError
-from transformer.model import positions as schemes
 from transformer.model.config import ModelConfig
 from transformer.model.masks import Tokens
 
@@ -126,9 +125,8 @@ def _check_options(config, shape, name, positions, segment_ids, padding_mask, pr
         _check_range(f"segment_ids{of}", segment_ids)
     if positions is not None:
         _check_array(f"positions{of}", positions, shape, np.integer)
-        limit = max(config.max_length, config.random_positions)
-        bounded = any(schemes.build(spec).bounded for spec in config.position_schemes)
-        _check_range(f"positions{of}", positions, limit if bounded else None, "model.max_length")
+        end = None if config.last_position is None else config.last_position + 1
+        _check_range(f"positions{of}", positions, end, "model.max_length")
 
 
 def _check_array(field: str, x, shape: tuple[int, int], *kinds: type) -> None:

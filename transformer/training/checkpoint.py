@@ -31,6 +31,8 @@ T = TypeVar("T")
 ITEMS = ("params", "ema", "rest")
 """What is saved by itself, so that it can be read by itself. `rest` is the step and the optimizer's state."""
 
+STRICT = "restore it from a copy, or set train.strict_checkpoints=False to do without it"
+
 READ_AT_ONCE = 2**30
 """Bytes of arrays, over all devices, that verification holds at a time."""
 
@@ -38,8 +40,14 @@ READ_AT_ONCE = 2**30
 class Checkpoints:
     """The `checkpoints/` folder of a run."""
 
-    def __init__(self, workdir: str | Path, config: TrainConfig):
-        self._config = config
+    def __init__(
+        self,
+        workdir: str | Path,
+        config: TrainConfig,
+        tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    ):
+        """`tell` is given a line for each checkpoint that is damaged and set aside."""
+        self._config, self._tell = config, tell
         self._workdir = Path(workdir)
         self.folder = epath.Path(workdir) / "checkpoints"
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True)
@@ -70,7 +78,7 @@ class Checkpoints:
         items = _items(state)
         self._abstract = jax.tree.map(_abstract, items)
         with disk_faults(self.folder):
-            self._manager.check_for_errors()
+            self._finish()
             self._prune()
             check_room(Path(self.folder), size(state), "a checkpoint")
             self._write(step, items, Record(step, describe(items), loop, layout))
@@ -85,21 +93,29 @@ class Checkpoints:
         args = ocp.args.Composite(**arrays, host=ocp.args.JsonSave(record.to_json()))
         self._manager.save(step, args=args, force=True)
 
-    def close(self) -> None:
-        """Waits for the last save; raises if it failed."""
+    def close(self, *, prune: bool = True) -> None:
+        """Waits for the last save; raises if it failed.
+
+        A run that ends with an error does not `prune`: another process may have taken it over.
+        """
         with disk_faults(self.folder):
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
-            self._prune()
+            self._finish()
+            if prune:
+                self._prune(at_end=True)
             self._manager.close()
+
+    def _finish(self) -> None:
+        """Waits for the save that is under way, and raises what went wrong with it."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
 
     # ---- reading
 
-    def newest_intact(self, read: Callable[[int], T], tell: Callable[[str], None]) -> T:
+    def newest_intact(self, read: Callable[[int], T]) -> T:
         """`read(step)` for the newest checkpoint that is not damaged.
 
-        Newer ones that are damaged are moved to `damaged/` beside this folder, and `tell` is given a line for each. Raises
-        Damaged if none is left, or at once with `train.strict_checkpoints`.
+        Newer ones that are damaged are moved to `damaged/` beside this folder. Raises Damaged if none is left, or at once
+        with `train.strict_checkpoints`.
         """
         damaged: dict[int, Damaged] = {}
         for step in reversed(self.steps):
@@ -108,11 +124,10 @@ class Checkpoints:
             except Damaged as e:
                 damaged[step] = e
                 if self._config.strict_checkpoints:
-                    raise
+                    raise Damaged(e.what, STRICT) from e
                 continue
             for bad, why in damaged.items():
-                moved = self._set_aside(bad)
-                tell(f"{why.what}; moved it to {moved} and continuing from step {step:,}")
+                self._set_aside(bad, f"{why.what}; continuing from step {step:,}")
             return result
         newest = damaged[max(damaged)]
         raise Damaged(newest.what, "no other checkpoint is intact; restore the folder from a copy")
@@ -138,7 +153,10 @@ class Checkpoints:
         """Parameters alone: the latest, their moving average (`item="ema"`), or the mean over the last `mean_of` checkpoints."""
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
-            one = self._read(step, self._record(step), {item: abstract_params})[item]
+            try:
+                one = self._read(step, self._record(step), {item: abstract_params})[item]
+            except Damaged as e:
+                raise Damaged(e.what, "restore it from a copy, or move that folder away") from e
             total = one if total is None else jax.tree.map(jnp.add, total, one)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
 
@@ -183,19 +201,17 @@ class Checkpoints:
         if own is not None:
             said = (str(own).splitlines() or [""])[0][:160]
             reason = said if isinstance(own, Damaged) else f"{type(own).__name__}: {said}"
-        raise Damaged(
-            f"{self.folder}/{step} is damaged ({reason})",
-            "the same train command continues from the checkpoint before it",
-        ) from own
+        raise Damaged(f"{self.folder}/{step} is damaged ({reason})") from own
 
     # ---- keeping
 
-    def _prune(self) -> None:
+    def _prune(self, *, at_end: bool = False) -> None:
         """Keeps the last `keep_checkpoints` that are intact, and deletes older ones.
 
         A checkpoint between two regular ones, saved because the run was stopped there, does not count and goes as soon as there
         is a newer one: what is kept, and averaged, is what it would be without the stop. Before anything is deleted, all that
-        stays is read back and verified.
+        stays is read back and verified. Raises Damaged for a damaged one with `train.strict_checkpoints`, and `at_end` for the
+        last one, which is the run's result.
         """
         every, last = self._config.checkpoint_every, self._config.steps
         while True:
@@ -205,33 +221,37 @@ class Checkpoints:
             if not over:
                 return
             try:
-                damaged = [s for s in steps if s not in over and not self._verified(s)]
-            except (
-                UserError
-            ):  # saved in another layout: nothing goes until there are enough in this one
+                found = {step: self._damage(step) for step in steps if step not in over}
+            except UserError:  # another layout: nothing is deleted until enough are in this one
                 return
+            damaged = {step: why for step, why in found.items() if why}
             if not damaged:
                 break
-            for step in damaged:
-                self._set_aside(step)
+            if self._config.strict_checkpoints:
+                raise Damaged(next(iter(damaged.values())).what, STRICT)
+            if at_end and steps[-1] in damaged:
+                way_out = "the same train command continues from the checkpoint before it"
+                raise Damaged(damaged[steps[-1]].what, way_out)
+            for step, why in damaged.items():
+                self._set_aside(step, why.what)
         for step in over:
             self._manager.delete(step)
 
-    def _verified(self, step: int) -> bool:
-        """Whether a checkpoint, read back, equals its record. It is read in parts, so this needs little memory."""
+    def _damage(self, step: int) -> Damaged | None:
+        """How a checkpoint, read back, differs from its record. It is read in parts, so this needs little memory."""
         if step in self._intact:
-            return True
+            return None
         try:
             record = self._record(step)
             for part in _parts(self._abstract, READ_AT_ONCE):
                 self._read(step, record, part)
-        except Damaged:
-            return False
+        except Damaged as e:
+            return e
         self._intact.add(step)
-        return True
+        return None
 
-    def _set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint out of this folder; returns where it is now."""
+    def _set_aside(self, step: int, why: str) -> None:
+        """Moves a damaged checkpoint out of this folder, and says so."""
         to = self._workdir / "damaged" / str(step)
         barrier(f"the damaged checkpoint of step {step} is still there")
         if is_first():
@@ -241,7 +261,7 @@ class Checkpoints:
             Path(self.folder / str(step)).rename(to)
         barrier(f"the damaged checkpoint of step {step} is set aside")
         self._manager.reload()
-        return to
+        self._tell(f"{why}; it is now in {to.parent}")
 
 
 def size(state: TrainState) -> int:

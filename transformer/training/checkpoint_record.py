@@ -54,8 +54,12 @@ class Record:
     @classmethod
     def from_json(cls, given: Any, step: int) -> "Record":
         """The record of the checkpoint of that step. Raises Damaged if it is not the one that was saved."""
+        if isinstance(given, dict) and "data_step" in given:
+            raise UserError(
+                f"version 0.1 of this package wrote the checkpoint of step {step:,}; train again, or read it with that version"
+            )
         if not isinstance(given, dict) or "sha256" not in given:
-            raise Damaged("its record is incomplete, or a version before 0.2 wrote it")
+            raise Damaged("its record is incomplete")
         content = {key: value for key, value in given.items() if key != "sha256"}
         if given["sha256"] != _sha256(content):
             raise Damaged("its record has changed since it was saved")

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer.parallel.processes import everyones
@@ -27,7 +27,7 @@ from transformer.parallel.sharding import path_name
 def fingerprints(tree: Any) -> dict[str, str]:
     """The fingerprint of each array of `tree`, as 16 hexadecimal digits, by the array's path.
 
-    Each process must call this with the same tree, sharded in any way, and gets the same result. Placeholders (`...`) are
+    Each process must call this with the same tree, sharded over a mesh in any way, and gets the same result. Placeholders (`...`) are
     left out.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -46,6 +46,8 @@ def _program(sharding: jax.sharding.Sharding) -> Callable:
     """array of that sharding -> uint32[devices, 2], the sums of each device."""
     if isinstance(sharding, NamedSharding):
         return _sharded_program(sharding.mesh, sharding.spec)
+    if not isinstance(sharding, SingleDeviceSharding):
+        raise TypeError(f"fingerprints are of arrays on a mesh or on one device, not of {sharding}")
     return _local_program
 
 

@@ -79,7 +79,7 @@ class Run:
                 self.recorder.flush()
             together = kind is None or issubclass(kind, Diverged)
             if together or jax.process_count() == 1:  # else the others may not come to close it
-                self.checkpoints.close()
+                self.checkpoints.close(prune=kind is None)
         finally:
             self.progress.close()
             self.log.close()
@@ -171,14 +171,14 @@ def begin(
     text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
     agree("the training text, or its tokenizer", text_sha256[:32] + data.tokenizer.sha256[:32])
     progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
-    checkpoints = _existing_checkpoints(workdir, config)
+    checkpoints = _existing_checkpoints(workdir, config, progress.note)
     if checkpoints is None:
         state = init_state(config, model, optimizer, placed)
         if config.train.init_from:
             check_tokenizer(config.train.init_from, data.tokenizer.sha256)
             state = start_from(config, state, placed, mesh)
     else:
-        state, loop = _resume(config, checkpoints, abstract, optimizer, mesh, progress.note)
+        state, loop = _resume(config, checkpoints, abstract, optimizer, mesh)
         step, window = loop["data_step"], loop["window"]
         if loop["text_sha256"] != text_sha256:
             raise UserError(
@@ -194,7 +194,7 @@ def begin(
         raise UserError(
             f"--workdir: process {jax.process_index()} does not see what process 0 wrote to {workdir}; it must be a shared folder"
         )
-    checkpoints = checkpoints or Checkpoints(workdir, config.train)
+    checkpoints = checkpoints or Checkpoints(workdir, config.train, progress.note)
     progress.note(
         describe(abstract.params, placed.params, mesh)
         + "\n"
@@ -219,11 +219,13 @@ def begin(
     )  # fmt: skip
 
 
-def _existing_checkpoints(workdir: Path, config: Experiment) -> Checkpoints | None:
+def _existing_checkpoints(
+    workdir: Path, config: Experiment, tell: Callable[[str], None]
+) -> Checkpoints | None:
     """Those of a run that is to be continued."""
     if not (workdir / "checkpoints").exists():
         return None
-    checkpoints = Checkpoints(workdir, config.train)
+    checkpoints = Checkpoints(workdir, config.train, tell)
     agree("--workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))
     return checkpoints if checkpoints.steps else None
 
@@ -234,7 +236,6 @@ def _resume(
     abstract: TrainState,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    tell: Callable[[str], None],
 ) -> tuple[TrainState, dict]:
     """The state of the newest intact checkpoint, in the layout of `config`, and what the loop needs to continue from it."""
     model_in = lambda layout: dataclasses.replace(config.model, **layout)
@@ -245,9 +246,7 @@ def _resume(
         own = dataclasses.replace(config, model=model)
         return abstract_state(own, build_model(model), optimizer, mesh)[0]
 
-    state, record = checkpoints.newest_intact(
-        lambda step: checkpoints.restore(step, abstract_in), tell
-    )
+    state, record = checkpoints.newest_intact(lambda step: checkpoints.restore(step, abstract_in))
     if (was := model_in(record.layout)) != config.model:
         state = relayout(state, was, config.model, abstract)
     return state, record.loop

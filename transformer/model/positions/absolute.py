@@ -20,6 +20,7 @@ class Learned(Position):
     """
 
     bounded: ClassVar[bool] = True
+    ends: ClassVar[bool] = True
 
     offset: int = option(0)
     init_std: float = option(0.02)

@@ -127,6 +127,9 @@ class Position:
     bounded: ClassVar[bool] = False
     """Whether it has a parameter for each position up to `max_length`, and none beyond."""
 
+    ends: ClassVar[bool] = False
+    """Whether positions of `max_length` and beyond have no meaning for it."""
+
     @property
     def reads_positions(self) -> bool:
         """Whether anything depends on where tokens stand."""

@@ -21,11 +21,16 @@ class Scaling:
         """Why these numbers make no sense, in one line; None if they do."""
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
-        if getattr(self, "factor", 2.0) == 1.0 and not getattr(self, "attention_factor", 0.0):
+        if self.does_nothing:
             return "factor: 1.0 has no effect; a number over 1, or leave model.position.scaling at 'none'"
         if getattr(self, "original_length", 1) < 1:
             return "original_length: must be set, the length that the model was trained to read"
         return None
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether options were chosen with which no angle changes."""
+        return getattr(self, "factor", 2.0) == 1.0 and not getattr(self, "attention_factor", 0.0)
 
     def frequencies(self, theta: float, d: int, length_B: jax.Array) -> jax.Array:
         """float32[P], or float32[B, P] where they depend on `length_B`, how many tokens each row has so far."""
@@ -67,6 +72,8 @@ class Dynamic(Scaling):
 
     factor: float = 1.0
     original_length: int = 0
+
+    does_nothing = False  # with a factor of 1, angles still follow the length
 
     def frequencies(self, theta, d, length_B):
         length_B = jnp.maximum(length_B, self.original_length).astype(jnp.float32)

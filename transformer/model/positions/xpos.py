@@ -5,6 +5,7 @@ C blocks of positions, A rows of a table, one for every 512 positions.
 """
 
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,8 @@ class XPos(Position):
     Parameters: none. Needs a causal mask (the decay has a direction). Cross-attention: nothing.
     Cache: keys are stored turned. Beyond the training length: degrades later than rotary.
     """
+
+    ends: ClassVar[bool] = True
 
     theta: float = option(10_000.0)
     gamma: float = option(0.4)
