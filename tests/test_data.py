@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 
 import numpy as np
@@ -408,6 +409,41 @@ def test_paired_files_of_unequal_length(tmp_path):
         path = ",".join(str(tmp_path / n) for n in order.split(","))
         with pytest.raises(UserError, match=r"ends after line 2"):
             list(sources.read("paired", path, columns=PAIR))
+
+
+def test_paired_globs_pair_files_by_what_the_wildcards_stand_for(tmp_path):
+    for name in ("a.en", "aB.en", "a_es", "aB_es"):  # sorted, aB_es comes before a_es
+        (tmp_path / name).write_text(f"{name} of {name[:-3]}\n")
+    read = lambda *globs: list(
+        sources.read("paired", ",".join(f"{tmp_path}/{one}" for one in globs), columns=PAIR)
+    )
+    both = [("a.en of a", "a_es of a"), ("aB.en of aB", "aB_es of aB")]
+    assert read("*.en", "*_es") == read("a*[.]en", "a*[_]es") == read("a*.?n", "a*_?s") == both
+    assert read("a.en", "a_e?") == both[:1]  # two files, whatever their names
+
+
+@pytest.mark.parametrize(
+    ("globs", "message"),
+    [
+        (
+            ("[abc].en", "[abd].es"),
+            "c.en and d.es are no pair: the wildcards stand for 'c' and 'd'",
+        ),
+        (
+            ("[bc].en", "[bd]*.es"),
+            "b.en and b.es are no pair: the wildcards stand for 'b' and 'b/'",
+        ),
+        (("*.en", "[ab].es"), "matches 3 and 2 files, and c.en has no partner"),
+        (("[ac].en", "*.es"), "c.en and b.es are no pair"),
+        (("a.en", "*.es"), "matches 1 and 3 files, and b.es has no partner"),
+    ],
+)
+def test_paired_globs_that_do_not_fit(tmp_path, globs, message):
+    for name in ("a.en", "b.en", "c.en", "a.es", "b.es", "d.es"):
+        (tmp_path / name).write_text("x\n")
+    path = ",".join(f"{tmp_path}/{one}" for one in globs)
+    with pytest.raises(UserError, match=re.escape(message)):
+        list(sources.read("paired", path, columns=PAIR))
 
 
 def test_a_missing_file_and_a_glob_without_a_match(tmp_path):

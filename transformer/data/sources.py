@@ -9,8 +9,8 @@ Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. An ex
 import contextlib
 import fnmatch
 import gzip
-import itertools
 import json
+import re
 import zlib
 from collections.abc import Iterator
 
@@ -144,13 +144,34 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
 
 
 def _paired(path: str) -> Iterator[Example]:
-    """Two files, line by line; or two globs, file by file."""
-    sources, targets = map(expand, patterns("paired", path))
+    """Two files, line by line; or two globs, file by file. Raises UserError for two files in whose
+    names the wildcards stand for different text, and for a file without a partner."""
+    sources, targets = map(_by_wildcards, patterns("paired", path))
+    for (one, source), (other, target) in zip(sources, targets, strict=False):
+        if one != other and one and other:
+            raise UserError(
+                f"data: {path}: {source.name} and {target.name} are no pair: the wildcards stand "
+                f"for {'/'.join(one)!r} and {'/'.join(other)!r}; add the missing file, or change "
+                "the globs"
+            )
     if len(sources) != len(targets):
+        alone = max(sources, targets, key=len)[min(len(sources), len(targets))][1]
         raise UserError(
-            f"data: {path} matches {len(sources)} and {len(targets)} files; 'paired' needs as many of each"
+            f"data: {path} matches {len(sources)} and {len(targets)} files, and {alone.name} has "
+            "no partner; 'paired' needs as many of each"
         )
-    yield from itertools.chain.from_iterable(map(_lines_of_two, sources, targets))
+    for (_, source), (_, target) in zip(sources, targets, strict=True):
+        yield from _lines_of_two(source, target)
+
+
+def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
+    """The files of a path or glob, each with the texts that its wildcards stand for, in the order
+    of these texts. `[x]` is x, and no wildcard."""
+    parts = re.split(r"(\*|\?|\[(?!.\])!?\]?[^\]]*\])", as_path(pattern, "data").name)
+    inner = [fnmatch.translate(part)[len("(?s:") : -len(r")\Z")] for part in parts]
+    inner[1::2] = [f"({wildcard})" for wildcard in inner[1::2]]
+    named = re.compile("".join(inner), re.DOTALL)
+    return sorted((named.fullmatch(file.name).groups(), file) for file in expand(pattern))
 
 
 def _lines_of_two(source: epath.Path, target: epath.Path) -> Iterator[Example]:
