@@ -10,7 +10,7 @@ import pytest
 
 from transformer.config import DataConfig, Experiment, TokenizerConfig
 from transformer.config_io import from_mapping
-from transformer.data import sources, split
+from transformer.data import sources, split, store
 from transformer.data.batching import Batches
 from transformer.data.objectives import pack
 from transformer.data.pipeline import open_data
@@ -473,6 +473,46 @@ def test_a_store_is_made_whole_or_not_at_all(pairs, tmp_path):
         )
     after = {f for f in (data_home() / "tokens").glob("*")}
     assert after == before
+
+
+def test_a_store_of_another_version_is_made_again(pairs, monkeypatch):
+    folder = open_data(experiment(pairs)).store.folder
+    assert open_data(experiment(pairs)).store.folder == folder
+    monkeypatch.setattr(store, "VERSION", store.VERSION - 1)
+    assert open_data(experiment(pairs)).store.folder != folder
+
+
+def test_other_text_is_another_version(tmp_path):
+    """Where this fails because the readers changed: raise VERSION in data/store.py with them."""
+    mark, both = "\N{BYTE ORDER MARK}", '{"source": "%s", "target": " e "}\n'
+    files = {
+        "x.tsv": f"{mark}a\tb\r\n\t\n \tc\n d \t e \tf\n",
+        "x.txt": f"{mark}a \n \n\n b\r\n",
+        "x.jsonl": mark + both % "a" + "\n" + both % " " + both % "b",
+        "1.en": "a\n\nb\n", "1.es": "c\nd\n\n", "2.en": "e", "2.es": f"{mark}f",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text.encode())
+    paths = {
+        "tsv": f"{tmp_path}/x.tsv",
+        "text": f"{tmp_path}/x.txt",
+        "jsonl": f"{tmp_path}/x.jsonl",
+        "paired": f"{tmp_path}/*.en,{tmp_path}/*.es",
+    }
+    columns = {"text": ("text",)}
+    read = {
+        format: list(sources.read(format, path, columns=columns.get(format, PAIR)))
+        for format, path in paths.items()
+    }
+    assert (store.VERSION, read) == (
+        4,
+        {
+            "tsv": [("a", "b"), ("d", "e")],
+            "text": [("a ",), (" b",)],
+            "jsonl": [("a", " e "), ("b", " e ")],
+            "paired": [("a", "c"), ("e", "f")],
+        },
+    )
 
 
 def test_a_foreign_tokenizer_is_checked(pairs, tmp_path):

@@ -32,6 +32,10 @@ from transformer.data.tokenizer import (
 from transformer.errors import UserError
 from transformer.files import disk_faults
 
+VERSION = 4
+"""A part of every key. Raise it with a change of the code after which the same config and the same
+files give other tokens or counts: stores that were made before it are then made again."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
@@ -101,7 +105,7 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
         "reserved": objective.reserved,
         "columns": objective.columns,
         "files": text.fingerprint(),
-        "version": 3,
+        "version": VERSION,
     }
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
     folder = corpora.data_home() / "tokens" / key
