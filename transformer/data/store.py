@@ -36,6 +36,19 @@ VERSION = 4
 """A part of every key. Raise it with a change of the code after which the same config and the same
 files give other tokens or counts: stores that were made before it are then made again."""
 
+TEXT_FIELDS = (
+    "corpus",
+    "format",
+    "train",
+    "valid",
+    "test",
+    "fields",
+    "reverse",
+    "held_out",
+    "max_examples",
+)
+"""Fields of a DataConfig that say which text is read, and how it is split."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
@@ -94,7 +107,7 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
             "data.corpus or data.train: name one of them (python -m transformer data lists the corpora)"
         )
     text = _Text(config, objective.columns)
-    inputs = {k: v for k, v in to_mapping(config).items() if k in _DEPENDS_ON}
+    inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
     inputs["tokenizer"] = {
         k: v for k, v in inputs["tokenizer"].items() if k != "path"
     }  # where it lies is nothing to us
@@ -120,20 +133,6 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
     tokenizer = load_tokenizer(find_tokenizer(folder), config.tokenizer)
     _check_size(tokenizer, config, vocab_size, objective)
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
-
-
-_DEPENDS_ON = (
-    "corpus",
-    "format",
-    "train",
-    "valid",
-    "test",
-    "fields",
-    "reverse",
-    "held_out",
-    "max_examples",
-    "tokenizer",
-)
 
 
 class _Text:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformer.config import Experiment
 from transformer.config_io import to_mapping
+from transformer.data.store import TEXT_FIELDS
 from transformer.errors import UserError, nearest
 from transformer.evaluation.kinds import measures
 from transformer.evaluation.units import of_tokens
@@ -361,20 +362,7 @@ def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
     return None
 
 
-TEXT = frozenset(
-    f"data.{name}"
-    for name in (
-        "corpus",
-        "format",
-        "train",
-        "valid",
-        "test",
-        "fields",
-        "reverse",
-        "held_out",
-        "max_examples",
-    )
-)
+TEXT = frozenset(f"data.{name}" for name in TEXT_FIELDS)
 """The fields that say which text arms are judged on."""
 
 
