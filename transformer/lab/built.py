@@ -20,7 +20,7 @@ from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.sample import batch_shapes
 from transformer.training.optimizer import build_optimizer
-from transformer.training.rundir import flat
+from transformer.training.rundir import WRITTEN_BESIDE, flat
 from transformer.training.state import abstract_state, state_maker
 from transformer.training.step import training_step
 
@@ -37,17 +37,7 @@ IN_PROGRAMS = (
 ELSEWHERE = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
 """How those fields of a model end that decoding, evaluation or another mesh reads beside the programs."""
 
-COMPUTES_NOTHING = (
-    "train.log_every",
-    "train.eval_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.strict_checkpoints",
-    "train.tensorboard",
-    "train.wandb",
-    "train.profile",
-    "platform",
-)
+COMPUTES_NOTHING = (*WRITTEN_BESIDE, "train.checkpoint_every")
 """What a run writes beside its result, and how often."""
 
 

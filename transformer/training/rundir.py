@@ -26,9 +26,21 @@ from transformer.model.special_tokens import SPECIAL_TOKENS
 from transformer.parallel.processes import is_first, worst
 from transformer.version import __version__
 
-FREE = (
-    "mesh",
+WRITTEN_BESIDE = (
     "platform",
+    "train.log_every",
+    "train.eval_every",
+    "train.tensorboard",
+    "train.wandb",
+    "train.profile",
+    "train.keep_checkpoints",
+    "train.strict_checkpoints",
+)
+"""Where a run is trained, what it writes beside its parameters, and how often."""
+
+FREE = (
+    *WRITTEN_BESIDE,
+    "mesh",
     "decoding",
     "model.scan_layers",
     "model.pipeline_rounds",
@@ -38,15 +50,8 @@ FREE = (
         f"model.{field}" for field in SPECIAL_TOKENS
     ),  # the tokenizer's count, and the config's agree
     "data.eval_overlap",
-    "train.log_every",
-    "train.eval_every",
     "train.eval_batches",
     "train.evaluators",
-    "train.tensorboard",
-    "train.wandb",
-    "train.profile",
-    "train.keep_checkpoints",
-    "train.strict_checkpoints",
 )
 """What may differ when a run goes on: nothing of this changes a number that training computes, but for rounding, and which numbers
 dropout draws where layers are looped or not."""
