@@ -72,6 +72,8 @@ CASES = {
         ("BertForSequenceClassification", ENCODERS_AND_DECODERS),  # two labels: not in config.json
         ("BertForTokenClassification", ENCODERS_AND_DECODERS | {"num_labels": 5}),
         ("BertModel", ENCODERS_AND_DECODERS),
+        ("BertModel", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False}),
+        ("BertForTokenClassification", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False}),
     ],
     "modernbert": [
         ("ModernBertForMaskedLM", MODERN | {"local_attention": 6, "num_hidden_layers": 7}),

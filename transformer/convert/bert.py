@@ -63,7 +63,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "pooling": "cls" if pooler else "none",
         "pooler": pooler,
         "num_labels": labels,
-        "tie_embeddings": f.get("tie_word_embeddings"),
+        "tie_embeddings": f.get("tie_word_embeddings") or not head,
         "dropout": f.get("hidden_dropout_prob"),
         "attention_dropout": f.get("attention_probs_dropout_prob"),
         "initializer": "normal",
