@@ -6,7 +6,7 @@ import numpy as np
 
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, optional
-from transformer.convert.weights import Copy, Shape, linear, norm, row, same, tied
+from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -101,18 +101,7 @@ def _weights(kind: str, c: ModelConfig):
                 {"encoder_attn": "cross_attention"} if side == "decoder" else {}
             )
             for name, part in attentions.items():
-                for t, o in {
-                    "q_proj": "query",
-                    "k_proj": "key",
-                    "v_proj": "value",
-                    "out_proj": "out",
-                }.items():
-                    yield from linear(
-                        f"{theirs}.{name}.{t}",
-                        f"{ours}/{part}/{o}",
-                        bias=True,
-                        inputs=1 + (o == "out"),
-                    )
+                yield from attention(f"{theirs}.{name}", f"{ours}/{part}", bias=True)
                 yield from norm(f"{theirs}.{name}_layer_norm", f"{ours}/{part}_residual/out_norm")
             yield from linear(f"{theirs}.fc1", f"{ours}/feed_forward/in", bias=True)
             yield from linear(f"{theirs}.fc2", f"{ours}/feed_forward/out", bias=True)

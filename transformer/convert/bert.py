@@ -10,7 +10,7 @@ from transformer.convert.fields import (
     optional,
     positive,
 )
-from transformer.convert.weights import Copy, linear, norm, same, tied
+from transformer.convert.weights import Copy, attention, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -95,6 +95,9 @@ def _architecture(c: ModelConfig) -> str:
     return "BertForPreTraining" if c.num_labels else "BertForMaskedLM" if c.lm_head else "BertModel"
 
 
+_ATTENTION = ("self.query", "self.key", "self.value", "output.dense")
+
+
 def _weights(c: ModelConfig):
     root = "bert.embeddings"
     yield same(f"{root}.word_embeddings.weight", "embedding/embedding")
@@ -104,12 +107,8 @@ def _weights(c: ModelConfig):
     yield from norm(f"{root}.LayerNorm", "encoder/embedding_norm")
     for i in range(c.num_encoder_layers):
         theirs, ours = f"bert.encoder.layer.{i}", f"encoder/layers_{i}"
-        for part in ("query", "key", "value"):
-            yield from linear(
-                f"{theirs}.attention.self.{part}", f"{ours}/self_attention/{part}", bias=True
-            )
-        yield from linear(
-            f"{theirs}.attention.output.dense", f"{ours}/self_attention/out", bias=True, inputs=2
+        yield from attention(
+            f"{theirs}.attention", f"{ours}/self_attention", bias=True, names=_ATTENTION
         )
         yield from norm(
             f"{theirs}.attention.output.LayerNorm", f"{ours}/self_attention_residual/out_norm"

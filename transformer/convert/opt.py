@@ -2,7 +2,7 @@
 
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, optional
-from transformer.convert.weights import linear, norm, same, tied
+from transformer.convert.weights import attention, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -81,18 +81,7 @@ def _weights(c: ModelConfig):
         yield from linear(f"{root}.project_out", "unembedding/project", bias=False)
     for i in range(c.num_decoder_layers):
         theirs, ours = f"{root}.layers.{i}", f"decoder/layers_{i}"
-        for t, o in {
-            "q_proj": "query",
-            "k_proj": "key",
-            "v_proj": "value",
-            "out_proj": "out",
-        }.items():
-            yield from linear(
-                f"{theirs}.self_attn.{t}",
-                f"{ours}/self_attention/{o}",
-                c.use_bias,
-                inputs=1 + (o == "out"),
-            )
+        yield from attention(f"{theirs}.self_attn", f"{ours}/self_attention", c.use_bias)
         yield from norm(
             f"{theirs}.self_attn_layer_norm", f"{ours}/self_attention_residual/{where}", **affine
         )

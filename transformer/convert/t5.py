@@ -3,7 +3,7 @@
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, Field, Fields, layer_count, positive
 from transformer.convert.rope import options
-from transformer.convert.weights import Copy, linear, norm, same
+from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
@@ -115,10 +115,7 @@ def _weights(c: ModelConfig):
                     for t, o in inner.items():
                         yield from linear(f"{theirs}.{name}.{t}", f"{ours}/{o}", bias=False)
                     continue
-                for t, o in {"q": "query", "k": "key", "v": "value", "o": "out"}.items():
-                    yield from linear(
-                        f"{theirs}.{name}.{t}", f"{ours}/{o}", bias=False, inputs=1 + (o == "out")
-                    )
+                yield from attention(f"{theirs}.{name}", ours, False, names=("q", "k", "v", "o"))
         yield from norm(f"{side}.final_layer_norm", f"{side}/final_norm", offset=False)
     if not c.tie_embeddings:
         yield from linear("lm_head", "unembedding", bias=False)

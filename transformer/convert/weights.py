@@ -99,6 +99,17 @@ def linear(
         yield flat(f"{theirs}.bias", f"{ours}/bias")
 
 
+def attention(
+    theirs: str,
+    ours: str,
+    bias: bool,
+    names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj"),
+) -> Iterator[Weight]:
+    """The four linear layers of an attention, by their names for query, key, value and output."""
+    for name, part in zip(names, ("query", "key", "value", "out"), strict=True):
+        yield from linear(f"{theirs}.{name}", f"{ours}/{part}", bias, inputs=1 + (part == "out"))
+
+
 def norm(theirs: str, ours: str, offset: bool = True, gain: bool = True) -> Iterator[Weight]:
     """A LayerNorm or RMSNorm."""
     if gain:
