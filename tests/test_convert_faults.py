@@ -221,6 +221,31 @@ def test_a_copy_is_dropped_if_it_is_one(saved, tmp_path, family, case):
             assert message.startswith(f"{one.theirs} and {one.of} hold different numbers")
 
 
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        ("bert", 0),
+        ("bert", 3),
+        ("modernbert", 1),
+        ("gpt2", 2),
+        ("bloom", 1),
+        ("opt", 1),
+        ("gpt_neox", 0),
+        ("llama", 0),
+    ],
+)
+def test_names_may_do_without_the_prefix(saved, tmp_path, family, case):
+    """As some files on the hub. The names of heads have none."""
+    _, folder = saved(*CASES[family][case])
+
+    def alter(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix(FAMILIES[family].prefix)] = tensors.pop(name)
+
+    bare = copied(folder, tmp_path / "bare", alter=alter)
+    jax.tree.map(np.testing.assert_array_equal, load_hf(bare)[1], load_hf(folder)[1])
+
+
 def test_sinusoids_in_a_file_must_be_those_of_the_formula(saved, tmp_path):
     _, folder = saved(*CASES["marian"][0])
     name = "model.encoder.embed_positions.weight"

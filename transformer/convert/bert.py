@@ -155,6 +155,7 @@ FAMILY = Family(
     _FIELDS,
     special_tokens={"pad_token_id": 0},
     prefix="bert.",
+    heads=("cls.", "classifier."),
     copies=_copies,
     unused=(r".*embeddings\.position_ids",),  # 0, 1, 2, ...
 )

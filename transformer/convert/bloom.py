@@ -91,5 +91,6 @@ FAMILY = Family(
         "num_hidden_layers": "n_layer",
     },
     prefix="transformer.",
+    heads=("lm_head.",),
     copies=lambda c: tied(c, "lm_head.weight", "transformer.word_embeddings.weight"),
 )

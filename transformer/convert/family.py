@@ -27,13 +27,13 @@ class Family:
     read(fields, names of the tensors that are there) -> fields of a ModelConfig; write(config) ->
     their config.json; weights(config) -> every tensor that holds parameters. `fields`: what `read`
     reads, with the defaults of their config class. `aliases`: other names of these fields.
-    `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without). A
-    tensor that `weights` does not name is refused unless it is one of three: a copy of another
-    tensor (`copies`), which must hold the same numbers; a constant (`constants`: pattern ->
-    function of its shape), which must hold what the function returns; or `unused`, a buffer that
-    Transformers does not read either (patterns). `source_begins`: whether a source begins with the
-    bos token. `special_tokens`: those that Transformers assumes where config.json does not name
-    them.
+    `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without).
+    `heads`: what the names begin with that never have the prefix. A tensor that `weights` does not
+    name is refused unless it is one of three: a copy of another tensor (`copies`), which must hold
+    the same numbers; a constant (`constants`: pattern -> function of its shape), which must hold
+    what the function returns; or `unused`, a buffer that Transformers does not read either
+    (patterns). `source_begins`: whether a source begins with the bos token. `special_tokens`: those
+    that Transformers assumes where config.json does not name them.
     """
 
     model_type: str
@@ -45,6 +45,7 @@ class Family:
     fields: Mapping[str, Any]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
+    heads: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
     constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = dataclasses.field(
         default_factory=dict

@@ -97,6 +97,7 @@ FAMILY = Family(
     _FIELDS,
     special_tokens={"bos_token_id": 50_256, "eos_token_id": 50_256},
     prefix="transformer.",
+    heads=("lm_head.",),
     aliases={
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",

@@ -65,7 +65,7 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
         )
     theirs = read_json(file)
     family = look_up(FAMILIES, _name(theirs.get("model_type", "")), f"{file}: model_type")
-    return family, theirs, Tensors(directory, family.prefix)
+    return family, theirs, Tensors(directory, family)
 
 
 def _name(value: Any) -> str:

@@ -242,6 +242,7 @@ FAMILIES = [
         _FIELDS_OF[kind],
         special_tokens=_SPECIAL_TOKENS.get(kind, {}),
         prefix="model.",
+        heads=("lm_head.",),
         copies=lambda c: tied(c, "lm_head.weight", "model.embed_tokens.weight"),
         unused=(r".*rotary_emb\.inv_freq",),  # angles, which follow from config.json
     )

@@ -170,5 +170,6 @@ FAMILY = Family(
     _FIELDS,
     special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
     prefix="model.",
+    heads=("head.", "decoder.", "classifier."),
     copies=lambda c: tied(c, "decoder.weight", "model.embeddings.tok_embeddings.weight"),
 )

@@ -106,5 +106,6 @@ FAMILY = Family(
     _FIELDS,
     special_tokens={"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
     prefix="model.",
+    heads=("lm_head.",),
     copies=lambda c: tied(c, "lm_head.weight", "model.decoder.embed_tokens.weight"),
 )

@@ -24,7 +24,7 @@ class Tensors:
     """The tensors of a directory by name, read when asked for. Raises UserError for a file that is
     missing or damaged, and for a tensor whose numbers are not finite."""
 
-    def __init__(self, directory: Path, prefix: str):
+    def __init__(self, directory: Path, family: Family):
         self._where = {}
         for file, names in _files(directory).items():
             opened = _open(directory / file)
@@ -35,9 +35,11 @@ class Tensors:
                     f"{printable(file)} disagree about {listed(sorted(names ^ there))}"
                 )
             self._where |= dict.fromkeys(there, opened)
+        prefix = family.prefix
         bare = prefix and not any(key.startswith(prefix) for key in self._where)
         self._given = {
-            (prefix + key if bare and not _is_head(key) else key): key for key in self._where
+            (prefix + key if bare and not key.startswith(family.heads) else key): key
+            for key in self._where
         }
         self.names = frozenset(self._given)
         # A fused tensor is asked for three times in a row.
@@ -63,12 +65,6 @@ class Tensors:
         """As safetensors spells it: F32, BF16, I64, BOOL."""
         key = self._given[name]
         return self._where[key].get_slice(key).get_dtype()
-
-
-def _is_head(key: str) -> bool:
-    return key.startswith(
-        ("lm_head.", "cls.", "classifier.", "head.", "decoder.weight", "decoder.bias")
-    )
 
 
 def _files(directory: Path) -> dict[str, set[str] | None]:
