@@ -29,7 +29,9 @@ def test_arms_of_which_the_same_is_built_are_refused():
 
 
 def test_a_control_must_be_one():
-    with pytest.raises(UserError, match="controls: 'wide' is a control of nothing"):
+    with pytest.raises(
+        UserError, match="controls: 'wide' matches no other arm, so it controls for nothing"
+    ):
         checked(
             Sweep(
                 arms(plain={}, wide={"train.label_smoothing": 0.1}),

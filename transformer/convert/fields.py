@@ -179,8 +179,8 @@ class Fields:
         value = self.get(name)
         if value not in table:
             raise UserError(
-                f"config.json: {self._inside}{name} = {shown(value)} is nothing we can build; we "
-                f"know {', '.join(map(repr, table))}"
+                f"config.json: {self._inside}{name} = {shown(value)} is not supported; supported "
+                f"are {', '.join(map(repr, table))}"
             )
         return table[value]
 
@@ -189,7 +189,7 @@ class Fields:
         value = self.get(name)
         if value != wanted:
             where = "" if self.has(name) else ", its default,"
-            raise self.error(name, f"cannot be expressed: {why}; {wanted!r} can", value, where)
+            raise self.error(name, f"is not supported: {why}; only {wanted!r} is", value, where)
 
     def must(self, name: str, wanted, why: str = "") -> None:
         """A field that we can express in one value alone. null is False here, as it is in Python's
@@ -198,7 +198,7 @@ class Fields:
         value = self._given.get(name, wanted)
         if value != wanted and (value is not None or wanted):
             raise self.error(
-                name, f"cannot be expressed{why and ': ' + why}; {wanted!r} can", value
+                name, f"is not supported{why and ': ' + why}; only {wanted!r} is", value
             )
 
     def ignore(self, *names: str) -> None:
@@ -228,7 +228,7 @@ def layer_kinds(f: Fields, layers: int) -> list[str] | None:
     if kinds is None:
         return None
     if unknown := [k for k in kinds if k not in ("sliding_attention", "full_attention")]:
-        raise f.error("layer_types", f"has {shown(unknown[0])}, which cannot be expressed")
+        raise f.error("layer_types", f"has {shown(unknown[0])}, which is not supported")
     if len(kinds) != layers:
         raise f.error("layer_types", f"has {len(kinds)} entries for {layers} layers")
     return kinds

@@ -107,7 +107,7 @@ def _positions(f: Fields, length: int) -> dict[str, dict]:
         raise f.error("rope_parameters", f"must have an object for {wrong[0]!r}")
     if any((one or {}).get("truncate") is False for one in given.values()):
         raise f.error(
-            "rope_parameters", "cannot be expressed: Transformers ignores truncate in this family"
+            "rope_parameters", "is not supported: Transformers ignores truncate in this family"
         )
     return {
         kind: rope(

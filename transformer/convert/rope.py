@@ -110,7 +110,7 @@ def rope(
         if not partial:
             raise f.error(
                 "partial_rotary_factor",
-                "cannot be expressed: Transformers ignores it in this family; 1.0 can",
+                "is not supported: Transformers ignores it in this family; only 1.0 is",
                 part,
             )
         out["fraction"] = float(part)

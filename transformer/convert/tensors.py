@@ -196,7 +196,7 @@ def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) ->
         or found.shape != expected.shape
         or np.abs(found - expected).max(initial=0) > tolerance
     ):
-        raise UserError(f"{printable(name)}: holds other numbers than the formula gives")
+        raise UserError(f"{printable(name)}: differs from the values its formula gives")
 
 
 def spell(shape: Iterable[int]) -> str:

@@ -35,7 +35,8 @@ IN_PROGRAMS = (
 """Sections and fields that the lowered programs show."""
 
 ELSEWHERE = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
-"""How those fields of a model end that decoding, evaluation or another mesh reads beside the programs."""
+"""Endings of model fields that no program shows: decoding, evaluation or another mesh reads
+them."""
 
 COMPUTES_NOTHING = (*WRITTEN_BESIDE, "train.checkpoint_every")
 """What a run writes beside its result, and how often."""

@@ -148,7 +148,7 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
 def _check_twins(
     sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]
 ) -> None:
-    """Two arms are two models, and a control is none."""
+    """Refuses arms that build the same programs, and controls that match no other arm."""
     same = twins(configs, {arm: (one.parameters, one.flops) for arm, one in found.items()})
     for arm, first in same.items():
         if sweep.controls.keys() & {arm, first}:
@@ -166,7 +166,7 @@ def _check_twins(
     for arm in sweep.controls:
         if arm not in (*same.keys(), *same.values()):
             raise UserError(
-                f"sweep: controls: {arm!r} is a control of nothing: no other arm builds the same model and is trained alike; leave it out of controls"
+                f"sweep: controls: {arm!r} matches no other arm, so it controls for nothing; remove it from controls"
             )
 
 

@@ -48,7 +48,7 @@ FREE = (
     "model.remat",
     *(
         f"model.{field}" for field in SPECIAL_TOKENS
-    ),  # the tokenizer's count, and the config's agree
+    ),  # the tokenizer's are decisive; the config's must agree
     "data.eval_overlap",
     "train.eval_batches",
     "train.evaluators",
