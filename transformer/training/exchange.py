@@ -118,6 +118,10 @@ def _signs(theirs: Mapping, model: ModelConfig, source_begins: bool) -> Tokenize
 
 def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
     """What a run's config.json says of a model that was not trained here."""
+    if not model.lm_head and not model.num_labels:  # its objective would come with train.init_from
+        raise UserError(
+            f"an {model.family} without a head for words or labels cannot be a run; convert one that has a head"
+        )
     objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[
         model.family
     ]
@@ -129,12 +133,7 @@ def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
         packing=model.lm_head,
         tokenizer=signs,
     )
-    with contextlib.suppress(UserError):
-        return Experiment(model, data, train=TrainConfig(steps=1))
-    # A model without a head has nothing to be asked for; its own objective comes with train.init_from.
-    raise UserError(
-        f"an {model.family} without a head for words or labels cannot be a run; convert one that has a head"
-    )
+    return Experiment(model, data, train=TrainConfig(steps=1))
 
 
 def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
