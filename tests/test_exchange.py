@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 from pathlib import Path
 
 import jax
@@ -347,6 +348,22 @@ def test_there_and_back_is_the_same(t5, tmp_path):
         1,
         0,
     )
+
+
+def test_a_file_size_limit_leaves_nothing_behind(gpt2, tmp_path, capsys):
+    """safetensors has an exception of its own for what the system refuses."""
+    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
+    capsys.readouterr()
+    before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        code = cli.main(["convert", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1
+    assert error.startswith(f"error: {tmp_path / 'back'}: a file is larger than this process may")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("pad", [None, "eos"])

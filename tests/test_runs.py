@@ -440,9 +440,14 @@ def test_a_mended_start_leaves_no_other_tokenizer(run_config, tmp_path):
 def test_a_full_disk_is_one_line(tmp_path):
     import errno
 
+    from safetensors import SafetensorError
+
     from transformer.files import disk_faults
 
     with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
         raise OSError(errno.ENOSPC, "No space left on device")
+    told = "Error while serializing: I/O error: No space left on device (os error 28)"
+    with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
+        raise SafetensorError(told)
     with pytest.raises(ValueError, match="another"), disk_faults("x"):
         raise ValueError("another")

@@ -25,8 +25,8 @@ def disk_faults(path) -> Iterator[None]:
     when they are whole, so what was saved before is untouched."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as e:
-        for number, message in _DISK_FAULTS.items():  # TensorStore gives the system's words alone
+    except Exception as e:  # of any type: libraries that are not Python give the system's words
+        for number, message in _DISK_FAULTS.items():
             if getattr(e, "errno", None) == number or os.strerror(number) in str(e):
                 raise UserError(f"{path}: {message}") from None
         raise

@@ -20,7 +20,7 @@ from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.tensors import Tensors, check
 from transformer.errors import UserError, look_up
-from transformer.files import read_json
+from transformer.files import disk_faults, read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import build_model
@@ -136,9 +136,12 @@ def save_hf(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: already there, and not an empty folder; name another")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=directory.parent, prefix=directory.name + "."
-    ) as unfinished:
+    with (
+        disk_faults(directory),
+        tempfile.TemporaryDirectory(
+            dir=directory.parent, prefix=directory.name + "."
+        ) as unfinished,
+    ):
         target = Path(unfinished) / "whole"
         target.mkdir()
         _write_tensors(target, _tensors(chosen, config, unbox(params)["params"]))
