@@ -12,6 +12,7 @@ import pytest
 from transformer import build_model, load_hf, save_hf
 from transformer.convert import FAMILIES
 from transformer.convert.family import meaning
+from transformer.convert.special_tokens import NAMES
 from transformer.errors import UserError
 from transformer.model.cache import empty_cache
 
@@ -443,10 +444,40 @@ def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
     _, folder = saved(*CASES["llama"][0])
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": -1}))
     assert load_hf(folder)[0].pad_id == 0
     assert load_hf(tmp_path)[0] == dataclasses.replace(load_hf(folder)[0], pad_id=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("llama", {"eos_token_id": [2, 5], "pad_token_id": 4}),
+        ("t5", {"decoder_start_token_id": 3, "bos_token_id": 6}),
+        ("bart", {"bos_token_id": None, "eos_token_id": 7}),
+    ],
+)
+def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family, said):
+    """Those that it says: before those of config.json, and where config.json has none."""
+    _, folder = saved(*CASES[family][0])
+    before, _ = load_hf(folder)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("decoder_start_token_id", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    found, theirs = load_hf(tmp_path)[0], transformers.GenerationConfig.from_pretrained(tmp_path)
+    for ours, name in NAMES.items():
+        value, own = getattr(theirs, name), getattr(found, ours)
+        if name in said:
+            assert own == (tuple(value) if isinstance(value, list) else value)
+        assert (own != getattr(before, ours)) == (name in said)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": [3]}))
+    with pytest.raises(UserError, match=r"generation_config\.json: pad_token_id = \[3\] must be"):
+        load_hf(tmp_path)
 
 
 def test_damaged_and_missing_files(saved, tmp_path):

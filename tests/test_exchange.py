@@ -393,6 +393,7 @@ def test_a_decoder_may_have_several_ends(gpt2, tmp_path):
     source.mkdir()
     for file in gpt2.iterdir():
         (source / file.name).write_bytes(file.read_bytes())
+    (source / "generation_config.json").unlink()  # it would say the end before config.json
     theirs = json.loads((source / "config.json").read_text())
     end = theirs["eos_token_id"]
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")

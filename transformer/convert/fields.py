@@ -144,7 +144,7 @@ class Fields:
                     )
         self._given = given
         for name, value in given.items():
-            if name.endswith("_token_id") and not _is_token(value, several="eos" in name):
+            if name.endswith("_token_id") and not is_token(value, several="eos" in name):
                 raise self.error(name, "must be the id of a token or null")
 
     def error(self, name: str, problem: str, value: Any = _MISSING, note: str = "") -> UserError:
@@ -246,9 +246,10 @@ def printable(name: str, most: int = 100) -> str:
     return text if len(text) <= most else text[:most] + "..."
 
 
-def _is_token(value: Any, several: bool) -> bool:
+def is_token(value: Any, several: bool) -> bool:
+    """Whether a value is the id of a token, null or, where `several` may stand, a list of ids."""
     if isinstance(value, list) and several:
-        return all(_is_token(x, False) and x is not None for x in value)
+        return all(is_token(x, False) and x is not None for x in value)
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 

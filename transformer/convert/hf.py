@@ -18,6 +18,7 @@ import numpy as np
 from transformer.convert import bart, bert, bloom, gpt2, gpt_neox, llama, modernbert, opt, t5
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
+from transformer.convert.special_tokens import of_generation
 from transformer.convert.tensors import Tensors, check
 from transformer.errors import UserError, look_up
 from transformer.files import disk_faults, read_json
@@ -57,7 +58,8 @@ def load_hf(
 
 
 def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
-    """The family of a directory, its config.json, its tensors."""
+    """The family of a directory, its config.json, its tensors. With the config.json of a model that
+    generates come the special tokens of generation_config.json."""
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(
@@ -65,6 +67,8 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
         )
     theirs = read_json(file)
     family = look_up(FAMILIES, _name(theirs.get("model_type", "")), f"{file}: model_type")
+    if family.ours != "encoder":
+        theirs |= of_generation(directory)
     return family, theirs, Tensors(directory, family)
 
 

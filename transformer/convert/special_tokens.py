@@ -1,12 +1,16 @@
-"""Special tokens in config.json.
+"""Special tokens in config.json, and in generation_config.json beside it.
 
-There, a field that is absent has the family's default, and null means that there is no such token. Here None does.
+In config.json, a field that is absent has the family's default, and null means that there is no
+such token. Here None does.
 """
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 
+from transformer.convert.fields import is_token, shown
 from transformer.errors import UserError
+from transformer.files import read_json
 from transformer.model.config import ModelConfig
 
 NAMES = {
@@ -28,6 +32,18 @@ def read(theirs: Mapping, defaults: Mapping[str, int], fields: Mapping) -> dict:
     }
 
 
+def of_generation(directory: Path) -> dict:
+    """The special tokens in generation_config.json, by which Transformers generates where the file
+    is there. What it leaves out is none to Transformers; here, config.json says it."""
+    file = directory / "generation_config.json"
+    found = read_json(file) if file.is_file() else {}
+    tokens = {name: found[name] for name in NAMES.values() if name in found}
+    for name, value in tokens.items():
+        if not is_token(value, several=name == NAMES["eos_id"]):
+            raise UserError(f"{file}: {name} = {shown(value)} must be the id of a token or null")
+    return tokens
+
+
 def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = None):
     """A token, None, or, where there are several ends, a tuple. Some spell none as -1.
 
@@ -44,7 +60,7 @@ def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = N
             )
         if token >= vocab_size and name in theirs:
             warnings.warn(
-                f"config.json: {name} = {token} is no token of a vocabulary of {vocab_size}; read as null",
+                f"{name} = {token} is no token of a vocabulary of {vocab_size}; read as null",
                 stacklevel=2,
             )
     ids = [token for token in ids if 0 <= token < vocab_size]
