@@ -138,3 +138,47 @@ def test_streams_are_as_they_were(capsys):
         print("to both")
     assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr() == ("to both\n", "to both\n")
+
+
+CLOSED = {
+    "data >&-": (0, ""),
+    "data <&- >&- 2>&-": (0, ""),
+    "train --config=none.py --workdir=none >&-": (2, "error: --config: no file 'none.py'"),
+    "train --config=none.py --workdir=none 2>&-": (2, ""),
+}
+
+
+@pytest.mark.parametrize("command", CLOSED)
+def test_a_command_may_begin_with_closed_streams(command):
+    done = transformer(command)
+    code, error = CLOSED[command]
+    assert (done.returncode, done.stderr.count("\n")) == (code, bool(error)), done.stderr
+    assert done.stderr.startswith(error)
+
+
+@pytest.mark.parametrize("command", ["--help", "data"])
+def test_nobody_need_read_what_a_command_prints(command):
+    """Little is printed, so that it is written when the process ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = transformer(command, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def transformer(command: str, **streams) -> subprocess.CompletedProcess:
+    """`python -m transformer` with these arguments and redirections of a shell."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    command = f"exec {sys.executable} -m transformer {command}"
+    return subprocess.run(
+        ["bash", "-c", command], text=True, cwd=Path(__file__).parent.parent, env=env, **pipes
+    )
+
+
+def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path):
+    """Else what C++ prints would be written into it."""
+    code = "from transformer.output import open_closed; open_closed(); import sys; sys.exit(10 + open(sys.argv[1], 'w').fileno())"
+    command = f'{sys.executable} -c "{code}" {tmp_path}/file <&- >&- 2>&-'
+    root = Path(__file__).parent.parent
+    assert subprocess.run(["bash", "-c", command], cwd=root).returncode > 12

@@ -14,9 +14,12 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from transformer.output import flush, open_closed
+
 
 def run() -> None:
     """Runs the command of `sys.argv` and exits with its code."""
+    open_closed()
     if os.environ.get("TRANSFORMER_TRACEBACKS", "") in ("", "0"):
         _quiet_threads()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have ignored it
@@ -27,13 +30,14 @@ def run() -> None:
     try:
         code = main()
     except Exception:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         code = 1
+    finally:  # also after --help, which raises SystemExit
+        flush()
     if code not in (0, 143):  # 143: several processes stop together, and part as they do at the end
         # Not sys.exit: threads of Orbax that wait for the main one may hold it up, and Python would kill itself by SIGINT where an
         # interrupt has passed through exec(). All that is to be kept was written when `main` returned.
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
         os._exit(code)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to undo
     sys.exit(code)
@@ -59,7 +63,8 @@ def _interrupt(number, frame) -> None:
         if frame.f_code.co_filename.startswith("<frozen importlib") or (
             os.path.basename(os.path.dirname(frame.f_code.co_filename)) == "asyncio"
         ):
-            os.write(2, b"\ninterrupted\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"\ninterrupted\n")
             os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt

@@ -10,7 +10,7 @@ import time
 import traceback
 
 from transformer.errors import UserError, nearest
-from transformer.output import outlives_its_readers
+from transformer.output import flush, outlives_its_readers, to_nowhere
 
 ABOUT = """Transformers in JAX: train, evaluate and use any architecture, from one experiment file, on any machine.
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         _leave_the_others(2)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        to_nowhere(sys.stdout)
         return 0
     except OSError as e:
         reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
@@ -70,8 +70,7 @@ def _leave_the_others(code: int, error: Exception | None = None) -> None:
                 time.sleep(3)  # who is told which process it is says so meanwhile
                 end_alone("another process of this run")
             traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         os._exit(code)
 
 

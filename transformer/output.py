@@ -1,9 +1,34 @@
-"""Standard output and standard error that may be closed before a command ends (`train ... | head`)."""
+"""Standard output and standard error: closed before a command begins (`train ... >&-`), or before it ends (`train ... | head`)."""
 
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
+
+
+def open_closed() -> None:
+    """Opens standard streams that were closed when this process began; they lead nowhere. The next files that are opened would
+    take their numbers, and what C++ and children print would be written into those files."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8"))
+
+
+def to_nowhere(stream) -> None:
+    """From now on everything written to this descriptor goes nowhere, also by C++ and by children."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def flush() -> None:
+    """Writes out what is held back, as far as anybody reads it. Raises nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                _Lasting(stream).flush()
 
 
 class _Lasting:
@@ -28,20 +53,18 @@ class _Lasting:
     def _ends_quietly(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:  # from now on everything written to this descriptor goes nowhere, also by C++ and by children
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        except BrokenPipeError:
+            to_nowhere(self._stream)
 
 
 @contextlib.contextmanager
 def outlives_its_readers() -> Iterator[None]:
     """Lets a command that does more than print run to its end, when whoever reads its output has stopped reading."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_Lasting, before)
+    sys.stdout, sys.stderr = (stream and _Lasting(stream) for stream in before)
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         sys.stdout, sys.stderr = before

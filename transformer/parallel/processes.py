@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from transformer.errors import UserError
+from transformer.output import flush
 
 WAIT = 300
 """Seconds that a process waits for the others at the start."""
@@ -110,8 +111,8 @@ def end_alone(who: str) -> NoReturn:
     """Ends this process, which would wait for a lost one, with one line and exit code 1. The first thread that calls it speaks."""
     if not _ending.acquire(blocking=False):
         time.sleep(60)  # the other thread ends the process
+    flush()
     with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
         print(f"error: {who} ended or cannot be reached; see its log", file=sys.stderr, flush=True)
     os._exit(1)
 
