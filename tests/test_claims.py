@@ -156,14 +156,21 @@ def test_a_command_may_begin_with_closed_streams(command):
     assert done.stderr.startswith(error)
 
 
-@pytest.mark.parametrize("command", ["--help", "data"])
-def test_nobody_need_read_what_a_command_prints(command):
-    """Little is printed, so that it is written when the process ends."""
+@pytest.mark.parametrize(
+    ("command", "stream", "code"),
+    [
+        ("--help", "stdout", 0),
+        ("data", "stdout", 0),
+        ("train --config=none.py --workdir=none", "stderr", 2),
+    ],
+)
+def test_nobody_need_read_what_a_command_prints(command, stream, code):
+    """Little is printed, so that standard output is written when the process ends."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = transformer(command, stdout=writer)
+    done = transformer(command, **{stream: writer})
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == code and not done.stdout and not done.stderr
 
 
 def transformer(command: str, **streams) -> subprocess.CompletedProcess:

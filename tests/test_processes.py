@@ -204,6 +204,28 @@ def test_who_does_not_arrive_is_named(tmp_path):
     )
 
 
+def test_a_script_that_dies_ends_the_others():
+    """It says no good-bye, and waits for nobody. Told to stop, processes part in peace."""
+    code = "import sys\nfrom transformer.parallel.processes import barrier, start_processes\nstart_processes()\n"
+    die = "if sys.argv[1] == '1': raise ValueError('of its own')\nbarrier('that none reaches')"
+    stop = "barrier('that all reach')\nsys.exit(143)"
+
+    def ends(code: str, port: int) -> tuple[list[int], list[str]]:
+        return codes([
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(i)], env=os.environ | local.variables(i, 2, 1, port), cwd=ROOT,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for i in range(2)
+        ], 40)  # fmt: skip
+
+    found, outputs = ends(code + die, local.free_port())
+    assert found == [1, 1], outputs
+    assert outputs[0] == "error: process 1 of this run ended or cannot be reached; see its log\n"
+    assert "ValueError: of its own" in outputs[1]
+    assert ends(code + stop, local.free_port()) == ([143, 143], ["", ""])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
+        _say(f"error: {e}")
         _leave_the_others(2)
         return 2
     except BrokenPipeError:
@@ -36,27 +36,32 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except OSError as e:
         reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
-        print(f"error: {e.filename or type(e).__name__}: {reason}", file=sys.stderr)
+        _say(f"error: {e.filename or type(e).__name__}: {reason}")
         _leave_the_others(2)
         return 2
     except RuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
             _leave_the_others(1, e)
             raise
-        print(
+        _say(
             f"error: out of memory ({str(e).splitlines()[0][:120]}); lower data.batch_size or the model, raise train.accumulate, "
-            "set model.remat='full', or spread the parameters with mesh.fsdp",
-            file=sys.stderr,
+            "set model.remat='full', or spread the parameters with mesh.fsdp"
         )
         _leave_the_others(2)
         return 2
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        _say("\ninterrupted")
         _leave_the_others(130)
         return 130
     except Exception as e:
         _leave_the_others(1, e)
         raise
+
+
+def _say(line: str) -> None:
+    """Why a command ends. If nobody reads it, the command ends in the same way."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def _leave_the_others(code: int, error: Exception | None = None) -> None:
@@ -69,7 +74,8 @@ def _leave_the_others(code: int, error: Exception | None = None) -> None:
             if is_loss(error) and not tracebacks():
                 time.sleep(3)  # who is told which process it is says so meanwhile
                 end_alone("another process of this run")
-            traceback.print_exception(error)
+            with contextlib.suppress(OSError):
+                traceback.print_exception(error)
         flush()
         os._exit(code)
 

@@ -63,7 +63,7 @@ def start_processes() -> bool:
         coordinator, count, index, local_devices, cluster_detection_method="deactivate",
         initialization_timeout=int(wait), heartbeat_timeout_seconds=int(heartbeat), shutdown_timeout_seconds=60,
     )  # fmt: skip
-    atexit.register(_tell, others, _BYE)  # before JAX's own farewell, which waits for the others
+    atexit.register(_part, others)  # before JAX's own farewell, which waits for the others
     return True
 
 
@@ -102,6 +102,15 @@ def _tell(others: dict[int, socket.socket], message: bytes) -> None:
     for connection in others.values():
         with contextlib.suppress(OSError):
             connection.sendall(message)
+
+
+def _part(others: dict[int, socket.socket]) -> None:
+    """Says good-bye, unless an exception has ended the interpreter: then this process ends at once, and
+    the others notice. Python has printed the exception, and keeps it (an interactive one, any)."""
+    if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
+        flush()
+        os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
+    _tell(others, _BYE)
 
 
 _ending = threading.Lock()
