@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +243,19 @@ def test_variables_that_make_no_sense_are_refused(monkeypatch, given, message):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         processes.start_processes()
+
+
+@pytest.mark.parametrize(("wait", "what"), [(0.5, "waited 0 s for"), (60, "cannot wait for")])
+def test_how_long_it_waited_is_said_of_one_that_did(monkeypatch, wait, what):
+    def wait_at_barrier(name, milliseconds):
+        time.sleep(milliseconds / 1000 if wait < 1 else 0)
+        raise RuntimeError("one is gone")
+
+    service = types.SimpleNamespace(wait_at_barrier=wait_at_barrier)
+    monkeypatch.setattr(processes, "_service", lambda: service)
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=f"^{what} the other processes at 'data': one is gone$"):
+        processes.barrier("data", wait)
 
 
 def test_processes_build_their_own_rows_of_the_same_batch():

@@ -295,16 +295,18 @@ def is_first() -> bool:
 
 
 def barrier(name: str, wait: float = DAY) -> None:
-    """Waits until all processes are here. Raises UserError, which names who was late, after `wait` seconds."""
+    """Waits until all processes are here. Raises UserError, which names who was late, after `wait` seconds, and at once when they
+    cannot be reached."""
     if jax.process_count() == 1:
         return
+    until = time.monotonic() + wait
     try:
         _service().wait_at_barrier(name, int(wait * 1000))
     except RuntimeError as e:
         reason = " ".join(line.strip() for line in str(e).splitlines() if line.strip())[:300]
-        raise UserError(
-            f"waited {wait:.0f} s at {name!r} for the other processes: {reason}"
-        ) from None
+        late = time.monotonic() >= until
+        what = f"waited {wait:.0f} s for" if late else "cannot wait for"
+        raise UserError(f"{what} the other processes at {name!r}: {reason}") from None
 
 
 def _service():
