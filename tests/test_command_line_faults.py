@@ -217,6 +217,37 @@ def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
     assert again == [signal.SIGINT] and len(other) == 1
 
 
+BESIDE = """
+import logging, sys
+from transformer.output import quiet_threads
+if {quiet}:
+    quiet_threads()
+logging.getLogger("absl").error("a write failed")
+logging.getLogger("asyncio").error("Task exception was never retrieved")
+class Lost:
+    def __init__(self, message): self.message = message
+    def __del__(self): raise ValueError(self.message)
+Lost("Event loop is closed")
+Lost("Encountered error while reading array index: ()")
+logging.getLogger("absl").warning("a warning")
+logging.getLogger("asyncio").error("another error")
+Lost("another exception")
+"""
+
+
+def test_what_is_printed_beside_a_fault_is_left_out():
+    said = {
+        quiet: subprocess.run(
+            [sys.executable, "-c", BESIDE.format(quiet=quiet)], stderr=subprocess.PIPE, text=True, cwd=ROOT
+        ).stderr
+        for quiet in (True, False)
+    }  # fmt: skip
+    for kept in ("a warning\n", "another error\n", "ValueError: another exception\n"):
+        assert kept in said[True] and kept in said[False]
+    for dropped in ("a write failed", "never retrieved", "loop is closed", "array index"):
+        assert dropped not in said[True] and dropped in said[False]
+
+
 def test_a_lost_process_is_told_from_another_error():
     assert processes.is_loss(RuntimeError("FAILED: Gloo AllReduce failed: Connection closed"))
     assert not processes.is_loss(RuntimeError("INVALID_ARGUMENT: shapes differ"))

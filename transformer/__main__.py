@@ -6,7 +6,6 @@ TRANSFORMER_TRACEBACKS=1; the traceback of any other fault is always printed.
 
 import contextlib
 import functools
-import logging
 import os
 import signal
 import sys
@@ -14,14 +13,15 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from transformer.output import flush, open_closed
+from transformer.errors import tracebacks
+from transformer.output import flush, open_closed, quiet_threads
 
 
 def run() -> None:
     """Runs the command of `sys.argv` and exits with its code."""
     open_closed()
-    if os.environ.get("TRANSFORMER_TRACEBACKS", "") in ("", "0"):
-        _quiet_threads()
+    if not tracebacks():
+        quiet_threads()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have ignored it
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = functools.partial(_interrupt_again, sys.unraisablehook)
@@ -41,19 +41,6 @@ def run() -> None:
         os._exit(code)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to undo
     sys.exit(code)
-
-
-def _quiet_threads() -> None:
-    """Leaves out what other threads print of a fault that the main thread will raise. When a checkpoint cannot be written, threads of Orbax
-    log a traceback each, and TensorStore prints one for every array that is still to be written when the event loop is closed."""
-    handler = logging.StreamHandler()
-    handler.addFilter(
-        lambda record: not (record.name == "absl" and record.levelno >= logging.ERROR)
-    )
-    logging.getLogger().addHandler(handler)
-    print_it = sys.unraisablehook
-    # What no object and no thread of Python's raised comes from C++.
-    sys.unraisablehook = lambda lost: None if lost.object is None else print_it(lost)
 
 
 def _interrupt(number, frame) -> None:

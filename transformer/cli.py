@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 
-from transformer.errors import UserError, nearest
+from transformer.errors import UserError, nearest, tracebacks
 from transformer.output import flush, outlives_its_readers, to_nowhere
 
 ABOUT = """Transformers in JAX: train, evaluate and use any architecture, from one experiment file, on any machine.
@@ -69,7 +69,7 @@ def _leave_the_others(code: int, error: Exception | None = None) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         if error is not None:
-            from transformer.parallel.processes import end_alone, is_loss, tracebacks
+            from transformer.parallel.processes import end_alone, is_loss
 
             if is_loss(error) and not tracebacks():
                 time.sleep(3)  # who is told which process it is says so meanwhile

@@ -1,6 +1,7 @@
 """Mistakes a person can mend. The command line prints them as one line and exits with code 2."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 
@@ -38,3 +39,8 @@ def look_up(table: dict, name: str, what: str):
     if name not in table:
         raise UserError(f"{what}: no {name!r}; {nearest(str(name), table)}")
     return table[name]
+
+
+def tracebacks() -> bool:
+    """Whether the person asks for every traceback, also those of faults that one line describes."""
+    return os.environ.get("TRANSFORMER_TRACEBACKS", "") not in ("", "0")

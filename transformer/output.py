@@ -1,14 +1,16 @@
-"""Standard output and standard error: closed before a command begins (`train ... >&-`), or before it ends (`train ... | head`)."""
+"""Standard output and standard error: streams that are closed before a command begins
+(`train ... >&-`) or ends (`train ... | head`), and what they are spared."""
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
 
 
 def open_closed() -> None:
-    """Opens standard streams that were closed when this process began; they lead nowhere. The next files that are opened would
-    take their numbers, and what C++ and children print would be written into those files."""
+    """Opens standard streams that were closed when this process began; they lead nowhere. The next
+    files that are opened would take their numbers, and what C++ prints would be written there."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
@@ -68,3 +70,26 @@ def outlives_its_readers() -> Iterator[None]:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
         sys.stdout, sys.stderr = before
+
+
+def quiet_threads() -> None:
+    """Leaves out what is printed beside a fault that the main thread will raise. When a checkpoint
+    cannot be written, threads of Orbax log a traceback each. When an array cannot be written or read,
+    Orbax closes the event loop under all others, and each of these prints a traceback."""
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: not _logged_beside(record))
+    logging.getLogger().addHandler(handler)
+    print_it = sys.unraisablehook
+    sys.unraisablehook = lambda lost: None if _lost_beside(lost) else print_it(lost)
+
+
+def _logged_beside(record: logging.LogRecord) -> bool:
+    unread = record.name == "asyncio" and "exception was never retrieved" in record.getMessage()
+    return unread or (record.name == "absl" and record.levelno >= logging.ERROR)
+
+
+def _lost_beside(lost) -> bool:
+    """Whether an exception that Python cannot raise comes from C++, which names no object, or from a
+    read that another one has ended."""
+    signs = ("Event loop is closed", "array index")
+    return lost.object is None or any(sign in str(lost.exc_value) for sign in signs)

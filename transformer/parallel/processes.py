@@ -135,11 +135,6 @@ def is_loss(error: BaseException) -> bool:
     return raised and any(sign in str(error).lower() for sign in signs)
 
 
-def tracebacks() -> bool:
-    """Whether the person asks for every traceback, also those of faults that one line describes."""
-    return os.environ.get("TRANSFORMER_TRACEBACKS", "") not in ("", "0")
-
-
 def place() -> tuple[int, int]:
     """Which process this is and of how many, without joining them: of a process that starts others, which will."""
     where = _told() or _found()
