@@ -97,6 +97,30 @@ def test_a_process_of_the_same_number_in_another_container_is_another(tmp_path):
     assert not Process.parse("").is_visible()
 
 
+def test_a_process_that_the_system_hides_lives(other, monkeypatch):
+    """/proc that is mounted with hidepid shows nothing of other users' processes."""
+    hidden = Process.here(other.pid)
+
+    def kill(pid, number):
+        raise PermissionError
+
+    def read_text(path, **options):
+        raise FileNotFoundError
+
+    with monkeypatch.context() as system:
+        system.setattr(os, "kill", kill)
+        assert hidden.runs() and not dataclasses.replace(hidden, began=hidden.began + "0").runs()
+        system.setattr(Path, "read_text", read_text)
+        assert hidden.runs()
+
+
+@pytest.mark.parametrize("digits", [21, 9000])
+def test_a_number_that_no_process_has_is_of_none(tmp_path, digits):
+    file, here = tmp_path / "lock", Process.here(os.getpid())
+    file.write_text(str(dataclasses.replace(here, pid="9" * digits)))
+    assert not Claim(file).alive() and Claim(file).take()
+
+
 def test_a_claim_is_renewed_while_it_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "STALE", 0.6)
     with holding([Claim(tmp_path / "lock")]):

@@ -49,14 +49,16 @@ class Process:
         return self.host == socket.gethostname() and self.pid.isdecimal() and same_container
 
     def runs(self) -> bool:
-        """Whether it lives; to be asked only of one that is visible."""
+        """Whether it lives; to be asked only of one that is visible. One whose start the system hides
+        does (/proc may show no processes of other users)."""
         try:
             os.kill(int(self.pid), 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, OverflowError, ValueError):  # no process has such a number
             return False
         except PermissionError:
             pass
-        return self.began == _began(int(self.pid))
+        now = _began(int(self.pid))
+        return now == self.began or now.endswith(":")
 
 
 def _container() -> str:
