@@ -1,6 +1,7 @@
 """One process trains in a run directory; what it prints to may be closed."""
 
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
@@ -126,6 +127,21 @@ def test_a_claim_is_renewed_while_it_is_held(tmp_path, monkeypatch):
     with holding([Claim(tmp_path / "lock")]):
         time.sleep(1.5)
         assert Claim(tmp_path / "lock").age() < 0.6
+
+
+def test_a_claim_is_renewed_after_a_fault_of_the_file_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "STALE", 0.6)
+    renew, faults = os.utime, [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "broken")]
+
+    def utime(path):
+        if faults:
+            raise faults.pop()
+        renew(path)
+
+    monkeypatch.setattr(os, "utime", utime)
+    with holding([Claim(tmp_path / "lock")]):
+        time.sleep(1.5)
+        assert not faults and Claim(tmp_path / "lock").age() < 0.6
 
 
 TALKATIVE = """

@@ -107,7 +107,7 @@ class Claim:
 
     def renew(self) -> None:
         """To be called every few seconds by its holder. It does nothing once another has taken the claim over."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # a network file system may answer the next time
             if self.held_by(os.getpid()):
                 os.utime(self.file)
 
