@@ -37,7 +37,7 @@ def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path, other):
             rundir.alone([tmp_path / "run"]),
         ):
             raise AssertionError("two at once")
-        with pytest.raises(UserError, match=f"process {other.pid} on .* took this run over"):
+        with pytest.raises(UserError, match=f"process {other.pid} on .* took over this run; this"):
             claim.check()
     assert claim.held_by(other.pid), "what was taken over is not given back"
     other.kill()
@@ -142,6 +142,32 @@ def test_a_claim_is_renewed_after_a_fault_of_the_file_system(tmp_path, monkeypat
     with holding([Claim(tmp_path / "lock")]):
         time.sleep(1.5)
         assert not faults and Claim(tmp_path / "lock").age() < 0.6
+
+
+def test_a_claim_whose_file_is_gone_is_taken_again(tmp_path):
+    with holding([Claim(tmp_path / "lock")]):
+        (tmp_path / "lock").unlink()
+        Claim(tmp_path / "lock").check()
+        assert Claim(tmp_path / "lock").held_by(os.getpid())
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_claim_that_was_not_renewed_in_time_is_lost(tmp_path, other, monkeypatch):
+    """Also where its file is gone: another may have taken the run over, and ended it."""
+    monkeypatch.setattr(claims, "keep_renewing", lambda taken: lambda: None)  # it stands still
+    monkeypatch.setattr(claims, "STALE", 0.2)
+    late = f"took over this run after process {os.getpid()} had not responded for 0 s; this one"
+    claim = Claim(tmp_path / "lock")
+    with holding([claim]):
+        time.sleep(0.3)
+        claim.hand_over(other.pid)
+        with pytest.raises(UserError, match=f"lock: process {other.pid} on .* {late}"):
+            claim.check()
+        claim.file.unlink()
+        claim.renew()
+        with pytest.raises(UserError, match=f"lock: another process {late}"):
+            claim.check()
+        assert not claim.file.exists()
 
 
 TALKATIVE = """

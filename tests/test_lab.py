@@ -19,7 +19,7 @@ from transformer import Sweep, UserError, arms, vary
 from transformer.cli import main
 from transformer.config_io import to_mapping
 from transformer.lab import guard, prepare, results, runner
-from transformer.lab.study import Study
+from transformer.lab.study import Planned, Study
 from transformer.lab.together import NUMBERS, alike, train_together
 from transformer.training.loop import train
 from transformer.training.metrics import read_metrics
@@ -392,6 +392,13 @@ def test_who_has_a_run_has_it_alone(tmp_path):
     assert run.take()
     run.release()
     assert not run.claim.alive()
+
+
+def test_who_works_on_a_run_may_end_while_it_is_asked(tmp_path, monkeypatch):
+    run = make_study(tmp_path).runs[0]
+    monkeypatch.setattr(Planned, "take", lambda run: False)
+    with pytest.raises(UserError, match=f"--runs: another process works on {run.name}; wait"):
+        run.keep()
 
 
 def test_a_dead_claim_goes_to_one(tmp_path):

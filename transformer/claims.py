@@ -7,6 +7,7 @@ exclusively, so claims work on local file systems and on shared ones (NFS 3 and 
 
 import contextlib
 import dataclasses
+import math
 import os
 import socket
 import threading
@@ -78,6 +79,11 @@ def _began(pid: int) -> str:
     return f"{_container()}:{after_name.split()[19]}"
 
 
+_alone: dict[Path, float] = {}
+"""When this process last saw that no other has had each of its claims. Where it then stood still for
+long (Ctrl-Z), another may have taken the claim over and given it back."""
+
+
 class Claim:
     """A claim whose file is `file`, which need not exist."""
 
@@ -90,11 +96,15 @@ class Claim:
         holder = self.holder()
         if holder is not None and (self._lives(holder) or not self._clear(holder)):
             return False
+        return self._make()
+
+    def _make(self) -> bool:
         try:
             with self.file.open("x") as file:
                 file.write(str(Process.here(os.getpid())))
         except FileExistsError:  # another was faster
             return False
+        _alone[self.file] = time.time()
         return True
 
     def hand_over(self, pid: int) -> None:
@@ -108,14 +118,21 @@ class Claim:
     def renew(self) -> None:
         """To be called every few seconds by its holder. It does nothing once another has taken the claim over."""
         with contextlib.suppress(OSError):  # a network file system may answer the next time
-            if self.held_by(os.getpid()):
+            if held := self.held_by(os.getpid()):
                 os.utime(self.file)
+            if held or (self.holder() is None and not self._lapsed()):
+                _alone[self.file] = time.time()
+
+    def _lapsed(self) -> bool:
+        """Whether another process may have had it since this one took it."""
+        return time.time() - _alone.get(self.file, -math.inf) >= STALE
 
     def release(self) -> None:
         """Gives it back, if this process holds it or its holder is dead."""
         holder = self.holder()
         if holder is not None and (self.held_by(os.getpid()) or not self._lives(holder)):
             self.file.unlink(missing_ok=True)
+            _alone.pop(self.file, None)
 
     def alive(self) -> bool:
         """Whether a living process holds it."""
@@ -123,13 +140,17 @@ class Claim:
         return holder is not None and self._lives(holder)
 
     def check(self) -> None:
-        """Raises UserError unless this process holds it."""
-        if not self.held_by(os.getpid()):
-            holder = self.holder() or Process("?", "?", "")
-            raise UserError(
-                f"{self.file}: process {holder.pid} on {holder.host} took this run over, because process {os.getpid()} had stood still "
-                f"for more than {STALE:.0f} s; this one ends without saving"
-            )
+        """Takes it again if its file is merely gone. Raises UserError if another process has it, or may
+        have had it."""
+        if self.held_by(os.getpid()):
+            return
+        lapsed = self._lapsed()
+        if self.holder() is None and not lapsed and self._make():
+            return
+        late = f" after process {os.getpid()} had not responded for {STALE:.0f} s" if lapsed else ""
+        raise UserError(
+            f"{self.file}: {self.who()} took over this run{late}; this one ends without saving"
+        )
 
     def holder(self) -> Process | None:
         """The process that has, or had, it; None if nobody has."""
@@ -137,6 +158,11 @@ class Claim:
             return Process.parse(self.file.read_text(errors="replace"))
         except FileNotFoundError:
             return None
+
+    def who(self) -> str:
+        """The holder, for a message."""
+        holder = self.holder()
+        return f"process {holder.pid} on {holder.host}" if holder else "another process"
 
     def age(self) -> float:
         """Seconds since it was taken or renewed, by this machine's clock."""
@@ -192,7 +218,7 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                     continue
                 if holder.is_visible() or claim.age() < before or time.monotonic() > patience:
                     raise UserError(
-                        f"--workdir: {claim.file.parent} is in use by process {holder.pid} on {holder.host}; wait for its end, "
+                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; wait for its end, "
                         "stop it, or choose another directory"
                     )
                 before = claim.age()

@@ -129,10 +129,7 @@ class Planned:
     def keep(self) -> None:
         """Claims it, unless this process has it, or that which began this one. Raises UserError where another works on it."""
         if not self.claim.held_by(os.getpid(), os.getppid()) and not self.take():
-            holder = self.claim.holder()
-            raise UserError(
-                f"--runs: process {holder.pid} on {holder.host} works on {self.name}; wait for its end"
-            )
+            raise UserError(f"--runs: {self.claim.who()} works on {self.name}; wait for its end")
 
     def release(self, failure: str = "") -> None:
         """Gives it back, of a process of this machine that has ended, or of this one; `failure`: why it was not done."""
