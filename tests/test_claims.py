@@ -68,7 +68,7 @@ def test_of_two_starts_a_moment_apart_one_is_refused(tmp_path):
     assert len(refused) == 7 and not (tmp_path / "lock").exists()
 
 
-def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkeypatch):
+def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(claims, "STALE", 3.0)
     file = tmp_path / "lock"
     file.write_text(str(Process("elsewhere", "17", "1:2")))
@@ -85,6 +85,8 @@ def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkey
     ):
         pass
     thread.join()
+    waits = f"{tmp_path} was in use by process 17 on elsewhere, which cannot be seen from here; waiting up to 3 s"
+    assert (said := capsys.readouterr().err).startswith(waits) and said.count("\n") == 1
     with holding([Claim(file)]):  # nobody renews it any more
         assert Claim(file).held_by(os.getpid())
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -205,13 +206,13 @@ def keep_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
 def holding(claims: Sequence[Claim]) -> Iterator[None]:
     """Takes all of these, and gives them back at the end. Raises UserError, with the holder, if a living process has one.
 
-    A holder on another machine cannot be seen. This waits until it renews its claim, which shows that it lives, or until it is
-    certain that it does not.
+    A holder on another machine cannot be seen. This says so, and waits until it renews its claim, which shows that it lives, or
+    until it is certain that it does not.
     """
     taken = []
     try:
         for claim in claims:
-            before, patience = claim.age(), time.monotonic() + 2 * STALE
+            before, patience, told = claim.age(), time.monotonic() + 2 * STALE, False
             while not claim.take():
                 holder = claim.holder()
                 if holder is None:
@@ -220,6 +221,13 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                     raise UserError(
                         f"--workdir: {claim.file.parent} is in use by {claim.who()}; wait for its end, "
                         "stop it, or choose another directory"
+                    )
+                if not told:
+                    told = True
+                    print(
+                        f"{claim.file.parent} was in use by {claim.who()}, which cannot be seen from here; "
+                        f"waiting up to {STALE:.0f} s for a sign of it",
+                        file=sys.stderr,
                     )
                 before = claim.age()
                 time.sleep(1)
