@@ -8,7 +8,7 @@ import ml_collections
 import pytest
 
 from transformer import ModelConfig, UserError, load_experiment
-from transformer.config import Experiment
+from transformer.config import Experiment, MeshConfig, TokenizerConfig
 from transformer.config_io import apply_overrides, from_mapping, load_arms, to_mapping
 
 ROOT = Path(__file__).parent.parent
@@ -215,6 +215,14 @@ def test_an_unknown_field_in_python_names_the_nearest():
         UserError, match=r"ModelConfig.d_modle: no such field; did you mean 'd_model'"
     ):
         ModelConfig(**MODEL, d_modle=3)
+
+
+def test_values_without_names_each_have_a_field():
+    assert MeshConfig(1, 2) == MeshConfig(data=1, stage=2)
+    with pytest.raises(UserError, match=r"^MeshConfig: 9 values for \d fields; name them"):
+        MeshConfig(1, 1, 1, 1, 1, 1, "data", "junk", 3)
+    with pytest.raises(UserError, match=r"^data.tokenizer.kind: given twice, .*; leave one out"):
+        TokenizerConfig("bpe", kind="char")
 
 
 @pytest.mark.parametrize(

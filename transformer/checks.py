@@ -125,8 +125,8 @@ def _look(config, name: str) -> tuple[Any, Any]:
 
 def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
     """Class decorator for a config: a dataclass whose constructor raises UserError for an unknown field
-    (with the nearest name), a missing one, a value of another type than the annotation says, a float
-    that float32 cannot hold, and a field without effect. `section` is its name in an experiment;
+    (with the nearest name), a missing one, one that is given twice, a value of another type than the
+    annotation says, a float that float32 cannot hold, and a field without effect. `section` is its name in an experiment;
     `effects` may be a function of the names of all fields.
 
     As in a JSON file, a whole number may stand for a float, a list for a tuple, and a mapping for a
@@ -141,7 +141,17 @@ def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
 
         @functools.wraps(init)
         def checked(self, *args, **given):
-            given = dict(zip(fields, args, strict=False)) | given
+            if len(args) > len(fields):
+                raise UserError(
+                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; name them, FIELD=VALUE"
+                )
+            by_place = dict(zip(fields, args, strict=False))
+            for name in by_place:
+                if name in given:
+                    raise UserError(
+                        f"{path}{name}: given twice, by its place and by its name; leave one out"
+                    )
+            given = by_place | given
             for name in given:
                 if name not in fields:
                     raise UserError(
