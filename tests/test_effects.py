@@ -3,7 +3,6 @@
 import dataclasses
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from conftest import sized, small
 from flax.core import FrozenDict
 
 from transformer import UserError
-from transformer.checks import Effect, coerce, strict
+from transformer.checks import Effect, strict
 from transformer.config import (
     DataConfig,
     DecodingConfig,
@@ -180,9 +179,6 @@ def test_the_mechanism():
         match=r"mine\.b: 2\.0 has no effect without mine\.a=True; set that, or leave mine\.b at 1\.0",
     ):
         Mine(b=2)
-    seen = []
-    jax.jit(lambda x: seen.append(coerce(x, float, "x")) or x)(1.0)
-    assert isinstance(seen[0], jax.core.Tracer)  # a number that the runs of one program differ in
 
 
 def test_what_cannot_be_begun_is_refused_before_any_work(tmp_path):

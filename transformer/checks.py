@@ -13,7 +13,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from flax.core import FrozenDict
 
@@ -69,7 +68,7 @@ def at_most(section: str, config, maximum, **why: str) -> None:
 def in_unit_interval(section: str, config, *fields: str) -> None:
     """Each of these fields of `config` is a share under one."""
     for field in fields:
-        if not traced(getattr(config, field)) and not 0 <= getattr(config, field) < 1:
+        if not 0 <= getattr(config, field) < 1:
             raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
 
 
@@ -100,10 +99,7 @@ def refuse_without_effect(
         for name in effect.fields:
             value, default = _look(config, name)
             value = value if "." in name else given.get(name, default)
-            if isinstance(value, jax.core.Tracer) or value in (
-                default,
-                resolved.get(name, default),
-            ):
+            if value in (default, resolved.get(name, default)):
                 continue
             path = f"{section}.{name}" if section else name
             raise UserError(
@@ -175,8 +171,6 @@ def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
 
 def coerce(value, kind, path: str):
     """`value` as the annotated type `kind`. Raises UserError."""
-    if isinstance(value, jax.core.Tracer):  # a number that one program takes as an argument
-        return value
     if isinstance(value, np.generic):
         value = value.item()
     _printable(value, path)
@@ -294,10 +288,6 @@ def check_options(
 
 
 def is_zero(number) -> bool:
-    """Whether it is known to be 0."""
-    return not traced(number) and number == 0
-
-
-def traced(number) -> bool:
-    """Whether it is none of Python's but an argument of a program: a number in which the runs of one program differ (lab/together.py)."""
-    return not isinstance(number, (int, float))
+    """Whether it is known to be 0. An argument of a program is not: a number in which the runs of one
+    program differ (lab/together.py)."""
+    return isinstance(number, (int, float)) and number == 0
