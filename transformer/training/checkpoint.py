@@ -6,7 +6,6 @@ Each checkpoint carries a record (checkpoint_record.py) with a fingerprint of ev
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -321,23 +320,10 @@ def _returning_failures(restore: Callable) -> Callable:
         try:
             return restore(*args, **kwargs)
         except Exception as e:
-            _silence_late_reads()
             e.__cause__ = e.__context__ = None
             return _Failure(e.with_traceback(None))
 
     return guarded
-
-
-@functools.cache
-def _silence_late_reads() -> None:
-    """Drops what the reads beside one that failed print, from the first failure on. Orbax closes the event loop under those that are
-    still on their way, and each would print a traceback that says nothing."""
-    unread = lambda record: "exception was never retrieved" not in record.getMessage()
-    logging.getLogger("asyncio").addFilter(unread)
-    late = lambda error: "Event loop is closed" in str(error) or "array index" in str(error)
-    excepthook, unraisablehook = sys.excepthook, sys.unraisablehook
-    sys.excepthook = lambda kind, e, trace: None if late(e) else excepthook(kind, e, trace)
-    sys.unraisablehook = lambda given: None if late(given.exc_value) else unraisablehook(given)
 
 
 def _restored(manager: ocp.CheckpointManager, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
