@@ -98,8 +98,9 @@ def test_disentangled_attention_is_that_of_the_authors():
     )
     from conftest import make, small
 
-    from transformer.model.attention import Attention
-    from transformer.model.masks import SAME_SEGMENT, Tokens
+    from transformer.model.masks import Tokens
+    from transformer.model.mixers import Context
+    from transformer.model.mixers.attention import Attention
     from transformer.model.positions import build
 
     n, h, d, most, length = 4, 4, 16, 3, 7
@@ -143,7 +144,7 @@ def test_disentangled_attention_is_that_of_the_authors():
     attention = Attention(config, "encoder", 1.0, 1.0)
     eye = {"out": {"kernel": jnp.eye(d).reshape(n, h, d)}}
     found, _ = attention.apply(
-        {"params": own | eye}, x, x, SAME_SEGMENT, where, where, position, True
+        {"params": own | eye}, x, Context(where, where), position, None, True
     )
     assert length > most  # so that distances are clipped
     np.testing.assert_allclose(found, wanted, atol=2e-5)

@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import struct
 
 from transformer.decoding.ending import Ending
-from transformer.decoding.prefill import Memory, advance, first_prompt, prefill, rearrange
+from transformer.decoding.prefill import Memory, advance, first_prompt, prefill
 from transformer.model.special_tokens import Ids
 
 NEVER = -1e9
@@ -130,13 +130,17 @@ def beam_search(
         source_mask_BxS,
     )
     vocab = logits_BxV.shape[-1]
-    memory = rearrange(memory, lambda x: jnp.repeat(x, k, axis=0), scanned, source_too=True)
+    spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0), scanned)
+    memory = memory.replace(
+        cache=spread
+    )  # the beams of a sentence share what was read of its source
 
     def body(carry):
         beams, logits_BxKxV = carry
         beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
         old_rows = (jnp.arange(rows)[:, None] * k + from_beam).reshape(-1)
-        memory = rearrange(beams.memory, lambda x: x[old_rows], scanned, source_too=False)
+        cache = beams.memory.cache.reorder(lambda x: x[old_rows], scanned)
+        memory = beams.memory.replace(cache=cache)
         logits, memory = advance(model, params, token.reshape(-1), memory)
         return beams.replace(memory=memory), logits.reshape(rows, k, vocab)
 

@@ -3,7 +3,6 @@
 Shape suffixes: B batch (rows), S source length, P prompt length, V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from flax import linen as nn
 from flax import struct
 
 from transformer.errors import UserError
-from transformer.model.cache import Cache, LayerCache
+from transformer.model.cache import Cache
 from transformer.model.inputs import values
 from transformer.model.masks import Tokens
 
@@ -107,25 +106,3 @@ def advance(
         {"params": params}, tokens_B[:, None], memory.cache, *encoder, method="decode"
     )
     return logits[:, -1], memory.replace(cache=cache)
-
-
-def rearrange(
-    memory: Memory, rows: Callable[[jax.Array], jax.Array], scanned: bool, *, source_too: bool
-) -> Memory:
-    """`rows` (an indexing of axis 0) applied to the batch axis of everything in the memory.
-
-    Beams of one sentence share its source, so reordering beams can leave the source's part alone (`source_too=False`).
-    """
-    layers = (lambda x: jnp.swapaxes(rows(jnp.swapaxes(x, 0, 1)), 0, 1)) if scanned else rows
-    cache, source = memory.cache, memory.source
-
-    def one(layer: LayerCache) -> LayerCache:
-        cross = layer.cross_attention
-        if source_too and cross is not None:
-            cross = jax.tree.map(layers, cross)
-        return LayerCache(jax.tree.map(layers, layer.self_attention), cross)
-
-    moved = jax.tree.map(one, cache.layers, is_leaf=lambda x: isinstance(x, LayerCache))
-    if source_too and source is not None:
-        source = jax.tree.map(lambda x: rows(x) if x.shape[0] > 1 else x, source)
-    return Memory(Cache(moved, jax.tree.map(rows, cache.tokens), cache.index), source)

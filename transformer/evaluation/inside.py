@@ -152,6 +152,6 @@ def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, C
     for layer in range(config.num_layers(side)):
         path, place = places[f"{side}/layers_{layer}/after"]
         h_BxTxD = part(flat[path][0], place)
-        if config.placement(side).final_norm:
+        if config.has_final_norm(side):
             h_BxTxD = norm.apply({"params": params[side].get("final_norm", {})}, h_BxTxD)
         yield subject.model.apply({"params": params}, h_BxTxD, method="read")

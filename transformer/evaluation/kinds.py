@@ -124,11 +124,10 @@ class Attention(_OneBatch):
     during: ClassVar[bool] = True
 
     def why_not(self, experiment):
-        return (
-            "is of heads, which model.family = 'recurrent_encoder_decoder' has not"
-            if "recurrent" in experiment.model.family
-            else None
-        )
+        if "recurrent" in experiment.model.family:
+            return "is of heads, which model.family = 'recurrent_encoder_decoder' has not"
+        if not experiment.model.observes("heads"):
+            return f"is of heads that attend, which model.mixer = {plain(experiment.model.mixer)!r} has not"
 
 
 @dataclasses.dataclass(frozen=True)

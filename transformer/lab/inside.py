@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from transformer.checks import plain
 from transformer.data.batching import assemble
 from transformer.data.objectives.base import Segment, continued, shifted
 from transformer.data.tokenizer import Tokenizer
@@ -62,6 +63,10 @@ def look_inside(trained: Trained, mesh: Mesh, text: str, target: str = "") -> Vi
     if "recurrent" in model.family:
         raise UserError(
             "inspect: model.family = 'recurrent_encoder_decoder' has no heads to look at"
+        )
+    if not model.observes("maps"):
+        raise UserError(
+            f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights to look at"
         )
     if not model.lm_head:
         raise UserError(

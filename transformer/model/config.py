@@ -6,13 +6,14 @@ import functools
 
 from flax.core import FrozenDict
 
-from transformer.checks import at_least, in_unit_interval, one_of, positive, strict
+from transformer.checks import at_least, in_unit_interval, one_of, plain, positive, strict
 from transformer.errors import UserError
 from transformer.model import feed_forward_kinds, positions, special_tokens
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
-from transformer.model.effects import effects
+from transformer.model.effects import OF_LAYERS, effects, mixer_reads
 from transformer.model.initializers import INITIALIZERS
+from transformer.model.mixers.base import MIXERS, Mixer
 from transformer.model.norms import NORMS, Norm
 from transformer.model.placements import Placement, build_placement
 from transformer.model.pooling import POOLINGS
@@ -48,13 +49,14 @@ class ModelConfig:
         0  # kinds of tokens (BERT's two sentences), each with an embedding of its own; 0: none
     )
 
+    mixer: Choice = "attention"  # a token mixer of model/mixers/, or dict(name=..., options)
     position: Choice = "sinusoidal"  # a scheme of model/positions/ (README has a table), or dict(name=..., options)
     random_positions: int = (
         0  # train at positions drawn, in order, from so many (Ruoss et al. 2023); 0: 0, 1, 2, ...
     )
     layer_pattern: tuple[
         FrozenDict, ...
-    ] = ()  # `window`, `position` and `feed_forward` of layer 0, 1, ..., and so on from the first again
+    ] = ()  # mixer, position, window, feed_forward and norm_placement of layer 0, 1, ..., and so on from the first again
     norm_placement: Choice = (
         "pre"  # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
     )
@@ -182,8 +184,10 @@ class ModelConfig:
 
     @property
     def resolved(self) -> dict:
-        """What the family itself decides: it has no layers on one side, or no heads."""
+        """What the family and the mixers decide: there are no layers on one side, or no heads for keys and values alone."""
         absent = {f"num_{s}_layers": 0 for s in ("encoder", "decoder") if s not in self.sides}
+        if not mixer_reads("num_kv_heads")(self):
+            absent["num_kv_heads"] = self.num_heads
         if "recurrent" not in self.family:
             return absent
         heads = {"num_heads": 1, "num_kv_heads": 1, "d_head": self.d_model}
@@ -258,30 +262,33 @@ class ModelConfig:
     def _check_layers(self) -> None:
         """What each layer is made of: its placement, its position scheme, its window."""
         for field, value in [item for of_one in self.layer_pattern for item in of_one.items()]:
-            kinds = {
-                "window": int,
-                "position": (str, FrozenDict),
-                "feed_forward": (str, FrozenDict),
-            }
-            if field not in kinds:
+            if field not in OF_LAYERS:
                 raise UserError(
-                    f"model.layer_pattern: {field!r} cannot differ between layers; window, position and feed_forward can"
+                    f"model.layer_pattern: {field!r} cannot differ between layers; {', '.join(OF_LAYERS)} can"
                 )
-            if not isinstance(value, kinds[field]) or isinstance(value, bool):
+            kind = int if field == "window" else (str, FrozenDict)
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise UserError(
                     f"model.layer_pattern: {field} = {value!r}; a window is a number, the others a name or {{'name': ...}}"
                 )
             if field == "window" and value < 0:
                 raise UserError(f"model.window: {value} is too small; at least 0")
-        for one in [
-            of_one.get("feed_forward", self.feed_forward) for of_one in self.layer_pattern or ({},)
-        ]:
-            feed_forward_kinds.build(one)
         for side in self.sides:
-            self.placement(side)
-            for one in self.position_schemes:
-                if problem := one.check(self.stack_facts(side)):
-                    raise UserError(problem)
+            for layer in dict.fromkeys(self.layers(side)):
+                layer.check_layer(side)
+        for entry in self.used_pattern:
+            mixer = MIXERS.build(entry.get("mixer", self.mixer))
+            if entry.get("window") and "window" not in mixer.fields:
+                raise UserError(
+                    f"model.layer_pattern: window = {entry['window']} has no effect beside mixer = {plain(entry.get('mixer', self.mixer))!r}; leave it out"
+                )
+        layers = [layer for side in self.sides for layer in self.layers(side)]
+        for spec in dict.fromkeys(layer.position for layer in layers):
+            here = [layer for layer in layers if layer.position == spec]
+            if positions.build(spec).hooks and not any(layer.uses_position for layer in here):
+                raise UserError(
+                    f"model.position: {plain(spec)!r} has no effect on mixer = {plain(here[0].mixer)!r}; set it to 'none'"
+                )
             repeats = self.num_layers(side)
             if self.layer_pattern:
                 repeats //= self.period(side)
@@ -353,6 +360,11 @@ class ModelConfig:
         return self.attention_has_bias if self.qkv_bias is None else self.qkv_bias
 
     @property
+    def token_mixer(self) -> Mixer:
+        """What `mixer` chooses, with its options."""
+        return MIXERS.build(self.mixer)
+
+    @property
     def feed_forward_kind(self):
         """What `feed_forward` chooses, with its options."""
         return feed_forward_kinds.build(self.feed_forward)
@@ -390,19 +402,68 @@ class ModelConfig:
             if not len(layers) % p and layers[:-p] == layers[p:]
         )
 
+    def check_layer(self, side: str) -> None:
+        """Of a layer's own config: what it is made of. Raises UserError."""
+        feed_forward_kinds.build(self.feed_forward)
+        self.placement(side)
+        mixer, scheme = self.token_mixer, positions.build(self.position)
+        if problem := mixer.check(self, side):
+            raise UserError(problem)
+        if problem := self.uses_position and scheme.check(self.stack_facts(side)):
+            raise UserError(problem)
+        if not mixer.in_order and not scheme.hooks <= mixer.hooks:
+            raise UserError(
+                f"model.position: {plain(self.position)!r} cannot serve mixer = {plain(self.mixer)!r}, which has no place for "
+                f"{' and '.join(sorted(scheme.hooks - mixer.hooks))}; choose another"
+            )
+
+    @property
+    def uses_position(self) -> bool:
+        """Of a layer's own config: whether its position scheme acts on it. A mixer that reads tokens in order can do without."""
+        scheme = positions.build(self.position)
+        return not scheme.hooks or bool(scheme.hooks & self.token_mixer.hooks)
+
+    @property
+    def layer_position(self) -> Choice:
+        """Of a layer's own config: the position scheme that acts on it."""
+        return self.position if self.uses_position else "none"
+
     def placement(self, side: str) -> Placement:
-        """The parts of the residual formula in one stack."""
+        """The parts of the residual formula in one layer of a stack; in the model's own config, unless `layer_pattern` differs."""
         return build_placement(
             self.norm_placement, is_decoder=side == "decoder",
             encoder_layers=self.num_encoder_layers, decoder_layers=self.num_decoder_layers,
         )  # fmt: skip
 
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The parts of the residual formula in every layer, each once."""
+        specs = [entry.get("norm_placement", self.norm_placement) for entry in self.used_pattern]
+        each = (self.part(norm_placement=spec).placement(s) for spec in specs for s in self.sides)
+        return tuple(dict.fromkeys(each))
+
+    @property
+    def token_mixers(self) -> tuple[Mixer, ...]:
+        """Every mixer that a layer has, each once."""
+        specs = [entry.get("mixer", self.mixer) for entry in self.used_pattern]
+        return tuple(map(MIXERS.build, dict.fromkeys(specs)))
+
+    def observes(self, what: str) -> bool:
+        """Whether some layer tells this to those who watch (watch.py)."""
+        crosses = self.two_sides and not all(mixer.reads_source for mixer in self.token_mixers)
+        return crosses or any(what in mixer.observes for mixer in self.token_mixers)
+
+    def has_final_norm(self, side: str) -> bool:
+        """Whether the stack ends in a norm: as the placement of its last layer says."""
+        return self.layers(side)[-1].placement(side).final_norm
+
     def stack_facts(self, side: str) -> positions.StackFacts:
-        """What a position scheme may know."""
-        return positions.StackFacts(
+        """What a position scheme may know of a layer that it serves."""
+        facts = positions.StackFacts(
             d_model=self.d_model, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, d_head=self.d_head,
             d_value=self.value_size, max_length=max(self.max_length, self.random_positions), causal=side == "decoder" and self.causal and not self.prefix_lm, param_dtype=self.param_dtype,
         )  # fmt: skip
+        return self.token_mixer.facts(self, facts)
 
     @property
     def norm_module(self):

@@ -5,6 +5,7 @@ field that matters only beside another one gets a line here.
 """
 
 from transformer.checks import Effect
+from transformer.model.mixers.base import SHARED_FIELDS
 
 READ_BY_RECURRENCE = frozenset(
     """family vocab_size d_model num_encoder_layers num_decoder_layers max_length d_embedding
@@ -16,6 +17,9 @@ READ_BY_RECURRENCE = frozenset(
 )
 """What recurrent.py reads of a model, with its embedding and head; all else is of attention and its layers."""
 
+OF_LAYERS = ("mixer", "position", "window", "feed_forward", "norm_placement")
+"""What `layer_pattern` may give to a layer."""
+
 NORM = ("norm", "norm_gain", "norm_epsilon")
 
 
@@ -25,7 +29,7 @@ def attends(c) -> bool:
 
 def has_norm(c, *parts: str) -> bool:
     """Whether a norm is built: one of these parts of a placement, or of all of them one beside the residual."""
-    placements = [c.placement(side) for side in c.sides] if attends(c) else []
+    placements = c.placements if attends(c) else ()
     if parts:
         return any(getattr(one, part) for one in placements for part in parts)
     return (
@@ -39,6 +43,17 @@ def has_norm(c, *parts: str) -> bool:
 def open_to_layers(field: str):
     """Whether a layer takes this field from the model: its entry in layer_pattern says nothing of it."""
     return lambda c: any(field not in entry for entry in c.used_pattern)
+
+
+def mixer_reads(field: str):
+    """Whether a layer's mixer reads this field, or its cross-attention, which has no window."""
+
+    def reads(c) -> bool:
+        crosses = c.two_sides and not all(mixer.reads_source for mixer in c.token_mixers)
+        own = any(field in mixer.fields for mixer in c.token_mixers)
+        return own or (crosses and field != "window")
+
+    return reads
 
 
 def sees_positions(c) -> bool:
@@ -70,7 +85,11 @@ def effects(fields: tuple[str, ...]) -> tuple[Effect, ...]:
                 f"a layer whose entry in model.layer_pattern leaves {field!r} out",
                 open_to_layers(field),
             )
-            for field in ("position", "window", "feed_forward")
+            for field in OF_LAYERS
+        ),
+        *(
+            Effect((field,), "a mixer that reads it: model.mixer='attention'", mixer_reads(field))
+            for field in SHARED_FIELDS
         ),
         Effect(
             ("layer_pattern",),

@@ -11,11 +11,42 @@ from transformer.model.initializers import matrix_init
 from transformer.model.sharding import gathered
 
 
-class Linear(nn.Module):
-    """Contracts the last axes of x with the first axes of W; W's axes carry `names`, the last `len(outputs)` of which are new.
+def matrix(
+    module: nn.Module,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    names: tuple[str | None, ...],
+    gain: float = 1.0,
+) -> jax.Array:
+    """The parameter `kernel` of a module, [*inputs, *outputs], as it is used. Initialised as the matrix [all inputs, all outputs]
+    that it is, whatever axes it is laid out in."""
+    cfg = module.config
 
-    Initialised as the matrix [all inputs, all outputs] that it is, whatever axes it is laid out in.
-    """
+    def init(key, shape, dtype):
+        base = matrix_init(cfg.initializer, cfg.init_std, gain)
+        return base(key, (math.prod(inputs), math.prod(outputs)), dtype).reshape(shape)
+
+    init = nn.with_logical_partitioning(init, names)
+    kernel = module.param("kernel", init, (*inputs, *outputs), cfg.param_dtype)
+    return gathered(kernel.astype(cfg.dtype), names)
+
+
+class Kernel(nn.Module):
+    """A matrix by itself, for what multiplies by it more than once or in another order than x W."""
+
+    config: ModelConfig
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    names: tuple[str | None, ...]
+    gain: float = 1.0
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return matrix(self, self.inputs, self.outputs, self.names, self.gain)
+
+
+class Linear(nn.Module):
+    """Contracts the last axes of x with the first axes of W; W's axes carry `names`, the last `len(outputs)` of which are new."""
 
     config: ModelConfig
     outputs: tuple[int, ...]
@@ -28,18 +59,7 @@ class Linear(nn.Module):
         cfg, contracted = self.config, len(self.names) - len(self.outputs)
         inputs = x.shape[x.ndim - contracted :]
 
-        def init(key, shape, dtype):
-            return matrix_init(cfg.initializer, cfg.init_std, self.gain)(
-                key, (math.prod(inputs), math.prod(self.outputs)), dtype
-            ).reshape(shape)
-
-        kernel = self.param(
-            "kernel",
-            nn.with_logical_partitioning(init, self.names),
-            (*inputs, *self.outputs),
-            cfg.param_dtype,
-        )
-        kernel = gathered(kernel.astype(cfg.dtype), self.names)
+        kernel = matrix(self, inputs, self.outputs, self.names, self.gain)
         y = jnp.tensordot(x.astype(cfg.dtype), kernel, axes=contracted)
         if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.names[contracted:])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.model.cache import Cache, LayerCache
+from transformer.model.cache import Cache, LayerState
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.initializers import matrix_init
@@ -216,16 +216,19 @@ class RecurrentDecoder(nn.Module):
         reads of the encoder."""
         cfg = self.config
         states = (
-            [layer.self_attention for layer in cache.layers]
-            if cache
-            else [None] * cfg.num_decoder_layers
+            [layer.mixer for layer in cache.layers] if cache else [None] * cfg.num_decoder_layers
         )
         project = Linear(cfg, (cfg.d_model,), ("embed", None), False, name="keys")
         read = (
-            cache.layers[0].cross_attention
+            cache.layers[0].source
             if encoded_BxSxD is None
             else (encoded_BxSxD, project(encoded_BxSxD))
         )
+        kept, beams = read, len(x_BxTxD) // len(read[0])  # beams share what is read of the encoder
+        if beams > 1:
+            read, encoded_tokens = jax.tree.map(
+                lambda x: jnp.repeat(x, beams, axis=0), (read, encoded_tokens)
+            )
         x_BxTxD, new = Dropout(cfg.dropout)(x_BxTxD, deterministic), []
         for i, state in enumerate(states):
             if i == 0:
@@ -239,7 +242,7 @@ class RecurrentDecoder(nn.Module):
             new.append(state)
         if cache is not None:
             layers = tuple(
-                LayerCache(state, read if i == 0 else None) for i, state in enumerate(new)
+                LayerState(state, kept if i == 0 else None) for i, state in enumerate(new)
             )
             cache = Cache(layers, cache.append(tokens), cache.index + x_BxTxD.shape[1])
         return x_BxTxD, cache
@@ -249,6 +252,6 @@ def empty_recurrent_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """States of zero, and room to note where `slots` tokens a row stand."""
     nothing = jnp.zeros((batch, slots), jnp.int32)
     layers = tuple(
-        LayerCache(zero_state(batch, config.d_model)) for _ in range(config.num_decoder_layers)
+        LayerState(zero_state(batch, config.d_model)) for _ in range(config.num_decoder_layers)
     )
     return Cache(layers, Tokens(nothing, nothing), jnp.zeros((), jnp.int32))

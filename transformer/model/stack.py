@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.model import pipeline, positions
-from transformer.model.attention import Attention
-from transformer.model.cache import Cache, LayerCache
+from transformer.model.cache import Cache, LayerState
 from transformer.model.config import Choice, ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.feed_forward import FEED_FORWARDS
-from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
+from transformer.model.masks import Tokens
+from transformer.model.mixers import Context
+from transformer.model.mixers.attention import Attention, shared_source
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual
 from transformer.model.sharding import axis_of, constrain
@@ -25,7 +26,8 @@ from transformer.model.watch import WATCHED, any_watched, watched
 
 
 class Layer(nn.Module):
-    """Self-attention, cross-attention (where there is an encoder to read), feed-forward; each wrapped by the residual formula."""
+    """A token mixer, cross-attention (where there is a source that the mixer does not read itself), feed-forward; each wrapped by
+    the residual formula."""
 
     config: ModelConfig
     side: str
@@ -35,74 +37,54 @@ class Layer(nn.Module):
     def __call__(
         self,
         x_BxTxD: jax.Array,
-        cache: LayerCache | None,
+        state: LayerState | None,
         position: positions.Position,
-        tokens: Tokens,
-        key_tokens: Tokens,
-        encoded_BxSxD: jax.Array | None,
-        encoded_tokens: Tokens | None,
-        index: jax.Array | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """One layer. `key_tokens` are `tokens`, or with a cache all its slots."""
-        cfg, placement = self.config, self.config.placement(self.side)
+        context: Context,
+    ) -> tuple[jax.Array, LayerState | None]:
+        """The stream after this layer, and in decoding the layer's state with these tokens read."""
+        cfg, mixer, placement = (
+            self.config,
+            self.config.token_mixer,
+            self.config.placement(self.side),
+        )
+        cross = context.source_tokens is not None and not mixer.reads_source
         gains = {"gain": placement.branch_gain, "out_gain": 1.0}
-        cross = encoded_tokens is not None
         if cfg.residual_init_scale:
             gains["out_gain"] = ((2 + cross) * cfg.num_layers(self.side)) ** -0.5
-        residual = functools.partial(Residual, cfg)
-        mask = SAME_SEGMENT & CAUSAL if self.side == "decoder" and cfg.causal else SAME_SEGMENT
-        if cfg.window:
-            mask &= window(cfg.window)
-        self_attention = Attention(cfg, self.side, **gains, name="self_attention")
-        cross_attention = (
-            Attention(cfg, self.side, **gains, name="cross_attention") if cross else None
-        )
+        mix = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
         feed_forward = FEED_FORWARDS[cfg.feed_forward_kind.name](cfg, **gains, name="feed_forward")
-        kept = {}  # the keys and values that each attention read
+        after = {"mixer": None, "source": None}  # the states that the next call is given
 
         def read_own(h):
-            out, kept["self_attention"] = self_attention(
-                h,
-                h,
-                mask,
-                tokens,
-                key_tokens,
-                position,
-                self.deterministic,
-                cache and cache.self_attention,
-                index,
-            )
+            before = state and state.mixer
+            out, after["mixer"] = mix(h, context, position, before, self.deterministic)
             return out
 
-        def read_encoder(h):
-            out, kept["cross_attention"] = cross_attention(
-                h,
-                encoded_BxSxD,
-                SAME_SEGMENT,
-                tokens,
-                encoded_tokens,
-                None,
-                self.deterministic,
-                cache and cache.cross_attention,
-            )
+        def read_source(h):
+            attend = Attention(cfg, self.side, **gains, of_source=True, name="cross_attention")
+            before = state and state.source
+            out, after["source"] = shared_source(attend, h, context, before, self.deterministic)
             return out
 
-        sublayers = {"self_attention": read_own}
+        sublayers = {mixer.scope: read_own}
         if cross:
-            sublayers["cross_attention"] = read_encoder
-        sublayers["feed_forward"] = lambda h: feed_forward(h, tokens, self.deterministic)
+            sublayers["cross_attention"] = read_source
+        sublayers["feed_forward"] = lambda h: feed_forward(h, context.tokens, self.deterministic)
         steps = {f"{name}_residual": (f,) for name, f in sublayers.items()}
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}
         for i, (name, fs) in enumerate(steps.items()):
             bare = i == 0 and not cfg.first_norm
             parts = dataclasses.replace(placement, in_norm=False) if bare else placement
-            x_BxTxD = residual(parts, name=name)(
-                x_BxTxD, *fs, segments_BxT=tokens.segments_BxT, deterministic=self.deterministic
+            x_BxTxD = Residual(cfg, parts, name=name)(
+                x_BxTxD,
+                *fs,
+                segments_BxT=context.tokens.segments_BxT,
+                deterministic=self.deterministic,
             )
         if watched(self, "streams"):
             self.sow("streams", "after", x_BxTxD)
-        return x_BxTxD, LayerCache(**kept) if cache is not None else None
+        return x_BxTxD, None if state is None else LayerState(**after)
 
 
 class Period(nn.Module):
@@ -112,16 +94,19 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, caches, schemes: tuple[positions.Position, ...], *shared
+        self,
+        x_BxTxD: jax.Array,
+        states: tuple[LayerState, ...] | None,
+        schemes: tuple[positions.Position, ...],
+        context: Context,
     ):
-        """The layers one after another; caches and schemes one a layer."""
-        written = []
+        """The layers one after another, each with its own state and scheme."""
+        after = []
         for i, (layer, position) in enumerate(zip(self.layers, schemes, strict=True)):
-            x_BxTxD, cache = layer(name=f"layer_{i}")(
-                x_BxTxD, caches and caches[i], position, *shared
-            )
-            written.append(cache)
-        return x_BxTxD, tuple(written)
+            state = states and states[i]
+            x_BxTxD, state = layer(name=f"layer_{i}")(x_BxTxD, state, position, context)
+            after.append(state)
+        return x_BxTxD, tuple(after)
 
 
 class Stack(nn.Module):
@@ -157,11 +142,11 @@ class Stack(nn.Module):
         x_BxTxD = constrain(x_BxTxD, ("batch", "stream", "activation_embed"))
 
         key_tokens = tokens if cache is None else cache.append(tokens)
-        shared = (tokens, key_tokens, encoded_BxSxD, encoded_tokens, cache and cache.index)
-        x_BxTxD, layers = self._layers(x_BxTxD, cache, schemes, shared, deterministic)
+        context = Context(tokens, key_tokens, encoded_BxSxD, encoded_tokens, cache and cache.index)
+        x_BxTxD, layers = self._layers(x_BxTxD, cache, schemes, context, deterministic)
         if cache is not None:
             cache = Cache(layers, key_tokens, cache.index + x_BxTxD.shape[1])
-        if cfg.placement(self.side).final_norm:
+        if cfg.has_final_norm(self.side):
             x_BxTxD = cfg.norm_module(name="final_norm")(x_BxTxD)
         return x_BxTxD, cache
 
@@ -176,28 +161,36 @@ class Stack(nn.Module):
             order="growing" if tokens.order == "rows" else tokens.order,
         )  # fmt: skip
 
-    def _schemes(self) -> dict[Choice, positions.Position]:
+    def _schemes(self) -> dict[tuple[Choice, positions.StackFacts], positions.Position]:
         """Every position scheme that a layer uses, bound once; the parameters of a second one are told apart by a number."""
-        schemes, facts = {}, self.config.stack_facts(self.side)
-        for spec in dict.fromkeys(layer.position for layer in self.config.layers(self.side)):
+        schemes = {}
+        for spec, facts in dict.fromkeys(self._scheme_of(layer) for layer in self._configs):
             suffix = f"_{len(schemes)}" if schemes else ""
             param = lambda name, *given, suffix=suffix: self.param(name + suffix, *given)
-            schemes[spec] = positions.build(spec).bind(param, facts)
+            schemes[spec, facts] = positions.build(spec).bind(param, facts)
         return schemes
+
+    @property
+    def _configs(self) -> tuple[ModelConfig, ...]:
+        return self.config.layers(self.side)
+
+    def _scheme_of(self, layer: ModelConfig) -> tuple[Choice, positions.StackFacts]:
+        """Which position scheme acts on a layer, and what the scheme is told of it."""
+        return layer.layer_position, layer.stack_facts(self.side)
 
     def _of_layers(self, schemes, tokens: Tokens) -> tuple[positions.Position, ...]:
         """Each layer's scheme, at these tokens' positions."""
-        here = {spec: scheme.at(tokens.positions_BxT) for spec, scheme in schemes.items()}
-        return tuple(here[layer.position] for layer in self.config.layers(self.side))
+        here = {which: scheme.at(tokens.positions_BxT) for which, scheme in schemes.items()}
+        return tuple(here[self._scheme_of(layer)] for layer in self._configs)
 
-    def _layers(self, x_BxTxD, cache: Cache | None, schemes, shared, deterministic):
+    def _layers(self, x_BxTxD, cache: Cache | None, schemes, context: Context, deterministic):
         """All layers: one after another, looped, or spread over devices. (The stream, the cache's layers)."""
         cfg, configs = self.config, self.config.layers(self.side)
         if not cfg.scan_layers:
             written = []
-            for i, position in enumerate(self._of_layers(schemes, shared[0])):
+            for i, position in enumerate(self._of_layers(schemes, context.tokens)):
                 layer = self._layer(configs[i], deterministic)(name=f"layers_{i}")
-                x_BxTxD, one = layer(x_BxTxD, cache and cache.layers[i], position, *shared)
+                x_BxTxD, one = layer(x_BxTxD, cache and cache.layers[i], position, context)
                 written.append(one)
             return x_BxTxD, tuple(written) if cache is not None else None
         _, stages = axis_of("layers")
@@ -206,14 +199,14 @@ class Stack(nn.Module):
             stages > 1 and cache is None and not self.is_initializing() and not any_watched(self)
         )
         if spread and not pipeline.why_not(len(x_BxTxD), micro, rounds):
-            return self._pipelined(x_BxTxD, schemes, shared, deterministic, micro), None
+            return self._pipelined(x_BxTxD, schemes, context, deterministic, micro), None
         cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)
         join = (lambda x: x.reshape(-1, *x.shape[2:])) if rounds > 1 else (lambda x: x)
         loop, given = self._loop(len(configs) // cfg.period(self.side) // rounds, deterministic)
         loop = _looped(loop, rounds, "rounds") if rounds > 1 else loop
-        position = self._of_period(self._of_layers(schemes, shared[0]))
-        caches = jax.tree.map(cut, cache and cache.layers)
-        x_BxTxD, written = loop(*given, name="layers")(x_BxTxD, caches, position, *shared)
+        position = self._of_period(self._of_layers(schemes, context.tokens))
+        states = jax.tree.map(cut, cache and cache.layers)
+        x_BxTxD, written = loop(*given, name="layers")(x_BxTxD, states, position, context)
         return x_BxTxD, jax.tree.map(join, written)
 
     def _layer(self, config: ModelConfig, deterministic: bool) -> Callable[..., Layer]:
@@ -240,33 +233,29 @@ class Stack(nn.Module):
         period = self.config.period(self.side)
         return schemes[:period] if period > 1 else schemes[0]
 
-    def _pipelined(self, x_BxTxD, schemes, shared, deterministic, micro: int) -> jax.Array:
+    def _pipelined(
+        self, x_BxTxD, schemes, context: Context, deterministic, micro: int
+    ) -> jax.Array:
         """The layers spread over "stage" (pipeline.py)."""
-        cfg, (_, stages), (tokens, _, encoded_BxSxD, encoded_tokens, _) = (
-            self.config,
-            axis_of("layers"),
-            shared,
-        )
+        cfg, (_, stages) = self.config, axis_of("layers")
         rows = lambda tree: jax.tree.map(
             lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:])), tree
         )
         count = len(cfg.layers(self.side)) // cfg.period(self.side) // cfg.pipeline_rounds // stages
         loop, given = self._loop(count, deterministic)
 
-        def layers(params, x_bxTxD, shared, schemes, key):
-            tokens, encoded, encoded_tokens = shared
-            position = self._of_period(self._of_layers(schemes, tokens))
+        def layers(params, x_bxTxD, context: Context, schemes, key):
+            position = self._of_period(self._of_layers(schemes, context.tokens))
             (x_bxTxD, _), sown = loop(*given, parent=None).apply(
-                {"params": params}, x_bxTxD, None, position, tokens, tokens, encoded, encoded_tokens, None,
+                {"params": params}, x_bxTxD, None, position, context,
                 rngs=None if key is None else {"dropout": key}, mutable=["losses"],
             )  # fmt: skip
             return x_bxTxD, sown.get("losses", {})
 
         key = None if deterministic or not self.has_rng("dropout") else self.make_rng("dropout")
-        shared = (rows(tokens), encoded_BxSxD, rows(encoded_tokens))
         params = self.variables["params"]["layers"]
         x_BxTxD, sown = pipeline.pipelined(
-            layers, params, x_BxTxD, shared, schemes, key, micro, cfg.pipeline_rounds
+            layers, params, x_BxTxD, rows(context), schemes, key, micro, cfg.pipeline_rounds
         )
         if sown:
             self.sow("losses", "layers", sown)
@@ -274,10 +263,10 @@ class Stack(nn.Module):
 
 
 def _looped(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
-    """`cls`, called with (x, caches, position, *shared), over and over; its parameters and caches stacked along an axis of this name."""
+    """`cls`, called with (x, states, position, context), over and over; its parameters and states stacked along an axis of this name."""
     return nn.scan(
         cls, length=length, variable_axes=dict.fromkeys(("params", "losses", *WATCHED), 0), split_rngs={"params": True, "dropout": True},
-        in_axes=(0, *(nn.broadcast,) * 6), metadata_params={nn.PARTITION_NAME: axis},
+        in_axes=(0, nn.broadcast, nn.broadcast), metadata_params={nn.PARTITION_NAME: axis},
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ def order_of(config: ModelConfig, mesh: Mesh) -> str:
         or "decoder" not in config.sides
         or config.num_labels
         or "recurrent" in config.family
+        or any(mixer.in_order for mixer in config.token_mixers)
     ):
         return "rows"
     pairwise = all(positions.build(layer.position).pairwise for layer in config.layers("decoder"))

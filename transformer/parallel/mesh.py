@@ -13,8 +13,10 @@ from flax import linen as nn
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from transformer.checks import plain
 from transformer.config import Experiment, MeshConfig
 from transformer.errors import UserError
+from transformer.model.mixers import MIXERS
 from transformer.parallel.host import keep_freed_memory, memory
 from transformer.parallel.processes import start_processes
 from transformer.parallel.sharding import ROWS, RULES, Share, human_bytes
@@ -147,6 +149,13 @@ def check_rows(config: Experiment, mesh: Mesh) -> None:
     if stages > 1 and model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
         raise UserError(
             f"model.pipeline_microbatches: {model.pipeline_microbatches} are too few to go round {stages} stages (mesh.stage)"
+        )
+    in_order = [entry.get("mixer", model.mixer) for entry in model.used_pattern]
+    in_order = [spec for spec in in_order if MIXERS.build(spec).in_order]
+    if mesh.shape["context"] > 1 and in_order:
+        raise UserError(
+            f"mesh.context: {mesh.shape['context']}, but model.mixer = {plain(in_order[0])!r} reads tokens one after another; "
+            "set mesh.context=1"
         )
     parts = 2 * mesh.shape["context"] if mesh.shape["context"] > 1 else 1  # two chunks each
     for width in config.data.buckets or (config.data.length,):

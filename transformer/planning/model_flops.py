@@ -14,6 +14,7 @@ import numpy as np
 from flax.core import FrozenDict
 
 from transformer.config import Experiment, MeshConfig
+from transformer.model.attention_backends.base import PAIRS
 from transformer.model.config import Choice, ModelConfig
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
@@ -39,15 +40,14 @@ def model_flops(config: Experiment, batch: dict, params) -> float:
     total = 0.0
     for flops, where in products(traced.jaxpr):
         side = "encoder" if "/encoder/" in where else "decoder"
-        inner = "/self_attention" in where and not where.endswith(
-            ("/query", "/key", "/value", "/out")
-        )
-        total += flops * allowed[side] if inner else flops
+        path = where.split("/")
+        masked = PAIRS in path and "cross_attention" not in path
+        total += flops * allowed[side] if masked else flops
     return 3 * total
 
 
 def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) -> float:
-    """The share of all pairs of two tokens that self-attention's mask can allow, on average over layers; or of all pairs of blocks of
+    """The share of all pairs of two tokens that self-attention's mask can allow, on average over layers that attend; or of all pairs of blocks of
     tokens between which it can allow something."""
     length //= block
     at = np.arange(length)
@@ -65,7 +65,8 @@ def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) ->
         )
         return float(np.sum(last - first + 1)) / length**2
 
-    return float(np.mean([share(layer.window) for layer in model.layers(side)]))
+    layers = [layer for layer in model.layers(side) if layer.token_mixer.pairs]
+    return float(np.mean([share(layer.window) for layer in layers])) if layers else 1.0
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:

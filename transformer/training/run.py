@@ -259,7 +259,7 @@ def _advice(config: Experiment, data: Data) -> list[str]:
         for part, count in data.store.meta["overlap"].items()
         if count
     ]
-    hint = max(config.model.placement(side).warmup_hint for side in config.model.sides)
+    hint = max(placement.warmup_hint for placement in config.model.placements)
     if config.optimizer.warmup_steps < hint:
         lines.append(
             f"norm_placement {plain(config.model.norm_placement)!r} is known to need about {hint:,} steps of warm-up"

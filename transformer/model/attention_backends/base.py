@@ -80,6 +80,9 @@ class Inputs:
         return learned, fixed, whole
 
 
+PAIRS = "pairs"
+"""The name scope of the products that a mask can forbid: of a query and a key, of a weight and a value."""
+
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
 """attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, given) -> out_BxTxNxH."""
 
@@ -90,9 +93,10 @@ def logits(
     """(float32[B, N, T, S], bool[B, T, S]): scale q k^T with position in it, capped where there is a cap; and which of them count."""
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
-    logits_BxKxGxTxS = given.scale * jnp.einsum(
-        "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
-    )
+    with jax.named_scope(PAIRS):
+        logits_BxKxGxTxS = given.scale * jnp.einsum(
+            "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
+        )
     logits_BxNxTxS = logits_BxKxGxTxS.reshape(-1, heads, *logits_BxKxGxTxS.shape[3:])
     mask_BxTxS, position = given.mask(given.q_tokens, given.k_tokens), given.logits_position
     if position is not None:
@@ -123,9 +127,10 @@ def read(
         weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - given.dropout), 0.0)
     weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
     weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
-    out_BxTxKxGxH = jnp.einsum(
-        "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype
-    )
+    with jax.named_scope(PAIRS):
+        out_BxTxKxGxH = jnp.einsum(
+            "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype
+        )
     out_BxTxNxH = out_BxTxKxGxH.reshape(batch, queries, heads, v_BxSxKxH.shape[-1])
     position = given.logits_position
     if position is not None and position.reads_content:

@@ -131,20 +131,27 @@ class Position:
     """Whether positions of `max_length` and beyond have no meaning for it."""
 
     @property
+    def hooks(self) -> frozenset[str]:
+        """The hooks that change something, of embed, rotate, bias, score and value."""
+        names = ("embed", "rotate", "bias", "score", "value")
+        return frozenset(
+            hook for hook in names if getattr(type(self), hook) is not getattr(Position, hook)
+        )
+
+    @property
     def reads_positions(self) -> bool:
         """Whether anything depends on where tokens stand."""
-        hooks = ("embed", "rotate", "at", "bias", "score", "value")
-        return any(getattr(type(self), hook) is not getattr(Position, hook) for hook in hooks)
+        return bool(self.hooks)
 
     @property
     def reads_content(self) -> bool:
         """Whether `score` or `value` do anything: then no fused backend will do."""
-        return type(self).score is not Position.score or type(self).value is not Position.value
+        return bool(self.hooks & {"score", "value"})
 
     @property
     def acts_on_logits(self) -> bool:
         """Whether there is anything to do where queries meet keys."""
-        return self.reads_content or type(self).bias is not Position.bias
+        return bool(self.hooks & {"bias", "score", "value"})
 
 
 def register(name: str):

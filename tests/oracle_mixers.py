@@ -1,0 +1,74 @@
+"""Slow and obvious token mixers: NumPy, float64, one sequence, one head and one token at a time, from the papers' equations.
+
+They share no code with the package: they read the numbers of a config and the parameters of one sublayer.
+"""
+
+import numpy as np
+
+
+def mla(c, p, x, rank, rope, rotate=lambda vector, t: vector, window=0):
+    """DeepSeek-V2, sec. 2.1, on one sequence x [T, D], causal; `rotate(vector of the rotated size, position)`. [T, D]."""
+    q = rms(c, p["query_norm"], x @ p["query_down"]["kernel"]) if "query_down" in p else x
+    q = np.einsum("td,dnh->tnh", q, p["query"]["kernel"])
+    down = x @ p["key_value_down"]["kernel"]
+    latent, shared = rms(c, p["key_value_norm"], down[:, :rank]), down[:, rank:]
+    out = np.zeros((len(x), c.num_heads, c.d_value or c.d_head))
+    for n in range(c.num_heads):
+        keys = [
+            np.concatenate([latent[s] @ p["key_up"]["kernel"][:, n], rotate(shared[s], s)])
+            for s in range(len(x))
+        ]
+        values = latent @ p["value_up"]["kernel"][:, n]
+        for t in range(len(x)):
+            query = np.concatenate([q[t, n, : c.d_head], rotate(q[t, n, c.d_head :], t)])
+            first = max(t - window + 1, 0) if window else 0
+            logits = np.array([query @ keys[s] for s in range(first, t + 1)])
+            logits /= np.sqrt(c.d_head + rope)
+            weights = np.exp(logits - logits.max())
+            out[t, n] = weights / weights.sum() @ values[first : t + 1]
+    return np.einsum("tnv,nvd->td", out, p["out"]["kernel"])
+
+
+def gated_delta(c, p, x, segments, width=4, twice=False):
+    """Gated DeltaNet (arXiv:2412.06464, eq. 10) on one sequence x [T, D] with the documents `segments`, 0 being padding. [T, D]."""
+    n_heads, size = c.num_heads, c.d_head
+    kinds = ("query", "key", "value")
+    raw = np.concatenate(
+        [np.einsum("td,dnf->tnf", x, p[kind]["kernel"]) for kind in kinds], axis=-1
+    )
+    out = np.zeros((len(x), n_heads, c.d_value or size))
+    state, last = None, 0
+    for t, segment in enumerate(segments):
+        if not segment:
+            continue
+        if segment != last:
+            state, last = np.zeros((n_heads, size, out.shape[-1])), segment
+        mixed = sum(
+            p["convolution"][i] * raw[t - i]
+            for i in range(width)
+            if t - i >= 0 and segments[t - i] == segment
+        )
+        mixed = mixed * sigmoid(mixed)
+        step = np.log1p(np.exp(x[t] @ p["decay"]["kernel"] + p["dt"]))
+        a = np.exp(-np.exp(p["log_rate"]) * step)
+        b = sigmoid(x[t] @ p["write"]["kernel"]) * (2 if twice else 1)
+        gate = np.einsum("d,dnv->nv", x[t], p["gate"]["kernel"])
+        for n in range(n_heads):
+            q, k, v = np.split(mixed[n], [size, 2 * size])
+            q = q / np.sqrt(q @ q + 1e-6) / np.sqrt(size)
+            k = k / np.sqrt(k @ k + 1e-6)
+            kept = a[n] * state[n]
+            state[n] = kept + np.outer(k, b[n] * (v - kept.T @ k))
+            read = state[n].T @ q
+            read = read / np.sqrt((read**2).mean() + c.norm_epsilon) * p["norm"]["gain"]
+            out[t, n] = read * gate[n] * sigmoid(gate[n])
+    return np.einsum("tnv,nvd->td", out, p["out"]["kernel"])
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def rms(c, p, x):
+    """RMSNorm over the last axis."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_epsilon) * p["gain"]

@@ -1,0 +1,151 @@
+"""Multi-head latent attention: keys and values of all heads from one small vector for each token (DeepSeek-AI 2024, "DeepSeek-V2").
+
+Shape suffixes: B batch, T query length, S key length, D d_model, N heads, H d_head, V d_value, R kv_rank, P rotary size
+(as the position scheme leaves it).
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from transformer.checks import at_least
+from transformer.model.cache import empty_slots, extend
+from transformer.model.config import ModelConfig
+from transformer.model.linear import Kernel, Linear
+from transformer.model.mixers.attention import inner_attention, self_mask
+from transformer.model.mixers.base import MIXERS, Context, Mixer
+from transformer.model.positions import Position, build
+from transformer.model.sharding import constrain
+
+
+class Latent(NamedTuple):
+    """The state: what keys and values are made from, R + P numbers for each token in its slots."""
+
+    c_BxSxR: jax.Array
+    k_BxSx1xP: jax.Array
+
+
+@MIXERS.register("mla")
+@dataclasses.dataclass(frozen=True)
+class LatentMixer(Mixer):
+    """c = norm(x W_c), k^R = rotate(x W_r); a head's key is [c W_k, k^R], its value c W_v, its query [q, rotate(q^R)].
+
+    The scale is 1 / sqrt(d_head + d_rope). Only the parts of size `d_rope` are rotated, and all heads share that of the key,
+    because a rotation between c and W_k would keep W_k from being absorbed into the queries. Projections have no biases.
+    Position schemes: those that are added to embeddings, that rotate, or that add a bias; and none.
+    """
+
+    scope = "self_attention"
+    fields = frozenset(
+        {
+            "num_heads", "d_head", "d_value", "window", "attention_scale", "attention_soft_cap", "attention_sink",
+            "attention_backend", "attention_dropout",
+        }
+    )  # fmt: skip
+    hooks = frozenset({"embed", "rotate", "bias"})
+    observes = frozenset({"heads", "maps"})
+    pairs = True
+
+    kv_rank: int = 0  # size of c; 0: 4 d_head
+    q_rank: int = 0  # queries too come from a vector of this size; 0: from x
+    d_rope: int = 0  # of each head's query and of the shared key; 0: d_head / 2
+
+    def __post_init__(self):
+        at_least("model.mixer", self, 0, "kv_rank", "q_rank", "d_rope")
+
+    def sizes(self, config: ModelConfig) -> tuple[int, int]:
+        """kv_rank and d_rope."""
+        return self.kv_rank or 4 * config.d_head, self.d_rope or config.d_head // 2
+
+    def facts(self, config, facts):
+        return dataclasses.replace(facts, d_head=self.sizes(config)[1], num_kv_heads=1)
+
+    def build(self, config, side, gain, out_gain):
+        rank, rope = self.sizes(config)
+        return functools.partial(
+            LatentAttention, config, side, gain, out_gain, rank, self.q_rank, rope
+        )
+
+    def empty_state(self, config, batch, slots):
+        facts = config.stack_facts("decoder")
+        return Latent(
+            empty_slots(config, batch, slots, self.sizes(config)[0]),
+            empty_slots(config, batch, slots, 1, build(config.layer_position).key_size(facts)),
+        )
+
+
+class LatentAttention(nn.Module):
+    """See LatentMixer."""
+
+    config: ModelConfig
+    side: str
+    gain: float  # of the initial W_v and W_O
+    out_gain: float  # of the initial W_O, on top
+    kv_rank: int
+    q_rank: int
+    d_rope: int
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        context: Context,
+        position: Position,
+        state: Latent | None,
+        deterministic: bool,
+    ) -> tuple[jax.Array, Latent | None]:
+        cfg, k_tokens = self.config, context.key_tokens
+        position = position.bind_layer(self.param, cfg.stack_facts(self.side))
+        q_BxTxNxH, q_BxTxNxP, new = self._project(x_BxTxD, position)
+        latent = new
+        if state is not None:
+            latent, k_tokens, state = extend(state, new, context)
+        up = functools.partial(Kernel, cfg, (self.kv_rank,), names=(None, "heads", "head"))
+        w_k_RxNxH = up((cfg.num_heads, cfg.d_head), name="key_up")()
+        w_v_RxNxV = up((cfg.num_heads, cfg.value_size), gain=self.gain, name="value_up")()
+        # One new token: W_k goes into the query and W_v behind the read, and attention has one key of
+        # size R + P for all heads. For many tokens that is more work than to expand the keys.
+        absorbed = state is not None and x_BxTxD.shape[1] == 1
+        if absorbed:
+            q_BxTxNxH = jnp.einsum("BTNH,RNH->BTNR", q_BxTxNxH, w_k_RxNxH)
+            k_BxSxKxH, v_BxSxKxV = (latent.c_BxSxR[:, :, None],) * 2
+        else:
+            k_BxSxKxH = jnp.einsum("BSR,RNH->BSNH", latent.c_BxSxR, w_k_RxNxH)
+            v_BxSxKxV = jnp.einsum("BSR,RNV->BSNV", latent.c_BxSxR, w_v_RxNxV)
+        shared = (*k_BxSxKxH.shape[:3], latent.k_BxSx1xP.shape[-1])
+        q = jnp.concatenate([q_BxTxNxH, q_BxTxNxP], axis=-1)
+        k = jnp.concatenate([k_BxSxKxH, jnp.broadcast_to(latent.k_BxSx1xP, shared)], axis=-1)
+        out = inner_attention(
+            self, (q, k, v_BxSxKxV), self_mask(cfg, self.side), context.tokens, k_tokens,
+            position, cfg.d_head + self.d_rope, deterministic,
+        )  # fmt: skip
+        if absorbed:
+            out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
+        out = constrain(out, ("batch", "length", "activation_heads", "head"))
+        project = Linear(
+            cfg, (cfg.d_model,), ("heads", "head", "embed"), False, self.gain * self.out_gain, name="out"
+        )  # fmt: skip
+        return project(out), state
+
+    def _project(
+        self, x_BxTxD: jax.Array, position: Position
+    ) -> tuple[jax.Array, jax.Array, Latent]:
+        """Queries, their rotated parts, and what keys and values are made from."""
+        cfg, h, width = self.config, x_BxTxD, "embed"
+        if self.q_rank:
+            down = Linear(cfg, (self.q_rank,), ("embed", None), False, name="query_down")
+            h, width = cfg.norm_module(name="query_norm")(down(x_BxTxD)), None
+        shape = (cfg.num_heads, cfg.d_head + self.d_rope)
+        q = Linear(cfg, shape, (width, "heads", "head"), False, name="query")(h)
+        q = constrain(q, ("batch", "length", "activation_heads", "head"))
+        q_BxTxNxH, q_BxTxNxP = jnp.split(q, [cfg.d_head], axis=-1)
+        shape = (self.kv_rank + self.d_rope,)
+        both = Linear(cfg, shape, ("embed", None), False, name="key_value_down")(x_BxTxD)
+        c_BxTxR, k_BxTxP = jnp.split(both, [self.kv_rank], axis=-1)
+        c_BxTxR = cfg.norm_module(name="key_value_norm")(c_BxTxR)
+        q_BxTxNxP, k_BxTx1xP = position.rotate(q_BxTxNxP, k_BxTxP[:, :, None])
+        return q_BxTxNxH, q_BxTxNxP, Latent(c_BxTxR, k_BxTx1xP)
