@@ -16,6 +16,7 @@ from transformer import ModelConfig, UserError, build_model
 from transformer.convert.special_tokens import write
 from transformer.decoding.sampling import sample
 from transformer.model import feed_forward_kinds
+from transformer.model.mixers import MIXERS
 from transformer.model.placements import _KNOWN, PLACEMENTS, Placement
 from transformer.model.positions import SCHEMES
 from transformer.model.positions.rotary_scaling import SCALINGS
@@ -38,7 +39,7 @@ LABELS = DECODER | {"num_labels": 2}
 MODEL = {
     "family": ("encoder", LOOPED | {"num_decoder_layers": 6}), "vocab_size": 13, "d_model": 16, "d_ff": 16, "num_heads": 1, "num_kv_heads": 1,
     "d_head": 2, "d_value": 3, "num_encoder_layers": (3, BOTH), "num_decoder_layers": 3, "max_length": (9, DECODER | {"position": "learned"}),
-    "d_embedding": 6, "token_types": (2, ENCODER), "position": "alibi", "random_positions": 20, "layer_pattern": ({"window": 2},),
+    "d_embedding": 6, "mixer": "mla", "token_types": (2, ENCODER), "position": "alibi", "random_positions": 20, "layer_pattern": ({"window": 2},),
     "norm_placement": "post", "norm": "rmsnorm", "norm_gain": False, "norm_offset": False, "norm_zero_centered": True, "norm_epsilon": 1e-3,
     "embedding_norm": True, "first_norm": False, "parallel": True, "feed_forward": "experts", "activation": "gelu", "glu": True,
     "use_bias": False, "attention_bias": False, "qkv_bias": False, "qk_norm": True, "attention_scale": 0.3, "attention_soft_cap": 5.0,
@@ -188,6 +189,19 @@ def test_every_part_of_a_placement():
         changed = {"name": "pre", part: other(pre.get(part, default))}
         silent += [part] if of_model(small | {"norm_placement": changed}) == plain else []
     assert not silent
+
+
+def test_every_option_of_a_mixer():
+    small = DECODER | {"num_decoder_layers": 1, "d_head": 8, "position": "none"}
+    silent = []
+    for name, cls in MIXERS.items():
+        options = {f.name: f.default for f in dataclasses.fields(cls)}
+        plain = of_model(small | {"mixer": name}) if options else ""
+        for option, default in options.items():
+            value = 1 if option == "chunk" else other(default)  # of a few tokens
+            changed = of_model(small | {"mixer": {"name": name, option: value}})
+            silent += [f"{name}.{option}"] if changed == plain else []
+    assert {"mla", "gated_delta"} <= set(MIXERS) and not silent
 
 
 def test_every_option_of_a_feed_forward():

@@ -31,6 +31,7 @@ from transformer.training.metrics import read_metrics
 SIZES = {"vocab_size": 480, "d_model": 16, "d_ff": 24, "num_heads": 4, "max_length": 16}
 
 OPTIONS = {
+    "mixer": ("attention", "mla", "gated_delta"),
     "position": tuple(SCHEMES),
     "norm_placement": tuple(PLACEMENTS),
     "norm": ("layernorm", "rmsnorm"),
@@ -53,6 +54,8 @@ OPTIONS = {
         (),
         ({"window": 3}, {}),
         ({"position": "none"}, {"window": 4}),
+        ({"mixer": "gated_delta"}, {}),
+        ({"mixer": "mla", "norm_placement": "post"}, {"norm_placement": "pre"}),
         ({"feed_forward": {"name": "experts", "num_experts": 2, "top_k": 1}}, {}),
     ),
     "feed_forward": (
