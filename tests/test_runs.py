@@ -285,7 +285,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
         with (
             use(make_mesh(run_config.mesh)) as mesh,
             pytest.raises(
-                UserError, match="12 is damaged .*; the same train command continues from the"
+                UserError, match="12 is damaged .*; restore it from a copy, or move that folder"
             ) as error,
         ):
             load_trained(run, run_config, mesh)
@@ -361,6 +361,8 @@ def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
         b"[1]",
         b"\xff\xfe",
         b'{"a": 1}',
+        b'{"step": 1, "a": 1000000000000000000000}',
+        b'{"step": true}',
         b"{",
         json.dumps(good[1]).encode(),
         b'{"st',

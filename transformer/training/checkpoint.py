@@ -152,16 +152,15 @@ class Checkpoints:
         """Parameters alone: the latest, their moving average (`item="ema"`), or the mean over the last `mean_of` checkpoints."""
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
-            try:
+            with _another_to_read():
                 one = self._read(step, self._record(step), {item: abstract_params})[item]
-            except Damaged as e:
-                raise Damaged(e.what, "restore it from a copy, or move that folder away") from e
             total = one if total is None else jax.tree.map(jnp.add, total, one)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
 
     def layout(self, model: ModelConfig) -> ModelConfig:
         """`model` as the latest checkpoint holds it: its layers scanned or not, in so many rounds."""
-        return dataclasses.replace(model, **self._record(self.steps[-1]).layout)
+        with _another_to_read():
+            return dataclasses.replace(model, **self._record(self.steps[-1]).layout)
 
     def _record(self, step: int) -> Record:
         with self._reading(step):
@@ -261,6 +260,15 @@ class Checkpoints:
         barrier(f"the damaged checkpoint of step {step} is set aside")
         self._manager.reload()
         self._tell(f"{why}; it is now in {to.parent}")
+
+
+@contextlib.contextmanager
+def _another_to_read() -> Iterator[None]:
+    """Tells those who read a damaged checkpoint, and do not train, what they can do."""
+    try:
+        yield
+    except Damaged as e:
+        raise Damaged(e.what, "restore it from a copy, or move that folder away") from e
 
 
 def size(state: TrainState) -> int:

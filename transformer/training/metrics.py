@@ -96,8 +96,15 @@ def parse_metrics(workdir: Path) -> list[dict | None]:
             line = json.loads(text)
         except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
             line = None
-        lines.append(line if isinstance(line, dict) and isinstance(line.get("step"), int) else None)
+        lines.append(line if _is_whole(line) else None)
     return lines
+
+
+def _is_whole(line) -> bool:
+    """Whether it says a step, and nothing that no run writes: a whole number of more than 64 bits."""
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return False
+    return all(abs(x) < 2**63 for x in line.values() if isinstance(x, int))
 
 
 def append_metrics(workdir: Path, step: int, values: dict[str, float]) -> None:
