@@ -14,7 +14,7 @@ import pytest
 from transformer import claims
 from transformer.claims import Claim, Process, holding
 from transformer.errors import UserError
-from transformer.output import outlives_its_readers
+from transformer.output import flush, outlives_its_readers
 from transformer.training import rundir
 
 
@@ -206,6 +206,15 @@ def test_streams_are_as_they_were(capsys):
         print("to both")
     assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr() == ("to both\n", "to both\n")
+
+
+def test_a_stream_may_be_none(monkeypatch):
+    """As Python has it in place of one that was closed, for a script that calls main()."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with outlives_its_readers():
+        print("to nobody")
+    flush()
+    assert sys.stdout is None
 
 
 CLOSED = {

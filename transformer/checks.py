@@ -121,9 +121,9 @@ def _look(config, name: str) -> tuple[Any, Any]:
 
 def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
     """Class decorator for a config: a dataclass whose constructor raises UserError for an unknown field
-    (with the nearest name), a missing one, one that is given twice, a value of another type than the
-    annotation says, a float that float32 cannot hold, and a field without effect. `section` is its name in an experiment;
-    `effects` may be a function of the names of all fields.
+    (with the nearest name), a missing one, one that is given twice, a value of another type than
+    the annotation says, a float that float32 cannot hold, and a field without effect. `section` is
+    its name in an experiment; `effects` may be a function of the names of all fields.
 
     As in a JSON file, a whole number may stand for a float, a list for a tuple, and a mapping for a
     config or a choice.
@@ -139,7 +139,8 @@ def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
         def checked(self, *args, **given):
             if len(args) > len(fields):
                 raise UserError(
-                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; name them, FIELD=VALUE"
+                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; "
+                    "name them, FIELD=VALUE"
                 )
             by_place = dict(zip(fields, args, strict=False))
             for name in by_place:
@@ -288,6 +289,6 @@ def check_options(
 
 
 def is_zero(number) -> bool:
-    """Whether it is known to be 0. An argument of a program is not: a number in which the runs of one
-    program differ (lab/together.py)."""
+    """Whether it is known to be 0. An argument of a program is not: a number in which the runs of
+    one program differ (lab/together.py)."""
     return isinstance(number, (int, float)) and number == 0

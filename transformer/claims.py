@@ -51,8 +51,8 @@ class Process:
         return self.host == socket.gethostname() and self.pid.isdecimal() and same_container
 
     def runs(self) -> bool:
-        """Whether it lives; to be asked only of one that is visible. One whose start the system hides
-        does (/proc may show no processes of other users)."""
+        """Whether it lives; to be asked only of one that is visible. One whose start the system
+        hides does (/proc may show no processes of other users)."""
         try:
             os.kill(int(self.pid), 0)
         except (ProcessLookupError, OverflowError, ValueError):  # no process has such a number
@@ -81,8 +81,8 @@ def _began(pid: int) -> str:
 
 
 _alone: dict[Path, float] = {}
-"""When this process last saw that no other has had each of its claims. Where it then stood still for
-long (Ctrl-Z), another may have taken the claim over and given it back."""
+"""When this process last saw that no other has had each of its claims. Where it then stood still
+for long (Ctrl-Z), another may have taken the claim over and given it back."""
 
 
 class Claim:
@@ -141,8 +141,8 @@ class Claim:
         return holder is not None and self._lives(holder)
 
     def check(self) -> None:
-        """Takes it again if its file is merely gone. Raises UserError if another process has it, or may
-        have had it."""
+        """Takes it again if its file is merely gone. Raises UserError if another process has it, or
+        may have had it."""
         if self.held_by(os.getpid()):
             return
         lapsed = self._lapsed()
@@ -206,8 +206,8 @@ def keep_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
 def holding(claims: Sequence[Claim]) -> Iterator[None]:
     """Takes all of these, and gives them back at the end. Raises UserError, with the holder, if a living process has one.
 
-    A holder on another machine cannot be seen. This says so, and waits until it renews its claim, which shows that it lives, or
-    until it is certain that it does not.
+    A holder on another machine cannot be seen. This says so, and waits until it renews its claim,
+    which shows that it lives, or until it is certain that it does not.
     """
     taken = []
     try:
@@ -219,14 +219,14 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                     continue
                 if holder.is_visible() or claim.age() < before or time.monotonic() > patience:
                     raise UserError(
-                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; wait for its end, "
-                        "stop it, or choose another directory"
+                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; "
+                        "wait for its end, stop it, or choose another directory"
                     )
                 if not told:
                     told = True
                     print(
-                        f"{claim.file.parent} was in use by {claim.who()}, which cannot be seen from here; "
-                        f"waiting up to {STALE:.0f} s for a sign of it",
+                        f"{claim.file.parent} was in use by {claim.who()}, "
+                        f"which cannot be seen from here; waiting up to {STALE:.0f} s for a sign of it",
                         file=sys.stderr,
                     )
                 before = claim.age()

@@ -19,7 +19,7 @@ def open_closed() -> None:
 
 
 def to_nowhere(stream) -> None:
-    """From now on everything written to this descriptor goes nowhere, also by C++ and by children."""
+    """From now on what is written to this descriptor goes nowhere, also by C++ and by children."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -74,8 +74,8 @@ def outlives_its_readers() -> Iterator[None]:
 
 def quiet_threads() -> None:
     """Leaves out what is printed beside a fault that the main thread will raise. When a checkpoint
-    cannot be written, threads of Orbax log a traceback each. When an array cannot be written or read,
-    Orbax closes the event loop under all others, and each of these prints a traceback."""
+    cannot be written, threads of Orbax log a traceback each. When an array cannot be written or
+    read, Orbax closes the event loop under all others, and each of these prints a traceback."""
     handler = logging.StreamHandler()
     handler.addFilter(lambda record: not _logged_beside(record))
     logging.getLogger().addHandler(handler)
@@ -89,7 +89,7 @@ def _logged_beside(record: logging.LogRecord) -> bool:
 
 
 def _lost_beside(lost) -> bool:
-    """Whether an exception that Python cannot raise comes from C++, which names no object, or from a
-    read that another one has ended."""
+    """Whether an exception that Python cannot raise comes from C++, which names no object, or from
+    a read that another one has ended."""
     signs = ("Event loop is closed", "array index")
     return lost.object is None or any(sign in str(lost.exc_value) for sign in signs)
