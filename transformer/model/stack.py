@@ -52,6 +52,8 @@ class Layer(nn.Module):
         if cfg.residual_init_scale:
             gains["out_gain"] = ((2 + cross) * cfg.num_layers(self.side)) ** -0.5
         mix = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
+        if cross:
+            attend = Attention(cfg, self.side, **gains, of_source=True, name="cross_attention")
         feed_forward = FEED_FORWARDS[cfg.feed_forward_kind.name](cfg, **gains, name="feed_forward")
         after = {"mixer": None, "source": None}  # the states that the next call is given
 
@@ -61,7 +63,6 @@ class Layer(nn.Module):
             return out
 
         def read_source(h):
-            attend = Attention(cfg, self.side, **gains, of_source=True, name="cross_attention")
             before = state and state.source
             out, after["source"] = shared_source(attend, h, context, before, self.deterministic)
             return out
