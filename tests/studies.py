@@ -6,9 +6,9 @@ from conftest import sized
 
 from transformer import Sweep, vary
 from transformer.config import Experiment
-from transformer.config_io import from_mapping, override, to_mapping
 from transformer.lab import guard
 from transformer.lab.study import Study
+from transformer.mapping import from_mapping, override, to_mapping
 
 
 def experiment(**changes) -> Experiment:
@@ -19,7 +19,7 @@ def experiment(**changes) -> Experiment:
         "train": {"steps": 8, "log_every": 2, "eval_every": 4, "eval_batches": 2, "tensorboard": False},
     }  # fmt: skip
     for field, value in changes.items():
-        override(tree, field.replace("__", "."), value)
+        override(tree, field.replace("__", "."), value, Experiment)
     return from_mapping(Experiment, tree)
 
 

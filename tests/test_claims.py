@@ -15,7 +15,7 @@ from transformer import claims
 from transformer.claims import Claim, Process, holding
 from transformer.errors import UserError
 from transformer.output import flush, outlives_its_readers
-from transformer.training import rundir
+from transformer.runs import rundir
 
 
 @pytest.fixture

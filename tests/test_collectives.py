@@ -8,9 +8,9 @@ import pytest
 from conftest import make, sized, small, tokens
 
 from transformer.config import Experiment, MeshConfig
-from transformer.config_io import from_mapping
 from transformer.data.batching import assemble
-from transformer.data.objectives import Segment
+from transformer.data.objectives.base import Segment
+from transformer.mapping import from_mapping
 from transformer.model.layout import flatten, layer_shapes
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use

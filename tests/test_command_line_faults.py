@@ -21,8 +21,8 @@ from transformer.data.pipeline import open_data
 from transformer.errors import LONGEST, UserError
 from transformer.files import disk_faults
 from transformer.parallel import processes
-from transformer.training.metrics import read_metrics
-from transformer.training.rundir import load_config, read_manifest
+from transformer.runs.metrics import read_metrics
+from transformer.runs.rundir import load_config, read_manifest
 from transformer.verbs import common, generate
 
 ROOT = Path(__file__).parent.parent

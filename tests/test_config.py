@@ -9,7 +9,8 @@ import pytest
 
 from transformer import ModelConfig, UserError, load_experiment
 from transformer.config import Experiment, MeshConfig, TokenizerConfig
-from transformer.config_io import apply_overrides, from_mapping, load_arms, to_mapping
+from transformer.config_io import load_arms
+from transformer.mapping import apply_overrides, from_mapping, to_mapping
 
 ROOT = Path(__file__).parent.parent
 EXPERIMENTS = [

@@ -20,11 +20,12 @@ from transformer.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from transformer.config_io import from_mapping
+from transformer.mapping import from_mapping
 from transformer.model import positions
 from transformer.parallel import mesh as meshes
 from transformer.parallel.sharding import Share
-from transformer.training.initialize import check_source
+from transformer.runs import fits
+from transformer.runs.initialize import check_source
 
 
 def experiment(model=(), **sections) -> Experiment:
@@ -141,7 +142,7 @@ def test_a_field_without_effect_is_refused(field):
         (lambda: small("decoder", norm_placement={"name": "pre", "warmup_hint": 3}), "no part 'warmup_hint'"),
         (lambda: small("decoder", norm_placement={"name": "pre", "branch_gain": -1.0}), "branch_gain: -1.0 must be more than 0"),
         (lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}), "reads rows of data.length * times = 256 tokens, but the table"),
-        (lambda: TrainConfig(evaluators=[{"name": "extrapolation", "times": 1, "sliding": False}]), "sliding: False has no effect with times=1"),
+        (lambda: experiment(train={"evaluators": [{"name": "extrapolation", "times": 1, "sliding": False}]}), "sliding: False has no effect with times=1"),
     ],
 )  # fmt: skip
 def test_wrong_types_and_ranges_are_refused(build, message):
@@ -187,10 +188,10 @@ def test_what_cannot_be_begun_is_refused_before_any_work(tmp_path):
         UserError,
         match="data.batch_size: 1,000,000,000 rows of 16 tokens take .* lower data.batch_size",
     ):
-        meshes.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(one))
-    meshes.check_batch(experiment(), Share(one))
+        fits.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(one))
+    fits.check_batch(experiment(), Share(one))
     with pytest.raises(UserError, match="model.pipeline_rounds: 2 has no effect without stages"):
-        meshes.check_rounds(experiment({"pipeline_rounds": 2}), one)
+        fits.check_rounds(experiment({"pipeline_rounds": 2}), one)
     with pytest.raises(
         UserError, match=r"train.init_from: .* is neither a run \(checkpoints/\) nor a Hugging Face"
     ):

@@ -11,18 +11,18 @@ from conftest import make, sized, small, tokens
 
 from transformer import UserError
 from transformer.config import Experiment
-from transformer.config_io import from_mapping
 from transformer.data.pipeline import open_data
-from transformer.evaluation.evaluate import evaluate, load_trained
-from transformer.evaluation.evaluators import measure
 from transformer.evaluation.loss import evaluate_loss
+from transformer.evaluation.measure import measure
 from transformer.evaluation.subject import At, Subject
+from transformer.mapping import from_mapping
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.parallel.sharding import Share
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
+from transformer.runs.evaluate import evaluate, load_trained
+from transformer.runs.loop import train
+from transformer.runs.metrics import read_metrics
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state, relayout
 from transformer.training.step import batch_sums, make_eval_step, make_train_step

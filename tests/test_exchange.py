@@ -11,13 +11,13 @@ import pytest
 
 from transformer import cli, load_hf
 from transformer.config import Experiment, MeshConfig
-from transformer.config_io import from_mapping
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
-from transformer.evaluation.evaluate import evaluate, load_trained
+from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh, use
-from transformer.training.loop import train
-from transformer.training.rundir import load_config
+from transformer.runs.evaluate import evaluate, load_trained
+from transformer.runs.loop import train
+from transformer.runs.rundir import load_config
 
 torch = pytest.importorskip("torch", reason="the test extra brings it")
 transformers = pytest.importorskip("transformers", reason="the test extra brings it")
@@ -315,7 +315,7 @@ def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
     convert(f"--from={gpt2}", f"--workdir={run}")
     with pytest.raises(UserError, match=r"data\.corpus or data\.train: name one of them"):
         train(load_config(run), run)
-    from transformer.config_io import to_mapping
+    from transformer.mapping import to_mapping
 
     config = load_config(run)
     data = dataclasses.replace(

@@ -20,13 +20,15 @@ from transformer.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from transformer.config_io import from_mapping
 from transformer.data.objectives import OBJECTIVES
 from transformer.data.pipeline import Data
 from transformer.data.store import Texts, _Text
 from transformer.data.tokenizer import SentencePiece, train_tokenizer
 from transformer.decoding.generate import Generator
-from transformer.evaluation import kinds, losses, probes, translation
+from transformer.evaluation import losses
+from transformer.evaluation.evaluators import EVALUATORS as KINDS
+from transformer.evaluation.evaluators import probe
+from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.sample import batch_shapes
 from transformer.training.optimizer import build_optimizer
@@ -76,7 +78,7 @@ def test_every_field_has_an_entry():
     assert {section: named(section, *of) for section, of in tables.items()} == {
         section: set() for section in tables
     }
-    assert OBJECTIVE.keys() <= OBJECTIVES.keys() and EVALUATORS.keys() == kinds.KINDS.keys()
+    assert OBJECTIVE.keys() <= OBJECTIVES.keys() and EVALUATORS.keys() == KINDS.keys()
 
 
 # ---- Data: the batches that are read
@@ -328,27 +330,25 @@ def test_every_option_of_an_evaluator(monkeypatch):
                                                    data=types.SimpleNamespace(store=types.SimpleNamespace(tokenizer=Letters)))  # fmt: skip
     monkeypatch.setattr(
         losses,
-        "_mean",
+        "mean",
         lambda there, at, most=0: (hash((there.config.model, there.config.data, most)), 0.0),
     )
     monkeypatch.setattr(
         losses,
-        "_losses",
+        "by_token",
         lambda *given: [(np.ones((1, 16)), np.arange(16)[None], np.ones((1, 16)))],
     )
-    monkeypatch.setattr(probes, "_right", lambda there, store, at: (hash(store.wanted), 0.0))
+    monkeypatch.setattr(probe, "_right", lambda there, store, at: (hash(store.wanted), 0.0))
     at = types.SimpleNamespace(translations=(texts, texts, [[t] for t in texts]))
-    measure = {"loss_by_position": losses.loss_by_position, "extrapolation": losses.extrapolation, "loss_with": losses.loss_with,
-               "probe": probes.probe, "bleu_by_length": translation.bleu_by_length}  # fmt: skip
     answers = subject(config)
 
     def found(name, option=None, value=None):
         given = BESIDE.get(name, {}) | ({option: value} if option else {})
         of = answers if name in ("probe", "bleu_by_length") else subject(alone)
-        return repr(list(measure[name](kinds.build({"name": name} | given), of, at)))
+        return repr(list(KINDS.build({"name": name} | given).measure(of, at)))
 
     silent = []
-    for name, cls in kinds.KINDS.items():
+    for name, cls in KINDS.items():
         assert [f.name for f in dataclasses.fields(cls)] == list(EVALUATORS[name]), name
         for option, value in EVALUATORS[name].items():
             silent += [f"{name}.{option}"] if found(name) == found(name, option, value) else []

@@ -9,14 +9,14 @@ from conftest import make, sized
 
 from transformer import ModelConfig, save_hf
 from transformer.config import Experiment
-from transformer.config_io import from_mapping
 from transformer.errors import UserError
+from transformer.mapping import from_mapping
 from transformer.model.layout import flatten, part, where
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.training import loop
-from transformer.training.checkpoint import Checkpoints
-from transformer.training.initialize import start_from
+from transformer.runs import loop
+from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.initialize import start_from
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 

@@ -17,14 +17,14 @@ from studies import experiment, facts_of, made_up, make_study
 
 from transformer import Sweep, UserError, arms, vary
 from transformer.cli import main
-from transformer.config_io import to_mapping
 from transformer.lab import guard, prepare, results, runner
 from transformer.lab.study import Planned, Study
 from transformer.lab.together import NUMBERS, alike, train_together
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
-from transformer.training.recorder import Diverged
-from transformer.training.run import Run
+from transformer.mapping import to_mapping
+from transformer.runs.loop import train
+from transformer.runs.metrics import read_metrics
+from transformer.runs.recorder import Diverged
+from transformer.runs.run import Run
 
 # ---- the guard
 
@@ -433,7 +433,7 @@ def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypa
         trained.append([config.seed])
         raise Diverged("no number")
 
-    monkeypatch.setattr("transformer.training.loop.train", alone)
+    monkeypatch.setattr("transformer.runs.loop.train", alone)
     evaluated = []
     assert work(tmp_path, runs, evaluated.append) == 0
     assert trained == [[0, 1], [2, 3], [4]] and len(evaluated) == 5
@@ -472,7 +472,7 @@ def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monk
             begin(*one) for one in zip(configs[1:], folders[1:], strict=True)
         ],
     )
-    monkeypatch.setattr("transformer.training.loop.train", begin)
+    monkeypatch.setattr("transformer.runs.loop.train", begin)
     assert work(tmp_path, runs, evaluate) == 1
     assert evaluated == [0, 3] and [run.status().kind for run in runs] == [
         "trained",

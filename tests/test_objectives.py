@@ -10,15 +10,15 @@ import pytest
 from conftest import make, sized, small, start_decoding, tokens
 
 from transformer.config import Experiment, MeshConfig
-from transformer.config_io import from_mapping
-from transformer.data import objectives
+from transformer.data.objectives.base import Segment
 from transformer.data.pipeline import open_data
 from transformer.decoding.prefill import advance
 from transformer.errors import UserError
-from transformer.evaluation.evaluate import evaluate, load_trained
+from transformer.mapping import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.training.loop import train
+from transformer.runs.evaluate import evaluate, load_trained
+from transformer.runs.loop import train
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import batch_sums, make_train_step
@@ -69,7 +69,7 @@ def test_draws_are_of_seed_epoch_and_row_alone(text, case):
     rows = lambda epoch: data.objective.rows(data.store, "train", data.config).segments(
         5, lambda: np.random.default_rng(epoch)
     )
-    fields = [f.name for f in dataclasses.fields(objectives.Segment)]
+    fields = [f.name for f in dataclasses.fields(Segment)]
     same = all(np.array_equal(getattr(a, f), getattr(b, f)) for a, b in zip(rows(0), rows(1), strict=True) for f in fields if len(rows(0)) == len(rows(1)))  # fmt: skip
     assert same == (case in ("classification", "classification, decoder", "tagging"))
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, sized, small
 
 from transformer.config import Experiment, MeshConfig
-from transformer.config_io import from_mapping
+from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh
 from transformer.planning import chips
 from transformer.planning.buffers import kept

@@ -11,14 +11,14 @@ from conftest import TINY, sized
 
 from transformer import UserError
 from transformer.config import Experiment
-from transformer.config_io import from_mapping
 from transformer.data import probes
 from transformer.data.pipeline import open_data
 from transformer.decoding.generate import Generator
-from transformer.evaluation.evaluate import evaluate, load_trained
 from transformer.lab import inside
+from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh, use
-from transformer.training.loop import train
+from transformer.runs.evaluate import evaluate, load_trained
+from transformer.runs.loop import train
 
 
 def judged(task: str, question: str, answer: str) -> bool:

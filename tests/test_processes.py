@@ -263,7 +263,7 @@ def test_processes_build_their_own_rows_of_the_same_batch():
         lengths, report = np.full(10, 6), {}
 
         def segments(self, row, draw):
-            from transformer.data.objectives import Segment
+            from transformer.data.objectives.base import Segment
 
             ids = np.arange(6, dtype=np.int32) + 10 * row
             return [Segment(ids, ids)]
@@ -349,7 +349,8 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
 def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys):
     from transformer.cli import main
     from transformer.config import Experiment
-    from transformer.config_io import load_experiment, to_mapping
+    from transformer.config_io import load_experiment
+    from transformer.mapping import to_mapping
 
     config: Experiment = load_experiment(str(ROOT / "experiments" / "smoke.py"), {})
     (tmp_path / "config.json").write_text(json.dumps(to_mapping(config)))

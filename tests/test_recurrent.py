@@ -10,9 +10,9 @@ from conftest import make, masks, sized, small, start_decoding, tokens
 
 from transformer import UserError
 from transformer.config import Experiment
-from transformer.config_io import from_mapping
 from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance
+from transformer.mapping import from_mapping
 from transformer.model.masks import Tokens
 from transformer.model.network import build_model
 from transformer.model.recurrent import LSTM

@@ -22,16 +22,18 @@ from transformer.config import (
     TokenizerConfig,
     TrainConfig,
 )
-from transformer.config_io import from_mapping, load_experiment, to_mapping
+from transformer.config_io import load_experiment
 from transformer.data import corpora, sources
 from transformer.data.pipeline import open_data
 from transformer.data.tokenizer import Pair, SentencePiece, load_tokenizer, train_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
-from transformer.evaluation.evaluate import _check_text, load_trained
+from transformer.mapping import from_mapping, to_mapping
 from transformer.model.config import ModelConfig
-from transformer.parallel.mesh import check_platform, check_rows, make_mesh, use
-from transformer.training.initialize import _match, _source
+from transformer.parallel.mesh import check_platform, make_mesh, use
+from transformer.runs.evaluate import _check_text, load_trained
+from transformer.runs.fits import check_rows
+from transformer.runs.initialize import _match, _source
 
 MODEL = sized("decoder", vocab_size=300)
 
@@ -324,7 +326,7 @@ def test_a_parameter_that_no_tensor_holds():
 
 
 def test_a_headless_model_is_no_run():
-    from transformer.training.exchange import _experiment
+    from transformer.runs.exchange import _experiment
 
     headless = dataclasses.replace(small("encoder"), lm_head=False, pooler=True, pooling="cls")
     with refused("an encoder without a head for words or labels cannot be a run"):

@@ -10,8 +10,8 @@ import pytest
 from conftest import sized
 
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
-from transformer.config_io import from_mapping
 from transformer.errors import UserError
+from transformer.mapping import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.optimizer import build_optimizer
@@ -42,8 +42,8 @@ def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypat
     import os
     import signal
 
-    from transformer.training import loop
-    from transformer.training.checkpoint import Checkpoints
+    from transformer.runs import loop
+    from transformer.runs.checkpoint import Checkpoints
 
     assert loop.train(run_config, tmp_path / "whole") == 12
     device_put, calls = jax.device_put, []
@@ -82,7 +82,7 @@ def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypat
 
 
 def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
-    from transformer.training.loop import train
+    from transformer.runs.loop import train
 
     shorter = dataclasses.replace(
         run_config, optimizer=dataclasses.replace(run_config.optimizer, schedule="constant")
@@ -112,8 +112,8 @@ def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
 
 def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
     """Looped, then unrolled, then in rounds over stages; each start takes parameters, statistics and average along."""
-    from transformer.evaluation.evaluate import load_trained
-    from transformer.training.loop import train
+    from transformer.runs.evaluate import load_trained
+    from transformer.runs.loop import train
 
     model = dataclasses.replace(run_config.model, dropout=0.0, num_decoder_layers=4)
     base = dataclasses.replace(
@@ -156,7 +156,7 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
 
 
 def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch):
-    from transformer.training import loop, run
+    from transformer.runs import loop, run
 
     made = []
     for name in ("make_train_step", "make_eval_step"):
@@ -169,8 +169,8 @@ def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch
 
 
 def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config, tmp_path):
-    from transformer.config_io import to_mapping
-    from transformer.training.rundir import check
+    from transformer.mapping import to_mapping
+    from transformer.runs.rundir import check
 
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps(to_mapping(run_config)))
@@ -199,8 +199,8 @@ def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config
 
 
 def test_changed_text_is_refused_and_the_run_left_as_it_was(run_config, tmp_path):
-    from transformer.evaluation.evaluate import evaluate, load_trained
-    from transformer.training.loop import train
+    from transformer.runs.evaluate import evaluate, load_trained
+    from transformer.runs.loop import train
 
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i} says {i * i} and {i % 7}\n" for i in range(400)))
@@ -225,7 +225,7 @@ def test_changed_text_is_refused_and_the_run_left_as_it_was(run_config, tmp_path
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(run_config, tmp_path, monkeypatch):
     """No signal, no goodbye: the metrics written after the checkpoint are dropped and written again."""
-    from transformer.training import loop
+    from transformer.runs import loop
 
     loop.train(run_config, tmp_path / "whole")
     device_put, calls = jax.device_put, []
@@ -246,8 +246,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(run_config, tmp_path, mon
 
 
 def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp_path):
-    from transformer.evaluation.evaluate import load_trained
-    from transformer.training.loop import train
+    from transformer.runs.evaluate import load_trained
+    from transformer.runs.loop import train
 
     train(run_config, tmp_path / "run")
     for fields, message in [
@@ -264,8 +264,8 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp
 def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
     import shutil
 
-    from transformer.evaluation.evaluate import load_trained
-    from transformer.training.loop import train
+    from transformer.runs.evaluate import load_trained
+    from transformer.runs.loop import train
 
     train(run_config, tmp_path / "whole")
     step = Path("checkpoints") / "12"
@@ -295,7 +295,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
 def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(
     run_config, tmp_path
 ):
-    from transformer.training import rundir
+    from transformer.runs import rundir
 
     with use(make_mesh(run_config.mesh)) as mesh:
         from transformer.data.pipeline import open_data
@@ -312,9 +312,9 @@ def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(
 
 
 def test_the_mean_of_checkpoints(run_config, tmp_path):
-    from transformer.evaluation.evaluate import load_trained
-    from transformer.training.checkpoint import Checkpoints
-    from transformer.training.loop import train
+    from transformer.runs.checkpoint import Checkpoints
+    from transformer.runs.evaluate import load_trained
+    from transformer.runs.loop import train
 
     config = dataclasses.replace(
         run_config,
@@ -339,7 +339,7 @@ def test_the_mean_of_checkpoints(run_config, tmp_path):
 
 
 def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
-    from transformer.training.loop import train
+    from transformer.runs.loop import train
 
     wild = dataclasses.replace(
         run_config,
@@ -353,7 +353,7 @@ def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
 
 
 def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
-    from transformer.training.metrics import read_metrics
+    from transformer.runs.metrics import read_metrics
 
     good = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
     lines = [
@@ -375,7 +375,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
     run_config, tmp_path, monkeypatch
 ):
     from transformer import files
-    from transformer.training.loop import train
+    from transformer.runs.loop import train
 
     monkeypatch.setattr(
         files.shutil,
@@ -427,7 +427,7 @@ def test_what_is_no_ordinary_file_is_written_to(tmp_path):
 
 def test_a_mended_start_leaves_no_other_tokenizer(run_config, tmp_path):
     from transformer.data.pipeline import open_data
-    from transformer.training import rundir
+    from transformer.runs import rundir
 
     (tmp_path / "tokenizer.json").write_text("{}")
     with use(make_mesh(run_config.mesh)) as mesh:

@@ -12,11 +12,12 @@ import pytest
 from conftest import sized
 
 from transformer.config import Experiment, MeshConfig, ModelConfig
-from transformer.config_io import from_mapping
 from transformer.errors import UserError
+from transformer.mapping import from_mapping
 from transformer.model.network import build_model
-from transformer.parallel.mesh import arrange, check_memory, check_rows, make_mesh, use
+from transformer.parallel.mesh import arrange, check_memory, make_mesh, use
 from transformer.parallel.sharding import RULES, describe, shardings, unbox
+from transformer.runs.fits import check_rows
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, relayout
 

@@ -11,9 +11,9 @@ import pytest
 from conftest import sized
 
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
-from transformer.config_io import from_mapping
 from transformer.data.batching import assemble
-from transformer.data.objectives import Segment
+from transformer.data.objectives.base import Segment
+from transformer.mapping import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.optimizer import build_optimizer, schedule

@@ -18,6 +18,9 @@ from flax.core import FrozenDict
 
 from transformer.errors import UserError, look_up, nearest
 
+Choice = str | FrozenDict
+"""A name, or a mapping with a `name` and the options of what it names."""
+
 
 def one_of(field: str, value, names) -> None:
     """`value` is one of `names`."""

@@ -20,12 +20,13 @@ class Registry(Mapping[str, type]):
         self._is_loaded = False
 
     def register(self, name: str) -> Callable[[type], type]:
-        """Class decorator that gives a class its name. Raises ValueError if the name is taken."""
+        """Class decorator that gives a class its `name`. Raises ValueError if the name is taken."""
 
         def add(cls: type) -> type:
             known = self._classes.setdefault(name, cls)
             if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
                 raise ValueError(f"{self._field}: {name!r} is {known.__module__}.{known.__name__}")
+            cls.name = name
             return cls
 
         return add

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from transformer.errors import UserError, nearest
-from transformer.evaluation.units import higher_is_better
+from transformer.units import higher_is_better
 
 Changes = Mapping[str, object]
 """Dotted field of an experiment -> its value."""

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from transformer.config import TrainConfig
-from transformer.training.checkpoint import Checkpoints, size
-from transformer.training.checkpoint_record import describe
+from transformer.runs.checkpoint import Checkpoints, size
+from transformer.runs.checkpoint_record import describe
 from transformer.training.state import TrainState
 
 

@@ -15,7 +15,7 @@ def one(depth: int, scan: bool) -> None:
     import jax.numpy as jnp
 
     from transformer.config import Experiment
-    from transformer.config_io import from_mapping
+    from transformer.mapping import from_mapping
     from transformer.model.network import build_model
     from transformer.parallel.mesh import make_mesh, use
     from transformer.training.optimizer import build_optimizer

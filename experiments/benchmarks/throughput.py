@@ -49,7 +49,7 @@ def jax_side(case: str) -> None:
     import numpy as np
 
     from transformer.config import Experiment
-    from transformer.config_io import from_mapping
+    from transformer.mapping import from_mapping
     from transformer.model.network import build_model
     from transformer.parallel.mesh import make_mesh, use
     from transformer.training.optimizer import build_optimizer

@@ -40,8 +40,8 @@ def main():
     from jax.sharding import PartitionSpec as P
 
     from transformer.config import Experiment, MeshConfig
-    from transformer.config_io import from_mapping
     from transformer.lab.together import make_step, over_devices
+    from transformer.mapping import from_mapping
     from transformer.model.network import build_model
     from transformer.parallel.mesh import make_mesh, start, use
     from transformer.training.optimizer import build_optimizer

@@ -2,7 +2,7 @@
 on Length Generalization in Transformers".
 
 The papers: with a causal mask yes, since a token sees how many stand before it; without one attention is a sum over a set, and the model is blind
-to order. Here: how far a prediction moves when all other tokens of the row are put in another order (`order`, evaluation/kinds.py).
+to order. Here: how far a prediction moves when all other tokens of the row are put in another order (`order`, evaluation/evaluators/order.py).
 
     python -m transformer sweep --config=experiments/findings/kazemnejad_2023.py --workdir=runs/kazemnejad_2023
     python -m transformer compare runs/kazemnejad_2023

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 
 from transformer.config import Experiment
-from transformer.config_io import from_mapping
+from transformer.mapping import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.training.checkpoint import Checkpoints
-from transformer.training.checkpoint_record import Damaged
-from transformer.training.loop import train
+from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.checkpoint_record import Damaged
+from transformer.runs.loop import train
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 

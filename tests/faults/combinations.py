@@ -17,16 +17,16 @@ import jax
 import numpy as np
 
 from transformer.config import Experiment
-from transformer.config_io import from_mapping
 from transformer.errors import UserError
-from transformer.evaluation.evaluate import load_trained
+from transformer.mapping import from_mapping
 from transformer.model.config import ModelConfig
 from transformer.model.network import build_model
 from transformer.model.placements import PLACEMENTS
 from transformer.model.positions import SCHEMES
 from transformer.parallel.mesh import make_mesh, use
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
+from transformer.runs.evaluate import load_trained
+from transformer.runs.loop import train
+from transformer.runs.metrics import read_metrics
 
 SIZES = {"vocab_size": 480, "d_model": 16, "d_ff": 24, "num_heads": 4, "max_length": 16}
 

@@ -16,9 +16,10 @@ from faults.combinations import OPTIONS
 from faults.property import right_or_one_line
 
 from transformer.config import Choice, Experiment
-from transformer.config_io import apply_overrides, from_mapping, load_experiment, to_mapping
+from transformer.config_io import load_experiment
 from transformer.errors import UserError
-from transformer.training.rundir import flat
+from transformer.mapping import apply_overrides, from_mapping, to_mapping
+from transformer.runs.rundir import flat
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 

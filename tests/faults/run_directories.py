@@ -13,15 +13,16 @@ from pathlib import Path
 
 from faults.property import right_or_one_line
 
-from transformer.config_io import apply_overrides, load_experiment, to_mapping
+from transformer.config_io import load_experiment
 from transformer.data.pipeline import open_data
 from transformer.data.tokenizer import find_tokenizer, load_tokenizer
-from transformer.evaluation.evaluate import _check_text, load_trained
 from transformer.lab import report, results, verdict
+from transformer.mapping import apply_overrides, to_mapping
 from transformer.parallel.mesh import start, use
-from transformer.training import rundir
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
+from transformer.runs import rundir
+from transformer.runs.evaluate import _check_text, load_trained
+from transformer.runs.loop import train
+from transformer.runs.metrics import read_metrics
 
 SMOKE = Path(__file__).parent.parent.parent / "experiments" / "smoke.py"
 

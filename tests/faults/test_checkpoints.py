@@ -15,16 +15,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer.config import Experiment, MeshConfig
-from transformer.config_io import from_mapping
 from transformer.errors import UserError
+from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh
-from transformer.training import checkpoint
-from transformer.training import fingerprint as fingerprint_module
-from transformer.training.checkpoint import Checkpoints
-from transformer.training.checkpoint_record import Damaged, Record
-from transformer.training.fingerprint import fingerprints
-from transformer.training.loop import train
-from transformer.training.metrics import read_metrics
+from transformer.runs import checkpoint
+from transformer.runs import fingerprint as fingerprint_module
+from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.checkpoint_record import Damaged, Record
+from transformer.runs.fingerprint import fingerprints
+from transformer.runs.loop import train
+from transformer.runs.metrics import read_metrics
 from transformer.training.state import layout
 
 

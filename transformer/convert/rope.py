@@ -4,9 +4,10 @@ the fields of the time before it."""
 from collections.abc import Mapping
 from typing import Any
 
+from transformer.checks import Choice
 from transformer.convert.fields import Field, Fields, needed, optional, positive
 from transformer.errors import UserError
-from transformer.model.config import Choice, ModelConfig
+from transformer.model.config import ModelConfig
 
 FIELDS = {
     "rope_parameters": Field(None, dict, nullable=True),

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 import grain
 import numpy as np
 
-from transformer.data.objectives import Rows, Segment
+from transformer.checks import LARGEST
+from transformer.data.objectives.base import Rows, Segment
 
 Batch = dict[str, np.ndarray]
 
@@ -35,7 +36,6 @@ class Batches:
         batch_size: int,
         buckets: Sequence[int] = (),
         seed: int | None,
-        steps: int | None = None,
         share: Callable[[int], np.ndarray] = np.arange,
     ):
         """`share`: of a batch of so many rows, the numbers of those that this process is to build."""
@@ -52,11 +52,11 @@ class Batches:
             np.arange(len(counts)), counts
         )  # the bucket of each batch of an epoch
         self.per_epoch = len(self._order)
-        self._steps = steps if steps is not None else self.per_epoch
+        self._count = self.per_epoch if seed is None else LARGEST  # training begins anew
         self._epoch: tuple[int, list[tuple[int, np.ndarray]]] | None = None
 
     def __len__(self) -> int:
-        return self._steps
+        return self._count
 
     def __getitem__(self, step: int) -> Batch:
         epoch, index = divmod(step, self.per_epoch)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer.config import Experiment
 from transformer.data.batching import Batches
-from transformer.data.objectives import Objective
+from transformer.data.config import Task
+from transformer.data.objectives.base import Objective
 from transformer.data.store import Store, open_store
 from transformer.data.tokenizer import Tokenizer
 from transformer.errors import UserError
@@ -20,7 +20,7 @@ from transformer.model.special_tokens import as_tuple
 class Data:
     """All that a run reads."""
 
-    config: Experiment
+    config: Task
     objective: Objective
     store: Store
 
@@ -34,7 +34,7 @@ class Data:
         rows = self.objective.rows(self.store, part, self.config)
         batches = Batches(
             rows, length=data.length, decoder_length=data.decoder_length, batch_size=data.batch_size, buckets=data.buckets,
-            seed=self.config.seed if train else None, steps=self.config.train.steps if train else None, share=share,
+            seed=self.config.seed if train else None, share=share,
         )  # fmt: skip
         if not batches.per_epoch:
             why = "; ".join(f"{count:,} {what}" for what, count in batches.report.items())
@@ -72,24 +72,22 @@ def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
             )
 
 
-def open_data(config: Experiment, tokenizer: Path | None = None) -> Data:
+def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     """Fetches, splits, tokenises what is not there yet. With `tokenizer`, that of an existing run: the text is tokenised
     by that one, even if training anew (by another version of SentencePiece, say) would give another."""
-    objective, its = config.objective, config.data.tokenizer
+    its = config.data.tokenizer
     if tokenizer is not None and (
         its.path or its.eos_id >= 0
     ):  # a given one, of which the run has its copy
         its = its.at(tokenizer)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=its))
-    store = open_store(config.data, config.model.vocab_size, objective)
+    store = open_store(config.data, config.model.vocab_size)
     if tokenizer is not None and store.tokenizer.content != tokenizer.read_bytes():
         own = config.data.tokenizer.at(tokenizer)
-        store = open_store(
-            dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size, objective
-        )
+        store = open_store(dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size)
     check_special_tokens(config.model, store.tokenizer)
     if store.classes and len(store.classes) != config.model.num_labels:
         raise UserError(
             f"model.num_labels: {config.model.num_labels}, but the text has {len(store.classes)}: {', '.join(store.classes[:8])}"
         )
-    return Data(config, objective, store)
+    return Data(config, config.data.chosen, store)

@@ -17,10 +17,8 @@ from pathlib import Path
 import numpy as np
 from etils import epath
 
-from transformer.config import DataConfig
-from transformer.config_io import to_mapping
 from transformer.data import corpora, sources, split
-from transformer.data.objectives import Objective
+from transformer.data.config import DataConfig
 from transformer.data.sources import Example
 from transformer.data.tokenizer import (
     Tokenizer,
@@ -31,6 +29,7 @@ from transformer.data.tokenizer import (
 )
 from transformer.errors import UserError
 from transformer.files import disk_faults
+from transformer.mapping import to_mapping
 
 VERSION = 4
 """A part of every key. Raise it with a change of the code after which the same config and the same
@@ -99,13 +98,14 @@ class Store:
             return [tuple(json.loads(line)) for line in lines]
 
 
-def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Store:
+def open_store(config: DataConfig, vocab_size: int) -> Store:
     """The store of a config, made if it is not there yet: split, train the tokenizer, tokenise. Of `vocab_size` ids the tokenizer
     gets those that the objective leaves."""
     if not config.corpus and not config.train:
         raise UserError(
             "data.corpus or data.train: name one of them (python -m transformer data lists the corpora)"
         )
+    objective = config.chosen
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
     inputs["tokenizer"] = {
@@ -127,11 +127,11 @@ def open_store(config: DataConfig, vocab_size: int, objective: Objective) -> Sto
         with disk_faults(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "store"
             made.mkdir()
-            _make(made, text, config, vocab_size, objective)
+            _make(made, text, config, vocab_size)
             if not folder.exists():  # another process may have been faster
                 made.rename(folder)  # whole or not at all
     tokenizer = load_tokenizer(find_tokenizer(folder), config.tokenizer)
-    _check_size(tokenizer, config, vocab_size, objective)
+    _check_size(tokenizer, config, vocab_size)
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
@@ -237,12 +237,10 @@ def _modified(file: epath.Path) -> float:
     return os.stat(file).st_mtime_ns if os.path.exists(file) else file.stat().mtime
 
 
-def _make(
-    folder: Path, text: _Text, config: DataConfig, vocab_size: int, objective: Objective
-) -> None:
+def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
     if config.tokenizer.path:
         tokenizer = load_tokenizer(config.tokenizer.path, config.tokenizer)
-        _check_size(tokenizer, config, vocab_size, objective)
+        _check_size(tokenizer, config, vocab_size)
     else:
         for sign in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
             if getattr(config.tokenizer, sign) >= 0:
@@ -250,7 +248,7 @@ def _make(
                     f"data.tokenizer.{sign}: of a given tokenizer; set data.tokenizer.path, or leave it at -1"
                 )
         texts = itertools.chain.from_iterable(example[: text.sides] for example in text.train())
-        tokenizer = train_tokenizer(config.tokenizer, vocab_size, texts, objective.reserved)
+        tokenizer = train_tokenizer(config.tokenizer, vocab_size, texts, config.chosen.reserved)
     (folder / tokenizer.name).write_bytes(tokenizer.content)
     meta = {"tokenizer_sha256": tokenizer.sha256, "overlap": text.overlap()}
     if len(text.columns) > text.sides:
@@ -262,10 +260,8 @@ def _make(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def _check_size(
-    tokenizer: Tokenizer, config: DataConfig, vocab_size: int, objective: Objective
-) -> None:
-    needed = tokenizer.vocab_size + objective.adds(tokenizer)
+def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
+    needed = tokenizer.vocab_size + config.chosen.adds(tokenizer)
     if needed > vocab_size:
         raise UserError(
             f"model.vocab_size: {vocab_size}, but the {tokenizer.vocab_size} pieces of {config.tokenizer.path} "

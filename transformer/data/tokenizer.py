@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from transformer.config import TokenizerConfig
+from transformer.data.config import TokenizerConfig
 from transformer.data.paths import as_path
 from transformer.errors import UserError
 

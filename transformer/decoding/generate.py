@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from transformer.config import DecodingConfig, Experiment
-from transformer.config_io import to_mapping
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.beam import beam_search
+from transformer.decoding.config import DecodingConfig, DecodingTask
 from transformer.decoding.sampling import sample
 from transformer.errors import UserError
+from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 
 
@@ -24,7 +24,7 @@ from transformer.model.network import build_model
 class Generator:
     """A trained model that answers. `cut` counts inputs that were longer than the model can read, and were cut."""
 
-    config: Experiment
+    config: DecodingTask
     params: Any
     tokenizer: Tokenizer | None
     cut: int = 0

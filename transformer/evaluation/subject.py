@@ -12,13 +12,12 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from transformer.config import Experiment
 from transformer.data.pipeline import Data
 from transformer.model.network import build_model
-from transformer.parallel.context import arrange, order_of
 from transformer.parallel.sharding import Share
+from transformer.training import outputs
+from transformer.training.config import TrainTask
 from transformer.training.loss import auto_chunks
-from transformer.training.step import outputs
 
 Found = Iterator[tuple[str, float]]
 """Names and numbers."""
@@ -39,7 +38,7 @@ class At:
 class Subject:
     """A model and a part of its text, on a mesh. What is compiled to measure it is kept for the next time."""
 
-    config: Experiment
+    config: TrainTask
     data: Data | None  # None: what is measured is given
     part: str
     mesh: Mesh
@@ -60,7 +59,7 @@ class Subject:
         """The first of its text."""
         return self.share.place(self.data.batches(self.part, self.share.rows)[0])
 
-    def changed(self, config: Experiment) -> "Subject":
+    def changed(self, config: TrainTask) -> "Subject":
         """The same text read by another config."""
         if config not in self.programs:
             self.programs[config] = dataclasses.replace(
@@ -75,12 +74,11 @@ class Subject:
         return self.programs[name]
 
     def watch(self, params, batch: Mapping[str, jax.Array], *what: str):
-        """(what the head is applied to, the head), what the model tells of its inside (model/watch.py), and the batch as it read it. Of a batch
-        that asks for labels beside tokens, the tokens' head."""
-        order = order_of(self.config.model, self.mesh)
-        batch = arrange(dict(batch), order, self.mesh)
-        found, told = outputs(self.model, params, batch, order, watch=what)
-        return found[0] if {"targets", "labels"} <= batch.keys() else found, told, batch
+        """(what the token head reads, the head), what the model tells of its inside
+        (model/watch.py), and the batch in the order in which the model read it."""
+        given = (self.model, params, batch, self.config, self.mesh)
+        found, batch, told = outputs.apply(*given, watch=what)
+        return (found.hidden_BxTxE, found.head), told, batch
 
     def in_chunks(self, function: Callable, *arrays_BxT: jax.Array):
         """function(*arrays) of [B, T, ...], which gives [B, T], some tokens at a time: so logits of all are never held at once."""

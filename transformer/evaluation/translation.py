@@ -1,13 +1,10 @@
 """sacreBLEU and chrF of translations, on detokenised text, against every reference a source has."""
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import sacrebleu
 
 from transformer.data.sources import Example
-from transformer.evaluation.kinds import BleuByLength
-from transformer.evaluation.subject import At, Found, Subject
 
 
 def group(examples: Sequence[Example]) -> tuple[list[str], list[list[str]]]:
@@ -53,20 +50,3 @@ def translate_and_score(
     sources, references = group(examples)
     hypotheses = generate(sources, lambda done: progress(done, len(sources)))
     return sources, hypotheses, references, *score(hypotheses, references)
-
-
-def bleu_by_length(kind: BleuByLength, subject: Subject, at: At) -> Found:
-    """bleu_by_length/WORDS: BLEU of the sources of so many words (whitespace apart) or more, up to the next; groups of under ten are left
-    out."""
-    if at.translations is None:
-        return
-    group_of = lambda one: (len(one[0].split()) - 1) // kind.words
-    for group_number, members in itertools.groupby(
-        sorted(zip(*at.translations, strict=True), key=group_of), key=group_of
-    ):
-        _, hypotheses, references = zip(*members, strict=True)
-        if len(hypotheses) >= 10:
-            yield (
-                f"bleu_by_length/{group_number * kind.words + 1:03d}",
-                score(hypotheses, references)[0]["bleu"],
-            )

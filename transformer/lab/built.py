@@ -14,13 +14,13 @@ import jax
 import optax
 
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
-from transformer.config_io import to_mapping
-from transformer.evaluation import kinds
+from transformer.evaluation.evaluators import EVALUATORS
+from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.sample import batch_shapes
+from transformer.runs.rundir import WRITTEN_BESIDE, flat
 from transformer.training.optimizer import build_optimizer
-from transformer.training.rundir import WRITTEN_BESIDE, flat
 from transformer.training.state import abstract_state, state_maker
 from transformer.training.step import training_step
 
@@ -71,7 +71,9 @@ def beside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
     }
     kept["data.objective"] = config.objective
     kept["data.target_length"] = config.data.decoder_length
-    kept["train.evaluators"] = sorted(repr(kinds.build(one)) for one in config.train.evaluators)
+    kept["train.evaluators"] = sorted(
+        repr(EVALUATORS.build(one)) for one in config.train.evaluators
+    )
     if config.train.average_checkpoints:
         kept["train.checkpoint_every"] = config.train.checkpoint_every
     for field, value in fields.items():

@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from transformer.evaluation.units import unit
 from transformer.lab.profiles import Profile
 from transformer.lab.results import Arm
 from transformer.lab.statistics import Mean, mean
 from transformer.lab.verdict import Verdict
+from transformer.units import unit
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))

@@ -14,19 +14,19 @@ import jax
 import numpy as np
 
 from transformer.config import Experiment, MeshConfig
-from transformer.config_io import to_mapping
 from transformer.errors import UserError
-from transformer.evaluation.units import of_tokens
 from transformer.lab.built import twins
+from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops
 from transformer.planning.sample import batch_shapes
+from transformer.runs.rundir import flat
 from transformer.sweeps import Sweep
 from transformer.training.optimizer import build_optimizer
-from transformer.training.rundir import flat
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import attention_backends, make_train_step
+from transformer.units import of_tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,10 @@ from transformer.data.objectives.base import Segment, continued, shifted
 from transformer.data.tokenizer import Tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
-from transformer.evaluation.depth import residual_of
-from transformer.evaluation.evaluate import Trained
-from transformer.evaluation.inside import streams
+from transformer.evaluation.inside import residual_of, streams
 from transformer.evaluation.subject import Subject, token_losses
 from transformer.model.layout import flatten, in_layer, part, where
+from transformer.runs.evaluate import Trained
 
 TOP = 5
 """Likely tokens that are told of each place."""

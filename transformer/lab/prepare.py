@@ -12,7 +12,7 @@ from transformer.lab.runner import share_of
 from transformer.lab.study import Study, load_study
 from transformer.parallel.mesh import look_for_no_tpu
 from transformer.parallel.processes import start_processes
-from transformer.training.metrics import columns, human_count
+from transformer.runs.metrics import columns, human_count
 
 
 def study(

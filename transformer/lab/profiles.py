@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from transformer.evaluation.kinds import measures
+from transformer.evaluation.measure import measures
 from transformer.lab.results import Arm, Results, Run
 from transformer.lab.statistics import Mean, mean
 

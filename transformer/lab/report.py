@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformer.evaluation.units import kind, of_tokens, unit
 from transformer.files import write_whole
 from transformer.lab.figures import draw
 from transformer.lab.profiles import Profile, reads
@@ -21,7 +20,8 @@ from transformer.lab.statistics import mean
 from transformer.lab.study import Study, load_study
 from transformer.lab.verdict import Verdict, p_value, signed, spell, validated
 from transformer.parallel.sharding import human_bytes
-from transformer.training.metrics import human_count
+from transformer.runs.metrics import human_count
+from transformer.units import kind, of_tokens, unit
 
 STYLE = """
 :root { color-scheme: light; }

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformer.config import Experiment
-from transformer.config_io import to_mapping
 from transformer.data.store import TEXT_FIELDS
 from transformer.errors import UserError, nearest
-from transformer.evaluation.kinds import measures
-from transformer.evaluation.units import of_tokens
+from transformer.evaluation.measure import measures
 from transformer.files import read_json
 from transformer.lab.guard import asked
 from transformer.lab.study import load_study
+from transformer.mapping import to_mapping
+from transformer.runs.metrics import parse_metrics
+from transformer.runs.rundir import flat, load_config, read_manifest
 from transformer.sweeps import RESERVED, Grid, Point, Sweep
-from transformer.training.metrics import parse_metrics
-from transformer.training.rundir import flat, load_config, read_manifest
+from transformer.units import of_tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ from transformer.errors import UserError, nearest
 from transformer.lab.study import Planned, Status, Study, load_study
 from transformer.lab.together import alike, train_together
 from transformer.parallel.processes import place
-from transformer.training.metrics import columns, human_time
-from transformer.training.recorder import Diverged
+from transformer.runs.metrics import columns, human_time
+from transformer.runs.recorder import Diverged
 
 MOST_PARAMETERS = 100_000_000
 """Runs are trained together as long as they have no more than so many parameters together."""
@@ -214,7 +214,7 @@ def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]
 
 def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int:
     """`work`, on runs that are this process's own."""
-    from transformer.training.loop import heard, train
+    from transformer.runs.loop import heard, train
 
     heard.clear()
     dead: list[Planned] = []

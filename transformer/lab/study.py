@@ -11,13 +11,13 @@ from pathlib import Path
 
 from transformer.claims import Claim
 from transformer.config import Experiment
-from transformer.config_io import from_mapping, to_mapping
 from transformer.errors import UserError
 from transformer.files import read_json, write_whole
 from transformer.lab.guard import Facts
+from transformer.mapping import from_mapping, to_mapping
+from transformer.runs.metrics import read_metrics
+from transformer.runs.rundir import flat
 from transformer.sweeps import Grid, Point, Sweep
-from transformer.training.metrics import read_metrics
-from transformer.training.rundir import flat
 
 
 @dataclasses.dataclass(frozen=True)

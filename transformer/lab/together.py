@@ -18,15 +18,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer.config import Experiment, MeshConfig
-from transformer.config_io import to_mapping
 from transformer.files import disk_faults
+from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import start, use
-from transformer.training.loop import stop_signals
+from transformer.runs.loop import stop_signals
+from transformer.runs.recorder import Diverged
+from transformer.runs.run import Run, begin
+from transformer.runs.rundir import alone, flat
 from transformer.training.optimizer import build_optimizer
-from transformer.training.recorder import Diverged
-from transformer.training.run import Run, begin
-from transformer.training.rundir import alone, flat
 from transformer.training.step import training_step
 
 NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.dropout")
@@ -52,7 +52,7 @@ def alike(config: Experiment) -> str | None:
 
 
 def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> list[int]:
-    """Trains each run in its directory, or goes on with it, as `training.loop.train` does; returns the steps that each has done. One that
+    """Trains each run in its directory, or goes on with it, as `runs.loop.train` does; returns the steps that each has done. One that
     diverges ends, as it would alone, and the others go on. All must stand at one step."""
     config = configs[0]
     if len({alike(c) for c in configs}) > 1 or alike(config) is None:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from transformer.evaluation.units import unit
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
 from transformer.lab.scans import CLOSE, Scan, scans
 from transformer.lab.statistics import Difference, Mean, corrected, difference, mean
+from transformer.units import unit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 
 from flax.core import FrozenDict
 
-from transformer.checks import at_least, in_unit_interval, one_of, plain, positive, strict
+from transformer.checks import Choice, at_least, in_unit_interval, one_of, plain, positive, strict
 from transformer.errors import UserError
 from transformer.model import feed_forward_kinds, positions, special_tokens
 from transformer.model.activations import ACTIVATIONS
@@ -18,9 +18,6 @@ from transformer.model.norms import NORMS, Norm
 from transformer.model.placements import Placement, build_placement
 from transformer.model.pooling import POOLINGS
 from transformer.model.remat import REMAT_POLICIES
-
-Choice = str | FrozenDict
-"""A name, or a mapping with a `name` and the options of what it names."""
 
 MOST_LAYERS = 10_000
 """Each is looked at when a config is built; the deepest published Transformer has 1,000."""
@@ -181,6 +178,11 @@ class ModelConfig:
             "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
         }.items():  # fmt: skip
             one_of(f"model.{field}", getattr(self, field), names)
+
+    @property
+    def derived(self) -> dict:
+        """What d_head and num_kv_heads are where they are not given."""
+        return {"d_head": self.d_model // self.num_heads, "num_kv_heads": self.num_heads}
 
     @property
     def resolved(self) -> dict:

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from transformer.checks import Choice
 from transformer.model import pipeline, positions
 from transformer.model.cache import Cache, LayerState
-from transformer.model.config import Choice, ModelConfig
+from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
 from transformer.model.feed_forward import FEED_FORWARDS
 from transformer.model.masks import Tokens

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from flax.core import FrozenDict
 
+from transformer.checks import Choice
 from transformer.config import Experiment, MeshConfig
 from transformer.model.attention_backends.base import PAIRS
-from transformer.model.config import Choice, ModelConfig
+from transformer.model.config import ModelConfig
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.step import batch_sums

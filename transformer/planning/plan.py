@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import jax
 
 from transformer.config import Experiment
-from transformer.config_io import to_mapping
 from transformer.errors import UserError
+from transformer.mapping import to_mapping
 from transformer.parallel.sharding import human_bytes
 from transformer.planning.buffers import kept, largest
 from transformer.planning.chips import Topology
@@ -17,7 +17,7 @@ from transformer.planning.kernels import kernel
 from transformer.planning.model_flops import model_flops
 from transformer.planning.programs import PROGRAMS, Compiled, Programs, TooLarge
 from transformer.planning.roofline import Roofline, roofline
-from transformer.training.metrics import human_count, human_time
+from transformer.runs.metrics import human_count, human_time
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,10 +23,11 @@ from transformer.decoding.prefill import advance, prefill
 from transformer.errors import UserError
 from transformer.model.attention_backends import record
 from transformer.model.network import build_model
-from transformer.parallel.mesh import check_rows, make_mesh, use
+from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.chips import Topology
 from transformer.planning.hlo import Program
 from transformer.planning.sample import batch_shapes
+from transformer.runs.fits import check_rows
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import TrainState, abstract_state
 from transformer.training.step import make_eval_step, make_train_step

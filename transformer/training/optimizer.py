@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from transformer.checks import is_zero
-from transformer.config import OptimizerConfig
+from transformer.training.config import OptimizerConfig
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

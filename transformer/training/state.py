@@ -10,10 +10,11 @@ from flax import linen as nn
 from flax import struct
 from jax.sharding import Mesh
 
-from transformer.config import Experiment, ModelConfig
 from transformer.errors import UserError
+from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, part, where
 from transformer.parallel.sharding import path_name, shardings, unbox
+from transformer.training.config import TrainTask
 
 
 @struct.dataclass
@@ -31,13 +32,13 @@ class TrainState:
         return self.params if self.ema is None else self.ema
 
 
-def example_inputs(config: Experiment) -> tuple[jax.ShapeDtypeStruct, ...]:
+def example_inputs(config: TrainTask) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Token arrays of the shape the model is initialised with."""
     tokens = jax.ShapeDtypeStruct((1, min(8, config.model.max_length)), jnp.int32)
     return (tokens,) * (2 if config.model.two_sides else 1)
 
 
-def state_maker(config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation):
+def state_maker(config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation):
     """key -> TrainState with logical names on every parameter."""
 
     def make(key):
@@ -50,7 +51,7 @@ def state_maker(config: Experiment, model: nn.Module, optimizer: optax.GradientT
 
 
 def abstract_state(
-    config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, TrainState]:
     """(shapes with shardings, shardings): what a checkpoint is restored into, nothing allocated."""
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
@@ -101,7 +102,7 @@ _STACK = re.compile(r"(.*?)((?:(?:encoder|decoder)/layers.*)?)")
 
 
 def init_state(
-    config: Experiment,
+    config: TrainTask,
     model: nn.Module,
     optimizer: optax.GradientTransformation,
     placed: TrainState,

@@ -4,7 +4,7 @@ The loss is the sum over tokens divided by the sum of weights over the global ba
 or devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,81 +12,40 @@ import optax
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 
-from transformer.config import Experiment
+from transformer.data.objectives.base import Loss, Objective
 from transformer.model.attention_backends import record
-from transformer.parallel.context import arrange, order_of
 from transformer.parallel.sharding import BATCH
-from transformer.training.loss import RouterSums, Sums, auto_chunks, cross_entropy, label_sums
+from transformer.training import outputs
+from transformer.training.config import TrainTask
+from transformer.training.loss import RouterSums
 from transformer.training.state import TrainState
-
-
-def asked(batch: dict) -> tuple[str, ...]:
-    """What a batch asks for: tokens, labels, or both."""
-    return tuple(name for name in ("targets", "labels") if name in batch)
-
-
-def outputs(
-    model: nn.Module, params, batch: dict, order: str, dropout_key=None, watch: Sequence[str] = ()
-):
-    """(what the model makes of a batch whose tokens stand in that order: (features, head), labels' logits, or both; the collections of
-    `watch`, where it sowed something)."""
-    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
-    given["deterministic"] = dropout_key is None
-    tokens = (batch["inputs"],)
-    if "source" in batch:
-        tokens = (batch["source"], batch["inputs"])
-        given |= {
-            "source_positions": batch["source_positions"],
-            "source_segment_ids": batch["source_segments"],
-        }
-        given["source_order"] = "rows"
-    if "prefix" in batch:
-        given["prefix_mask"] = batch["prefix"]
-    if "token_types" in batch:
-        given["token_types"] = batch["token_types"]
-    rngs = None if dropout_key is None else {"dropout": dropout_key}
-    method = {("targets",): "features", ("labels",): "classify", ("targets", "labels"): "both"}[
-        asked(batch)
-    ]
-    return model.apply(
-        {"params": params}, *tokens, **given, rngs=rngs, method=method, mutable=list(watch)
-    )
 
 
 def batch_sums(
     model: nn.Module,
     params,
     batch: dict,
-    config: Experiment,
+    config: TrainTask,
     mesh: Mesh,
     *,
     dropout_key=None,
     smoothing=0.0,
     z_loss=0.0,
-) -> dict[str, Sums | RouterSums]:
-    """The loss's sums over one batch (fields as in `data.batching`) for each thing it asks for: tokens, labels, or both; and
-    for the routers of experts, while training."""
-    asks, order = asked(batch), order_of(config.model, mesh)
-    batch = arrange(batch, order, mesh)
-    found, sown = outputs(
-        model, params, batch, order, dropout_key, ("losses",) if dropout_key is not None else ()
-    )
-    features, logits = found if len(asks) == 2 else (found, found)
-    sums = {}
-    if "targets" in asks:
-        chunks = auto_chunks(*batch["targets"].shape, config.model.vocab_size, mesh)
-        sums["tokens"] = cross_entropy(
-            *features, batch["targets"], batch["weights"], smoothing, z_loss, chunks
-        )
-    if "labels" in asks:
-        sums["labels"] = label_sums(logits, batch["labels"], batch["label_weights"], smoothing)
+) -> dict[str, Loss]:
+    """The losses of one batch (fields as in `data.batching`), as the objective defines them; and,
+    in training, what the routers of experts add."""
+    watch = ("losses",) if dropout_key is not None else ()
+    found, batch, sown = outputs.apply(
+        model, params, batch, config, mesh, dropout_key=dropout_key, smoothing=smoothing, z_loss=z_loss, watch=watch
+    )  # fmt: skip
+    sums = config.objective.losses(found, batch)
     if sown:
-        sums["router"] = RouterSums.of(sown["losses"], _weights(batch)["router"])
+        sums["router"] = RouterSums.of(sown["losses"], _routed(batch))
     return sums
 
 
 def attention_backends(
-    config: Experiment, model: nn.Module, params, batch: dict, mesh: Mesh
+    config: TrainTask, model: nn.Module, params, batch: dict, mesh: Mesh
 ) -> dict[str, str]:
     """Which inner attention a training step on such a batch runs on, and why not on another one that was wanted (or "")."""
     key = jax.random.key(0)
@@ -99,16 +58,19 @@ def attention_backends(
     return found
 
 
-def _weights(batch: dict) -> dict[str, jax.Array]:
-    """How much is asked for, of each thing."""
-    names = {"tokens": "weights", "labels": "label_weights"}
-    total = {name: jnp.sum(batch[field]) for name, field in names.items() if field in batch}
-    total["router"] = jnp.sum(batch["segments"] > 0).astype(jnp.float32)
-    return {name: jnp.maximum(weight, 1.0) for name, weight in total.items()}
+def _routed(batch: dict) -> jax.Array:
+    """How many tokens the routers of experts send somewhere."""
+    return jnp.maximum(jnp.sum(batch["segments"] > 0).astype(jnp.float32), 1.0)
+
+
+def _weights(objective: Objective, batch: dict) -> dict[str, jax.Array]:
+    """What each loss of the global batch is divided by."""
+    own = {name: jnp.maximum(weight, 1.0) for name, weight in objective.weights(batch).items()}
+    return own | {"router": _routed(batch)}
 
 
 def make_train_step(
-    config: Experiment,
+    config: TrainTask,
     model: nn.Module,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
@@ -122,12 +84,12 @@ def make_train_step(
 
 
 def training_step(
-    config: Experiment, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> Callable:
     """(state, batch) -> (state, metrics)."""
     train, count = config.train, config.train.accumulate
 
-    def gradients(params, batch, key, weights) -> tuple[dict[str, Sums], dict]:
+    def gradients(params, batch, key, weights) -> tuple[dict[str, Loss], dict]:
         def loss(params):
             sums = batch_sums(
                 model, params, batch, config, mesh, dropout_key=key, smoothing=train.label_smoothing, z_loss=train.z_loss
@@ -140,7 +102,7 @@ def training_step(
     def step(state: TrainState, batch):
         key, weights = (
             jax.random.fold_in(jax.random.key(config.seed + 1), state.step),
-            _weights(batch),
+            _weights(config.objective, batch),
         )
         if count == 1:
             sums, grads = gradients(state.params, batch, key, weights)
@@ -181,12 +143,12 @@ def training_step(
     return step
 
 
-def main_thing(sums: dict[str, Sums]) -> str:
+def main_thing(sums: dict[str, Loss]) -> str:
     """What a run is first of all judged by: tokens, where it is asked for any."""
     return "tokens" if "tokens" in sums else "labels"
 
 
-def means(sums: dict[str, Sums]) -> dict:
+def means(sums: dict[str, Loss]) -> dict:
     """loss and accuracy of the main thing asked for; `labels_loss` and `labels_accuracy` where labels are asked for beside it; what
     routers of experts report, as `router_balance` and so on."""
     main = main_thing(sums)
@@ -197,7 +159,7 @@ def means(sums: dict[str, Sums]) -> dict:
     }
 
 
-def make_eval_step(config: Experiment, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
+def make_eval_step(config: TrainTask, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
     """jit(params, batch) -> Sums of each thing asked for, without smoothing or z-loss."""
     rows = NamedSharding(mesh, BATCH)
     return jax.jit(

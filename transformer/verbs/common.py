@@ -17,8 +17,8 @@ def folder(text: str) -> Path:
 def open_run(args, overrides):
     """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more; of several processes, the run's."""
     from transformer.config import Experiment, MeshConfig
-    from transformer.config_io import apply_overrides
-    from transformer.training.rundir import converted, load_config
+    from transformer.mapping import apply_overrides
+    from transformer.runs.rundir import converted, load_config
 
     free = {"decoding", "mesh", "platform", "seed"} | (
         {"data"} if converted(args.workdir) else set()

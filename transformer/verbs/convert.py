@@ -44,7 +44,7 @@ def arguments(parser) -> None:
 def run(args, overrides) -> int:
     if args.source is None:
         config, mesh = open_run(args, overrides)
-        from transformer.training.exchange import to_hf
+        from transformer.runs.exchange import to_hf
 
         to_hf(args.workdir, args.to, config, mesh, args.family)
         print(
@@ -62,7 +62,7 @@ def run(args, overrides) -> int:
     start_jax()
     from transformer.data.tokenizer import find_tokenizer
     from transformer.parallel.processes import start_processes
-    from transformer.training.exchange import from_hf
+    from transformer.runs.exchange import from_hf
 
     if start_processes():
         raise UserError("convert: several processes cannot do it; start one")

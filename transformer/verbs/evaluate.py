@@ -16,9 +16,9 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    from transformer.evaluation.evaluate import evaluate, load_trained
     from transformer.parallel.mesh import use
     from transformer.parallel.processes import is_first
+    from transformer.runs.evaluate import evaluate, load_trained
 
     config, mesh = open_run(args, overrides)
     with use(mesh):
@@ -35,8 +35,8 @@ def run(args, overrides) -> int:
 
 def evaluate_run(workdir: Path) -> None:
     """What `evaluate --workdir=DIR` does."""
-    from transformer.evaluation.evaluate import evaluate, load_trained
     from transformer.parallel.mesh import use
+    from transformer.runs.evaluate import evaluate, load_trained
 
     config, mesh = open_run(argparse.Namespace(workdir=workdir, verb="evaluate"), {})
     with use(mesh):

@@ -34,9 +34,9 @@ def arguments(parser) -> None:
 
 def run(args, overrides) -> int:
     from transformer.decoding.generate import Generator
-    from transformer.evaluation.evaluate import load_trained
     from transformer.parallel.mesh import use
     from transformer.parallel.processes import is_first
+    from transformer.runs.evaluate import load_trained
 
     config, mesh = open_run(args, overrides)
     if args.interactive and args.input != "-":

@@ -36,9 +36,9 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    from transformer.evaluation.evaluate import load_trained
     from transformer.lab import inside, inspect_page
     from transformer.parallel.mesh import use
+    from transformer.runs.evaluate import load_trained
 
     config, mesh = open_run(args, overrides)
     output = args.output or args.workdir / "inspect.html"

@@ -32,7 +32,7 @@ def run(args, overrides) -> int:
 
     config = load_experiment(args.config, overrides)
     start_jax()
-    from transformer.training.loop import train
+    from transformer.runs.loop import train
 
     done = train(config, args.workdir)
     if done < config.train.steps:

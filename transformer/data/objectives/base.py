@@ -6,17 +6,22 @@ rows to batches, is the same for all.
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from transformer.config import Experiment
-    from transformer.data.store import Store, Texts
-    from transformer.data.tokenizer import Tokenizer
+from transformer.data.config import Task
+from transformer.data.objectives import OBJECTIVES
+from transformer.data.store import Store, Texts
+from transformer.data.tokenizer import Tokenizer
 
-OBJECTIVES: dict[str, type["Objective"]] = {}
+register = OBJECTIVES.register
+
+Batch = Mapping[str, jax.Array]
+"""The fields of data/batching.py."""
 
 Draw = Callable[[], np.random.Generator]
 """Gives a row its random numbers: a function of (seed, epoch, row) in training, of the row alone in evaluation."""
@@ -61,6 +66,33 @@ class Rows(Protocol):
     def segments(self, row: int, draw: Draw) -> Sequence[Segment]: ...
 
 
+class Loss(Protocol):
+    """The sums of one loss over a batch (training/loss.py has those of cross-entropy)."""
+
+    loss: jax.Array  # float32[], what is minimized
+    weight: jax.Array  # float32[]
+
+    def means(self) -> dict[str, jax.Array]:
+        """What is reported, per unit of weight."""
+        ...
+
+
+class Outputs(Protocol):
+    """What the model makes of a batch (training/outputs.py)."""
+
+    hidden_BxTxE: jax.Array | None  # what the token head reads; None where no token is predicted
+    head: Callable[[jax.Array], jax.Array] | None  # [..., E] -> logits [..., V]
+    label_logits: jax.Array | None  # [B, C] or [B, T, C]; None where no label is predicted
+
+    def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> Loss:
+        """Cross-entropy of tokens, with `train.label_smoothing` and `train.z_loss` in training."""
+        ...
+
+    def label_loss(self, labels: jax.Array, weights: jax.Array) -> Loss:
+        """Cross-entropy of classes, with `train.label_smoothing` in training."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What the model is asked to learn. Fields are the options that a config may set: `dict(name="masked_lm", rate=0.3)`."""
@@ -81,38 +113,54 @@ class Objective:
     writes: ClassVar[bool] = True  # the model can be asked for text
 
     @property
+    def predicts(self) -> tuple[str, ...]:
+        """What the model predicts: "tokens", "labels" or both. These are the heads that are run."""
+        return ("labels",) if self.columns[-1] in ("label", "tags") else ("tokens",)
+
+    @property
     def asks_for_tokens(self) -> bool:
         """And not for classes alone."""
-        return self.columns[-1] not in ("label", "tags")
+        return "tokens" in self.predicts
 
     @property
     def reserved(self) -> int:
         """How many ids, behind the tokenizer's pieces, it keeps for signs of its own."""
         return 0
 
-    def adds(self, tokenizer: "Tokenizer") -> int:
+    def adds(self, tokenizer: Tokenizer) -> int:
         """How many of them this tokenizer does not bring."""
         return self.reserved
 
-    def check(self, config: "Experiment") -> str | None:
+    def check(self, task: Task) -> str | None:
         """Why it cannot be learned so, in one line; None if it can."""
         return None
 
-    def rows(self, store: "Store", part: str, config: "Experiment") -> Rows:
+    def rows(self, store: Store, part: str, task: Task) -> Rows:
+        """How the texts of a split stand in rows."""
         raise NotImplementedError
 
+    def losses(self, outputs: Outputs, batch: Batch) -> dict[str, Loss]:
+        """The losses of a batch by name, each a sum. Training minimizes the sum of
+        `loss / weight` over all of them. A run is judged by "tokens" (or by "labels" where there
+        is none): its mean is reported as `loss`, that of another name as `NAME_loss`.
 
-def register(name: str):
-    """Class decorator: gives an objective the name by which a config asks for it."""
+        Cross-entropy of what is predicted, unless an objective says otherwise.
+        """
+        found = {}
+        if "tokens" in self.predicts:
+            found["tokens"] = outputs.token_loss(batch["targets"], batch["weights"])
+        if "labels" in self.predicts:
+            found["labels"] = outputs.label_loss(batch["labels"], batch["label_weights"])
+        return found
 
-    def add(cls):
-        OBJECTIVES[name] = cls
-        return cls
+    def weights(self, batch: Batch) -> dict[str, jax.Array]:
+        """What each of `losses` is divided by: its weight in the global batch, float32[]. It
+        depends on the batch alone, so that micro-batches can be divided by the weight of all."""
+        fields = {"tokens": "weights", "labels": "label_weights"}
+        return {name: jnp.sum(batch[fields[name]]) for name in self.predicts}
 
-    return add
 
-
-def parts(texts: "Texts", most: int) -> tuple[np.ndarray, np.ndarray]:
+def parts(texts: Texts, most: int) -> tuple[np.ndarray, np.ndarray]:
     """(starts, stops) of pieces of at most `most` tokens; none reaches over the end of its text."""
     ends = np.asarray(texts.ends)
     counts = -(-texts.lengths // most)

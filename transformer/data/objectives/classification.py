@@ -15,8 +15,8 @@ class _Labels(Objective):
     keeps_whole: ClassVar = True
     writes: ClassVar = False
 
-    def rows(self, store, part, config):
-        return _LabelledRows(store, part, config.data, whole=self.columns[-1] == "label")
+    def rows(self, store, part, task):
+        return _LabelledRows(store, part, task.data, whole=self.columns[-1] == "label")
 
 
 @register("classification")
@@ -26,14 +26,14 @@ class Classification(_Labels):
 
     columns: ClassVar = ("text", "label")
 
-    def check(self, config):
-        if not config.model.num_labels:
+    def check(self, task):
+        if not task.model.num_labels:
             return "asks for labels; set model.num_labels"
-        if config.model.pooling == "none":
+        if task.model.pooling == "none":
             return "asks for one label a text; set model.pooling to cls, mean or last"
-        if config.model.pooling == "cls" and config.model.family == "decoder":
+        if task.model.pooling == "cls" and task.model.family == "decoder":
             return "reads all of a text; the first token of a decoder sees none of it: set model.pooling to last or mean"
-        return _one_text_a_row(config)
+        return _one_text_a_row(task)
 
 
 @register("tagging")
@@ -43,16 +43,16 @@ class Tagging(_Labels):
 
     columns: ClassVar = ("text", "tags")
 
-    def check(self, config):
-        if not config.model.num_labels:
+    def check(self, task):
+        if not task.model.num_labels:
             return "asks for tags; set model.num_labels"
-        if config.model.pooling != "none":
-            return f"asks for a tag a word; model.pooling = {config.model.pooling!r} leaves one a text: set it to none"
-        return _one_text_a_row(config)
+        if task.model.pooling != "none":
+            return f"asks for a tag a word; model.pooling = {task.model.pooling!r} leaves one a text: set it to none"
+        return _one_text_a_row(task)
 
 
-def _one_text_a_row(config) -> str | None:
-    if config.data.packing:
+def _one_text_a_row(task) -> str | None:
+    if task.data.packing:
         return "has one text a row; set data.packing=False (data.buckets saves padding)"
     return None
 

@@ -83,22 +83,22 @@ class _Denoising(Objective):
         first, last = (tokenizer.find(f"<extra_id_{i}>") for i in (0, self.sentinels - 1))
         return first if first is not None and last == first - self.sentinels + 1 else None
 
-    def check(self, config):
-        if problem := needs_prefix(config):
+    def check(self, task):
+        if problem := needs_prefix(task):
             return problem
         if any(not 0 < d.rate < 1 for d in self.denoisers):
             return f"has rate = {self.rate}, which must lie between 0 and 1"
-        size = self.piece(config)
+        size = self.piece(task)
         if size < 2:
-            return f"does not fit into data.length = {config.data.length}; make it longer"
+            return f"does not fit into data.length = {task.data.length}; make it longer"
         spans = max(d.counts(size)[1] for d in self.denoisers)
         if spans > self.sentinels:
             return f"has {self.sentinels} sentinels, but {spans} spans in pieces of {size} tokens; raise sentinels or mean_length"
         return None
 
-    def piece(self, config) -> int:
+    def piece(self, task) -> int:
         """The longest piece that every denoiser can fit into a row."""
-        data, alone = config.data, config.model.family == "decoder"
+        data, alone = task.data, task.model.family == "decoder"
         fits = lambda read, write: (
             read + write <= data.length
             if alone
@@ -109,17 +109,17 @@ class _Denoising(Objective):
             size -= 1
         return size
 
-    def rows(self, store, part, config):
-        return _Pieces(self, store, part, config)
+    def rows(self, store, part, task):
+        return _Pieces(self, store, part, task)
 
 
 class _Pieces:
-    def __init__(self, objective: _Denoising, store, part: str, config):
+    def __init__(self, objective: _Denoising, store, part: str, task):
         self._objective, self._tokenizer, self.report = objective, store.tokenizer, {}
-        self._ids, self._size = store.texts(part, 0).ids, objective.piece(config)
-        self._alone = config.model.family == "decoder"
+        self._ids, self._size = store.texts(part, 0).ids, objective.piece(task)
+        self._alone = task.model.family == "decoder"
         count = len(self._ids) // self._size + (len(self._ids) % self._size >= 2)
-        self.lengths = np.full(count, config.data.length)
+        self.lengths = np.full(count, task.data.length)
 
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         ids = np.asarray(self._ids[row * self._size : (row + 1) * self._size], np.int32)
@@ -153,10 +153,10 @@ class SpanCorruption(_Denoising):
     mean_length: float = 3.0
     sentinels: int = 100
 
-    def check(self, config):
+    def check(self, task):
         if self.mean_length < 1:
             return f"has mean_length = {self.mean_length}; a span has at least 1 token"
-        return super().check(config)
+        return super().check(task)
 
     @property
     def denoisers(self):

@@ -30,8 +30,8 @@ class CausalLM(Objective):
     families: ClassVar = ("decoder",)
     every_token: ClassVar = True
 
-    def rows(self, store, part, config):
-        data = config.data
+    def rows(self, store, part, task):
+        data = task.data
         return _LMRows(
             store, part, data.length, data.packing, 0 if part == "train" else data.eval_overlap
         )
@@ -83,24 +83,24 @@ class PrefixLM(Objective):
     packs: ClassVar = False
     gives_prefix: ClassVar = True
 
-    def check(self, config):
-        return needs_prefix(config)
+    def check(self, task):
+        return needs_prefix(task)
 
-    def rows(self, store, part, config):
-        return _PrefixRows(store, part, config)
+    def rows(self, store, part, task):
+        return _PrefixRows(store, part, task)
 
 
-def needs_prefix(config) -> str | None:
+def needs_prefix(task) -> str | None:
     """Objectives that give a decoder a prefix want a decoder that reads it whole."""
-    if config.model.family == "decoder" and not config.model.prefix_lm:
+    if task.model.family == "decoder" and not task.model.prefix_lm:
         return "gives the decoder a prefix to read whole; set model.prefix_lm=True"
     return None
 
 
 class _PrefixRows:
-    def __init__(self, store, part: str, config):
-        texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, config.data
-        self._ids, self._alone = texts.ids, config.model.family == "decoder"
+    def __init__(self, store, part: str, task):
+        texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, task.data
+        self._ids, self._alone = texts.ids, task.model.family == "decoder"
         most = (
             data.length if self._alone else min(data.length - 1, data.decoder_length)
         )  # an encoder reads eos, too

@@ -30,14 +30,18 @@ class MaskedLM(Objective):
     writes: ClassVar = False
 
     @property
+    def predicts(self):
+        return ("tokens", "labels") if self.next_sentence else ("tokens",)
+
+    @property
     def reserved(self):
         return 1
 
     def adds(self, tokenizer):
         return 0 if tokenizer.mask is not None else 1
 
-    def check(self, config):
-        model = config.model
+    def check(self, task):
+        model = task.model
         if not 0 < self.rate < 1:
             return f"has rate = {self.rate}, which must lie between 0 and 1"
         if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
@@ -48,16 +52,14 @@ class MaskedLM(Objective):
             "cls",
         ):
             return "with next_sentence tells two sentences apart; set model.token_types=2, model.num_labels=2, model.pooling='cls'"
-        if self.next_sentence and config.data.length < 5:
-            return f"with next_sentence needs rows of 5 tokens at least; data.length = {config.data.length}"
-        if self.next_sentence and (config.data.packing or config.data.buckets):
+        if self.next_sentence and task.data.length < 5:
+            return f"with next_sentence needs rows of 5 tokens at least; data.length = {task.data.length}"
+        if self.next_sentence and (task.data.packing or task.data.buckets):
             return "with next_sentence has one pair a row; set data.packing=False and leave out data.buckets"
         return None
 
-    def rows(self, store, part, config):
-        return (_SentencePairs if self.next_sentence else _MaskedRows)(
-            self, store, part, config.data
-        )
+    def rows(self, store, part, task):
+        return (_SentencePairs if self.next_sentence else _MaskedRows)(self, store, part, task.data)
 
     def corrupt(
         self, ids: np.ndarray, tokenizer, generator: np.random.Generator

@@ -32,11 +32,11 @@ class Seq2Seq(Objective):
     keeps_whole: ClassVar = True
     gives_prefix: ClassVar = True
 
-    def rows(self, store, part, config):
+    def rows(self, store, part, task):
         return (
-            _OneRow(store, part, config)
-            if config.model.family == "decoder"
-            else _TwoRows(store, part, config)
+            _OneRow(store, part, task)
+            if task.model.family == "decoder"
+            else _TwoRows(store, part, task)
         )
 
 
@@ -86,9 +86,9 @@ class _Pairs:
 class _TwoRows(_Pairs):
     """The source in an encoder's row, the target in a decoder's."""
 
-    def __init__(self, store, part: str, config):
-        super().__init__(store, part, config.data)
-        self._rooms = self.rooms(config.data)
+    def __init__(self, store, part: str, task):
+        super().__init__(store, part, task.data)
+        self._rooms = self.rooms(task.data)
 
     def sizes(self, source, targets):
         return [source, targets]
@@ -107,9 +107,9 @@ class _TwoRows(_Pairs):
 class _OneRow(_Pairs):
     """The source and the target in one row of a decoder."""
 
-    def __init__(self, store, part: str, config):
-        super().__init__(store, part, config.data)
-        length, self._prefix = config.data.length, config.model.prefix_lm
+    def __init__(self, store, part: str, task):
+        super().__init__(store, part, task.data)
+        length, self._prefix = task.data.length, task.model.prefix_lm
         self._halves = length // 2, length - length // 2
         self._length = length
 

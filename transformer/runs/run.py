@@ -15,23 +15,24 @@ from jax.sharding import Mesh
 
 from transformer.checks import plain
 from transformer.config import Experiment
-from transformer.config_io import to_mapping
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
-from transformer.evaluation.evaluators import measure
 from transformer.evaluation.loss import evaluate_loss
+from transformer.evaluation.measure import measure
 from transformer.evaluation.subject import At, Subject
 from transformer.files import check_room
+from transformer.mapping import to_mapping
 from transformer.model.network import build_model
-from transformer.parallel.mesh import check_batch, check_memory, check_rounds, check_rows
+from transformer.parallel.mesh import check_memory
+from transformer.runs.fits import check_batch, check_rounds, check_rows
 from transformer.parallel.processes import agree, barrier, first_before_the_others, is_first
 from transformer.parallel.sharding import Share, describe
-from transformer.training import rundir
-from transformer.training.checkpoint import Checkpoints, size
-from transformer.training.initialize import check_source, check_tokenizer, start_from
-from transformer.training.metrics import (
+from transformer.runs import rundir
+from transformer.runs.checkpoint import Checkpoints, size
+from transformer.runs.initialize import check_source, check_tokenizer, start_from
+from transformer.runs.metrics import (
     MetricsLog,
     Progress,
     check_wandb,
@@ -40,7 +41,7 @@ from transformer.training.metrics import (
     plot_loss,
 )
 from transformer.training.optimizer import build_optimizer, schedule
-from transformer.training.recorder import Diverged, Recorder
+from transformer.runs.recorder import Diverged, Recorder
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
 from transformer.training.step import attention_backends, make_eval_step, make_train_step
 

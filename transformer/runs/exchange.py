@@ -11,21 +11,21 @@ import jax
 from jax.sharding import Mesh
 
 from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainConfig
-from transformer.config_io import apply_overrides
 from transformer.convert.hf import open_directory, read_params, save_hf
 from transformer.convert.special_tokens import read_id
 from transformer.data.pipeline import check_special_tokens, special_tokens
 from transformer.data.tokenizer import Fast, Pair, Tokenizer, is_sentencepiece, load_tokenizer
 from transformer.errors import UserError
-from transformer.evaluation.evaluate import load_trained
+from transformer.runs.evaluate import load_trained
 from transformer.files import disk_faults, read_json
+from transformer.mapping import apply_overrides
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
 from transformer.model.special_tokens import as_tuple
 from transformer.parallel.mesh import check_memory, start, use
-from transformer.training import rundir
-from transformer.training.checkpoint import Checkpoints
+from transformer.runs import rundir
+from transformer.runs.checkpoint import Checkpoints
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 

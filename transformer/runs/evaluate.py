@@ -10,24 +10,25 @@ from typing import Any
 from jax.sharding import Mesh
 
 from transformer.config import Experiment
-from transformer.config_io import to_mapping
 from transformer.data.pipeline import Data, open_data
 from transformer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
-from transformer.evaluation.evaluators import measure
 from transformer.evaluation.loss import evaluate_loss
+from transformer.evaluation.measure import measure
 from transformer.evaluation.subject import At, Subject
 from transformer.evaluation.translation import exact, score, translate_and_score
 from transformer.files import write_whole
+from transformer.mapping import to_mapping
 from transformer.model.network import build_model
-from transformer.parallel.mesh import check_memory, check_rows
+from transformer.parallel.mesh import check_memory
+from transformer.runs.fits import check_rows
 from transformer.parallel.processes import first_before_the_others, is_first
 from transformer.parallel.sharding import Share
-from transformer.training.checkpoint import Checkpoints
-from transformer.training.metrics import append_metrics
+from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.metrics import append_metrics
 from transformer.training.optimizer import build_optimizer
-from transformer.training.rundir import converted, read_manifest
+from transformer.runs.rundir import converted, read_manifest
 from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step
 

@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 
 from transformer.claims import Claim, holding
 from transformer.config import Experiment
-from transformer.config_io import from_mapping, to_mapping
 from transformer.data.tokenizer import FILES, Tokenizer
 from transformer.errors import UserError
 from transformer.files import read_json, write_whole
+from transformer.mapping import from_mapping, to_mapping
 from transformer.model.special_tokens import SPECIAL_TOKENS
 from transformer.parallel.processes import is_first, worst
 from transformer.version import __version__

@@ -14,8 +14,8 @@ from transformer.config import Experiment
 from transformer.files import disk_faults
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import stop_agreed
-from transformer.training import rundir
-from transformer.training.run import begin
+from transformer.runs import rundir
+from transformer.runs.run import begin
 
 
 def train(config: Experiment, workdir: str | Path) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from transformer.errors import UserError
-from transformer.training.metrics import MetricsLog, Progress
+from transformer.runs.metrics import MetricsLog, Progress
 
 
 class Diverged(UserError):

@@ -22,7 +22,7 @@ from transformer.errors import UserError
 from transformer.files import check_room, disk_faults
 from transformer.model.config import ModelConfig
 from transformer.parallel.processes import barrier, is_first, worst
-from transformer.training.checkpoint_record import Damaged, Record, describe
+from transformer.runs.checkpoint_record import Damaged, Record, describe
 from transformer.training.state import TrainState
 
 T = TypeVar("T")

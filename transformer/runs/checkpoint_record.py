@@ -10,7 +10,7 @@ import jax
 
 from transformer.errors import UserError
 from transformer.parallel.sharding import path_name
-from transformer.training.fingerprint import fingerprints
+from transformer.runs.fingerprint import fingerprints
 
 FORMAT = 2
 """Version 0.1.0 wrote checkpoints without records."""

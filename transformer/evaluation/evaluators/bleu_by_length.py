@@ -1,0 +1,45 @@
+"""BLEU by the length of the source."""
+
+import dataclasses
+import itertools
+from typing import ClassVar
+
+from transformer.checks import at_least
+from transformer.evaluation.evaluators.base import EVALUATORS, At, Evaluator, Found, Subject
+from transformer.evaluation.translation import score
+
+
+@EVALUATORS.register("bleu_by_length")
+@dataclasses.dataclass(frozen=True)
+class BleuByLength(Evaluator):
+    """BLEU of translations by the number of words in the source."""
+
+    during: ClassVar[bool] = False
+
+    words: int = 5  # in each group so many more than in the one before
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "words")
+
+    def why_not(self, task):
+        return (
+            None
+            if task.objective.columns == ("source", "target")
+            else "is of what translates a source; data.objective = 'seq2seq' learns that"
+        )
+
+    def measure(self, subject: Subject, at: At) -> Found:
+        """bleu_by_length/WORDS: BLEU of the sources of so many words (whitespace apart) or more, up to the next; groups of under ten are left
+        out."""
+        if at.translations is None:
+            return
+        group_of = lambda one: (len(one[0].split()) - 1) // self.words
+        for group_number, members in itertools.groupby(
+            sorted(zip(*at.translations, strict=True), key=group_of), key=group_of
+        ):
+            _, hypotheses, references = zip(*members, strict=True)
+            if len(hypotheses) >= 10:
+                yield (
+                    f"bleu_by_length/{group_number * self.words + 1:03d}",
+                    score(hypotheses, references)[0]["bleu"],
+                )

@@ -1,0 +1,85 @@
+"""Loss in longer rows than those of training."""
+
+import dataclasses
+from typing import ClassVar
+
+from transformer.checks import at_least, plain
+from transformer.errors import UserError
+from transformer.evaluation import losses
+from transformer.evaluation.evaluators.base import EVALUATORS, At, Evaluator, Found, Subject
+
+
+@EVALUATORS.register("extrapolation")
+@dataclasses.dataclass(frozen=True)
+class Extrapolation(Evaluator):
+    """Loss of a language model in rows of the training length, twice, four times, ... `times` as long (Press et al. 2022): in rows that
+    do not overlap, and, `sliding`, of the last tokens of each row alone, which have the row before them as context."""
+
+    during: ClassVar[bool] = False
+    others: ClassVar[tuple[str, ...]] = ("extrapolation_sliding", "context")
+
+    times: int = 16  # a power of two
+    tokens: int = 65536  # of each length, from the beginning of the text; 0: all
+    sliding: bool = True
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "times")
+        at_least("train.evaluators", self, 0, "tokens")
+        if self.times & (self.times - 1):
+            raise UserError(f"train.evaluators: extrapolation: times: {self.times}; a power of two")
+        if self.times == 1 and not self.sliding:
+            raise UserError(
+                "train.evaluators: extrapolation: sliding: False has no effect with times=1; leave it out"
+            )
+
+    @property
+    def multiples(self) -> tuple[int, ...]:
+        """1, 2, 4, ..., times."""
+        return tuple(2**n for n in range(self.times.bit_length()))
+
+    def why_not(self, task):
+        if task.model.family != "decoder" or not task.objective.every_token:
+            return "is of decoders that are asked for every token (causal_lm)"
+        model, longest = task.model, task.data.length * self.times
+        if longest > model.max_length and model.has_position_table:
+            return (
+                f"reads rows of data.length * times = {longest} tokens, but the table of model.position = {plain(model.position)!r} "
+                f"ends at model.max_length = {model.max_length}; lower times, or raise model.max_length"
+            )
+
+    def reads(self, task):
+        return f"the first {self.tokens:,} tokens" if self.tokens else ""
+
+    def measure(self, subject: Subject, at: At) -> Found:
+        """extrapolation/LENGTH: nats per token in rows of that length that do not overlap; context/LENGTH: how many tokens are before one in them
+        on average, half the length where texts are as long, less where several share a row. extrapolation_sliding/LENGTH: of the last
+        training length of tokens of such rows, each row beginning a training length after the one before (those at the text's beginning have
+        less before them)."""
+        config, length = subject.config, subject.config.data.length
+        for times in self.multiples:
+            longer = length * times
+            if (model := losses.reading(config.model, longer)) is None:
+                break  # the model has a parameter for each position, and none beyond its max_length
+            for name, overlap in (
+                ("extrapolation", 0),
+                *(
+                    [("extrapolation_sliding", longer - length)]
+                    if self.sliding and times > 1
+                    else []
+                ),
+            ):
+                rows = (
+                    max(config.data.batch_size // times // subject.mesh.size, 1) * subject.mesh.size
+                )
+                data = dataclasses.replace(
+                    config.data, length=longer, batch_size=rows, eval_overlap=overlap, buckets=()
+                )
+                most = -(-self.tokens // (rows * (longer - overlap))) if self.tokens else 0
+                train = dataclasses.replace(config.train, accumulate=1, evaluators=())
+                there = subject.changed(
+                    dataclasses.replace(config, data=data, model=model, train=train)
+                )
+                mean, before = losses.mean(there, at, most)
+                yield f"{name}/{longer:06d}", mean
+                if not overlap:
+                    yield f"context/{longer:06d}", before

@@ -1,0 +1,51 @@
+"""Loss by the place in the row."""
+
+import dataclasses
+import itertools
+from typing import ClassVar
+
+import numpy as np
+
+from transformer.checks import at_least
+from transformer.evaluation import losses
+from transformer.evaluation.evaluators.base import (
+    EVALUATORS,
+    NO_TOKENS,
+    At,
+    Evaluator,
+    Found,
+    Subject,
+)
+
+
+@EVALUATORS.register("loss_by_position")
+@dataclasses.dataclass(frozen=True)
+class LossByPosition(Evaluator):
+    """Loss by the place in the row, in so many parts of equal length: what context is worth."""
+
+    during: ClassVar[bool] = True
+
+    parts: int = 8
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "parts")
+
+    def why_not(self, task):
+        return None if task.objective.asks_for_tokens else NO_TOKENS
+
+    def measure(self, subject: Subject, at: At) -> Found:
+        """loss_by_position/PLACE: nats per token from that place of the row to the next. Where several documents share a row, of the place
+        in the document."""
+        length = (
+            subject.config.data.decoder_length
+            if subject.config.model.two_sides
+            else subject.config.data.length
+        )
+        edges = np.linspace(0, length, self.parts + 1).astype(int)
+        sums = np.zeros((2, length))
+        for losses_BxT, positions_BxT, weights_BxT in losses.by_token(subject, at):
+            np.add.at(sums[0], positions_BxT, losses_BxT)
+            np.add.at(sums[1], positions_BxT, weights_BxT)
+        for first, last in itertools.pairwise(edges):
+            if weight := sums[1, first:last].sum():
+                yield f"loss_by_position/{first:05d}", float(sums[0, first:last].sum() / weight)

@@ -1,0 +1,50 @@
+"""Loss with one field of the model changed."""
+
+import dataclasses
+import re
+from typing import ClassVar
+
+from transformer.errors import UserError, nearest
+from transformer.evaluation import losses
+from transformer.evaluation.evaluators.base import (
+    EVALUATORS,
+    NO_TOKENS,
+    At,
+    Evaluator,
+    Found,
+    Subject,
+)
+from transformer.mapping import apply_overrides
+
+
+@EVALUATORS.register("loss_with")
+@dataclasses.dataclass(frozen=True)
+class LossWith(Evaluator):
+    """Loss of the same parameters with one field of the model changed: `dict(name="loss_with", change="model.causal=True")`."""
+
+    during: ClassVar[bool] = True
+
+    change: str = ""
+
+    def __post_init__(self):
+        if not re.fullmatch(r"model\.[\w.]+=.+", self.change):
+            raise UserError(
+                f"train.evaluators: loss_with: change: {self.change!r}; a field of the model and its value: 'model.window=16'"
+            )
+
+    def why_not(self, task):
+        field = self.change.removeprefix("model.").partition("=")[0].partition(".")[0]
+        names = [one.name for one in dataclasses.fields(task.model)]
+        if field not in names:
+            return f"changes {self.change}: no such field; {nearest(field, names)}"
+        return None if task.objective.asks_for_tokens else NO_TOKENS
+
+    def measure(self, subject: Subject, at: At) -> Found:
+        """loss_with/FIELD=VALUE: nats per token of the same parameters in a model one field of which is changed."""
+        field, _, value = self.change.partition("=")
+        changed = apply_overrides(subject.config, {field: value})
+        if losses.shapes(changed.model) != losses.shapes(subject.config.model):
+            raise UserError(
+                f"train.evaluators: loss_with: {self.change} changes the model's parameters, so these cannot be put into it"
+            )
+        yield f"loss_with/{self.change}", losses.mean(subject.changed(changed), at)[0]

@@ -1,0 +1,1 @@
+"""Runs: the run directory, checkpoints, resumption, the loop, metrics, and judging a run."""
