@@ -16,7 +16,9 @@ import pytest
 from flax.core import meta
 
 from transformer import ModelConfig, UserError, build_model
+from transformer.config import Experiment
 from transformer.decoding.prefill import prefill
+from transformer.mapping import from_mapping
 from transformer.model.attention_backends import BACKENDS
 from transformer.model.effects import READ_BY_RECURRENCE
 from transformer.model.positions import SCHEMES
@@ -144,3 +146,14 @@ def text(tmp_path_factory):
         "\n".join(f"{t}\t{' '.join(map(tag, t.split()))}" for t in texts)
     )
     return folder
+
+
+@pytest.fixture
+def run_config():
+    """A small language model, to be trained for 12 steps on two devices."""
+    return from_mapping(Experiment, {
+        "model": sized("decoder", vocab_size=512, dropout=0.1, max_length=32),
+        "data": {"corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "optimizer": {"warmup_steps": 5}, "mesh": {"data": 2},
+        "train": {"steps": 12, "log_every": 4, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5, "keep_checkpoints": 4, "tensorboard": False, "ema_decay": 0.9},
+    })  # fmt: skip

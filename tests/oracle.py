@@ -7,6 +7,7 @@ Lower-case letters are vectors of one token; tokens are counted by t (queries) a
 import math
 
 import numpy as np
+from oracle_positions import choose, clip, positioned, sinusoid, turn
 
 erf = np.vectorize(math.erf)
 
@@ -162,34 +163,38 @@ def placement(c, side):
     )
 
 
-def choose(spec):
-    return (
-        (spec, {})
-        if isinstance(spec, str)
-        else (spec["name"], {k: v for k, v in spec.items() if k != "name"})
-    )
-
-
-def stack(c, p, side, x, here, encoded=None, there=None):
-    in_norm, res_norm, out_norm, final_norm, gate, a = placement(c, side)
-    depth = c.num_encoder_layers if side == "encoder" else c.num_decoder_layers
-    pattern = c.layer_pattern or ({},)
-    of_layer = [pattern[i % len(pattern)] for i in range(depth)]
-    specs = list(dict.fromkeys(own.get("position", c.position) for own in of_layer))
-    suffix = lambda spec: f"_{specs.index(spec)}" if specs.index(spec) else ""
+def embed_positions(c, p, x, here, specs, suffix):
+    """The stream with what schemes add to it before the first layer."""
     for spec in specs:
         name, given = choose(spec)
         if name == "learned":
             x = x + p["position_embedding" + suffix(spec)][here[0] + given.get("offset", 0)]
         if name == "sinusoidal":
-            x = x + np.stack(
-                [
-                    sinusoid(
-                        t, c.d_model, given.get("base", 1e4), given.get("layout", "interleaved")
-                    )
-                    for t in here[0]
-                ]
-            )
+            base, layout = given.get("base", 1e4), given.get("layout", "interleaved")
+            x = x + np.stack([sinusoid(t, c.d_model, base, layout) for t in here[0]])
+    return x
+
+
+def residual(c, r, x, fs, parts, bare):
+    """out_norm(a x + sum over f of gate res_norm(f(in_norm(x)))); `bare`: without in_norm."""
+    in_norm, res_norm, out_norm, _, gate, a = parts
+    y = a * x
+    for j, f in enumerate(fs):
+        at = f"_{j}" if j else ""
+        h = f(norm(c, r.get("in_norm" + at, {}), x) if in_norm and not bare else x)
+        h = norm(c, r.get("res_norm" + at, {}), h) if res_norm else h
+        y = y + (r["gate" + at] * h if gate else h)
+    return norm(c, r.get("out_norm", {}), y) if out_norm else y
+
+
+def stack(c, p, side, x, here, encoded=None, there=None):
+    parts = placement(c, side)
+    depth = c.num_encoder_layers if side == "encoder" else c.num_decoder_layers
+    pattern = c.layer_pattern or ({},)
+    of_layer = [pattern[i % len(pattern)] for i in range(depth)]
+    specs = list(dict.fromkeys(own.get("position", c.position) for own in of_layer))
+    suffix = lambda spec: f"_{specs.index(spec)}" if specs.index(spec) else ""
+    x = embed_positions(c, p, x, here, specs, suffix)
     if c.embedding_norm:
         x = norm(c, p.get("embedding_norm", {}), x)
     for i, own in enumerate(of_layer):
@@ -198,45 +203,23 @@ def stack(c, p, side, x, here, encoded=None, there=None):
         shared = {
             k.removesuffix(suffix(spec)): v for k, v in p.items() if not k.startswith("layers_")
         }
+        given = here, here, side == "decoder", window, choose(spec), shared
         sublayers = {
-            "self_attention": lambda h: attention(
-                c,
-                layer["self_attention"],
-                h,
-                h,
-                here,
-                here,
-                side == "decoder",
-                window,
-                choose(spec),
-                shared,
-            )
+            "self_attention": lambda h: attention(c, layer["self_attention"], h, h, *given)
         }
         if encoded is not None:
             sublayers["cross_attention"] = lambda h: attention(
                 c, layer["cross_attention"], h, encoded, here, there, False, 0, ("none", {}), {}
             )
         sublayers["feed_forward"] = lambda h: feed_forward(c, layer["feed_forward"], h)
-
-        def branch(f, x, r, at, skip):
-            h = norm(c, r.get("in_norm" + at, {}), x) if in_norm and not skip else x
-            h = f(h)
-            h = norm(c, r.get("res_norm" + at, {}), h) if res_norm else h
-            return r["gate" + at] * h if gate else h
-
         if c.parallel:
-            r = layer.get("residual", {})
-            y = a * x + sum(
-                branch(f, x, r, f"_{j}" if j else "", not c.first_norm and i == 0)
-                for j, f in enumerate(sublayers.values())
-            )
-            x = norm(c, r.get("out_norm", {}), y) if out_norm else y
+            together, bare = tuple(sublayers.values()), not c.first_norm and i == 0
+            x = residual(c, layer.get("residual", {}), x, together, parts, bare)
             continue
         for j, (name, f) in enumerate(sublayers.items()):
             r = layer.get(f"{name}_residual", {})
-            y = a * x + branch(f, x, r, "", not c.first_norm and i == 0 and j == 0)
-            x = norm(c, r.get("out_norm", {}), y) if out_norm else y
-    return norm(c, p.get("final_norm", {}), x) if final_norm else x
+            x = residual(c, r, x, (f,), parts, not c.first_norm and i == 0 and j == 0)
+    return norm(c, p.get("final_norm", {}), x) if parts[3] else x
 
 
 def feed_forward(c, p, x):
@@ -261,15 +244,6 @@ def mixture(c, p, x):
         h = activate(c, linear(own("gate"), x)) * h if c.glu else activate(c, h)
         y = y + p_e[e] / total * linear(own("out"), h)
     return y
-
-
-def sinusoid(t, d, base=1e4, layout="interleaved"):
-    out = np.zeros(d)
-    for i in range(d // 2):
-        angle = t / base ** (2 * i / d)
-        at = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, i + d // 2)
-        out[at[0]], out[at[1]] = math.sin(angle), math.cos(angle)
-    return out
 
 
 def attention(c, p, x, y, here, there, causal, window, position, shared):
@@ -328,136 +302,3 @@ def attention(c, p, x, y, here, there, causal, window, position, shared):
                 )
             out[t] += read @ p["out"]["kernel"][n]
     return out + p["out"].get("bias", 0.0)
-
-
-def clip(d, most):
-    return int(max(-most, min(most, d)))
-
-
-def turn(name, given, x, t, length, direction):
-    """R_t x; for xPos also times zeta^t (queries) or zeta^-t (keys)."""
-    x, theta = x.copy(), given.get("theta", 1e4)
-    d = int(len(x) * given.get("fraction", 1.0))
-    scaling, more = choose(given.get("scaling", "none"))
-    old, factor = more.get("original_length"), more.get("factor", 1.0)
-    magnitude = 1.0
-    if scaling == "ntk":
-        theta = theta * factor ** (d / (d - 2))
-    if scaling == "dynamic":
-        theta = theta * (factor * max(length, old) / old - (factor - 1)) ** (d / (d - 2))
-    for i in range(d // 2):
-        f = theta ** (-2 * i / d)
-        if scaling == "linear":
-            f = f / factor
-        if scaling == "llama3":
-            wavelength, low, high = (
-                2 * math.pi / f,
-                more.get("low_frequency_factor", 1.0),
-                more.get("high_frequency_factor", 4.0),
-            )
-            if wavelength > old / low:
-                f = f / factor
-            elif wavelength > old / high:
-                smooth = (old / wavelength - low) / (high - low)
-                f = (1 - smooth) * f / factor + smooth * f
-        if scaling == "yarn":
-            pair = lambda turns: d * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta))
-            low, high = pair(more.get("beta_fast", 32)), pair(more.get("beta_slow", 1))
-            if more.get("truncate", True):
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, d - 1)
-            ramp = min(max((i - low) / max(high - low, 1e-3), 0), 1)
-            f = f / factor * ramp + f * (1 - ramp)
-            magnitude = more.get("attention_factor") or 0.1 * math.log(factor) + 1
-        a, b = (i, i + d // 2) if given.get("layout", "halves") == "halves" else (2 * i, 2 * i + 1)
-        zeta = 1.0
-        if name == "xpos":
-            gamma = given.get("gamma", 0.4)
-            zeta = ((2 * i / d + gamma) / (1 + gamma)) ** (
-                direction * t / given.get("scale_base", 512.0)
-            )
-        cos, sin = magnitude * zeta * math.cos(t * f), magnitude * zeta * math.sin(t * f)
-        x[a], x[b] = x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin
-    return x
-
-
-def positioned(c, name, given, p, shared, n, e, q, k, t, positions, may, scale, causal):
-    """The logits of one query and head with position in them."""
-    e, heads = e.copy(), c.num_heads
-    if name == "cope":
-        most, table = given.get("max_positions", 64), p["contextual_positions"]
-        gates = np.where(may, 1 / (1 + np.exp(-e)), 0.0)
-        for s in range(len(k)):
-            count = min(gates[s:].sum(), most - 1)
-            low = math.floor(count)
-            high = math.ceil(count)
-            vector = (1 - (count - low)) * table[low] + (count - low) * table[high]
-            e[s] += q @ vector
-        return e
-    for s, at in enumerate(positions):
-        d = int(t - at)
-        if name == "alibi":
-            power = 2 ** int(math.log2(heads))
-            slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-            slopes += [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * (heads - power), 2)]
-            e[s] -= slopes[n] * abs(d)
-        elif name == "t5":
-            e[s] += shared["relative_bias"][
-                t5_bucket(-d, given.get("num_buckets", 32), given.get("max_distance", 128), causal),
-                n,
-            ]
-        elif name == "kerple":
-            e[s] -= max(shared["kernel_r"][n], 0.01) * math.log(
-                1 + max(shared["kernel_a"][n], 0.01) * abs(d)
-            )
-        elif name == "sandwich":
-            width, first = given.get("width", 128), given.get("first_index", 0)
-            indices = range(first, first + width // 2)
-            total = sum(math.cos(abs(d) / 1e4 ** (2 * i / width)) for i in indices)
-            e[s] += (total - width / 2) / (8 * (n + 1) / heads)
-        elif name == "fire":
-            psi = lambda z: math.log(1 + max(shared["fire_c"], 1e-6) * z)
-            h = (
-                np.array(
-                    [
-                        math.copysign(1, d)
-                        * psi(abs(d))
-                        / psi(max(t, max(shared["fire_threshold"], 1.0)))
-                    ]
-                )
-                if d
-                else np.zeros(1)
-            )
-            for i in range(3):
-                h = h @ shared[f"fire_kernel_{i}"] + shared[f"fire_bias_{i}"]
-                h = np.maximum(h, 0) if i < 2 else h
-            e[s] += h[n]
-        elif name == "shaw":
-            most = given.get("max_distance", 16)
-            e[s] += scale * (q @ p["relative_keys"][clip(-d, most) + most])
-        elif name == "transformer_xl":
-            distance = sinusoid(d, c.d_model, layout="halves")
-            r = distance @ p["relative_kernel"][:, n]
-            e[s] += scale * (p["content_bias"][n] @ k[s] + (q + p["position_bias"][n]) @ r)
-        elif name == "deberta":
-            most = given.get("max_distance", 128)
-            vector = shared["relative_embedding"][max(0, min(2 * most - 1, d + most))]
-            to, of = vector @ p["relative_key"][:, n], vector @ p["relative_query"][:, n]
-            e[s] = (e[s] + scale * (q @ to + k[s] @ of)) / math.sqrt(3)
-    return e
-
-
-def t5_bucket(d, buckets, most, causal):
-    """Of a distance key minus query."""
-    offset = 0
-    if causal:
-        d = max(-d, 0)
-    else:
-        buckets //= 2
-        offset, d = (buckets if d > 0 else 0), abs(d)
-    exact = buckets // 2
-    if d < exact:
-        return offset + d
-    return offset + min(
-        exact + int(math.log(d / exact) / math.log(most / exact) * (buckets - exact)), buckets - 1
-    )

@@ -14,6 +14,7 @@ from transformer.data.pipeline import open_data
 from transformer.errors import UserError
 from transformer.parallel.mesh import make_mesh
 from transformer.planning import chips, programs
+from transformer.planning import page as pages
 from transformer.planning.chips import Topology, topology
 from transformer.planning.plan import make_plan
 from transformer.planning.sample import batch_shapes
@@ -147,7 +148,7 @@ def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):
         only=("train",),
         price=2.0,
     )
-    said = plan.page()
+    said = pages.page(plan)
     assert not plan.fits and "IT DOES NOT FIT: train takes" in said
     assert "mesh.fsdp=4 mesh.data=1" in said and "remat=full" in said
     assert (

@@ -7,25 +7,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import sized
 
-from transformer.config import Experiment, MeshConfig, OptimizerConfig
+from transformer.config import MeshConfig, OptimizerConfig
 from transformer.errors import UserError
-from transformer.mapping import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
-
-
-@pytest.fixture
-def run_config():
-    return from_mapping(Experiment, {
-        "model": sized("decoder", vocab_size=512, dropout=0.1, max_length=32),
-        "data": {"corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}},
-        "optimizer": {"warmup_steps": 5}, "mesh": {"data": 2},
-        "train": {"steps": 12, "log_every": 4, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5, "keep_checkpoints": 4, "tensorboard": False, "ema_decay": 0.9},
-    })  # fmt: skip
 
 
 def curve(workdir):
@@ -352,79 +340,6 @@ def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
     assert curve(tmp_path / "run")[-1]["train/diverged"] is True
 
 
-def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
-    from transformer.runs.metrics import read_metrics
-
-    good = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
-    lines = [
-        json.dumps(good[0]).encode(),
-        b"[1]",
-        b"\xff\xfe",
-        b'{"a": 1}',
-        b'{"step": 1, "a": 1000000000000000000000}',
-        b'{"step": true}',
-        b"{",
-        json.dumps(good[1]).encode(),
-        b'{"st',
-    ]
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    assert read_metrics(tmp_path) == good
-
-
-def test_a_disk_without_room_is_noticed_before_anything_is_written(
-    run_config, tmp_path, monkeypatch
-):
-    from transformer import files
-    from transformer.runs.loop import train
-
-    monkeypatch.setattr(
-        files.shutil,
-        "disk_usage",
-        lambda folder: files.shutil._ntuple_diskusage(10**9, 10**9, 1000),
-    )
-    with pytest.raises(
-        UserError, match=r"the disk has 0.0 MB left, but a checkpoint takes 0.\d MB"
-    ):
-        train(run_config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
-    import errno
-
-    from transformer.files import write_whole
-
-    def full(self, content):
-        self.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    write_whole(tmp_path / "a.txt", "old")
-    with monkeypatch.context() as m:
-        m.setattr(Path, "write_bytes", full)
-        with pytest.raises(UserError, match=r"a\.txt: the disk is full"):
-            write_whole(tmp_path / "a.txt", "new")
-    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("a.txt", "old")]
-
-
-def test_what_is_no_ordinary_file_is_written_to(tmp_path):
-    import os
-    import threading
-
-    from transformer.files import write_whole
-
-    os.mkfifo(tmp_path / "pipe")
-    read = []
-    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
-    reader.start()
-    write_whole(tmp_path / "pipe", "answers")
-    reader.join()
-    assert read == ["answers"] and (tmp_path / "pipe").is_fifo()
-    (tmp_path / "real").write_text("old")
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    write_whole(tmp_path / "link", "new")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
-
-
 def test_a_mended_start_leaves_no_other_tokenizer(run_config, tmp_path):
     from transformer.data.pipeline import open_data
     from transformer.runs import rundir
@@ -437,19 +352,3 @@ def test_a_mended_start_leaves_no_other_tokenizer(run_config, tmp_path):
         "manifest.json",
         "tokenizer.model",
     ]
-
-
-def test_a_full_disk_is_one_line(tmp_path):
-    import errno
-
-    from safetensors import SafetensorError
-
-    from transformer.files import disk_faults
-
-    with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    told = "Error while serializing: I/O error: No space left on device (os error 28)"
-    with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
-        raise SafetensorError(told)
-    with pytest.raises(ValueError, match="another"), disk_faults("x"):
-        raise ValueError("another")

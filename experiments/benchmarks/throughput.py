@@ -40,21 +40,10 @@ CASES = {
 }
 
 
-def jax_side(case: str) -> None:
-    from transformer.parallel.host import keep_freed_memory
-
-    keep_freed_memory()
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
+def experiment(case: str):
+    """The model and its data, as in PyTorch."""
     from transformer.config import Experiment
     from transformer.mapping import from_mapping
-    from transformer.model.network import build_model
-    from transformer.parallel.mesh import make_mesh, use
-    from transformer.training.optimizer import build_optimizer
-    from transformer.training.state import abstract_state, init_state
-    from transformer.training.step import make_train_step
 
     c = CASES[case]
     two_sides = case == "encoder_decoder"
@@ -77,10 +66,17 @@ def jax_side(case: str) -> None:
             "activation": "gelu_tanh",
             "attention_dropout": 0.1,
         }
-    config = from_mapping(Experiment, {
+    return from_mapping(Experiment, {
         "model": model, "data": {"corpus": "pydoc", "objective": "seq2seq" if two_sides else "causal_lm", "length": c["length"], "batch_size": c["rows"]},
         "optimizer": {"learning_rate": 1e-4, "schedule": "constant", "warmup_steps": 0},
     })  # fmt: skip
+
+
+def jax_batch(case: str) -> dict:
+    """Random tokens in full rows."""
+    import numpy as np
+
+    c = CASES[case]
     rng, shape = np.random.default_rng(0), (c["rows"], c["length"])
     ids = lambda: rng.integers(3, c["vocab"], shape).astype(np.int32)
     where = {
@@ -88,8 +84,25 @@ def jax_side(case: str) -> None:
         "positions": np.tile(np.arange(c["length"], dtype=np.int32), (c["rows"], 1)),
     }
     batch = {"inputs": ids(), "targets": ids(), "weights": np.ones(shape, np.float32), **where}
-    if two_sides:
+    if case == "encoder_decoder":
         batch |= {"source": ids()} | {f"source_{k}": v for k, v in where.items()}
+    return batch
+
+
+def jax_side(case: str) -> None:
+    from transformer.parallel.host import keep_freed_memory
+
+    keep_freed_memory()
+    import jax
+    import jax.numpy as jnp
+
+    from transformer.model.network import build_model
+    from transformer.parallel.mesh import make_mesh, use
+    from transformer.training.optimizer import build_optimizer
+    from transformer.training.state import abstract_state, init_state
+    from transformer.training.step import make_train_step
+
+    config, batch = experiment(case), jax_batch(case)
     with use(make_mesh(config.mesh)) as mesh:
         module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
         _, placed = abstract_state(config, module, optimizer, mesh)

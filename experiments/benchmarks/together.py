@@ -34,86 +34,86 @@ def main():
         )
 
     import jax
-    import numpy as np
-    from flax import linen as nn
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
 
     from transformer.config import Experiment, MeshConfig
-    from transformer.lab.together import make_step, over_devices
     from transformer.mapping import from_mapping
-    from transformer.model.network import build_model
-    from transformer.parallel.mesh import make_mesh, start, use
-    from transformer.training.optimizer import build_optimizer
-    from transformer.training.state import abstract_state, init_state
-    from transformer.training.step import make_train_step
+    from transformer.parallel.mesh import start
 
     config = from_mapping(Experiment, {
         "model": {"family": "decoder", "vocab_size": VOCABULARY, "num_decoder_layers": 4, "d_model": options.d_model, "d_ff": 4 * options.d_model, "num_heads": 4,
                   "max_length": LENGTH, "position": "rotary", "attention_backend": "reference"},
         "data": {"corpus": "pydoc", "length": LENGTH, "batch_size": ROWS}, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
     })  # fmt: skip
-    whole = start("auto", MeshConfig())
-    model, optimizer = (
-        build_model(config.model),
-        build_optimizer(config.optimizer, config.train.steps),
+    mesh = start("auto", MeshConfig())
+    print(
+        f"{mesh.size} x {jax.devices()[0].device_kind}, d_model {options.d_model}\n{'runs':>5}  {'alone ms':>9}  {'together ms':>12}  {'ratio':>6}"
     )
+    for runs in (1, 2, 4, 8):
+        alone, together = measure(config, mesh, runs, options.trials)
+        print(f"{runs:>5}  {alone:>9.1f}  {together:>12.1f}  {alone / together:>6.2f}", flush=True)
+
+
+def random_batch() -> dict:
+    """Full rows of random tokens."""
+    import numpy as np
+
     ids = np.random.default_rng(0).integers(4, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
     ones = np.ones((ROWS, LENGTH), np.int32)
-    batch = {
+    return {
         "inputs": ids[:, :-1],
         "targets": ids[:, 1:],
         "weights": ones.astype(np.float32),
         "segments": ones,
-        "positions": np.cumsum(ones, axis=1) - 1,
+        "positions": (np.cumsum(ones, axis=1) - 1).astype(np.int32),
     }
-    batch["positions"] = batch["positions"].astype(np.int32)
-    print(
-        f"{whole.size} x {jax.devices()[0].device_kind}, d_model {options.d_model}\n{'runs':>5}  {'alone ms':>9}  {'together ms':>12}  {'ratio':>6}"
-    )
-    for runs in (1, 2, 4, 8):
+
+
+def measure(config, whole, runs: int, trials: int) -> tuple[float, float]:
+    """Milliseconds of a step of so many runs: one after another, and together."""
+    import jax
+    import numpy as np
+    from flax import linen as nn
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from transformer.config import MeshConfig
+    from transformer.lab.together import make_step, over_devices
+    from transformer.model.network import build_model
+    from transformer.parallel.mesh import make_mesh, use
+    from transformer.training.optimizer import build_optimizer
+    from transformer.training.state import abstract_state, init_state
+    from transformer.training.step import make_train_step
+
+    model, batch = build_model(config.model), random_batch()
+    optimizer = build_optimizer(config.optimizer, config.train.steps)
+    with use(whole):
+        _, placed = abstract_state(config, model, optimizer, whole)
+        alone = make_train_step(config, model, optimizer, whole, placed)
+        states = [init_state(config, model, optimizer, placed) for _ in range(runs)]
+    one, over = make_mesh(MeshConfig(data=1)), over_devices(runs)
+    place = lambda tree: jax.device_put(tree, NamedSharding(over, P("runs")))
+    numbers = {
+        "seed": place(np.arange(runs, dtype=np.int32)),
+        "optimizer.learning_rate": place(np.full(runs, 1e-3, np.float32)),
+    }
+    together = make_step(config, one, over)
+    repeated = lambda x: np.stack([np.asarray(x)] * runs)
+    stacked = place(jax.tree.map(repeated, jax.device_get(states[0])))
+    batches, seconds = place(jax.tree.map(repeated, batch)), {"alone": [], "together": []}
+    for trial in range(trials + 2):
+        began = time.perf_counter()
         with use(whole):
-            _, placed = abstract_state(config, model, optimizer, whole)
-            alone, states = (
-                make_train_step(config, model, optimizer, whole, placed),
-                [init_state(config, model, optimizer, placed) for _ in range(runs)],
-            )
-        one, over = make_mesh(MeshConfig(data=1)), over_devices(runs)
-        place = lambda tree, over=over: jax.device_put(tree, NamedSharding(over, P("runs")))
-        numbers = {
-            "seed": place(np.arange(runs, dtype=np.int32)),
-            "optimizer.learning_rate": place(np.full(runs, 1e-3, np.float32)),
-        }
-        together, stacked = (
-            make_step(config, one, over),
-            place(
-                jax.tree.map(
-                    lambda x, runs=runs: np.stack([np.asarray(x)] * runs), jax.device_get(states[0])
-                )
-            ),
-        )
-        batches, seconds = (
-            place({name: np.stack([x] * runs) for name, x in batch.items()}),
-            {"alone": [], "together": []},
-        )
-        for trial in range(options.trials + 2):
-            began = time.perf_counter()
-            with use(whole):
-                for n in range(runs):
-                    states[n], _ = alone(states[n], batch)
-            jax.block_until_ready(states)
-            between = time.perf_counter()
-            with jax.set_mesh(over), nn.logical_axis_rules(()):
-                stacked, _ = together(numbers, stacked, batches)
-            jax.block_until_ready(stacked)
-            if trial > 1:
-                seconds["alone"].append(between - began)
-                seconds["together"].append(time.perf_counter() - between)
-        best = {name: 1e3 * min(x) for name, x in seconds.items()}
-        print(
-            f"{runs:>5}  {best['alone']:>9.1f}  {best['together']:>12.1f}  {best['alone'] / best['together']:>6.2f}",
-            flush=True,
-        )
+            for n in range(runs):
+                states[n], _ = alone(states[n], batch)
+        jax.block_until_ready(states)
+        between = time.perf_counter()
+        with jax.set_mesh(over), nn.logical_axis_rules(()):
+            stacked, _ = together(numbers, stacked, batches)
+        jax.block_until_ready(stacked)
+        if trial > 1:
+            seconds["alone"].append(between - began)
+            seconds["together"].append(time.perf_counter() - between)
+    return 1e3 * min(seconds["alone"]), 1e3 * min(seconds["together"])
 
 
 if __name__ == "__main__":

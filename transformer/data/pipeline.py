@@ -10,7 +10,7 @@ from transformer.data.batching import Batches
 from transformer.data.config import Task
 from transformer.data.objectives.base import Objective
 from transformer.data.store import Store, open_store
-from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer_base import Tokenizer
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.special_tokens import as_tuple

@@ -121,19 +121,11 @@ def beam_search(
     limits_B = jnp.minimum(limits_B, max_new)  # there is no room for more
     rows, k, scanned = prompt_BxP.shape[0], beam_size, model.config.scan_layers
     logits_BxV, memory = prefill(
-        model,
-        params,
-        prompt_BxP,
-        prompt_BxP.shape[1] + max_new,
-        source_BxS,
-        prompt_mask_BxP,
-        source_mask_BxS,
-    )
+        model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
+    )  # fmt: skip
     vocab = logits_BxV.shape[-1]
     spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0), scanned)
-    memory = memory.replace(
-        cache=spread
-    )  # the beams of a sentence share what was read of its source
+    memory = memory.replace(cache=spread)  # beams share what was read of the source
 
     def body(carry):
         beams, logits_BxKxV = carry
@@ -145,14 +137,16 @@ def beam_search(
         return beams.replace(memory=memory), logits.reshape(rows, k, vocab)
 
     blank = jnp.full((rows, k, max_new), ending.fill_id, jnp.int32)
-    one_live = jnp.broadcast_to(
-        jnp.where(jnp.arange(k) == 0, 0.0, NEVER), (rows, k)
-    )  # all beams are the same at first
-    beams = Beams(
-        jnp.zeros((), jnp.int32), blank, one_live, blank, jnp.full((rows, k), NEVER), memory
-    )
+    one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are the same at first
+    one_live, none = jnp.broadcast_to(one_live, (rows, k)), jnp.full((rows, k), NEVER)
+    beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, none, memory)
     start = beams, jnp.broadcast_to(logits_BxV[:, None], (rows, k, vocab))
     beams, _ = jax.lax.while_loop(lambda carry: _can_win(carry[0], limits_B, alpha), body, start)
+    return _best(beams, limits_B, alpha)
+
+
+def _best(beams: Beams, limits_B: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:
+    """(hypotheses, scores) of each row: those that have ended or, where none has, the live ones."""
     none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
     live_score = jnp.where(
         beams.live_logp_BxK > NEVER / 2,

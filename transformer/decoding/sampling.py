@@ -70,14 +70,8 @@ def sample(
         return step + 1, out_BxL, logits_BxV, done_B, memory
 
     logits_BxV, memory = prefill(
-        model,
-        params,
-        prompt_BxP,
-        prompt_BxP.shape[1] + max_new,
-        source_BxS,
-        prompt_mask_BxP,
-        source_mask_BxS,
-    )
+        model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
+    )  # fmt: skip
     blank = jnp.full((prompt_BxP.shape[0], max_new), ending.fill_id, jnp.int32)
     carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory
     return jax.lax.while_loop(cond, body, carry)[1]

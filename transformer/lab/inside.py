@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from transformer.checks import plain
 from transformer.data.batching import assemble
 from transformer.data.objectives.base import Segment, continued, shifted
-from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer_base import Tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.evaluation.inside import residual_of, streams

@@ -6,7 +6,6 @@ text order, logs and checkpoints, as if it had been trained alone, and the same 
 """
 
 import contextlib
-import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -106,12 +105,7 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
     over = over_devices(len(runs))
     step_all = make_step(config, mesh, over)
     place = lambda tree: jax.device_put(tree, NamedSharding(over, P("runs")))
-    numbers = {field: [_get(run.config, field) for run in runs] for field in NUMBERS}
-    numbers = {
-        field: place(np.array(x, np.int32 if field == "seed" else np.float32))
-        for field, x in numbers.items()
-        if field == "seed" or x[0]
-    }
+    numbers = place(_numbers([run.config for run in runs]))
     states = place(
         jax.tree.map(lambda *x: np.stack(x), *(jax.device_get(run.state) for run in runs))
     )
@@ -165,14 +159,26 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
             break
 
 
+def _numbers(configs: Sequence[Experiment]) -> dict[str, np.ndarray]:
+    """In what the runs differ, [R] each: NUMBERS, but for those that are 0 in all."""
+    given = {field: [_get(config, field) for config in configs] for field in NUMBERS}
+    return {
+        field: np.array(x, np.int32 if field == "seed" else np.float32)
+        for field, x in given.items()
+        if field == "seed" or x[0]
+    }
+
+
 def make_step(config: Experiment, mesh: Mesh, over: Mesh):
     """jit(numbers, states, batches) -> (states, metrics), all [R, ...]."""
 
     def one(numbers, state, batch):
-        own = _with(config, numbers)
-        return training_step(
-            own, build_model(own.model), build_optimizer(own.optimizer, own.train.steps), mesh
-        )(state, batch)
+        numbers = {field.rpartition(".")[2]: number for field, number in numbers.items()}
+        dropout = {"dropout": numbers.pop("dropout")} if "dropout" in numbers else {}
+        seed = numbers.pop("seed")
+        model = build_model(config.model.part(**dropout))
+        optimizer = build_optimizer(config.optimizer, config.train.steps, **numbers)
+        return training_step(config, model, optimizer, mesh, seed=seed)(state, batch)
 
     step = jax.vmap(one)
     if over.size > 1:
@@ -192,17 +198,4 @@ def over_devices(runs: int) -> Mesh:
 def _get(config: Experiment, field: str):
     for key in field.split("."):
         config = getattr(config, key)
-    return config
-
-
-def _with(config: Experiment, numbers: dict[str, jax.Array]) -> Experiment:
-    """The config with traced numbers in their places, unchecked: those that they stand for have been."""
-    config = copy.copy(config)
-    for field, value in numbers.items():
-        *parents, last = field.split(".")
-        node = config
-        for key in parents:
-            object.__setattr__(node, key, copy.copy(getattr(node, key)))
-            node = getattr(node, key)
-        object.__setattr__(node, last, value)
     return config

@@ -17,7 +17,8 @@ from transformer.errors import UserError
 from transformer.model.network import build_model
 from transformer.parallel.sharding import human_bytes
 from transformer.planning.chips import Topology
-from transformer.planning.plan import Plan, make_plan, seconds, table
+from transformer.planning.page import seconds, table
+from transformer.planning.plan import Plan, make_plan
 from transformer.training.state import example_inputs
 
 LADDER = (

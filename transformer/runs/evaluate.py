@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     with first_before_the_others("the text to evaluate on"):
         data = open_data(config, find_tokenizer(workdir))
     _check_text(workdir, data, part)
-    objective, translates = data.objective, data.objective.columns == ("source", "target")
+    objective = data.objective
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)
     share = Share(mesh)
     batches, text = (
@@ -91,49 +92,67 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
         report["decoding"] = to_mapping(config.decoding)
     if objective.every_token:
         report["eval_overlap"] = config.data.eval_overlap
-    examples, blocks, signatures, cut, translations = data.store.examples(part), [], {}, 0, None
-    generate = Generator(config, trained.params, trained.tokenizer) if objective.writes else None
-    if objective.writes and not translates:
-        prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]
-        blocks = [
-            f"prompt  {p}\nmodel   {a.strip()}\n"
-            for p, a in zip(prompts, generate(prompts), strict=True)
-        ]
-    elif translates:
-        began = time.perf_counter()
-        by = exact if config.data.format == "probe" else score
-        sources, hypotheses, references, scores, signatures = translate_and_score(
-            generate, examples, by, _show_progress
-        )
-        translations = sources, hypotheses, references
-        speed = len(sources) / (time.perf_counter() - began)
-        found |= scores | {"sentences": len(sources), "sentences_per_second": speed}
-        cut = generate.cut
-        for source, hypothesis, refs in zip(sources, hypotheses, references, strict=True):
-            lines = [
-                f"source     {source}",
-                f"model      {hypothesis}",
-                *(f"reference  {r}" for r in refs),
-            ]
-            blocks.append("\n".join(lines) + "\n")
-    left_out = batches.report | ({"cut for translation": cut} if cut else {})
-    found |= measure(
-        Subject(config, data, part, mesh),
-        At(trained.params, translations=translations),
-        during=False,
-    )
-    report |= found | {"signatures": signatures, "left_out": left_out}
+    written = Written()
+    if objective.writes:
+        generate = Generator(config, trained.params, trained.tokenizer)
+        write = _translate if objective.columns == ("source", "target") else _continue
+        written = write(generate, data.store.examples(part), config)
+    found |= written.scores
+    at = At(trained.params, translations=written.translations)
+    found |= measure(Subject(config, data, part, mesh), at, during=False)
+    left_out = batches.report | written.left_out
+    report |= found | {"signatures": written.signatures, "left_out": left_out}
     if is_first():
-        if blocks:
-            write_whole(
-                workdir / ("samples.txt" if part == "test" else f"samples.{part}.txt"),
-                "\n".join(blocks),
-            )
+        if written.samples:
+            samples = "samples.txt" if part == "test" else f"samples.{part}.txt"
+            write_whole(workdir / samples, "\n".join(written.samples))
         write_whole(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
         append_metrics(
             workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()}
         )
-    return found | {f"{name}_signature": s for name, s in signatures.items()} | left_out
+    return found | {f"{name}_signature": s for name, s in written.signatures.items()} | left_out
+
+
+@dataclasses.dataclass
+class Written:
+    """What a model wrote, and what it is worth."""
+
+    samples: list[str] = dataclasses.field(default_factory=list)  # to be read by a person
+    scores: dict[str, float] = dataclasses.field(default_factory=dict)
+    signatures: dict[str, str] = dataclasses.field(default_factory=dict)  # of the scores
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
+    translations: tuple | None = None  # sources, hypotheses, references
+
+
+def _continue(generate: Generator, examples: Sequence, config: Experiment) -> Written:
+    """The beginnings of ten texts, continued."""
+    prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]
+    both = zip(prompts, generate(prompts), strict=True)
+    return Written([f"prompt  {p}\nmodel   {a.strip()}\n" for p, a in both])
+
+
+def _translate(generate: Generator, examples: Sequence, config: Experiment) -> Written:
+    """Every source, translated and scored against all its references."""
+    began = time.perf_counter()
+    by = exact if config.data.format == "probe" else score
+    *texts, scores, signatures = translate_and_score(generate, examples, by, _show_progress)
+    count = len(texts[0])
+    speed = count / (time.perf_counter() - began)
+    samples = [
+        "\n".join(
+            [f"source     {source}", f"model      {hypothesis}"]
+            + [f"reference  {reference}" for reference in references]
+        )
+        + "\n"
+        for source, hypothesis, references in zip(*texts, strict=True)
+    ]
+    return Written(
+        samples,
+        scores | {"sentences": count, "sentences_per_second": speed},
+        signatures,
+        {"cut for translation": generate.cut} if generate.cut else {},
+        tuple(texts),
+    )
 
 
 def _check_text(workdir: Path, data: Data, part: str) -> None:

@@ -8,9 +8,11 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import optax
+from flax import linen as nn
 from jax.sharding import Mesh
 
 from transformer.checks import plain
@@ -142,15 +144,63 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+class Program(NamedTuple):
+    """What is trained, and where its state stands."""
+
+    model: nn.Module
+    optimizer: optax.GradientTransformation
+    abstract: TrainState  # shapes
+    placed: TrainState  # shardings
+
+
+class Text(NamedTuple):
+    """What is read."""
+
+    data: Data
+    train: Batches
+    valid: Batches
+
+
+class Start(NamedTuple):
+    """Where a run stands before its first step: new, or as it was left."""
+
+    state: TrainState
+    checkpoints: Checkpoints | None  # of a run that goes on
+    step: int
+    window: dict  # the open logging interval
+
+
 def begin(
     config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, speaks: bool = True
 ) -> Run:
-    """Everything before the first step: checks first, then data, then the state, new or as it was left. `together`: of so many runs that
-    are trained as one program; one of them `speaks`."""
-    agree(
-        "the config",
-        hashlib.sha256(json.dumps(to_mapping(config), sort_keys=True).encode()).hexdigest(),
-    )
+    """Everything before the first step. `together`: of so many runs that are trained as one
+    program; one of them `speaks`."""
+    program = check(config, workdir, mesh)
+    text = read_text(config, workdir, Share(mesh))
+    progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
+    start = find_state(config, workdir, mesh, program, text, progress.note)
+    claim_directory(config, workdir, mesh, program, text, start, together, progress.note)
+    checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)
+    log = MetricsLog(
+        workdir, start.step, writes=is_first(), tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config)
+    )  # fmt: skip
+    barrier("all have read the metrics so far")
+    train = config.train
+    recorder = Recorder(
+        log, progress, schedule(config.optimizer, train.steps), train.log_every, train.steps, start.window, together
+    )  # fmt: skip
+    train_step = make_train_step(config, program.model, program.optimizer, mesh, program.placed)
+    eval_step = make_eval_step(config, program.model, mesh, program.placed.params)
+    return Run(
+        config, workdir, start.state, start.step, text.train, text.valid, Share(mesh), train_step, eval_step, checkpoints, log,
+        progress, recorder, text.data,
+    )  # fmt: skip
+
+
+def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
+    """First: all that can be refused before anything is computed, read or written."""
+    mapping = json.dumps(to_mapping(config), sort_keys=True)
+    agree("the config", hashlib.sha256(mapping.encode()).hexdigest())
     check_rows(config, mesh)
     check_rounds(config, mesh)
     check_batch(config, Share(mesh))
@@ -165,59 +215,76 @@ def begin(
         (abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients"
     )
     check_room(workdir.absolute(), size(abstract), "a checkpoint")
+    return Program(model, optimizer, abstract, placed)
+
+
+def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
+    """Second: the text, tokenized as this run's was if it has begun."""
     with first_before_the_others("data"):
         data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
-    share = Share(mesh)
-    batches, valid = (data.batches(part, share.rows) for part in ("train", "valid"))
-    text_sha256, step, window = data.store.meta["train"]["sha256"], 0, {}
-    agree("the training text, or its tokenizer", text_sha256[:32] + data.tokenizer.sha256[:32])
-    progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
-    checkpoints = _existing_checkpoints(workdir, config, progress.note)
+    text = Text(data, *(data.batches(part, share.rows) for part in ("train", "valid")))
+    agree(
+        "the training text, or its tokenizer",
+        data.store.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32],
+    )
+    return text
+
+
+def find_state(
+    config: Experiment,
+    workdir: Path,
+    mesh: Mesh,
+    program: Program,
+    text: Text,
+    tell: Callable[[str], None],
+) -> Start:
+    """Third: the state, from the newest checkpoint, from another model, or from the seed."""
+    checkpoints = _existing_checkpoints(workdir, config, tell)
     if checkpoints is None:
-        state = init_state(config, model, optimizer, placed)
+        state = init_state(config, program.model, program.optimizer, program.placed)
         if config.train.init_from:
-            check_tokenizer(config.train.init_from, data.tokenizer.sha256)
-            state = start_from(config, state, placed, mesh)
-    else:
-        state, loop = _resume(config, checkpoints, abstract, optimizer, mesh)
-        step, window = loop["data_step"], loop["window"]
-        if loop["text_sha256"] != text_sha256:
-            raise UserError(
-                f"--workdir: the training text has changed since {workdir} was trained on it; choose another directory, or restore the text"
-            )
-    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
-    backends = attention_backends(config, model, abstract.params, batches[0], mesh)
+            check_tokenizer(config.train.init_from, text.data.tokenizer.sha256)
+            state = start_from(config, state, program.placed, mesh)
+        return Start(state, None, 0, {})
+    state, loop = _resume(config, checkpoints, program.abstract, program.optimizer, mesh)
+    if loop["text_sha256"] != text.data.store.meta["train"]["sha256"]:
+        raise UserError(
+            f"--workdir: the training text has changed since {workdir} was trained on it; choose another directory, or restore the text"
+        )
+    return Start(state, checkpoints, loop["data_step"], loop["window"])
+
+
+def claim_directory(
+    config: Experiment,
+    workdir: Path,
+    mesh: Mesh,
+    program: Program,
+    text: Text,
+    start: Start,
+    together: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Fourth: the run directory says what is trained in it, and so does the terminal."""
+    params, data = program.abstract.params, text.data
+    backends = attention_backends(config, program.model, params, text.train[0], mesh)
     origin = {"data": data.describe(), "attention_backends": backends, "trained_together": together}
     if is_first():
+        parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
     barrier("the run directory is there")
     if not (workdir / "config.json").exists():
         raise UserError(
             f"--workdir: process {jax.process_index()} does not see what process 0 wrote to {workdir}; it must be a shared folder"
         )
-    checkpoints = checkpoints or Checkpoints(workdir, config.train, progress.note)
-    progress.note(
-        describe(abstract.params, placed.params, mesh)
-        + "\n"
-        + _describe_data(data, batches, config)
-    )
+    placed = describe(params, program.placed.params, mesh)
+    tell(placed + "\n" + _describe_data(data, text.train, config))
     if backends:
         spelled = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
-        progress.note(f"attention   {spelled}")
+        tell(f"attention   {spelled}")
     for line in _advice(config, data):
-        progress.note(f"note        {line}")
-    if step:
-        progress.note(f"resumed     at step {step:,} from {checkpoints.folder}")
-    log = MetricsLog(
-        workdir, step, writes=is_first(), tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config)
-    )  # fmt: skip
-    barrier("all have read the metrics so far")
-    rate = schedule(config.optimizer, config.train.steps)
-    return Run(
-        config, workdir, state, step, batches, valid, share,
-        make_train_step(config, model, optimizer, mesh, placed), make_eval_step(config, model, mesh, placed.params),
-        checkpoints, log, progress, Recorder(log, progress, rate, config.train.log_every, config.train.steps, window, together), data,
-    )  # fmt: skip
+        tell(f"note        {line}")
+    if start.step:
+        tell(f"resumed     at step {start.step:,} from {start.checkpoints.folder}")
 
 
 def _existing_checkpoints(

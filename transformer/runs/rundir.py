@@ -169,7 +169,19 @@ def load_config(workdir: Path) -> Experiment:
         raise UserError(
             f"--workdir: no run in {workdir} (no config.json); train one with: python -m transformer train --workdir={workdir} --config=..."
         )
+    _check_version(Path(workdir))
     return from_mapping(Experiment, read_json(file))
+
+
+def _check_version(workdir: Path) -> None:
+    """Raises UserError for a run of another minor version, whose fields may mean something else."""
+    written = read_manifest(workdir).get("transformer") if (workdir / "manifest.json").exists() else None
+    minor = lambda version: version.split(".")[:2]
+    if isinstance(written, str) and minor(written) != minor(__version__):
+        raise UserError(
+            f"--workdir: version {written} of this package wrote {workdir}, and this is version {__version__}; "
+            f"read it with that version, or train again in another directory"
+        )
 
 
 def claim(

@@ -7,9 +7,15 @@ import optax
 from transformer.checks import is_zero
 from transformer.training.config import OptimizerConfig
 
+Number = float | jax.Array
+"""A hyperparameter; traced where the runs of one program differ in it (lab/together.py)."""
 
-def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Update number (from 0) -> learning rate. All start with a linear warm-up to the peak over `warmup_steps`.
+
+def schedule(
+    config: OptimizerConfig, steps: int, learning_rate: Number | None = None
+) -> optax.Schedule:
+    """Update number (from 0) -> learning rate. All start with a linear warm-up to the peak over
+    `warmup_steps`. The peak is `learning_rate`, by default the config's.
 
     inverse_sqrt   peak * min(n / w, sqrt(w / n)), n = update + 1, w = warm-up: Vaswani et al. 2017, eq. 3, whose peak
                    is (d_model * w)^(-1/2)
@@ -17,11 +23,8 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     wsd            at the peak, then linear over the last decay_fraction of all steps (warmup-stable-decay)
     constant       at the peak
     """
-    peak, final, warmup = (
-        config.learning_rate,
-        config.learning_rate * config.final_fraction,
-        config.warmup_steps,
-    )
+    peak = config.learning_rate if learning_rate is None else learning_rate
+    final, warmup = peak * config.final_fraction, config.warmup_steps
     if config.schedule == "inverse_sqrt":
 
         def inverse_sqrt(update):
@@ -44,9 +47,17 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then the rule with decoupled weight decay on matrices (never on norms, biases, positions, gates)."""
-    rate = schedule(config, steps)
+def build_optimizer(
+    config: OptimizerConfig,
+    steps: int,
+    *,
+    learning_rate: Number | None = None,
+    weight_decay: Number | None = None,
+) -> optax.GradientTransformation:
+    """Clipping by global norm, then the rule with decoupled weight decay on matrices (never on
+    norms, biases, positions, gates). `learning_rate` and `weight_decay` are by default the config's."""
+    rate = schedule(config, steps, learning_rate)
+    weight_decay = config.weight_decay if weight_decay is None else weight_decay
     direction = {
         "adamw": lambda: optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon),
         "lion": lambda: optax.scale_by_lion(b1=config.b1, b2=config.b2),
@@ -55,8 +66,8 @@ def build_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransf
         ),
         "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
     }[config.name]()
-    decays = not is_zero(config.weight_decay)
-    decay = optax.add_decayed_weights(config.weight_decay, decayed) if decays else optax.identity()
+    decays = not is_zero(weight_decay)
+    decay = optax.add_decayed_weights(weight_decay, decayed) if decays else optax.identity()
     rule = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
     return (
         optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule

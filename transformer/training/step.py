@@ -84,10 +84,16 @@ def make_train_step(
 
 
 def training_step(
-    config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
+    config: TrainTask,
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    seed: int | jax.Array | None = None,
 ) -> Callable:
-    """(state, batch) -> (state, metrics)."""
-    train, count = config.train, config.train.accumulate
+    """(state, batch) -> (state, metrics). `seed`: in place of the config's; it may be traced."""
+    seed = config.seed if seed is None else seed
+    train = config.train
 
     def gradients(params, batch, key, weights) -> tuple[dict[str, Loss], dict]:
         def loss(params):
@@ -101,31 +107,10 @@ def training_step(
 
     def step(state: TrainState, batch):
         key, weights = (
-            jax.random.fold_in(jax.random.key(config.seed + 1), state.step),
+            jax.random.fold_in(jax.random.key(seed + 1), state.step),
             _weights(config.objective, batch),
         )
-        if count == 1:
-            sums, grads = gradients(state.params, batch, key, weights)
-        else:
-            # Row r goes to micro-batch r mod count, so that every device keeps its own rows.
-            micro = jax.tree.map(
-                lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0), batch
-            )
-            add = lambda total, one: (
-                jax.tree.map(
-                    jnp.add,
-                    total,
-                    gradients(state.params, one[0], jax.random.fold_in(key, one[1]), weights),
-                ),
-                None,
-            )
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), micro)
-            sums = jax.eval_shape(gradients, state.params, one, key, weights)[0]
-            zero = (
-                jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
-                jax.tree.map(jnp.zeros_like, state.params),
-            )
-            (sums, grads), _ = jax.lax.scan(add, zero, (micro, jnp.arange(count)))
+        sums, grads = _summed(gradients, train.accumulate, state.params, batch, key, weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
@@ -141,6 +126,25 @@ def training_step(
         return TrainState(state.step + 1, params, opt_state, ema), metrics
 
     return step
+
+
+def _summed(gradients: Callable, count: int, params, batch: dict, key: jax.Array, weights: dict):
+    """`gradients` of the batch, or the sum of those of `count` micro-batches, one after another."""
+    if count == 1:
+        return gradients(params, batch, key, weights)
+    # Row r goes to micro-batch r mod count, so that every device keeps its own rows.
+    cut = lambda x: jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+    micro = jax.tree.map(cut, batch)
+
+    def add(total, one):
+        rows, n = one
+        own = gradients(params, rows, jax.random.fold_in(key, n), weights)
+        return jax.tree.map(jnp.add, total, own), None
+
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), micro)
+    sums = jax.eval_shape(gradients, params, rows, key, weights)[0]
+    zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    return jax.lax.scan(add, (zeros(sums), zeros(params)), (micro, jnp.arange(count)))[0]
 
 
 def main_thing(sums: dict[str, Loss]) -> str:

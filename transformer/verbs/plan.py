@@ -69,44 +69,15 @@ def run(args, overrides) -> int:
         if args.arms
         else {"": load_experiment(args.config, overrides)}
     )
-    from transformer.planning import programs, search
-    from transformer.planning.plan import compare, make_plan
+    only = _check(args, machine)
+    from transformer.planning import page, programs, search
+    from transformer.planning.plan import make_plan
 
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise UserError(f"--json: no folder {args.json.absolute().parent}")
-    if args.search is not None and (args.search < 1 or args.arms or args.only):
-        raise UserError(
-            f"--search: {args.search}; how many to try, 1 or more, and neither --arms nor --only beside it"
-        )
-    if args.search and not machine.chip.flops:
-        raise UserError(
-            f"--search: how fast a {machine.chip.title} is, is not known; name a TPU or a GPU"
-        )
-    only = (
-        ("train",) if args.arms else tuple(args.only.split(",")) if args.only else programs.PROGRAMS
-    )
-    for name in only:
-        if name not in programs.PROGRAMS:
-            raise UserError(f"--only: no program {name!r}; {nearest(name, programs.PROGRAMS)}")
-    if args.arms and args.only:
-        raise UserError("--arms: every arm's training step is planned; leave out --only")
-    if args.price is not None and (
-        args.price <= 0 or not machine.chip.flops or "train" not in only
-    ):
-        why = (
-            "the price of one chip for one hour"
-            if args.price <= 0
-            else f"the run's time is not known on a {machine.chip.title}"
-        )
-        raise UserError(
-            f"--price: {args.price:g}; "
-            + (why if "train" in only else "of the run, for which --only must name train")
-        )
     devices = programs.start(machine)
     tell = lambda line: print(line, file=sys.stderr)
     if args.search:
         found = search.search(configs[""], machine, devices, args.search, tell, args.price)
-        fits, page, numbers = found[0].fits, search.page(found), [plan.to_json() for plan in found]
+        fits, text, numbers = found[0].fits, search.page(found), [plan.to_json() for plan in found]
     else:
         plans = {}
         for arm, config in configs.items():
@@ -115,13 +86,42 @@ def run(args, overrides) -> int:
                 config, machine, devices, only=only, price=args.price, tell=about
             )
         fits = all(plan.fits for plan in plans.values())
-        page = compare(plans) if args.arms else plans[""].page()
-        numbers = (
-            {arm: plan.to_json() for arm, plan in plans.items()}
-            if args.arms
-            else plans[""].to_json()
-        )
+        text = page.compare(plans) if args.arms else page.page(plans[""])
+        numbers = {arm: plan.to_json() for arm, plan in plans.items()}
+        numbers = numbers if args.arms else numbers[""]
     if args.json:
         write_whole(args.json, json.dumps(numbers, indent=2) + "\n")
-    print(page, end="")
+    print(text, end="")
     return 0 if fits else 1
+
+
+def _check(args, machine) -> tuple[str, ...]:
+    """The programs to compile. Raises UserError for arguments that do not go together."""
+    from transformer.planning.programs import PROGRAMS
+
+    chip = machine.chip
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise UserError(f"--json: no folder {args.json.absolute().parent}")
+    if args.search is not None and (args.search < 1 or args.arms or args.only):
+        raise UserError(
+            f"--search: {args.search}; how many to try, 1 or more, and neither --arms nor --only beside it"
+        )
+    if args.search and not chip.flops:
+        raise UserError(f"--search: how fast a {chip.title} is, is not known; name a TPU or a GPU")
+    only = ("train",) if args.arms else tuple(args.only.split(",")) if args.only else PROGRAMS
+    for name in only:
+        if name not in PROGRAMS:
+            raise UserError(f"--only: no program {name!r}; {nearest(name, PROGRAMS)}")
+    if args.arms and args.only:
+        raise UserError("--arms: every arm's training step is planned; leave out --only")
+    if args.price is not None:
+        why = None
+        if args.price <= 0:
+            why = "the price of one chip for one hour"
+        elif not chip.flops:
+            why = f"the run's time is not known on a {chip.title}"
+        if "train" not in only:
+            why = "of the run, for which --only must name train"
+        if why:
+            raise UserError(f"--price: {args.price:g}; {why}")
+    return only

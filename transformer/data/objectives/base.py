@@ -16,7 +16,7 @@ import numpy as np
 from transformer.data.config import Task
 from transformer.data.objectives import OBJECTIVES
 from transformer.data.store import Store, Texts
-from transformer.data.tokenizer import Tokenizer
+from transformer.data.tokenizer_base import Tokenizer
 
 register = OBJECTIVES.register
 

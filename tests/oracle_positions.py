@@ -1,0 +1,150 @@
+"""Position schemes, slowly: one query, one key, one head at a time."""
+
+import math
+
+import numpy as np
+
+
+def choose(spec):
+    return (
+        (spec, {})
+        if isinstance(spec, str)
+        else (spec["name"], {k: v for k, v in spec.items() if k != "name"})
+    )
+
+
+def sinusoid(t, d, base=1e4, layout="interleaved"):
+    out = np.zeros(d)
+    for i in range(d // 2):
+        angle = t / base ** (2 * i / d)
+        at = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, i + d // 2)
+        out[at[0]], out[at[1]] = math.sin(angle), math.cos(angle)
+    return out
+
+
+def clip(d, most):
+    return int(max(-most, min(most, d)))
+
+
+def turn(name, given, x, t, length, direction):
+    """R_t x; for xPos also times zeta^t (queries) or zeta^-t (keys)."""
+    x, theta = x.copy(), given.get("theta", 1e4)
+    d = int(len(x) * given.get("fraction", 1.0))
+    scaling, more = choose(given.get("scaling", "none"))
+    old, factor = more.get("original_length"), more.get("factor", 1.0)
+    magnitude = 1.0
+    if scaling == "ntk":
+        theta = theta * factor ** (d / (d - 2))
+    if scaling == "dynamic":
+        theta = theta * (factor * max(length, old) / old - (factor - 1)) ** (d / (d - 2))
+    for i in range(d // 2):
+        f = theta ** (-2 * i / d)
+        if scaling == "linear":
+            f = f / factor
+        if scaling == "llama3":
+            wavelength, low, high = (
+                2 * math.pi / f,
+                more.get("low_frequency_factor", 1.0),
+                more.get("high_frequency_factor", 4.0),
+            )
+            if wavelength > old / low:
+                f = f / factor
+            elif wavelength > old / high:
+                smooth = (old / wavelength - low) / (high - low)
+                f = (1 - smooth) * f / factor + smooth * f
+        if scaling == "yarn":
+            pair = lambda turns: d * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            low, high = pair(more.get("beta_fast", 32)), pair(more.get("beta_slow", 1))
+            if more.get("truncate", True):
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, d - 1)
+            ramp = min(max((i - low) / max(high - low, 1e-3), 0), 1)
+            f = f / factor * ramp + f * (1 - ramp)
+            magnitude = more.get("attention_factor") or 0.1 * math.log(factor) + 1
+        a, b = (i, i + d // 2) if given.get("layout", "halves") == "halves" else (2 * i, 2 * i + 1)
+        zeta = 1.0
+        if name == "xpos":
+            gamma = given.get("gamma", 0.4)
+            zeta = ((2 * i / d + gamma) / (1 + gamma)) ** (
+                direction * t / given.get("scale_base", 512.0)
+            )
+        cos, sin = magnitude * zeta * math.cos(t * f), magnitude * zeta * math.sin(t * f)
+        x[a], x[b] = x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin
+    return x
+
+
+def positioned(c, name, given, p, shared, n, e, q, k, t, positions, may, scale, causal):
+    """The logits of one query and head with position in them."""
+    e = e.copy()
+    if name == "cope":
+        most, table = given.get("max_positions", 64), p["contextual_positions"]
+        gates = np.where(may, 1 / (1 + np.exp(-e)), 0.0)
+        for s in range(len(k)):
+            count = min(gates[s:].sum(), most - 1)
+            low, high = math.floor(count), math.ceil(count)
+            vector = (1 - (count - low)) * table[low] + (count - low) * table[high]
+            e[s] += q @ vector
+        return e
+    for s, at in enumerate(positions):
+        d = int(t - at)
+        e[s] += of_distance(name, given, shared, n, d, t, c.num_heads, causal)
+        if name == "shaw":
+            most = given.get("max_distance", 16)
+            e[s] += scale * (q @ p["relative_keys"][clip(-d, most) + most])
+        elif name == "transformer_xl":
+            distance = sinusoid(d, c.d_model, layout="halves")
+            r = distance @ p["relative_kernel"][:, n]
+            e[s] += scale * (p["content_bias"][n] @ k[s] + (q + p["position_bias"][n]) @ r)
+        elif name == "deberta":
+            most = given.get("max_distance", 128)
+            vector = shared["relative_embedding"][max(0, min(2 * most - 1, d + most))]
+            to, of = vector @ p["relative_key"][:, n], vector @ p["relative_query"][:, n]
+            e[s] = (e[s] + scale * (q @ to + k[s] @ of)) / math.sqrt(3)
+    return e
+
+
+def of_distance(name, given, shared, n, d, t, heads, causal):
+    """What head n adds to a logit for the distance d = t - s alone."""
+    if name == "alibi":
+        power = 2 ** int(math.log2(heads))
+        slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+        slopes += [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * (heads - power), 2)]
+        return -slopes[n] * abs(d)
+    if name == "t5":
+        sizes = given.get("num_buckets", 32), given.get("max_distance", 128)
+        return shared["relative_bias"][t5_bucket(-d, *sizes, causal), n]
+    if name == "kerple":
+        r, a = (max(shared[f"kernel_{x}"][n], 0.01) for x in "ra")
+        return -r * math.log(1 + a * abs(d))
+    if name == "sandwich":
+        width, first = given.get("width", 128), given.get("first_index", 0)
+        indices = range(first, first + width // 2)
+        total = sum(math.cos(abs(d) / 1e4 ** (2 * i / width)) for i in indices)
+        return (total - width / 2) / (8 * (n + 1) / heads)
+    if name == "fire":
+        psi = lambda z: math.log(1 + max(shared["fire_c"], 1e-6) * z)
+        h = np.zeros(1)
+        if d:
+            longest = max(t, max(shared["fire_threshold"], 1.0))
+            h = np.array([math.copysign(1, d) * psi(abs(d)) / psi(longest)])
+        for i in range(3):
+            h = h @ shared[f"fire_kernel_{i}"] + shared[f"fire_bias_{i}"]
+            h = np.maximum(h, 0) if i < 2 else h
+        return h[n]
+    return 0.0
+
+
+def t5_bucket(d, buckets, most, causal):
+    """Of a distance key minus query."""
+    offset = 0
+    if causal:
+        d = max(-d, 0)
+    else:
+        buckets //= 2
+        offset, d = (buckets if d > 0 else 0), abs(d)
+    exact = buckets // 2
+    if d < exact:
+        return offset + d
+    return offset + min(
+        exact + int(math.log(d / exact) / math.log(most / exact) * (buckets - exact)), buckets - 1
+    )

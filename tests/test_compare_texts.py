@@ -1,0 +1,165 @@
+"""What of runs can be compared: texts, tokenizers, labels, and what is left out."""
+
+import dataclasses
+import json
+
+import pytest
+from studies import facts_of, made_up
+from test_compare import compare
+
+from transformer import Sweep, UserError, vary
+from transformer.lab import guard, report, results, verdict
+from transformer.lab.study import Study
+
+
+def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
+    for seed in (0, 1):
+        made_up(tmp_path, "a", seed, 4.0 + seed)
+        made_up(tmp_path, "b", seed, 4.1 + seed, test="other", model__d_ff=48)
+        made_up(tmp_path, "c", seed, 4.2 + seed, tokenizer="other", model__d_ff=64)
+        made_up(tmp_path, "d", seed, float("nan") if seed else None, model__d_ff=72)
+        made_up(tmp_path, "e", seed, 4.3 + seed, model__d_ff=80)
+    (tmp_path / "e" / "seed-1" / "metrics.jsonl").write_text('{"step": 8, "test/lo')
+    found = compare(tmp_path)
+    told = "\n".join(found.results.left_out)
+    for words in (
+        "was tested on another text",
+        "has another tokenizer",
+        "test/loss is no number",
+        "test/loss is not there (yet)",
+        "has logged nothing yet",
+    ):
+        assert words in told
+    assert next(iter(found.rows.values())).value.count == 2
+    page = report.write(found, tmp_path / "report")
+    assert "was tested on another text" in page.read_text()
+
+
+def test_what_the_sweep_asks_about_may_differ(tmp_path):
+    """Arms of another text are compared where what varies says which text they are judged on; rows of another length do not."""
+    for field, values, counts in (
+        ("data.held_out", (4, 5), [2, 2]),
+        ("data.length", (8, 16), [2, 0]),
+    ):
+        folder = tmp_path / field
+        sweep = Sweep(
+            vary(field, *values), seeds=2, declared=dict.fromkeys(("parameters", "flops"), "of it")
+        )
+        configs, found = facts_of(sweep)
+        Study(folder, sweep, configs, found).write()
+        for name in configs:
+            for seed in range(2):
+                made_up(folder, name, seed, 4.0 + seed, test=name)
+        judged = verdict.judge(results.read([folder]))
+        assert [row.value.count for row in judged.rows.values()] == counts
+        assert len(
+            [line for line in judged.results.left_out if "was tested on another text" in line]
+        ) == 4 - sum(counts)
+        assert ("on texts of their own" in report.markdown(judged)) == (field == "data.held_out")
+
+
+def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
+    """Neither before nor after: nats per token of 300 pieces are less than of 512, whatever the model knows. Answers and bytes are the same."""
+    by = lambda metric: Sweep(
+        vary("model.vocab_size", 512, 300),
+        seeds=2,
+        metric=metric,
+        declared=dict.fromkeys(("parameters", "flops"), "of it"),
+    )
+    configs, found = facts_of(by("test/loss"))
+    with pytest.raises(
+        UserError,
+        match=r"metric 'test/loss' is of tokens, and 'vocab_size=300' has others than 'vocab_size=512'.*test/bits_per_byte",
+    ):
+        guard.check(by("test/loss"), configs, found)
+    for allowed in (
+        by("test/bits_per_byte"),
+        dataclasses.replace(
+            by("test/loss"),
+            declared=dict.fromkeys(("parameters", "flops", "tokenizer"), "one id is kept"),
+        ),
+    ):
+        guard.check(allowed, configs, found)
+    Study(tmp_path, by("test/bleu"), configs, found).write()
+    for name in configs:
+        for seed in range(2):
+            made_up(tmp_path, name, seed, 4.0 + seed, tokenizer=name, test_bleu=4.0 + seed)
+    counts = {
+        metric: [
+            row.value.count
+            for row in verdict.judge(results.read([tmp_path], metric=metric)).rows.values()
+        ]
+        for metric in ("test/bleu", "test/loss")
+    }
+    assert counts == {"test/bleu": [2, 2], "test/loss": [2, 0]}
+
+
+def test_a_classifiers_loss_is_of_labels(tmp_path):
+    """So it has their unit, and another tokenizer is no matter."""
+    labels = dict(model__family="encoder", model__num_encoder_layers=2, model__num_decoder_layers=0, model__pooling="mean", model__num_labels=3, model__lm_head=False, data__objective="classification", data__packing=False)  # fmt: skip
+    sweep = Sweep(
+        vary("model.vocab_size", 512, 300),
+        seeds=2,
+        metric="test/loss",
+        declared=dict.fromkeys(("parameters", "flops"), "of it"),
+    )
+    guard.check(sweep, *facts_of(sweep, **labels))
+    for arm, vocab in (("a", 512), ("b", 300)):
+        for seed in range(2):
+            made_up(
+                tmp_path,
+                arm,
+                seed,
+                1.0 + 0.1 * seed,
+                tokenizer=arm,
+                test_bleu=0.5,
+                model__vocab_size=vocab,
+                **labels,
+            )
+    judged = compare(tmp_path, metric="test/loss")
+    page = report.markdown(judged)
+    assert (
+        [row.value.count for row in judged.rows.values()] == [2, 2]
+        and "nats per label" in page
+        and "per token" not in page
+    )
+
+
+def test_validation_is_of_the_same_text_and_as_much_of_it(tmp_path):
+    for arm, batches, text in (("a", 2, "v"), ("b", 4, "v"), ("c", 2, "w")):
+        run = made_up(
+            tmp_path,
+            arm,
+            0,
+            4.0,
+            eval_losses=(5.0, 4.0),
+            train__eval_batches=batches,
+            model__d_ff=32 + 8 * ord(arm),
+        )
+        manifest = json.loads((run / "manifest.json").read_text())
+        (run / "manifest.json").write_text(
+            json.dumps(manifest | {"data": manifest["data"] | {"valid": {"sha256": text}}})
+        )
+    found = results.read([tmp_path / arm / "seed-0" for arm in "abc"], metric="eval/loss")
+    assert [bool(arm.runs) for arm in found.arms.values()] == [True, False, False]
+    assert (
+        "was validated on 4 batches" in found.left_out[0]
+        and "was validated on another text" in found.left_out[1]
+    )
+    assert all(
+        arm.runs for arm in results.read([tmp_path / arm / "seed-0" for arm in "abc"]).arms.values()
+    ), "of the test nothing differs"
+
+
+def test_what_the_test_leaves_out_is_told(tmp_path):
+    for arm, size in (("a", 32), ("b", 48)):
+        run = made_up(tmp_path, arm, 0, 4.0, model__d_ff=size)
+        (run / "test.json").write_text(
+            json.dumps(
+                {"step": 8, "left_out": {"pairs too long: dropped": 3} if arm == "b" else {}}
+            )
+        )
+    assert (
+        "Of the test text arms leave out: a nothing; b pairs too long: dropped 3."
+        in report.markdown(compare(tmp_path))
+    )

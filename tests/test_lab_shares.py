@@ -1,0 +1,248 @@
+"""Who trains which run: claims, shards, groups and what dies in them."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from studies import made_up, make_study
+
+from transformer import UserError
+from transformer.lab import results, runner
+from transformer.lab.study import Planned
+from transformer.runs.metrics import read_metrics
+from transformer.runs.recorder import Diverged
+from transformer.runs.run import Run
+
+
+def test_who_has_a_run_has_it_alone(tmp_path):
+    run, other = make_study(tmp_path).runs[:2]
+    assert run.take() and not run.take() and run.status().kind == "running" and other.take()
+    run.release("it broke")
+    assert run.status().kind == "failed" and run.status().why == "it broke"
+    assert run.take() and run.status().kind == "running", "what has failed may be tried again"
+    os.utime(run.claim.file, (0, 0))
+    assert run.status().kind == "waiting" and run.take(), "nobody has renewed it"
+    dead = dataclasses.replace(run.claim.holder(), pid="999999999")
+    run.claim.file.write_text(str(dead))
+    assert run.take(), "its process is dead"
+    earlier = dataclasses.replace(run.claim.holder(), began=run.claim.holder().began + "0")
+    run.claim.file.write_text(str(earlier))
+    assert run.take(), "its process is dead, and this one has its number by chance"
+    child = subprocess.Popen(["sleep", "60"])
+    run.claim.hand_over(child.pid)
+    run.release()
+    assert run.claim.alive() and not run.take(), (
+        "the process that has it lives, whatever becomes of the one that began it"
+    )
+    child.kill()
+    child.wait()
+    assert run.take()
+    run.release()
+    assert not run.claim.alive()
+
+
+def test_who_works_on_a_run_may_end_while_it_is_asked(tmp_path, monkeypatch):
+    run = make_study(tmp_path).runs[0]
+    monkeypatch.setattr(Planned, "take", lambda run: False)
+    with pytest.raises(UserError, match=f"--runs: another process works on {run.name}; wait"):
+        run.keep()
+
+
+def test_a_dead_claim_goes_to_one(tmp_path):
+    """Two machines find it dead; one is faster, the other leaves it to it."""
+    run = make_study(tmp_path).runs[0]
+    run.take()
+    run.claim.file.write_text("elsewhere 1 0")
+    os.utime(run.claim.file, (0, 0))
+    dead = run.claim.holder()
+    assert run.take()
+    assert not run.claim._clear(dead) and run.claim.alive(), "what was made since is put back"
+    run.claim.file.write_text("")  # another is just writing it
+    assert run.claim.alive() and not run.take()
+
+
+def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypatch):
+    """And what ends one of them ends no other."""
+    study, trained = make_study(tmp_path, seeds=5), []
+    study.write()
+    runs = [run for run in study.runs if run.arm == "rotary"]
+    for run, step in zip(runs, (0, 0, 4, 4, 6), strict=True):
+        (run.folder / "checkpoints" / str(step)).mkdir(parents=True) if step else None
+
+    def together(configs, folders):
+        trained.append([config.seed for config in configs])
+        for folder in folders:
+            (folder / "checkpoints" / "8").mkdir(parents=True)
+
+    monkeypatch.setattr(runner, "train_together", together)
+
+    def alone(config, folder):
+        trained.append([config.seed])
+        raise Diverged("no number")
+
+    monkeypatch.setattr("transformer.runs.loop.train", alone)
+    evaluated = []
+    assert work(tmp_path, runs, evaluated.append) == 0
+    assert trained == [[0, 1], [2, 3], [4]] and len(evaluated) == 5
+
+
+def work(folder, runs, evaluate) -> int:
+    """`runner.work` in this process, whose signals it leaves as they were."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return runner.work(folder, [run.name for run in runs], evaluate)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monkeypatch, capsys):
+    """Neither a damaged checkpoint, for which they are trained each by itself, nor an evaluation that fails."""
+    study, evaluated = make_study(tmp_path, seeds=4), []
+    study.write()
+    runs = [run for run in study.runs if run.arm == "rotary"]
+
+    def begin(config, folder):
+        if config.seed == 1:
+            raise UserError(f"{folder}: damaged")
+        (folder / "checkpoints" / "8").mkdir(parents=True)
+        return 8
+
+    def evaluate(run):
+        if run.config.seed == 2:
+            raise ValueError("a fault\nof two lines")
+        evaluated.append(run.config.seed)
+
+    monkeypatch.setattr(
+        runner,
+        "train_together",
+        lambda configs, folders: [
+            begin(*one) for one in zip(configs[1:], folders[1:], strict=True)
+        ],
+    )
+    monkeypatch.setattr("transformer.runs.loop.train", begin)
+    assert work(tmp_path, runs, evaluate) == 1
+    assert evaluated == [0, 3] and [run.status().kind for run in runs] == [
+        "trained",
+        "failed",
+        "failed",
+        "trained",
+    ]
+    assert re.match(r".*rotary/seed-1: damaged; see .*\.log$", runs[1].status().why) and runs[
+        2
+    ].status().why.startswith("ValueError: a fault; see ")
+    said = capsys.readouterr().err
+    assert (
+        "each by itself, since together" in said
+        and "Traceback" in said
+        and "error: rotary/seed-2: ValueError: a fault" in said
+    )
+    with pytest.raises(ValueError, match="a fault"):
+        work(tmp_path, [runs[2]], evaluate)
+    assert not any(run.claim.alive() for run in runs)
+
+
+def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_other(
+    tmp_path, monkeypatch
+):
+    study, evaluated = make_study(tmp_path, seeds=2), []
+    study.write()
+    evaluating = Run.evaluate
+
+    def stop_then_evaluate(run):
+        if run.step == run.config.train.steps:
+            signal.raise_signal(signal.SIGTERM)
+        evaluating(run)
+
+    monkeypatch.setattr(Run, "evaluate", stop_then_evaluate)
+    first, second = study.runs[:2]
+    assert work(tmp_path, [first, second], evaluated.append) == 143
+    assert first.saved() == 8 and second.saved() == 0 and not evaluated
+    assert (
+        "eval/loss" in read_metrics(first.folder)[-1]
+        and read_metrics(first.folder)[-1]["step"] == 8
+    )
+
+
+def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(
+    tmp_path, monkeypatch, capsys
+):
+    study = make_study(tmp_path, seeds=1)
+    study.write()
+    monkeypatch.setattr(runner, "PATIENCE", 0.1)
+    other = subprocess.Popen(["sleep", "2"])
+    for run in study.runs:
+        run.take()
+        run.claim.hand_over(other.pid)
+    with pytest.raises(UserError, match=r"--runs: process \d+ on .* works on rotary/seed-0; wait"):
+        work(tmp_path, study.runs[:1], print)
+    threading.Thread(target=other.wait).start()  # or it stays as a zombie, which is there
+    begun, start = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **more: (
+            begun.append((command[-1], other.poll()))
+            or start([sys.executable, "-c", "raise SystemExit(1)"], **more)
+        ),
+    )
+    assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 1
+    assert [name for name, _ in begun] == ["--runs=rotary/seed-0", "--runs=alibi/seed-0"] and all(
+        code == 0 for _, code in begun
+    ), "after its end"
+
+
+def test_shards_take_every_run_once(tmp_path):
+    study = make_study(tmp_path, seeds=5)
+    units = runner.groups(study, study.runs, 2)
+    assert [len(unit) for unit in units] == [2, 2, 1, 2, 2, 1] and all(
+        len({run.arm for run in unit}) == 1 for unit in units
+    )
+    shares = [units[i - 1 :: 4] for i in range(1, 5)]
+    assert sorted(run.name for share in shares for unit in share for run in unit) == sorted(
+        run.name for run in study.runs
+    )
+    assert [len(unit) for unit in runner.groups(study, study.runs, 1)] == [1] * 10
+
+
+def test_what_is_whose_does_not_hang_on_what_is_over(tmp_path):
+    study = make_study(tmp_path, seeds=2)
+    names = lambda i: [run.name for unit in runner.share_of(study, (i, 2), 1) for run in unit]
+    before = names(1) + names(2)
+    assert len(before) == 4
+    made_up(tmp_path, *before[0].split("/seed-")[:1], int(before[0][-1]), 4.0, diverged=3)
+    assert names(1) + names(2) == before[1:]
+
+
+def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    study = make_study(tmp_path, seeds=1)
+    study.write()
+    program = "import sys, os; print('error: no such thing'); os.kill(os.getpid(), 9) if 'rotary' in sys.argv[-1] else sys.exit(1)"
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **more: start([sys.executable, "-c", program, command[-1]], **more),
+    )
+    assert runner.run_study(study, jobs=1, shard=(1, 1), most=8) == 1
+    said = capsys.readouterr().err
+    assert (
+        "rotary/seed-0  failed: ended by SIGKILL (out of memory?)" in said
+        and "alibi/seed-0  failed: exit code 1: no such thing" in said
+    )
+    with pytest.raises(
+        UserError,
+        match="nothing to compare: rotary, seed 0: failed: ended by SIGKILL .*, and 1 more",
+    ):
+        results.read([tmp_path])
+    made_up(tmp_path, "alibi", 0, None)
+    made_up(tmp_path, "rotary", 0, 4.0)
+    (tmp_path / "claims" / "rotary.seed-0.failed").unlink()
+    assert any(
+        "alibi, seed 0: failed: exit code 1: no such thing" in line
+        for line in results.read([tmp_path]).left_out
+    ), "and the rest comes"

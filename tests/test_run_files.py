@@ -1,0 +1,112 @@
+"""The files of a run: whole or absent, and what a fault leaves of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from transformer.errors import UserError
+from transformer.mapping import to_mapping
+from transformer.runs.rundir import load_config
+from transformer.version import __version__
+
+
+def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
+    from transformer.runs.metrics import read_metrics
+
+    good = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+    lines = [
+        json.dumps(good[0]).encode(),
+        b"[1]",
+        b"\xff\xfe",
+        b'{"a": 1}',
+        b'{"step": 1, "a": 1000000000000000000000}',
+        b'{"step": true}',
+        b"{",
+        json.dumps(good[1]).encode(),
+        b'{"st',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    assert read_metrics(tmp_path) == good
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_written(
+    run_config, tmp_path, monkeypatch
+):
+    from transformer import files
+    from transformer.runs.loop import train
+
+    monkeypatch.setattr(
+        files.shutil,
+        "disk_usage",
+        lambda folder: files.shutil._ntuple_diskusage(10**9, 10**9, 1000),
+    )
+    with pytest.raises(
+        UserError, match=r"the disk has 0.0 MB left, but a checkpoint takes 0.\d MB"
+    ):
+        train(run_config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
+    import errno
+
+    from transformer.files import write_whole
+
+    def full(self, content):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_whole(tmp_path / "a.txt", "old")
+    with monkeypatch.context() as m:
+        m.setattr(Path, "write_bytes", full)
+        with pytest.raises(UserError, match=r"a\.txt: the disk is full"):
+            write_whole(tmp_path / "a.txt", "new")
+    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("a.txt", "old")]
+
+
+def test_what_is_no_ordinary_file_is_written_to(tmp_path):
+    import os
+    import threading
+
+    from transformer.files import write_whole
+
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    write_whole(tmp_path / "pipe", "answers")
+    reader.join()
+    assert read == ["answers"] and (tmp_path / "pipe").is_fifo()
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    import errno
+
+    from safetensors import SafetensorError
+
+    from transformer.files import disk_faults
+
+    with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    told = "Error while serializing: I/O error: No space left on device (os error 28)"
+    with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
+        raise SafetensorError(told)
+    with pytest.raises(ValueError, match="another"), disk_faults("x"):
+        raise ValueError("another")
+
+
+def test_a_run_of_another_version_is_refused_with_the_version_that_reads_it(run_config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_mapping(run_config)))
+    for written in (__version__, __version__ + ".dev1"):
+        (tmp_path / "manifest.json").write_text(json.dumps({"transformer": written}))
+        assert load_config(tmp_path) == run_config
+    (tmp_path / "manifest.json").write_text(json.dumps({"transformer": "0.1.0"}))
+    with pytest.raises(
+        UserError, match=r"version 0\.1\.0 of this package wrote .*; read it with that"
+    ):
+        load_config(tmp_path)
