@@ -146,7 +146,7 @@ def placement(c, side):
             ("in_norm", "res_norm", "out_norm", "final_norm", "gate"), PLACEMENTS[name], strict=True
         )
     )
-    n, m = c.num_encoder_layers, c.num_decoder_layers
+    n, m = c.num_layers("encoder"), c.num_layers("decoder")
     a = 1.0
     if name == "deepnorm":
         a = (
@@ -189,7 +189,7 @@ def residual(c, r, x, fs, parts, bare):
 
 def stack(c, p, side, x, here, encoded=None, there=None):
     parts = placement(c, side)
-    depth = c.num_encoder_layers if side == "encoder" else c.num_decoder_layers
+    depth = c.num_layers(side)
     pattern = c.layer_pattern or ({},)
     of_layer = [pattern[i % len(pattern)] for i in range(depth)]
     specs = list(dict.fromkeys(own.get("position", c.position) for own in of_layer))
@@ -249,8 +249,8 @@ def mixture(c, p, x):
 def attention(c, p, x, y, here, there, causal, window, position, shared):
     """One head, one query at a time."""
     name, given = position
-    per_kv = c.num_heads // c.num_kv_heads
-    scale = c.d_head**-0.5 if c.attention_scale is None else c.attention_scale
+    per_kv = c.num_heads // c.kv_heads
+    scale = c.head_size**-0.5 if c.attention_scale is None else c.attention_scale
     out = np.zeros(x.shape)
     for n in range(c.num_heads):
         part = lambda which, inputs, h: (

@@ -12,7 +12,7 @@ def mla(c, p, x, rank, rope, rotate=lambda vector, t: vector, window=0):
     q = np.einsum("td,dnh->tnh", q, p["query"]["kernel"])
     down = x @ p["key_value_down"]["kernel"]
     latent, shared = rms(c, p["key_value_norm"], down[:, :rank]), down[:, rank:]
-    out = np.zeros((len(x), c.num_heads, c.d_value or c.d_head))
+    out = np.zeros((len(x), c.num_heads, c.d_value or c.head_size))
     for n in range(c.num_heads):
         keys = [
             np.concatenate([latent[s] @ p["key_up"]["kernel"][:, n], rotate(shared[s], s)])
@@ -20,10 +20,10 @@ def mla(c, p, x, rank, rope, rotate=lambda vector, t: vector, window=0):
         ]
         values = latent @ p["value_up"]["kernel"][:, n]
         for t in range(len(x)):
-            query = np.concatenate([q[t, n, : c.d_head], rotate(q[t, n, c.d_head :], t)])
+            query = np.concatenate([q[t, n, : c.head_size], rotate(q[t, n, c.head_size :], t)])
             first = max(t - window + 1, 0) if window else 0
             logits = np.array([query @ keys[s] for s in range(first, t + 1)])
-            logits /= np.sqrt(c.d_head + rope)
+            logits /= np.sqrt(c.head_size + rope)
             weights = np.exp(logits - logits.max())
             out[t, n] = weights / weights.sum() @ values[first : t + 1]
     return np.einsum("tnv,nvd->td", out, p["out"]["kernel"])
@@ -31,7 +31,7 @@ def mla(c, p, x, rank, rope, rotate=lambda vector, t: vector, window=0):
 
 def gated_delta(c, p, x, segments, width=4, twice=False):
     """Gated DeltaNet (arXiv:2412.06464, eq. 10) on one sequence x [T, D] with the documents `segments`, 0 being padding. [T, D]."""
-    n_heads, size = c.num_heads, c.d_head
+    n_heads, size = c.num_heads, c.head_size
     kinds = ("query", "key", "value")
     raw = np.concatenate(
         [np.einsum("td,dnf->tnf", x, p[kind]["kernel"]) for kind in kinds], axis=-1

@@ -82,10 +82,10 @@ def small(name: str):
     """An architecture with few and narrow layers."""
     published = architecture(name)
     depth = {f"num_{side}_layers": min(published.num_layers(side), 3) for side in published.sides}
-    fields = (
-        SMALL | depth | {"num_kv_heads": 2 if published.num_kv_heads < published.num_heads else 0}
-    )
-    fields |= {"d_head": 12 if published.d_head * published.num_heads != published.d_model else 0}
+    fields = SMALL | depth | {"num_kv_heads": 2 if published.kv_heads < published.num_heads else 0}
+    fields |= {
+        "d_head": 12 if published.head_size * published.num_heads != published.d_model else 0
+    }
     fields |= {"logit_scale": 32**-0.5} if published.logit_scale != 1 else {}
     fields |= {"d_embedding": 20} if published.d_embedding else {}
     return architecture(name, **fields)

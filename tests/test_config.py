@@ -1,5 +1,6 @@
 """Configs: unknown keys, wrong types, combinations that make no sense; experiment files; overrides."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -169,7 +170,7 @@ def test_overrides_change_one_field_and_keep_their_types():
         "model.d_model": "256", "model.position.theta": "5e5", "model.use_bias": "false", "optimizer.learning_rate": "3e-4", "train.wandb": "007",
         "data.tokenizer.kind": "bpe", "model.attention_scale": "none",
     })  # fmt: skip
-    assert (changed.model.d_head, changed.model.num_kv_heads) == (32, 8)
+    assert (changed.model.head_size, changed.model.kv_heads) == (32, 8)
     assert (changed.model.d_model, changed.model.use_bias, changed.optimizer.learning_rate) == (
         256,
         False,
@@ -314,3 +315,16 @@ def test_a_pattern_over_layers_survives_json_and_the_command_line(tmp_path):
     }.items():
         with pytest.raises(UserError, match=re.escape(message)):
             apply_overrides(config, {"model.layer_pattern": bad})
+
+
+def test_a_replaced_field_is_followed_by_what_is_derived_from_it():
+    config = ModelConfig(family="decoder", vocab_size=8, num_encoder_layers=6)
+    assert (config.head_size, config.kv_heads, config.num_layers("encoder")) == (64, 8, 0)
+    wider = dataclasses.replace(config, d_model=1024)
+    assert wider.head_size == wider.value_size == 128 and wider.stack_facts("decoder").d_head == 128
+    more = dataclasses.replace(config, num_heads=16)
+    assert (more.head_size, more.kv_heads) == (32, 16)
+    both = dataclasses.replace(config, family="encoder_decoder")
+    assert both.num_layers("encoder") == 6
+    for one in (config, wider, more, both):
+        assert from_mapping(ModelConfig, to_mapping(one)) == one

@@ -68,7 +68,7 @@ def test_shapes(d_model, heads, length, d_k):
     model = build_model(config)
     params = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), x))
     attention = params["params"]["decoder"]["layers_0"]["self_attention"]
-    assert config.d_head == d_k
+    assert config.head_size == d_k
     for part in ("query", "key", "value"):
         assert attention[part]["kernel"].shape == (d_model, heads, d_k)
     assert attention["out"]["kernel"].shape == (

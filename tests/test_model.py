@@ -288,7 +288,7 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(posit
         .bind_layer(param, facts)
         .at(where.positions_BxT)
     )
-    given = Inputs(CAUSAL & SAME_SEGMENT, where, where, scheme, config.d_head**-0.5)
+    given = Inputs(CAUSAL & SAME_SEGMENT, where, where, scheme, config.head_size**-0.5)
     for attend in (BACKENDS[name].attend for name in ALONE):
         out = attend(q, k, v, given)
         np.testing.assert_array_equal(out[0, 0], 0)

@@ -338,3 +338,49 @@ def test_what_leaves_a_host_is_told_apart(kind, devices, expected):
         found.seconds["network"] == expected[0] / chip.link_rate
         and found.seconds["slices"] == expected[1] / chip.outer_rate
     )
+
+
+def needed(**model) -> float:
+    """FLOPs of the forward pass of a model."""
+    config = planned(**model)
+    shapes = batch_shapes(config, make_mesh(MeshConfig(data=1)))
+    return model_flops(config, shapes, Programs(config, jax.devices()[:1]).state.params) / 3
+
+
+TABLES = {
+    # Queries by the vectors of clipped distances, and weights by those of values.
+    "shaw": ({"max_distance": 4}, lambda h: ROWS * T * D * 9 + ROWS * T * D * 9 + ROWS * (D // h) * T * T * 9),
+    # u by keys, queries by W_R, and what comes of it by the sinusoids of all distances.
+    "transformer_xl": ({}, lambda h: ROWS * T * D + ROWS * T * D * D + ROWS * T * T * D * (D // h)),
+    # The table by two matrices, queries by one product, keys by the other.
+    "deberta": ({"max_distance": 4}, lambda h: 2 * 8 * D * D + 2 * ROWS * T * D * 8),
+    "cope": ({"max_positions": 5}, lambda h: ROWS * T * D * 5),
+}  # fmt: skip
+"""Multiplications that a scheme adds to each layer, by the size of a head; none of them is of a pair that a mask forbids."""
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_products_with_a_table_of_positions_count_in_full(name):
+    options, more = TABLES[name]
+    plain, causal = needed(position="none"), needed(position={"name": name, **options})
+    layers, size = 3, planned().model.head_size
+    assert causal - plain == layers * 2 * more(size)
+
+
+MIXERS = {
+    "attention": ({"position": "none"}, 2 * D),
+    "mla": ({"mixer": {"name": "mla", "d_rope": 4}, "num_heads": 4}, 4 * (2 * D // 4 + 4)),
+    "gated_delta": ({"mixer": {"name": "gated_delta", "chunk": 16}, "position": "none", "attention_backend": "auto"}, 0),
+}  # fmt: skip
+"""A model of each mixer, and the multiplications of a pair of tokens in a layer."""
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("scan", [True, False])
+def test_the_products_of_a_mixer_are_those_that_xla_computes(name, scan):
+    """But for the pairs that the mask forbids, which the plain path of attention computes."""
+    model, pair = MIXERS[name]
+    model = {**model, "scan_layers": scan}
+    compiled = Programs(planned(**model), jax.devices()[:1]).compile("evaluate")
+    forbidden = ROWS * (T * T - T * (T + 1) / 2)
+    assert flops(compiled.program) - needed(**model) == 3 * 2 * forbidden * pair

@@ -112,7 +112,7 @@ def test_xpos_packs_far_from_the_start():
 
 def test_xpos_decodes_from_a_cache_across_blocks():
     config = small("decoder", position={"name": "xpos", "scale_base": 10.0}, max_length=1600)
-    assert config.key_size("decoder") > config.d_head
+    assert config.key_size("decoder") > config.head_size
     model, params = make(config)
     text = tokens(1, 2, 7)
     whole = jax.jit(model.apply)(params, text)

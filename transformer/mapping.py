@@ -54,12 +54,9 @@ def to_mapping(config) -> dict:
 
 
 def thaw(value):
-    """ConfigDicts and configs as plain dicts. A config may name, as `derived`, the fields that it
-    computed from others: these are left at 0, to be computed again."""
+    """ConfigDicts and configs as plain dicts."""
     if dataclasses.is_dataclass(value):
-        derived = getattr(value, "derived", {})
-        tree = {f.name: thaw(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return tree | {field: 0 for field, size in derived.items() if tree[field] == size}
+        return to_mapping(value)
     if hasattr(value, "items"):
         return {key: thaw(item) for key, item in value.items()}
     return [thaw(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -24,13 +24,6 @@ from transformer.runs.rundir import flat
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 
 
-DERIVED = (
-    *("model.d_head", "model.d_value", "model.num_kv_heads"),
-    *("model.num_encoder_layers", "model.num_decoder_layers"),
-)
-"""Fields whose default stands for a number that other fields give."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Overrides of one command; `seed` and `number` name it."""
@@ -64,7 +57,7 @@ def check(case: Case) -> str | None:
             related = any(
                 f"{a}.".startswith(f"{b}.") for other in set(dict(case.overrides)) - {key} for a, b in ((key, other), (other, key))
             )  # fmt: skip
-            if key in DERIVED or related:
+            if related:
                 continue
             for said in _used().get(key, ()):
                 same = value != _spelled(said) or held.get(key, said) == said

@@ -99,8 +99,12 @@ def meaning(config: ModelConfig) -> dict:
         "attention_bias": config.attention_has_bias,
         "qkv_bias": config.qkv_has_bias,
         "attention_scale": round(
-            config.d_head**-0.5 if config.attention_scale is None else config.attention_scale, 6
+            config.head_size**-0.5 if config.attention_scale is None else config.attention_scale, 6
         ),
+        "num_encoder_layers": config.num_layers("encoder"),
+        "num_decoder_layers": config.num_layers("decoder"),
+        "num_kv_heads": config.kv_heads,
+        "d_head": config.head_size,
         "d_value": config.value_size,
         "d_embedding": config.embedding_size,
         "share_embeddings": config.share_embeddings or config.family != "encoder_decoder",

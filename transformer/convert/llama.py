@@ -151,9 +151,9 @@ def _windows(kind: str, f: Fields, layers: int) -> dict:
 def _write(kind: str, c: ModelConfig) -> dict:
     theirs = {
         "vocab_size": c.vocab_size, "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.num_decoder_layers,
-        "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads, 
+        "num_attention_heads": c.num_heads, "num_key_value_heads": c.kv_heads, 
         "rms_norm_eps": c.norm_epsilon, "tie_word_embeddings": c.tie_embeddings, **rotary_back(c),
-        "head_dim": c.d_head, "hidden_act": ACTIVATIONS_BACK[c.activation],
+        "head_dim": c.head_size, "hidden_act": ACTIVATIONS_BACK[c.activation],
     }  # fmt: skip
     windows = [layer.window for layer in c.layers("decoder")]
     types = ["sliding_attention" if w else "full_attention" for w in windows]
@@ -175,7 +175,7 @@ def _write(kind: str, c: ModelConfig) -> dict:
     if kind == "gemma2":
         theirs |= {
             "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(c.activation, ACTIVATIONS_BACK[c.activation]),
-            "query_pre_attn_scalar": (c.attention_scale or c.d_head**-0.5) ** -2,
+            "query_pre_attn_scalar": (c.attention_scale or c.head_size**-0.5) ** -2,
             "attn_logit_softcapping": c.attention_soft_cap or None, "final_logit_softcapping": c.logit_soft_cap or None,
             "layer_types": types, "sliding_window": max(windows) or 4096,
             "attention_bias": c.qkv_has_bias,

@@ -82,7 +82,7 @@ def _write(c: ModelConfig) -> dict:
             f"model.activation: {c.activation!r} with glu={c.glu} has no name in T5; it knows {', '.join(_PROJECTIONS)}"
         )
     return {
-        "vocab_size": c.vocab_size, "d_model": c.d_model, "d_kv": c.d_head, "d_ff": c.d_ff, "num_layers": c.num_encoder_layers,
+        "vocab_size": c.vocab_size, "d_model": c.d_model, "d_kv": c.head_size, "d_ff": c.d_ff, "num_layers": c.num_encoder_layers,
         "num_decoder_layers": c.num_decoder_layers, "num_heads": c.num_heads, "layer_norm_epsilon": c.norm_epsilon, "n_positions": c.max_length,
         "relative_attention_num_buckets": options(c.position).get("num_buckets", 32), "relative_attention_max_distance": options(c.position).get("max_distance", 128),
         "feed_forward_proj": named[c.activation, c.glu], "tie_word_embeddings": c.logit_scale != 1.0,

@@ -134,7 +134,7 @@ class ModelConfig:
 
     def __post_init__(self):
         self._check_values()
-        self._resolve_sizes()
+        self._check_sizes()
         self._check_combinations()
         self._check_layers()
 
@@ -180,13 +180,9 @@ class ModelConfig:
             one_of(f"model.{field}", getattr(self, field), names)
 
     @property
-    def derived(self) -> dict:
-        """What d_head and num_kv_heads are where they are not given."""
-        return {"d_head": self.d_model // self.num_heads, "num_kv_heads": self.num_heads}
-
-    @property
     def resolved(self) -> dict:
-        """What the family and the mixers decide: there are no layers on one side, or no heads for keys and values alone."""
+        """What fields without effect may say: there are no layers on one side, or no key/value
+        heads apart from the others."""
         absent = {f"num_{s}_layers": 0 for s in ("encoder", "decoder") if s not in self.sides}
         if not mixer_reads("num_kv_heads")(self):
             absent["num_kv_heads"] = self.num_heads
@@ -195,23 +191,21 @@ class ModelConfig:
         heads = {"num_heads": 1, "num_kv_heads": 1, "d_head": self.d_model}
         return absent | heads | {"scan_layers": False}  # its layers are not alike
 
-    def _resolve_sizes(self) -> None:
-        """Heads and layers: what is 0 follows from the rest, and what the family does not have is none."""
-        for field, value in self.resolved.items():
-            self._set(field, value)
-        if "recurrent" in self.family and self.d_model % 2:
-            raise UserError(
-                f"model.d_model: {self.d_model} must be even: an encoder layer has two directions"
-            )
-        if not self.d_head:
-            if self.d_model % self.num_heads:
+    def _check_sizes(self) -> None:
+        """Heads and layers."""
+        if "recurrent" in self.family:
+            self._set("scan_layers", False)
+            self._set("num_heads", 1)
+            if self.d_model % 2:
                 raise UserError(
-                    f"model.d_model: {self.d_model} is not divisible by model.num_heads = {self.num_heads}; "
-                    f"change one, or set model.d_head"
+                    f"model.d_model: {self.d_model} must be even: an encoder layer has two directions"
                 )
-            self._set("d_head", self.d_model // self.num_heads)
-        self._set("num_kv_heads", self.num_kv_heads or self.num_heads)
-        if self.num_heads % self.num_kv_heads:
+        if not self.d_head and self.d_model % self.num_heads:
+            raise UserError(
+                f"model.d_model: {self.d_model} is not divisible by model.num_heads = {self.num_heads}; "
+                f"change one, or set model.d_head"
+            )
+        if self.num_heads % self.kv_heads:
             raise UserError(
                 f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
             )
@@ -338,9 +332,20 @@ class ModelConfig:
     # What follows another field unless it is given is resolved when it is read, so that a replaced field is followed too.
 
     @property
+    def head_size(self) -> int:
+        """The head size of queries and keys."""
+        return self.d_head or self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """How many heads keys and values have."""
+        given = self.num_kv_heads if mixer_reads("num_kv_heads")(self) else 0
+        return given or self.num_heads
+
+    @property
     def value_size(self) -> int:
         """The head size of values."""
-        return self.d_value or self.d_head
+        return self.d_value or self.head_size
 
     def key_size(self, side: str) -> int:
         """The head size of queries and keys when they meet, which a position scheme may widen."""
@@ -372,7 +377,8 @@ class ModelConfig:
         return feed_forward_kinds.build(self.feed_forward)
 
     def num_layers(self, side: str) -> int:
-        return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
+        """Layers of a stack; 0 where the family does not have it."""
+        return getattr(self, f"num_{side}_layers") if side in self.sides else 0
 
     def layers(self, side: str) -> tuple["ModelConfig", ...]:
         """Each layer's own config: what `layer_pattern` and `first_norm` say of it."""
@@ -434,7 +440,7 @@ class ModelConfig:
         """The parts of the residual formula in one layer of a stack; in the model's own config, unless `layer_pattern` differs."""
         return build_placement(
             self.norm_placement, is_decoder=side == "decoder",
-            encoder_layers=self.num_encoder_layers, decoder_layers=self.num_decoder_layers,
+            encoder_layers=self.num_layers("encoder"), decoder_layers=self.num_layers("decoder"),
         )  # fmt: skip
 
     @property
@@ -462,7 +468,7 @@ class ModelConfig:
     def stack_facts(self, side: str) -> positions.StackFacts:
         """What a position scheme may know of a layer that it serves."""
         facts = positions.StackFacts(
-            d_model=self.d_model, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, d_head=self.d_head,
+            d_model=self.d_model, num_heads=self.num_heads, num_kv_heads=self.kv_heads, d_head=self.head_size,
             d_value=self.value_size, max_length=max(self.max_length, self.random_positions), causal=side == "decoder" and self.causal and not self.prefix_lm, param_dtype=self.param_dtype,
         )  # fmt: skip
         return self.token_mixer.facts(self, facts)

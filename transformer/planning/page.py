@@ -73,7 +73,7 @@ def remedies(plan: Plan) -> list[str]:
     )
     if more := [n for n in range(config.train.accumulate + 1, rows + 1) if rows % n == 0]:
         found.append(f"train.accumulate={more[0]}: fewer rows at a time (up to {more[-1]})")
-    if mesh["tensor"] == 1 and config.model.num_kv_heads % 2 == 0:
+    if mesh["tensor"] == 1 and config.model.kv_heads % 2 == 0:
         found.append(
             "mesh.tensor=2: heads, d_ff, vocabulary and the stream between sublayers over two devices"
         )

@@ -135,7 +135,7 @@ def page(plans: list[Plan]) -> str:
 def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
     """Sizes of all axes. Those of stages, experts and parts of a row stay as the config has them."""
     fixed = {axis: max(config.mesh.sizes[axis], 1) for axis in ("stage", "expert", "context")}
-    left, heads = topology.devices // math.prod(fixed.values()), config.model.num_kv_heads
+    left, heads = topology.devices // math.prod(fixed.values()), config.model.kv_heads
     across = topology.slices if config.mesh.slices == "data" else 1
     for tensor, data in itertools.product(
         (1, 2, 4, 8, 16), (across * n for n in (1, 2, 4, 8, 16, 32))
@@ -196,7 +196,7 @@ def _left(config: Experiment, mesh: dict[str, int]) -> float:
         "dots": 3 * model.d_model + 2 * model.d_ff,
         "full": model.d_model,
     }[model.remat]
-    layers = max(model.num_encoder_layers, model.num_decoder_layers)
+    layers = max(map(model.num_layers, model.sides))
     return (
         layers
         * _tokens(config, mesh)
@@ -214,7 +214,7 @@ def _sent(config: Experiment, size: float, mesh: dict[str, int]) -> float:
     parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + 2 * size / mesh["fsdp"] * (
         1 - 1 / mesh["data"]
     )
-    layers = model.num_encoder_layers + model.num_decoder_layers
+    layers = sum(map(model.num_layers, model.sides))
     stream = (
         8
         * layers

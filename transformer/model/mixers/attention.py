@@ -45,8 +45,8 @@ class SelfAttention(Mixer):
     def empty_state(self, config, batch, slots):
         """Keys and values. A layer with a window keeps as many as it can still see."""
         return KeyValue(
-            empty_slots(config, batch, slots, config.num_kv_heads, config.key_size("decoder")),
-            empty_slots(config, batch, slots, config.num_kv_heads, config.value_size),
+            empty_slots(config, batch, slots, config.kv_heads, config.key_size("decoder")),
+            empty_slots(config, batch, slots, config.kv_heads, config.value_size),
         )
 
 
@@ -87,10 +87,10 @@ class Attention(nn.Module):
             q_BxTxNxH = cfg.norm_module(name="query_norm")(q_BxTxNxH)
         kv = state
         if y_BxSxD is not None:
-            k_BxSxKxH = by_heads(self._heads("key", cfg.num_kv_heads)(y_BxSxD))
+            k_BxSxKxH = by_heads(self._heads("key", cfg.kv_heads)(y_BxSxD))
             if cfg.qk_norm:
                 k_BxSxKxH = cfg.norm_module(name="key_norm")(k_BxSxKxH)
-            v_BxSxKxH = by_heads(self._heads("value", cfg.num_kv_heads, self.gain)(y_BxSxD))
+            v_BxSxKxH = by_heads(self._heads("value", cfg.kv_heads, self.gain)(y_BxSxD))
             if position is not None:
                 q_BxTxNxH, k_BxSxKxH = position.rotate(q_BxTxNxH, k_BxSxKxH)
             kv = new = KeyValue(k_BxSxKxH, v_BxSxKxH)
@@ -99,7 +99,7 @@ class Attention(nn.Module):
             else:
                 kv, k_tokens, state = extend(state, new, context)
         out_BxTxNxH = inner_attention(
-            self, (q_BxTxNxH, *kv), mask, q_tokens, k_tokens, position, cfg.d_head, deterministic
+            self, (q_BxTxNxH, *kv), mask, q_tokens, k_tokens, position, cfg.head_size, deterministic
         )
         out = Linear(
             cfg, (cfg.d_model,), ("heads", "head", "embed"), cfg.attention_has_bias, self.gain * self.out_gain, name="out"
@@ -109,7 +109,7 @@ class Attention(nn.Module):
     def _heads(self, name: str, heads: int, gain: float = 1.0) -> Linear:
         """A projection D -> heads x H."""
         cfg, axis = self.config, "heads" if name == "query" else "kv_heads"
-        size = cfg.value_size if name == "value" else cfg.d_head
+        size = cfg.value_size if name == "value" else cfg.head_size
         return Linear(
             cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_has_bias, gain, name=name
         )

@@ -62,7 +62,12 @@ class GatedDelta(Mixer):
         return functools.partial(GatedDeltaNet, config, self, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
-        width, n, h, v = max(self.conv - 1, 1), config.num_heads, config.d_head, config.value_size
+        width, n, h, v = (
+            max(self.conv - 1, 1),
+            config.num_heads,
+            config.head_size,
+            config.value_size,
+        )
         return Memory(
             jnp.zeros((batch, n, h, v), jnp.float32),
             jnp.zeros((batch, width, n, 2 * h + v), config.dtype),
@@ -88,7 +93,7 @@ class GatedDeltaNet(nn.Module):
         deterministic: bool,
     ) -> tuple[jax.Array, Memory | None]:
         cfg, kind, decoding = self.config, self.kind, state is not None
-        (rows, length), h = x_BxTxD.shape[:2], cfg.d_head
+        (rows, length), h = x_BxTxD.shape[:2], cfg.head_size
         tokens = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (rows, length)), context.tokens.replace(until_BxT=None)
         )

@@ -59,7 +59,7 @@ class LatentMixer(Mixer):
 
     def sizes(self, config: ModelConfig) -> tuple[int, int]:
         """kv_rank and d_rope."""
-        return self.kv_rank or 4 * config.d_head, self.d_rope or config.d_head // 2
+        return self.kv_rank or 4 * config.head_size, self.d_rope or config.head_size // 2
 
     def facts(self, config, facts):
         return dataclasses.replace(facts, d_head=self.sizes(config)[1], num_kv_heads=1)
@@ -105,7 +105,7 @@ class LatentAttention(nn.Module):
         if state is not None:
             latent, k_tokens, state = extend(state, new, context)
         up = functools.partial(Kernel, cfg, (self.kv_rank,), names=(None, "heads", "head"))
-        w_k_RxNxH = up((cfg.num_heads, cfg.d_head), name="key_up")()
+        w_k_RxNxH = up((cfg.num_heads, cfg.head_size), name="key_up")()
         w_v_RxNxV = up((cfg.num_heads, cfg.value_size), gain=self.gain, name="value_up")()
         # One new token: W_k goes into the query and W_v behind the read, and attention has one key of
         # size R + P for all heads. For many tokens that is more work than to expand the keys.
@@ -121,7 +121,7 @@ class LatentAttention(nn.Module):
         k = jnp.concatenate([k_BxSxKxH, jnp.broadcast_to(latent.k_BxSx1xP, shared)], axis=-1)
         out = inner_attention(
             self, (q, k, v_BxSxKxV), self_mask(cfg, self.side), context.tokens, k_tokens,
-            position, cfg.d_head + self.d_rope, deterministic,
+            position, cfg.head_size + self.d_rope, deterministic,
         )  # fmt: skip
         if absorbed:
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
@@ -139,10 +139,10 @@ class LatentAttention(nn.Module):
         if self.q_rank:
             down = Linear(cfg, (self.q_rank,), ("embed", None), False, name="query_down")
             h, width = cfg.norm_module(name="query_norm")(down(x_BxTxD)), None
-        shape = (cfg.num_heads, cfg.d_head + self.d_rope)
+        shape = (cfg.num_heads, cfg.head_size + self.d_rope)
         q = Linear(cfg, shape, (width, "heads", "head"), False, name="query")(h)
         q = constrain(q, ("batch", "length", "activation_heads", "head"))
-        q_BxTxNxH, q_BxTxNxP = jnp.split(q, [cfg.d_head], axis=-1)
+        q_BxTxNxH, q_BxTxNxP = jnp.split(q, [cfg.head_size], axis=-1)
         shape = (self.kv_rank + self.d_rope,)
         both = Linear(cfg, shape, ("embed", None), False, name="key_value_down")(x_BxTxD)
         c_BxTxR, k_BxTxP = jnp.split(both, [self.kv_rank], axis=-1)
