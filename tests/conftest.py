@@ -20,7 +20,6 @@ from transformer.config import Experiment
 from transformer.decoding.prefill import prefill
 from transformer.mapping import from_mapping
 from transformer.model.attention_backends import BACKENDS
-from transformer.model.effects import READ_BY_RECURRENCE
 from transformer.model.positions import SCHEMES
 
 jax.config.update(
@@ -40,6 +39,17 @@ TINY = {
 """The sizes of models that tests train: divisible by every mesh of eight devices."""
 
 
+RECURRENT = {
+    "family": "encoder_decoder", "vocab_size": 40, "d_model": 16, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 16,
+    "position": "none", "feed_forward": "none",
+    "layer_pattern": (
+        {"mixer": {"name": "lstm", "source": "attention"}, "norm_placement": {"name": "none", "residual_scale": 0.0}},
+        {"mixer": {"name": "lstm", "source": "none"}, "norm_placement": "none"},
+    ),
+}  # fmt: skip
+"""LSTMs that read a source both ways, and LSTMs that write, the first of which attends (Bahdanau et al. 2015)."""
+
+
 ALONE = [name for name in BACKENDS if name not in ("ring", "splash", "cudnn")]
 """Attention backends that need no mesh, and serve tokens and heads of any size."""
 
@@ -48,8 +58,7 @@ def sized(family: str, sizes: dict = TINY, **fields) -> dict:
     """The fields of a small model: those of `sizes` that have an effect in its family, and `fields`."""
     sides = [side for side in ("encoder", "decoder") if side in family]
     absent = {"num_encoder_layers", "num_decoder_layers"} - {f"num_{s}_layers" for s in sides}
-    read = READ_BY_RECURRENCE if "recurrent" in family else sizes.keys()
-    kept = {name: value for name, value in sizes.items() if name in read and name not in absent}
+    kept = {name: value for name, value in sizes.items() if name not in absent}
     return {"family": family, **kept, **fields}
 
 

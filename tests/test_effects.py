@@ -6,10 +6,10 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import sized, small
+from conftest import RECURRENT, sized, small
 from flax.core import FrozenDict
 
-from transformer import UserError
+from transformer import ModelConfig, UserError
 from transformer.checks import Effect, strict
 from transformer.config import (
     DataConfig,
@@ -49,11 +49,12 @@ WITHOUT_EFFECT = {
     "model.num_encoder_layers": lambda: small("decoder", num_encoder_layers=2),
     "model.num_decoder_layers": lambda: small("encoder", num_decoder_layers=2),
     "model.share_embeddings": lambda: small("decoder", share_embeddings=False),
-    "model.window ": lambda: small("recurrent_encoder_decoder", window=3),
-    "model.position ": lambda: small("recurrent_encoder_decoder", position="rotary"),
-    "model.norm_placement": lambda: small("recurrent_encoder_decoder", norm_placement="post"),
-    "model.num_heads": lambda: small("recurrent_encoder_decoder", num_heads=4),
-    "model.norm": lambda: small("recurrent_encoder_decoder", norm="rmsnorm"),
+    # Layers without attention, or without a feed-forward.
+    "model.window  ": lambda: ModelConfig(**RECURRENT, window=3),
+    "model.num_heads": lambda: ModelConfig(**RECURRENT, num_heads=4),
+    "model.norm  ": lambda: ModelConfig(**RECURRENT, norm="rmsnorm"),
+    "model.d_ff": lambda: small("decoder", feed_forward="none"),
+    "model.parallel": lambda: ModelConfig(**RECURRENT, parallel=True),
     # Norms, initial values, heads.
     "model.norm ": lambda: small("decoder", norm_placement="none", norm="rmsnorm"),
     "model.norm_offset": lambda: small("decoder", norm="rmsnorm", norm_offset=False),
@@ -160,10 +161,9 @@ def test_types_that_say_the_same_are_taken():
 
 def test_a_family_keeps_what_it_decides_itself():
     """A config can be changed and read back: values that the family resolves are no values that are given."""
-    for family in ("encoder", "decoder", "encoder_decoder", "recurrent_encoder_decoder"):
+    for family in ("encoder", "decoder", "encoder_decoder"):
         config = small(family)
         assert dataclasses.replace(config) == config
-    assert small("recurrent_encoder_decoder", num_heads=1).num_heads == 1
     assert small("decoder", num_encoder_layers=0).num_encoder_layers == 0
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import RECURRENT as TINY_RECURRENT
 
 from transformer import ModelConfig, UserError, build_model
 from transformer.convert.special_tokens import write
@@ -31,9 +32,7 @@ ENCODER = {k: v for k, v in DECODER.items() if "decoder" not in k} | {
 }
 BOTH = DECODER | {"family": "encoder_decoder", "num_encoder_layers": 1}
 LOOPED = DECODER | {"num_decoder_layers": 2, "scan_layers": True}
-RECURRENT = {
-    "family": "recurrent_encoder_decoder", "vocab_size": 11, "d_model": 8, "num_encoder_layers": 1, "num_decoder_layers": 1, "max_length": 8,
-}  # fmt: skip
+RECURRENT = TINY_RECURRENT | {"d_model": 8, "vocab_size": 11, "max_length": 8, "scan_layers": False}
 LABELS = DECODER | {"num_labels": 2}
 
 MODEL = {
@@ -91,7 +90,7 @@ def test_every_field_of_a_model():
     assert not walked(MODEL, of_model, DECODER)
 
 
-@pytest.mark.parametrize("base", [RECURRENT], ids=lambda base: base["family"])
+@pytest.mark.parametrize("base", [RECURRENT], ids=["recurrent"])
 def test_every_field_changes_a_family_or_is_refused_by_it(base):
     plain, silent, refused = of_model(base), [], 0
     decided = ModelConfig(**base).resolved
@@ -193,15 +192,17 @@ def test_every_part_of_a_placement():
 
 def test_every_option_of_a_mixer():
     small = DECODER | {"num_decoder_layers": 1, "d_head": 8, "position": "none"}
-    silent = []
+    values, silent = {"chunk": 1, "source": "attention"}, []  # a chunk of a few tokens
+    both = BOTH | {"position": "none", "num_heads": 8}
     for name, cls in MIXERS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
+        small = both if name == "lstm" else small
         plain = of_model(small | {"mixer": name}) if options else ""
         for option, default in options.items():
-            value = 1 if option == "chunk" else other(default)  # of a few tokens
+            value = values.get(option, None) or other(default)
             changed = of_model(small | {"mixer": {"name": name, option: value}})
             silent += [f"{name}.{option}"] if changed == plain else []
-    assert {"mla", "gated_delta"} <= set(MIXERS) and not silent
+    assert {"mla", "gated_delta", "lstm"} <= set(MIXERS) and not silent
 
 
 def test_every_option_of_a_feed_forward():

@@ -27,6 +27,7 @@ MODELS = {
     "mla": {"mixer": MLA, "position": "rotary"},
     "mla_window": {"mixer": "mla", "position": "alibi", "window": 4, "d_value": 6},
     "gated_delta": {"mixer": DELTA, "position": "none"},
+    "lstm": {"mixer": "lstm", "num_heads": 8},
     "alternating": {
         "position": "rotary", "num_decoder_layers": 4,
         "layer_pattern": (

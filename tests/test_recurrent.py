@@ -1,27 +1,27 @@
-"""The recurrent baseline: its layers against PyTorch's, its attention against a slow loop, and all that the other families promise."""
+"""LSTMs: their layers against PyTorch's, their attention against a slow loop, and all that other mixers promise."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make, masks, sized, small, start_decoding, tokens
+from conftest import RECURRENT, make, masks, small, start_decoding, tokens
 
-from transformer import UserError
+from transformer import ModelConfig, UserError
 from transformer.config import Experiment
 from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance
 from transformer.mapping import from_mapping
 from transformer.model.masks import Tokens
+from transformer.model.mixers.lstm import Recurrence
 from transformer.model.network import build_model
-from transformer.model.recurrent import LSTM
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import make_train_step
 
-FAMILY = "recurrent_encoder_decoder"
 sigmoid = lambda x: 1 / (1 + np.exp(-x))
 
 
@@ -52,22 +52,22 @@ def slow(params, source, target, attends=True):
     x, enc = table[source], p["encoder"]
     for i in range(2):
         both = [
-            lstm(enc[f"layers_{i}_forward"], x, range(len(x))),
-            lstm(enc[f"layers_{i}_backward"], x, range(len(x))[::-1]),
+            lstm(enc[f"layers_{i}"]["lstm"]["forward"], x, range(len(x))),
+            lstm(enc[f"layers_{i}"]["lstm"]["backward"], x, range(len(x))[::-1]),
         ]
         x = np.concatenate(both, -1) + (x if i else 0)
     encoded, dec = x, p["decoder"]
-    first, keys, out = dec["layers_0"], encoded @ dec["keys"]["kernel"], []
+    first, out = dec["layers_0"]["lstm"], []
+    first |= first["forward"]
+    keys = encoded @ first["keys"]["kernel"] if attends else ()
     h, c = np.zeros((2, encoded.shape[1]))
     for y in table[target]:
-        e = np.array(
-            [
-                np.tanh(h @ first["query"]["kernel"] + key) @ first["score"]["kernel"][:, 0]
-                for key in keys
-            ]
-        )
-        a = np.exp(e - e.max()) / np.exp(e - e.max()).sum()
-        context = a @ encoded if attends else encoded[-1]
+        context = encoded[-1]
+        if attends:
+            asked = h @ first["query"]["kernel"]
+            e = np.array([np.tanh(asked + key) @ first["score"]["kernel"][:, 0] for key in keys])
+            a = np.exp(e - e.max()) / np.exp(e - e.max()).sum()
+            context = a @ encoded
         z = np.einsum("d,dfe->fe", y, first["input"]["kernel"]) + first["input"]["bias"]
         z += np.einsum("d,dfe->fe", h, first["hidden"]["kernel"]) + np.einsum(
             "d,dfe->fe", context, first["context"]["kernel"]
@@ -77,7 +77,7 @@ def slow(params, source, target, attends=True):
             np.tanh(np.concatenate([h, context, y]) @ first["out"]["kernel"] + first["out"]["bias"])
         )
     x = np.stack(out)
-    x = x + lstm(dec["layers_1"], x, range(len(x)))
+    x = x + lstm(dec["layers_1"]["lstm"]["forward"], x, range(len(x)))
     return x @ table.T
 
 
@@ -85,9 +85,17 @@ def pair(rows=2):
     return tokens(0, rows, 7), tokens(1, rows, 5)
 
 
+def recurrent(source="attention", **fields) -> ModelConfig:
+    """The model of RECURRENT, whose decoder reads the source in this way."""
+    first, above = RECURRENT["layer_pattern"]
+    first = first | {"mixer": {"name": "lstm", "source": source}}
+    given = {"layer_pattern": (first, above), "scan_layers": False} | fields
+    return ModelConfig(**RECURRENT | given)
+
+
 @pytest.fixture(scope="module")
 def model():
-    module, params = make(small(FAMILY), noise=0.4)
+    module, params = make(recurrent(), noise=0.4)
     return module, params, jax.jit(module.apply)
 
 
@@ -102,32 +110,42 @@ def test_it_is_its_equations(model):
 
 
 def test_without_attention_it_reads_the_last_state(model):
-    _, params, apply = model
+    module, params = make(recurrent("last"), noise=0.4)
+    apply = jax.jit(module.apply)
     source, target = pair()
     source = source.at[1, 4:].set(0)
-    where = masks(source, target)
-    last = build_model(small(FAMILY, pooling="last"))
-    found = np.asarray(last.apply(params, source, target, **where))
-    assert np.abs(found - apply(params, source, target, **where)).max() > 1e-2
+    found = np.asarray(apply(params, source, target, **masks(source, target)))
     for row, length in enumerate((7, 4)):
-        expected = slow(
-            params, np.asarray(source[row, :length]), np.asarray(target[row]), attends=False
-        )
+        given = params, np.asarray(source[row, :length]), np.asarray(target[row])
+        expected = slow(*given, attends=False)
         np.testing.assert_allclose(found[row], expected, atol=2e-5)
-    with pytest.raises(UserError, match="is for labels"):
-        small(FAMILY, pooling="mean")
+    moved = apply(params, source.at[0, -1].set(3), target, **masks(source, target))
+    assert np.abs(np.asarray(moved)[0] - found[0]).max() > 1e-2
+    with pytest.raises(UserError, match=r"model.mixer.source: no 'first'; .*last"):
+        recurrent("first")
+
+
+@pytest.mark.parametrize("source", ["cross_attention", "none"])
+def test_a_layer_may_cross_attend_or_read_no_source(source):
+    """And a decoder of which no layer reads the source does not hang on it."""
+    module, params = make(recurrent(source, **{"num_heads": 4} if source != "none" else {}))
+    crosses = "cross_attention" in params["params"]["decoder"]["layers_0"]
+    assert crosses == (source == "cross_attention")
+    x, y = pair()
+    base, other = (module.apply(params, one, y) for one in (x, x[::-1]))
+    assert (np.abs(np.asarray(base - other)).max() > 1e-3) == crosses
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_layer_is_pytorchs(reverse):
     torch = pytest.importorskip("torch", reason="the test extra brings it")
-    config = small(FAMILY)
+    config = recurrent()
     layer, x = (
-        LSTM(config, 8, reverse),
+        Recurrence(config, 8, 1.0, reverse),
         np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32),
     )
     where = Tokens(jnp.arange(6)[None], jnp.ones((2, 6), jnp.int32))
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), x, where)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), x, where, None)
     rng = np.random.default_rng(1)
     from flax.core import meta
 
@@ -150,7 +168,7 @@ def test_a_layer_is_pytorchs(reverse):
         given = torch.tensor(x[:, ::-1].copy() if reverse else x)
         wanted = theirs(given)[0].numpy()
     np.testing.assert_allclose(
-        layer.apply(params, x, where)[0], wanted[:, ::-1] if reverse else wanted, atol=2e-6
+        layer.apply(params, x, where, None)[0], wanted[:, ::-1] if reverse else wanted, atol=2e-6
     )
 
 
@@ -231,7 +249,7 @@ def test_a_beams_score_is_that_of_its_text(model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_learns_on_any_mesh(dtype):
     config = from_mapping(Experiment, {
-        "model": sized(FAMILY, dtype=dtype, dropout=0.1), "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
+        "model": RECURRENT | {"dtype": dtype, "dropout": 0.1}, "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
         "optimizer": {"learning_rate": 0.02, "warmup_steps": 2}, "train": {"steps": 10}, "mesh": {"data": 1},
     })  # fmt: skip
     from test_training import batch_of
@@ -260,8 +278,14 @@ def test_its_matrices_decay_like_those_of_attention(model):
     assert kept == {"bias"} and len(flags) > 10
 
 
-def test_a_width_that_has_no_half_is_refused():
-    with pytest.raises(
-        UserError, match=r"model\.d_model: 15 must be even: an encoder layer has two directions"
-    ):
-        small(FAMILY, d_model=15)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: recurrent(d_model=15), "model.d_model: 15 must be even: model.mixer = 'lstm' has two directions"),
+        (lambda: small("decoder", mixer="lstm", num_heads=8, causal=False, position="none"), "model.mixer: 'lstm' reads each token after"),
+        (lambda: small("decoder", mixer={"name": "lstm", "source": "last"}, num_heads=8, position="none"), "model.mixer.source: 'last' needs an encoder"),
+    ],
+)  # fmt: skip
+def test_what_an_lstm_cannot_do_is_refused(build, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build()

@@ -96,7 +96,7 @@ class Experiment:
         objective = self.objective
         spec = self.data.objective
         name = spec if isinstance(spec, str) else spec["name"]
-        if self.model.family.removeprefix("recurrent_") not in objective.families:
+        if self.model.family not in objective.families:
             raise UserError(
                 f"data.objective: {name!r} trains a model of family {' or '.join(map(repr, objective.families))}, "
                 f"but model.family = {self.model.family!r}"

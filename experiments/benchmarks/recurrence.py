@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/recurrence.py
 
-The reading of a source by an encoder, forward and backward: the LSTMs of the recurrent family against a Transformer's encoder of the same width and
+The reading of a source by an encoder, forward and backward: LSTMs (model.mixer) against a Transformer's encoder of the same width and
 depth. Sequential steps are matrix products that wait for one another: the longest chain of them in the traced program, loops by their
 trips. Time: the best of seven, the two interleaved, compiled, on this machine.
 
@@ -28,7 +28,10 @@ import numpy as np
 from transformer import ModelConfig, build_model
 from transformer.parallel.mesh import look_for_no_tpu
 
-FAMILIES = {"attention": "encoder_decoder", "recurrent": "recurrent_encoder_decoder"}
+MODELS = {
+    "attention": {"position": "rotary", "attention_backend": "reference", "d_ff": 512, "num_heads": 4},
+    "recurrent": {"mixer": "lstm", "position": "none", "norm_placement": "none", "feed_forward": "none"},
+}  # fmt: skip
 LENGTHS = (32, 64, 128, 256, 512, 1024)
 TOKENS = 4096
 """In a batch, whatever the length."""
@@ -61,21 +64,20 @@ def longest_chain(jaxpr, depth_of=None) -> int:
     return max((get(x) for x in jaxpr.outvars), default=0)
 
 
-def reading(family: str, length: int):
+def reading(model: dict, length: int):
     """(step, its arguments): the gradient of the encoder's output by its parameters."""
     config = ModelConfig(
-        family=family, vocab_size=512, d_model=128, d_ff=512, num_heads=4, num_encoder_layers=2, num_decoder_layers=2, max_length=length,
-        position="rotary", attention_backend="reference",
+        family="encoder", vocab_size=512, d_model=128, num_encoder_layers=2, max_length=length, **model
     )  # fmt: skip
-    model, tokens = (
+    module, tokens = (
         build_model(config),
         jnp.asarray(
             np.random.default_rng(0).integers(4, 512, (TOKENS // length, length)), jnp.int32
         ),
     )
-    params = jax.jit(model.init)(jax.random.key(0), tokens[:, :8], tokens[:, :8])
+    params = jax.jit(module.init)(jax.random.key(0), tokens[:, :8])
     loss = lambda params, tokens: jnp.sum(
-        jnp.square(model.apply(params, tokens, method="encode")[0])
+        jnp.square(module.apply(params, tokens, method="hidden")[0])
     )
     return jax.grad(loss), (params, tokens)
 
@@ -84,20 +86,20 @@ def main():
     look_for_no_tpu()
     head = (
         f"{'length':>7}  "
-        + "  ".join(f"{name + ' ms':>13}  {'steps':>7}" for name in FAMILIES)
+        + "  ".join(f"{name + ' ms':>13}  {'steps':>7}" for name in MODELS)
         + f"  {'ratio of time':>14}"
     )
     print(
         f"{TOKENS:,} tokens a batch, forward and backward, on {jax.devices()[0].device_kind}\n{head}"
     )
     for length in LENGTHS:
-        programs = {name: reading(family, length) for name, family in FAMILIES.items()}
+        programs = {name: reading(model, length) for name, model in MODELS.items()}
         chains = {
             name: longest_chain(jax.make_jaxpr(step)(*args).jaxpr)
             for name, (step, args) in programs.items()
         }
         compiled = {name: jax.jit(step) for name, (step, _) in programs.items()}
-        seconds = {name: [] for name in FAMILIES}
+        seconds = {name: [] for name in MODELS}
         for trial in range(8):
             for name, (_, args) in programs.items():
                 began = time.perf_counter()
@@ -107,7 +109,7 @@ def main():
         best = {name: min(x) for name, x in seconds.items()}
         print(
             f"{length:>7,}  "
-            + "  ".join(f"{1e3 * best[name]:>13.1f}  {chains[name]:>7,}" for name in FAMILIES)
+            + "  ".join(f"{1e3 * best[name]:>13.1f}  {chains[name]:>7,}" for name in MODELS)
             + f"  {best['recurrent'] / best['attention']:>14.2f}",
             flush=True,
         )

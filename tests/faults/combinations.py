@@ -31,7 +31,7 @@ from transformer.runs.metrics import read_metrics
 SIZES = {"vocab_size": 480, "d_model": 16, "d_ff": 24, "num_heads": 4, "max_length": 16}
 
 OPTIONS = {
-    "mixer": ("attention", "mla", "gated_delta"),
+    "mixer": ("attention", "mla", "gated_delta", "lstm"),
     "position": tuple(SCHEMES),
     "norm_placement": tuple(PLACEMENTS),
     "norm": ("layernorm", "rmsnorm"),
@@ -93,7 +93,6 @@ OBJECTIVES = {
     "encoder": ("masked_lm",),
     "decoder": ("causal_lm", "prefix_lm", "span_corruption"),
     "encoder_decoder": ("span_corruption", "prefix_lm"),
-    "recurrent_encoder_decoder": ("span_corruption",),
 }
 
 
@@ -139,9 +138,6 @@ def _tree(draw: random.Random) -> dict:
     for side in ("encoder", "decoder"):
         if side in family:
             sizes[f"num_{side}_layers"] = draw.choice((1, 2, 2, 4))
-    if "recurrent" in family:
-        sizes = {name: n for name, n in sizes.items() if name not in ("d_ff", "num_heads")}
-        fields = {k: v for k, v in fields.items() if k in ("dropout", "tie_embeddings", "dtype")}
     objective = draw.choice(OBJECTIVES[family])
     if objective != "causal_lm" and family == "decoder":
         fields["prefix_lm"] = True

@@ -59,10 +59,6 @@ def look_inside(trained: Trained, mesh: Mesh, text: str, target: str = "") -> Vi
     look at."""
     config, tokenizer = trained.config, trained.tokenizer
     model = config.model
-    if "recurrent" in model.family:
-        raise UserError(
-            "inspect: model.family = 'recurrent_encoder_decoder' has no heads to look at"
-        )
     if not model.observes("maps"):
         raise UserError(
             f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights to look at"

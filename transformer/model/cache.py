@@ -28,6 +28,13 @@ class LayerState:
 
 
 @struct.dataclass
+class Shared:
+    """A part of a mixer's state that the beams of one sentence share, as what was read of its source."""
+
+    kept: Any
+
+
+@struct.dataclass
 class Cache:
     """A decoder's memory: its layers' states, and where the cached tokens stand. Empty slots have segment 0, so masks hide them.
 
@@ -48,7 +55,9 @@ class Cache:
         """`rows`, an indexing of axis 0, applied to the batch of everything but what was read of the source: the beams of one
         sentence share that."""
         one = (lambda x: jnp.swapaxes(rows(jnp.swapaxes(x, 0, 1)), 0, 1)) if scanned else rows
-        move = lambda layer: layer.replace(mixer=jax.tree.map(one, layer.mixer))
+        own = lambda x: x if isinstance(x, Shared) else one(x)
+        by_beam = lambda tree: jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, Shared))
+        move = lambda layer: layer.replace(mixer=by_beam(layer.mixer))
         layers = jax.tree.map(move, self.layers, is_leaf=lambda x: isinstance(x, LayerState))
         return self.replace(layers=layers, tokens=jax.tree.map(rows, self.tokens))
 

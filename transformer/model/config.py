@@ -11,7 +11,7 @@ from transformer.errors import UserError
 from transformer.model import feed_forward_kinds, positions, special_tokens
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
-from transformer.model.effects import OF_LAYERS, effects, mixer_reads
+from transformer.model.effects import EFFECTS, OF_LAYERS, crosses, mixer_reads
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.mixers.base import MIXERS, Mixer
 from transformer.model.norms import NORMS, Norm
@@ -23,12 +23,12 @@ MOST_LAYERS = 10_000
 """Each is looked at when a config is built; the deepest published Transformer has 1,000."""
 
 
-@strict("model", effects)
+@strict("model", EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One model of any family. Field names are the papers'."""
 
-    family: str  # encoder | decoder | encoder_decoder | recurrent_encoder_decoder
+    family: str  # encoder | decoder | encoder_decoder
     vocab_size: int
     d_model: int = 512
     d_ff: int = 2048
@@ -100,7 +100,7 @@ class ModelConfig:
         False  # act(h W + b), normed, before the unembedding (BERT's masked-language-model head)
     )
     lm_head: bool = True  # logits over the vocabulary; an encoder or decoder may do without
-    pooling: str = "none"  # none | cls | mean | last: from a row's hidden states to one, for labels; none: a label a token. recurrent_encoder_decoder, last: no attention
+    pooling: str = "none"  # none | cls | mean | last: from a row's hidden states to one, for labels; none: a label a token
     pooler: bool = False  # tanh(h W + b) of what is pooled (BERT)
     num_labels: int = 0  # a classifier; 0: none
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
@@ -144,11 +144,7 @@ class ModelConfig:
 
     def _check_values(self) -> None:
         """Each field by itself."""
-        one_of(
-            "model.family",
-            self.family,
-            ("encoder", "decoder", "encoder_decoder", "recurrent_encoder_decoder"),
-        )
+        one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder"))
         at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
         at_least(
             "model",
@@ -186,21 +182,11 @@ class ModelConfig:
         absent = {f"num_{s}_layers": 0 for s in ("encoder", "decoder") if s not in self.sides}
         if not mixer_reads("num_kv_heads")(self):
             absent["num_kv_heads"] = self.num_heads
-        if "recurrent" not in self.family:
-            return absent
-        heads = {"num_heads": 1, "num_kv_heads": 1, "d_head": self.d_model}
-        return absent | heads | {"scan_layers": False}  # its layers are not alike
+        return absent
 
     def _check_sizes(self) -> None:
         """Heads and layers."""
-        if "recurrent" in self.family:
-            self._set("scan_layers", False)
-            self._set("num_heads", 1)
-            if self.d_model % 2:
-                raise UserError(
-                    f"model.d_model: {self.d_model} must be even: an encoder layer has two directions"
-                )
-        if not self.d_head and self.d_model % self.num_heads:
+        if mixer_reads("num_heads")(self) and not self.d_head and self.d_model % self.num_heads:
             raise UserError(
                 f"model.d_model: {self.d_model} is not divisible by model.num_heads = {self.num_heads}; "
                 f"change one, or set model.d_head"
@@ -230,10 +216,7 @@ class ModelConfig:
             raise UserError(
                 "model.num_labels: an encoder_decoder writes text; encoders and decoders have labels"
             )
-        if self.two_sides and self.pooling not in (
-            "none",
-            "last" if "recurrent" in self.family else "none",
-        ):
+        if self.two_sides and self.pooling != "none":
             raise UserError(
                 f"model.pooling: {self.pooling!r} is for labels, and model.family = {self.family!r} writes text; leave it at 'none'"
             )
@@ -458,8 +441,7 @@ class ModelConfig:
 
     def observes(self, what: str) -> bool:
         """Whether some layer tells this to those who watch (watch.py)."""
-        crosses = self.two_sides and not all(mixer.reads_source for mixer in self.token_mixers)
-        return crosses or any(what in mixer.observes for mixer in self.token_mixers)
+        return crosses(self) or any(what in mixer.observes for mixer in self.token_mixers)
 
     def has_final_norm(self, side: str) -> bool:
         """Whether the stack ends in a norm: as the placement of its last layer says."""

@@ -7,29 +7,15 @@ field that matters only beside another one gets a line here.
 from transformer.checks import Effect
 from transformer.model.mixers.base import SHARED_FIELDS
 
-READ_BY_RECURRENCE = frozenset(
-    """family vocab_size d_model num_encoder_layers num_decoder_layers max_length d_embedding
-    tie_embeddings share_embeddings logit_bias logit_scale logit_soft_cap head_transform lm_head
-    pooling embedding_scale dropout initializer init_std embedding_init_std dtype param_dtype pad_id
-    bos_id eos_id decoder_start_id
-    token_types pooler num_labels prefix_lm norm norm_gain norm_offset norm_zero_centered norm_epsilon
-    activation use_bias""".split()  # noqa: SIM905
-)
-"""What recurrent.py reads of a model, with its embedding and head; all else is of attention and its layers."""
-
 OF_LAYERS = ("mixer", "position", "window", "feed_forward", "norm_placement")
 """What `layer_pattern` may give to a layer."""
 
 NORM = ("norm", "norm_gain", "norm_epsilon")
 
 
-def attends(c) -> bool:
-    return "recurrent" not in c.family
-
-
 def has_norm(c, *parts: str) -> bool:
     """Whether a norm is built: one of these parts of a placement, or of all of them one beside the residual."""
-    placements = c.placements if attends(c) else ()
+    placements = c.placements
     if parts:
         return any(getattr(one, part) for one in placements for part in parts)
     return (
@@ -45,15 +31,29 @@ def open_to_layers(field: str):
     return lambda c: any(field not in entry for entry in c.used_pattern)
 
 
+def crosses(c) -> bool:
+    """Whether a layer has cross-attention."""
+    return c.two_sides and any(mixer.crosses for mixer in c.token_mixers)
+
+
 def mixer_reads(field: str):
     """Whether a layer's mixer reads this field, or its cross-attention, which has no window."""
 
     def reads(c) -> bool:
-        crosses = c.two_sides and not all(mixer.reads_source for mixer in c.token_mixers)
         own = any(field in mixer.fields for mixer in c.token_mixers)
-        return own or (crosses and field != "window")
+        return own or (crosses(c) and field != "window")
 
     return reads
+
+
+def has_feed_forward(c) -> bool:
+    """Whether a layer has one."""
+    return any(entry.get("feed_forward", c.feed_forward) != "none" for entry in c.used_pattern)
+
+
+def has_bias(c) -> bool:
+    """Whether the projections of a mixer, or of cross-attention, have a bias where `use_bias` says so."""
+    return mixer_reads("use_bias")(c) or mixer_reads("attention_bias")(c)
 
 
 def sees_positions(c) -> bool:
@@ -62,75 +62,81 @@ def sees_positions(c) -> bool:
     return windows or any(scheme.reads_positions for scheme in c.position_schemes)
 
 
-def effects(fields: tuple[str, ...]) -> tuple[Effect, ...]:
-    """The table, for a model of these fields."""
-    return (
+EFFECTS = (
+    Effect(("num_encoder_layers",), "an encoder (model.family)", lambda c: "encoder" in c.sides),
+    Effect(("num_decoder_layers",), "a decoder (model.family)", lambda c: "decoder" in c.sides),
+    Effect(
+        ("share_embeddings",),
+        "two sides: model.family='encoder_decoder'",
+        lambda c: c.two_sides,
+    ),
+    *(
         Effect(
-            ("num_encoder_layers",), "an encoder (model.family)", lambda c: "encoder" in c.sides
-        ),
-        Effect(("num_decoder_layers",), "a decoder (model.family)", lambda c: "decoder" in c.sides),
-        Effect(
-            tuple(field for field in fields if field not in READ_BY_RECURRENCE),
-            "layers that attend: model.family='encoder_decoder'",
-            attends,
-        ),
-        Effect(
-            ("share_embeddings",),
-            "two sides: model.family='encoder_decoder'",
-            lambda c: c.two_sides,
-        ),
-        *(
-            Effect(
-                (field,),
-                f"a layer whose entry in model.layer_pattern leaves {field!r} out",
-                open_to_layers(field),
-            )
-            for field in OF_LAYERS
-        ),
-        *(
-            Effect((field,), "a mixer that reads it: model.mixer='attention'", mixer_reads(field))
-            for field in SHARED_FIELDS
-        ),
-        Effect(
-            ("layer_pattern",),
-            "as many layers as it has entries, one of which says something",
-            lambda c: len(c.used_pattern) == len(c.layer_pattern) and any(c.layer_pattern),
-        ),
-        Effect(
-            ("random_positions",),
-            "a position scheme that reads positions (model.position), or model.window",
-            sees_positions,
-        ),
-        Effect(NORM, "a norm (model.norm_placement='pre')", has_norm),
-        Effect(
-            ("norm_offset",),
-            "a norm with an offset: model.norm='layernorm'",
-            lambda c: c.norm == "layernorm" and has_norm(c),
-        ),
-        Effect(
-            ("norm_zero_centered",),
-            "a norm with a gain: model.norm_gain=True",
-            lambda c: c.norm_gain and has_norm(c),
-        ),
-        Effect(
-            ("first_norm",),
-            "a placement with in_norm: model.norm_placement='pre'",
-            lambda c: has_norm(c, "in_norm"),
-        ),
-        Effect(
-            ("activation", "use_bias"),
-            "a feed-forward, or model.head_transform=True",
-            lambda c: attends(c) or c.head_transform,
-        ),
-        Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
-        Effect(
-            ("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
-            "model.lm_head=True",
-            lambda c: c.lm_head,
-        ),
-        Effect(
-            ("pooling",),
-            "labels: model.num_labels or model.pooler",
-            lambda c: c.two_sides or c.num_labels or c.pooler,
-        ),
-    )
+            (field,),
+            f"a layer whose entry in model.layer_pattern leaves {field!r} out",
+            open_to_layers(field),
+        )
+        for field in OF_LAYERS
+    ),
+    *(
+        Effect((field,), "a mixer that reads it: model.mixer='attention'", mixer_reads(field))
+        for field in SHARED_FIELDS
+    ),
+    Effect(
+        ("layer_pattern",),
+        "as many layers as it has entries, one of which says something",
+        lambda c: len(c.used_pattern) == len(c.layer_pattern) and any(c.layer_pattern),
+    ),
+    Effect(
+        ("random_positions",),
+        "a position scheme that reads positions (model.position), or model.window",
+        sees_positions,
+    ),
+    Effect(NORM, "a norm (model.norm_placement='pre')", has_norm),
+    Effect(
+        ("norm_offset",),
+        "a norm with an offset: model.norm='layernorm'",
+        lambda c: c.norm == "layernorm" and has_norm(c),
+    ),
+    Effect(
+        ("norm_zero_centered",),
+        "a norm with a gain: model.norm_gain=True",
+        lambda c: c.norm_gain and has_norm(c),
+    ),
+    Effect(
+        ("first_norm",),
+        "a placement with in_norm: model.norm_placement='pre'",
+        lambda c: has_norm(c, "in_norm"),
+    ),
+    Effect(
+        ("d_ff", "glu", "activation_dropout"),
+        "a feed-forward: model.feed_forward='dense'",
+        has_feed_forward,
+    ),
+    Effect(
+        ("activation",),
+        "a feed-forward, or model.head_transform=True",
+        lambda c: has_feed_forward(c) or c.head_transform,
+    ),
+    Effect(
+        ("use_bias",),
+        "a projection: a feed-forward, a mixer that has a bias, or model.head_transform=True",
+        lambda c: has_feed_forward(c) or c.head_transform or has_bias(c),
+    ),
+    Effect(
+        ("parallel",),
+        "a layer of several sublayers: model.feed_forward='dense'",
+        lambda c: has_feed_forward(c) or crosses(c),
+    ),
+    Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
+    Effect(
+        ("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
+        "model.lm_head=True",
+        lambda c: c.lm_head,
+    ),
+    Effect(
+        ("pooling",),
+        "labels: model.num_labels or model.pooler",
+        lambda c: c.two_sides or c.num_labels or c.pooler,
+    ),
+)

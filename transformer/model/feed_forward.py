@@ -48,5 +48,5 @@ class FeedForward(nn.Module):
         )(h_BxTxF)
 
 
-FEED_FORWARDS = {"dense": FeedForward, "experts": Experts}
-"""By the names of feed_forward_kinds.py: modules that are called with (x, tokens, deterministic)."""
+FEED_FORWARDS = {"dense": FeedForward, "experts": Experts, "none": None}
+"""By the names of feed_forward_kinds.py: modules that are called with (x, tokens, deterministic); None: no sublayer."""

@@ -49,7 +49,14 @@ class Experts:
             )
 
 
-KINDS = {kind.name: kind for kind in (Dense, Experts)}
+@dataclasses.dataclass(frozen=True)
+class Absent:
+    """The layer has no feed-forward."""
+
+    name: ClassVar[str] = "none"
+
+
+KINDS = {kind.name: kind for kind in (Dense, Experts, Absent)}
 
 
 def build(spec):

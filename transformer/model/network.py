@@ -17,7 +17,6 @@ from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
 from transformer.model.inputs import check_same_documents, check_token_types, locate
 from transformer.model.masks import Tokens
-from transformer.model.recurrent import RecurrentDecoder, RecurrentEncoder, empty_recurrent_cache
 from transformer.model.stack import Stack
 
 
@@ -178,11 +177,9 @@ class EncoderDecoder(_Family):
         self.target_embedding = (
             self.embedding if self.config.share_embeddings else Embedding(self.config)
         )
-        self.encoder, self.decoder = self._stacks()
+        self.encoder = Stack(self.config, "encoder")
+        self.decoder = Stack(self.config, "decoder")
         self.unembedding = Unembedding(self.config)
-
-    def _stacks(self) -> tuple[nn.Module, nn.Module]:
-        return Stack(self.config, "encoder"), Stack(self.config, "decoder")
 
     def features(
         self,
@@ -248,22 +245,10 @@ class EncoderDecoder(_Family):
         )
 
 
-class RecurrentEncoderDecoder(EncoderDecoder):
-    """The same with LSTMs in place of self-attention (recurrent.py)."""
-
-    def _stacks(self):
-        return RecurrentEncoder(self.config), RecurrentDecoder(self.config)
-
-    @nn.nowrap
-    def empty_cache(self, batch: int, slots: int) -> Cache:
-        return empty_recurrent_cache(self.config, batch, slots)
-
-
 FAMILIES = {
     "encoder": Encoder,
     "decoder": Decoder,
     "encoder_decoder": EncoderDecoder,
-    "recurrent_encoder_decoder": RecurrentEncoderDecoder,
 }
 
 

@@ -27,8 +27,8 @@ from transformer.model.watch import WATCHED, any_watched, watched
 
 
 class Layer(nn.Module):
-    """A token mixer, cross-attention (where there is a source that the mixer does not read itself), feed-forward; each wrapped by
-    the residual formula."""
+    """A token mixer, cross-attention (where there is a source that the mixer does not read itself), and a feed-forward (unless its
+    kind is "none"); each wrapped by the residual formula."""
 
     config: ModelConfig
     side: str
@@ -48,14 +48,16 @@ class Layer(nn.Module):
             self.config.token_mixer,
             self.config.placement(self.side),
         )
-        cross = context.source_tokens is not None and not mixer.reads_source
+        cross = context.source_tokens is not None and mixer.crosses
+        feeds = FEED_FORWARDS[cfg.feed_forward_kind.name]
         gains = {"gain": placement.branch_gain, "out_gain": 1.0}
         if cfg.residual_init_scale:
-            gains["out_gain"] = ((2 + cross) * cfg.num_layers(self.side)) ** -0.5
+            count = 1 + cross + (feeds is not None)
+            gains["out_gain"] = (count * cfg.num_layers(self.side)) ** -0.5
         mix = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
         if cross:
             attend = Attention(cfg, self.side, **gains, of_source=True, name="cross_attention")
-        feed_forward = FEED_FORWARDS[cfg.feed_forward_kind.name](cfg, **gains, name="feed_forward")
+        feed_forward = feeds and feeds(cfg, **gains, name="feed_forward")
         after = {"mixer": None, "source": None}  # the states that the next call is given
 
         def read_own(h):
@@ -71,7 +73,10 @@ class Layer(nn.Module):
         sublayers = {mixer.scope: read_own}
         if cross:
             sublayers["cross_attention"] = read_source
-        sublayers["feed_forward"] = lambda h: feed_forward(h, context.tokens, self.deterministic)
+        if feeds:
+            sublayers["feed_forward"] = lambda h: feed_forward(
+                h, context.tokens, self.deterministic
+            )
         steps = {f"{name}_residual": (f,) for name, f in sublayers.items()}
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}

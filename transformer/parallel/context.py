@@ -20,7 +20,6 @@ def order_of(config: ModelConfig, mesh: Mesh) -> str:
         mesh.shape["context"] == 1
         or "decoder" not in config.sides
         or config.num_labels
-        or "recurrent" in config.family
         or any(mixer.in_order for mixer in config.token_mixers)
     ):
         return "rows"

@@ -24,8 +24,6 @@ class Attention(OneBatch):
     during: ClassVar[bool] = True
 
     def why_not(self, task):
-        if "recurrent" in task.model.family:
-            return "is of heads, which model.family = 'recurrent_encoder_decoder' has not"
         if not task.model.observes("heads"):
             return (
                 f"is of heads that attend, which model.mixer = {plain(task.model.mixer)!r} has not"

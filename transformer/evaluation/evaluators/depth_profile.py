@@ -24,13 +24,6 @@ class DepthProfile(OneBatch):
     during: ClassVar[bool] = True
     others: ClassVar[tuple[str, ...]] = ("depth",)
 
-    def why_not(self, task):
-        return (
-            "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not"
-            if "recurrent" in task.model.family
-            else None
-        )
-
     def measure(self, subject: Subject, at: At) -> Found:
         """Of one batch, by layer and sublayer, as depth/WHAT/SIDE/LAYER/SUBLAYER, and the last two of each matrix too, as .../SUBLAYER/MATRIX:
 

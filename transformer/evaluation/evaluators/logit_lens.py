@@ -27,10 +27,6 @@ class LogitLens(OneBatch):
     others: ClassVar[tuple[str, ...]] = ("lens",)
 
     def why_not(self, task):
-        if "recurrent" in task.model.family:
-            return (
-                "is of a residual stream, which model.family = 'recurrent_encoder_decoder' has not"
-            )
         return None if task.objective.asks_for_tokens else NO_TOKENS
 
     def measure(self, subject: Subject, at: At) -> Found:

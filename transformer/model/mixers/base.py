@@ -63,7 +63,7 @@ class Mixer:
     """The name of the sublayer: in parameter paths, and in what evaluators report."""
 
     fields: ClassVar[frozenset[str]] = frozenset()
-    """Those of SHARED_FIELDS that it reads."""
+    """Those of SHARED_FIELDS, and of `use_bias`, that it reads."""
 
     hooks: ClassVar[frozenset[str]] = frozenset({"embed"})
     """The hooks of a position scheme that act on it (model/positions/base.py)."""
@@ -71,8 +71,11 @@ class Mixer:
     observes: ClassVar[frozenset[str]] = frozenset()
     """What it tells to those who watch (model/watch.py)."""
 
-    reads_source: ClassVar[bool] = False
-    """Whether it reads the encoder itself. A layer of a decoder then has no cross-attention."""
+    @property
+    def crosses(self) -> bool:
+        """Whether a layer of a decoder reads the encoder by cross-attention, in a sublayer of its own. Not where the mixer reads it
+        itself, or the layer not at all."""
+        return True
 
     in_order: ClassVar[bool] = False
     """Whether a token's output is computed from the state after the token before it. Then the tokens of
