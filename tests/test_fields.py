@@ -199,7 +199,7 @@ def test_every_option_of_a_mixer():
         small = both if name == "lstm" else small
         plain = of_model(small | {"mixer": name}) if options else ""
         for option, default in options.items():
-            value = values.get(option, None) or other(default)
+            value = values.get(option) or other(default)
             changed = of_model(small | {"mixer": {"name": name, option: value}})
             silent += [f"{name}.{option}"] if changed == plain else []
     assert {"mla", "gated_delta", "lstm"} <= set(MIXERS) and not silent

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformer.checks import LARGEST
 from transformer.errors import UserError
-from transformer.model.config import MOST_LAYERS
+from transformer.model.config_checks import MOST_LAYERS
 
 HARMLESS = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures

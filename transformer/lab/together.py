@@ -173,12 +173,15 @@ def make_step(config: Experiment, mesh: Mesh, over: Mesh):
     """jit(numbers, states, batches) -> (states, metrics), all [R, ...]."""
 
     def one(numbers, state, batch):
-        numbers = {field.rpartition(".")[2]: number for field, number in numbers.items()}
-        dropout = {"dropout": numbers.pop("dropout")} if "dropout" in numbers else {}
-        seed = numbers.pop("seed")
-        model = build_model(config.model.part(**dropout))
-        optimizer = build_optimizer(config.optimizer, config.train.steps, **numbers)
-        return training_step(config, model, optimizer, mesh, seed=seed)(state, batch)
+        optimizer = build_optimizer(
+            config.optimizer, config.train.steps,
+            learning_rate=numbers.get("optimizer.learning_rate"), weight_decay=numbers.get("optimizer.weight_decay"),
+        )  # fmt: skip
+        step = training_step(
+            config, build_model(config.model), optimizer, mesh,
+            seed=numbers["seed"], dropout_rate=numbers.get("model.dropout"),
+        )  # fmt: skip
+        return step(state, batch)
 
     step = jax.vmap(one)
     if over.size > 1:

@@ -6,21 +6,13 @@ import functools
 
 from flax.core import FrozenDict
 
-from transformer.checks import Choice, at_least, in_unit_interval, one_of, plain, positive, strict
-from transformer.errors import UserError
+from transformer.checks import Choice, strict
 from transformer.model import feed_forward_kinds, positions, special_tokens
-from transformer.model.activations import ACTIVATIONS
-from transformer.model.attention_backends import BACKENDS
-from transformer.model.effects import EFFECTS, OF_LAYERS, crosses, mixer_reads
-from transformer.model.initializers import INITIALIZERS
+from transformer.model.config_checks import check
+from transformer.model.effects import EFFECTS, crosses, mixer_reads
 from transformer.model.mixers.base import MIXERS, Mixer
-from transformer.model.norms import NORMS, Norm
+from transformer.model.norms import Norm
 from transformer.model.placements import Placement, build_placement
-from transformer.model.pooling import POOLINGS
-from transformer.model.remat import REMAT_POLICIES
-
-MOST_LAYERS = 10_000
-"""Each is looked at when a config is built; the deepest published Transformer has 1,000."""
 
 
 @strict("model", EFFECTS)
@@ -133,47 +125,12 @@ class ModelConfig:
     decoder_start_id: int | None = None  # encoder_decoder: what the decoder reads first
 
     def __post_init__(self):
-        self._check_values()
-        self._check_sizes()
-        self._check_combinations()
-        self._check_layers()
+        check(self)
+        self._set("eos_id", special_tokens.checked(self)["eos_id"])
 
     def _set(self, field: str, value) -> None:
         """In a frozen dataclass, while it is built."""
         object.__setattr__(self, field, value)
-
-    def _check_values(self) -> None:
-        """Each field by itself."""
-        one_of("model.family", self.family, ("encoder", "decoder", "encoder_decoder"))
-        at_least("model", self, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
-        at_least(
-            "model",
-            self,
-            0,
-            "d_head",
-            "d_value",
-            "d_embedding",
-            "token_types",
-            "num_labels",
-            "num_kv_heads",
-            "embedding_init_std",
-            "random_positions",
-            "window",
-            "attention_soft_cap",
-            "logit_soft_cap",
-            "pipeline_microbatches",
-        )
-        at_least("model", self, 1, "pipeline_rounds")
-        positive("model", self, "norm_epsilon", "init_std", "logit_scale")
-        if self.attention_scale is not None:
-            positive("model", self, "attention_scale")
-        in_unit_interval("model", self, "dropout", "attention_dropout", "activation_dropout")
-        for field, names in {
-            "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
-            "pooling": POOLINGS,
-            "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
-        }.items():  # fmt: skip
-            one_of(f"model.{field}", getattr(self, field), names)
 
     @property
     def resolved(self) -> dict:
@@ -183,102 +140,6 @@ class ModelConfig:
         if not mixer_reads("num_kv_heads")(self):
             absent["num_kv_heads"] = self.num_heads
         return absent
-
-    def _check_sizes(self) -> None:
-        """Heads and layers."""
-        if mixer_reads("num_heads")(self) and not self.d_head and self.d_model % self.num_heads:
-            raise UserError(
-                f"model.d_model: {self.d_model} is not divisible by model.num_heads = {self.num_heads}; "
-                f"change one, or set model.d_head"
-            )
-        if self.num_heads % self.kv_heads:
-            raise UserError(
-                f"model.num_kv_heads: {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}"
-            )
-        for side in self.sides:
-            layers = f"num_{side}_layers"
-            if getattr(self, layers) < 1:
-                raise UserError(
-                    f"model.{layers}: {getattr(self, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
-                )
-            if getattr(self, layers) > MOST_LAYERS:
-                raise UserError(
-                    f"model.{layers}: {getattr(self, layers):,} is too large; at most {MOST_LAYERS:,}"
-                )
-
-    def _check_combinations(self) -> None:
-        """Fields that go together, or do not."""
-        if not self.lm_head and (self.two_sides or not (self.num_labels or self.pooler)):
-            raise UserError(
-                "model.lm_head: False leaves nothing to compute; set model.num_labels in an encoder or decoder"
-            )
-        if (self.num_labels or self.pooler) and self.two_sides:
-            raise UserError(
-                "model.num_labels: an encoder_decoder writes text; encoders and decoders have labels"
-            )
-        if self.two_sides and self.pooling != "none":
-            raise UserError(
-                f"model.pooling: {self.pooling!r} is for labels, and model.family = {self.family!r} writes text; leave it at 'none'"
-            )
-        if self.random_positions and self.random_positions < self.max_length:
-            raise UserError(
-                f"model.random_positions: {self.random_positions} is less than model.max_length = {self.max_length}"
-            )
-        if self.token_types and self.family != "encoder":
-            raise UserError(
-                f"model.token_types: {self.token_types}, but model.family = {self.family!r}; only encoders have them"
-            )
-        if self.prefix_lm and self.family != "decoder":
-            raise UserError(
-                f"model.prefix_lm: True, but model.family = {self.family!r}; only a decoder alone reads a prefix"
-            )
-        if not self.causal and ("decoder" not in self.sides or self.prefix_lm):
-            raise UserError(
-                "model.causal: False takes the mask off a decoder that has one; leave it at True without a decoder, or with prefix_lm"
-            )
-        self._set("eos_id", special_tokens.checked(self)["eos_id"])
-
-    def _check_layers(self) -> None:
-        """What each layer is made of: its placement, its position scheme, its window."""
-        for field, value in [item for of_one in self.layer_pattern for item in of_one.items()]:
-            if field not in OF_LAYERS:
-                raise UserError(
-                    f"model.layer_pattern: {field!r} cannot differ between layers; {', '.join(OF_LAYERS)} can"
-                )
-            kind = int if field == "window" else (str, FrozenDict)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise UserError(
-                    f"model.layer_pattern: {field} = {value!r}; a window is a number, the others a name or {{'name': ...}}"
-                )
-            if field == "window" and value < 0:
-                raise UserError(f"model.window: {value} is too small; at least 0")
-        for side in self.sides:
-            for layer in dict.fromkeys(self.layers(side)):
-                layer.check_layer(side)
-        for entry in self.used_pattern:
-            mixer = MIXERS.build(entry.get("mixer", self.mixer))
-            if entry.get("window") and "window" not in mixer.fields:
-                raise UserError(
-                    f"model.layer_pattern: window = {entry['window']} has no effect beside mixer = {plain(entry.get('mixer', self.mixer))!r}; leave it out"
-                )
-        layers = [layer for side in self.sides for layer in self.layers(side)]
-        for spec in dict.fromkeys(layer.position for layer in layers):
-            here = [layer for layer in layers if layer.position == spec]
-            if positions.build(spec).hooks and not any(layer.uses_position for layer in here):
-                raise UserError(
-                    f"model.position: {plain(spec)!r} has no effect on mixer = {plain(here[0].mixer)!r}; set it to 'none'"
-                )
-            repeats = self.num_layers(side)
-            if self.layer_pattern:
-                repeats //= self.period(side)
-            if self.pipeline_rounds > 1 and (
-                repeats % self.pipeline_rounds or not self.scan_layers
-            ):
-                raise UserError(
-                    f"model.pipeline_rounds: {self.pipeline_rounds} do not divide the {repeats} {side} layers (or periods of model.layer_pattern)"
-                    if self.scan_layers
-                    else f"model.pipeline_rounds: {self.pipeline_rounds} needs model.scan_layers=True"
-                )
 
     @property
     def position_schemes(self) -> tuple[positions.Position, ...]:
@@ -392,21 +253,6 @@ class ModelConfig:
             for p in range(1, len(layers) + 1)
             if not len(layers) % p and layers[:-p] == layers[p:]
         )
-
-    def check_layer(self, side: str) -> None:
-        """Of a layer's own config: what it is made of. Raises UserError."""
-        feed_forward_kinds.build(self.feed_forward)
-        self.placement(side)
-        mixer, scheme = self.token_mixer, positions.build(self.position)
-        if problem := mixer.check(self, side):
-            raise UserError(problem)
-        if problem := self.uses_position and scheme.check(self.stack_facts(side)):
-            raise UserError(problem)
-        if not mixer.in_order and not scheme.hooks <= mixer.hooks:
-            raise UserError(
-                f"model.position: {plain(self.position)!r} cannot serve mixer = {plain(self.mixer)!r}, which has no place for "
-                f"{' and '.join(sorted(scheme.hooks - mixer.hooks))}; choose another"
-            )
 
     @property
     def uses_position(self) -> bool:

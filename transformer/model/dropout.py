@@ -23,6 +23,11 @@ class Dropout(nn.Module):
         return drop(self.make_rng("dropout"), self.rate, x)
 
 
+def rate_of(config, given: float | jax.Array | None) -> float | jax.Array:
+    """The rate of a model's dropout: the one that is given, or the config's."""
+    return config.dropout if given is None else given
+
+
 def drop(key: jax.Array, rate: float | jax.Array, x: jax.Array) -> jax.Array:
     """x with numbers zeroed and the others grown."""
     return jnp.where(keep_mask(key, rate, x.shape), x / (1.0 - rate), 0).astype(x.dtype)

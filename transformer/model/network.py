@@ -25,15 +25,8 @@ class _Family(nn.Module):
 
     @nn.nowrap
     def apply(
-        self,
-        variables,
-        *inputs,
-        rngs=None,
-        method=None,
-        mutable=False,
-        capture_intermediates=False,
-        **options,
-    ):
+        self, variables, *inputs, rngs=None, method=None, mutable=False, capture_intermediates=False, **options
+    ):  # fmt: skip
         """Runs the model on tokens.
 
             logits = model.apply(params, tokens)          # encoder, decoder: int[B, T]
@@ -59,6 +52,7 @@ class _Family(nn.Module):
           token_types: int[B, T], for encoders with `token_types`. Default: all 0.
           order: what is known of the positions (see `transformer.model.masks.Tokens`). Default: nothing, if you pass any.
           deterministic: False turns dropout on (and `random_positions`). Default: True.
+          dropout_rate: float or float32[], in place of `config.dropout`; it may be traced. Default: None, the config's.
           rngs: {"dropout": key}, needed with `deterministic=False`.
           method: another method: "classify" (labels), "hidden" or "features" (the last hidden state), "encode", "decode" (with
             a cache). Default: `__call__`.
@@ -76,15 +70,12 @@ class _Family(nn.Module):
             positions and types out of range. Under `jax.jit` these are not checked.
         """
         as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        variables = jax.tree.map(
+            as_array, variables
+        )  # a traced index cannot look up NumPy's tables
         return super().apply(
-            jax.tree.map(as_array, variables),  # a traced index cannot look up NumPy's tables
-            *inputs,
-            rngs=rngs,
-            method=method,
-            mutable=mutable,
-            capture_intermediates=capture_intermediates,
-            **options,
-        )
+            variables, *inputs, rngs=rngs, method=method, mutable=mutable, capture_intermediates=capture_intermediates, **options
+        )  # fmt: skip
 
     @nn.nowrap
     def empty_cache(self, batch: int, slots: int) -> Cache:
@@ -110,15 +101,13 @@ class _OneStack(_Family):
             self.classifier = Classifier(cfg)
 
     def hidden(
-        self, tokens_BxT, *, token_types=None, deterministic=True, **given
+        self, tokens_BxT, *, token_types=None, deterministic=True, dropout_rate=None, **given
     ) -> tuple[jax.Array, Tokens]:
         """The last hidden state, [B, T, D], and where its tokens stand. Options as for `apply`."""
         where = locate(self.config, tokens_BxT, **given)
         check_token_types(self.config, tokens_BxT, token_types)
-        stack = getattr(self, self.side)
-        h_BxTxD, _ = stack(
-            self.embedding(tokens_BxT, token_types), where, deterministic=deterministic
-        )
+        stack, x_BxTxD = getattr(self, self.side), self.embedding(tokens_BxT, token_types)
+        h_BxTxD, _ = stack(x_BxTxD, where, deterministic=deterministic, dropout_rate=dropout_rate)
         return h_BxTxD, where
 
     def features(self, tokens_BxT, **given) -> tuple[jax.Array, Head]:
@@ -190,6 +179,7 @@ class EncoderDecoder(_Family):
         source_segment_ids=None,
         source_padding_mask=None,
         deterministic=True,
+        dropout_rate=None,
         source_order="",
         **given,
     ) -> tuple[jax.Array, Head]:
@@ -197,20 +187,27 @@ class EncoderDecoder(_Family):
         check_same_documents(given.get("segment_ids"), source_segment_ids)
         encoded = self.encode(
             source_BxS, positions=source_positions, segment_ids=source_segment_ids,
-            padding_mask=source_padding_mask, deterministic=deterministic, order=source_order,
+            padding_mask=source_padding_mask, deterministic=deterministic, dropout_rate=dropout_rate, order=source_order,
         )  # fmt: skip
-        h_BxTxD, _ = self._decoder(target_BxT, *encoded, None, deterministic, **given)
+        h_BxTxD, _ = self._decoder(
+            target_BxT, *encoded, None, deterministic, dropout_rate=dropout_rate, **given
+        )
         return self.read(h_BxTxD)
 
     def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
         """The same of a last hidden state."""
         return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
 
-    def encode(self, source_BxS, *, deterministic=True, **given) -> tuple[jax.Array, Tokens]:
+    def encode(
+        self, source_BxS, *, deterministic=True, dropout_rate=None, **given
+    ) -> tuple[jax.Array, Tokens]:
         """The encoder's output, [B, S, D], and where its tokens stand."""
         where = locate(self.config, source_BxS, "source", **given)
         encoded_BxSxD, _ = self.encoder(
-            self.embedding(source_BxS), where, deterministic=deterministic
+            self.embedding(source_BxS),
+            where,
+            deterministic=deterministic,
+            dropout_rate=dropout_rate,
         )
         return encoded_BxSxD, where
 
@@ -234,14 +231,16 @@ class EncoderDecoder(_Family):
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
 
-    def _decoder(self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, **given):
+    def _decoder(
+        self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, dropout_rate=None, **given
+    ):  # fmt: skip
         if cache is not None:
             check_room(cache, target_BxT)
         before = None if cache is None else cache.tokens
         where = locate(self.config, target_BxT, "target", before=before, **given)
         x_BxTxD = self.target_embedding(target_BxT)
         return self.decoder(
-            x_BxTxD, where, encoded_BxSxD, encoded_tokens, cache=cache, deterministic=deterministic
+            x_BxTxD, where, encoded_BxSxD, encoded_tokens, cache, deterministic, dropout_rate
         )
 
 

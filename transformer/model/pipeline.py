@@ -27,6 +27,11 @@ def why_not(batch: int, micro: int, rounds: int) -> str | None:
     return f"{micro} micro-batches for {stages} stages" if rounds > 1 and micro < stages else None
 
 
+def of(tree, i: jax.Array | int):
+    """The i-th of what is stacked."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
 def pipelined(
     layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | None, micro: int, rounds: int
 ):
@@ -36,13 +41,11 @@ def pipelined(
     # Row r goes to micro-batch r mod M, so that devices keep their own rows.
     cut = lambda x: jnp.moveaxis(x.reshape(-1, micro, *x.shape[1:]), 1, 0)
     params = params if rounds > 1 else jax.tree.map(lambda x: x[None], params)
+    ring = [(i, (i + 1) % stages) for i in range(stages)]
 
     def stage(params, waiting_MxbxTxD, shared, same, key):
         """One stage's part, turn by turn. In turn t it has unit t - s in hand: micro-batch m of round r is unit r M + m."""
         s = jax.lax.axis_index(axis)
-        of = lambda tree, i: jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree
-        )
 
         def turn(carry, t):
             waiting, handed_bxTxD, sown = carry
@@ -55,12 +58,9 @@ def pipelined(
             own_key = None if key is None else jax.random.fold_in(key, (r * stages + s) * micro + m)
             x_bxTxD = jnp.where(s == 0, of(waiting, m), handed_bxTxD)
             y_bxTxD, found = layers(of(params, r), x_bxTxD, of(shared, m), same, own_key)
-            sown = jax.tree.map(
-                lambda total, x: total.at[r].add(jnp.where(works, x, 0)), sown, found
-            )
-            handed_bxTxD = jax.lax.ppermute(
-                y_bxTxD, axis, [(i, (i + 1) % stages) for i in range(stages)]
-            )
+            add = lambda total, x: total.at[r].add(jnp.where(works, x, 0))
+            sown = jax.tree.map(add, sown, found)
+            handed_bxTxD = jax.lax.ppermute(y_bxTxD, axis, ring)
             back = t - (stages - 1)  # the unit that the first stage gets from the last
             keep = (s == 0) & (back >= 0)
             waiting = waiting.at[back % micro].set(

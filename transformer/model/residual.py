@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.model.config import ModelConfig
-from transformer.model.dropout import Dropout
+from transformer.model.dropout import Dropout, rate_of
 from transformer.model.placements import Placement
 from transformer.model.sharding import constrain
 from transformer.model.watch import watched
@@ -34,6 +34,7 @@ class Residual(nn.Module):
         *sublayers: Callable[[jax.Array], jax.Array],
         segments_BxT: jax.Array,
         deterministic: bool,
+        dropout_rate: jax.Array | None = None,
     ) -> jax.Array:
         p, norm = self.placement, self.config.norm_module
         y = stream = p.residual_scale * x_BxTxD if p.residual_scale else None
@@ -46,7 +47,7 @@ class Residual(nn.Module):
             h = constrain(
                 f(h), ("batch", "stream", "activation_embed")
             )  # what acts on each token alone does not
-            h = Dropout(self.config.dropout)(h, deterministic)
+            h = Dropout(rate_of(self.config, dropout_rate))(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
                 zero = nn.with_logical_partitioning(nn.initializers.zeros, ())

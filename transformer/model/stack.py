@@ -15,7 +15,7 @@ from transformer.checks import Choice
 from transformer.model import pipeline, positions
 from transformer.model.cache import Cache, LayerState
 from transformer.model.config import ModelConfig
-from transformer.model.dropout import Dropout
+from transformer.model.dropout import Dropout, rate_of
 from transformer.model.feed_forward import FEED_FORWARDS
 from transformer.model.masks import Tokens
 from transformer.model.mixers import Context
@@ -88,6 +88,7 @@ class Layer(nn.Module):
                 *fs,
                 segments_BxT=context.tokens.segments_BxT,
                 deterministic=self.deterministic,
+                dropout_rate=context.dropout_rate,
             )
         if watched(self, "streams"):
             self.sow("streams", "after", x_BxTxD)
@@ -131,8 +132,10 @@ class Stack(nn.Module):
         encoded_tokens: Tokens | None = None,
         cache: Cache | None = None,
         deterministic: bool = True,
+        dropout_rate: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """The stream after the last layer, and the cache with these tokens in it (None without one)."""
+        """The stream after the last layer, and the cache with these tokens in it (None without one). `dropout_rate`: in place of
+        the config's."""
         cfg = self.config
         if cfg.random_positions and not deterministic:
             tokens = self._spread(tokens)
@@ -145,11 +148,13 @@ class Stack(nn.Module):
             x_BxTxD = scheme.embed(x_BxTxD, tokens.positions_BxT)
         if cfg.embedding_norm:
             x_BxTxD = cfg.norm_module(name="embedding_norm")(x_BxTxD)
-        x_BxTxD = Dropout(cfg.dropout)(x_BxTxD, deterministic)
+        x_BxTxD = Dropout(rate_of(cfg, dropout_rate))(x_BxTxD, deterministic)
         x_BxTxD = constrain(x_BxTxD, ("batch", "stream", "activation_embed"))
 
         key_tokens = tokens if cache is None else cache.append(tokens)
-        context = Context(tokens, key_tokens, encoded_BxSxD, encoded_tokens, cache and cache.index)
+        context = Context(
+            tokens, key_tokens, encoded_BxSxD, encoded_tokens, cache and cache.index, dropout_rate
+        )
         x_BxTxD, layers = self._layers(x_BxTxD, cache, schemes, context, deterministic)
         if cache is not None:
             cache = Cache(layers, key_tokens, cache.index + x_BxTxD.shape[1])

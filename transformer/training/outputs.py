@@ -49,13 +49,14 @@ def apply(
     mesh: Mesh,
     *,
     dropout_key: jax.Array | None = None,
+    dropout_rate: jax.Array | None = None,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     watch: Sequence[str] = (),
 ) -> tuple[Outputs, dict, dict]:
     """The outputs of a batch, the batch in the order in which the mesh reads it, and the
     collections of `watch` (model/watch.py) where something was sown. With a `dropout_key`, as in
-    training."""
+    training; with a `dropout_rate`, at this rate instead of the config's."""
     order = order_of(task.model, mesh)
     batch = arrange(dict(batch), order, mesh)
     predicts = task.objective.predicts
@@ -72,6 +73,8 @@ def apply(
         given["prefix_mask"] = batch["prefix"]
     if "token_types" in batch:
         given["token_types"] = batch["token_types"]
+    if dropout_rate is not None:
+        given["dropout_rate"] = dropout_rate
     found, sown = model.apply(
         {"params": params}, *tokens, **given, deterministic=dropout_key is None, method=_METHODS[predicts],
         rngs=None if dropout_key is None else {"dropout": dropout_key}, mutable=list(watch),

@@ -29,6 +29,7 @@ def batch_sums(
     mesh: Mesh,
     *,
     dropout_key=None,
+    dropout_rate=None,
     smoothing=0.0,
     z_loss=0.0,
 ) -> dict[str, Loss]:
@@ -36,7 +37,8 @@ def batch_sums(
     in training, what the routers of experts add."""
     watch = ("losses",) if dropout_key is not None else ()
     found, batch, sown = outputs.apply(
-        model, params, batch, config, mesh, dropout_key=dropout_key, smoothing=smoothing, z_loss=z_loss, watch=watch
+        model, params, batch, config, mesh, dropout_key=dropout_key, dropout_rate=dropout_rate, smoothing=smoothing, z_loss=z_loss,
+        watch=watch,
     )  # fmt: skip
     sums = config.objective.losses(found, batch)
     if sown:
@@ -90,15 +92,17 @@ def training_step(
     mesh: Mesh,
     *,
     seed: int | jax.Array | None = None,
+    dropout_rate: jax.Array | None = None,
 ) -> Callable:
-    """(state, batch) -> (state, metrics). `seed`: in place of the config's; it may be traced."""
+    """(state, batch) -> (state, metrics). `seed` and `dropout_rate`: in place of the config's; they may be traced."""
     seed = config.seed if seed is None else seed
     train = config.train
 
     def gradients(params, batch, key, weights) -> tuple[dict[str, Loss], dict]:
         def loss(params):
             sums = batch_sums(
-                model, params, batch, config, mesh, dropout_key=key, smoothing=train.label_smoothing, z_loss=train.z_loss
+                model, params, batch, config, mesh, dropout_key=key, dropout_rate=dropout_rate, smoothing=train.label_smoothing,
+                z_loss=train.z_loss,
             )  # fmt: skip
             return sum(one.loss / weights[name] for name, one in sums.items()), sums
 

@@ -46,6 +46,7 @@ class Context:
     source_BxSxD, source_tokens: what the encoder wrote, in a decoder that reads one. In decoding the
         output is given once, and None after that: each state keeps what it needs of it.
     index: int32[], the cache slot of the first of `tokens`; None outside decoding.
+    dropout_rate: float32[], in place of the config's; None: the config's.
     """
 
     tokens: Tokens
@@ -53,6 +54,7 @@ class Context:
     source_BxSxD: jax.Array | None = None
     source_tokens: Tokens | None = None
     index: jax.Array | None = None
+    dropout_rate: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

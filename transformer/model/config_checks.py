@@ -1,0 +1,174 @@
+"""What a ModelConfig refuses: values out of range, and fields that do not go together."""
+
+from flax.core import FrozenDict
+
+from transformer.checks import at_least, in_unit_interval, one_of, plain, positive
+from transformer.errors import UserError
+from transformer.model import feed_forward_kinds, positions
+from transformer.model.activations import ACTIVATIONS
+from transformer.model.attention_backends import BACKENDS
+from transformer.model.effects import OF_LAYERS, mixer_reads
+from transformer.model.initializers import INITIALIZERS
+from transformer.model.mixers.base import MIXERS
+from transformer.model.norms import NORMS
+from transformer.model.pooling import POOLINGS
+from transformer.model.remat import REMAT_POLICIES
+
+MOST_LAYERS = 10_000
+"""Each is looked at when a config is built; the deepest published Transformer has 1,000."""
+
+
+def check(config) -> None:
+    """Raises UserError, with the field and the way out, for a ModelConfig that makes no sense."""
+    _check_values(config)
+    _check_sizes(config)
+    _check_combinations(config)
+    _check_layers(config)
+
+
+def _check_values(config) -> None:
+    """Each field by itconfig."""
+    one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
+    at_least("model", config, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
+    at_least(
+        "model",
+        config,
+        0,
+        "d_head",
+        "d_value",
+        "d_embedding",
+        "token_types",
+        "num_labels",
+        "num_kv_heads",
+        "embedding_init_std",
+        "random_positions",
+        "window",
+        "attention_soft_cap",
+        "logit_soft_cap",
+        "pipeline_microbatches",
+    )
+    at_least("model", config, 1, "pipeline_rounds")
+    positive("model", config, "norm_epsilon", "init_std", "logit_scale")
+    if config.attention_scale is not None:
+        positive("model", config, "attention_scale")
+    in_unit_interval("model", config, "dropout", "attention_dropout", "activation_dropout")
+    for field, names in {
+        "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
+        "pooling": POOLINGS,
+        "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
+    }.items():  # fmt: skip
+        one_of(f"model.{field}", getattr(config, field), names)
+
+
+def _check_sizes(config) -> None:
+    """Heads and layers."""
+    if mixer_reads("num_heads")(config) and not config.d_head and config.d_model % config.num_heads:
+        raise UserError(
+            f"model.d_model: {config.d_model} is not divisible by model.num_heads = {config.num_heads}; "
+            f"change one, or set model.d_head"
+        )
+    if config.num_heads % config.kv_heads:
+        raise UserError(
+            f"model.num_kv_heads: {config.num_kv_heads} does not divide model.num_heads = {config.num_heads}"
+        )
+    for side in config.sides:
+        layers = f"num_{side}_layers"
+        if getattr(config, layers) < 1:
+            raise UserError(
+                f"model.{layers}: {getattr(config, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
+            )
+        if getattr(config, layers) > MOST_LAYERS:
+            raise UserError(
+                f"model.{layers}: {getattr(config, layers):,} is too large; at most {MOST_LAYERS:,}"
+            )
+
+
+def _check_combinations(config) -> None:
+    """Fields that go together, or do not."""
+    if not config.lm_head and (config.two_sides or not (config.num_labels or config.pooler)):
+        raise UserError(
+            "model.lm_head: False leaves nothing to compute; set model.num_labels in an encoder or decoder"
+        )
+    if (config.num_labels or config.pooler) and config.two_sides:
+        raise UserError(
+            "model.num_labels: an encoder_decoder writes text; encoders and decoders have labels"
+        )
+    if config.two_sides and config.pooling != "none":
+        raise UserError(
+            f"model.pooling: {config.pooling!r} is for labels, and model.family = {config.family!r} writes text; leave it at 'none'"
+        )
+    if config.random_positions and config.random_positions < config.max_length:
+        raise UserError(
+            f"model.random_positions: {config.random_positions} is less than model.max_length = {config.max_length}"
+        )
+    if config.token_types and config.family != "encoder":
+        raise UserError(
+            f"model.token_types: {config.token_types}, but model.family = {config.family!r}; only encoders have them"
+        )
+    if config.prefix_lm and config.family != "decoder":
+        raise UserError(
+            f"model.prefix_lm: True, but model.family = {config.family!r}; only a decoder alone reads a prefix"
+        )
+    if not config.causal and ("decoder" not in config.sides or config.prefix_lm):
+        raise UserError(
+            "model.causal: False takes the mask off a decoder that has one; leave it at True without a decoder, or with prefix_lm"
+        )
+
+
+def _check_layers(config) -> None:
+    """What each layer is made of: its placement, its position scheme, its window."""
+    for field, value in [item for of_one in config.layer_pattern for item in of_one.items()]:
+        if field not in OF_LAYERS:
+            raise UserError(
+                f"model.layer_pattern: {field!r} cannot differ between layers; {', '.join(OF_LAYERS)} can"
+            )
+        kind = int if field == "window" else (str, FrozenDict)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UserError(
+                f"model.layer_pattern: {field} = {value!r}; a window is a number, the others a name or {{'name': ...}}"
+            )
+        if field == "window" and value < 0:
+            raise UserError(f"model.window: {value} is too small; at least 0")
+    for side in config.sides:
+        for layer in dict.fromkeys(config.layers(side)):
+            _check_layer(layer, side)
+    for entry in config.used_pattern:
+        mixer = MIXERS.build(entry.get("mixer", config.mixer))
+        if entry.get("window") and "window" not in mixer.fields:
+            raise UserError(
+                f"model.layer_pattern: window = {entry['window']} has no effect beside mixer = {plain(entry.get('mixer', config.mixer))!r}; leave it out"
+            )
+    layers = [layer for side in config.sides for layer in config.layers(side)]
+    for spec in dict.fromkeys(layer.position for layer in layers):
+        here = [layer for layer in layers if layer.position == spec]
+        if positions.build(spec).hooks and not any(layer.uses_position for layer in here):
+            raise UserError(
+                f"model.position: {plain(spec)!r} has no effect on mixer = {plain(here[0].mixer)!r}; set it to 'none'"
+            )
+        repeats = config.num_layers(side)
+        if config.layer_pattern:
+            repeats //= config.period(side)
+        if config.pipeline_rounds > 1 and (
+            repeats % config.pipeline_rounds or not config.scan_layers
+        ):
+            raise UserError(
+                f"model.pipeline_rounds: {config.pipeline_rounds} do not divide the {repeats} {side} layers (or periods of model.layer_pattern)"
+                if config.scan_layers
+                else f"model.pipeline_rounds: {config.pipeline_rounds} needs model.scan_layers=True"
+            )
+
+
+def _check_layer(config, side: str) -> None:
+    """Of a layer's own config: what it is made of. Raises UserError."""
+    feed_forward_kinds.build(config.feed_forward)
+    config.placement(side)
+    mixer, scheme = config.token_mixer, positions.build(config.position)
+    if problem := mixer.check(config, side):
+        raise UserError(problem)
+    if problem := config.uses_position and scheme.check(config.stack_facts(side)):
+        raise UserError(problem)
+    if not mixer.in_order and not scheme.hooks <= mixer.hooks:
+        raise UserError(
+            f"model.position: {plain(config.position)!r} cannot serve mixer = {plain(config.mixer)!r}, which has no place for "
+            f"{' and '.join(sorted(scheme.hooks - mixer.hooks))}; choose another"
+        )
