@@ -39,17 +39,6 @@ TINY = {
 """The sizes of models that tests train: divisible by every mesh of eight devices."""
 
 
-RECURRENT = {
-    "family": "encoder_decoder", "vocab_size": 40, "d_model": 16, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 16,
-    "position": "none", "feed_forward": "none",
-    "layer_pattern": (
-        {"mixer": {"name": "lstm", "source": "attention"}, "norm_placement": {"name": "none", "residual_scale": 0.0}},
-        {"mixer": {"name": "lstm", "source": "none"}, "norm_placement": "none"},
-    ),
-}  # fmt: skip
-"""LSTMs that read a source both ways, and LSTMs that write, the first of which attends (Bahdanau et al. 2015)."""
-
-
 ALONE = [name for name in BACKENDS if name not in ("ring", "splash", "cudnn")]
 """Attention backends that need no mesh, and serve tokens and heads of any size."""
 

@@ -65,6 +65,54 @@ def gated_delta(c, p, x, segments, width=4, twice=False):
     return np.einsum("tnv,nvd->td", out, p["out"]["kernel"])
 
 
+def lstm(p, x, segments, reverse=False, read=None):
+    """An LSTM (Gers et al. 2000; 1 is added to the forget gate) on one sequence x [T, D] with the documents `segments`, 0 being
+    padding. `read(h, document)` gives the context of a step. (h [T, G], contexts [T, D] or None)."""
+    units = p["hidden"]["kernel"].shape[0]
+    out, contexts = np.zeros((len(x), units)), np.zeros_like(x)
+    h, c, last = np.zeros(units), np.zeros(units), None
+    for t in range(len(x))[:: -1 if reverse else 1]:
+        if not segments[t]:
+            continue
+        if segments[t] != last:
+            h, c, last = np.zeros(units), np.zeros(units), segments[t]
+        z = np.einsum("d,dfg->fg", x[t], p["input"]["kernel"]) + p["input"]["bias"]
+        z += np.einsum("g,gfh->fh", h, p["hidden"]["kernel"])
+        if read is not None:
+            contexts[t] = read(h, segments[t])
+            z += np.einsum("d,dfg->fg", contexts[t], p["context"]["kernel"])
+        i, f, o, g = z
+        c = sigmoid(f + 1) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        out[t] = h
+    return out, contexts
+
+
+def both_ways(p, x, segments):
+    """The encoder's layer."""
+    ways = [lstm(p[way], x, segments, way == "backward")[0] for way in ("forward", "backward")]
+    return np.concatenate(ways, axis=-1)
+
+
+def attentive_lstm(p, x, segments, source, source_segments, last=False):
+    """An LSTM that reads a source [S, D] before each step (Bahdanau et al. 2015, appendix A.2), or its last state alone."""
+
+    def read(h, document):
+        here = np.flatnonzero(np.asarray(source_segments) == document)
+        if last:
+            return source[here[-1]]
+        e = [
+            np.tanh(h @ p["query"]["kernel"] + source[j] @ p["keys"]["kernel"])
+            @ p["score"]["kernel"][:, 0]
+            for j in here
+        ]
+        a = np.exp(np.array(e) - max(e))
+        return a / a.sum() @ source[here]
+
+    h, contexts = lstm(p["forward"], x, segments, read=read)
+    return np.tanh(np.concatenate([h, contexts, x], -1) @ p["out"]["kernel"] + p["out"]["bias"])
+
+
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 

@@ -6,7 +6,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RECURRENT, sized, small
+from conftest import sized, small
 from flax.core import FrozenDict
 
 from transformer import ModelConfig, UserError
@@ -38,6 +38,11 @@ def experiment(model=(), **sections) -> Experiment:
 
 ALL = ({"position": "alibi"}, {"position": "rotary"})
 
+LSTMS = {
+    "family": "decoder", "vocab_size": 37, "d_model": 16, "num_decoder_layers": 2, "max_length": 24, "mixer": "lstm", "position": "none",
+    "feed_forward": "none",
+}  # fmt: skip
+
 WITHOUT_EFFECT = {
     # A layer_pattern that says a field in every layer, and entries that no layer has.
     "model.position": lambda: small("decoder", position="t5", layer_pattern=ALL),
@@ -50,11 +55,16 @@ WITHOUT_EFFECT = {
     "model.num_decoder_layers": lambda: small("encoder", num_decoder_layers=2),
     "model.share_embeddings": lambda: small("decoder", share_embeddings=False),
     # Layers without attention, or without a feed-forward.
-    "model.window  ": lambda: ModelConfig(**RECURRENT, window=3),
-    "model.num_heads": lambda: ModelConfig(**RECURRENT, num_heads=4),
-    "model.norm  ": lambda: ModelConfig(**RECURRENT, norm="rmsnorm"),
-    "model.d_ff": lambda: small("decoder", feed_forward="none"),
-    "model.parallel": lambda: ModelConfig(**RECURRENT, parallel=True),
+    "model.window ": lambda: ModelConfig(**LSTMS, window=3),
+    "model.num_heads": lambda: ModelConfig(**LSTMS, num_heads=4),
+    "model.attention_bias": lambda: ModelConfig(**LSTMS, attention_bias=True),
+    "model.norm": lambda: ModelConfig(**LSTMS, norm_placement="none", norm="rmsnorm"),
+    "model.d_ff": lambda: ModelConfig(**LSTMS, d_ff=32),
+    "model.glu": lambda: ModelConfig(**LSTMS, glu=True),
+    "model.activation": lambda: ModelConfig(**LSTMS, activation="gelu"),
+    "model.activation_dropout": lambda: ModelConfig(**LSTMS, activation_dropout=0.1),
+    "model.parallel": lambda: ModelConfig(**LSTMS, parallel=True),
+    "model.use_bias": lambda: ModelConfig(**LSTMS | {"mixer": "attention"}, attention_bias=True, use_bias=False),
     # Norms, initial values, heads.
     "model.norm ": lambda: small("decoder", norm_placement="none", norm="rmsnorm"),
     "model.norm_offset": lambda: small("decoder", norm="rmsnorm", norm_offset=False),

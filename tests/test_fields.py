@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import RECURRENT as TINY_RECURRENT
 
 from transformer import ModelConfig, UserError, build_model
 from transformer.convert.special_tokens import write
@@ -32,7 +31,10 @@ ENCODER = {k: v for k, v in DECODER.items() if "decoder" not in k} | {
 }
 BOTH = DECODER | {"family": "encoder_decoder", "num_encoder_layers": 1}
 LOOPED = DECODER | {"num_decoder_layers": 2, "scan_layers": True}
-RECURRENT = TINY_RECURRENT | {"d_model": 8, "vocab_size": 11, "max_length": 8, "scan_layers": False}
+RECURRENT = {
+    "family": "encoder_decoder", "vocab_size": 11, "d_model": 8, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 8,
+    "mixer": {"name": "lstm", "source": "attention"}, "feed_forward": "none", "position": "none", "norm_placement": "none",
+}  # fmt: skip
 LABELS = DECODER | {"num_labels": 2}
 
 MODEL = {
@@ -192,17 +194,19 @@ def test_every_part_of_a_placement():
 
 def test_every_option_of_a_mixer():
     small = DECODER | {"num_decoder_layers": 1, "d_head": 8, "position": "none"}
-    values, silent = {"chunk": 1, "source": "attention"}, []  # a chunk of a few tokens
-    both = BOTH | {"position": "none", "num_heads": 8}
+    silent = []
     for name, cls in MIXERS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
-        small = both if name == "lstm" else small
-        plain = of_model(small | {"mixer": name}) if options else ""
+        plain = of_model(small | {"mixer": name}) if options and "source" not in options else ""
         for option, default in options.items():
-            value = values.get(option) or other(default)
-            changed = of_model(small | {"mixer": {"name": name, option: value}})
-            silent += [f"{name}.{option}"] if changed == plain else []
-    assert {"mla", "gated_delta", "lstm"} <= set(MIXERS) and not silent
+            values = {"chunk": 1, "source": "attention"}  # a chunk of a few tokens
+            base = small
+            if option == "source":  # of a decoder that reads an encoder
+                base = RECURRENT
+                plain = of_model(base | {"mixer": name})
+            changed = {"name": name, option: values.get(option) or other(default)}
+            silent += [f"{name}.{option}"] if of_model(base | {"mixer": changed}) == plain else []
+    assert {"mla", "gated_delta"} <= set(MIXERS) and not silent
 
 
 def test_every_option_of_a_feed_forward():

@@ -27,20 +27,27 @@ MODELS = {
     "mla": {"mixer": MLA, "position": "rotary"},
     "mla_window": {"mixer": "mla", "position": "alibi", "window": 4, "d_value": 6},
     "gated_delta": {"mixer": DELTA, "position": "none"},
-    "lstm": {"mixer": "lstm", "num_heads": 8},
     "alternating": {
         "position": "rotary", "num_decoder_layers": 4,
         "layer_pattern": (
             {"mixer": DELTA, "norm_placement": "post"}, {"mixer": "mla", "norm_placement": "pre"},
         ),
     },
+    "lstm": {"mixer": "lstm", "position": "none", "norm_placement": "res_post"},
+    "lstm_alone": {
+        "mixer": "lstm", "position": "none", "num_heads": 8, "feed_forward": "none", "d_ff": 2048, "norm_placement": "none",
+    },
+    "lstm_alternating": {
+        "position": "rotary", "num_decoder_layers": 4,
+        "layer_pattern": ({"mixer": "lstm", "feed_forward": "none"}, {"window": 3}),
+    },
 }  # fmt: skip
 
 
 def model_of(name: str, family: str = "decoder", **fields):
     given = {"num_kv_heads": 0} | MODELS[name] | fields
-    if name == "gated_delta":
-        given |= {"num_kv_heads": 0}
+    if name == "lstm":
+        given |= {"num_heads": 8}  # the default: no layer has heads
     return small(family, **given)
 
 
@@ -191,7 +198,8 @@ def test_beams_share_what_was_read_of_the_source():
     memory = memory.replace(cache=spread)
     assert isinstance(spread.layers, LayerState)
     assert (
-        spread.layers.mixer.k_BxSxKxH.shape[1] == 6 and spread.layers.source.k_BxSxKxH.shape[1] == 2
+        spread.layers.mixer.k_BxSxKxH.shape[1] == 6
+        and spread.layers.source.value.k_BxSxKxH.shape[1] == 2
     )
     words = tokens(5, 6, 1)[:, 0]
     found, _ = advance(model, params["params"], words, memory)

@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 from conftest import TINY, sized, small
 
-from transformer.config import Experiment, MeshConfig
+from transformer.config import Experiment
 from transformer.mapping import from_mapping
-from transformer.parallel.mesh import make_mesh
 from transformer.planning import chips
 from transformer.planning.buffers import kept
 from transformer.planning.chips import topology
 from transformer.planning.hlo import Program
 from transformer.planning.kernels import kernel
 from transformer.planning.messages import Message, messages
-from transformer.planning.model_flops import allowed_pairs, model_flops
+from transformer.planning.model_flops import allowed_pairs
 from transformer.planning.programs import Programs
 from transformer.planning.roofline import roofline, sent
-from transformer.planning.sample import batch_shapes
 from transformer.planning.work import flops, hbm_bytes
 
 D, FF, V, T, ROWS = 32, 64, 48, 64, 16
@@ -45,50 +43,6 @@ def test_products_are_counted_as_often_as_they_run(scan):
     layer = 2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D
     compiled = Programs(config, jax.devices()[:1]).compile("evaluate")
     assert flops(compiled.program) == 3 * layer + 2 * tokens * D * V
-
-
-def test_what_a_model_needs_by_hand():
-    """Training takes three times the forward pass, and of a causal mask's pairs half and the diagonal."""
-    config, mesh = planned(), make_mesh(MeshConfig(data=1))
-    programs = Programs(config, jax.devices()[:1])
-    tokens = ROWS * T
-    pairs = (T + 1) / (2 * T)
-    forward = (
-        3 * (2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D * pairs)
-        + 2 * tokens * D * V
-    )
-    assert model_flops(config, batch_shapes(config, mesh), programs.state.params) == 3 * forward
-
-
-def test_of_experts_those_that_are_asked_count():
-    dense, mixed = (
-        planned(),
-        planned(
-            feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5}
-        ),
-    )
-    count = lambda config: model_flops(
-        config,
-        batch_shapes(config, make_mesh(MeshConfig(data=1))),
-        Programs(config, jax.devices()[:1]).state.params,
-    )
-    tokens = ROWS * T
-    router, second, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
-    assert count(mixed) - count(dense) == 3 * 3 * (router + second + gather)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [{"pipeline_rounds": 3}, {"scan_layers": False}, {"layer_pattern": ({"window": 7}, {}, {})}],
-)
-def test_a_model_needs_the_same_however_its_layers_are_laid_out(model):
-    count = lambda config: model_flops(
-        config,
-        batch_shapes(config, make_mesh(MeshConfig(data=1))),
-        Programs(config, jax.devices()[:1]).state.params,
-    )
-    plain, other = count(planned()), count(planned(**model))
-    assert other < plain if "layer_pattern" in model else other == plain
 
 
 def test_what_is_kept_of_micro_batches_is_found_in_their_loop():
@@ -338,49 +292,3 @@ def test_what_leaves_a_host_is_told_apart(kind, devices, expected):
         found.seconds["network"] == expected[0] / chip.link_rate
         and found.seconds["slices"] == expected[1] / chip.outer_rate
     )
-
-
-def needed(**model) -> float:
-    """FLOPs of the forward pass of a model."""
-    config = planned(**model)
-    shapes = batch_shapes(config, make_mesh(MeshConfig(data=1)))
-    return model_flops(config, shapes, Programs(config, jax.devices()[:1]).state.params) / 3
-
-
-TABLES = {
-    # Queries by the vectors of clipped distances, and weights by those of values.
-    "shaw": ({"max_distance": 4}, lambda h: ROWS * T * D * 9 + ROWS * T * D * 9 + ROWS * (D // h) * T * T * 9),
-    # u by keys, queries by W_R, and what comes of it by the sinusoids of all distances.
-    "transformer_xl": ({}, lambda h: ROWS * T * D + ROWS * T * D * D + ROWS * T * T * D * (D // h)),
-    # The table by two matrices, queries by one product, keys by the other.
-    "deberta": ({"max_distance": 4}, lambda h: 2 * 8 * D * D + 2 * ROWS * T * D * 8),
-    "cope": ({"max_positions": 5}, lambda h: ROWS * T * D * 5),
-}  # fmt: skip
-"""Multiplications that a scheme adds to each layer, by the size of a head; none of them is of a pair that a mask forbids."""
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_products_with_a_table_of_positions_count_in_full(name):
-    options, more = TABLES[name]
-    plain, causal = needed(position="none"), needed(position={"name": name, **options})
-    layers, size = 3, planned().model.head_size
-    assert causal - plain == layers * 2 * more(size)
-
-
-MIXERS = {
-    "attention": ({"position": "none"}, 2 * D),
-    "mla": ({"mixer": {"name": "mla", "d_rope": 4}, "num_heads": 4}, 4 * (2 * D // 4 + 4)),
-    "gated_delta": ({"mixer": {"name": "gated_delta", "chunk": 16}, "position": "none", "attention_backend": "auto"}, 0),
-}  # fmt: skip
-"""A model of each mixer, and the multiplications of a pair of tokens in a layer."""
-
-
-@pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("scan", [True, False])
-def test_the_products_of_a_mixer_are_those_that_xla_computes(name, scan):
-    """But for the pairs that the mask forbids, which the plain path of attention computes."""
-    model, pair = MIXERS[name]
-    model = {**model, "scan_layers": scan}
-    compiled = Programs(planned(**model), jax.devices()[:1]).compile("evaluate")
-    forbidden = ROWS * (T * T - T * (T + 1) / 2)
-    assert flops(compiled.program) - needed(**model) == 3 * 2 * forbidden * pair

@@ -1,13 +1,13 @@
-"""LSTMs: their layers against PyTorch's, their attention against a slow loop, and all that other mixers promise."""
+"""The recurrent baseline, LSTMs wired by `layer_pattern`: its layers against PyTorch's, and the whole against slow loops."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_mixers
 import pytest
-from conftest import RECURRENT, make, masks, small, start_decoding, tokens
+from conftest import SMALL, TINY, make, masks, small, start_decoding, tokens
 
 from transformer import ModelConfig, UserError
 from transformer.config import Experiment
@@ -22,80 +22,40 @@ from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import make_train_step
 
-sigmoid = lambda x: 1 / (1 + np.exp(-x))
+
+def recurrent(source: str = "attention", sizes: dict = SMALL, **fields) -> dict:
+    """The first layer of each side has no residual connection, and that of the decoder reads the source."""
+    read = ("vocab_size", "d_model", "num_encoder_layers", "num_decoder_layers", "max_length")
+    alone = {"name": "none", "residual_scale": 0.0}
+    lstm = lambda source: {"name": "lstm", "source": source}
+    return {
+        "family": "encoder_decoder", "position": "none", "feed_forward": "none", **{name: sizes[name] for name in read},
+        "layer_pattern": (
+            {"mixer": lstm(source), "norm_placement": alone}, {"mixer": lstm("none"), "norm_placement": "none"},
+        ),
+    } | fields  # fmt: skip
 
 
-def gates(z, h, c):
-    i, f, o, g = (z[n] for n in range(4))
-    c = sigmoid(f + 1) * c + sigmoid(i) * np.tanh(g)
-    return sigmoid(o) * np.tanh(c), c
-
-
-def lstm(p, x, order):
-    """One direction over one text, float64[T, D] -> float64[T, G]."""
-    out, h, c = {}, *np.zeros((2, p["hidden"]["kernel"].shape[0]))
-    for t in order:
-        z = (
-            np.einsum("d,dfg->fg", x[t], p["input"]["kernel"])
-            + p["input"]["bias"]
-            + np.einsum("g,gfh->fh", h, p["hidden"]["kernel"])
-        )
-        h, c = gates(z, h, c)
-        out[t] = h
-    return np.stack([out[t] for t in range(len(x))])
-
-
-def slow(params, source, target, attends=True):
-    """float64 logits of one pair, token by token, from the equations; without attention the decoder reads the encoder's last state."""
+def slow(params, source, target, last=False):
+    """float64 logits of one pair, token by token, from the equations."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params["params"])
     table = p["embedding"]["embedding"]
-    x, enc = table[source], p["encoder"]
-    for i in range(2):
-        both = [
-            lstm(enc[f"layers_{i}"]["lstm"]["forward"], x, range(len(x))),
-            lstm(enc[f"layers_{i}"]["lstm"]["backward"], x, range(len(x))[::-1]),
-        ]
-        x = np.concatenate(both, -1) + (x if i else 0)
-    encoded, dec = x, p["decoder"]
-    first, out = dec["layers_0"]["lstm"], []
-    first |= first["forward"]
-    keys = encoded @ first["keys"]["kernel"] if attends else ()
-    h, c = np.zeros((2, encoded.shape[1]))
-    for y in table[target]:
-        context = encoded[-1]
-        if attends:
-            asked = h @ first["query"]["kernel"]
-            e = np.array([np.tanh(asked + key) @ first["score"]["kernel"][:, 0] for key in keys])
-            a = np.exp(e - e.max()) / np.exp(e - e.max()).sum()
-            context = a @ encoded
-        z = np.einsum("d,dfe->fe", y, first["input"]["kernel"]) + first["input"]["bias"]
-        z += np.einsum("d,dfe->fe", h, first["hidden"]["kernel"]) + np.einsum(
-            "d,dfe->fe", context, first["context"]["kernel"]
-        )
-        h, c = gates(z, h, c)
-        out.append(
-            np.tanh(np.concatenate([h, context, y]) @ first["out"]["kernel"] + first["out"]["bias"])
-        )
-    x = np.stack(out)
-    x = x + lstm(dec["layers_1"]["lstm"]["forward"], x, range(len(x)))
-    return x @ table.T
+    layer = lambda side, i: jax.tree.map(lambda x: x[0], p[side]["layers"][f"layer_{i}"])["lstm"]
+    x, y, ones, also = (table[source], table[target], np.ones(len(source)), np.ones(len(target)))
+    x = oracle_mixers.both_ways(layer("encoder", 0), x, ones)
+    x = x + oracle_mixers.both_ways(layer("encoder", 1), x, ones)
+    y = oracle_mixers.attentive_lstm(layer("decoder", 0), y, also, x, ones, last)
+    y = y + oracle_mixers.lstm(layer("decoder", 1)["forward"], y, also)[0]
+    return y @ table.T
 
 
 def pair(rows=2):
     return tokens(0, rows, 7), tokens(1, rows, 5)
 
 
-def recurrent(source="attention", **fields) -> ModelConfig:
-    """The model of RECURRENT, whose decoder reads the source in this way."""
-    first, above = RECURRENT["layer_pattern"]
-    first = first | {"mixer": {"name": "lstm", "source": source}}
-    given = {"layer_pattern": (first, above), "scan_layers": False} | fields
-    return ModelConfig(**RECURRENT | given)
-
-
 @pytest.fixture(scope="module")
 def model():
-    module, params = make(recurrent(), noise=0.4)
+    module, params = make(ModelConfig(**recurrent()), noise=0.4)
     return module, params, jax.jit(module.apply)
 
 
@@ -110,36 +70,27 @@ def test_it_is_its_equations(model):
 
 
 def test_without_attention_it_reads_the_last_state(model):
-    module, params = make(recurrent("last"), noise=0.4)
-    apply = jax.jit(module.apply)
+    _, params, apply = model
     source, target = pair()
     source = source.at[1, 4:].set(0)
-    found = np.asarray(apply(params, source, target, **masks(source, target)))
+    where = masks(source, target)
+    last, its = make(ModelConfig(**recurrent("last")), noise=0.4)
+    own = jax.tree.map(lambda x, _: x, params, params)
+    first = own["params"]["decoder"]["layers"]["layer_0"]["lstm"]
+    for name in ("query", "score", "keys"):
+        del first[name]
+    assert jax.tree.structure(own) == jax.tree.structure(its), "it has no parameters of attention"
+    found = np.asarray(last.apply(own, source, target, **where))
+    assert np.abs(found - apply(params, source, target, **where)).max() > 1e-2
     for row, length in enumerate((7, 4)):
-        given = params, np.asarray(source[row, :length]), np.asarray(target[row])
-        expected = slow(*given, attends=False)
+        expected = slow(params, np.asarray(source[row, :length]), np.asarray(target[row]), True)
         np.testing.assert_allclose(found[row], expected, atol=2e-5)
-    moved = apply(params, source.at[0, -1].set(3), target, **masks(source, target))
-    assert np.abs(np.asarray(moved)[0] - found[0]).max() > 1e-2
-    with pytest.raises(UserError, match=r"model.mixer.source: no 'first'; .*last"):
-        recurrent("first")
-
-
-@pytest.mark.parametrize("source", ["cross_attention", "none"])
-def test_a_layer_may_cross_attend_or_read_no_source(source):
-    """And a decoder of which no layer reads the source does not hang on it."""
-    module, params = make(recurrent(source, **{"num_heads": 4} if source != "none" else {}))
-    crosses = "cross_attention" in params["params"]["decoder"]["layers_0"]
-    assert crosses == (source == "cross_attention")
-    x, y = pair()
-    base, other = (module.apply(params, one, y) for one in (x, x[::-1]))
-    assert (np.abs(np.asarray(base - other)).max() > 1e-3) == crosses
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_layer_is_pytorchs(reverse):
     torch = pytest.importorskip("torch", reason="the test extra brings it")
-    config = recurrent()
+    config = ModelConfig(**recurrent())
     layer, x = (
         Recurrence(config, 8, 1.0, reverse),
         np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32),
@@ -249,7 +200,7 @@ def test_a_beams_score_is_that_of_its_text(model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_learns_on_any_mesh(dtype):
     config = from_mapping(Experiment, {
-        "model": RECURRENT | {"dtype": dtype, "dropout": 0.1}, "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
+        "model": recurrent(sizes=TINY, dtype=dtype, dropout=0.1), "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
         "optimizer": {"learning_rate": 0.02, "warmup_steps": 2}, "train": {"steps": 10}, "mesh": {"data": 1},
     })  # fmt: skip
     from test_training import batch_of
@@ -279,13 +230,26 @@ def test_its_matrices_decay_like_those_of_attention(model):
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("fields", "message"),
     [
-        (lambda: recurrent(d_model=15), "model.d_model: 15 must be even: model.mixer = 'lstm' has two directions"),
-        (lambda: small("decoder", mixer="lstm", num_heads=8, causal=False, position="none"), "model.mixer: 'lstm' reads each token after"),
-        (lambda: small("decoder", mixer={"name": "lstm", "source": "last"}, num_heads=8, position="none"), "model.mixer.source: 'last' needs an encoder"),
+        ({"d_model": 15}, r"model\.d_model: 15 must be even: model\.mixer = 'lstm' has two directions"),
+        ({"family": "recurrent_encoder_decoder"}, "'recurrent_encoder_decoder' is no longer a family; set model.family='encoder_decoder'"),
+        ({"layer_pattern": (), "mixer": {"name": "lstm", "source": "none"}}, "'none' in all layers of the decoder leaves the encoder unread"),
+        ({"layer_pattern": (), "mixer": {"name": "lstm", "source": "first"}}, "model.mixer.source: no 'first'"),
+        ({"causal": False}, "model.causal=True"),
+        ({"num_heads": 4}, "model.num_heads: 4 has no effect"),
+        ({"d_ff": 4}, "model.d_ff: 4 has no effect without a feed-forward"),
+        ({"parallel": True}, "model.parallel: True has no effect without a second sublayer"),
+        ({"norm": "rmsnorm"}, "model.norm: 'rmsnorm' has no effect"),
+        ({"pooling": "last"}, "is for labels"),
     ],
 )  # fmt: skip
-def test_what_an_lstm_cannot_do_is_refused(build, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        build()
+def test_what_has_no_place_in_it_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        ModelConfig(**recurrent(**fields))
+
+
+def test_a_source_needs_an_encoder():
+    lstm = {"name": "lstm", "source": "attention"}
+    with pytest.raises(UserError, match=r"model\.mixer\.source: 'attention' needs an encoder"):
+        small("decoder", mixer=lstm, position="none", num_heads=8, num_kv_heads=0)

@@ -122,11 +122,11 @@ def _look(config, name: str) -> tuple[Any, Any]:
 # ---- Types
 
 
-def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
+def strict(section: str, effects: tuple[Effect, ...] = ()):
     """Class decorator for a config: a dataclass whose constructor raises UserError for an unknown field
     (with the nearest name), a missing one, one that is given twice, a value of another type than
     the annotation says, a float that float32 cannot hold, and a field without effect. `section` is
-    its name in an experiment; `effects` may be a function of the names of all fields.
+    its name in an experiment.
 
     As in a JSON file, a whole number may stand for a float, a list for a tuple, and a mapping for a
     config or a choice.
@@ -136,7 +136,6 @@ def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
         init, hints = cls.__init__, functools.cache(lambda: typing.get_type_hints(cls))
         fields = {field.name: field for field in dataclasses.fields(cls)}
         path = section and f"{section}."
-        table = effects(tuple(fields)) if callable(effects) else effects
 
         @functools.wraps(init)
         def checked(self, *args, **given):
@@ -165,7 +164,7 @@ def strict(section: str, effects: tuple[Effect, ...] | Callable = ()):
             init(self, **given)
             for name in fields:
                 in_float32(path + name, getattr(self, name))
-            refuse_without_effect(section, self, table, given)
+            refuse_without_effect(section, self, effects, given)
 
         cls.__init__ = checked
         return cls

@@ -31,7 +31,7 @@ from transformer.runs.metrics import read_metrics
 SIZES = {"vocab_size": 480, "d_model": 16, "d_ff": 24, "num_heads": 4, "max_length": 16}
 
 OPTIONS = {
-    "mixer": ("attention", "mla", "gated_delta", "lstm"),
+    "mixer": ("attention", "mla", "gated_delta", "lstm", {"name": "lstm", "source": "attention"}),
     "position": tuple(SCHEMES),
     "norm_placement": tuple(PLACEMENTS),
     "norm": ("layernorm", "rmsnorm"),
@@ -55,11 +55,13 @@ OPTIONS = {
         ({"window": 3}, {}),
         ({"position": "none"}, {"window": 4}),
         ({"mixer": "gated_delta"}, {}),
+        ({"mixer": "lstm"}, {"feed_forward": "none"}),
         ({"mixer": "mla", "norm_placement": "post"}, {"norm_placement": "pre"}),
         ({"feed_forward": {"name": "experts", "num_experts": 2, "top_k": 1}}, {}),
     ),
     "feed_forward": (
         "dense",
+        "none",
         {"name": "experts", "num_experts": 4, "top_k": 2},
         {"name": "experts", "num_experts": 2, "top_k": 1, "capacity_factor": 1.5},
     ),
@@ -138,6 +140,10 @@ def _tree(draw: random.Random) -> dict:
     for side in ("encoder", "decoder"):
         if side in family:
             sizes[f"num_{side}_layers"] = draw.choice((1, 2, 2, 4))
+    if fields.get("mixer") == "lstm" and "layer_pattern" not in fields and family == "decoder":
+        del sizes["num_heads"]
+    if fields.get("feed_forward") == "none":
+        del sizes["d_ff"]
     objective = draw.choice(OBJECTIVES[family])
     if objective != "causal_lm" and family == "decoder":
         fields["prefix_lm"] = True

@@ -161,7 +161,7 @@ def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map
     return [
         Map(
             f"{side} {sublayer}", np.stack([layers[n][0] for n in sorted(layers)]), sides[side], sides["encoder" if sublayer == "cross_attention" else side],
-            {what: np.stack([layers[n][1][what] for n in sorted(layers)]) for what in layers[0][1]},
+            {what: np.stack([layers[n][1][what] for n in sorted(layers)]) for what in next(iter(layers.values()))[1]},
         )
         for (side, sublayer), layers in sorted(found.items(), key=lambda one: (one[0][0] != "encoder", one[0][1] == "cross_attention"))
     ]  # fmt: skip

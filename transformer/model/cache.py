@@ -20,18 +20,19 @@ from transformer.model.mixers.base import Context, State
 
 
 @struct.dataclass
+class Shared:
+    """The part of a state that comes from the source. The beams of a sentence share it, so its batch
+    is that of the sources, and reordering beams leaves it as it is."""
+
+    value: Any
+
+
+@struct.dataclass
 class LayerState:
     """What one decoder layer remembers: the state of its mixer, and of its cross-attention once the source is read."""
 
     mixer: State
-    source: State = None
-
-
-@struct.dataclass
-class Shared:
-    """A part of a mixer's state that the beams of one sentence share, as what was read of its source."""
-
-    kept: Any
+    source: Shared | None = None
 
 
 @struct.dataclass
@@ -52,13 +53,11 @@ class Cache:
         return jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
 
     def reorder(self, rows: Callable[[jax.Array], jax.Array], scanned: bool) -> "Cache":
-        """`rows`, an indexing of axis 0, applied to the batch of everything but what was read of the source: the beams of one
-        sentence share that."""
+        """`rows`, an indexing of axis 0, applied to the batch of everything that is not `Shared`."""
         one = (lambda x: jnp.swapaxes(rows(jnp.swapaxes(x, 0, 1)), 0, 1)) if scanned else rows
-        own = lambda x: x if isinstance(x, Shared) else one(x)
-        by_beam = lambda tree: jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, Shared))
-        move = lambda layer: layer.replace(mixer=by_beam(layer.mixer))
-        layers = jax.tree.map(move, self.layers, is_leaf=lambda x: isinstance(x, LayerState))
+        is_shared = lambda x: isinstance(x, Shared)
+        move = lambda x: x if is_shared(x) else one(x)
+        layers = jax.tree.map(move, self.layers, is_leaf=is_shared)
         return self.replace(layers=layers, tokens=jax.tree.map(rows, self.tokens))
 
 

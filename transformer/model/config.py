@@ -9,7 +9,7 @@ from flax.core import FrozenDict
 from transformer.checks import Choice, strict
 from transformer.model import feed_forward_kinds, positions, special_tokens
 from transformer.model.config_checks import check
-from transformer.model.effects import EFFECTS, crosses, mixer_reads
+from transformer.model.effects import EFFECTS, mixer_reads
 from transformer.model.mixers.base import MIXERS, Mixer
 from transformer.model.norms import Norm
 from transformer.model.placements import Placement, build_placement
@@ -282,12 +282,24 @@ class ModelConfig:
     @property
     def token_mixers(self) -> tuple[Mixer, ...]:
         """Every mixer that a layer has, each once."""
-        specs = [entry.get("mixer", self.mixer) for entry in self.used_pattern]
-        return tuple(map(MIXERS.build, dict.fromkeys(specs)))
+        return tuple(dict.fromkeys(mixer for side in self.sides for mixer in self.mixers_of(side)))
+
+    def mixers_of(self, side: str) -> tuple[Mixer, ...]:
+        """The mixers of a stack, as often as `layer_pattern` has them."""
+        specs = [e.get("mixer", self.mixer) for e in self.used_pattern[: self.num_layers(side)]]
+        return tuple(map(MIXERS.build, specs))
+
+    @property
+    def has_cross_attention(self) -> bool:
+        """Whether some layer of a decoder has a cross-attention sublayer."""
+        mixers = self.mixers_of("decoder") if self.two_sides else ()
+        return any(mixer.source == "cross_attention" for mixer in mixers)
 
     def observes(self, what: str) -> bool:
         """Whether some layer tells this to those who watch (watch.py)."""
-        return crosses(self) or any(what in mixer.observes for mixer in self.token_mixers)
+        return self.has_cross_attention or any(
+            what in mixer.observes for mixer in self.token_mixers
+        )
 
     def has_final_norm(self, side: str) -> bool:
         """Whether the stack ends in a norm: as the placement of its last layer says."""

@@ -18,6 +18,13 @@ MOST_LAYERS = 10_000
 """Each is looked at when a config is built; the deepest published Transformer has 1,000."""
 
 
+FORMER_FAMILIES = {
+    "recurrent_encoder_decoder": "set model.family='encoder_decoder' and model.mixer='lstm', with the layers of "
+    "experiments/findings/recurrence.py; runs of the former family need the version that trained them",
+}
+"""What to set instead of a family that there was."""
+
+
 def check(config) -> None:
     """Raises UserError, with the field and the way out, for a ModelConfig that makes no sense."""
     _check_values(config)
@@ -28,6 +35,10 @@ def check(config) -> None:
 
 def _check_values(config) -> None:
     """Each field by itconfig."""
+    if config.family in FORMER_FAMILIES:
+        raise UserError(
+            f"model.family: {config.family!r} is no longer a family; {FORMER_FAMILIES[config.family]}"
+        )
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
     at_least("model", config, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
     at_least(
@@ -96,6 +107,11 @@ def _check_combinations(config) -> None:
     if config.two_sides and config.pooling != "none":
         raise UserError(
             f"model.pooling: {config.pooling!r} is for labels, and model.family = {config.family!r} writes text; leave it at 'none'"
+        )
+    if config.two_sides and all(mixer.source == "none" for mixer in config.mixers_of("decoder")):
+        raise UserError(
+            "model.mixer.source: 'none' in all layers of the decoder leaves the encoder unread; choose another "
+            "in one of them, or set model.family='decoder'"
         )
     if config.random_positions and config.random_positions < config.max_length:
         raise UserError(

@@ -31,17 +31,12 @@ def open_to_layers(field: str):
     return lambda c: any(field not in entry for entry in c.used_pattern)
 
 
-def crosses(c) -> bool:
-    """Whether a layer has cross-attention."""
-    return c.two_sides and any(mixer.crosses for mixer in c.token_mixers)
-
-
 def mixer_reads(field: str):
     """Whether a layer's mixer reads this field, or its cross-attention, which has no window."""
 
     def reads(c) -> bool:
         own = any(field in mixer.fields for mixer in c.token_mixers)
-        return own or (crosses(c) and field != "window")
+        return own or (c.has_cross_attention and field != "window")
 
     return reads
 
@@ -51,9 +46,11 @@ def has_feed_forward(c) -> bool:
     return any(entry.get("feed_forward", c.feed_forward) != "none" for entry in c.used_pattern)
 
 
-def has_bias(c) -> bool:
-    """Whether the projections of a mixer, or of cross-attention, have a bias where `use_bias` says so."""
-    return mixer_reads("use_bias")(c) or mixer_reads("attention_bias")(c)
+def reads_use_bias(c) -> bool:
+    """Whether the biases of some projection are as `use_bias` says."""
+    attention = c.attention_bias is None and mixer_reads("attention_bias")(c)
+    own = any("use_bias" in mixer.fields for mixer in c.token_mixers)
+    return attention or own or has_feed_forward(c) or c.head_transform
 
 
 def sees_positions(c) -> bool:
@@ -121,12 +118,12 @@ EFFECTS = (
     Effect(
         ("use_bias",),
         "a projection: a feed-forward, a mixer that has a bias, or model.head_transform=True",
-        lambda c: has_feed_forward(c) or c.head_transform or has_bias(c),
+        reads_use_bias,
     ),
     Effect(
         ("parallel",),
-        "a layer of several sublayers: model.feed_forward='dense'",
-        lambda c: has_feed_forward(c) or crosses(c),
+        "a second sublayer: model.feed_forward='dense'",
+        lambda c: has_feed_forward(c) or c.has_cross_attention,
     ),
     Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
     Effect(

@@ -50,13 +50,13 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Absent:
-    """The layer has no feed-forward."""
+class Nothing:
+    """The layer has no feed-forward sublayer, like those of an attention-only model or of stacked LSTMs."""
 
     name: ClassVar[str] = "none"
 
 
-KINDS = {kind.name: kind for kind in (Dense, Experts, Absent)}
+KINDS = {kind.name: kind for kind in (Dense, Experts, Nothing)}
 
 
 def build(spec):

@@ -48,7 +48,7 @@ class Layer(nn.Module):
             self.config.token_mixer,
             self.config.placement(self.side),
         )
-        cross = context.source_tokens is not None and mixer.crosses
+        cross = context.source_tokens is not None and mixer.source == "cross_attention"
         feeds = FEED_FORWARDS[cfg.feed_forward_kind.name]
         gains = {"gain": placement.branch_gain, "out_gain": 1.0}
         if cfg.residual_init_scale:

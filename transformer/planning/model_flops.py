@@ -71,7 +71,8 @@ def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) ->
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:
-    """(multiplications and additions, where in the model) of every matrix product, as often as it is computed."""
+    """(multiplications and additions, where in the model) of every matrix product and triangular solve, as often as it is
+    computed."""
     for equation in jaxpr.eqns:
         where, name = f"{prefix}/{equation.source_info.name_stack}", equation.primitive.name
         if name == "dot_general":
@@ -95,6 +96,9 @@ def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[floa
                 * equation.invars[0].aval.shape[contracted],
                 _module(where),
             )
+        elif name == "triangular_solve":  # row i of n from the i rows before it
+            size, side = equation.outvars[0].aval, equation.params["left_side"]
+            yield times * size.size * size.shape[-2 if side else -1], _module(where)
         again = times * equation.params.get("length", 1) if name == "scan" else times
         for inner in jax.tree.leaves(
             tuple(equation.params.values()),

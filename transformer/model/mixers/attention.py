@@ -1,6 +1,7 @@
 """Attention = projections + position + inner attention + output projection.
 
-Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key/value heads, H head size (of values: d_value).
+Shape suffixes: B batch, T query length, S key length, D d_model, N query heads, K key/value heads, H head size (of values: d_value),
+E sequences that share a source, Q queries of all sequences that share one.
 Multi-head, grouped-query and multi-query attention are K = N, 1 < K < N and K = 1.
 """
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.model import attention_backends, attention_statistics
-from transformer.model.cache import empty_slots, extend
+from transformer.model.cache import Shared, empty_slots, extend
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Linear
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window
@@ -119,20 +120,20 @@ def shared_source(
     attend: Attention,
     x_BxTxD: jax.Array,
     context: Context,
-    state: KeyValue | None,
+    state: Shared | None,
     deterministic: bool,
-) -> tuple[jax.Array, KeyValue]:
+) -> tuple[jax.Array, Shared]:
     """Cross-attention, where several sequences may read one source: the beams of a sentence. They stand side by side, as the
     queries of one, so that the source's keys and values need not be repeated."""
-    rows, shared = len(x_BxTxD), len(x_BxTxD) if state is None else len(state.k_BxSxKxH)
-    if rows == shared:
-        return attend(x_BxTxD, context, None, state, deterministic)
+    kv, rows = state and state.value, len(x_BxTxD)
+    shared = rows if kv is None else len(kv.k_BxSxKxH)
     together = lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])).reshape(shared, -1, *x.shape[2:])
-    tokens = jax.tree.map(together, context.tokens)
-    out_BxTxD, state = attend(
-        together(x_BxTxD), context.replace(tokens=tokens), None, state, deterministic
-    )
-    return out_BxTxD.reshape(x_BxTxD.shape), state
+    x_ExQxD = x_BxTxD
+    if rows != shared:
+        x_ExQxD = together(x_BxTxD)
+        context = context.replace(tokens=jax.tree.map(together, context.tokens))
+    out_ExQxD, kv = attend(x_ExQxD, context, None, kv, deterministic)
+    return out_ExQxD.reshape(x_BxTxD.shape), Shared(kv)
 
 
 def self_mask(config: ModelConfig, side: str) -> Mask:

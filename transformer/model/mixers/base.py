@@ -65,7 +65,7 @@ class Mixer:
     """The name of the sublayer: in parameter paths, and in what evaluators report."""
 
     fields: ClassVar[frozenset[str]] = frozenset()
-    """Those of SHARED_FIELDS, and of `use_bias`, that it reads."""
+    """Those of SHARED_FIELDS that it reads, and "use_bias" if its projections have biases by that field."""
 
     hooks: ClassVar[frozenset[str]] = frozenset({"embed"})
     """The hooks of a position scheme that act on it (model/positions/base.py)."""
@@ -73,11 +73,9 @@ class Mixer:
     observes: ClassVar[frozenset[str]] = frozenset()
     """What it tells to those who watch (model/watch.py)."""
 
-    @property
-    def crosses(self) -> bool:
-        """Whether a layer of a decoder reads the encoder by cross-attention, in a sublayer of its own. Not where the mixer reads it
-        itself, or the layer not at all."""
-        return True
+    source: ClassVar[str] = "cross_attention"
+    """How the layers of a decoder read the encoder. "cross_attention": in a sublayer beside the mixer. "none":
+    not at all. Any other value: the mixer reads the encoder itself. A mixer may make this an option."""
 
     in_order: ClassVar[bool] = False
     """Whether a token's output is computed from the state after the token before it. Then the tokens of
@@ -103,7 +101,8 @@ class Mixer:
         The module is called with (x_BxTxD, context: Context, position: Position, state: State,
         deterministic: bool) and returns (out_BxTxD, state), the state with these tokens read.
         Outside decoding the state is None, and what is returned for it is dropped. `gain` scales the initial
-        values of the matrices that carry values, `out_gain` the last one on top.
+        values of the matrices that carry values, `out_gain` the last one on top. What a state keeps of
+        the source is a `Shared` (model/cache.py): the beams of a sentence share it.
         """
         raise NotImplementedError
 

@@ -66,10 +66,6 @@ class LSTM(Mixer):
     def __post_init__(self):
         one_of("model.mixer.source", self.source, SOURCES)
 
-    @property
-    def crosses(self):
-        return self.source == "cross_attention"
-
     def check(self, config, side):
         if side == "encoder" and config.d_model % 2:
             return f"model.d_model: {config.d_model} must be even: model.mixer = 'lstm' has two directions in an encoder"
@@ -228,7 +224,7 @@ class Attentive(nn.Module):
     ) -> tuple[jax.Array, Memory]:
         cfg, (rows, length) = self.config, x_BxTxD.shape[:2]
         kept = state.source if context.source_BxSxD is None else self._keep(context.source_BxSxD)
-        y_ExSxD = kept.kept[0]
+        y_ExSxD = kept.value[0]
         lstm = Recurrence(cfg, cfg.d_model, self.gain, name="forward")
         may_BxTxS = self._may(context, rows, length, len(y_ExSxD))
         if self.last:
@@ -237,7 +233,7 @@ class Attentive(nn.Module):
             read_BxTxD = read.reshape(x_BxTxD.shape)
             h_BxTxD, read_BxTxD, after = lstm(x_BxTxD, context.tokens, state, read_BxTxD)
         else:
-            read = self._attention(*kept.kept)
+            read = self._attention(*kept.value)
             h_BxTxD, read_BxTxD, after = lstm(
                 x_BxTxD, context.tokens, state, read=read, may_BxTxS=may_BxTxS
             )

@@ -1,0 +1,131 @@
+"""What a model is made of: its FLOPs by hand, and against XLA's own count."""
+
+import jax
+import numpy as np
+import pytest
+from test_planned_programs import FF, ROWS, D, T, V, planned
+
+from transformer.config import MeshConfig
+from transformer.model.network import build_model
+from transformer.parallel.mesh import make_mesh, use
+from transformer.planning.model_flops import model_flops, products
+from transformer.planning.programs import Programs
+from transformer.planning.sample import batch_shapes
+from transformer.training.step import batch_sums
+
+
+def test_what_a_model_needs_by_hand():
+    """Training takes three times the forward pass, and of a causal mask's pairs half and the diagonal."""
+    config, mesh = planned(), make_mesh(MeshConfig(data=1))
+    programs = Programs(config, jax.devices()[:1])
+    tokens = ROWS * T
+    pairs = (T + 1) / (2 * T)
+    forward = (
+        3 * (2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D * pairs)
+        + 2 * tokens * D * V
+    )
+    assert model_flops(config, batch_shapes(config, mesh), programs.state.params) == 3 * forward
+
+
+def test_of_experts_those_that_are_asked_count():
+    dense, mixed = (
+        planned(),
+        planned(
+            feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5}
+        ),
+    )
+    count = lambda config: model_flops(
+        config,
+        batch_shapes(config, make_mesh(MeshConfig(data=1))),
+        Programs(config, jax.devices()[:1]).state.params,
+    )
+    tokens = ROWS * T
+    router, second, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
+    assert count(mixed) - count(dense) == 3 * 3 * (router + second + gather)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{"pipeline_rounds": 3}, {"scan_layers": False}, {"layer_pattern": ({"window": 7}, {}, {})}],
+)
+def test_a_model_needs_the_same_however_its_layers_are_laid_out(model):
+    count = lambda config: model_flops(
+        config,
+        batch_shapes(config, make_mesh(MeshConfig(data=1))),
+        Programs(config, jax.devices()[:1]).state.params,
+    )
+    plain, other = count(planned()), count(planned(**model))
+    assert other < plain if "layer_pattern" in model else other == plain
+
+
+def needed(**model) -> float:
+    """FLOPs of the forward pass of a model."""
+    config = planned(**model)
+    shapes = batch_shapes(config, make_mesh(MeshConfig(data=1)))
+    return model_flops(config, shapes, Programs(config, jax.devices()[:1]).state.params) / 3
+
+
+TABLES = {
+    # Queries by the vectors of clipped distances, and weights by those of values.
+    "shaw": ({"max_distance": 4}, lambda h: ROWS * T * D * 9 + ROWS * T * D * 9 + ROWS * (D // h) * T * T * 9),
+    # u by keys, queries by W_R, and what comes of it by the sinusoids of all distances.
+    "transformer_xl": ({}, lambda h: ROWS * T * D + ROWS * T * D * D + ROWS * T * T * D * (D // h)),
+    # The table by two matrices, queries by one product, keys by the other.
+    "deberta": ({"max_distance": 4}, lambda h: 2 * 8 * D * D + 2 * ROWS * T * D * 8),
+    "cope": ({"max_positions": 5}, lambda h: ROWS * T * D * 5),
+}  # fmt: skip
+"""Multiplications that a scheme adds to each layer, by the size of a head; none of them is of a pair that a mask forbids."""
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_products_with_a_table_of_positions_count_in_full(name):
+    options, more = TABLES[name]
+    plain, causal = needed(position="none"), needed(position={"name": name, **options})
+    layers, size = 3, planned().model.head_size
+    assert causal - plain == layers * 2 * more(size)
+
+
+@pytest.mark.parametrize(
+    "mixer", ["attention", "mla", {"name": "gated_delta", "chunk": 4}, "lstm", "attentive"]
+)
+def test_model_flops_are_about_what_xla_counts(mixer, monkeypatch):
+    """XLA counts a loop's body once, so loops are unrolled here, and it counts every pair, so all pairs are allowed here. It also
+    counts activations, norms, softmax, gates and the loss, which are no matrix products. They are a few operations for each
+    activation, against 2 d_model for a product: up to 6 % at this width, so no matrix product is missing or counted twice.
+    The count is that of the program before fusion, because a fusion may repeat cheap operations (gated_delta: 14 %).
+    """
+    scan, fields = jax.lax.scan, {"mixer": mixer}
+    family = "encoder_decoder" if mixer == "attentive" else "decoder"
+    if mixer == "attentive":
+        fields = {"mixer": {"name": "lstm", "source": "attention"}, "use_bias": True}
+    if mixer not in ("attention", "mla"):
+        fields["attention_backend"] = "auto"
+    if "lstm" in str(fields):
+        fields["num_heads"] = 8  # the default: no layer has heads
+    config = planned(
+        family, {"data": 1}, position="none", scan_layers=False, num_decoder_layers=1, d_model=128, d_ff=256, max_length=8,
+        data={"length": 8, "batch_size": 2}, **({"num_encoder_layers": 1} if family != "decoder" else {}), **fields,
+    )  # fmt: skip
+    mesh, params = make_mesh(MeshConfig(data=1)), Programs(config, jax.devices()[:1]).state.params
+    batch = batch_shapes(config, mesh)
+    monkeypatch.setattr("transformer.planning.model_flops.allowed_pairs", lambda *_: 1.0)
+    ours = model_flops(config, batch, params) / 3
+
+    def unrolled(*args, **options):
+        return scan(*args, **options | {"unroll": True})
+
+    monkeypatch.setattr(jax.lax, "scan", unrolled)
+    model = build_model(config.model)
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    forward = lambda params, batch: batch_sums(model, params, batch, config, mesh)
+    with use(mesh):
+        lowered = jax.jit(forward).lower(shapes(params), shapes(batch))
+    theirs = lowered.cost_analysis()["flops"]
+    assert 1.0 < theirs / ours < 1.06, f"XLA counts {theirs:,.0f}, the model {ours:,.0f}"
+
+
+def test_a_triangular_solve_counts_the_rows_before_each_row():
+    """gated_delta has one, which XLA does not count: n^2 multiplications and additions for each right side."""
+    solve = lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
+    traced = jax.make_jaxpr(solve)(np.zeros((2, 3, 5, 5)), np.zeros((2, 3, 5, 7)))
+    assert sum(flops for flops, _ in products(traced.jaxpr)) == 2 * 3 * 5 * 5 * 7
