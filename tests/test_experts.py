@@ -9,7 +9,7 @@ from flax.core import meta
 
 from transformer import UserError
 from transformer.config import MeshConfig
-from transformer.model.experts import Experts, Matrix, by_place, dropless
+from transformer.model.feed_forwards.experts import Experts, Matrix, by_place, dropless
 from transformer.model.masks import Tokens
 from transformer.parallel.mesh import make_mesh, use
 

@@ -15,7 +15,7 @@ import pytest
 from transformer import ModelConfig, UserError, build_model
 from transformer.convert.special_tokens import write
 from transformer.decoding.sampling import sample
-from transformer.model import feed_forward_kinds
+from transformer.model.feed_forwards import FEED_FORWARDS
 from transformer.model.mixers import MIXERS
 from transformer.model.placements import _KNOWN, PLACEMENTS, Placement
 from transformer.model.positions import SCHEMES
@@ -216,7 +216,7 @@ def test_every_option_of_a_feed_forward():
         params = jax.eval_shape(model.init, jax.random.key(0), ids)
         return str(params) + traced(lambda p: model.apply(p, ids, mutable=["losses"]), params)
 
-    for name, cls in feed_forward_kinds.KINDS.items():
+    for name, cls in FEED_FORWARDS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
         plain = costs(name) if options else ""
         assert not [o for o, x in options.items() if costs({"name": name, o: other(x)}) == plain]

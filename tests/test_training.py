@@ -17,6 +17,7 @@ from transformer.mapping import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.optimizer import build_optimizer, schedule
+from transformer.training.optimizers import OPTIMIZERS
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import make_eval_step, make_train_step
 
@@ -177,7 +178,7 @@ def test_training_is_deterministic():
     jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns_and_shards(name):
     base = experiment("decoder", {"data": 2, "fsdp": 4})
     config = dataclasses.replace(
@@ -219,7 +220,7 @@ def test_adafactor_and_multi_query_attention_live_on_a_tensor_mesh(fields):
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_decoupled_in_every_rule(name):
     """Without a gradient, a matrix shrinks by rate * decay a step and nothing else moves."""
     config = OptimizerConfig(

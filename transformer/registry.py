@@ -4,6 +4,7 @@ The modules of a registry's package are imported when something is first looked 
 there needs no other line of code, and the package's base never imports what is built on it.
 """
 
+import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +15,14 @@ from transformer.checks import build_choice
 class Registry(Mapping[str, type]):
     """Name -> class, for the config field `field`; the classes are defined in modules of `package`."""
 
-    def __init__(self, field: str, package: str):
-        self._field, self._package = field, package
+    def __init__(
+        self,
+        field: str,
+        package: str,
+        is_option: Callable[[dataclasses.Field], bool] = lambda field: True,
+    ):
+        """`is_option`: which fields of a class a config may set."""
+        self._field, self._package, self._is_option = field, package, is_option
         self._classes: dict[str, type] = {}
         self._is_loaded = False
 
@@ -33,7 +40,7 @@ class Registry(Mapping[str, type]):
 
     def build(self, spec: str | Mapping):
         """The object of a config: `"name"`, or `dict(name="name", option=value)`. Raises UserError."""
-        return build_choice(self._field, self._all, spec)
+        return build_choice(self._field, self._all, spec, self._is_option)
 
     @property
     def _all(self) -> dict[str, type]:

@@ -3,8 +3,10 @@
 Tensors are read where they lie, one at a time, and become ours one parameter at a time; nothing holds the model twice.
 """
 
+import importlib
 import json
 import os
+import pkgutil
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.convert import bart, bert, bloom, gpt2, gpt_neox, llama, modernbert, opt, t5
+from transformer.convert import families
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.special_tokens import of_generation
@@ -29,10 +31,10 @@ from transformer.parallel.sharding import unbox
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (
-        bert.FAMILY, modernbert.FAMILY, gpt2.FAMILY, bloom.FAMILY, t5.FAMILY, *bart.FAMILIES, opt.FAMILY, gpt_neox.FAMILY, *llama.FAMILIES,
-    )
-}  # fmt: skip
+    for info in pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
+    for family in importlib.import_module(info.name).FAMILIES
+}
+"""By their `model_type`. A file in families/ adds its own."""
 
 SHARD_BYTES = 5_000_000_000
 

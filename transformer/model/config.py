@@ -7,9 +7,10 @@ import functools
 from flax.core import FrozenDict
 
 from transformer.checks import Choice, strict
-from transformer.model import feed_forward_kinds, positions, special_tokens
+from transformer.model import positions, special_tokens
 from transformer.model.config_checks import check
 from transformer.model.effects import EFFECTS, mixer_reads
+from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.mixers.base import MIXERS, Mixer
 from transformer.model.norms import Norm
 from transformer.model.placements import Placement, build_placement
@@ -216,9 +217,9 @@ class ModelConfig:
         return MIXERS.build(self.mixer)
 
     @property
-    def feed_forward_kind(self):
+    def feed_forward_kind(self) -> FeedForward:
         """What `feed_forward` chooses, with its options."""
-        return feed_forward_kinds.build(self.feed_forward)
+        return FEED_FORWARDS.build(self.feed_forward)
 
     def num_layers(self, side: str) -> int:
         """Layers of a stack; 0 where the family does not have it."""

@@ -4,10 +4,11 @@ from flax.core import FrozenDict
 
 from transformer.checks import at_least, in_unit_interval, one_of, plain, positive
 from transformer.errors import UserError
-from transformer.model import feed_forward_kinds, positions
+from transformer.model import positions
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
 from transformer.model.effects import OF_LAYERS, mixer_reads
+from transformer.model.feed_forwards.base import FEED_FORWARDS
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.mixers.base import MIXERS
 from transformer.model.norms import NORMS
@@ -176,7 +177,7 @@ def _check_layers(config) -> None:
 
 def _check_layer(config, side: str) -> None:
     """Of a layer's own config: what it is made of. Raises UserError."""
-    feed_forward_kinds.build(config.feed_forward)
+    FEED_FORWARDS.build(config.feed_forward)
     config.placement(side)
     mixer, scheme = config.token_mixer, positions.build(config.position)
     if problem := mixer.check(config, side):

@@ -16,7 +16,6 @@ from transformer.model import pipeline, positions
 from transformer.model.cache import Cache, LayerState
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
-from transformer.model.feed_forward import FEED_FORWARDS
 from transformer.model.masks import Tokens
 from transformer.model.mixers import Context
 from transformer.model.mixers.attention import Attention, shared_source
@@ -49,15 +48,14 @@ class Layer(nn.Module):
             self.config.placement(self.side),
         )
         cross = context.source_tokens is not None and mixer.source == "cross_attention"
-        feeds = FEED_FORWARDS[cfg.feed_forward_kind.name]
-        gains = {"gain": placement.branch_gain, "out_gain": 1.0}
+        feeds, gains = cfg.feed_forward != "none", {"gain": placement.branch_gain, "out_gain": 1.0}
         if cfg.residual_init_scale:
-            count = 1 + cross + (feeds is not None)
-            gains["out_gain"] = (count * cfg.num_layers(self.side)) ** -0.5
+            gains["out_gain"] = ((1 + cross + feeds) * cfg.num_layers(self.side)) ** -0.5
         mix = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
         if cross:
             attend = Attention(cfg, self.side, **gains, of_source=True, name="cross_attention")
-        feed_forward = feeds and feeds(cfg, **gains, name="feed_forward")
+        if feeds:
+            feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")
         after = {"mixer": None, "source": None}  # the states that the next call is given
 
         def read_own(h):

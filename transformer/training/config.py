@@ -8,11 +8,18 @@ from transformer.data.config import Task
 from transformer.data.objectives.base import Objective
 from transformer.errors import UserError
 from transformer.parallel.config import MeshConfig
+from transformer.training.optimizers import OPTIMIZERS
+
+
+def _of_optimizers(field: str) -> Effect:
+    """The field has an effect on the optimizers that read it."""
+    names = [repr(name) for name, cls in OPTIMIZERS.items() if field in cls.fields]
+    reads = lambda c: field in OPTIMIZERS[c.name].fields
+    return Effect((field,), f"optimizer.name={' or '.join(names)}", reads)
+
 
 _OPTIMIZER_EFFECTS = (
-    Effect(("b1", "b2"), "optimizer.name='adamw' or 'lion'", lambda c: c.name in ("adamw", "lion")),
-    Effect(("epsilon",), "optimizer.name='adamw'", lambda c: c.name == "adamw"),
-    Effect(("momentum",), "optimizer.name='sgd'", lambda c: c.name == "sgd"),
+    *map(_of_optimizers, ("b1", "b2", "epsilon", "momentum")),
     Effect(("decay_fraction",), "optimizer.schedule='wsd'", lambda c: c.schedule == "wsd"),
     Effect(
         ("final_fraction",),
@@ -41,7 +48,7 @@ class OptimizerConfig:
     clip_norm: float = 0.0  # of the global gradient; 0: off
 
     def __post_init__(self):
-        one_of("optimizer.name", self.name, ("adamw", "adafactor", "lion", "sgd"))
+        one_of("optimizer.name", self.name, OPTIMIZERS)
         one_of(
             "optimizer.schedule",
             self.schedule,

@@ -46,7 +46,7 @@ class Sums:
 
 @struct.dataclass
 class RouterSums:
-    """What the routers of experts cost, and report (model/experts.py), times the number of tokens that they sent somewhere."""
+    """What the routers of experts cost, and report (model/feed_forwards/experts.py), times the number of tokens that they sent somewhere."""
 
     loss: jax.Array  # of all layers, added up
     reports: dict[str, jax.Array]  # each a mean over layers

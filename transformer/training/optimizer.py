@@ -6,6 +6,7 @@ import optax
 
 from transformer.checks import is_zero
 from transformer.training.config import OptimizerConfig
+from transformer.training.optimizers import OPTIMIZERS
 
 Number = float | jax.Array
 """A hyperparameter; traced where the runs of one program differ in it (lab/together.py)."""
@@ -58,14 +59,7 @@ def build_optimizer(
     norms, biases, positions, gates). `learning_rate` and `weight_decay` are by default the config's."""
     rate = schedule(config, steps, learning_rate)
     weight_decay = config.weight_decay if weight_decay is None else weight_decay
-    direction = {
-        "adamw": lambda: optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon),
-        "lion": lambda: optax.scale_by_lion(b1=config.b1, b2=config.b2),
-        "adafactor": lambda: optax.chain(
-            optax.scale_by_factored_rms(decay_rate=0.8), optax.clip_by_block_rms(1.0)
-        ),
-        "sgd": lambda: optax.trace(config.momentum) if config.momentum else optax.identity(),
-    }[config.name]()
+    direction = OPTIMIZERS[config.name]().direction(config)
     decays = not is_zero(weight_decay)
     decay = optax.add_decayed_weights(weight_decay, decayed) if decays else optax.identity()
     rule = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))

@@ -13,11 +13,14 @@ from typing import ClassVar
 
 import jax
 from flax import struct
-from flax.core import FrozenDict
 
-from transformer.checks import build_choice
+from transformer.registry import Registry
 
-SCHEMES: dict[str, type["Position"]] = {}
+SCHEMES = Registry("model.position", __package__, lambda field: field.metadata.get("option", False))
+
+register = SCHEMES.register
+
+build = SCHEMES.build
 
 Param = Callable[..., jax.Array]
 """`param(name, init, shape, dtype)` declares a parameter, as `nn.Module.param` does."""
@@ -154,19 +157,4 @@ class Position:
         return bool(self.hooks & {"bias", "score", "value"})
 
 
-def register(name: str):
-    """Class decorator: gives a scheme the name by which a config asks for it."""
-
-    def add(cls):
-        SCHEMES[name] = cls
-        return cls
-
-    return add
-
-
 register("none")(Position)
-
-
-def build(spec: str | FrozenDict) -> Position:
-    """The scheme of a config: `"rotary"`, or `dict(name="rotary", theta=500_000.0)`. Raises UserError."""
-    return build_choice("model.position", SCHEMES, spec, lambda f: f.metadata.get("option", False))

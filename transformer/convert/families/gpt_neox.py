@@ -77,18 +77,20 @@ def _weights(c: ModelConfig):
         yield from linear("embed_out", "unembedding", bias=False)
 
 
-FAMILY = Family(
-    "gpt_neox",
-    "GPTNeoXForCausalLM",
-    "decoder",
-    _read,
-    _write,
-    _weights,
-    _FIELDS,
-    special_tokens={"bos_token_id": 0, "eos_token_id": 2},
-    prefix="gpt_neox.",
-    heads=("embed_out.",),
-    copies=lambda c: tied(c, "embed_out.weight", "gpt_neox.embed_in.weight"),
-    # the causal mask; angles, which follow from config.json
-    unused=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),
-)
+FAMILIES = [
+    Family(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        "decoder",
+        _read,
+        _write,
+        _weights,
+        _FIELDS,
+        special_tokens={"bos_token_id": 0, "eos_token_id": 2},
+        prefix="gpt_neox.",
+        heads=("embed_out.",),
+        copies=lambda c: tied(c, "embed_out.weight", "gpt_neox.embed_in.weight"),
+        # the causal mask; angles, which follow from config.json
+        unused=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),
+    )
+]

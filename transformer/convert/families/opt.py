@@ -96,16 +96,18 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
-FAMILY = Family(
-    "opt",
-    "OPTForCausalLM",
-    "decoder",
-    _read,
-    _write,
-    _weights,
-    _FIELDS,
-    special_tokens={"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
-    prefix="model.",
-    heads=("lm_head.",),
-    copies=lambda c: tied(c, "lm_head.weight", "model.decoder.embed_tokens.weight"),
-)
+FAMILIES = [
+    Family(
+        "opt",
+        "OPTForCausalLM",
+        "decoder",
+        _read,
+        _write,
+        _weights,
+        _FIELDS,
+        special_tokens={"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
+        prefix="model.",
+        heads=("lm_head.",),
+        copies=lambda c: tied(c, "lm_head.weight", "model.decoder.embed_tokens.weight"),
+    )
+]

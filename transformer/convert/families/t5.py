@@ -121,25 +121,27 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
-FAMILY = Family(
-    "t5",
-    "T5ForConditionalGeneration",
-    "encoder_decoder",
-    _read,
-    _write,
-    _weights,
-    _FIELDS,
-    special_tokens={"pad_token_id": 0, "eos_token_id": 1},
-    aliases={
-        "hidden_size": "d_model",
-        "num_attention_heads": "num_heads",
-        "num_hidden_layers": "num_layers",
-        "head_dim": "d_kv",
-    },
-    copies=lambda c: tuple(
-        Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in ("encoder", "decoder")
-    ),
-    unused=(
-        r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
-    ),  # Transformers never reads it
-)
+FAMILIES = [
+    Family(
+        "t5",
+        "T5ForConditionalGeneration",
+        "encoder_decoder",
+        _read,
+        _write,
+        _weights,
+        _FIELDS,
+        special_tokens={"pad_token_id": 0, "eos_token_id": 1},
+        aliases={
+            "hidden_size": "d_model",
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "num_layers",
+            "head_dim": "d_kv",
+        },
+        copies=lambda c: tuple(
+            Copy(f"{side}.embed_tokens.weight", "shared.weight") for side in ("encoder", "decoder")
+        ),
+        unused=(
+            r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+        ),  # Transformers never reads it
+    )
+]

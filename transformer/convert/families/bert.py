@@ -145,17 +145,19 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
     return (Copy(bias, f"{head}.bias", written=True, compared=False),)
 
 
-FAMILY = Family(
-    "bert",
-    "BertForPreTraining",
-    "encoder",
-    _read,
-    _write,
-    _weights,
-    _FIELDS,
-    special_tokens={"pad_token_id": 0},
-    prefix="bert.",
-    heads=("cls.", "classifier."),
-    copies=_copies,
-    unused=(r".*embeddings\.position_ids",),  # 0, 1, 2, ...
-)
+FAMILIES = [
+    Family(
+        "bert",
+        "BertForPreTraining",
+        "encoder",
+        _read,
+        _write,
+        _weights,
+        _FIELDS,
+        special_tokens={"pad_token_id": 0},
+        prefix="bert.",
+        heads=("cls.", "classifier."),
+        copies=_copies,
+        unused=(r".*embeddings\.position_ids",),  # 0, 1, 2, ...
+    )
+]

@@ -160,16 +160,18 @@ def _weights(c: ModelConfig):
         yield from linear("decoder", "unembedding", bias=False)
 
 
-FAMILY = Family(
-    "modernbert",
-    "ModernBertForMaskedLM",
-    "encoder",
-    _read,
-    _write,
-    _weights,
-    _FIELDS,
-    special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
-    prefix="model.",
-    heads=("head.", "decoder.", "classifier."),
-    copies=lambda c: tied(c, "decoder.weight", "model.embeddings.tok_embeddings.weight"),
-)
+FAMILIES = [
+    Family(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        "encoder",
+        _read,
+        _write,
+        _weights,
+        _FIELDS,
+        special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
+        prefix="model.",
+        heads=("head.", "decoder.", "classifier."),
+        copies=lambda c: tied(c, "decoder.weight", "model.embeddings.tok_embeddings.weight"),
+    )
+]

@@ -87,23 +87,25 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
-FAMILY = Family(
-    "gpt2",
-    "GPT2LMHeadModel",
-    "decoder",
-    _read,
-    _write,
-    _weights,
-    _FIELDS,
-    special_tokens={"bos_token_id": 50_256, "eos_token_id": 50_256},
-    prefix="transformer.",
-    heads=("lm_head.",),
-    aliases={
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    copies=lambda c: tied(c, "lm_head.weight", "transformer.wte.weight"),
-    unused=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
-)
+FAMILIES = [
+    Family(
+        "gpt2",
+        "GPT2LMHeadModel",
+        "decoder",
+        _read,
+        _write,
+        _weights,
+        _FIELDS,
+        special_tokens={"bos_token_id": 50_256, "eos_token_id": 50_256},
+        prefix="transformer.",
+        heads=("lm_head.",),
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        copies=lambda c: tied(c, "lm_head.weight", "transformer.wte.weight"),
+        unused=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
+    )
+]

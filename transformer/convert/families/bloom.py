@@ -76,21 +76,23 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
-FAMILY = Family(
-    "bloom",
-    "BloomForCausalLM",
-    "decoder",
-    _read,
-    _write,
-    _weights,
-    _FIELDS,
-    special_tokens={"bos_token_id": 1, "eos_token_id": 2},
-    aliases={
-        "n_embed": "hidden_size",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    prefix="transformer.",
-    heads=("lm_head.",),
-    copies=lambda c: tied(c, "lm_head.weight", "transformer.word_embeddings.weight"),
-)
+FAMILIES = [
+    Family(
+        "bloom",
+        "BloomForCausalLM",
+        "decoder",
+        _read,
+        _write,
+        _weights,
+        _FIELDS,
+        special_tokens={"bos_token_id": 1, "eos_token_id": 2},
+        aliases={
+            "n_embed": "hidden_size",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        prefix="transformer.",
+        heads=("lm_head.",),
+        copies=lambda c: tied(c, "lm_head.weight", "transformer.word_embeddings.weight"),
+    )
+]

@@ -14,6 +14,7 @@ capacity: in a row of T tokens each expert has C = ceil(capacity_factor T K / E)
     on a later one. Tokens move to their experts' devices and back (all-to-all).
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -24,14 +25,54 @@ from flax import linen as nn
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
+from transformer.checks import at_least, at_most
+from transformer.errors import UserError
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import drop
+from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.grouped import grouped_product
 from transformer.model.initializers import matrix_init
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.sharding import constrain, fitting, gathered
+
+MOST_EXPERTS = 4096
+"""Tracing and compiling a model takes longer with each of them."""
+
+
+@FEED_FORWARDS.register("experts")
+@dataclasses.dataclass(frozen=True)
+class Mixture(FeedForward):
+    """A mixture of experts, each a feed-forward of `d_ff`."""
+
+    num_experts: int = 8
+    top_k: int = 2  # experts that a token goes to
+    capacity_factor: float = 0.0  # places of an expert, as a multiple of its even share; 0: as many as it takes (dropless)
+    normalize: bool = True  # the weights of a token's experts add up to 1 (Mixtral); False: they are its probabilities (Switch)
+    load_balance: float = (
+        0.01  # weight of the loss that keeps experts equally busy (Fedus et al. 2022)
+    )
+    router_z_loss: float = (
+        0.001  # weight of the loss that keeps the router's logits small (Zoph et al. 2022)
+    )
+
+    def __post_init__(self):
+        at_least("model.feed_forward", self, 1, "num_experts", "top_k")
+        at_least("model.feed_forward", self, 0, "capacity_factor", "load_balance", "router_z_loss")
+        at_most(
+            "model.feed_forward",
+            self,
+            MOST_EXPERTS,
+            num_experts="the largest published model has 2,048 (Switch-C)",
+        )
+        if self.top_k > self.num_experts:
+            raise UserError(
+                f"model.feed_forward.top_k: {self.top_k} of {self.num_experts} experts (num_experts)"
+            )
+
+    def build(self, config, gain, out_gain):
+        return functools.partial(Experts, config, gain, out_gain)
 
 
 @struct.dataclass

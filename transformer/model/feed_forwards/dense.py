@@ -1,7 +1,10 @@
-"""The position-wise feed-forward sublayer: one for all tokens, or, in experts.py, several.
+"""The position-wise feed-forward: one for all tokens.
 
 Shape suffixes: B batch, T length, D d_model, F d_ff.
 """
+
+import dataclasses
+import functools
 
 import jax
 from flax import linen as nn
@@ -9,13 +12,22 @@ from flax import linen as nn
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout
-from transformer.model.experts import Experts
+from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.sharding import constrain
 
 
-class FeedForward(nn.Module):
+@FEED_FORWARDS.register("dense")
+@dataclasses.dataclass(frozen=True)
+class Dense(FeedForward):
+    """One feed-forward for every token."""
+
+    def build(self, config, gain, out_gain):
+        return functools.partial(MLP, config, gain, out_gain)
+
+
+class MLP(nn.Module):
     """act(x W_in + b_in) W_out + b_out; with `glu`, (act(x W_gate + b) * (x W_in + b)) W_out + b (Shazeer 2020)."""
 
     config: ModelConfig
@@ -46,7 +58,3 @@ class FeedForward(nn.Module):
             self.gain * self.out_gain,
             name="out",
         )(h_BxTxF)
-
-
-FEED_FORWARDS = {"dense": FeedForward, "experts": Experts, "none": None}
-"""By the names of feed_forward_kinds.py: modules that are called with (x, tokens, deterministic); None: no sublayer."""

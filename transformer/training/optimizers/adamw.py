@@ -1,0 +1,15 @@
+"""AdamW."""
+
+import optax
+
+from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
+
+
+@OPTIMIZERS.register("adamw")
+class AdamW(Optimizer):
+    """Running means of the gradient and of its square (Kingma & Ba 2015; decay apart: Loshchilov & Hutter 2019)."""
+
+    fields = frozenset({"b1", "b2", "epsilon"})
+
+    def direction(self, config):
+        return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)

@@ -1,0 +1,15 @@
+"""Stochastic gradient descent."""
+
+import optax
+
+from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
+
+
+@OPTIMIZERS.register("sgd")
+class SGD(Optimizer):
+    """The gradient, or its running sum."""
+
+    fields = frozenset({"momentum"})
+
+    def direction(self, config):
+        return optax.trace(config.momentum) if config.momentum else optax.identity()
