@@ -1,5 +1,6 @@
 """Small mistakes at the command line and in the data: one line on standard error, exit code 2 (130 for Ctrl-C), no traceback."""
 
+import functools
 import gzip
 import io
 import json
@@ -197,7 +198,11 @@ def test_an_interrupt_while_modules_are_imported_prints_one_line(tmp_path):
     )
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "transformer", "evaluate", f"--workdir={tmp_path}"]
-    started = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    # A shell starts what runs in the background with SIGINT ignored, and so would the tests start this.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    started = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+    )  # fmt: skip
     assert started.stdout.readline() == "importing\n"
     started.send_signal(signal.SIGINT)
     _, error = started.communicate(timeout=60)
