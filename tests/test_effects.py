@@ -57,6 +57,7 @@ WITHOUT_EFFECT = {
     # Layers without attention, or without a feed-forward.
     "model.window ": lambda: ModelConfig(**LSTMS, window=3),
     "model.num_heads": lambda: ModelConfig(**LSTMS, num_heads=4),
+    "model.residual_init_scale": lambda: ModelConfig(**LSTMS | {"num_decoder_layers": 1}, residual_init_scale=True),
     "model.attention_bias": lambda: ModelConfig(**LSTMS, attention_bias=True),
     "model.norm": lambda: ModelConfig(**LSTMS, norm_placement="none", norm="rmsnorm"),
     "model.d_ff": lambda: ModelConfig(**LSTMS, d_ff=32),

@@ -10,10 +10,15 @@ from conftest import make, small, tokens
 from flax.core import meta
 
 from transformer.cli import main
+from transformer.lab.inside import look_inside
+from transformer.lab.inspect_page import page
 from transformer.model import attention_statistics
 from transformer.model.attention_backends import Inputs
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
 from transformer.model.watch import WATCHED
+from transformer.parallel.mesh import make_mesh, use
+from transformer.runs.evaluate import load_trained
+from transformer.runs.rundir import load_config
 
 T = 12
 
@@ -103,6 +108,29 @@ def test_numbers_are_those_of_the_maps(family, monkeypatch):
     assert meta.unbox(seen["streams"])["decoder"]["layers"]["after"][0].shape == (2, 2, 20, 16)
 
 
+def test_layers_without_heads_keep_their_numbers(tmp_path):
+    """Of three layers, the second alone has attention."""
+    (tmp_path / "run.py").write_text(RUN)
+    pattern = "({'mixer': 'lstm'}, {}, {'mixer': 'lstm'})"
+    changes = [f"--config.model.layer_pattern={pattern}", "--config.model.num_decoder_layers=3"]
+    at = f"--workdir={tmp_path}/run"
+    assert main(["train", f"--config={tmp_path}/run.py:decoder", at, *changes]) == 0
+    config = load_config(tmp_path / "run")
+    with use(make_mesh(config.mesh)) as mesh:
+        trained = load_trained(tmp_path / "run", config, mesh)
+        view = look_inside(trained, mesh, "The assert statement")
+    (only,) = view.maps
+    assert only.layers == [1] and len(only.weights_LxNxTxS) == 1
+    assert len(view.lens_L) == 3
+    layers = {name: of["layer"] for name, of in view.sizes.items()}
+    assert layers["decoder lstm"] == [0, 2] and layers["decoder self_attention"] == [1]
+    assert layers["decoder feed_forward"] == [0, 1, 2]
+    text = page(view, "title", [])
+    assert '"layers": [1]' in text
+    table = text[text.index("Entropy of the weights") :]
+    assert table.index("<td>layer 1</td>") < table.index("</table>") and "layer 0</td>" not in table
+
+
 RUN = """
 def get_config(family):
     objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "span_corruption"}[family]
@@ -123,14 +151,14 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
     assert main(["train", f"--config={tmp_path}/run.py:{family}", f"--workdir={folder}"]) == 0
     more = ["--target=a <list> of"] if family == "encoder_decoder" else []
     assert main(["inspect", f"--workdir={folder}", "--text=The <assert> statement", *more]) == 0
-    page = (folder / "inspect.html").read_text()
+    text = (folder / "inspect.html").read_text()
     assert (
-        "<assert>" not in page
-        and "&lt;assert&gt; statement" in page
-        and not re.search(r"(src|href)=['\"]?http", page)
+        "<assert>" not in text
+        and "&lt;assert&gt; statement" in text
+        and not re.search(r"(src|href)=['\"]?http", text)
     )
     maps = [
-        json.loads(one) for one in re.findall(r"<script type=application/json>(.*?)</script>", page)
+        json.loads(one) for one in re.findall(r"<script type=application/json>(.*?)</script>", text)
     ]
     assert len(maps) == (3 if family == "encoder_decoder" else 1)
     for one in maps:
@@ -141,7 +169,7 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
             maps[2]["keys"] == maps[0]["keys"]
             and maps[2]["queries"] == maps[1]["queries"] != maps[0]["queries"]
         )
-    assert page.count("layer 1 <span class=note>") == 1
+    assert text.count("layer 1 <span class=note>") == 1
     capsys.readouterr()
     for arguments, message in (
         (["--text= "], "--text: empty"),

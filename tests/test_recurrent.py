@@ -249,6 +249,15 @@ def test_what_has_no_place_in_it_is_refused(fields, message):
         ModelConfig(**recurrent(**fields))
 
 
+def test_a_source_needs_a_decoder_layer():
+    lstms = [{"mixer": {"name": "lstm", "source": source}} for source in ("attention", "last")]
+    sizes = {"num_encoder_layers": 2, "num_decoder_layers": 1}
+    for source, pattern in (("last", lstms), ("attention", lstms[::-1])):
+        with pytest.raises(UserError, match=f"source = '{source}' has no effect"):
+            ModelConfig(**recurrent(**sizes, layer_pattern=tuple(pattern)))
+    ModelConfig(**recurrent(**sizes | {"num_decoder_layers": 2}, layer_pattern=tuple(lstms)))
+
+
 def test_a_source_needs_an_encoder():
     lstm = {"name": "lstm", "source": "attention"}
     with pytest.raises(UserError, match=r"model\.mixer\.source: 'attention' needs an encoder"):

@@ -159,14 +159,15 @@ def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pipeline_rounds": 3}, "model.pipeline_rounds: 3 do not divide the 2 decoder layers"),
+        ({"pipeline_rounds": 3}, "model.pipeline_rounds: 3 does not divide the 2 decoder layers"),
+        ({"family": "encoder_decoder", "pipeline_rounds": 2, "num_encoder_layers": 3}, "2 does not divide the 3 encoder layers"),
         ({"pipeline_rounds": 2, "scan_layers": False}, "model.pipeline_rounds: 2 needs model.scan_layers=True"),
         ({"pipeline_rounds": 2, "num_decoder_layers": 4, "layer_pattern": ({"window": 2}, {"window": 3}, {"window": 2}, {"window": 4})}, "the 1 decoder layers"),
     ],
 )  # fmt: skip
 def test_rounds_that_make_no_sense_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
-        ModelConfig(**sized("decoder", **fields))
+        ModelConfig(**sized(**{"family": "decoder"} | fields))
 
 
 def test_statistics_that_cannot_be_moved_are_named():

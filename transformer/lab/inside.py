@@ -30,6 +30,7 @@ class Map:
     """Where the heads of one kind of attention look."""
 
     name: str  # decoder self_attention
+    layers: list[int]  # the layers that have it, by number
     weights_LxNxTxS: np.ndarray
     queries: list[str]
     keys: list[str]
@@ -50,7 +51,9 @@ class View:
     ]  # by layer and place: the likeliest tokens and their probability
     lens_L: np.ndarray  # nats per token, by layer
     maps: list[Map]
-    sizes: dict[str, dict[str, list[float]]]  # "decoder self_attention" -> stream, branch: by layer
+    sizes: dict[
+        str, dict[str, list[float]]
+    ]  # "decoder self_attention" -> layer, stream, branch: one value per layer that has it
     cut: int = 0  # tokens that did not fit
 
 
@@ -160,7 +163,7 @@ def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map
         )
     return [
         Map(
-            f"{side} {sublayer}", np.stack([layers[n][0] for n in sorted(layers)]), sides[side], sides["encoder" if sublayer == "cross_attention" else side],
+            f"{side} {sublayer}", sorted(layers), np.stack([layers[n][0] for n in sorted(layers)]), sides[side], sides["encoder" if sublayer == "cross_attention" else side],
             {what: np.stack([layers[n][1][what] for n in sorted(layers)]) for what in next(iter(layers.values()))[1]},
         )
         for (side, sublayer), layers in sorted(found.items(), key=lambda one: (one[0][0] != "encoder", one[0][1] == "cross_attention"))
@@ -172,9 +175,12 @@ def _sizes(subject: Subject, told: dict) -> dict[str, dict[str, list[float]]]:
     for name, (path, place) in sorted(
         where(subject.config.model, flat).items(), key=lambda one: in_layer(one[0])
     ):
-        side, _, rest = in_layer(name)
+        side, layer, rest = in_layer(name)
         of = {key: float(np.asarray(part(x, place))) for key, x in flat[path][0].items()}
-        here = found.setdefault(f"{side} {residual_of(rest)}", {"stream": [], "branch": []})
+        here = found.setdefault(
+            f"{side} {residual_of(rest)}", {"layer": [], "stream": [], "branch": []}
+        )
+        here["layer"].append(layer)
         here["stream"].append(of["stream"])
         here["branch"].append(of["branch"] / of["kept"] if of["kept"] else 1.0)
     return found

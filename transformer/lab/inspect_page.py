@@ -60,18 +60,18 @@ document.querySelectorAll('section.map').forEach(section => {
       c.fillStyle = `rgb(${shade(at(l, n, t, s)).join()})`; c.fillRect(left + s * cell, top + t * cell, cell, cell);
     }
     c.strokeStyle = '#ccc'; c.strokeRect(left, top, S * cell, T * cell);
-    said.textContent = `layer ${l}, head ${n}; down: queries, across: keys. Point at a cell for its weight.`;
+    said.textContent = `layer ${map.layers[l]}, head ${n}; down: queries, across: keys. Point at a cell for its weight.`;
     large.onmousemove = e => {
       const s = Math.floor((e.offsetX - left) / cell), t = Math.floor((e.offsetY - top) / cell);
       if (s >= 0 && s < S && t >= 0 && t < T)
-        said.textContent = `layer ${l}, head ${n}: ${piece(map.queries[t])} looks at ${piece(map.keys[s])} with ${at(l, n, t, s).toFixed(2)}`;
+        said.textContent = `layer ${map.layers[l]}, head ${n}: ${piece(map.queries[t])} looks at ${piece(map.keys[s])} with ${at(l, n, t, s).toFixed(2)}`;
     };
   };
   for (let l = 0; l < L; l++) {
-    const side = document.createElement('div'); side.className = 'side'; side.textContent = `layer ${l}`; grid.append(side);
+    const side = document.createElement('div'); side.className = 'side'; side.textContent = `layer ${map.layers[l]}`; grid.append(side);
     for (let n = 0; n < N; n++) {
       const button = document.createElement('button'), canvas = document.createElement('canvas');
-      button.dataset.at = `${l},${n}`; button.title = button.ariaLabel = `layer ${l}, head ${n}`; button.onclick = () => enlarge(l, n);
+      button.dataset.at = `${l},${n}`; button.title = button.ariaLabel = `layer ${map.layers[l]}, head ${n}`; button.onclick = () => enlarge(l, n);
       paint(canvas, l, n); button.append(canvas); grid.append(button);
     }
   }
@@ -178,7 +178,7 @@ def _lens(view: View) -> str:
 def _map(one: Map) -> str:
     bytes_ = np.round(np.clip(one.weights_LxNxTxS, 0, 1) * 255).astype(np.uint8).tobytes()
     data = json.dumps({
-        "shape": one.weights_LxNxTxS.shape, "weights": base64.b64encode(bytes_).decode(),
+        "shape": one.weights_LxNxTxS.shape, "layers": one.layers, "weights": base64.b64encode(bytes_).decode(),
         "queries": [piece.replace("\u2581", " ") for piece in one.queries], "keys": [piece.replace("\u2581", " ") for piece in one.keys],
     }).replace("<", "\\u003c")  # fmt: skip
     return (
@@ -203,7 +203,7 @@ def _numbers(one: Map) -> list[str]:
                 for x in row
             )
             + "</tr>"
-            for layer, row in enumerate(values_LxN)
+            for layer, row in zip(one.layers, values_LxN, strict=True)
         )
         out.append(
             f"<div><p class=about>{said.capitalize()}</p><div class=wide><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>"
@@ -222,7 +222,7 @@ def _profiles(view: View) -> list[str]:
             view.sizes.items(), styles(list(view.sizes)).values(), strict=True
         ):
             axes.plot(
-                range(len(of[what])),
+                of["layer"],
                 of[what],
                 label=name.replace("_", "-"),
                 linewidth=1.5,
@@ -231,7 +231,7 @@ def _profiles(view: View) -> list[str]:
             )
         axes.set_xlabel("layer")
         axes.set_ylabel(label)
-        axes.set_xticks(range(max(len(of[what]) for of in view.sizes.values())))
+        axes.set_xticks(sorted({layer for of in view.sizes.values() for layer in of["layer"]}))
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
         image = io.BytesIO()

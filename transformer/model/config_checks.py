@@ -1,5 +1,7 @@
 """What a ModelConfig refuses: values out of range, and fields that do not go together."""
 
+import dataclasses
+
 from flax.core import FrozenDict
 
 from transformer.checks import at_least, in_unit_interval, one_of, plain, positive
@@ -32,10 +34,11 @@ def check(config) -> None:
     _check_sizes(config)
     _check_combinations(config)
     _check_layers(config)
+    _check_rounds(config)
 
 
 def _check_values(config) -> None:
-    """Each field by itconfig."""
+    """Each field on its own."""
     if config.family in FORMER_FAMILIES:
         raise UserError(
             f"model.family: {config.family!r} is no longer a family; {FORMER_FAMILIES[config.family]}"
@@ -114,6 +117,7 @@ def _check_combinations(config) -> None:
             "model.mixer.source: 'none' in all layers of the decoder leaves the encoder unread; choose another "
             "in one of them, or set model.family='decoder'"
         )
+    _check_sources(config)
     if config.random_positions and config.random_positions < config.max_length:
         raise UserError(
             f"model.random_positions: {config.random_positions} is less than model.max_length = {config.max_length}"
@@ -130,6 +134,19 @@ def _check_combinations(config) -> None:
         raise UserError(
             "model.causal: False takes the mask off a decoder that has one; leave it at True without a decoder, or with prefix_lm"
         )
+
+
+def _check_sources(config) -> None:
+    """The option `source` of a mixer acts in a decoder that reads an encoder."""
+    if not config.two_sides:
+        return
+    for mixer in set(config.mixers_of("encoder")) - set(config.mixers_of("decoder")):
+        source = {field.name: field for field in dataclasses.fields(mixer)}.get("source")
+        if source and mixer.source != source.default:
+            raise UserError(
+                f"model.layer_pattern: source = {mixer.source!r} has no effect, because no layer of the decoder "
+                f"has this mixer; leave it at {source.default!r}"
+            )
 
 
 def _check_layers(config) -> None:
@@ -162,16 +179,21 @@ def _check_layers(config) -> None:
             raise UserError(
                 f"model.position: {plain(spec)!r} has no effect on mixer = {plain(here[0].mixer)!r}; set it to 'none'"
             )
+
+
+def _check_rounds(config) -> None:
+    """The rounds of a pipeline divide the layers of each stack."""
+    rounds = config.pipeline_rounds
+    if rounds > 1 and not config.scan_layers:
+        raise UserError(f"model.pipeline_rounds: {rounds} needs model.scan_layers=True")
+    for side in config.sides:
         repeats = config.num_layers(side)
         if config.layer_pattern:
             repeats //= config.period(side)
-        if config.pipeline_rounds > 1 and (
-            repeats % config.pipeline_rounds or not config.scan_layers
-        ):
+        if repeats % rounds:
             raise UserError(
-                f"model.pipeline_rounds: {config.pipeline_rounds} do not divide the {repeats} {side} layers (or periods of model.layer_pattern)"
-                if config.scan_layers
-                else f"model.pipeline_rounds: {config.pipeline_rounds} needs model.scan_layers=True"
+                f"model.pipeline_rounds: {rounds} does not divide the {repeats} {side} layers "
+                "(or periods of model.layer_pattern)"
             )
 
 

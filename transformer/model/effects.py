@@ -125,6 +125,15 @@ EFFECTS = (
         "a second sublayer: model.feed_forward='dense'",
         lambda c: has_feed_forward(c) or c.has_cross_attention,
     ),
+    Effect(
+        ("residual_init_scale",),
+        "a stack with more than one sublayer",
+        lambda c: (
+            any(c.num_layers(side) > 1 for side in c.sides)
+            or has_feed_forward(c)
+            or c.has_cross_attention
+        ),
+    ),
     Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
     Effect(
         ("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),
