@@ -1,0 +1,243 @@
+"""Writes the tables of the manual that come from the code.
+
+    python docs/generate.py            rewrite them in place
+    python docs/generate.py --check    exit with 1 if one of them is out of date
+
+A page marks the place of a table with `<!-- generated: NAME -->` and `<!-- end -->`.
+"""
+
+import dataclasses
+import inspect
+import io
+import re
+import sys
+import tokenize
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+MARKED = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def summary(item) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((inspect.getdoc(item) or "").split("\n\n")[0].split())
+
+
+def comments(cls: type) -> dict[str, str]:
+    """The comment of each field of a dataclass: behind it, or in the lines above it."""
+    source = inspect.getsource(cls)
+    notes: dict[int, str] = {}
+    own_line: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            notes[token.start[0]] = token.string.lstrip("# ").strip()
+            if not token.line[: token.start[1]].strip():
+                own_line.add(token.start[0])
+    lines = source.splitlines()
+    starts = {}
+    for number, line in enumerate(lines, 1):
+        if match := re.match(r"    (\w+): ", line):
+            starts[match[1]] = number
+    found = {}
+    for field in dataclasses.fields(cls):
+        if field.name not in starts:  # inherited
+            continue
+        first = above = starts[field.name]
+        while above - 1 in own_line:
+            above -= 1
+        last, depth = first, 0
+        while True:
+            code = re.sub(r"#.*", "", lines[last - 1])
+            depth += sum(code.count(x) for x in "([{") - sum(code.count(x) for x in ")]}")
+            if depth <= 0:
+                break
+            last += 1
+        after = last
+        while after + 1 in own_line and after + 1 <= len(lines) and lines[after].startswith("     "):
+            after += 1
+        text = [notes[n] for n in range(above, after + 1) if n in notes]
+        found[field.name] = " ".join(text)
+    return found
+
+
+def default_of(field: dataclasses.Field) -> str:
+    """The default of a field as one writes it."""
+    if field.default is dataclasses.MISSING:
+        return "" if field.default_factory is dataclasses.MISSING else "see below"
+    if dataclasses.is_dataclass(field.default):
+        return "see below"
+    return f"`{field.default!r}`"
+
+
+def fields(cls: type) -> str:
+    notes, hints = comments(cls), typing.get_type_hints(cls)
+    del hints
+    return table(
+        ("field", "default", "meaning"),
+        ((f"`{f.name}`", default_of(f), notes.get(f.name, "")) for f in dataclasses.fields(cls)),
+    )
+
+
+def options(cls: type, is_option: Callable = lambda field: True) -> str:
+    """`name=default` of the options of a choice."""
+    return ", ".join(f"`{f.name}={f.default!r}`" for f in dataclasses.fields(cls) if is_option(f))
+
+
+def choices(registry: Mapping[str, type], *extra: tuple[str, Callable], is_option=lambda f: True) -> str:
+    """A table of a registry: name, summary, further columns, options."""
+    return table(
+        ("name", "what it is", *(title for title, _ in extra), "options"),
+        (
+            (f"`{name}`", summary(cls), *(cell(cls) for _, cell in extra), options(cls, is_option))
+            for name, cls in registry.items()
+        ),
+    )
+
+
+def _positions() -> str:
+    from transformer.model.positions import SCHEMES
+
+    hooks = lambda cls: ", ".join(f"`{hook}`" for hook in sorted(cls.hooks)) or "nothing"
+    return choices(
+        SCHEMES, ("hooks", hooks), is_option=lambda f: f.metadata.get("option", False)
+    )
+
+
+def _placements() -> str:
+    from transformer.model.placements import PLACEMENTS, Placement
+
+    plain = {f.name: f.default for f in dataclasses.fields(Placement)}
+    parts = lambda cls: ", ".join(
+        f"`{f.name}`" for f in dataclasses.fields(cls) if f.default != plain[f.name] and f.name != "warmup_hint"
+    )
+    presets = table(
+        ("name", "formula", "parts"),
+        ((f"`{name}`", summary(cls), parts(cls) or "none") for name, cls in PLACEMENTS.items()),
+    )
+    notes = comments(Placement)
+    every = table(
+        ("part", "default", "meaning"),
+        ((f"`{f.name}`", default_of(f), notes[f.name]) for f in dataclasses.fields(Placement) if f.name != "warmup_hint"),
+    )
+    return f"{presets}\nThe parts:\n\n{every}"
+
+
+def _mixers() -> str:
+    from transformer.model.mixers.base import MIXERS
+
+    return choices(MIXERS)
+
+
+def _feed_forwards() -> str:
+    from transformer.model.feed_forwards.base import FEED_FORWARDS
+
+    return choices(FEED_FORWARDS)
+
+
+def _objectives() -> str:
+    from transformer.data.objectives import OBJECTIVES
+
+    families = lambda cls: ", ".join(f"`{name}`" for name in cls.families)
+    return choices(OBJECTIVES, ("families", families))
+
+
+def _evaluators() -> str:
+    from transformer.evaluation.evaluators import EVALUATORS
+
+    return choices(EVALUATORS)
+
+
+def _config_fields() -> str:
+    from transformer.config import Experiment
+
+    parts = []
+    hints = typing.get_type_hints(Experiment)
+    plain = [f for f in dataclasses.fields(Experiment) if not dataclasses.is_dataclass(hints[f.name])]
+    for field in dataclasses.fields(Experiment):
+        cls = hints[field.name]
+        if not dataclasses.is_dataclass(cls):
+            continue
+        parts.append(f"## {field.name}\n\n{summary(cls)}\n\n{fields(cls)}")
+        for inner in dataclasses.fields(cls):
+            kind = typing.get_type_hints(cls)[inner.name]
+            if dataclasses.is_dataclass(kind):
+                parts.append(f"### {field.name}.{inner.name}\n\n{summary(kind)}\n\n{fields(kind)}")
+    notes = comments(Experiment)
+    parts.append("## Other fields\n\n" + table(
+        ("field", "default", "meaning"),
+        ((f"`{f.name}`", default_of(f), notes.get(f.name, "")) for f in plain),
+    ))  # fmt: skip
+    return "\n".join(parts)
+
+
+def _architectures() -> str:
+    from transformer.model.architectures import ARCHITECTURES
+
+    return ", ".join(f"`{name}`" for name in ARCHITECTURES) + "\n"
+
+
+def _hf() -> str:
+    from transformer.convert.families import FAMILIES
+
+    return table(("model type", "class in Transformers"), ((f"`{name}`", "") for name in FAMILIES))
+
+
+def _command_line() -> str:
+    import subprocess
+
+    from transformer.cli import VERBS
+
+    parts = []
+    for verb in VERBS:
+        shown = subprocess.run(
+            [sys.executable, "-m", "transformer", verb, "--help"],
+            capture_output=True, text=True, check=True, env={"COLUMNS": "100", "PATH": ""},
+        ).stdout  # fmt: skip
+        parts.append(f"## {verb}\n\n```text\n{shown.rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+TABLES = {
+    "positions": _positions,
+    "placements": _placements,
+    "mixers": _mixers,
+    "feed_forwards": _feed_forwards,
+    "objectives": _objectives,
+    "evaluators": _evaluators,
+    "config_fields": _config_fields,
+    "architectures": _architectures,
+    "hf": _hf,
+    "command_line": _command_line,
+}
+
+
+def generated(page: str) -> str:
+    """A page with its tables written anew."""
+    return MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", page)
+
+
+def main() -> int:
+    stale = []
+    for path in sorted(FOLDER.rglob("*.md")):
+        old = path.read_text()
+        new = generated(old)
+        if new != old:
+            stale.append(path.name)
+            if "--check" not in sys.argv:
+                path.write_text(new)
+    if "--check" in sys.argv and stale:
+        print(f"out of date: {', '.join(stale)}; run python docs/generate.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
