@@ -44,7 +44,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ({"norm_placement": "prenorm"}, r"model.norm_placement: no 'prenorm'"),
         (
             {"norm_placement": {"name": "pre", "outnorm": True}},
-            r"no part 'outnorm'; did you mean 'out_norm'",
+            r"no option 'outnorm'; did you mean 'out_norm'",
         ),
         (
             {"norm_placement": {"name": "pre", "out_norm": 3}},
@@ -69,7 +69,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ),
         (
             {"position": {"name": "rotary", "theta": float("inf")}},
-            r"model.position.theta: inf is no finite number",
+            r"model.position.theta: inf is not a finite number",
         ),
         (
             {"norm_placement": {"name": "pre", "out_norm": {"x": 2}}},

@@ -151,7 +151,7 @@ def test_a_field_without_effect_is_refused(field):
         (lambda: DataConfig(packing=False, length=32, buckets=(-1, 32)), "data.buckets: (-1, 32); a row has at least 1"),
         (lambda: DataConfig(packing=False, length=32, buckets=(0, 32)), "data.buckets: (0, 32); a row has at least 1"),
         (lambda: small("decoder", feed_forward={"name": "experts", "num_experts": 100_000}), "num_experts: 100,000 is too large; at most 4,096"),
-        (lambda: small("decoder", norm_placement={"name": "pre", "warmup_hint": 3}), "no part 'warmup_hint'"),
+        (lambda: small("decoder", norm_placement={"name": "pre", "warmup_hint": 3}), "no option 'warmup_hint'"),
         (lambda: small("decoder", norm_placement={"name": "pre", "branch_gain": -1.0}), "branch_gain: -1.0 must be more than 0"),
         (lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}), "reads rows of data.length * times = 256 tokens, but the table"),
         (lambda: experiment(train={"evaluators": [{"name": "extrapolation", "times": 1, "sliding": False}]}), "sliding: False has no effect with times=1"),

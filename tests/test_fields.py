@@ -17,7 +17,7 @@ from transformer.convert.special_tokens import write
 from transformer.decoding.sampling import sample
 from transformer.model.feed_forwards import FEED_FORWARDS
 from transformer.model.mixers import MIXERS
-from transformer.model.placements import _KNOWN, PLACEMENTS, Placement
+from transformer.model.placements import PLACEMENTS, Placement
 from transformer.model.positions import SCHEMES
 from transformer.model.positions.rotary_scaling import SCALINGS
 
@@ -182,7 +182,7 @@ def test_every_option_of_a_position_scheme():
 
 def test_every_part_of_a_placement():
     assert "pre" in PLACEMENTS
-    parts = {f.name: f.default for f in dataclasses.fields(Placement) if f.name not in _KNOWN}
+    parts = {f.name: f.default for f in dataclasses.fields(Placement) if f.name != "warmup_hint"}
     pre = {"in_norm": True, "final_norm": True}
     small, silent = DECODER | {"num_decoder_layers": 1}, []
     plain = of_model(small)

@@ -200,7 +200,7 @@ def coerce(value, kind, path: str):
             return value
         if origin is int and isinstance(value, float) and value.is_integer():
             return int(value)
-    raise UserError(f"{path}: expected {' or '.join(map(_spelled, options))}, got {value!r}")
+    raise UserError(f"{path}: expected {' or '.join(map(_spelled, options))}, got {plain(value)!r}")
 
 
 def in_float32(path: str, value) -> None:
@@ -261,33 +261,18 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
     if not isinstance(name, str):
         raise UserError(f"{field}.name: {plain(name)!r} is not a name; {nearest(str(name), table)}")
     cls = look_up(table, name, field)
-    options = {f.name: f.default for f in dataclasses.fields(cls) if is_option(f)}
-    return cls(**check_options(field, name, options, given))
-
-
-def check_options(
-    field: str, name: str, options: Mapping, given: Mapping, called: str = "option"
-) -> dict:
-    """The given options of a choice, each of the type of its default in `options`. Raises UserError."""
-    checked = {}
+    hints = typing.get_type_hints(cls)
+    options = {f.name: hints[f.name] for f in dataclasses.fields(cls) if is_option(f)}
     for key, value in given.items():
         if key not in options:
             way_out = nearest(key, options) if options else "it takes no options"
-            raise UserError(f"{field}: {name!r} has no {called} {key!r}; {way_out}")
-        kind = type(options[key])
-        if isinstance(value, Mapping) and kind is str:  # a choice within a choice
-            value = _frozen(value)
-        elif isinstance(value, list) and kind is tuple:
-            value = tuple(value)
-        elif not isinstance(value, (int, float) if kind is float else kind) or isinstance(
-            value, bool
-        ) != (kind is bool):
-            raise UserError(f"{field}.{key}: expected {kind.__name__}, got {plain(value)!r}")
-        elif kind is float and not math.isfinite(value):
-            raise UserError(f"{field}.{key}: {value} is no finite number")
-        in_float32(f"{field}.{key}", value)
-        checked[key] = value
-    return checked
+            raise UserError(f"{field}: {name!r} has no option {key!r}; {way_out}")
+        path = f"{field}.{key}"
+        given[key] = coerce(value, options[key], path)
+        if isinstance(given[key], float) and not math.isfinite(given[key]):
+            raise UserError(f"{path}: {value} is not a finite number")
+        in_float32(path, given[key])
+    return cls(**given)
 
 
 def is_zero(number) -> bool:

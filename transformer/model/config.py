@@ -13,7 +13,7 @@ from transformer.model.effects import EFFECTS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.mixers.base import MIXERS, Mixer
 from transformer.model.norms import Norm
-from transformer.model.placements import Placement, build_placement
+from transformer.model.placements import PLACEMENTS, Placement
 
 
 @strict("model", EFFECTS)
@@ -268,10 +268,8 @@ class ModelConfig:
 
     def placement(self, side: str) -> Placement:
         """The parts of the residual formula in one layer of a stack; in the model's own config, unless `layer_pattern` differs."""
-        return build_placement(
-            self.norm_placement, is_decoder=side == "decoder",
-            encoder_layers=self.num_layers("encoder"), decoder_layers=self.num_layers("decoder"),
-        )  # fmt: skip
+        depths = {f"{s}_layers": self.num_layers(s) for s in ("encoder", "decoder")}
+        return PLACEMENTS.build(self.norm_placement).in_stack(side, **depths)
 
     @property
     def placements(self) -> tuple[Placement, ...]:

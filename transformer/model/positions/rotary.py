@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import struct
 from flax.core import FrozenDict
 
-from transformer.checks import build_choice
 from transformer.model.positions.base import Position, StackFacts, fact, option, register
 from transformer.model.positions.rotary_scaling import SCALINGS, Scaling
 
@@ -48,7 +47,7 @@ class Rotary(Position):
 
     @property
     def _scaling(self) -> Scaling:
-        return build_choice("model.position.scaling", SCALINGS, self.scaling)
+        return SCALINGS.build(self.scaling)
 
     def bind(self, param, facts):
         return self.replace(d_head=facts.d_head)

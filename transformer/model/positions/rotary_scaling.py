@@ -12,7 +12,12 @@ import math
 import jax
 import jax.numpy as jnp
 
+from transformer.registry import Registry
 
+SCALINGS = Registry("model.position.scaling", __package__)
+
+
+@SCALINGS.register("none")
 @dataclasses.dataclass(frozen=True)
 class Scaling:
     """No scaling: f_i as it is."""
@@ -42,6 +47,7 @@ class Scaling:
         return 1.0
 
 
+@SCALINGS.register("linear")
 @dataclasses.dataclass(frozen=True)
 class Linear(Scaling):
     """f_i / factor: "position interpolation" (Chen et al. 2023)."""
@@ -52,6 +58,7 @@ class Linear(Scaling):
         return super().frequencies(theta, d, length_B) / self.factor
 
 
+@SCALINGS.register("ntk")
 @dataclasses.dataclass(frozen=True)
 class NTK(Scaling):
     """theta * factor^(d / (d - 2)) for theta: the fastest pair keeps its angle, the slowest is divided by `factor` ("NTK-aware")."""
@@ -62,6 +69,7 @@ class NTK(Scaling):
         return super().frequencies(theta * self.factor ** (d / (d - 2)), d, length_B)
 
 
+@SCALINGS.register("dynamic")
 @dataclasses.dataclass(frozen=True)
 class Dynamic(Scaling):
     """NTK by as much as each row needs: factor * length / original_length - (factor - 1), and none up to `original_length`.
@@ -82,6 +90,7 @@ class Dynamic(Scaling):
         return theta_Bx1 ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
 
 
+@SCALINGS.register("yarn")
 @dataclasses.dataclass(frozen=True)
 class YaRN(Scaling):
     """Pairs that turn more than `beta_fast` times in `original_length` keep f_i, those that turn less than `beta_slow` times get
@@ -118,6 +127,7 @@ class YaRN(Scaling):
         return self.attention_factor or 0.1 * math.log(self.factor) + 1.0
 
 
+@SCALINGS.register("llama3")
 @dataclasses.dataclass(frozen=True)
 class Llama3(Scaling):
     """Wavelengths over original_length / low_frequency_factor get f_i / factor, those under original_length / high_frequency_factor
@@ -140,8 +150,3 @@ class Llama3(Scaling):
         low, high = self.low_frequency_factor, self.high_frequency_factor
         kept_P = jnp.clip((turns_P - low) / (high - low), 0.0, 1.0)
         return f_P / self.factor * (1.0 - kept_P) + f_P * kept_P
-
-
-SCALINGS: dict[str, type[Scaling]] = {
-    "none": Scaling, "linear": Linear, "ntk": NTK, "dynamic": Dynamic, "yarn": YaRN, "llama3": Llama3,
-}  # fmt: skip
