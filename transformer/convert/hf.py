@@ -185,20 +185,20 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
             continue
     raise UserError(
         f"no family of Transformers can express this model ({', '.join(FAMILIES)}); "
-        "name one (family=, --family=) for the reason"
+        "name one (family=, --family=) to get the reason"
     )
 
 
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     flat = flatten(params)
-    place, copies = where(config, flat), {}
+    locations, copies = where(config, flat), {}
     for copy in family.copies(config):
         if copy.written:
             copies.setdefault(copy.of, []).append(copy.theirs)
 
     def ours(name: str) -> np.ndarray:
-        path, i = place[name]
-        return np.asarray(part(flat[path], i))
+        path, index = locations[name]
+        return np.asarray(part(flat[path], index))
 
     for weight in family.weights(config):
         x = np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))

@@ -55,7 +55,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     glu = f.get("is_gated_act", glu)
     f.ignore("output_past")
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
-    buckets = (
+    buckets_and_distance = (
         f.get("relative_attention_num_buckets"),
         f.get("relative_attention_max_distance"),
     )
@@ -70,7 +70,11 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "num_encoder_layers": layers,
         "num_decoder_layers": f.get("num_decoder_layers") or layers,
         "max_length": f.get("n_positions"),
-        "position": {"name": "t5", "num_buckets": buckets[0], "max_distance": buckets[1]},
+        "position": {
+            "name": "t5",
+            "num_buckets": buckets_and_distance[0],
+            "max_distance": buckets_and_distance[1],
+        },
         "norm_placement": "pre",
         "norm": "rmsnorm",
         "norm_epsilon": f.get("layer_norm_epsilon"),

@@ -14,9 +14,9 @@ from transformer.evaluation.evaluators.base import EVALUATORS, At, Evaluator, Fo
 class Extrapolation(Evaluator):
     """Loss of a language model in sequences of 1, 2, 4, ..., `times` training lengths.
 
-    The sequences do not overlap. With `sliding`, the loss is also measured in overlapping sequences
-    (a sliding window): only their last tokens count, and the preceding ones are context. See Press
-    et al. (2022).
+    The sequences do not overlap. With `sliding`, the loss is also measured in overlapping
+    sequences, whose last tokens alone count; the tokens before them are context. See Press et al.
+    (2022).
     """
 
     during: ClassVar[bool] = False
@@ -66,9 +66,9 @@ class Extrapolation(Evaluator):
         context/LENGTH: mean number of tokens before each token in them. It is half the length if
         texts are that long, and less if several texts share a sequence.
 
-        extrapolation_sliding/LENGTH: nats per token in sequences that start one training length
-        after one another. Only the last training length of tokens counts in each. Tokens at the
-        start of the text have less context.
+        extrapolation_sliding/LENGTH: nats per token in overlapping sequences, which start one
+        training length apart. Only the last training length of each counts. Tokens at the start of
+        the text have less context.
         """
         config, length = subject.config, subject.config.data.length
         for times in self.multiples:
