@@ -167,7 +167,8 @@ def test_the_page_stands_alone(tmp_path):
             "a profile has its numbers"
         )
         assert re.search(
-            r"Norm of the gradient by layer, decoder, before the first step \(one batch of \d+ rows\)",
+            r"Norm of the gradient by layer, decoder, before the first step "
+            r"\(one batch of \d+ sequences\)",
             said,
         )
     assert (

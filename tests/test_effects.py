@@ -153,7 +153,7 @@ def test_a_field_without_effect_is_refused(field):
         (lambda: small("decoder", feed_forward={"name": "experts", "num_experts": 100_000}), "num_experts: 100,000 is too large; at most 4,096"),
         (lambda: small("decoder", norm_placement={"name": "pre", "warmup_hint": 3}), "no option 'warmup_hint'"),
         (lambda: small("decoder", norm_placement={"name": "pre", "branch_gain": -1.0}), "branch_gain: -1.0 must be more than 0"),
-        (lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}), "reads rows of data.length * times = 256 tokens, but the table"),
+        (lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}), "reads sequences of data.length * times = 256 tokens, but the table"),
         (lambda: experiment(train={"evaluators": [{"name": "extrapolation", "times": 1, "sliding": False}]}), "sliding: False has no effect with times=1"),
     ],
 )  # fmt: skip

@@ -207,14 +207,15 @@ def test_tokens_outside_the_vocabulary_of_a_config_json():
     )
     read = lambda **more: FAMILIES["gpt2"].our_config(theirs | more, frozenset())
     with pytest.warns(
-        UserWarning, match="eos_token_id = 50256 is no token of a vocabulary of 61; read as null"
+        UserWarning,
+        match="eos_token_id = 50256 is outside the vocabulary of 61 tokens; read as null",
     ):
         assert read().eos_id is None
     assert read(bos_token_id=0, eos_token_id=[3]).eos_id == 3
     assert read(bos_token_id=0, eos_token_id=[3, 0]).eos_id == (3, 0)
     for value in ("x", True, 1.5):
         with pytest.raises(
-            UserError, match="config.json: pad_token_id = .* must be the id of a token or null"
+            UserError, match="config.json: pad_token_id = .* must be a token ID or null"
         ):
             read(pad_token_id=value)
 

@@ -289,7 +289,8 @@ def test_hugging_face(tmp_path):
         tmp_path / "out", config, {"params": {}}, family=family
     )
     with refused(
-        "model.position.scaling: 'ntk' has no counterpart there; none, linear, dynamic, .* have"
+        "model.position.scaling: 'ntk' has no counterpart in Transformers; "
+        "use one of none, linear, dynamic"
     ):
         save(ours(position={"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}), "llama")
     with refused(r"no family of Transformers can express this model \(.*\); name one"):
@@ -308,11 +309,11 @@ def test_hugging_face(tmp_path):
         save(t5, "t5")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    with refused("out: already there, and not an empty folder; name another"):
+    with refused("out: exists and is not an empty directory; choose another"):
         save(ours(), "llama")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 30}))
     safetensors.numpy.save_file({"x": np.zeros(1)}, tmp_path / "model.safetensors")
-    with refused("tensors of a llama model that are missing: lm_head.weight, model.embed_tokens"):
+    with refused("missing tensors of a llama model: lm_head.weight, model.embed_tokens"):
         load_hf(tmp_path)
 
 

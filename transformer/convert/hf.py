@@ -1,6 +1,7 @@
-"""Hugging Face directories: config.json and safetensors, whole or in shards.
+"""Loads and saves Hugging Face directories: config.json, and safetensors in one file or in shards.
 
-Tensors are read where they lie, one at a time, and become ours one parameter at a time; nothing holds the model twice.
+Tensors are read directly from their files and converted one parameter at a time. The model is never
+in memory twice.
 """
 
 import importlib
@@ -34,7 +35,7 @@ FAMILIES: dict[str, Family] = {
     for info in pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
     for family in importlib.import_module(info.name).FAMILIES
 }
-"""By their `model_type`. A file in families/ adds its own."""
+"""`model_type` -> family. Each file in families/ adds its families."""
 
 SHARD_BYTES = 5_000_000_000
 
@@ -44,12 +45,13 @@ def load_hf(
     place: Callable[[str, np.ndarray], jax.Array] | None = None,
     **fields,
 ) -> tuple[ModelConfig, Any]:
-    """A Hugging Face directory as (config, params), for `build_model(config).apply(params, ...)`.
+    """Loads a Hugging Face directory. Returns (config, params) for `build_model(config).apply`.
 
-    `fields` of the ModelConfig are set on top (`scan_layers=False`, `dtype="bfloat16"`).
+    `fields` override fields of the ModelConfig (`scan_layers=False`, `dtype="bfloat16"`).
     `place(path, array)` puts a parameter on devices, by default on the first. Raises UserError for
-    a family or a field that we cannot express, and for tensors that are missing, left over, of
-    another shape or type, not finite, or tied to another tensor that holds other numbers.
+    a family or a field that a ModelConfig cannot express, and for tensors that are missing,
+    unexpected, of the wrong shape or type, not finite, or different from a tensor to which they are
+    tied.
     """
     directory = Path(directory)
     family, theirs, tensors = open_directory(directory)
@@ -60,12 +62,15 @@ def load_hf(
 
 
 def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
-    """The family of a directory, its config.json, its tensors. With the config.json of a model that
-    generates come the special tokens of generation_config.json."""
+    """Returns the family of a directory, its config.json and its tensors.
+
+    For models that generate, special tokens in generation_config.json override those in
+    config.json.
+    """
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(
-            f"{directory}: no config.json; name a folder in which a model was saved with save_pretrained"
+            f"{directory}: no config.json; choose a directory written by save_pretrained"
         )
     theirs = read_json(file)
     family = look_up(FAMILIES, _name(theirs.get("model_type", "")), f"{file}: model_type")
@@ -81,7 +86,10 @@ def _name(value: Any) -> str:
 def open_hf(
     directory: str | os.PathLike,
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
-    """A Hugging Face directory as the shape of each of our parameters, by the names of unrolled layers, and what reads one."""
+    """Returns the shapes of our parameters in a Hugging Face directory, and a function to read one.
+
+    Both use the paths of unrolled layers.
+    """
     family, theirs, tensors = open_directory(Path(directory))
     return _by_layer(family, family.our_config(theirs, frozenset(tensors.names)), tensors)
 
@@ -92,7 +100,7 @@ def read_params(
     tensors: Tensors,
     place: Callable[[str, np.ndarray], jax.Array],
 ) -> Any:
-    """Our parameters from their tensors, one at a time."""
+    """Returns our parameters, converted from their tensors one at a time."""
     _, fetch = _by_layer(family, config, tensors)
     put = lambda path, x: place(
         path, np.asarray(join(config, path, fetch, np.stack)).astype(x.dtype)
@@ -101,7 +109,10 @@ def read_params(
 
 
 def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
-    """Shapes by unrolled name, and what reads one; every tensor has its place, every parameter its tensor, of the right size."""
+    """Returns unrolled path -> shape, and a function that reads the parameter at an unrolled path.
+
+    Raises UserError unless tensors and parameters correspond, with the right shapes.
+    """
     holder = {
         ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)
     }
@@ -116,7 +127,7 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
 
 
 def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path -> shape and type of every parameter of a model."""
+    """Returns path -> shape and dtype of every parameter of a model."""
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.two_sides))
     return flatten(
         unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens))["params"]
@@ -131,16 +142,17 @@ def save_hf(
     fields: Mapping[str, Any] = types.MappingProxyType({}),
     files: Mapping[str, bytes] = types.MappingProxyType({}),
 ) -> None:
-    """Writes config.json and safetensors that Transformers loads; `params` as `model.init` and `load_hf` return them. `fields` are set
-    in config.json on top, `files` written beside it.
+    """Writes config.json and safetensors that Transformers can load.
 
-    Without `family` (a `model_type`), the first that can express this config. Raises UserError, with the field's name, if none
-    can. Nothing is left in `directory` if it fails.
+    `params` have the form that `model.init` and `load_hf` return. `fields` override fields of
+    config.json; `files` are written beside it. Without `family` (a `model_type`), the first family
+    that can express this config is used. Raises UserError if `family`, or without it every family,
+    cannot. On failure, nothing is left in `directory`.
     """
     chosen, theirs = _choose(config, family)
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory}: already there, and not an empty folder; name another")
+        raise UserError(f"{directory}: exists and is not an empty directory; choose another")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (
         disk_faults(directory),
@@ -166,26 +178,27 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
     if family is not None:
         chosen = look_up(FAMILIES, family, "family")
         return chosen, chosen.their_config(config)
-    for one in FAMILIES.values():
+    for candidate in FAMILIES.values():
         try:
-            return one, one.their_config(config)
+            return candidate, candidate.their_config(config)
         except UserError:
             continue
     raise UserError(
-        f"no family of Transformers can express this model ({', '.join(FAMILIES)}); name one (family=, --family=) to hear why"
+        f"no family of Transformers can express this model ({', '.join(FAMILIES)}); "
+        "name one (family=, --family=) to get the reason"
     )
 
 
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     flat = flatten(params)
-    place, copies = where(config, flat), {}
+    locations, copies = where(config, flat), {}
     for copy in family.copies(config):
         if copy.written:
             copies.setdefault(copy.of, []).append(copy.theirs)
 
     def ours(name: str) -> np.ndarray:
-        path, i = place[name]
-        return np.asarray(part(flat[path], i))
+        path, index = locations[name]
+        return np.asarray(part(flat[path], index))
 
     for weight in family.weights(config):
         x = np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))
@@ -194,7 +207,7 @@ def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple
 
 
 def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """One file, or shards and an index."""
+    """Writes one file, or shards with an index."""
     from safetensors.numpy import save_file
 
     shard, size, names = {}, 0, []

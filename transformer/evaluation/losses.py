@@ -1,4 +1,4 @@
-"""The loss of each token of a text, for evaluators that take it apart.
+"""The loss of each token of a text, for evaluators that break the loss down.
 
 Shape suffixes: B batch, T length, V vocabulary.
 """
@@ -16,7 +16,10 @@ from transformer.model.network import build_model
 
 
 def reading(model: ModelConfig, length: int) -> ModelConfig | None:
-    """The same model, reading rows of at least so many tokens; None where its parameters say how many it can read."""
+    """Returns the model with a max_length of at least `length`.
+
+    Returns None if this would change the shapes of parameters.
+    """
     longest = max(length, model.max_length)
     longer = dataclasses.replace(
         model,
@@ -27,7 +30,7 @@ def reading(model: ModelConfig, length: int) -> ModelConfig | None:
 
 
 def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Of all parameters."""
+    """Returns the shapes of all parameters."""
     tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + model.two_sides)
     return [
         x.shape
@@ -38,7 +41,7 @@ def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 
 
 def mean(subject: Subject, at: At, most: int = 0) -> tuple[float, float]:
-    """(nats per token, tokens before one)."""
+    """Returns (nats per token, mean number of tokens before each token)."""
     total = np.zeros(3)
     for losses, positions, weights in by_token(subject, at, most):
         total += losses.sum(), (positions * weights).sum(), weights.sum()
@@ -48,7 +51,7 @@ def mean(subject: Subject, at: At, most: int = 0) -> tuple[float, float]:
 def by_token(
     subject: Subject, at: At, most: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(-log p of every target times its weight, positions, weights), each [B, T], batch by batch."""
+    """Yields for each batch (-log p(target) times its weight, positions, weights), each [B, T]."""
 
     def losses(params, batch):
         (h_BxTxD, head), _, batch = subject.watch(params, batch)

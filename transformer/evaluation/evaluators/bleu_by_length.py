@@ -16,7 +16,7 @@ class BleuByLength(Evaluator):
 
     during: ClassVar[bool] = False
 
-    words: int = 5  # in each group so many more than in the one before
+    words: int = 5  # width of each group of lengths
 
     def __post_init__(self):
         at_least("train.evaluators", self, 1, "words")
@@ -25,15 +25,18 @@ class BleuByLength(Evaluator):
         return (
             None
             if task.objective.columns == ("source", "target")
-            else "is of what translates a source; data.objective = 'seq2seq' learns that"
+            else "requires translations of a source; set data.objective = 'seq2seq'"
         )
 
     def measure(self, subject: Subject, at: At) -> Found:
-        """bleu_by_length/WORDS: BLEU of the sources of so many words (whitespace apart) or more, up to the next; groups of under ten are left
-        out."""
+        """Yields bleu_by_length/WORDS: BLEU by the length of the source.
+
+        Each group has the sources with WORDS to WORDS + `words` - 1 whitespace-separated words.
+        Groups with fewer than ten sources are omitted.
+        """
         if at.translations is None:
             return
-        group_of = lambda one: (len(one[0].split()) - 1) // self.words
+        group_of = lambda translation: (len(translation[0].split()) - 1) // self.words
         for group_number, members in itertools.groupby(
             sorted(zip(*at.translations, strict=True), key=group_of), key=group_of
         ):

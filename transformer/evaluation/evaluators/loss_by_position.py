@@ -1,4 +1,4 @@
-"""Loss by the place in the row."""
+"""Loss by position in the sequence."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from transformer.evaluation.evaluators.base import (
 @EVALUATORS.register("loss_by_position")
 @dataclasses.dataclass(frozen=True)
 class LossByPosition(Evaluator):
-    """Loss by the place in the row, in so many parts of equal length: what context is worth."""
+    """Loss by position in the sequence, in `parts` equal parts. It shows the value of context."""
 
     during: ClassVar[bool] = True
 
@@ -34,8 +34,10 @@ class LossByPosition(Evaluator):
         return None if task.objective.asks_for_tokens else NO_TOKENS
 
     def measure(self, subject: Subject, at: At) -> Found:
-        """loss_by_position/PLACE: nats per token from that place of the row to the next. Where several documents share a row, of the place
-        in the document."""
+        """Yields loss_by_position/POSITION: nats per token from here to the next POSITION.
+
+        Where several documents share a sequence, positions count within the document.
+        """
         length = (
             subject.config.data.decoder_length
             if subject.config.model.two_sides
