@@ -85,7 +85,10 @@ def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkey
     ):
         pass
     thread.join()
-    waits = f"{tmp_path} was in use by process 17 on elsewhere, which cannot be seen from here; waiting up to 3 s"
+    waits = (
+        f"{tmp_path} was in use by process 17 on elsewhere, "
+        "which is not visible from this machine; waiting up to 3 s"
+    )
     assert (said := capsys.readouterr().err).startswith(waits) and said.count("\n") == 1
     with holding([Claim(file)]):  # nobody renews it any more
         assert Claim(file).held_by(os.getpid())

@@ -331,5 +331,5 @@ def test_a_headless_model_is_no_run():
     headless = dataclasses.replace(small("encoder"), lm_head=False, pooler=True, pooling="cls")
     with refused("an encoder without a head for words or labels cannot be a run"):
         _experiment(headless, TokenizerConfig())
-    with refused("model.prefix_lm: True, but data.objective 'causal_lm' gives no prefix"):
+    with refused("model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"):
         _experiment(small("decoder", prefix_lm=True), TokenizerConfig())
