@@ -77,7 +77,7 @@ def test_the_baseline_comes_first_and_seeds_are_the_same_for_all():
         ),
         (lambda: Sweep(vary("data.train", "a/b.txt")), "'a/b.txt' is not a valid folder name"),
         (lambda: Sweep(arms(logs={})), "an arm is called 'logs', which is a reserved folder name"),
-        (lambda: Sweep(PLACES, declared=["parameters"]), "declared: .'parameters'.; set a mapping"),
+        (lambda: Sweep(PLACES, declared=["parameters"]), "declared: .'parameters'.; set a dict"),
         (
             lambda: Sweep(PLACES, metric="test/beauty"),
             "metric 'test/beauty': its direction is unknown",
@@ -86,7 +86,7 @@ def test_the_baseline_comes_first_and_seeds_are_the_same_for_all():
             lambda: Sweep(PLACES, baseline="alibe"),
             "baseline 'alibe' is not an arm; did you mean 'alibi'",
         ),
-        (lambda: Sweep(PLACES, seeds=0), "seeds: 0; set a number of seeds"),
+        (lambda: Sweep(PLACES, seeds=0), "seeds: 0; set a number, 1 or more"),
         (lambda: Sweep(PLACES, seeds=(1, 1)), "a list of distinct seeds"),
         (lambda: Sweep(product(PLACES, vary("seed", 1, 2))), "use Sweep"),
         (lambda: Sweep(PLACES, match="size"), "match: 'size'"),

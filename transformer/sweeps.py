@@ -190,13 +190,12 @@ class Sweep:
             or not all(type(seed) is int and seed >= 0 for seed in seeds)
         ):
             raise UserError(
-                f"sweep: seeds: {self.seeds!r}; set a number of seeds, 1 or more, or a list of "
-                "distinct seeds"
+                f"sweep: seeds: {self.seeds!r}; set a number, 1 or more, or a list of distinct "
+                "seeds"
             )
         if any("seed" in point.changes for point in self.grid.points):
             raise UserError(
-                "sweep: 'seed' varies in the grid; use Sweep(..., seeds=N), so that all arms have "
-                "the same seeds"
+                "sweep: 'seed' varies in the grid; use Sweep(..., seeds=N), the same for all arms"
             )
         if self.match not in ("", "parameters", "flops", "time"):
             raise UserError(
@@ -204,17 +203,13 @@ class Sweep:
                 f"{nearest(self.match, ('parameters', 'flops', 'time'))}"
             )
         if not isinstance(self.controls, Mapping):
-            raise UserError(
-                f"sweep: controls: {self.controls!r}; set a mapping, "
-                f"{{'ARM': 'why two arms are the same'}}"
-            )
+            raise UserError(f"sweep: controls: {self.controls!r}; set a dict, {{'ARM': 'reason'}}")
         for arm in self.controls:
             if arm not in names:
                 raise UserError(f"sweep: controls: {arm!r} is not an arm; {nearest(arm, names)}")
         if not isinstance(self.declared, Mapping):
             raise UserError(
-                f"sweep: declared: {self.declared!r}; set a mapping, "
-                f"{{'parameters': 'why they differ'}}"
+                f"sweep: declared: {self.declared!r}; set a dict, {{'parameters': 'reason'}}"
             )
         object.__setattr__(
             self, "higher_is_better", higher_is_better(self.metric, self.higher_is_better)
