@@ -86,7 +86,7 @@ def test_the_baseline_comes_first_and_seeds_are_the_same_for_all():
             lambda: Sweep(PLACES, baseline="alibe"),
             "baseline 'alibe' is not an arm; did you mean 'alibi'",
         ),
-        (lambda: Sweep(PLACES, seeds=0), "seeds: 0; set a number, 1 or more"),
+        (lambda: Sweep(PLACES, seeds=0), "seeds: 0; set a positive number"),
         (lambda: Sweep(PLACES, seeds=(1, 1)), "a list of distinct seeds"),
         (lambda: Sweep(product(PLACES, vary("seed", 1, 2))), "use Sweep"),
         (lambda: Sweep(PLACES, match="size"), "match: 'size'"),

@@ -190,8 +190,7 @@ class Sweep:
             or not all(type(seed) is int and seed >= 0 for seed in seeds)
         ):
             raise UserError(
-                f"sweep: seeds: {self.seeds!r}; set a number, 1 or more, or a list of distinct "
-                "seeds"
+                f"sweep: seeds: {self.seeds!r}; set a positive number or a list of distinct seeds"
             )
         if any("seed" in point.changes for point in self.grid.points):
             raise UserError(
@@ -208,9 +207,7 @@ class Sweep:
             if arm not in names:
                 raise UserError(f"sweep: controls: {arm!r} is not an arm; {nearest(arm, names)}")
         if not isinstance(self.declared, Mapping):
-            raise UserError(
-                f"sweep: declared: {self.declared!r}; set a dict, {{'parameters': 'reason'}}"
-            )
+            raise UserError(f"sweep: declared: {self.declared!r}; set a dict, {{'data': 'reason'}}")
         object.__setattr__(
             self, "higher_is_better", higher_is_better(self.metric, self.higher_is_better)
         )
