@@ -126,7 +126,7 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
         ({"model": MODEL, "train": {"average_checkpoints": 5}}, r"train.keep_checkpoints = 2"),
         (
             {"model": MODEL, "train": {"average_checkpoints": 2, "ema_decay": 0.9}},
-            r"two ways to average",
+            r"both average the parameters",
         ),
         (
             {"model": MODEL, "decoding": {"beam_size": 4, "temperature": 1.0}},

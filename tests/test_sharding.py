@@ -189,6 +189,6 @@ def test_statistics_that_cannot_be_moved_are_named():
         )
         with pytest.raises(
             UserError,
-            match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be moved",
+            match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be converted",
         ):
             relayout(old, config.model, new, wanted)
