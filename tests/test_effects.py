@@ -197,7 +197,7 @@ def test_what_cannot_be_begun_is_refused_before_any_work(tmp_path):
     one = meshes.make_mesh(MeshConfig(data=1))
     with pytest.raises(
         UserError,
-        match="data.batch_size: 1,000,000,000 rows of 16 tokens take .* lower data.batch_size",
+        match="data.batch_size: 1,000,000,000 sequences of 16 tokens take .* lower data.batch_size",
     ):
         fits.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(one))
     fits.check_batch(experiment(), Share(one))

@@ -40,7 +40,7 @@ class Sums:
 
     @staticmethod
     def zero() -> "Sums":
-        """Returns sums over no tokens."""
+        """Returns sums that are all 0."""
         return Sums(*(jnp.zeros((), jnp.float32) for _ in range(4)))
 
     def means(self) -> dict[str, jax.Array]:

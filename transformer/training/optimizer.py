@@ -1,6 +1,6 @@
 """The update rule and the learning rate schedule.
 
-Both depend only on the step, so a resumed run needs no other state for them.
+The learning rate depends only on the step, so a resumed run needs no scheduler state.
 """
 
 import jax

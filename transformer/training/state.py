@@ -19,7 +19,7 @@ from transformer.training.config import TrainTask
 
 @struct.dataclass
 class TrainState:
-    """The number of completed steps and all that training updates.
+    """The state that training updates: step, parameters, optimizer state and moving average.
 
     It holds no PRNG key. Keys are derived from the seed and the step.
     """

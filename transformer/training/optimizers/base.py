@@ -19,9 +19,7 @@ class Optimizer:
     """The name by which a config chooses the optimizer. `register` sets it."""
 
     fields: ClassVar[frozenset[str]] = frozenset()
-    """The fields among `b1`, `b2`, `epsilon` and `momentum` that it reads. The config rejects
-    others.
-    """
+    """Those of `b1`, `b2`, `epsilon`, `momentum` that it reads. The config rejects the others."""
 
     def direction(self, config: Config) -> optax.GradientTransformation:
         """Returns the transformation from gradient to update direction.
