@@ -23,13 +23,13 @@ from transformer.files import write_whole
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory
-from transformer.runs.fits import check_rows
 from transformer.parallel.processes import first_before_the_others, is_first
 from transformer.parallel.sharding import Share
 from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.fits import check_rows
 from transformer.runs.metrics import append_metrics
-from transformer.training.optimizer import build_optimizer
 from transformer.runs.rundir import converted, read_manifest
+from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step
 

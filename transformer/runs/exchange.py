@@ -19,7 +19,6 @@ from transformer.convert.special_tokens import read_id
 from transformer.data.pipeline import check_special_tokens, special_tokens
 from transformer.data.tokenizer import Fast, Pair, Tokenizer, is_sentencepiece, load_tokenizer
 from transformer.errors import UserError
-from transformer.runs.evaluate import load_trained
 from transformer.files import disk_faults, read_json
 from transformer.mapping import apply_overrides
 from transformer.model.config import ModelConfig
@@ -29,6 +28,7 @@ from transformer.model.special_tokens import as_tuple
 from transformer.parallel.mesh import check_memory, start, use
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.evaluate import load_trained
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 

@@ -24,8 +24,8 @@ from transformer.errors import UserError
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import build_model
 from transformer.runs.checkpoint import Checkpoints
-from transformer.training.optimizer import build_optimizer
 from transformer.runs.rundir import load_config
+from transformer.training.optimizer import build_optimizer
 from transformer.training.state import TrainState, abstract_state
 
 

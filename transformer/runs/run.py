@@ -28,11 +28,11 @@ from transformer.files import check_room
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory
-from transformer.runs.fits import check_batch, check_rounds, check_rows
 from transformer.parallel.processes import agree, barrier, first_before_the_others, is_first
 from transformer.parallel.sharding import Share, describe
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
+from transformer.runs.fits import check_batch, check_rounds, check_rows
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
 from transformer.runs.metrics import (
     MetricsLog,
@@ -42,8 +42,8 @@ from transformer.runs.metrics import (
     human_number,
     plot_loss,
 )
-from transformer.training.optimizer import build_optimizer, schedule
 from transformer.runs.recorder import Diverged, Recorder
+from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
 from transformer.training.step import attention_backends, make_eval_step, make_train_step
 
