@@ -27,9 +27,10 @@ _MODULES = {
     "transformer.model.network": ("build_model",),
     "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "vary", "zipped"),
 }
-"""Module -> the public names that it defines. A module is imported when one of its names is first
-used, because importing JAX and Flax takes a second and `python -m transformer --help` needs
-neither.
+"""Module -> the public names that it defines.
+
+A module is imported when one of its names is first used, because importing JAX and Flax takes a
+second and `python -m transformer --help` needs neither.
 """
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,5 +1,4 @@
-"""Runs the command line as a process: `python -m transformer` or the installed script
-`transformer`.
+"""The command line as a process: `python -m transformer` or the installed script `transformer`.
 
 Ctrl-C ends the process at any time, with one line and exit code 130. Errors that one line describes
 print no traceback unless TRANSFORMER_TRACEBACKS=1. All other errors print their traceback.

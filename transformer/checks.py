@@ -33,8 +33,9 @@ LARGEST = 2**31 - 1
 
 
 def at_least(section: str, config, minimum, *fields: str) -> None:
-    """Raises UserError unless these fields of `config` are at least `minimum`, finite and, for
-    integers, at most LARGEST.
+    """Raises UserError unless these fields are at least `minimum` and finite.
+
+    Integers must also be at most LARGEST.
     """
     for field in fields:
         value = getattr(config, field)
@@ -44,8 +45,9 @@ def at_least(section: str, config, minimum, *fields: str) -> None:
 
 
 def positive(section: str, config, *fields: str) -> None:
-    """Raises UserError unless these fields of `config` are positive, finite and, for integers, at
-    most LARGEST.
+    """Raises UserError unless these fields are positive and finite.
+
+    Integers must also be at most LARGEST.
     """
     for field in fields:
         value = getattr(config, field)
@@ -114,8 +116,8 @@ def refuse_without_effect(
                 continue
             path = f"{section}.{name}" if section else name
             raise UserError(
-                f"{path}: {plain(value)!r} has no effect without {effect.needs}; "
-                f"set that, or leave {path} at {plain(resolved.get(name, default))!r}"
+                f"{path}: {plain(value)!r} has no effect without {effect.needs}; set that, or "
+                f"leave {path} at {plain(resolved.get(name, default))!r}"
             )
 
 
@@ -151,8 +153,8 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
         def checked(self, *args, **values):
             if len(args) > len(fields):
                 raise UserError(
-                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; "
-                    "pass them as FIELD=VALUE"
+                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; pass them as "
+                    "FIELD=VALUE"
                 )
             positional = dict(zip(fields, args, strict=False))
             for name in positional:
@@ -183,9 +185,7 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
 
 
 def coerce(value, kind, path: str):
-    """Returns `value` converted to the annotated type `kind`. Raises UserError if it does not
-    fit.
-    """
+    """Converts `value` to the annotated type `kind`. Raises UserError if it does not fit."""
     if isinstance(value, np.generic):
         value = value.item()
     _printable(value, path)
@@ -226,8 +226,8 @@ def in_float32(path: str, value) -> None:
         least, most = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
         if not least <= abs(value) <= most:
             raise UserError(
-                f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; "
-                f"take a number between {least:.1e} and {most:.1e}"
+                f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; take a "
+                f"number between {least:.1e} and {most:.1e}"
             )
 
 

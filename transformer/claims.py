@@ -51,9 +51,7 @@ class Process:
         return f"{self.host} {self.pid} {self.began}"
 
     def is_visible(self) -> bool:
-        """Returns whether the process would be visible if it were alive: same host, same
-        container.
-        """
+        """Returns whether a living process would be visible here: same host, same container."""
         same_container = self.began.partition(":")[0] == _container()
         return self.host == socket.gethostname() and self.pid.isdecimal() and same_container
 
@@ -105,9 +103,7 @@ class Claim:
         self.file = file
 
     def take(self) -> bool:
-        """Takes the claim for this process unless a living process holds it. Returns whether it
-        did.
-        """
+        """Takes the claim unless a living process holds it. Returns whether it was taken."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         holder = self.holder()
         if holder is not None and (self._lives(holder) or not self._clear(holder)):
@@ -243,15 +239,14 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                     continue
                 if holder.is_visible() or claim.age() < last_age or time.monotonic() > deadline:
                     raise UserError(
-                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; "
-                        "wait until it ends, stop it, or choose another directory"
+                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; wait until it "
+                        "ends, stop it, or choose another directory"
                     )
                 if not announced:
                     announced = True
                     print(
-                        f"{claim.file.parent} was in use by {claim.who()}, "
-                        f"which is not visible from this machine; waiting up to {STALE:.0f} s for "
-                        "it to renew its claim",
+                        f"{claim.file.parent} was in use by {claim.who()}, which is not visible "
+                        f"from this machine; waiting up to {STALE:.0f} s for it to renew its claim",
                         file=sys.stderr,
                     )
                 last_age = claim.age()

@@ -37,8 +37,9 @@ def disk_faults(path) -> Iterator[None]:
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
-    """Raises UserError if `needed` bytes of `what` do not fit on the disk of `folder`, which need
-    not exist.
+    """Raises UserError if `needed` bytes of `what` do not fit on the disk of `folder`.
+
+    The folder need not exist.
     """
     while not folder.exists():
         folder = folder.parent

@@ -1,5 +1,7 @@
-"""Robust standard streams, which may be closed before a command begins (`train ... >&-`) or before
-it ends (`train ... | head`), and filters for redundant tracebacks.
+"""Standard streams that may be closed early, and filters for redundant tracebacks.
+
+A stream may be closed before a command begins (`train ... >&-`) or before it ends (`train ... |
+head`).
 """
 
 import contextlib

@@ -13,9 +13,7 @@ from transformer.checks import build_choice
 
 
 class Registry(Mapping[str, type]):
-    """Name -> class, for the config field `field`. The classes are defined in modules of
-    `package`.
-    """
+    """Name -> class, for the config field `field`. Modules of `package` define the classes."""
 
     def __init__(
         self,

@@ -47,9 +47,7 @@ OF_LABELS = {
 
 
 def kind(metric: str, asks_for_tokens: bool = True) -> Kind | None:
-    """Returns the kind of a metric, from the last known part of its name; None if no part is
-    known.
-    """
+    """Returns the kind of a metric, from the last known part of its name, or None."""
     kinds = KINDS if asks_for_tokens else KINDS | OF_LABELS
     return next((kinds[part] for part in reversed(metric.split("/")) if part in kinds), None)
 

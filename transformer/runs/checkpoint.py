@@ -144,16 +144,14 @@ class Checkpoints:
         if record.arrays.keys() == {"params"}:
             raise UserError(
                 f"{self.folder}: contains only converted parameters; start from them in another "
-                "--workdir, "
-                f"with --config.train.init_from={self.folder.parent}"
+                f"--workdir, with --config.train.init_from={self.folder.parent}"
             )
         items = self._read(step, record, _items(abstract_of(record.layout)))
         self._intact.add(step)
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
 
     def restore_params(self, abstract_params, *, item: str = "params", mean_of: int = 1):
-        """Returns only parameters: the latest (`item="params"`) or their moving average
-        (`item="ema"`).
+        """Returns only parameters: the latest ("params") or their moving average ("ema").
 
         With `mean_of` > 1, returns the mean over the last `mean_of` checkpoints.
         """
@@ -175,9 +173,7 @@ class Checkpoints:
             return Record.from_json(content, step)
 
     def _read(self, step: int, record: Record, abstract: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads items of a checkpoint and compares names, shapes, dtypes and values with its
-        record.
-        """
+        """Reads items and compares their names, shapes, dtypes and values with the record."""
         record.check_same_model(f"{self.folder}/{step}", abstract)
         with self._reading(step):
             restore = lambda tree: ocp.args.PyTreeRestore(
@@ -268,20 +264,20 @@ class Checkpoints:
     def _set_aside(self, step: int, why: str) -> None:
         """Moves a damaged checkpoint out of this folder and reports it."""
         target = self._workdir / "damaged" / str(step)
-        barrier(f"the damaged checkpoint of step {step} is still there")
+        barrier(f"damaged checkpoint of step {step}")
         if is_first():
             while target.exists():
                 target = target.with_name(target.name + "+")
             target.parent.mkdir(exist_ok=True)
             Path(self.folder / str(step)).rename(target)
-        barrier(f"the damaged checkpoint of step {step} is set aside")
+        barrier(f"moved checkpoint of step {step}")
         self._manager.reload()
         self._tell(f"{why}; it is now in {target.parent}")
 
 
 @contextlib.contextmanager
 def _advise_reader() -> Iterator[None]:
-    """Adds a way out to Damaged errors of commands that read a checkpoint and do not train."""
+    """Adds a fix to Damaged errors of commands that read a checkpoint and do not train."""
     try:
         yield
     except Damaged as e:

@@ -36,7 +36,7 @@ from transformer.training.step import make_eval_step
 
 @dataclasses.dataclass
 class Trained:
-    """A trained model, ready for use, with averaged parameters if the config sets so."""
+    """A trained model that is ready for use. Its parameters are averaged if the config sets so."""
 
     workdir: Path
     config: Experiment

@@ -89,7 +89,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
 def to_hf(
     workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family: str | None
 ) -> None:
-    """Writes the model of a run, with the parameters used for evaluation, as a Hugging Face
+    """Writes a run's model, with the parameters used for evaluation, as a Hugging Face
     directory.
     """
     files, model = {}, config.model

@@ -12,8 +12,9 @@ from transformer.parallel.host import memory
 from transformer.parallel.sharding import ROWS, Share, human_bytes
 
 BYTES_A_TOKEN = 20
-"""Bytes per token of a batch on the host: inputs, segments, positions, targets and weights
-(data/batching.py), 4 bytes each.
+"""Bytes per token of a batch on the host.
+
+Inputs, segments, positions, targets and weights have 4 bytes each (data/batching.py).
 """
 
 

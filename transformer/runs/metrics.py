@@ -1,6 +1,4 @@
-"""The outputs of a run: progress lines, metrics.jsonl, TensorBoard, Weights & Biases and
-loss.png.
-"""
+"""Outputs of a run: progress lines, metrics.jsonl, TensorBoard, Weights & Biases and loss.png."""
 
 import hashlib
 import importlib.util
@@ -203,8 +201,9 @@ def human_number(x: float) -> str:
 
 
 def plot_loss(workdir: Path) -> Path | None:
-    """Plots the training loss (mean of each logging interval) and the validation loss to
-    loss.png.
+    """Plots the training loss and the validation loss against the step to loss.png.
+
+    The training loss is the mean of each logging interval. Returns None if there is none.
     """
     import matplotlib
 

@@ -69,8 +69,8 @@ class Recorder:
             self._log.write(step, **{"train/diverged": True})
             raise Diverged(
                 f"training diverged: the loss is {values['objective']} at step {step:,}; lower "
-                "optimizer.learning_rate, "
-                "lengthen optimizer.warmup_steps or set optimizer.clip_norm"
+                "optimizer.learning_rate, lengthen optimizer.warmup_steps or set "
+                "optimizer.clip_norm"
             )
         for name, value in values.items():
             self.window[name] = self.window.get(name, 0.0) + (
@@ -104,8 +104,8 @@ class Recorder:
     def aside(self) -> Iterator[None]:
         """Excludes the time of its body from the measured training time.
 
-        For evaluations and checkpoints, of this run or of one trained together with it. Nested uses
-        count once.
+        Used for evaluations and checkpoints, of this run or of one trained together with it. Nested
+        uses count once.
         """
         self.flush()
         start, was_aside, self._aside = time.perf_counter(), self._aside, True

@@ -88,7 +88,7 @@ class Run:
             if is_first():
                 plot_loss(self.workdir)
         if error_type is None:
-            barrier("the run is over")
+            barrier("end of the run")
 
     def saving_due(self) -> bool:
         return (
@@ -192,7 +192,7 @@ def begin(
         wandb=config.train.wandb,
         config=to_mapping(config),
     )
-    barrier("all have read the metrics so far")
+    barrier("reading of earlier metrics")
     train = config.train
     recorder = Recorder(
         log,
@@ -298,7 +298,7 @@ def claim_directory(
     if is_first():
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
-    barrier("the run directory is there")
+    barrier("writing of the run directory")
     if not (workdir / "config.json").exists():
         raise UserError(
             f"--workdir: process {jax.process_index()} cannot see the files that process 0 wrote "

@@ -1,4 +1,4 @@
-"""The run directory, which records everything about a run and holds only one.
+"""The run directory. It holds one run and records everything about it.
 
 config.json  manifest.json  tokenizer.model  metrics.jsonl  tensorboard/  checkpoints/
 samples.txt  loss.png
@@ -143,9 +143,7 @@ def check_folder(workdir: Path) -> None:
 
 
 def converted(workdir: Path) -> bool:
-    """Returns whether the parameters were converted from another format, so that there is no
-    data.
-    """
+    """Returns whether the parameters were converted from elsewhere, so that there is no data."""
     return (workdir / "manifest.json").exists() and "converted_from" in read_manifest(workdir)
 
 
@@ -162,8 +160,9 @@ _MANIFEST_KINDS = {
 
 
 def read_manifest(workdir: Path) -> dict:
-    """Returns the manifest of a run. Raises UserError if it is damaged or an entry has a wrong
-    type.
+    """Returns the manifest of a run.
+
+    Raises UserError if it is damaged or an entry has a wrong type.
     """
     file = workdir / "manifest.json"
     manifest = read_json(file)
@@ -199,9 +198,7 @@ def load_config(workdir: Path) -> Experiment:
 
 
 def _check_version(workdir: Path) -> None:
-    """Raises UserError for a run of another minor version, in which fields may differ in
-    meaning.
-    """
+    """Raises UserError for a run of another minor version, as its fields may differ in meaning."""
     written = (
         read_manifest(workdir).get("transformer") if (workdir / "manifest.json").exists() else None
     )
@@ -209,8 +206,7 @@ def _check_version(workdir: Path) -> None:
     if isinstance(written, str) and minor(written) != minor(__version__):
         raise UserError(
             f"--workdir: version {written} of this package wrote {workdir}, but this is "
-            f"{__version__}; "
-            f"read it with that version, or train again in another directory"
+            f"{__version__}; read it with that version, or train again in another directory"
         )
 
 
