@@ -141,9 +141,8 @@ def _parse(text: str, kind):
         )
     spelled = {"true": "True", "false": "False", "none": "None"}.get(text.lower(), text)
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # such as "1if" or an invalid escape sequence
+        # Text such as "1if" or an invalid escape sequence causes warnings.
+        with warnings.catch_warnings(action="ignore"):
             return ast.literal_eval(spelled)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text  # not a literal, or nested too deeply for Python's parser

@@ -100,8 +100,8 @@ class Record:
             for path in sorted(expected.keys() | saved.keys() if is_complete else expected):
                 if expected.get(path) != saved.get(path):
                     mismatches.append(
-                        f"{path} is {_spell(saved.get(path))} there, {_spell(expected.get(path))} "
-                        "here"
+                        f"{path} is {_format_kind(saved.get(path))} in the checkpoint, "
+                        f"{_format_kind(expected.get(path))} in the model"
                     )
         if mismatches:
             more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
@@ -134,7 +134,7 @@ def _kinds(tree: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in leaves if x is not ...}
 
 
-def _spell(kind: tuple[str, tuple[int, ...]] | None) -> str:
+def _format_kind(kind: tuple[str, tuple[int, ...]] | None) -> str:
     if kind is None:
         return "absent"
     dtype, shape = kind

@@ -112,8 +112,8 @@ def _is_whole(line) -> bool:
 
 def append_metrics(workdir: Path, step: int, values: dict[str, float]) -> None:
     """Appends a line to the log of a finished run unless its last line is equal."""
-    line, lines = {"step": step} | values, read_metrics(workdir)
-    if lines[-1:] != [json.loads(json.dumps(line))]:
+    line, logged = {"step": step} | values, read_metrics(workdir)
+    if logged[-1:] != [json.loads(json.dumps(line))]:
         with (workdir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -1,7 +1,7 @@
 """The run directory. It holds one run and records everything about it.
 
-config.json  manifest.json  tokenizer.model  metrics.jsonl  tensorboard/  checkpoints/
-samples.txt  loss.png
+Contents: config.json, manifest.json, the tokenizer, metrics.jsonl, tensorboard/, checkpoints/,
+samples.txt, loss.png.
 """
 
 import contextlib
@@ -221,7 +221,7 @@ def claim(
     """Writes config.json, the tokenizer and manifest.json of this experiment to the directory.
 
     The manifest records what the results depend on: versions, commit, devices and mesh and, in
-    `origin`, data hashes and attention backends. It has one entry for every start.
+    `origin`, data hashes and attention backends. It keeps an entry for every earlier start.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     _write(workdir / "config.json", to_mapping(config))
