@@ -161,7 +161,7 @@ def test_a_claim_that_was_not_renewed_in_time_is_lost(tmp_path, other, monkeypat
     """Also where its file is gone: another may have taken the run over, and ended it."""
     monkeypatch.setattr(claims, "keep_renewing", lambda taken: lambda: None)  # it stands still
     monkeypatch.setattr(claims, "STALE", 0.2)
-    late = f"took over this run after process {os.getpid()} had not responded for 0 s; this one"
+    late = f"took over this run after process {os.getpid()} had not responded for 0 s; this process"
     claim = Claim(tmp_path / "lock")
     with holding([claim]):
         time.sleep(0.3)
