@@ -89,9 +89,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
 def to_hf(
     workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family: str | None
 ) -> None:
-    """Writes a run's model, with the parameters used for evaluation, as a Hugging Face
-    directory.
-    """
+    """Writes a run's model, with its evaluation parameters, as a Hugging Face directory."""
     files, model = {}, config.model
     with use(mesh):
         trained = load_trained(workdir, config, mesh)
