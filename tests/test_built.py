@@ -38,7 +38,7 @@ def test_a_control_must_be_one():
                 controls={"wide": "the same model"},
             )
         )
-    with pytest.raises(UserError, match="controls: 'wid' is no arm; did you mean 'wide'"):
+    with pytest.raises(UserError, match="controls: 'wid' is not an arm; did you mean 'wide'"):
         Sweep(arms(plain={}, wide={}), controls={"wid": "x"})
     checked(Sweep(arms(plain={}, again={}), controls={"again": "the noise of the machine"}))
 

@@ -85,7 +85,10 @@ def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkey
     ):
         pass
     thread.join()
-    waits = f"{tmp_path} was in use by process 17 on elsewhere, which cannot be seen from here; waiting up to 3 s"
+    waits = (
+        f"{tmp_path} was in use by process 17 on elsewhere, "
+        "which is not visible from this machine; waiting up to 3 s"
+    )
     assert (said := capsys.readouterr().err).startswith(waits) and said.count("\n") == 1
     with holding([Claim(file)]):  # nobody renews it any more
         assert Claim(file).held_by(os.getpid())
@@ -158,7 +161,7 @@ def test_a_claim_that_was_not_renewed_in_time_is_lost(tmp_path, other, monkeypat
     """Also where its file is gone: another may have taken the run over, and ended it."""
     monkeypatch.setattr(claims, "keep_renewing", lambda taken: lambda: None)  # it stands still
     monkeypatch.setattr(claims, "STALE", 0.2)
-    late = f"took over this run after process {os.getpid()} had not responded for 0 s; this one"
+    late = f"took over this run after process {os.getpid()} had not responded for 0 s; this process"
     claim = Claim(tmp_path / "lock")
     with holding([claim]):
         time.sleep(0.3)

@@ -251,7 +251,7 @@ def test_which_way_is_better_is_known_by_name(tmp_path):
     again = report.again(compare(tmp_path, metric="test/bleu", baseline="b").results)
     assert again.endswith("--metric=test/bleu --baseline=b")
     made_up(tmp_path, "c", 0, 4.0, test_beauty=1.0)
-    with pytest.raises(UserError, match="metric 'test/beauty': say which way is better"):
+    with pytest.raises(UserError, match="metric 'test/beauty': its direction is unknown"):
         compare(tmp_path, metric="test/beauty")
 
 

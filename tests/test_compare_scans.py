@@ -85,7 +85,7 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
         "Sensitivity (Wortsman" in page
         and (tmp_path / "report" / "figures" / "scan_optimizer.learning_rate.png").exists()
     )
-    with pytest.raises(UserError, match="from a number over 0"):
+    with pytest.raises(UserError, match="use 0 < low < high"):
         scan("optimizer.learning_rate", 0.0, 1.0, 3)
 
 

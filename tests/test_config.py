@@ -87,14 +87,14 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
     ("tree", "message"),
     [
         ({"modle": {}}, r"modle: no such field; did you mean 'model'"),
-        ({"tokenizer": {"kind": "char"}}, r"tokenizer: no such field; it is data\.tokenizer$"),
+        ({"tokenizer": {"kind": "char"}}, r"tokenizer: no such field; use data\.tokenizer$"),
         (
             {"model": {**MODEL, "batch_size": 3}},
-            r"model.batch_size: no such field; it is data\.batch_size or decoding\.batch_size",
+            r"model.batch_size: no such field; use data\.batch_size or decoding\.batch_size",
         ),
         (
             {"model": MODEL, "data": {"tokenizer": "char"}},
-            r"data.tokenizer: expected a table of fields, dict\(kind=...\), got 'char'",
+            r"data.tokenizer: expected a mapping of fields, dict\(kind=...\), got 'char'",
         ),
         (
             {"model": {**MODEL, "d_modle": 3}},
@@ -103,7 +103,7 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
         ({"model": {**MODEL, "d_model": "wide"}}, r"model.d_model: expected int, got 'wide'"),
         ({"model": {**MODEL, "use_bias": 1}}, r"model.use_bias: expected bool, got 1"),
         ({"model": {"vocab_size": 3}}, r"model.family: must be set"),
-        ({"model": 3}, r"model: expected a table of fields"),
+        ({"model": 3}, r"model: expected a mapping of fields"),
         (
             {"model": {**MODEL, "max_length": 64}, "data": {"corpus": "pydoc", "length": 128}},
             r"data.length: 128 is longer than model.max_length",
@@ -126,7 +126,7 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
         ({"model": MODEL, "train": {"average_checkpoints": 5}}, r"train.keep_checkpoints = 2"),
         (
             {"model": MODEL, "train": {"average_checkpoints": 2, "ema_decay": 0.9}},
-            r"two ways to average",
+            r"both average the parameters",
         ),
         (
             {"model": MODEL, "decoding": {"beam_size": 4, "temperature": 1.0}},
@@ -221,7 +221,7 @@ def test_an_unknown_field_in_python_names_the_nearest():
 
 def test_values_without_names_each_have_a_field():
     assert MeshConfig(1, 2) == MeshConfig(data=1, stage=2)
-    with pytest.raises(UserError, match=r"^MeshConfig: 9 values for \d fields; name them"):
+    with pytest.raises(UserError, match=r"^MeshConfig: 9 values for \d fields; pass them"):
         MeshConfig(1, 1, 1, 1, 1, 1, "data", "junk", 3)
     with pytest.raises(UserError, match=r"^data.tokenizer.kind: given twice, .*; leave one out"):
         TokenizerConfig("bpe", kind="char")
@@ -239,7 +239,7 @@ def test_values_without_names_each_have_a_field():
             r"returns 3; a ConfigDict or a dict is expected",
         ),
         ("x.py", "def get_config():\n    return [1]\n", r"returns \[1\]"),
-        ("x.txt", "", "no Python file"),
+        ("x.txt", "", "neither a Python file nor a config.json"),
         ("x.json", "{", "damaged"),
     ],
 )

@@ -318,7 +318,7 @@ def test_damaged_and_missing_files(saved, tmp_path):
     theirs = json.loads((folder / "config.json").read_text())
     for content, message in {
         "{": "config.json: damaged",
-        "[1]": "config.json: damaged (no JSON object)",
+        "[1]": "config.json: damaged (not a JSON object)",
         "[" * 100_000: "config.json: damaged",
         json.dumps({"model_type": ["gpt2"]}): "model_type: no \"['gpt2']\"",
         json.dumps(theirs | {"n_embd": "x"}): "config.json: n_embd = 'x' must be a whole number",

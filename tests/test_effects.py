@@ -141,7 +141,7 @@ def test_a_field_without_effect_is_refused(field):
         (lambda: TrainConfig(evaluators="order"), "train.evaluators: expected a list"),
         (lambda: OptimizerConfig(b3=0.1), "OptimizerConfig.b3: no such field; did you mean 'b"),
         (lambda: small("decoder", d_model="wide"), "model.d_model: expected int, got 'wide'"),
-        (lambda: Experiment(small("decoder"), data=3), "data: expected a table of fields"),
+        (lambda: Experiment(small("decoder"), data=3), "data: expected a mapping of fields"),
         (lambda: Experiment(small("decoder")), "data: must be set"),
         (lambda: small("decoder", logit_scale=1e-300), "model.logit_scale: 1e-300 is 0 in float32"),
         (lambda: OptimizerConfig(learning_rate=1e39), "learning_rate: 1e+39 is infinite in float32"),
@@ -197,7 +197,7 @@ def test_what_cannot_be_begun_is_refused_before_any_work(tmp_path):
     one = meshes.make_mesh(MeshConfig(data=1))
     with pytest.raises(
         UserError,
-        match="data.batch_size: 1,000,000,000 rows of 16 tokens take .* lower data.batch_size",
+        match="data.batch_size: 1,000,000,000 sequences of 16 tokens take .* lower data.batch_size",
     ):
         fits.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(one))
     fits.check_batch(experiment(), Share(one))

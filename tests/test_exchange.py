@@ -204,7 +204,7 @@ def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
     (run / "config.json").write_text(json.dumps(to_mapping(config)))
     with pytest.raises(
         UserError,
-        match=r"parameters alone, converted from elsewhere; start from them in another --workdir",
+        match=r"contains only converted parameters; start from them in another --workdir",
     ):
         train(config, run)
 
@@ -344,7 +344,7 @@ def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
         (["--from=none", "--workdir=x"], "none: no config.json"),
         (
             ["--from={gpt2}", "--workdir=full"],
-            "--workdir: full is already there, and not an empty folder",
+            "--workdir: full exists and is not an empty folder",
         ),
         (["--from={gpt2}", "--workdir=x", "--family=gpt2"], "--family: goes with --to"),
         (

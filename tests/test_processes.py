@@ -272,7 +272,7 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert (
-        f"process 1 does not see what process 0 wrote to {tmp_path / '1'}; it must be a shared folder"
+        f"process 1 cannot see the files that process 0 wrote to {tmp_path / '1'}; use a shared folder"
         in errors[1]
     )
 

@@ -91,7 +91,7 @@ def test_files_of_the_command_line(run, tmp_path, capsys):
 
 def test_a_run_without_a_checkpoint(run):
     with use(make_mesh(MeshConfig(data=1))) as mesh:
-        with refused("has no checkpoint yet; go on training it"):
+        with refused("has no checkpoint yet; continue training"):
             load_trained(run, experiment(), mesh)
         with refused(f"train.init_from: {run} has no checkpoint yet"):
             _source(run, mesh)
@@ -106,7 +106,7 @@ def test_a_damaged_manifest(run):
 
 def test_what_is_left_out_must_not_be_left_empty():
     shapes = {"a": (2,), "b": (2,)}
-    with refused("train.init_drop: b would be left empty; name it in train.init_new too"):
+    with refused("train.init_drop: b would not be initialized; name it in train.init_new too"):
         _match(TrainConfig(init_from="x", init_drop=("b",)), shapes, shapes)
 
 
@@ -128,7 +128,7 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
         (
             {"data": 8},
             {"batch_size": 12},
-            "data.batch_size: 12 rows of 16 tokens do not divide over mesh.data = 8",
+            "data.batch_size: 12 sequences of 16 tokens do not divide over mesh.data = 8",
         ),
         (
             {"data": 1, "context": 3},
@@ -332,5 +332,5 @@ def test_a_headless_model_is_no_run():
     headless = dataclasses.replace(small("encoder"), lm_head=False, pooler=True, pooling="cls")
     with refused("an encoder without a head for words or labels cannot be a run"):
         _experiment(headless, TokenizerConfig())
-    with refused("model.prefix_lm: True, but data.objective 'causal_lm' gives no prefix"):
+    with refused("model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"):
         _experiment(small("decoder", prefix_lm=True), TokenizerConfig())

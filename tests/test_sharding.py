@@ -141,11 +141,11 @@ def test_an_axis_that_does_not_divide_over_slices_is_refused():
 @pytest.mark.parametrize(
     ("mesh", "model", "message"),
     [
-        ({"stage": 2}, {"scan_layers": False}, "mesh.stage: 2, but layers are not looped"),
-        ({"stage": 4}, {"pipeline_rounds": 2, "pipeline_microbatches": 2, "num_decoder_layers": 8}, "model.pipeline_microbatches: 2 are too few"),
-        ({"stage": 2, "fsdp": 2}, {"pipeline_microbatches": 3}, r"8 rows of 8 tokens do not divide over \(mesh.stage and model.pipeline_microbatches\) \* mesh.fsdp = 6 \* 2"),
+        ({"stage": 2}, {"scan_layers": False}, "mesh.stage: 2, but layers are not scanned"),
+        ({"stage": 4}, {"pipeline_rounds": 2, "pipeline_microbatches": 2, "num_decoder_layers": 8}, "model.pipeline_microbatches: 2 is fewer than mesh.stage"),
+        ({"stage": 2, "fsdp": 2}, {"pipeline_microbatches": 3}, r"8 sequences of 8 tokens do not divide over \(mesh.stage and model.pipeline_microbatches\) \* mesh.fsdp = 6 \* 2"),
         ({"expert": 4}, {"max_length": 8}, None),
-        ({"data": 3}, {}, r"data.batch_size: 8 rows of 8 tokens do not divide over mesh.data = 3"),
+        ({"data": 3}, {}, r"data.batch_size: 8 sequences of 8 tokens do not divide over mesh.data = 3"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
@@ -189,6 +189,6 @@ def test_statistics_that_cannot_be_moved_are_named():
         )
         with pytest.raises(
             UserError,
-            match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be moved",
+            match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be converted",
         ):
             relayout(old, config.model, new, wanted)

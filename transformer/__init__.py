@@ -8,7 +8,7 @@ logits = model.apply(params, tokens)
 
 from transformer.version import __version__
 
-TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all the rest of this module
+TYPE_CHECKING = False  # as in `typing`, which takes longer to import than the rest of this module
 if TYPE_CHECKING:
     from transformer.config import Experiment, ModelConfig
     from transformer.config_io import load_experiment
@@ -27,8 +27,11 @@ _MODULES = {
     "transformer.model.network": ("build_model",),
     "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "vary", "zipped"),
 }
-"""Where the public names are defined. A module is imported when one of its names is first used: JAX and Flax take a second, and
-`python -m transformer --help` needs neither."""
+"""Module -> the public names that it defines.
+
+A module is imported when one of its names is first used, because importing JAX and Flax takes a
+second and `python -m transformer --help` needs neither.
+"""
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

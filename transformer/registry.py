@@ -1,7 +1,7 @@
-"""Registries: what a config chooses by name, from classes that live one to a file.
+"""Registries of the classes that a config chooses by name. Each class is in a file of its own.
 
-The modules of a registry's package are imported when something is first looked up, so a new file
-there needs no other line of code, and the package's base never imports what is built on it.
+A registry imports the modules of its package at the first lookup. A new file in the package
+therefore needs no other change, and the base module never imports the modules that depend on it.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from transformer.checks import build_choice
 
 
 class Registry(Mapping[str, type]):
-    """Name -> class, for the config field `field`; the classes are defined in modules of `package`."""
+    """Name -> class, for the config field `field`. Modules of `package` define the classes."""
 
     def __init__(
         self,
@@ -21,25 +21,37 @@ class Registry(Mapping[str, type]):
         package: str,
         is_option: Callable[[dataclasses.Field], bool] = lambda field: True,
     ):
-        """`is_option`: which fields of a class a config may set."""
+        """`is_option` returns whether a config may set a field of a class."""
         self._field, self._package, self._is_option = field, package, is_option
         self._classes: dict[str, type] = {}
         self._is_loaded = False
 
     def register(self, name: str) -> Callable[[type], type]:
-        """Class decorator that gives a class its `name`. Raises ValueError if the name is taken."""
+        """Returns a class decorator that registers a class and sets its `name`.
+
+        The decorator raises ValueError if the name is taken.
+        """
 
         def add(cls: type) -> type:
-            known = self._classes.setdefault(name, cls)
-            if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
-                raise ValueError(f"{self._field}: {name!r} is {known.__module__}.{known.__name__}")
+            registered = self._classes.setdefault(name, cls)
+            if (
+                registered.__qualname__ != cls.__qualname__
+                or registered.__module__ != cls.__module__
+            ):
+                raise ValueError(
+                    f"{self._field}: {name!r} is already "
+                    f"{registered.__module__}.{registered.__name__}"
+                )
             cls.name = name
             return cls
 
         return add
 
     def build(self, spec: str | Mapping):
-        """The object of a config: `"name"`, or `dict(name="name", option=value)`. Raises UserError."""
+        """Builds the object of a spec: `"name"`, or `dict(name="name", option=value)`.
+
+        Raises UserError.
+        """
         return build_choice(self._field, self._all, spec, self._is_option)
 
     @property
