@@ -316,7 +316,7 @@ def test_prompts_and_caches_that_do_not_fit():
         UserError, match="prompt_mask: padding after a real token; pad prompts on the left"
     ):
         prefill(model, params["params"], x, 8, None, x[:, ::-1] != x[:, :1])
-    with pytest.raises(UserError, match=r"cache: 3 slots, but 0 \+ 4 tokens"):
+    with pytest.raises(UserError, match=r"cache: 3 slots cannot hold 0 \+ 4 tokens"):
         prefill(model, params["params"], x, 3)
 
 
@@ -341,7 +341,7 @@ def test_cached_tokens_are_followed():
         logits, cache = step(part, cache)
         found.append(logits)
     np.testing.assert_allclose(jnp.concatenate(found, 1), model.apply(params, x), atol=3e-5)
-    with pytest.raises(UserError, match=r"cache: 6 slots, but 6 \+ 1 tokens"):
+    with pytest.raises(UserError, match=r"cache: 6 slots cannot hold 6 \+ 1 tokens"):
         model.apply(params, x[:, :1], cache, method="decode")
 
 
