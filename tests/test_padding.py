@@ -250,15 +250,15 @@ FAULTS = {
     "rank 3": ((ONES[None],), {}, r"got int32\[1, 2, 5\]"),
     "float": ((ONES * 1.0,), {}, r"tokens: expected integers of shape \[B, T\], got float64"),
     "list": (([[1, 2]],), {}, "tokens: expected an integer array, got a list"),
-    "long": ((np.ones((1, 25), int),), {}, r"a sequence of 25 tokens, but model\.max_length = 24"),
-    "mask's shape": ((ONES,), {"padding_mask": ONES[:, :4] > 0}, r"padding_mask: shape \[2, 4\], but the tokens' is \[2, 5\]"),
+    "long": ((np.ones((1, 25), int),), {}, r"a sequence of 25 tokens is longer than model\.max_length = 24"),
+    "mask's shape": ((ONES,), {"padding_mask": ONES[:, :4] > 0}, r"padding_mask: shape \[2, 4\] differs from the tokens' shape \[2, 5\]"),
     "mask's rank": ((ONES,), {"padding_mask": ONES[0] > 0}, r"padding_mask: shape \[5\]"),
     "mask's type": ((ONES,), {"padding_mask": ONES * 0.5}, "padding_mask: expected an array of bool, got float64"),
     "segments' type": ((ONES,), {"segment_ids": ONES > 0}, "segment_ids: expected an integer array, got bool"),
-    "both masks": ((ONES,), {"padding_mask": ONES > 0, "segment_ids": ONES}, "padding_mask: given beside segment_ids; give one"),
+    "both masks": ((ONES,), {"padding_mask": ONES > 0, "segment_ids": ONES}, "padding_mask: passed together with segment_ids; pass one"),
     "positions' shape": ((ONES,), {"positions": ONES[:1, :3]}, r"positions: shape \[1, 3\]"),
     "prefix": ((ONES,), {"prefix_mask": ONES > 0}, r"prefix_mask: .*; set model\.prefix_lm=True"),
-    "types": ((ONES,), {"token_types": ONES}, r"token_types: given, but model\.token_types = 0"),
+    "types": ((ONES,), {"token_types": ONES}, r"token_types: passed, but model\.token_types = 0"),
 }  # fmt: skip
 VALUES = {
     "beyond": ((ONES + 36,), {}, r"tokens: 37 must be between 0 and 36 \(model\.vocab_size = 37\)"),
@@ -297,7 +297,7 @@ def test_what_does_not_fit_in_two_sides_says_which():
         (
             (x, x),
             {"segment_ids": x + 1},
-            "segment_ids: 2 documents in a row, but no source_segment_ids",
+            "segment_ids: 2 documents in a sequence, but no source_segment_ids",
         ),
     ):
         with pytest.raises(UserError, match=message):

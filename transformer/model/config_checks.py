@@ -18,7 +18,8 @@ from transformer.model.pooling import POOLINGS
 from transformer.model.remat import REMAT_POLICIES
 
 MOST_LAYERS = 10_000
-"""Building a config checks every layer. The deepest published Transformer has 1,000 layers."""
+"""The most layers of a stack. Building a config checks each of them; the deepest published
+Transformer has 1,000."""
 
 
 FORMER_FAMILIES = {
