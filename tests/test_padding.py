@@ -222,11 +222,14 @@ def test_tokens_outside_the_vocabulary_of_a_config_json():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pad_id": 37}, "model.pad_id: 37 is no token of a vocabulary of 37"),
-        ({"bos_id": -1}, "model.bos_id: -1 is no token"),
-        ({"eos_id": (1, 40)}, "model.eos_id: 40 is no token"),
+        ({"pad_id": 37}, "model.pad_id: 37 is not in a vocabulary of 37 tokens"),
+        ({"bos_id": -1}, "model.bos_id: -1 is not in a vocabulary"),
+        ({"eos_id": (1, 40)}, "model.eos_id: 40 is not in a vocabulary"),
         ({"eos_id": 1.5}, r"model.eos_id: expected int .*, got 1.5"),
-        ({"decoder_start_id": 0}, "model.decoder_start_id: 0, but model.family = 'decoder'"),
+        (
+            {"decoder_start_id": 0},
+            "model.decoder_start_id: 0 needs model.family='encoder_decoder', but it is 'decoder'",
+        ),
     ],
 )
 def test_special_tokens_lie_inside_the_vocabulary(fields, message):
@@ -355,7 +358,7 @@ def test_the_end_is_said_or_in_the_config():
     for model, given in ((plain, {}), (config(pad_id=1), {"pad_id": 0})):
         with pytest.raises(UserError, match=r"eos_id: neither given nor in the config"):
             run(model, **given)
-    with pytest.raises(UserError, match="suppress_tokens: 5 is no token of a vocabulary of 5"):
+    with pytest.raises(UserError, match="suppress_tokens: 5 is not in a vocabulary of 5 tokens"):
         run(plain, eos_id=0, suppress_tokens=(5,))
     free = np.asarray(run(plain, eos_id=4, suppress_tokens=(4,)))
     assert (free[1, 3:] == 4).all() and (free[0] != 4).all()  # without a pad token, eos fills

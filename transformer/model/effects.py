@@ -14,7 +14,7 @@ NORM = ("norm", "norm_gain", "norm_epsilon")
 
 
 def has_norm(c, *parts: str) -> bool:
-    """Whether some placement has one of these norms; without `parts`, whether the model has a norm."""
+    """Whether some placement has one of these norms; without `parts`, whether there is any norm."""
     placements = c.placements
     if parts:
         return any(getattr(placement, part) for placement in placements for part in parts)

@@ -31,10 +31,10 @@ def unrolled(config: ModelConfig, path: str) -> tuple[str, ...]:
 
 
 def in_layer(name: str) -> tuple[str, int, str] | None:
-    """Splits an unrolled path: ("decoder", 3, "self_attention/query/kernel").
+    """Splits an unrolled path into (stack, layer, path within the layer).
 
-    The items are the stack, the layer and the path within the layer. Returns None for parameters
-    outside the layers.
+    For example, ("decoder", 3, "self_attention/query/kernel"). Returns None for a path outside the
+    layers.
     """
     match = _UNROLLED.fullmatch(name)
     return (match[1], int(match[2]), match[3]) if match else None

@@ -18,10 +18,10 @@ def matrix(
     names: tuple[str | None, ...],
     gain: float = 1.0,
 ) -> jax.Array:
-    """Declares the parameter `kernel`, [*inputs, *outputs]; returns it in `dtype`, gathered for use.
+    """Declares the parameter `kernel`, [*inputs, *outputs], and returns it ready for use.
 
-    Its initial values are those of the matrix [prod(inputs), prod(outputs)], times `gain`. `names`
-    are the logical names of its axes.
+    That is in the config's `dtype`, and gathered along d_model. Its initial values are those of the
+    matrix [prod(inputs), prod(outputs)], times `gain`. `names` are the logical names of its axes.
     """
     cfg = module.config
 
