@@ -37,9 +37,9 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str
     entropy    - sum of w log w over keys, in nats
     sink       weight on the first token of the document, plus that on the learned sink, if any
     distance   sum of w |query position - key position|, in tokens
-    previous   weight on the token before the query
-    repeated   weight on the key T / 2 - 1 positions back, over queries that have such a key. In a
-               sequence whose second half repeats its first, this is the token that followed the
+    previous   weight on the token before the query, over queries that have one
+    repeated   weight on the token T / 2 - 1 positions back, over queries that have one. If the
+               second half of a sequence repeats the first, this is the token that followed the
                query's token the first time: the prefix-matching score of induction heads (Olsson
                et al. 2022). It has no meaning for other sequences.
     logit      the largest logit
@@ -60,16 +60,18 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str
             """The sum over the queries `of_Bxt`, and their number."""
             return jnp.sum(jnp.where(of_Bxt[:, None], x_BxNxt, 0.0), axis=(0, 2)), jnp.sum(of_Bxt)
 
-        on = lambda keys: jnp.sum(jnp.where((keys & mask_BxtxS)[:, None], w_BxNxtxS, 0.0), axis=-1)
+        weight_on = lambda keys: jnp.sum(
+            jnp.where((keys & mask_BxtxS)[:, None], w_BxNxtxS, 0.0), axis=-1
+        )
         on_all = jnp.sum(w_BxNxtxS, axis=-1)
         sums = {
             "entropy": total(-jnp.sum(jax.scipy.special.xlogy(w_BxNxtxS, w_BxNxtxS), axis=-1)),
-            "sink": total(on(at_k == 0) + (0.0 if given.sink_N is None else 1.0 - on_all)),
+            "sink": total(weight_on(at_k == 0) + (0.0 if given.sink_N is None else 1.0 - on_all)),
             "distance": total(jnp.sum(w_BxNxtxS * jnp.abs(at_q - at_k)[:, None], axis=-1)),
         }
         for name, offset in offsets.items():
             keys_BxtxS = (at_q - at_k == offset) & mask_BxtxS
-            sums[name] = total(on(keys_BxtxS), has_choice_Bxt & jnp.any(keys_BxtxS, axis=-1))
+            sums[name] = total(weight_on(keys_BxtxS), has_choice_Bxt & jnp.any(keys_BxtxS, axis=-1))
         lowest = jnp.finfo(jnp.float32).min
         return sums, jnp.max(jnp.where(mask_BxtxS[:, None], logits_BxNxtxS, lowest), axis=(0, 2, 3))
 

@@ -126,7 +126,7 @@ class ModelConfig:
         self._set("eos_id", special_tokens.checked(self)["eos_id"])
 
     def _set(self, field: str, value) -> None:
-        """Sets a field of this frozen dataclass, while the config is being built."""
+        """Sets a field of this frozen dataclass during construction."""
         object.__setattr__(self, field, value)
 
     @property
@@ -327,7 +327,7 @@ class ModelConfig:
 
     @property
     def norm_module(self):
-        """The configured norm: a partial of `Norm`, which takes the module's `name`."""
+        """The configured norm: a partial of `Norm`, to be called with a `name`."""
         return functools.partial(
             Norm,
             kind=self.norm,

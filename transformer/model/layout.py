@@ -41,7 +41,7 @@ def in_layer(name: str) -> tuple[str, int, str] | None:
 
 
 def where(config: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Maps each unrolled path to its path in this model and its index there: () if not stacked."""
+    """Maps each unrolled path to (path in this model, index in its stack), () if not stacked."""
     return {name: (path, index) for path in paths for name, index in _indices(config, path)}
 
 

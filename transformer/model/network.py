@@ -21,6 +21,8 @@ from transformer.model.stack import Stack
 
 
 class _Family(nn.Module):
+    """The base of the three families."""
+
     config: ModelConfig
 
     @nn.nowrap

@@ -7,7 +7,7 @@ NORMS = ("layernorm", "rmsnorm")
 
 
 class Norm(nn.Module):
-    """Normalizes the last axis (d_model, or the size of a head), in float32.
+    """Normalizes the last axis, usually d_model, in float32.
 
     layernorm (Ba et al. 2016):       (x - mean) / sqrt(var + eps) * gain + offset
     rmsnorm (Zhang & Sennrich 2019):  x / sqrt(mean(x^2) + eps) * gain
