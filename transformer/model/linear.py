@@ -18,10 +18,11 @@ def matrix(
     names: tuple[str | None, ...],
     gain: float = 1.0,
 ) -> jax.Array:
-    """Declares the parameter `kernel`, [*inputs, *outputs], and returns it ready for use.
+    """Declares the parameter `kernel`, [*inputs, *outputs], and returns it for use in a product.
 
-    That is in the config's `dtype`, and gathered along d_model. Its initial values are those of the
-    matrix [prod(inputs), prod(outputs)], times `gain`. `names` are the logical names of its axes.
+    The returned matrix has the config's `dtype` and is gathered along d_model. Initial values are
+    those of the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are the logical names of
+    the axes.
     """
     cfg = module.config
 

@@ -55,7 +55,7 @@ def _place(x: jax.Array, spec: P) -> jax.Array:
 def fitting(name: str, size: int) -> tuple[str, ...]:
     """Returns the mesh axes that an axis with this name and size is sharded over.
 
-    These are the first axes of its rule, as many as divide the size evenly.
+    They are the longest prefix of the name's mesh axes whose number of devices divides the size.
     """
     axes, sizes = _axes(name), jax.sharding.get_abstract_mesh().shape
     while axes and size % math.prod(sizes[axis] for axis in axes):

@@ -310,8 +310,8 @@ def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
 
 
 def hide_padding(x_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
-    """Sets padding to zero.
+    """Sets the vectors of padding to zero.
 
-    Masks give padding zero weight, but zero times NaN is NaN, also in gradients.
+    A mask gives padding zero weight, but zero times NaN is NaN, also in gradients.
     """
     return jnp.where((tokens.segments_BxT > 0)[..., None], x_BxTxD, 0)
