@@ -57,7 +57,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
             {"num_decoder_layers": 2 * 10**9},
             r"model.num_decoder_layers: 2,000,000,000 is too large; at most 10,000",
         ),
-        ({"pad_id": 50}, r"model.pad_id: 50 is no token"),
+        ({"pad_id": 50}, r"model.pad_id: 50 is not in a vocabulary of 50 tokens"),
         ({"d_model": 2**40}, r"model.d_model: 1099511627776 is too large; at most"),
         ({"norm_epsilon": 0.0}, r"model.norm_epsilon: 0.0 must be more than 0"),
         ({"init_std": -0.1}, r"model.init_std: -0.1 must be more than 0"),
