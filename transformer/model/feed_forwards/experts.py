@@ -331,11 +331,11 @@ def _sorted(
     gather_tokens,
     apply,
 ):
-    """Computes the dropless mixture on one device. The arguments name mesh axes:
+    """Computes the dropless mixture on one device.
 
-    axes: all axes over which tokens or experts are spread.
-    expert, ff: the axes of the experts and of their d_ff.
-    embed: the axes over which matrices are sharded along d_model (ZeRO-3).
+    axes: all mesh axes over which tokens or experts are spread.
+    expert, ff: the mesh axes of the experts and of their d_ff.
+    embed: the mesh axes over which matrices are sharded along d_model (ZeRO-3).
     gather_tokens: whether tokens are spread over `expert` too.
     """
     if embed:
