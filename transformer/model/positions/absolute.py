@@ -13,7 +13,7 @@ from transformer.model.positions.base import Param, Position, StackFacts, option
 @register("learned")
 @struct.dataclass
 class Learned(Position):
-    """x_t + P[t + offset] (Gehring et al. 2017; GPT-2, BERT, BART).
+    """Learned position embeddings: x_t + P[t + offset] (Gehring et al. 2017; GPT-2, BERT, BART).
 
     P: [max_length + offset, d_model] is learned.
 
@@ -51,7 +51,7 @@ class Learned(Position):
 @register("sinusoidal")
 @struct.dataclass
 class Sinusoidal(Position):
-    """x_t + PE(t), with sines and cosines of t (Vaswani et al. 2017, sec. 3.5).
+    """Sinusoidal position embeddings: x_t + PE(t) (Vaswani et al. 2017, sec. 3.5).
 
         PE(t)_{2i} = sin(t / base^(2i/d)),   PE(t)_{2i+1} = cos(t / base^(2i/d))
 

@@ -28,8 +28,7 @@ Param = Callable[..., jax.Array]
 
 
 def option(default):
-    """Declares a field that a config may set. It is static: part of the program, not a
-    parameter."""
+    """Declares a static field that a config may set: part of the program, not a parameter."""
     return struct.field(pytree_node=False, default=default, metadata={"option": True})
 
 
@@ -93,9 +92,9 @@ class Position:
         return self
 
     def at(self, positions_BxT: jax.Array) -> "Position":
-        """Returns the scheme with everything that depends on positions alone.
+        """Returns the scheme with all values that depend on positions alone.
 
-        This is computed once per stack instead of once per layer.
+        They are computed once per stack instead of once per layer.
         """
         return self
 
@@ -104,7 +103,7 @@ class Position:
         return x_BxTxD
 
     def rotate(self, q_BxTxNxH: jax.Array, k_BxTxKxH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the queries and keys of the stack's tokens, rotated by position."""
+        """Returns the queries and keys of the stack's tokens, rotated by their positions."""
         return q_BxTxNxH, k_BxTxKxH
 
     def key_size(self, facts: StackFacts) -> int:

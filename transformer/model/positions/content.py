@@ -1,8 +1,10 @@
-"""Positions that interact with content: Shaw's relative keys and values, Transformer-XL,
-DeBERTa and contextual positions (CoPE).
+"""Positions that interact with content: relative keys and values (Shaw), Transformer-XL, DeBERTa
+and contextual positions (CoPE).
 
 The logits depend on positions together with queries and keys, so no fused kernel supports these
 schemes. Learned distances range from -`max_distance` to `max_distance`; longer ones share the last.
+
+In equations, e_ts is the logit of query t and key s, and w_ts is their attention weight.
 
 Shape suffixes: B batch, T query length, S key length, N heads, H head size, R distances, D d_model.
 """
@@ -38,8 +40,8 @@ class Shaw(Position):
 
         e_ts = q_t . (k_s + a^K_r) / sqrt(d_head),   o_t = sum_s w_ts (v_s + a^V_r)
 
-    r = clip(s - t) is the distance. a^K and, with `values`, a^V have one vector per distance, which
-    the heads of a layer share.
+    r = clip(s - t) is the clipped distance. a^K and, with `values`, a^V have one vector per
+    distance, which the heads of a layer share.
 
     Parameters: (2 * max_distance + 1) * (d_head + d_value) per layer.
     Cross-attention: not applied.
@@ -154,7 +156,7 @@ class Deberta(Position):
         e_ts = (q_t . k_s + q_t . K p_r + k_s . Q p_r) / sqrt(3 d_head),   r = clip(t - s)
 
     p has one learned vector per distance, which the layers of a stack share. Each layer has its own
-    projections K and Q of p. The sum of the three terms is divided by sqrt(3).
+    projections K and Q of p. The config's scale is divided by sqrt(3) for the three terms.
 
     Parameters: 2 * max_distance * d_model per stack, 2 * d_model * num_heads * d_head per layer.
     Cross-attention: not applied.

@@ -89,7 +89,7 @@ class T5Bias(Position):
         ):
             return (
                 "model.position: 't5' needs num_buckets to be a multiple of 4 and max_distance to "
-                f"be more than half of it, got {self.num_buckets} and {self.max_distance}"
+                f"be more than num_buckets / 2, got {self.num_buckets} and {self.max_distance}"
             )
         return None
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: rotates queries and keys by an angle proportional to their position.
+"""Rotary positions: rotates queries and keys by angles proportional to their positions.
 
 Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P rotated pairs of
 dimensions per head.
@@ -16,7 +16,7 @@ from transformer.model.positions.rotary_scaling import SCALINGS, Scaling
 @register("rotary")
 @struct.dataclass
 class Rotary(Position):
-    """R_t q_t . R_s k_s, with rotations R_t by position (Su et al. 2021, "RoFormer").
+    """Rotary position embedding: R_t q_t . R_s k_s (Su et al. 2021, "RoFormer").
 
     R_t rotates the i-th pair of dimensions by the angle t / theta^(2i/d), so that the product
     depends on positions only through t - s.
@@ -80,9 +80,9 @@ class Rotary(Position):
         )
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):
-        return self._turn(q_BxTxNxH), self._turn(k_BxTxKxH)
+        return self._rotated(q_BxTxNxH), self._rotated(k_BxTxKxH)
 
-    def _turn(self, x_BxTxNxH):
+    def _rotated(self, x_BxTxNxH):
         sin, cos = self.sin_BxTx1xP, self.cos_BxTx1xP
         x, unrotated = jnp.split(x_BxTxNxH.astype(jnp.float32), [2 * sin.shape[-1]], axis=-1)
         if self.layout == "halves":

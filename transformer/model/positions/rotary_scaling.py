@@ -85,10 +85,9 @@ class Dynamic(Scaling):
     """NTK with a factor that grows with the sequence length.
 
     The factor is factor * length / original_length - (factor - 1), and 1 up to `original_length`.
-
-    With a cache, keys keep the rotation that they
-    had when their sequence was shorter, as in Transformers. Beyond `original_length`, decoding
-    token by token therefore differs from one forward pass over the sequence.
+    With a cache, keys keep the rotation that they had when their sequence was shorter, as in
+    Transformers. Beyond `original_length`, decoding token by token therefore differs from one
+    forward pass over the whole sequence.
     """
 
     factor: float = 1.0

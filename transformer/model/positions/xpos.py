@@ -16,7 +16,7 @@ from transformer.model.positions.base import Position, StackFacts, fact, option,
 from transformer.model.positions.rotary import Rotary
 
 _ROW = 512
-"""The positions per table row. With t = 512 a + b, z^t is the product of z^(512 a) and z^b. Both
+"""The number of positions per table row. With t = 512 a + b, z^t = z^(512 a) z^b, and both factors
 come from tables that are computed in float64."""
 
 _BITS = 100
@@ -122,17 +122,17 @@ class XPos(Position):
         k_CxAxP = np.where(
             block_difference_CxA[..., None] == 0, np.exp(np.clip(-exponent_CxAxP, -80, 80)), 0.0
         )
-        within_P = np.arange(_ROW)[:, None] * decay_P
-        sin, cos = self._turns(positions_BxT, start_A, angle_P)
+        offset_exponents = np.arange(_ROW)[:, None] * decay_P
+        sin, cos = self._sin_cos(positions_BxT, start_A, angle_P)
         return self.replace(
             rotary=Rotary(d_head=self.d_head, sin_BxTx1xP=sin, cos_BxTx1xP=cos),
             q_zeta_CxBxTx1xP=jnp.stack([_look_up(x, row_BxT) for x in q_CxAxP])
-            * _look_up(np.exp(within_P), offset_BxT),
+            * _look_up(np.exp(offset_exponents), offset_BxT),
             k_zeta_CxBxTx1xP=jnp.stack([_look_up(x, row_BxT) for x in k_CxAxP])
-            * _look_up(np.exp(-within_P), offset_BxT),
+            * _look_up(np.exp(-offset_exponents), offset_BxT),
         )
 
-    def _turns(self, positions_BxT, start_A, angle_P):
+    def _sin_cos(self, positions_BxT, start_A, angle_P):
         """Returns the sine and cosine of t times the angles, by the angle addition formulas.
 
         A phase of 65,536 in float32 would be off by 0.004.
