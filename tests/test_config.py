@@ -38,7 +38,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ),
         ({"position": {"name": "none", "x": 1.0}}, r"takes no options"),
         ({"position": {"name": "rotary", "layout": "x"}}, r"model.position.layout: no 'x'"),
-        ({"position": "rotary", "d_head": 5}, r"turns pairs"),
+        ({"position": "rotary", "d_head": 5}, r"rotates pairs"),
         ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
         ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
         ({"norm_placement": "prenorm"}, r"model.norm_placement: no 'prenorm'"),
