@@ -353,11 +353,7 @@ def train_tokenizer(
         )
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"
-            + (
-                f", and the special tokens of data.objective need {reserved} more ids"
-                if reserved
-                else ""
-            )
+            + (f", and data.objective needs {reserved} more for special tokens" if reserved else "")
         ) from None
     trained = SentencePiece(model.getvalue())
     assert trained.signs == Signs(), trained.signs
