@@ -1,15 +1,14 @@
 """Assembles sequences into batches of static shape, as a pure function of (seed, step).
 
-Batch fields are of shape [sequences, length]. In an encoder-decoder, those of the decoder are of
-shape [sequences, target_length].
+The fields of a batch have shape [B, length]; those of the decoder in an encoder-decoder have shape
+[B, target_length]. Weights are float32, and all other fields are int32.
 
-    inputs, segments, positions    int32    input of the decoder or of the only stack;
-                                            segment 0 is padding
-    targets, weights    int32, float32      target tokens; weight 0 where there is no target
-    source, source_segments, source_positions    int32    input of the encoder in an encoder-decoder
-    prefix, token_types    int32            1 where an input belongs to a prefix; the type of each
-                                            input; present if the objective provides them
-    labels, label_weights    int32, float32    class of each sequence, [sequences], or of each input
+    inputs, segments, positions: input of the decoder or of the only stack; segment 0 is padding.
+    targets, weights: target tokens; weight 0 where there is no target.
+    source, source_segments, source_positions: input of the encoder in an encoder-decoder.
+    prefix: 1 where an input belongs to a prefix. Present if the objective provides it.
+    token_types: the type of each input. Present if the objective provides it.
+    labels, label_weights: the class of each sequence, [B], or of each input.
 """
 
 import functools

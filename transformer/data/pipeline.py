@@ -94,7 +94,7 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     different one.
     """
     settings = config.data.tokenizer
-    # Read an existing tokenizer from the run, which has a copy.
+    # The config names an existing tokenizer: read the copy in the run.
     if tokenizer is not None and (settings.path or settings.eos_id >= 0):
         settings = settings.at(tokenizer)
         config = dataclasses.replace(

@@ -20,7 +20,7 @@ Draw = np.random.Generator
 LETTERS = np.array(list(string.ascii_lowercase))
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 DEEPEST = 8
-"""Maximum number of open brackets, such that a stack of bounded depth can hold them."""
+"""Maximum number of open brackets. A stack of bounded depth can hold them."""
 
 
 def _letters(draw: Draw, length: int) -> str:

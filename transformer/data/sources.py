@@ -1,4 +1,4 @@
-"""Readers, which stream examples from files of any supported format.
+"""Readers that stream examples from files of any supported format.
 
 An example is a tuple of strings: (text,) or (source, target). Paths are local or gs://
 (etils.epath) and may be globs. Files that end in .gz are decompressed as they are read. Every error
@@ -178,7 +178,7 @@ def _paired(path: str) -> Iterator[Example]:
 
 
 def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
-    """The files of a path or glob, each after the texts that its wildcards match, sorted by these.
+    """(texts that the wildcards match, file) for each file of a path or glob, sorted.
 
     `[x]` matches only x and is not a wildcard.
     """
@@ -206,10 +206,8 @@ def _record(text: str, fields, where: str) -> Example:
         record = json.loads(text, object_pairs_hook=_unambiguous)
     except _DuplicateField as e:
         raise UserError(f"{where}: two fields {e.args[0]!r} in one object") from None
-    except (
-        ValueError,
-        RecursionError,
-    ):  # also a number with too many digits, or nesting that is too deep
+    # These include a number with too many digits, and nesting that is too deep.
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise UserError(f"{where}: not a JSON object: {text[:60]!r}")
@@ -248,7 +246,7 @@ def _field(record: dict, field: str, where: str) -> str:
 
 
 def _jsonl(file: epath.Path, fields) -> Iterator[Example]:
-    """Yields one example per line, which contains a JSON object."""
+    """Yields one example from each line, a JSON object."""
     for number, line in _lines(file):
         if line.strip():
             yield _record(line, fields, f"{file}:{number}")

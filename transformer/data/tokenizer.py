@@ -22,7 +22,7 @@ AS_IT_SAYS = TokenizerConfig()
 """The default config: an existing tokenizer keeps the special tokens that its file defines."""
 
 FILES = {".model": "tokenizer.model", ".json": "tokenizer.json", ".pair": "tokenizer.pair"}
-"""Suffix of a tokenizer's file -> name of its copy in a run directory."""
+"""Suffix of a tokenizer's file -> its name in a run directory."""
 
 
 class SentencePiece(Tokenizer):

@@ -4,8 +4,8 @@ Shape suffixes: B batch, K beams, L generated length, V vocabulary.
 
 The score of an ended hypothesis y is log p(y) / ((5 + |y|) / 6)^alpha (Wu et al. 2016, eq. 14;
 Vaswani et al. 2017, sec. 6.1), where |y| includes eos. The K best ended hypotheses of each sequence
-are stored apart from its live beams. Its search stops when no live beam can still beat the worst
-of them. Therefore its result does not depend on the other sequences of the batch.
+are stored apart from its live beams. The search of a sequence stops when no live beam can beat the
+worst of these hypotheses. So its result does not depend on the other sequences of the batch.
 """
 
 from collections.abc import Sequence
@@ -52,14 +52,13 @@ def _grow(
 
     Returns the beams and, for each live one, the old beam that it continues and its new token.
     """
-    rows, k, vocab = logits_BxKxV.shape
+    batch, k, vocab = logits_BxKxV.shape
     open_B = beams.step < limits_B
     logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1)
     logp_BxKxV = ending.suppress(logp_BxKxV, NEVER)
     logp_BxKxV += beams.live_logp_BxK[..., None]
-    top_logp, flat = jax.lax.top_k(
-        logp_BxKxV.reshape(rows, -1), 2 * k
-    )  # of a single eos, at most k end
+    # With a single eos, at most k of these 2 k hypotheses end.
+    top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(batch, -1), 2 * k)
     from_beam, token = flat // vocab, flat % vocab
     text = (
         jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
@@ -95,8 +94,8 @@ def _grow(
 def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
     """Whether a live beam of some sequence can still beat the worst ended hypothesis that it keeps.
 
-    Log-probabilities only decrease. So the upper bound of the score of a live beam is its
-    log-probability, divided by the largest penalty that it can reach.
+    Log-probabilities only decrease. So the score of a live beam is at most its log-probability
+    divided by the largest penalty that it can reach.
     """
     best_B = beams.live_logp_BxK[:, 0] / length_penalty(limits_B, alpha)
     return jnp.any(
@@ -125,13 +124,13 @@ def beam_search(
     """(int32[B, K, max_new], float32[B, K]): the best hypotheses and their scores, best first.
 
     `limits_B` and `max_new` bound the length of each sequence, including eos. If no hypothesis of a
-    sequence has ended by then, its live ones are returned, with the same score. Missing hypotheses
+    sequence has ended by then, its live ones are returned, scored in the same way. Missing ones
     score -1e9. `eos_id`, `pad_id`, `suppress_tokens`, prompts, masks and errors are as in `sample`.
     """
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
     limits_B = jnp.minimum(limits_B, max_new)
-    rows, k, scanned = prompt_BxP.shape[0], beam_size, model.config.scan_layers
+    batch, k, scanned = prompt_BxP.shape[0], beam_size, model.config.scan_layers
     logits_BxV, memory = prefill(
         model,
         params,
@@ -148,17 +147,17 @@ def beam_search(
     def body(carry):
         beams, logits_BxKxV = carry
         beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
-        old_rows = (jnp.arange(rows)[:, None] * k + from_beam).reshape(-1)
+        old_rows = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
         cache = beams.memory.cache.reorder(lambda x: x[old_rows], scanned)
         memory = beams.memory.replace(cache=cache)
         logits, memory = advance(model, params, token.reshape(-1), memory)
-        return beams.replace(memory=memory), logits.reshape(rows, k, vocab)
+        return beams.replace(memory=memory), logits.reshape(batch, k, vocab)
 
-    blank = jnp.full((rows, k, max_new), ending.fill_id, jnp.int32)
+    blank = jnp.full((batch, k, max_new), ending.fill_id, jnp.int32)
     one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are equal at the start
-    one_live, none = jnp.broadcast_to(one_live, (rows, k)), jnp.full((rows, k), NEVER)
+    one_live, none = jnp.broadcast_to(one_live, (batch, k)), jnp.full((batch, k), NEVER)
     beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, none, memory)
-    start = beams, jnp.broadcast_to(logits_BxV[:, None], (rows, k, vocab))
+    start = beams, jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab))
     beams, _ = jax.lax.while_loop(lambda carry: _can_win(carry[0], limits_B, alpha), body, start)
     return _best(beams, limits_B, alpha)
 

@@ -24,7 +24,7 @@ class DecodingConfig:
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
-    # Maximum number of generated tokens: in an encoder-decoder, beyond the length of the source.
+    # Maximum number of generated tokens; in an encoder-decoder, plus the length of the source.
     max_extra: int = 50
     batch_size: int = 64
 

@@ -52,7 +52,7 @@ class Generator:
             "target",
         )
         self._compiled: dict[int, Callable] = {}
-        self._calls = 0  # number of previous texts; each text is sampled with another key
+        self._calls = 0  # number of previous texts; each text has its own random key
 
     def __call__(
         self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None
@@ -69,9 +69,9 @@ class Generator:
         out: list[str] = [""] * len(texts)
         done = 0
         for width, members in self._batches([len(i) for i in ids]).items():
-            rows = self.config.decoding.batch_size
-            for start in range(0, len(members), rows):
-                batch = members[start : start + rows]
+            batch_size = self.config.decoding.batch_size
+            for start in range(0, len(members), batch_size):
+                batch = members[start : start + batch_size]
                 for i, tokens in zip(
                     batch, self._run(width, [ids[i] for i in batch], batch), strict=True
                 ):
@@ -105,9 +105,9 @@ class Generator:
     def _run(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> np.ndarray:
         """int32[len(ids), ...]: the generated tokens. The batch is filled with empty sequences."""
         decoding, max_length = self.config.decoding, self.config.model.max_length
-        rows, bos = decoding.batch_size, self.tokenizer.bos
-        inputs = np.full((rows, width), self.tokenizer.pad, np.int32)
-        limits, real = np.zeros(rows, np.int32), np.zeros((rows, width), bool)
+        batch_size, bos = decoding.batch_size, self.tokenizer.bos
+        inputs = np.full((batch_size, width), self.tokenizer.pad, np.int32)
+        limits, real = np.zeros(batch_size, np.int32), np.zeros((batch_size, width), bool)
         for r, tokens in enumerate(ids):
             if self._translates:
                 tokens = [*tokens[: width - 1], self.tokenizer.eos]
@@ -117,7 +117,7 @@ class Generator:
                 tokens = [bos, *tokens[-(width - 1) :]] if width > 1 else [bos]
                 inputs[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
-        numbers = np.resize(np.asarray(numbers, np.uint32), rows) + np.uint32(self._calls)
+        numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)
         if width not in self._compiled:
             # Outputs are replicated, so that each of several processes can read them.
             sharding = jax.tree.leaves(self.params)[0].sharding

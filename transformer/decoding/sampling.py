@@ -39,7 +39,7 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> jax.Array:
-    """Returns int32[B, max_new]: up to `limits_B` tokens that continue each prompt, then pad.
+    """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
     `eos_id` (each of several ends a sequence) and `pad_id` default to those of the config; without
     a pad token, eos fills. Prompts are padded on the left; without `prompt_mask_BxP`, all tokens
@@ -84,7 +84,7 @@ def sample(
 
 
 def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """Sets the logits of all tokens to -inf that are not allowed. The most likely one always is."""
+    """Sets the logits of disallowed tokens to -inf. The most likely token is always allowed."""
     if top_k:
         smallest = jax.lax.top_k(logits_BxV, min(top_k, logits_BxV.shape[-1]))[0][:, -1:]
         logits_BxV = jnp.where(logits_BxV >= smallest, logits_BxV, -jnp.inf)

@@ -64,7 +64,7 @@ class Segment:
 
 
 class Rows(Protocol):
-    """The sequences of a split. `lengths[i]` is the number of tokens in sequence i."""
+    """The sequences of a split. `lengths[i]` is the length that sequence i needs."""
 
     lengths: np.ndarray
     report: dict[str, int]  # description -> number of texts or parts dropped or cut

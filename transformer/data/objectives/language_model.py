@@ -95,7 +95,7 @@ class PrefixLM(Objective):
 
 
 def needs_prefix(task) -> str | None:
-    """The fault of a decoder-only model that cannot read a prefix bidirectionally, or None."""
+    """Why a decoder-only model cannot read a prefix bidirectionally; None if it can."""
     if task.model.family == "decoder" and not task.model.prefix_lm:
         return "gives the decoder a prefix to read bidirectionally; set model.prefix_lm=True"
     return None

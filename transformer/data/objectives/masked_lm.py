@@ -15,9 +15,9 @@ class MaskedLM(Objective):
     """Predicts a fraction `rate` of the tokens, drawn anew in every epoch.
 
     Of these, a fraction `mask` is replaced by the mask token and a fraction `random` by random
-    pieces; the others are unchanged (BERT: 80, 10 and 10 %). `whole_words` draws all pieces of a
-    word or none. The mask token is that of a tokenizer.json ([MASK], <mask>), or else the first id
-    after the pieces.
+    pieces; the others are unchanged (BERT: 80, 10 and 10 %). With `whole_words`, all pieces of a
+    word are predicted or none. The mask token is that of a tokenizer.json ([MASK], <mask>), or else
+    the first id after the pieces.
 
     A sequence is bos, x_1, ..., x_n, eos (bos is BERT's [CLS], eos its [SEP]). Longer texts are
     split into parts.
@@ -106,7 +106,8 @@ class MaskedLM(Objective):
         numbers, sizes = np.unique(word, return_counts=True)
         chosen, room = [], count
         for i in generator.permutation(len(numbers)):
-            if sizes[i] <= room or not chosen:  # like BERT's code, skip words that exceed the count
+            # Like BERT's code, skip a word with more pieces than are left to choose.
+            if sizes[i] <= room or not chosen:
                 chosen.append(numbers[i])
                 room -= sizes[i]
         return np.flatnonzero(np.isin(word, chosen))
