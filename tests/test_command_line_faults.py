@@ -113,7 +113,7 @@ def test_blank_texts_are_no_examples(written):
     pairs = ("\n".join(side).replace("\t", "").encode() for side in zip(*rows, strict=True))
     files = (written(name, side) for name, side in zip(("x.en", "x.es"), pairs, strict=True))
     assert read("paired", ",".join(files)) == rows[:1]
-    with pytest.raises(UserError, match="holds no text"):
+    with pytest.raises(UserError, match="contains no text"):
         read("jsonl", written("b.jsonl", b'{"source": " ", "target": ""}\n'))
 
 
@@ -121,7 +121,10 @@ def test_blank_texts_are_no_examples(written):
     ("content", "message"),
     [
         ("one\n".encode("utf-16"), r":1: not UTF-8 .* but UTF-16; convert the file"),
-        ("one\n".encode("utf-16-le"), r":1: a NUL byte at column 2; a binary file, or UTF-16"),
+        (
+            "one\n".encode("utf-16-le"),
+            r":1: a NUL byte at column 2; convert the file, which is binary or UTF-16",
+        ),
         (gzip.compress(b"one\n", mtime=0), r":1: not UTF-8 .* but gzip \(name it \.gz\)"),
         (b"one\ntw\0o\n", r":2: a NUL byte at column 3"),
     ],

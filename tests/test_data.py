@@ -343,9 +343,9 @@ def test_a_foreign_tokenizer_is_checked(pairs, tmp_path):
     for path, message in (
         (
             f"{foreign}.model",
-            r"data\.tokenizer\.pad_id: must be set, for .*foreign\.model does not say it",
+            r"data\.tokenizer\.pad_id: must be set; .*foreign\.model does not define it",
         ),
-        (pairs, "no SentencePiece model"),
+        (pairs, "not a SentencePiece model"),
         (tmp_path / "none", "no file"),
     ):
         with pytest.raises(UserError, match=message):

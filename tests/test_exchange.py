@@ -192,7 +192,7 @@ def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
 def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
     run = tmp_path / "run"
     convert(f"--from={gpt2}", f"--workdir={run}")
-    with pytest.raises(UserError, match=r"data\.corpus or data\.train: name one of them"):
+    with pytest.raises(UserError, match=r"data\.corpus or data\.train: set one of them"):
         train(load_config(run), run)
     from transformer.mapping import to_mapping
 
@@ -375,7 +375,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, gpt2, monkeypatch):
     from transformer.data.tokenizer import load_tokenizer
 
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json"):
         load_tokenizer(tmp_path / "tokenizer.json")
     import sys
 

