@@ -57,8 +57,9 @@ def _grow(
     logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1)
     logp_BxKxV = ending.suppress(logp_BxKxV, NEVER)
     logp_BxKxV += beams.live_logp_BxK[..., None]
-    # With a single eos, at most k of these 2 k hypotheses end.
-    top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(batch, -1), 2 * k)
+    # Each beam ends in as many ways as there are eos tokens. So at least k of these do not end.
+    candidates = min((1 + len(ending.eos_ids)) * k, k * vocab)
+    top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(batch, -1), candidates)
     from_beam, token = flat // vocab, flat % vocab
     text = (
         jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
