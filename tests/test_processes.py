@@ -190,12 +190,12 @@ def test_who_does_not_arrive_is_named(tmp_path):
         _, error = process.communicate(timeout=60)
         assert (
             process.returncode == 1
-            and "of 4 processes 1, 3 did not arrive in 10 s; there are 0 (" in error
+            and "processes 1, 3 of 4 did not connect within 10 s; connected: 0 (" in error
         ), error
     _, error = (alone := start(1, "2")).communicate(timeout=60)
     assert (
         alone.returncode == 1
-        and f"process 1: process 0 did not answer at localhost:{port + 1} in 2 s" in error
+        and f"process 1: process 0 did not answer at localhost:{port + 1} within 2 s" in error
     )
 
 
@@ -264,7 +264,7 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert any(process.returncode == 2 for process in started)
-    assert any("the config: process 1 has another than process 0" in error for error in errors), (
+    assert any("the config: process 1 has a different one than process 0" in error for error in errors), (
         errors
     )
     assert not (tmp_path / "a").exists()

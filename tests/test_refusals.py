@@ -149,7 +149,7 @@ def test_a_platform_that_cannot_start(monkeypatch):
 
     monkeypatch.setattr(jax, "default_backend", broken)
     with refused(
-        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); see JAX_PLATFORMS"
+        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); check JAX_PLATFORMS"
     ):
         check_platform("auto")
 
