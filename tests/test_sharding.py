@@ -42,7 +42,7 @@ def boxed(names, shape):
         (
             ("embed", "heads"),
             (16, 3),
-            "layer/kernel: dimension 'heads' of 3 does not divide over 2 devices",
+            "layer/kernel: dimension 'heads' of size 3 is not divisible by 2 devices",
         ),
     ],
 )

@@ -386,7 +386,7 @@ def everyones(mine: np.ndarray) -> np.ndarray:
 
 
 def agree(what: str, value: str) -> None:
-    """Raises UserError unless `value` is the same on all processes. `what` is its name there."""
+    """Raises UserError, which names `what`, unless `value` is the same on all processes."""
     values = everyones(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
     if different := [i for i, other in enumerate(values) if not np.array_equal(other, values[0])]:
         raise UserError(
