@@ -47,9 +47,9 @@ def test_machines_by_shape_and_by_name(said, shape, count):
 
 
 @pytest.mark.parametrize(("said", "slices", "message"), [
-    ("v5p", 1, "write v5p:4x4x8"), ("v7:2x2", 1, "no chip 'v7'"), ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"), ("v5e-12", 1, "is a power of two; or write its shape, v5e:4x4"),
+    ("v5p", 1, "write v5p:4x4x8"), ("v7:2x2", 1, "no chip 'v7'"), ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"), ("v5e-12", 1, "is a power of two; or write the shape, v5e:4x4"),
         ("v5e:32x32", 1, "has 256 chips at most, 16 along an axis"),
-    ("h100:2x4", 1, "tell the number, h100:8"), ("h100:8", 2, "--slices: 2"), ("v5p:0x4x4", 1, "has no chips"), ("v5e-16", 0, "--slices: 0"),
+    ("h100:2x4", 1, "write their number, h100:8"), ("h100:8", 2, "--slices: 2"), ("v5p:0x4x4", 1, "has no chips"), ("v5e-16", 0, "--slices: 0"),
 ])  # fmt: skip
 def test_machines_that_there_are_not(said, slices, message):
     with pytest.raises(UserError, match=message):
