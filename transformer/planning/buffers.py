@@ -80,7 +80,7 @@ def _element(
         return _origins(producer.operands[index], computation, program, sizes)
     if producer.opcode == "while":
         body = program.computations[producer.called("body")]
-        root = next(inner for inner in body.values() if inner.root)
+        root = next(inner_op for inner_op in body.values() if inner_op.root)
         result = body.get(root.operands[index]) if root.opcode == "tuple" else None
         if result is not None and result.opcode == "get-tuple-element" and result.index == index:
             argument = computation[producer.operands[0]]
