@@ -48,7 +48,7 @@ def messages(program: Program) -> list[Message]:
             )
         kind = op.opcode.removesuffix("-start")
         scatters = fused and _scatters(op, computation)
-        # An asynchronous collective appears in every fusion that it overlaps. Only its start counts.
+        # An asynchronous collective appears in each fusion that it overlaps. Only its start counts.
         if kind not in COLLECTIVES or (fused and not scatters and not _starts(op, computation)):
             continue
         operands = [computation[name] for name in op.operands if name in computation]

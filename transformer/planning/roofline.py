@@ -129,7 +129,7 @@ def sent(message: Message, slices: int = 1) -> tuple[float, float]:
 
 
 def _coordinates(device, topology: Topology) -> tuple[int, ...]:
-    """Returns the coordinates in the torus and the slice, or a GPU's index in its host and the host."""
+    """Returns the coordinates in the torus and the slice; for a GPU, local index and host."""
     if topology.is_tpu:
         return (*device.coords, getattr(device, "slice_index", None) or 0)
     return (device.id % HOST, device.id // HOST)
