@@ -103,7 +103,7 @@ def test_evaluate_and_generate(folder):
     done = run(folder, "generate", "--workdir=run", stdin=text)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 4
-    assert "1 of 4 lines were longer than the model can read and were cut" in done.stderr
+    assert "1 of 4 lines exceeded the model's maximum length and were cut" in done.stderr
     (folder / "input.txt").write_text(text)
     again = run(folder, "generate", "--workdir=run", "--input=input.txt", "--output=out.txt")
     assert (folder / "out.txt").read_text() == done.stdout and again.stdout == ""

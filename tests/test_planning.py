@@ -119,8 +119,8 @@ def test_every_arm_side_by_side(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ("--topology=cpu:2 --price=1", "the run's time is not known on a CPU"), ("--topology=h100:2 --price=-1", "--price: -1; the price of one chip"),
-    ("--topology=h100:2 --price=1 --only=evaluate", "--only must name train"), ("--topology=cpu:2 --search", "how fast a CPU is, is not known"),
+    ("--topology=cpu:2 --price=1", "--price: 1 has no effect on a CPU, whose speed is unknown"), ("--topology=h100:2 --price=-1", "--price: -1 is not a price; set that of one chip"),
+    ("--topology=h100:2 --price=1 --only=evaluate", "--price: 1 is for the training run; add train to --only"), ("--topology=cpu:2 --search", "--search: the speed of a CPU is unknown"),
 ])  # fmt: skip
 def test_what_cannot_be_told_is_refused(given, message, capsys):
     assert main(["plan", "--config=experiments/smoke.py", *given.split()]) == 2

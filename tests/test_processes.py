@@ -292,7 +292,7 @@ def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys)
     ):  # fmt: skip
         assert main(arguments) == 2
         assert (
-            f"{arguments[0]}: several processes cannot do it; start one" in capsys.readouterr().err
+            f"{arguments[0]}: cannot run on several processes; start one" in capsys.readouterr().err
         )
     assert not (tmp_path / "new").exists() and not (tmp_path / "out").exists()
 
@@ -333,4 +333,4 @@ def test_a_pod_sweeps_one_run_at_a_time(tmp_path, monkeypatch, capsys):
         main(["sweep", "--config=experiments/ablation.py", f"--workdir={tmp_path}", "--jobs=2"])
         == 2
     )
-    assert "--jobs: 2; each run is on all 2 processes" in capsys.readouterr().err
+    assert "--jobs: 2, but each run uses all 2 processes" in capsys.readouterr().err

@@ -58,14 +58,15 @@ def remedies(plan: Plan) -> list[str]:
             )
         if config.optimizer.name == "adamw":
             changes.append(
-                f"optimizer.name=adafactor: stores no two moments, which saves about "
+                "optimizer.name=adafactor: avoids AdamW's two moments, which saves about "
                 f"{human_bytes(2 * parameters)} per device"
             )
         devices_per_replica = plan.topology.devices // mesh["data"]
         changes.append(
-            f"{math.ceil(needed / (0.7 * room)) * devices_per_replica} devices or more, with mesh.fsdp "
-            "over all, which leaves 30% of their memory for everything else: parameters, optimizer "
-            f"and gradients alone take {human_bytes(needed)} of {human_bytes(room)} per device"
+            f"{math.ceil(needed / (0.7 * room)) * devices_per_replica} devices or more, with "
+            "mesh.fsdp over all, which leaves 30% of their memory for everything else: "
+            f"parameters, optimizer and gradients alone take {human_bytes(needed)} of "
+            f"{human_bytes(room)} per device"
         )
     if config.model.remat != "full":
         changes.append(
