@@ -47,8 +47,7 @@ DAY = 24 * 3600
 def start_processes() -> bool:
     """Connects this process to the others, before JAX's first computation.
 
-    Returns False if neither the machine nor the three variables configure processes. Raises
-    UserError, which names the processes that did not connect in time.
+    Returns False if no processes are configured. Raises UserError, which names missing processes.
     """
     if jax.distributed.is_initialized():
         return True
@@ -114,9 +113,10 @@ def _broadcast(connections: dict[int, socket.socket], message: bytes) -> None:
 
 
 def _leave(connections: dict[int, socket.socket]) -> None:
-    """Sends a goodbye. If an exception ended the interpreter, ends this process at once instead.
+    """Sends a goodbye, or ends this process at once if an exception ended the interpreter.
 
-    Python keeps that exception in sys.last_value, and an interactive Python keeps every exception.
+    The others notice the latter. Python has printed that exception, and keeps it in sys.last_value.
+    An interactive Python keeps every exception there.
     """
     if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
         flush()
@@ -141,7 +141,7 @@ def end_alone(who: str) -> NoReturn:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Returns whether an error means that the connection to another process was lost."""
+    """Returns whether an error means that a collective or coordination service lost a process."""
     phrases = ("gloo", "coordination", "connection reset", "connection closed", "socket closed")
     # The type depends on the status that XLA returns: "UNKNOWN: Gloo AllGather failed".
     by_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
@@ -150,7 +150,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def place() -> tuple[int, int]:
-    """Returns the index of this process and the number of processes, without connecting to them."""
+    """Returns (index, number of processes) without connecting, for a process that starts others."""
     settings = _from_variables() or _from_cluster()
     return (settings[2], settings[1]) if settings else (0, 1)
 
@@ -269,7 +269,7 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
 
 
 def _reply(connections: Iterable[socket.socket], problem: str) -> None:
-    """Sends the problem to each process and closes its connection; "" means that all is well."""
+    """Sends each process the problem and closes its connection; "" keeps the connection open."""
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.sendall((json.dumps(problem) + "\n").encode())

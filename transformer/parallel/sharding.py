@@ -1,9 +1,9 @@
-"""The table from logical names to mesh axes; the shardings, checks and summary derived from it.
+"""The table from logical names to mesh axes, with shardings, checks and a summary derived from it.
 
 Parameters and activations carry logical names. This table alone maps them to mesh axes. `tensor`
 shards heads, feed-forward and vocabulary, and between sublayers positions (Megatron). `fsdp` shards
-every matrix along d_model (ZeRO-3). `stage` shards layers, `expert` experts, and `context`
-sequences. The batch is sharded over all axes that would otherwise hold copies of the same
+every matrix along d_model (ZeRO-3). `stage` shards layers, `expert` shards experts, and `context`
+shards sequences. The batch is sharded over all axes that would otherwise hold copies of the same
 sequences.
 """
 

@@ -104,7 +104,7 @@ def topology(text: str, slices: int = 1) -> Topology:
     if not match:
         raise UserError(
             f"--topology: {text!r} is not a machine; write v5p:4x4x8, v5p-256, h100:64 or cpu:8; "
-            f"there are {', '.join(CHIPS)}"
+            f"the chips are {', '.join(CHIPS)}"
         )
     kind, separator, size = match.groups()
     kind = {"v5": "v5e"}.get(kind, kind)

@@ -176,14 +176,14 @@ def _increment(body: Computation, name: str, index: int) -> int | None:
             op = producer
     if op is None or op.opcode != "add":
         return None
-    addends = [
+    constants = [
         int(body[x].literal)
         for x in op.operands
         if body[x].opcode == "constant" and body[x].literal.isdecimal()
     ]
     terms = [x for x in op.operands if body[x].opcode != "constant"]
-    before = _increment(body, terms[0], index) if len(addends) == len(terms) == 1 else None
-    return None if before is None else before + addends[0]
+    previous = _increment(body, terms[0], index) if len(constants) == len(terms) == 1 else None
+    return None if previous is None else previous + constants[0]
 
 
 def _parse(line: str) -> Instruction | None:

@@ -20,7 +20,7 @@ COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A collective: its kind and size, the groups of devices that communicate, how often it runs.
+    """A collective: its kind and size, the groups that communicate, and how often it runs.
 
     `bytes` is the size of a device's operand, or of its result for an all-gather.
     """
@@ -86,7 +86,7 @@ def _starts(op: Instruction, computation: Computation) -> bool:
 def _scatters(op: Instruction, computation: Computation) -> bool:
     """Returns whether an all-reduce in a fusion keeps only a part of the sum.
 
-    The TPU compiler writes a reduce-scatter that overlaps with nothing in this form.
+    This is how the TPU compiler writes a reduce-scatter that overlaps with nothing.
     """
     asynchronous = any("AsyncCollective" in other.attributes for other in computation.values())
     kept = any(

@@ -177,7 +177,7 @@ class Programs:
         return step, (self.state.params, self.batch)
 
     def _prefill(self):
-        """Reads a full batch of prompts (or sources) of half the model's maximum length."""
+        """The program that reads a batch of prompts (or sources) of half the maximum length."""
         model, rows = self.config.model, self.rows
         array = lambda length, dtype: jax.ShapeDtypeStruct(
             (rows, length), dtype, sharding=self._replicated
@@ -193,7 +193,7 @@ class Programs:
         return jax.jit(run, keep_unused=True), (self.state.params, *args)
 
     def _decode(self):
-        """Decodes one more token per sequence. The memory is sharded as prefill returns it."""
+        """The program that decodes one token per sequence, with memory sharded as in prefill."""
         jitted, args = self._prefill()
         if self._memory_shardings is None:
             self._memory_shardings = self._compiled(jitted, args)[0].output_shardings[1]

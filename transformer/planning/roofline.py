@@ -111,10 +111,10 @@ def roofline(
 def sent(message: Message, slices: int = 1) -> tuple[float, float]:
     """Returns the bytes that a device sends (and receives) within its slice and beyond it.
 
-    Assumes the best known algorithms. On a ring of n devices, all-gather and reduce-scatter send (n
-    - 1) / n of the whole array, all-reduce twice that, all-to-all (n - 1) / n of the device's
-    array, and collective-permute all of it. With several `slices`, the devices of a slice share the
-    traffic beyond it, except that of all-to-all and collective-permute, which counts in full.
+    Assumes the best known algorithms. On a ring of n devices, all-gather and reduce-scatter send
+    (n-1)/n of the whole array, all-reduce twice that, all-to-all (n-1)/n of the device's array, and
+    collective-permute all of it. With several `slices`, the devices of a slice share the traffic
+    beyond it, except that of all-to-all and collective-permute, which counts in full.
     """
     n = max(message.groups.shape[1] // slices, 1)
     inner, outer = 1 - 1 / n, (1 - 1 / slices) / n

@@ -54,7 +54,7 @@ def search(
     size = _num_parameters(config)
     state = _state_bytes(config, size)
     room = topology.chip.hbm / topology.chip.devices if topology.chip.hbm else math.inf
-    rung = 0  # where the previous mesh fit in LADDER; the next mesh needs about as much memory
+    rung = 0  # the rung on which the previous mesh fit; the next mesh needs about as much
     for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent_bytes(config, size, mesh)):
         if state / _parts(mesh) > 0.9 * room:
             reasons[

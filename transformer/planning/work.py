@@ -63,7 +63,7 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
             users[name].append((user, name))
 
     def find_uses(name: str) -> list[tuple[Instruction, bool]]:
-        """Returns (user, whether it slices or updates the array) for all users behind bitcasts."""
+        """Returns (user, whether it slices or updates the array), following bitcasts."""
         pairs = []
         for user, operand in users[name]:
             pairs += (

@@ -11,8 +11,8 @@ ABOUT = "train and evaluate every arm and seed of a study"
 
 DETAIL = """Train and evaluate every arm of an experiment file's sweep(), once for each seed.
 
-Finished runs are skipped, and interrupted runs resume. A run that diverges or fails is recorded, and
-the others continue. The same command does what remains. Before any run, it shows what each arm
+Finished runs are skipped, and interrupted runs resume. A run that diverges or fails is recorded,
+and the others continue. The same command does what remains. Before any run, it shows what each arm
 changes in the model, and rejects arms that differ in anything that is not declared.
 
   python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
