@@ -264,9 +264,9 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert any(process.returncode == 2 for process in started)
-    assert any("the config: process 1 has a different one than process 0" in error for error in errors), (
-        errors
-    )
+    assert any(
+        "the config: process 1 has a different one than process 0" in error for error in errors
+    ), errors
     assert not (tmp_path / "a").exists()
     port, told = local.free_port(), {i: [f"--workdir={tmp_path / str(i)}"] for i in range(2)}
     started = [start(i) for i in range(2)]

@@ -249,7 +249,7 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
                     _reply(
                         [connection],
                         f"process {number} runs twice, on {hosts[number]} and {hostname}; "
-                        "give each process its own number",
+                        "give each process a different number",
                     )
                     continue
                 hosts[number] = hostname
