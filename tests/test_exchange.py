@@ -346,7 +346,7 @@ def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
             ["--from={gpt2}", "--workdir=full"],
             "--workdir: full exists and is not an empty folder",
         ),
-        (["--from={gpt2}", "--workdir=x", "--family=gpt2"], "--family: goes with --to"),
+        (["--from={gpt2}", "--workdir=x", "--family=gpt2"], "--family: applies to --to only"),
         (
             ["--from={gpt2}", "--workdir=x", "--config.train.steps=3"],
             "--config.train.steps: a converted model has no training",

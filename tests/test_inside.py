@@ -173,8 +173,8 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
     capsys.readouterr()
     for arguments, message in (
         (["--text= "], "--text: empty"),
-        (["--text=a", "--output=/nowhere/x.html"], "lies in none"),
-        *(() if more else ((["--text=a", "--target=b"], "reads one text"),)),
+        (["--text=a", "--output=/nowhere/x.html"], "its folder does not exist"),
+        *(() if more else ((["--text=a", "--target=b"], "takes one text"),)),
     ):
         assert main(["inspect", f"--workdir={folder}", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_files_of_the_command_line(run, tmp_path, capsys):
     assert cli.main(["generate", f"--workdir={run}", f"--output={tmp_path}/none/x"]) == 2
     assert f"--output: no folder {tmp_path}/none" in capsys.readouterr().err
     assert cli.main(["generate", f"--workdir={run}", "--input=x", "--interactive"]) == 2
-    assert "--interactive and --input: one asks at the terminal" in capsys.readouterr().err
+    assert "--interactive and --input: one reads the terminal" in capsys.readouterr().err
     (tmp_path / "latin").write_bytes("a\nñ\n".encode("latin-1"))
     assert cli.main(["generate", f"--workdir={run}", f"--input={tmp_path / 'latin'}"]) == 2
     assert "latin is not UTF-8 (line 2)" in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_a_platform_that_cannot_start(monkeypatch):
 
     monkeypatch.setattr(jax, "default_backend", broken)
     with refused(
-        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); see JAX_PLATFORMS"
+        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); check JAX_PLATFORMS"
     ):
         check_platform("auto")
 

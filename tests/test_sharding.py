@@ -42,7 +42,7 @@ def boxed(names, shape):
         (
             ("embed", "heads"),
             (16, 3),
-            "layer/kernel: dimension 'heads' of 3 does not divide over 2 devices",
+            "layer/kernel: dimension 'heads' of size 3 is not divisible by 2 devices",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_every_matrix_of_every_family_is_sharded(family, fields):
 def test_a_mesh_larger_than_the_machine_is_refused():
     for sizes, message in [
         ({"data": 16}, "needs 16 devices, but there are 8"),
-        ({"data": -1, "tensor": 3}, "take 3 devices, which does not divide the 8"),
+        ({"data": -1, "tensor": 3}, "mesh.tensor=3 needs a multiple of 3 devices, but there are 8"),
     ]:
         with pytest.raises(UserError, match=message):
             make_mesh(MeshConfig(**sizes))
@@ -104,7 +104,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
         )
         with pytest.raises(
             UserError,
-            match=r"model: parameters take [\d,.]+ TiB a device, which has [\d.]+ GiB; lower model.d_model",
+            match=r"model: parameters take [\d,.]+ TiB per device, which has [\d.]+ GiB; lower model.d_model",
         ):
             check_memory(abstract.params, mesh, "parameters")
         check_memory(abstract.step, mesh, "a number")
@@ -133,7 +133,7 @@ def test_of_several_slices_one_axis_goes_across(across, sizes):
 
 def test_an_axis_that_does_not_divide_over_slices_is_refused():
     with pytest.raises(
-        UserError, match=r"mesh.data: 1 does not divide over 2 slices; .* mesh.slices"
+        UserError, match=r"mesh.data: 1 is not divisible by 2 slices; .* mesh.slices"
     ):
         arrange(MeshConfig(data=1, fsdp=16).sizes, "data", slices(2))
 

@@ -1,4 +1,4 @@
-"""What devices send each other in a compiled program: collectives, with their bytes and groups, as often as they run."""
+"""The collectives of a compiled program: their bytes, their groups, and how often they run."""
 
 import dataclasses
 import math
@@ -20,102 +20,111 @@ COLLECTIVES = (
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A collective: its kind, how many bytes a device has before (or, gathering, behind) it, the groups of devices that talk, how often."""
+    """A collective: its kind and size, the groups that communicate, and how often it runs.
+
+    `bytes` is the size of a device's operand, or of its result for an all-gather.
+    """
 
     kind: str
     bytes: float
-    groups: np.ndarray  # [groups, devices of one]; for collective-permute [pairs, 2]
+    groups: np.ndarray  # [groups, devices per group]; for collective-permute [pairs, 2]
     times: float
     source: str
-    between_slices: bool = (
-        False  # each device with those at its place in all other slices; `groups` are not told then
-    )
+    # Each device communicates with its counterparts in all other slices. Then `groups` is empty.
+    between_slices: bool = False
 
 
 def messages(program: Program) -> list[Message]:
-    """What a device sends, in which groups, how often."""
-    found = []
-    for one, computation, times, fused in program.runs:
-        if one.opcode == "send" and (
-            told := re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
+    """Returns all collectives of a program."""
+    collectives = []
+    for op, computation, times, fused in program.runs:
+        if op.opcode == "send" and (
+            transfer := re.search(r'_xla_megascale_transfer_type="(\w+)"', op.attributes)
         ):
-            size = sum(array.bytes for array in computation[one.operands[0]].arrays)
-            kind = told.group(1).lower().replace("_", "-")
-            found.append(
-                Message(kind, size, np.zeros((0, 0), int), times, one.source, between_slices=True)
+            size = sum(array.bytes for array in computation[op.operands[0]].arrays)
+            kind = transfer.group(1).lower().replace("_", "-")
+            collectives.append(
+                Message(kind, size, np.zeros((0, 0), int), times, op.source, between_slices=True)
             )
-        kind = one.opcode.removesuffix("-start")
-        scatters = fused and _scatters(one, computation)
-        # Inside of fusions a message stands once for every piece of work that it goes on beside; it is sent where it starts.
-        if kind not in COLLECTIVES or (fused and not scatters and not _starts(one, computation)):
+        kind = op.opcode.removesuffix("-start")
+        scatters = fused and _scatters(op, computation)
+        # An asynchronous collective appears in each fusion that it overlaps. Only its start counts.
+        if kind not in COLLECTIVES or (fused and not scatters and not _starts(op, computation)):
             continue
-        operands = [computation[name] for name in one.operands if name in computation]
+        operands = [computation[name] for name in op.operands if name in computation]
         size = sum(array.bytes for operand in operands for array in operand.arrays)
         if scatters:
             kind = "reduce-scatter"
         elif (
             kind == "all-reduce"
             and operands
-            and all(_puts_a_part(operand, program) for operand in operands)
+            and all(_writes_a_part(operand, program) for operand in operands)
         ):
-            kind = "all-gather"  # as the compiler for TPUs spells it on a large torus: each adds its part, in zeros, to all others'
+            # On a large torus, the TPU compiler writes all-gathers as sums of zero-padded parts.
+            kind = "all-gather"
         elif kind == "all-gather":
-            size *= _groups(one).shape[1]
-        found.append(Message(kind, size, _groups(one), times, one.source))
-    return found
+            size *= _groups(op).shape[1]
+        collectives.append(Message(kind, size, _groups(op), times, op.source))
+    return collectives
 
 
-def _puts_a_part(one: Instruction, program: Program) -> bool:
-    """Whether it puts an array into a larger one."""
-    inner = program.computations.get(one.called("calls") or "") if one.opcode == "fusion" else None
-    root = next((each for each in inner.values() if each.root), one) if inner else one
+def _writes_a_part(op: Instruction, program: Program) -> bool:
+    """Returns whether an instruction writes an array into a larger one."""
+    inner = program.computations.get(op.called("calls") or "") if op.opcode == "fusion" else None
+    root = next((inner_op for inner_op in inner.values() if inner_op.root), op) if inner else op
     return root.opcode in ("dynamic-update-slice", "pad")
 
 
-def _starts(one: Instruction, computation: Computation) -> bool:
+def _starts(op: Instruction, computation: Computation) -> bool:
+    """Returns whether an asynchronous collective starts with this instruction."""
     return any(
-        one.name in user.operands and 'custom_call_target="AsyncCollectiveStart"' in user.attributes
+        op.name in user.operands and 'custom_call_target="AsyncCollectiveStart"' in user.attributes
         for user in computation.values()
     )
 
 
-def _scatters(one: Instruction, computation: Computation) -> bool:
-    """Whether a fusion adds up and keeps its part: how the compiler for TPUs spells a reduce-scatter that nothing goes on beside."""
+def _scatters(op: Instruction, computation: Computation) -> bool:
+    """Returns whether an all-reduce in a fusion keeps only a part of the sum.
+
+    This is how the TPU compiler writes a reduce-scatter that overlaps with nothing.
+    """
     asynchronous = any("AsyncCollective" in other.attributes for other in computation.values())
     kept = any(
-        other.opcode == "dynamic-slice" and other.operands[0] == one.name
+        other.opcode == "dynamic-slice" and other.operands[0] == op.name
         for other in computation.values()
     )
-    return one.opcode == "all-reduce" and kept and not asynchronous
+    return op.opcode == "all-reduce" and kept and not asynchronous
 
 
-def _groups(one: Instruction) -> np.ndarray:
-    """int[groups, devices of one]."""
-    text = one.attributes
-    if found := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
+def _groups(op: Instruction) -> np.ndarray:
+    """Returns the groups of devices as int[groups, devices per group]."""
+    text = op.attributes
+    if match := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
         return np.array(
             [
                 list(map(int, pair.split(",")))
-                for pair in re.findall(r"\{(\d+,\d+)\}", found.group(1))
+                for pair in re.findall(r"\{(\d+,\d+)\}", match.group(1))
             ]
         )
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found.group(1))}
-        along = re.findall(r"'(\w+)'", found.group(2))
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
+        axis_names = re.findall(r"'(\w+)'", match.group(2))
         ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        axes = [list(sizes).index(name) for name in along]
-        rest = [i for i in range(len(sizes)) if i not in axes]
-        return ids.transpose(*rest, *axes).reshape(-1, math.prod(sizes[name] for name in along))
-    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        axes = [list(sizes).index(name) for name in axis_names]
+        other_axes = [i for i in range(len(sizes)) if i not in axes]
+        return ids.transpose(*other_axes, *axes).reshape(
+            -1, math.prod(sizes[name] for name in axis_names)
+        )
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         numbers = lambda s: [int(n) for n in s.split(",")]
-        shape, dims = numbers(found.group(1)), numbers(found.group(2))
+        shape, dims = numbers(match.group(1)), numbers(match.group(2))
         ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids.transpose(numbers(found.group(3))) if found.group(3) else ids).reshape(shape)
-    if found := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", text):
+        return (ids.transpose(numbers(match.group(3))) if match.group(3) else ids).reshape(shape)
+    if match := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", text):
         return np.array(
             [
                 list(map(int, group.split(",")))
-                for group in re.findall(r"\{([\d,]+)\}", found.group(1))
+                for group in re.findall(r"\{([\d,]+)\}", match.group(1))
             ]
         )
     return np.zeros((1, 1), int)

@@ -1,11 +1,11 @@
-"""`evaluate`: loss, perplexity, BLEU, chrF, bits per byte of a run on its held-out text."""
+"""`evaluate`: computes loss, perplexity, BLEU, chrF and bits per byte on held-out text."""
 
 import argparse
 from pathlib import Path
 
 from transformer.verbs.common import folder, open_run
 
-ABOUT = "loss, perplexity, BLEU, chrF, bits per byte of a run on its held-out text"
+ABOUT = "evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte"
 
 DETAIL = ""
 
@@ -22,19 +22,20 @@ def run(args, overrides) -> int:
 
     config, mesh = open_run(args, overrides)
     with use(mesh):
-        found = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
-    short = {
-        name: value for name, value in found.items() if name.count("/") < 3
-    }  # not of each layer and head
-    for name, value in short.items() if is_first() else ():
+        metrics = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
+    # Without the values of each layer and head
+    summary = {name: value for name, value in metrics.items() if name.count("/") < 3}
+    for name, value in summary.items() if is_first() else ():
         print(f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}")
-    if len(short) < len(found) and is_first():
-        print(f"and {len(found) - len(short):,} numbers by layer: {args.workdir / args.part}.json")
+    if len(summary) < len(metrics) and is_first():
+        print(
+            f"and {len(metrics) - len(summary):,} values by layer: {args.workdir / args.part}.json"
+        )
     return 0
 
 
 def evaluate_run(workdir: Path) -> None:
-    """What `evaluate --workdir=DIR` does."""
+    """Runs `evaluate --workdir=DIR`."""
     from transformer.parallel.mesh import use
     from transformer.runs.evaluate import evaluate, load_trained
 
