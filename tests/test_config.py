@@ -38,7 +38,34 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ),
         ({"position": {"name": "none", "x": 1.0}}, r"takes no options"),
         ({"position": {"name": "rotary", "layout": "x"}}, r"model.position.layout: no 'x'"),
-        ({"position": "rotary", "d_head": 5}, r"rotates pairs"),
+        ({"position": "rotary", "d_head": 5}, r"rotation needs pairs"),
+        (
+            {
+                "position": {"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}},
+                "d_head": 2,
+            },
+            r"model.position.scaling.name: 'ntk' needs at least 4 rotated dimensions, not 2",
+        ),
+        (
+            {
+                "position": {
+                    "name": "rotary",
+                    "scaling": {"name": "dynamic", "factor": 2.0, "original_length": 8},
+                },
+                "d_head": 2,
+            },
+            r"'dynamic' needs at least 4",
+        ),
+        (
+            {
+                "position": {
+                    "name": "rotary",
+                    "theta": 1.0,
+                    "scaling": {"name": "yarn", "factor": 2.0, "original_length": 8},
+                }
+            },
+            r"scaling.name: 'yarn' needs model.position.theta over 1, not 1.0",
+        ),
         ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
         ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
         ({"norm_placement": "prenorm"}, r"model.norm_placement: no 'prenorm'"),
@@ -116,7 +143,7 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
             {"model": MODEL, "train": {"accumulate": 3}},
             r"train.accumulate: 3 does not divide data.batch_size = 32",
         ),
-        ({"model": MODEL, "mesh": {"data": -1, "fsdp": -1}}, r"only one axis"),
+        ({"model": MODEL, "mesh": {"data": -1, "fsdp": -1}}, r"more than one -1; set at most one axis to -1"),
         ({"model": MODEL, "mesh": {"data": 0}}, r"mesh.data: 0"),
         ({"model": MODEL, "optimizer": {"name": "adam"}}, r"did you mean 'adamw'"),
         (

@@ -114,7 +114,7 @@ def test_a_dynamic_scaling_acts_with_a_factor_of_one():
     scaling = {"name": "dynamic", "factor": 1.0, "original_length": 8}
     scheme = positions.build(FrozenDict({"name": "rotary", "scaling": FrozenDict(scaling)}))
     frequencies = scheme._scaling.frequencies(10_000.0, 8, jnp.array([8, 32]))
-    assert scheme._scaling.check() is None
+    assert scheme._scaling.check(10_000.0, 8) is None
     assert np.all(frequencies[0, 1:] > frequencies[1, 1:]), "a longer sequence turns more slowly"
 
 

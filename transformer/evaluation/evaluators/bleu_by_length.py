@@ -36,7 +36,7 @@ class BleuByLength(Evaluator):
         """
         if at.translations is None:
             return
-        group_of = lambda translation: (len(translation[0].split()) - 1) // self.words
+        group_of = lambda translation: max(len(translation[0].split()) - 1, 0) // self.words
         for group_number, members in itertools.groupby(
             sorted(zip(*at.translations, strict=True), key=group_of), key=group_of
         ):

@@ -50,10 +50,10 @@ class Rotary(Position):
         rotated = int(facts.d_head * self.fraction)
         if not 0 < self.fraction <= 1 or rotated % 2 or rotated == 0:
             return (
-                "model.position: 'rotary' rotates pairs of dimensions; d_head * fraction = "
+                "model.position: rotation needs pairs of dimensions; d_head * fraction = "
                 f"{facts.d_head} * {self.fraction} must be even and positive"
             )
-        if problem := self._scaling.check():
+        if problem := self._scaling.check(self.theta, rotated):
             return f"model.position.scaling.{problem}"
         return None
 

@@ -23,8 +23,11 @@ SCALINGS = Registry("model.position.scaling", __package__)
 class Scaling:
     """No scaling: f_i is unchanged. The base class of scalings."""
 
-    def check(self) -> str | None:
-        """Returns why the options are invalid, in one line that starts with an option, or None."""
+    def check(self, theta: float, d: int) -> str | None:
+        """Returns why the options are invalid for `d` rotated dimensions, in one line, or None.
+
+        The line starts with an option.
+        """
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
         if self.does_nothing:
@@ -54,6 +57,11 @@ class Scaling:
         return 1.0
 
 
+def _needs_two_pairs(scaling: Scaling, d: int) -> str | None:
+    """Returns a message if the exponent d / (d - 2) is not defined."""
+    return f"name: {scaling.name!r} needs at least 4 rotated dimensions, not {d}" if d < 4 else None
+
+
 @SCALINGS.register("linear")
 @dataclasses.dataclass(frozen=True)
 class Linear(Scaling):
@@ -75,6 +83,9 @@ class NTK(Scaling):
 
     factor: float = 1.0
 
+    def check(self, theta, d):
+        return _needs_two_pairs(self, d) or super().check(theta, d)
+
     def frequencies(self, theta, d, length_B):
         return super().frequencies(theta * self.factor ** (d / (d - 2)), d, length_B)
 
@@ -94,6 +105,9 @@ class Dynamic(Scaling):
     original_length: int = 0
 
     does_nothing = False  # even with a factor of 1, angles depend on the length
+
+    def check(self, theta, d):
+        return _needs_two_pairs(self, d) or super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         length_B = jnp.maximum(length_B, self.original_length).astype(jnp.float32)
@@ -119,13 +133,15 @@ class YaRN(Scaling):
     attention_factor: float = 0.0  # 0: 0.1 ln(factor) + 1
     truncate: bool = True  # start and end the ramp at integer pair indices
 
-    def check(self):
+    def check(self, theta, d):
+        if theta <= 1.0:
+            return f"name: 'yarn' needs model.position.theta over 1, not {theta}"
         if not 0 < self.beta_slow < self.beta_fast:
             return (
                 f"beta_fast: {self.beta_fast} must be more than beta_slow = {self.beta_slow}, "
                 "and both more than 0"
             )
-        return super().check()
+        return super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         f_P = super().frequencies(theta, d, length_B)
@@ -161,14 +177,14 @@ class Llama3(Scaling):
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
 
-    def check(self):
+    def check(self, theta, d):
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if not 0 < low < high:
             return (
                 f"high_frequency_factor: {high} must be more than low_frequency_factor = {low}, "
                 "and both more than 0"
             )
-        return super().check()
+        return super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         f_P = super().frequencies(theta, d, length_B)
