@@ -164,7 +164,7 @@ def test_of_many_arms_the_best_have_lines(tmp_path):
     drawn = [text.get_text() for text in picture.legends[0].get_texts()]
     assert (
         drawn == ["arm00", *(f"arm{arm:02d}" for arm in range(4, 15))]
-        and "best 11 of 15 arms; the numbers of all are in curves.csv" in said
+        and "best 11 of 15 arms; curves.csv lists all arms" in said
     )
     assert len(pictures["by_arm"][1].axes[0].get_yticks()) == 14, "all that came to an end"
 

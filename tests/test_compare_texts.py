@@ -69,7 +69,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
     configs, found = facts_of(by("test/loss"))
     with pytest.raises(
         UserError,
-        match=r"metric 'test/loss' is of tokens, and 'vocab_size=300' has others than 'vocab_size=512'.*test/bits_per_byte",
+        match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has another tokenizer than 'vocab_size=512'.*test/bits_per_byte",
     ):
         guard.check(by("test/loss"), configs, found)
     for allowed in (
