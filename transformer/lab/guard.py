@@ -144,8 +144,8 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
     ):
         raise UserError(
             f"sweep: metric {sweep.metric!r} depends on the tokenizer, and arm "
-            f"{retokenized[0]!r} has another tokenizer than {sweep.baseline!r}; use a metric that does not, "
-            "such as Sweep(..., metric='test/bits_per_byte'), or declare the reason, "
+            f"{retokenized[0]!r} has another tokenizer than {sweep.baseline!r}; use a metric that "
+            "does not, such as Sweep(..., metric='test/bits_per_byte'), or declare the reason, "
             "declared={'tokenizer': \"...\"}"
         )
     for name in sweep.declared:
@@ -180,7 +180,8 @@ def _check_twins(
         )
         raise UserError(
             f"sweep: arms {first!r} and {arm!r} {relation}, so their runs would be bitwise "
-            f'identical; remove one, or declare it a control: Sweep(..., controls={{{arm!r}: "why"}})'
+            "identical; remove one, or declare it a control: "
+            f'Sweep(..., controls={{{arm!r}: "why"}})'
         )
     for arm in sweep.controls:
         if arm not in (*twin_of.keys(), *twin_of.values()):
