@@ -155,13 +155,13 @@ def test_a_sweep_ends_with_every_run_over(swept):
     assert "low (baseline)" in first.stdout and re.search(r"low +done \d\.\d+ +done", first.stderr)
     assert (
         re.search(r"wild +diverged @\d +diverged @\d", first.stderr)
-        and "4 of 4 runs are over" in first.stderr
+        and "4 of 4 runs finished" in first.stderr
     )
     assert all((folder / "low" / f"seed-{seed}" / "test.json").exists() for seed in (0, 1))
     before = sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
     again = sweep("--dry-run")
     assert (
-        again.returncode == 0 and "over: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout
+        again.returncode == 0 and "finished: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout
     ), again.stderr
     assert before == sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
     for more in ((), ("--dry-run",)):
@@ -182,7 +182,7 @@ def test_the_time_left_is_by_the_work_left(tmp_path, monkeypatch):
     (made_up(tmp_path, "steps=8", 0, 4.0) / "test.json").write_text('{"step": 8}')
     clock[0] = 100.0
     table.show(last=True)
-    assert said.getvalue().splitlines()[-1].endswith("1:40 so far, 5:00 left")
+    assert said.getvalue().splitlines()[-1].endswith("1:40 elapsed, 5:00 left")
 
 
 def test_a_sweep_is_compared(swept, capsys):

@@ -123,7 +123,7 @@ def page(view: View, title: str, about: Sequence[str]) -> str:
         parts.append(f"<p><b>model output</b> {escape(view.answer)}</p>")
     if view.cut:
         parts.append(
-            f"<p class=note>{view.cut} tokens exceed the model's maximum length and are cut off.</p>"
+            f"<p class=note>{view.cut} tokens exceed the model's maximum length and are cut.</p>"
         )
     losses = view.losses_T[~np.isnan(view.losses_T)]
     parts += [
