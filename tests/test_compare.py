@@ -223,7 +223,7 @@ def test_when_an_arm_is_as_good_as_the_baseline_at_its_end(tmp_path):
         found.rows["c"].reaches.seeds,
     ) == (2, 3, 1)
     assert any(
-        "75% of its steps, 2 of 3 seeds" in cell for row in report.outcome(found) for cell in row
+        "75% of baseline steps, 2 of 3 seeds" in cell for row in report.outcome(found) for cell in row
     )
 
 

@@ -55,7 +55,7 @@ def test_what_the_sweep_asks_about_may_differ(tmp_path):
         assert len(
             [line for line in judged.results.left_out if "was tested on another text" in line]
         ) == 4 - sum(counts)
-        assert ("on texts of their own" in report.markdown(judged)) == (field == "data.held_out")
+        assert ("tested on different texts" in report.markdown(judged)) == (field == "data.held_out")
 
 
 def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
@@ -121,7 +121,7 @@ def test_a_classifiers_loss_is_of_labels(tmp_path):
     assert (
         [row.value.count for row in judged.rows.values()] == [2, 2]
         and "nats per label" in page
-        and "per token" not in page
+        and "nats per token" not in page
     )
 
 
@@ -160,6 +160,6 @@ def test_what_the_test_leaves_out_is_told(tmp_path):
             )
         )
     assert (
-        "Of the test text arms leave out: a nothing; b pairs too long: dropped 3."
+        "Excluded from the test text, by arm: a (nothing); b (pairs too long: dropped 3)."
         in report.markdown(compare(tmp_path))
     )
