@@ -272,6 +272,6 @@ def test_what_is_not_over_is_not_compared(tmp_path):
     ).split()
     said = " ".join(found.results.left_out)
     assert (
-        "seed 1: test/loss is not known: the run is at step 4 of 8" in said
+        "seed 1: test/loss is unknown: the run is at step 4 of 8" in said
         and "evaluated with decoding = beam_size 4" in said
     )
