@@ -55,7 +55,9 @@ def test_what_the_sweep_asks_about_may_differ(tmp_path):
         assert len(
             [line for line in judged.results.left_out if "was tested on another text" in line]
         ) == 4 - sum(counts)
-        assert ("tested on different texts" in report.markdown(judged)) == (field == "data.held_out")
+        assert ("tested on different texts" in report.markdown(judged)) == (
+            field == "data.held_out"
+        )
 
 
 def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):

@@ -24,9 +24,7 @@ def test_what_is_not_declared_is_refused():
         Sweep(vary("model.position", "rotary", "alibi")),
         *({arm: of[arm] for arm in ("rotary", "alibi")} for of in (configs, found)),
     )
-    with pytest.raises(
-        UserError, match="'params' is not a compared fact; there is: parameters"
-    ):
+    with pytest.raises(UserError, match="'params' is not a compared fact; there is: parameters"):
         guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, found)
 
 

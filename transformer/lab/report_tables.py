@@ -3,11 +3,12 @@
 import math
 import re
 
+from transformer.lab.formatting import p_value, signed, spell
 from transformer.lab.profiles import Profile, reads
 from transformer.lab.results import Results
 from transformer.lab.scans import CLOSE
 from transformer.lab.statistics import mean
-from transformer.lab.verdict import Verdict, p_value, signed, spell, validated
+from transformer.lab.verdict import Verdict, validated
 from transformer.parallel.sharding import human_bytes
 from transformer.runs.metrics import human_count
 
