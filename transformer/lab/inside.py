@@ -141,20 +141,20 @@ def _top_tokens(tokenizer: Tokenizer, ps_TxK, ids_TxK) -> list[list[tuple[str, f
 
 def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segment, int]:
     """Returns the only segment of the batch, and the number of tokens that were cut off."""
-    most, (ids,) = config.model.max_length, tokenizer.encode([text])
+    limit, (ids,) = config.model.max_length, tokenizer.encode([text])
     if config.model.two_sides:
         source, (target,) = [*tokenizer.before_source, *ids], tokenizer.encode_targets([answer])
-        cut = max(len(source) + 1 - most, 0) + max(len(target) + 1 - most, 0)
-        source, target = ([*ids[: most - 1], tokenizer.eos] for ids in (source, target))
+        cut = max(len(source) + 1 - limit, 0) + max(len(target) + 1 - limit, 0)
+        source, target = ([*ids[: limit - 1], tokenizer.eos] for ids in (source, target))
         return Segment(
             shifted(tokenizer.bos, np.array(target)),
             np.array(target, np.int32),
             np.array(source, np.int32),
         ), cut
     if config.model.family == "encoder":
-        whole = [tokenizer.bos, *ids[: most - 2], tokenizer.eos]
+        whole = [tokenizer.bos, *ids[: limit - 2], tokenizer.eos]
         return Segment(np.array(whole, np.int32), np.array(whole, np.int32)), max(
-            len(ids) - (most - 2), 0
+            len(ids) - (limit - 2), 0
         )
     prompt, targets = [], ids
     if config.objective.columns == ("source", "target"):
@@ -165,15 +165,18 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
     elif config.model.prefix_lm:  # training splits at random positions
         prompt, targets = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     segment = continued(tokenizer.bos, np.array(prompt, np.int32), np.array(targets, np.int32))
-    prefix = min(segment.prefix, most) if config.model.prefix_lm else None
+    prefix = min(segment.prefix, limit) if config.model.prefix_lm else None
     return Segment(
-        segment.inputs[:most], segment.targets[:most], weights=segment.weights[:most], prefix=prefix
-    ), max(len(segment.targets) - most, 0)
+        segment.inputs[:limit],
+        segment.targets[:limit],
+        weights=segment.weights[:limit],
+        prefix=prefix,
+    ), max(len(segment.targets) - limit, 0)
 
 
 def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> list[Map]:
     """Returns the maps of each kind of attention: encoder, decoder, then cross-attention."""
-    config, found = subject.config.model, {}
+    config, by_sublayer = subject.config.model, {}
     weights, statistics = flatten(watched["maps"]), flatten(watched["heads"])
     statistics_at = where(config, statistics)
     for name, (path, index) in where(config, weights).items():
@@ -184,7 +187,7 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
             for statistic, values in statistics[statistics_path][0].items()
             if statistic != "repeated"
         }
-        found.setdefault((side, sublayer.removesuffix("/weights")), {})[layer] = (
+        by_sublayer.setdefault((side, sublayer.removesuffix("/weights")), {})[layer] = (
             part(weights[path][0], index)[0],
             of_layer,
         )
@@ -201,7 +204,7 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
             },
         )
         for (side, sublayer), layers in sorted(
-            found.items(),
+            by_sublayer.items(),
             key=lambda item: (item[0][0] != "encoder", item[0][1] == "cross_attention"),
         )
     ]
@@ -209,16 +212,16 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
 
 def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
     """Returns the sizes of the residual stream and of each branch, by sublayer and layer."""
-    flat, found = flatten(sizes), {}
+    flat, by_sublayer = flatten(sizes), {}
     for name, (path, index) in sorted(
         where(subject.config.model, flat).items(), key=lambda item: in_layer(item[0])
     ):
         side, layer, rest = in_layer(name)
         values = {key: float(np.asarray(part(x, index))) for key, x in flat[path][0].items()}
-        sublayer = found.setdefault(
+        sublayer = by_sublayer.setdefault(
             f"{side} {residual_of(rest)}", {"layer": [], "stream": [], "branch": []}
         )
         sublayer["layer"].append(layer)
         sublayer["stream"].append(values["stream"])
         sublayer["branch"].append(values["branch"] / values["kept"] if values["kept"] else 1.0)
-    return found
+    return by_sublayer

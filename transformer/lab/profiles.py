@@ -138,7 +138,7 @@ def profiles(results: Results) -> list[Profile]:
     A profile on a logarithmic scale also needs a positive value: updates are all zero if the
     learning-rate schedule ends at zero.
     """
-    found = []
+    result = []
     for name, (caption, pattern, x_label, y_label, when, log) in PROFILES.items():
         lines = {
             arm.name: line
@@ -152,8 +152,8 @@ def profiles(results: Results) -> list[Profile]:
         if len(profile.places) > 1 and any(
             value.mean > 0 or "y" not in log for line in lines.values() for value in line.values()
         ):
-            found.append(profile)
-    return found
+            result.append(profile)
+    return result
 
 
 def reads(results: Results, metric: str) -> str:

@@ -181,8 +181,8 @@ def again(results: Results) -> str:
     if not sweep or sweep.baseline != results.sweep.baseline:
         compare.append(f"--baseline={results.sweep.baseline}")
     if (
-        known := kind(results.sweep.metric)
-    ) is None or known.higher != results.sweep.higher_is_better:
+        metric_kind := kind(results.sweep.metric)
+    ) is None or metric_kind.higher != results.sweep.higher_is_better:
         compare.append(
             "--higher-is-better" if results.sweep.higher_is_better else "--lower-is-better"
         )

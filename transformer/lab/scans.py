@@ -40,7 +40,7 @@ class Scan:
 
 def scans(results: Results) -> list[Scan]:
     """Returns a scan for each numeric field and setting of the others with >= LEAST values."""
-    found, points = [], results.sweep.points
+    result, points = [], results.sweep.points
     for field in results.sweep.fields:
         groups: dict[str, dict[float, Arm]] = {}  # setting -> value -> arm
         spelled: dict[str, str] = {}
@@ -51,12 +51,12 @@ def scans(results: Results) -> list[Scan]:
                 setting = str(sorted((key, str(arm.changes[key])) for key in other_fields))
                 spelled[setting] = "-".join(points[arm.name].call(key) for key in other_fields)
                 groups.setdefault(setting, {})[float(value)] = arm
-        found += [
+        result += [
             _scan(results, field, spelled[setting], arms)
             for setting, arms in groups.items()
             if len(arms) >= LEAST
         ]
-    return [scan for scan in found if scan is not None]
+    return [scan for scan in result if scan is not None]
 
 
 def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm]) -> Scan | None:

@@ -25,7 +25,7 @@ class Status:
     """The state of a run.
 
     `kind` is waiting, running, stopped, trained, done, diverged or failed. `loss` is the training
-    loss, or the value of the deciding metric if the run is done. `why` is the reason of a failure,
+    loss, or the value of the deciding metric if the run is done. `why` is the reason for a failure,
     or the deciding metric that a finished run lacks.
     """
 

@@ -124,7 +124,7 @@ def _peak_memory(arm: Arm) -> float:
 def _alike(versus: Difference) -> bool:
     """Whether there is no detectable difference.
 
-    False if the difference is the same in every seed, in which case p is NaN.
+    False if the difference is nonzero and the same in every seed, in which case p is NaN.
     """
     return not versus.tells and not (versus.mean.count > 1 and math.isnan(versus.p))
 
@@ -268,10 +268,10 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
         diverged = row.arm.diverged
         if diverged:
             steps = ", ".join(f"{step:,}" for step in diverged.values())
-            others = "; means are over the other seeds" if row.value.count else ""
+            note = "; means are over the other seeds" if row.value.count else ""
             lines.append(
                 f"{name} diverged with {len(diverged)} of {len(row.arm.runs)} seeds, "
-                f"at step {steps}{others}."
+                f"at step {steps}{note}."
             )
         if row.to_baseline is None or not row.value.count or name in without:
             continue
