@@ -21,7 +21,7 @@ def test_arms_of_which_the_same_is_built_are_refused():
     assert configs["plain"] != configs["spelled"]
     with pytest.raises(
         UserError,
-        match=r"arms 'plain' and 'spelled' differ in model.position.*, but the same programs are built"
+        match=r"arms 'plain' and 'spelled' differ in model.position.*, but build the same programs"
         r".* or declare it a control: Sweep\(..., controls=\{'spelled': \"why\"\}\)",
     ):
         checked(Sweep(spelled))

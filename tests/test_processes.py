@@ -317,7 +317,7 @@ def test_a_pod_sweeps_as_one(tmp_path):
     )
     found, outputs = codes(launch(2, runs, command=command))
     assert found == [0, 0], outputs
-    assert "2 of 2 runs are over" in outputs[0] and all(
+    assert "2 of 2 runs finished" in outputs[0] and all(
         (runs / arm / "seed-0" / "test.json").exists() for arm in ("low", "high")
     )
     low, high = (curve(runs / arm / "seed-0") for arm in ("low", "high"))
