@@ -143,7 +143,10 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
             {"model": MODEL, "train": {"accumulate": 3}},
             r"train.accumulate: 3 does not divide data.batch_size = 32",
         ),
-        ({"model": MODEL, "mesh": {"data": -1, "fsdp": -1}}, r"more than one -1; set at most one axis to -1"),
+        (
+            {"model": MODEL, "mesh": {"data": -1, "fsdp": -1}},
+            r"more than one -1; set at most one axis to -1",
+        ),
         ({"model": MODEL, "mesh": {"data": 0}}, r"mesh.data: 0"),
         ({"model": MODEL, "optimizer": {"name": "adam"}}, r"did you mean 'adamw'"),
         (
