@@ -52,7 +52,7 @@ def both_logits(model, config, params, name):
     given, ours = {"padding_mask": mask}, build_model(config)
     tensor = lambda x: torch.tensor(np.asarray(x))
     with torch.no_grad():
-        if config.two_sides:
+        if config.is_encoder_decoder:
             target, target_mask = rows(config.pad_id, length=13, seed=1)
             target[:, 0] = model.config.decoder_start_token_id
             out = model(
@@ -131,7 +131,7 @@ def test_decoding_with_a_cache_equals_theirs(saved, family):
     config, params = load_hf(folder)
     ours, new = build_model(config), 9
     ids, mask = rows(config.pad_id, length=11)
-    both = config.two_sides
+    both = config.is_encoder_decoder
     if not both:
         ids, mask = ids[:, ::-1], mask[:, ::-1]
     tensor = lambda x: torch.tensor(np.ascontiguousarray(x))
@@ -183,7 +183,7 @@ def test_any_layout_reads_the_same(saved, name):
     assert config.scan_layers
     assert not other.scan_layers
     assert jax.tree.structure(params) != jax.tree.structure(unrolled)
-    ids = (rows(0)[0],) * (1 + (config.two_sides))
+    ids = (rows(0)[0],) * (1 + (config.is_encoder_decoder))
     a, b = (build_model(c).apply(p, *ids) for c, p in ((config, params), (other, unrolled)))
     np.testing.assert_allclose(a, b, atol=2e-5)
 

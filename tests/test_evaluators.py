@@ -14,7 +14,7 @@ from transformer.config import Experiment
 from transformer.data.pipeline import open_data
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
-from transformer.evaluation.subject import At, Subject
+from transformer.evaluation.subject import Snapshot, Subject
 from transformer.mapping import from_mapping
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
@@ -37,7 +37,7 @@ def experiment(*evaluators, mesh=(), **model) -> Experiment:
     })  # fmt: skip
 
 
-def measured(config, most=3, during=False, like=None):
+def measured(config, most=3, in_training=False, like=None):
     """(what is found at the start, with the numbers that `like` starts with; the loss of the same batches, the parameters, a batch)."""
     model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
     with use(make_mesh(config.mesh)) as mesh:
@@ -59,8 +59,8 @@ def measured(config, most=3, during=False, like=None):
         data, share = open_data(config), Share(mesh)
         found = measure(
             Subject(config, data, "valid", mesh, most, optimizer),
-            At(state.params, state.opt_state),
-            during,
+            Snapshot(state.params, state.opt_state),
+            in_training,
         )
         batches = data.batches("valid", share.rows)
         loss = evaluate_loss(
@@ -334,7 +334,7 @@ def test_order_counts_every_full_row_once():
             return dict(
                 measure(
                     Subject(config, SimpleNamespace(batches=lambda part: [taken]), "valid", mesh),
-                    At(params),
+                    Snapshot(params),
                     False,
                 )
             )["order/kl"]

@@ -114,7 +114,7 @@ def test_a_source_begins_with_its_sign(bart, tmp_path):
     convert(f"--from={bart}", f"--workdir={tmp_path / 'run'}")
     sources = ["the cat sleeps", "a dog runs at home"]
     ours, trained = answers(tmp_path / "run", sources)
-    assert trained.tokenizer.before_source == [0] and trained.tokenizer.bos == 2
+    assert trained.tokenizer.source_prefix_ids == [0] and trained.tokenizer.bos == 2
     model = transformers.BartForConditionalGeneration.from_pretrained(bart).eval()
     for source, answer in zip(sources, ours, strict=True):
         ids = trained.tokenizer.encode([source])[0]

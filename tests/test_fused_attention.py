@@ -96,7 +96,7 @@ def test_what_a_gpus_is_asked_for(monkeypatch):
     }  # fmt: skip
     for words, (arrays, one) in refused.items():
         assert words in BACKENDS["cudnn"].why_not(*arrays, one), words
-    monkeypatch.setattr(cudnn, "MOST_PAIRS", 100)
+    monkeypatch.setattr(cudnn, "MAX_PAIRS", 100)
     assert "too large" in BACKENDS["cudnn"].why_not(q, k, v, plain)
 
 

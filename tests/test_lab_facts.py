@@ -35,7 +35,7 @@ def test_one_experiment_under_two_names_is_refused():
     configs, found = facts_of(sweep)
     with pytest.raises(UserError, match="'alibi' and 'said' are the same experiment"):
         guard.check(
-            dataclasses.replace(sweep, declared=dict.fromkeys(guard.GIVEN_BY, "whatever")),
+            dataclasses.replace(sweep, declared=dict.fromkeys(guard.SET_BY, "whatever")),
             configs,
             found,
         )

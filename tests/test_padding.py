@@ -174,7 +174,7 @@ SAID = [
 def test_special_tokens_pass_through_config_json(name, said):
     """As they are; None stays None, though Transformers has a default where a field is absent."""
     config = likeness(name)
-    start = {"decoder_start_id": 4} if config.two_sides and said else {}
+    start = {"decoder_start_id": 4} if config.is_encoder_decoder and said else {}
     config = dataclasses.replace(config, d_ff=4 * config.d_model, **said, **start)
     family = FAMILIES[OF_HF[name.split("_")[0]]]
     theirs = json.loads(json.dumps(family.their_config(config)))

@@ -25,14 +25,14 @@ from transformer.config import (
 from transformer.config_io import load_experiment
 from transformer.data import corpora, sources
 from transformer.data.pipeline import open_data
-from transformer.data.tokenizer import Pair, SentencePiece, load_tokenizer, train_tokenizer
+from transformer.data.tokenizer import SentencePiece, TokenizerPair, load_tokenizer, train_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.mapping import from_mapping, to_mapping
 from transformer.model.config import ModelConfig
 from transformer.parallel.mesh import check_platform, make_mesh, use
 from transformer.runs.evaluate import _check_text, load_trained
-from transformer.runs.fits import check_rows
+from transformer.runs.fits import check_divisibility
 from transformer.runs.initialize import _match, _source
 
 MODEL = sized("decoder", vocab_size=300)
@@ -140,7 +140,7 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
 def test_batches_that_do_not_divide(mesh, data, message):
     config = experiment(mesh=mesh, **data)
     with refused(message):
-        check_rows(config, make_mesh(config.mesh))
+        check_divisibility(config, make_mesh(config.mesh))
 
 
 def test_a_platform_that_cannot_start(monkeypatch):
@@ -225,7 +225,7 @@ def test_tokenizers(tmp_path):
     (tmp_path / "x.pair").write_text("{}")
     with refused(r"x\.pair is not a pair of tokenizers \(KeyError: 'source'\)"):
         load_tokenizer(tmp_path / "x.pair")
-    assert Pair.name == "tokenizer.pair"
+    assert TokenizerPair.name == "tokenizer.pair"
     with refused("data.tokenizer: SentencePiece cannot be trained on this text"):
         train_tokenizer(TokenizerConfig(), 280, [])
     given = {"tokenizer": {"path": str(tmp_path / "own.model")}, "held_out": 4}

@@ -17,7 +17,7 @@ from transformer.mapping import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import arrange, check_memory, make_mesh, use
 from transformer.parallel.sharding import RULES, describe, shardings, unbox
-from transformer.runs.fits import check_rows
+from transformer.runs.fits import check_divisibility
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, relayout
 
@@ -153,7 +153,7 @@ def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
         "model": sized("decoder", **model), "data": {"corpus": "pydoc", "length": 8, "batch_size": 8}, "mesh": {"data": 1, **mesh},
     })  # fmt: skip
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
-        check_rows(config, make_mesh(config.mesh))
+        check_divisibility(config, make_mesh(config.mesh))
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ import traceback
 from collections.abc import Callable
 
 from transformer.errors import tracebacks
-from transformer.output import flush, open_closed, quiet_threads
+from transformer.output import flush, open_closed_streams, suppress_redundant_tracebacks
 
 
 def run() -> None:
     """Runs the command of `sys.argv` and exits with its code."""
-    open_closed()
+    open_closed_streams()
     if not tracebacks():
-        quiet_threads()
+        suppress_redundant_tracebacks()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have ignored it
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = functools.partial(_interrupt_again, sys.unraisablehook)

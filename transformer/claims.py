@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import write_whole
+from transformer.files import write_atomic
 
 STALE = 90.0
 """Seconds without renewal after which a claim is dead."""
@@ -121,9 +121,9 @@ class Claim:
 
     def hand_over(self, pid: int) -> None:
         """Transfers the claim to a process on this machine, which must renew it from now on."""
-        write_whole(self.file, str(Process.here(pid)))
+        write_atomic(self.file, str(Process.here(pid)))
 
-    def held_by(self, *pids: int) -> bool:
+    def is_held_by(self, *pids: int) -> bool:
         """Returns whether one of these processes of this machine holds the claim."""
         return self.holder() in [Process.here(pid) for pid in pids]
 
@@ -133,7 +133,7 @@ class Claim:
         Does nothing if another process has taken over the claim.
         """
         with contextlib.suppress(OSError):  # a network file system may respond next time
-            if held := self.held_by(os.getpid()):
+            if held := self.is_held_by(os.getpid()):
                 os.utime(self.file)
             if held or (self.holder() is None and not self._lapsed()):
                 _alone[self.file] = time.time()
@@ -145,7 +145,7 @@ class Claim:
     def release(self) -> None:
         """Removes the claim if this process holds it or its holder is dead."""
         holder = self.holder()
-        if holder is not None and (self.held_by(os.getpid()) or not self._lives(holder)):
+        if holder is not None and (self.is_held_by(os.getpid()) or not self._lives(holder)):
             self.file.unlink(missing_ok=True)
             _alone.pop(self.file, None)
 
@@ -159,7 +159,7 @@ class Claim:
 
         Raises UserError if another process holds the claim or may have held it.
         """
-        if self.held_by(os.getpid()):
+        if self.is_held_by(os.getpid()):
             return
         lapsed = self._lapsed()
         if self.holder() is None and not lapsed and self._make():
@@ -208,7 +208,7 @@ class Claim:
         return True
 
 
-def keep_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
+def start_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
     """Renews this process's claims in a thread. Returns a function that stops the thread."""
     stopped = threading.Event()
 
@@ -252,7 +252,7 @@ def holding(claims: Sequence[Claim]) -> Iterator[None]:
                 last_age = claim.age()
                 time.sleep(1)
             taken.append(claim)
-        stop = keep_renewing(taken)
+        stop = start_renewing(taken)
         try:
             yield
         finally:

@@ -10,7 +10,7 @@ import time
 import traceback
 
 from transformer.errors import UserError, nearest, tracebacks
-from transformer.output import flush, outlives_its_readers, to_nowhere
+from transformer.output import flush, redirect_to_devnull, survive_closed_readers
 
 ABOUT = """Transformers in JAX: train, evaluate and use any architecture on any machine.
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         _exit_if_distributed(2)
         return 2
     except BrokenPipeError:
-        to_nowhere(sys.stdout)
+        redirect_to_devnull(sys.stdout)
         return 0
     except OSError as e:
         reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
@@ -74,13 +74,13 @@ def _exit_if_distributed(code: int, error: Exception | None = None) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         if error is not None:
-            from transformer.parallel.processes import end_alone, is_loss
+            from transformer.parallel.processes import exit_after_loss, is_lost_process
 
-            if is_loss(error) and not tracebacks():
+            if is_lost_process(error) and not tracebacks():
                 time.sleep(
                     3
                 )  # meanwhile the thread that watches connections may name the lost process
-                end_alone("another process of this run")
+                exit_after_loss("another process of this run")
             with contextlib.suppress(OSError):
                 traceback.print_exception(error)
         flush()
@@ -104,7 +104,7 @@ def _main(argv: list[str]) -> int:
             name, help=verb.ABOUT, description=verb.DETAIL or verb.ABOUT, **style
         )
         only_prints = getattr(verb, "ONLY_PRINTS", False)
-        lasting = contextlib.nullcontext if only_prints else outlives_its_readers
+        lasting = contextlib.nullcontext if only_prints else survive_closed_readers
         sub.set_defaults(run=verb.run, verb=name, lasting=lasting)
         verb.arguments(sub)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:

@@ -37,7 +37,7 @@ _EFFECTS = (
     Effect(
         ("train.z_loss",),
         "an objective that predicts tokens",
-        lambda c: c.objective.asks_for_tokens,
+        lambda c: c.objective.predicts_tokens,
     ),
     Effect(
         ("train.init_positions",),
@@ -102,14 +102,14 @@ class Experiment:
                 f"{' or '.join(map(repr, objective.families))}, "
                 f"but model.family = {self.model.family!r}"
             )
-        if objective.asks_for_tokens and not self.model.lm_head:
+        if objective.predicts_tokens and not self.model.lm_head:
             raise UserError(f"data.objective: {name!r} predicts tokens; set model.lm_head=True")
-        if self.model.prefix_lm and not objective.gives_prefix:
+        if self.model.prefix_lm and not objective.has_prefix:
             raise UserError(
                 f"model.prefix_lm: True, but data.objective {name!r} defines no prefix; set it to "
                 "False"
             )
-        if self.data.target_length and not self.model.two_sides:
+        if self.data.target_length and not self.model.is_encoder_decoder:
             raise UserError(
                 f"data.target_length: {self.data.target_length}, but model.family = "
                 f"{self.model.family!r} has one stack; leave it at 0"

@@ -21,7 +21,7 @@ _DISK_FAULTS = {
 
 
 @contextlib.contextmanager
-def disk_faults(path) -> Iterator[None]:
+def disk_errors(path) -> Iterator[None]:
     """Turns a full disk or an exceeded file size limit into a UserError that names `path`.
 
     Files and checkpoints are renamed into place when they are complete, so earlier ones stay
@@ -36,7 +36,7 @@ def disk_faults(path) -> Iterator[None]:
         raise
 
 
-def check_room(folder: Path, needed: int, what: str) -> None:
+def check_disk_space(folder: Path, needed: int, what: str) -> None:
     """Raises UserError if `needed` bytes of `what` do not fit on the disk of `folder`.
 
     The folder need not exist.
@@ -51,7 +51,7 @@ def check_room(folder: Path, needed: int, what: str) -> None:
         )
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
+def write_atomic(file: Path, content: str | bytes) -> None:
     """Writes `content` (text as UTF-8) atomically: to a temporary file that is renamed into place.
 
     Nothing is left behind if writing fails. Special files (a pipe, /dev/stdout) are written to
@@ -63,7 +63,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
         return
     scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        with disk_faults(file):
+        with disk_errors(file):
             scratch.write_bytes(data)
             scratch.replace(file)
     finally:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 
-def open_closed() -> None:
+def open_closed_streams() -> None:
     """Opens the standard streams that were closed when this process began, on /dev/null.
 
     Otherwise the next opened files would get their descriptors, and output of C++ code would be
@@ -24,7 +24,7 @@ def open_closed() -> None:
             setattr(sys, name, os.fdopen(devnull, mode, encoding="utf-8"))
 
 
-def to_nowhere(stream) -> None:
+def redirect_to_devnull(stream) -> None:
     """Redirects the descriptor of `stream` to /dev/null, also for C++ code and child processes."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, stream.fileno())
@@ -62,11 +62,11 @@ class _Lasting:
         try:
             yield
         except BrokenPipeError:
-            to_nowhere(self._stream)
+            redirect_to_devnull(self._stream)
 
 
 @contextlib.contextmanager
-def outlives_its_readers() -> Iterator[None]:
+def survive_closed_readers() -> Iterator[None]:
     """Lets a command finish its work after the readers of its output have gone.
 
     For commands that do more than print.
@@ -81,7 +81,7 @@ def outlives_its_readers() -> Iterator[None]:
         sys.stdout, sys.stderr = original
 
 
-def quiet_threads() -> None:
+def suppress_redundant_tracebacks() -> None:
     """Suppresses output about errors that the main thread also raises.
 
     If a checkpoint cannot be written, each Orbax thread logs a traceback. If an array cannot be

@@ -46,21 +46,21 @@ OF_LABELS = {
 """The kinds that apply instead if no tokens are predicted, as by a classifier."""
 
 
-def kind(metric: str, asks_for_tokens: bool = True) -> Kind | None:
+def kind(metric: str, predicts_tokens: bool = True) -> Kind | None:
     """Returns the kind of a metric, from the last known part of its name, or None."""
-    kinds = KINDS if asks_for_tokens else KINDS | OF_LABELS
+    kinds = KINDS if predicts_tokens else KINDS | OF_LABELS
     return next((kinds[part] for part in reversed(metric.split("/")) if part in kinds), None)
 
 
-def of_tokens(metric: str, asks_for_tokens: bool = True) -> bool:
+def of_tokens(metric: str, predicts_tokens: bool = True) -> bool:
     """Returns whether the metric's value depends on the tokenizer."""
-    metric_kind = kind(metric, asks_for_tokens)
+    metric_kind = kind(metric, predicts_tokens)
     return metric_kind is not None and metric_kind.of_tokens
 
 
-def unit(metric: str, asks_for_tokens: bool = True) -> str:
+def unit(metric: str, predicts_tokens: bool = True) -> str:
     """Returns the unit of the metric; "" if it is unknown."""
-    metric_kind = kind(metric, asks_for_tokens)
+    metric_kind = kind(metric, predicts_tokens)
     return metric_kind.unit if metric_kind else ""
 
 

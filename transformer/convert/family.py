@@ -72,7 +72,7 @@ class Family:
             fields.must("is_causal", True, "the decoder would attend to later tokens")
         config = self.read(fields, tensors) | ours
         config = special_tokens.read(theirs, self.special_tokens, config) | config
-        fields.refuse_rest()
+        fields.check_all_read()
         return ModelConfig(**config)
 
     def their_config(self, config: ModelConfig) -> dict:

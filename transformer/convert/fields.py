@@ -14,7 +14,7 @@ from typing import Any
 
 from transformer.checks import LARGEST
 from transformer.errors import UserError
-from transformer.model.config_checks import MOST_LAYERS
+from transformer.model.config_checks import MAX_LAYERS
 
 HARMLESS = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
@@ -99,7 +99,7 @@ def count(default: int) -> Field:
 
 def layer_count(default: int | None) -> Field:
     """Returns a Field for a number of layers. It may be null if its default is null."""
-    return Field(default, int, nullable=default is None, above=0, most=MOST_LAYERS)
+    return Field(default, int, nullable=default is None, above=0, most=MAX_LAYERS)
 
 
 def positive(default: float) -> Field:
@@ -221,7 +221,7 @@ class Fields:
             name for name in self._given.keys() - self._seen - HARMLESS if self._given[name]
         )
 
-    def refuse_rest(self) -> None:
+    def check_all_read(self) -> None:
         """Raises UserError with the names of the fields in `rest()`, if any."""
         if unknown := self.rest():
             more = ", ".join(map(printable, unknown[1:6]))
@@ -244,7 +244,7 @@ def layer_kinds(f: Fields, layers: int) -> list[str] | None:
     return kinds
 
 
-def one_period(layers: list) -> list:
+def shortest_period(layers: list) -> list:
     """Returns the shortest prefix whose repetition, cut to the same length, equals the list."""
     period = next(p for p in range(1, len(layers) + 1) if layers[:-p] == layers[p:])
     return layers[:period]

@@ -21,10 +21,10 @@ import numpy as np
 from transformer.convert import families
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
-from transformer.convert.special_tokens import of_generation
+from transformer.convert.special_tokens import read_generation_config
 from transformer.convert.tensors import Tensors, check
 from transformer.errors import UserError, look_up
-from transformer.files import disk_faults, read_json
+from transformer.files import disk_errors, read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import build_model
@@ -75,7 +75,7 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
     theirs = read_json(file)
     family = look_up(FAMILIES, _name(theirs.get("model_type", "")), f"{file}: model_type")
     if family.ours != "encoder":
-        theirs |= of_generation(directory)
+        theirs |= read_generation_config(directory)
     return family, theirs, Tensors(directory, family)
 
 
@@ -128,7 +128,7 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
 
 def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns path -> shape and dtype of every parameter of a model."""
-    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.two_sides))
+    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.is_encoder_decoder))
     return flatten(
         unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens))["params"]
     )
@@ -155,7 +155,7 @@ def save_hf(
         raise UserError(f"{directory}: exists and is not an empty directory; choose another")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (
-        disk_faults(directory),
+        disk_errors(directory),
         tempfile.TemporaryDirectory(
             dir=directory.parent, prefix=directory.name + "."
         ) as unfinished,

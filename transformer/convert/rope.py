@@ -80,7 +80,7 @@ def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
     return {"position": position, "max_length": length}
 
 
-def rotary_back(config: ModelConfig, **defaults) -> dict:
+def write_rotary(config: ModelConfig, **defaults) -> dict:
     """Returns the rotary fields of config.json for our position and max_length.
 
     `defaults` are entries of `rope_parameters` for options that the position omits.
@@ -88,7 +88,7 @@ def rotary_back(config: ModelConfig, **defaults) -> dict:
     position = options(config.position)
     scaling = position.get("scaling", {})
     length = scaling["original_length"] if scaling.get("name") == "dynamic" else config.max_length
-    return {"rope_parameters": defaults | rope_back(position), "max_position_embeddings": length}
+    return {"rope_parameters": defaults | write_rope(position), "max_position_embeddings": length}
 
 
 def options(choice: Choice) -> Mapping:
@@ -142,12 +142,12 @@ def rope(
             "original_max_position_embeddings", length, "max_position_embeddings sets this length"
         )
         scaling["original_length"] = length
-    f.refuse_rest()
+    f.check_all_read()
     unscaled = scaling.get("factor") == 1.0 and not scaling.get("attention_factor")
     return out if name == "none" or unscaled else out | {"scaling": scaling}
 
 
-def rope_back(position: Choice) -> dict:
+def write_rope(position: Choice) -> dict:
     """Returns the `rope_parameters` object for our position.
 
     Raises UserError for a scaling without a counterpart.

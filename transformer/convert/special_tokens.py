@@ -38,7 +38,7 @@ def read(theirs: Mapping, defaults: Mapping[str, int], fields: Mapping) -> dict:
     }
 
 
-def of_generation(directory: Path) -> dict:
+def read_generation_config(directory: Path) -> dict:
     """Returns the special tokens of generation_config.json, or {} without this file.
 
     If the file exists, Transformers generates with its tokens. Transformers treats a token missing

@@ -119,7 +119,7 @@ def assemble(rows: Sequence[Sequence[Segment]], length: int, decoder_length: int
     If the segments have a source, `length` applies to the encoder, and `decoder_length` (default:
     `length`) to the decoder.
     """
-    inputs = [[segment.beside_inputs() for segment in row] for row in rows]
+    inputs = [[segment.token_fields() for segment in row] for row in rows]
     if not any(segment.source is not None for row in rows for segment in row):
         batch = _side_by_side(inputs, length)
     else:

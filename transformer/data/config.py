@@ -90,14 +90,14 @@ _DATA_EFFECTS = (
     Effect(
         ("buckets",),
         "two widths, and an objective whose sequences differ in length",
-        lambda c: c.chosen.lengths_differ and len(c.buckets) > 1,
+        lambda c: c.chosen.has_variable_length and len(c.buckets) > 1,
     ),
     Effect(
         ("too_long",),
         "an objective that keeps texts whole (seq2seq, classification, tagging)",
-        lambda c: c.chosen.keeps_whole,
+        lambda c: c.chosen.never_splits,
     ),
-    Effect(("eval_overlap",), "data.objective='causal_lm'", lambda c: c.chosen.every_token),
+    Effect(("eval_overlap",), "data.objective='causal_lm'", lambda c: c.chosen.scores_every_token),
     Effect(
         ("held_out",),
         "a split to hold out: data.valid='', data.test='', or a corpus that lacks one",

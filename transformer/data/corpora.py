@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformer.errors import UserError, look_up
-from transformer.files import disk_faults
+from transformer.files import disk_errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def fetch(name: str) -> tuple[Corpus, Path]:
     if (folder / "LICENCE.txt").exists():
         return corpus, folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with disk_faults(data_home()), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with disk_errors(data_home()), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         prepared = Path(scratch) / name
         prepared.mkdir()
         if corpus.package:

@@ -61,9 +61,9 @@ class Data:
 def special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
     """The tokenizer's special tokens, by field of ModelConfig. They are authoritative in a run."""
     tokens = {"pad_id": tokenizer.pad, "eos_id": tokenizer.eos}
-    if not model.two_sides:
+    if not model.is_encoder_decoder:
         return tokens | {"bos_id": tokenizer.bos}
-    source_bos = dict(zip(("bos_id",), tokenizer.before_source, strict=False))
+    source_bos = dict(zip(("bos_id",), tokenizer.source_prefix_ids, strict=False))
     return tokens | {"decoder_start_id": tokenizer.bos} | source_bos
 
 

@@ -27,7 +27,7 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
     nodes: dict[tuple[int, str], int] = {}
 
     def node(side: int, text: str) -> int:
-        key = side, normalise(text)
+        key = side, normalize(text)
         if key not in nodes:
             nodes[key] = len(parent)
             parent.append(len(parent))
@@ -63,7 +63,7 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
     return [split_of.get(root(i), "train") for i in first_nodes], len(names)
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """The letters and digits of a text, ignoring case. Texts that agree here count as equal."""
     key = re.sub(r"[\W_]+", " ", text.casefold()).strip()
     return key or text

@@ -29,7 +29,7 @@ from transformer.data.tokenizer import (
     train_tokenizer,
 )
 from transformer.errors import UserError
-from transformer.files import disk_faults
+from transformer.files import disk_errors
 from transformer.mapping import to_mapping
 
 VERSION = 4
@@ -131,7 +131,7 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     folder = corpora.data_home() / "tokens" / key
     if not (folder / "meta.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with disk_faults(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        with disk_errors(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             new = Path(scratch) / "store"
             new.mkdir()
             _build(new, text, config, vocab_size)
@@ -221,7 +221,7 @@ class _Text:
         if not parts:
             return {}
         keys = lambda example: [
-            hash((side, split.normalise(text))) for side, text in enumerate(self._apart(example))
+            hash((side, split.normalize(text))) for side, text in enumerate(self._apart(example))
         ]
         # Memory holds the keys of held-out texts, which are fewer than those of training.
         held_out = {key for part in parts for example in self._file(part) for key in keys(example)}

@@ -15,10 +15,10 @@ import sentencepiece
 
 from transformer.data.config import TokenizerConfig
 from transformer.data.paths import as_path
-from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, Signs, Tokenizer
+from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, SpecialTokens, Tokenizer
 from transformer.errors import UserError
 
-AS_IT_SAYS = TokenizerConfig()
+FILE_DEFAULTS = TokenizerConfig()
 """The default config: an existing tokenizer keeps the special tokens that its file defines."""
 
 FILES = {".model": "tokenizer.model", ".json": "tokenizer.json", ".pair": "tokenizer.pair"}
@@ -36,7 +36,7 @@ class SentencePiece(Tokenizer):
     name = FILES[".model"]
 
     def __init__(
-        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
     ):
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -86,7 +86,7 @@ class Fast(Tokenizer):
     name = FILES[".json"]
 
     def __init__(
-        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
     ):
         try:
             import tokenizers
@@ -154,7 +154,7 @@ class Fast(Tokenizer):
         return np.array([piece.startswith(("\u2581", "\u0120", "\u010a")) for piece in pieces])
 
 
-class Pair(Tokenizer):
+class TokenizerPair(Tokenizer):
     """Two SentencePiece models, for source and target language, with one vocabulary (OPUS-MT).
 
     A source may begin with a special token for the target language: `>>fra<< ...`. The file is JSON
@@ -164,7 +164,7 @@ class Pair(Tokenizer):
     name = FILES[".pair"]
 
     def __init__(
-        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
     ):
         try:
             fields = json.loads(content)
@@ -251,7 +251,7 @@ class Pair(Tokenizer):
 
 def _special_tokens(
     config: TokenizerConfig, defaults: dict[str, int], vocab_size: int, name: str
-) -> Signs:
+) -> SpecialTokens:
     """The special tokens that the config sets, or else the tokenizer's `defaults` (-1: none)."""
     ids = {}
     for token, default in defaults.items():
@@ -269,13 +269,13 @@ def _special_tokens(
             f"data.tokenizer.source_bos_id: {config.source_bos_id} is not one of the {vocab_size} "
             f"pieces of {name}"
         )
-    return Signs(**ids, source_bos=config.source_bos_id)
+    return SpecialTokens(**ids, source_bos=config.source_bos_id)
 
 
-def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = AS_IT_SAYS) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = FILE_DEFAULTS) -> Tokenizer:
     """Loads a SentencePiece .model, a tokenizer.json or a .pair."""
     path = os.fspath(path)
-    kind = {".json": Fast, ".pair": Pair}.get(Path(path).suffix, SentencePiece)
+    kind = {".json": Fast, ".pair": TokenizerPair}.get(Path(path).suffix, SentencePiece)
     return kind(read_tokenizer(path), config, path)
 
 
@@ -356,7 +356,7 @@ def train_tokenizer(
             + (f", and data.objective needs {reserved} more for special tokens" if reserved else "")
         ) from None
     trained = SentencePiece(model.getvalue())
-    assert trained.signs == Signs(), trained.signs
+    assert trained.signs == SpecialTokens(), trained.signs
     return trained
 
 

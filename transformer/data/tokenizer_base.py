@@ -12,7 +12,7 @@ PAD, BOS, EOS, UNK = 0, 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Signs:
+class SpecialTokens:
     """The ids of the special tokens.
 
     pad: padding.
@@ -32,7 +32,7 @@ class Tokenizer:
 
     content: bytes
     name: str
-    signs: Signs
+    signs: SpecialTokens
     vocab_size: int
     mask: int | None = None  # the id of the mask token, if there is one
 
@@ -49,7 +49,7 @@ class Tokenizer:
         return self.signs.eos
 
     @property
-    def before_source(self) -> list[int]:
+    def source_prefix_ids(self) -> list[int]:
         """The special token that begins a source, as a list of one id or none."""
         return [self.signs.source_bos] if self.signs.source_bos >= 0 else []
 

@@ -17,7 +17,7 @@ from flax import linen as nn
 from flax import struct
 
 from transformer.decoding.ending import Ending
-from transformer.decoding.prefill import Memory, advance, first_prompt, prefill
+from transformer.decoding.prefill import DecodeState, advance, first_prompt, prefill
 from transformer.model.special_tokens import Ids
 
 NEVER = -1e9
@@ -33,7 +33,7 @@ class Beams:
     live_logp_BxK: jax.Array  # sorted, best first
     ended_BxKxL: jax.Array
     ended_score_BxK: jax.Array  # sorted, best first
-    memory: Memory
+    memory: DecodeState
 
 
 def length_penalty(length: jax.Array, alpha: float) -> jax.Array:

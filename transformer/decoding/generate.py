@@ -44,7 +44,7 @@ class Generator:
                 "directory"
             )
         self._model = build_model(self.config.model)
-        self._translates = self.config.model.two_sides
+        self._translates = self.config.model.is_encoder_decoder
         # A decoder trained on pairs reads eos after the source. Its output is a separate text, not
         # a continuation.
         self._answers = not self._translates and self.config.objective.columns == (
@@ -63,7 +63,7 @@ class Generator:
         """
         ids = self.tokenizer.encode(texts)
         if self._translates or self._answers:
-            ids = [[*self.tokenizer.before_source, *i] for i in ids]
+            ids = [[*self.tokenizer.source_prefix_ids, *i] for i in ids]
         if self._answers:
             ids = [[*i, self.tokenizer.eos] for i in ids]
         out: list[str] = [""] * len(texts)

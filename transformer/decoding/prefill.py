@@ -18,7 +18,7 @@ from transformer.model.masks import Tokens
 
 
 @struct.dataclass
-class Memory:
+class DecodeState:
     """The state of decoding: the cache and, in an encoder-decoder, the positions of the source."""
 
     cache: Cache
@@ -51,7 +51,7 @@ def prefill(
     source_BxS: jax.Array | None = None,
     prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
-) -> tuple[jax.Array, Memory]:
+) -> tuple[jax.Array, DecodeState]:
     """Reads the prompts. Returns the logits of the next token, [B, V], and the memory.
 
     The masks are True where a token is real; by default, every token is. Prompts of unequal length
@@ -80,12 +80,12 @@ def prefill(
         logits, cache = model.apply(
             variables, prompt_BxP, cache, **options, last_only=True, method="decode"
         )
-        return logits[:, -1], Memory(cache, None)
+        return logits[:, -1], DecodeState(cache, None)
     encoded = model.apply(variables, source_BxS, padding_mask=source_mask_BxS, method="encode")
     logits, cache = model.apply(
         variables, prompt_BxP, cache, *encoded, **options, last_only=True, method="decode"
     )
-    return logits[:, -1], Memory(cache, encoded[1])
+    return logits[:, -1], DecodeState(cache, encoded[1])
 
 
 def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: jax.Array) -> None:
@@ -100,8 +100,8 @@ def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: jax.Array) -> None:
 
 
 def advance(
-    model: nn.Module, params: Any, tokens_B: jax.Array, memory: Memory
-) -> tuple[jax.Array, Memory]:
+    model: nn.Module, params: Any, tokens_B: jax.Array, memory: DecodeState
+) -> tuple[jax.Array, DecodeState]:
     """Reads one token per sequence. Returns the logits of the next one, [B, V], and the memory."""
     encoder = () if memory.source is None else (None, memory.source)
     logits, cache = model.apply(

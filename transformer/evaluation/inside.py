@@ -10,7 +10,7 @@ import jax
 from transformer.evaluation.subject import Subject
 from transformer.model.layout import flatten, part, where
 
-OF_ONE_SIDE = ("distance", "previous")
+SELF_ATTENTION_ONLY = ("distance", "previous")
 """Attention statistics that compare positions, which has no meaning in cross-attention."""
 
 
@@ -32,7 +32,7 @@ def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, C
         yield subject.model.apply({"params": params}, h_BxTxD, method="read")
 
 
-def residual_of(rest: str) -> str:
+def sublayer_of(rest: str) -> str:
     """Returns the sublayer of a residual, given a path in its layer.
 
     Returns "self_attention" for "self_attention_residual/sizes", and "all" where the sublayers of a

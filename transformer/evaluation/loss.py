@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from transformer.data.batching import Batches
 from transformer.parallel.sharding import Share
-from transformer.training.step import main_thing, means
+from transformer.training.step import main_loss_name, means
 
 
 def evaluate_loss(
@@ -49,7 +49,7 @@ def evaluate_loss(
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     metrics = {name: float(value) for name, value in means(total).items()}
     metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
-    nll = float(total[main_thing(total)].nll)
+    nll = float(total[main_loss_name(total)].nll)
     if text is not None:
         metrics["bits_per_byte"] = nll / math.log(2) / text["bytes"]
         metrics["word_perplexity"] = math.exp(min(nll / text["words"], 700))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.evaluation.subject import At, Subject, token_losses
+from transformer.evaluation.subject import Snapshot, Subject, token_losses
 from transformer.model.config import ModelConfig
 from transformer.model.network import build_model
 
@@ -31,7 +31,7 @@ def reading(model: ModelConfig, length: int) -> ModelConfig | None:
 
 def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Returns the shapes of all parameters."""
-    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + model.two_sides)
+    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + model.is_encoder_decoder)
     return [
         x.shape
         for x in jax.tree.leaves(
@@ -40,16 +40,16 @@ def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     ]
 
 
-def mean(subject: Subject, at: At, most: int = 0) -> tuple[float, float]:
+def mean(subject: Subject, snapshot: Snapshot, most: int = 0) -> tuple[float, float]:
     """Returns (nats per token, mean number of tokens before each token)."""
     total = np.zeros(3)
-    for losses, positions, weights in by_token(subject, at, most):
+    for losses, positions, weights in by_token(subject, snapshot, most):
         total += losses.sum(), (positions * weights).sum(), weights.sum()
     return tuple(float(x) for x in total[:2] / max(total[2], 1.0))
 
 
 def by_token(
-    subject: Subject, at: At, most: int = 0
+    subject: Subject, snapshot: Snapshot, most: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yields for each batch (-log p(target) times its weight, positions, weights), each [B, T]."""
 
@@ -66,4 +66,6 @@ def by_token(
     )
     count = min(n for n in (most or len(batches), subject.most or len(batches), len(batches)))
     for batch in batches.stream(0, count):
-        yield tuple(map(np.asarray, jax.device_get(run(at.params, subject.share.place(batch)))))
+        yield tuple(
+            map(np.asarray, jax.device_get(run(snapshot.params, subject.share.place(batch))))
+        )

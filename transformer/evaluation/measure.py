@@ -1,19 +1,19 @@
 """Runs the evaluators in `train.evaluators`."""
 
 from transformer.evaluation.evaluators import EVALUATORS
-from transformer.evaluation.subject import At, Subject
+from transformer.evaluation.subject import Snapshot, Subject
 
 
-def measure(subject: Subject, at: At, during: bool) -> dict[str, float]:
+def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str, float]:
     """Returns the metrics of the evaluators in the config.
 
-    With `during`, only those evaluators run that are measured during training.
+    With `in_training`, only those evaluators run that are measured during training.
     """
     metrics: dict[str, float] = {}
     for spec in subject.config.train.evaluators:
         evaluator = EVALUATORS.build(spec)
-        if evaluator.during or not during:
-            metrics |= evaluator.measure(subject, at)
+        if evaluator.in_training or not in_training:
+            metrics |= evaluator.measure(subject, snapshot)
     return metrics
 
 
@@ -22,5 +22,10 @@ def measures(specs, metric: str):
     part = f"{metric}/".split("/")[1]
     evaluators = map(EVALUATORS.build, specs)
     return next(
-        (evaluator for evaluator in evaluators if part in (evaluator.name, *evaluator.others)), None
+        (
+            evaluator
+            for evaluator in evaluators
+            if part in (evaluator.name, *evaluator.metric_prefixes)
+        ),
+        None,
     )

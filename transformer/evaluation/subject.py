@@ -19,12 +19,12 @@ from transformer.training import outputs
 from transformer.training.config import TrainTask
 from transformer.training.loss import auto_chunks
 
-Found = Iterator[tuple[str, float]]
+Metrics = Iterator[tuple[str, float]]
 """Names and values of metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
-class At:
+class Snapshot:
     """A model at one step: its parameters, and its optimizer's state during training."""
 
     params: Any

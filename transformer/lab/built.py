@@ -20,7 +20,7 @@ from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.sample import batch_shapes
-from transformer.runs.rundir import WRITTEN_BESIDE, flat
+from transformer.runs.rundir import OUTPUT_FIELDS, flat
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, state_maker
 from transformer.training.step import training_step
@@ -35,11 +35,11 @@ IN_PROGRAMS = (
 )
 """Config sections and fields whose effect appears in the lowered programs."""
 
-ELSEWHERE = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
+NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
 """Suffixes of model fields that do not appear in the programs. Decoding, evaluation or runs on
 other meshes use them."""
 
-COMPUTES_NOTHING = (*WRITTEN_BESIDE, "train.checkpoint_every")
+NO_EFFECT_ON_RESULTS = (*OUTPUT_FIELDS, "train.checkpoint_every")
 """Fields that do not affect results: the platform, and what a run writes and how often."""
 
 
@@ -47,11 +47,11 @@ def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dic
     """Returns arm -> the first arm that it is a twin of. First arms are not among the keys.
 
     `alike` maps each arm to a cheap value that is equal for twins. Programs are lowered only for
-    arms for which this value and the result of `beside_programs` are equal.
+    arms for which this value and the result of `fields_outside_programs` are equal.
     """
     groups: dict[tuple, list[str]] = {}
     for arm, config in configs.items():
-        groups.setdefault((beside_programs(config), alike[arm]), []).append(arm)
+        groups.setdefault((fields_outside_programs(config), alike[arm]), []).append(arm)
     same_as = {}
     for arms in groups.values():
         first: dict[str, str] = {}
@@ -61,10 +61,10 @@ def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dic
     return same_as
 
 
-def beside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
+def fields_outside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
     """Returns the fields that do not appear in the programs, in a canonical form."""
     fields = flat(to_mapping(config))
-    shown = (*IN_PROGRAMS, *COMPUTES_NOTHING, "data.objective", "train.evaluators")
+    shown = (*IN_PROGRAMS, *NO_EFFECT_ON_RESULTS, "data.objective", "train.evaluators")
     compared = {
         field: value
         for field, value in fields.items()
@@ -78,7 +78,7 @@ def beside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
     if config.train.average_checkpoints:
         compared["train.checkpoint_every"] = config.train.checkpoint_every
     for field, value in fields.items():
-        if field.startswith("model.") and field.endswith(ELSEWHERE):
+        if field.startswith("model.") and field.endswith(NOT_IN_PROGRAMS):
             compared[field] = value
     return tuple(sorted((field, repr(value)) for field, value in compared.items()))
 

@@ -21,7 +21,7 @@ from transformer.lab.statistics import Mean, mean
 from transformer.lab.verdict import Verdict
 from transformer.units import unit
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6
@@ -34,7 +34,7 @@ def styles(names: Sequence[str]) -> Style:
     """Returns the color, line style and marker of each arm. All figures use the same ones."""
     cycles = zip(
         names,
-        itertools.cycle(COLOURS),
+        itertools.cycle(COLORS),
         itertools.cycle(LINES),
         itertools.cycle(MARKERS),
         strict=False,
@@ -57,7 +57,7 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
     )
     label = lambda name: (
         name.replace("/", " ")
-        + (f" ({counts})" if (counts := unit(name, results.asks_for_tokens)) else "")
+        + (f" ({counts})" if (counts := unit(name, results.predicts_tokens)) else "")
     )
     for field in dict.fromkeys(scan.field for scan in verdict.scans):
         pictures[f"scan_{field}"] = (
@@ -78,7 +78,7 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
     axes = {
         "steps": ("training steps", lambda arm, step, tokens, seconds: step),
         "tokens": ("target tokens in training", lambda arm, step, tokens, seconds: tokens),
-        "flops": ("training FLOPs", lambda arm, step, tokens, seconds: step * arm.flops_a_step),
+        "flops": ("training FLOPs", lambda arm, step, tokens, seconds: step * arm.flops_per_step),
         "time": ("training time in seconds", lambda arm, step, tokens, seconds: seconds),
     }
     for name, (x_label, x_of) in axes.items():

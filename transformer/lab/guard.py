@@ -44,12 +44,12 @@ class Facts:
     tokens: int = 0  # input tokens per step, of encoder and decoder
 
     @property
-    def flops_a_step(self) -> float:
+    def flops_per_step(self) -> float:
         """Training FLOPs per step."""
         return self.flops * self.tokens
 
 
-GIVEN_BY = {
+SET_BY = {
     "parameters": (),
     "flops": (),
     "attention": ("model.attention_backend",),
@@ -106,13 +106,13 @@ def asked(sweep: Sweep) -> set[str]:
         for field in sweep.fields
         for prefix in given_by
     )
-    return {name for name, given_by in GIVEN_BY.items() if varies(given_by)} | set(sweep.declared)
+    return {name for name, given_by in SET_BY.items() if varies(given_by)} | set(sweep.declared)
 
 
 def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
     """Returns a line for each fact in which arms differ although the sweep does not allow it."""
     lines, base = [], found[sweep.baseline]
-    for name in [name for name in GIVEN_BY if name not in asked(sweep)]:
+    for name in [name for name in SET_BY if name not in asked(sweep)]:
         different = {
             arm: fact for arm, fact in found.items() if not _same(name, fact, base, sweep.match)
         }
@@ -140,7 +140,7 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
     if (
         retokenized
         and "tokenizer" not in sweep.declared
-        and of_tokens(sweep.metric, configs[sweep.baseline].objective.asks_for_tokens)
+        and of_tokens(sweep.metric, configs[sweep.baseline].objective.predicts_tokens)
     ):
         raise UserError(
             f"sweep: metric {sweep.metric!r} depends on the tokenizer, and arm "
@@ -149,9 +149,9 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
             "declared={'tokenizer': \"...\"}"
         )
     for name in sweep.declared:
-        if name not in GIVEN_BY:
+        if name not in SET_BY:
             raise UserError(
-                f"sweep: declared: {name!r} is not a compared fact; there is: {', '.join(GIVEN_BY)}"
+                f"sweep: declared: {name!r} is not a compared fact; there is: {', '.join(SET_BY)}"
             )
     if lines := undeclared(sweep, found):
         name = lines[0].partition(":")[0]
@@ -297,15 +297,15 @@ def _in_time(
             if arm in configs and config == with_steps(configs[arm], config.train.steps)
         }
     unmeasured = [arm for arm in configs if arm not in sized]
-    seconds = seconds_a_step(base) if unmeasured else math.nan
+    seconds = seconds_per_step(base) if unmeasured else math.nan
     for arm in unmeasured:
-        steps = max(1, round(seconds / seconds_a_step(configs[arm]) * base.train.steps))
+        steps = max(1, round(seconds / seconds_per_step(configs[arm]) * base.train.steps))
         tell(f"{arm}: train.steps {base.train.steps:,} -> {steps:,}, to match the baseline's time")
         sized[arm] = with_steps(configs[arm], steps)
     return {arm: sized[arm] for arm in configs}
 
 
-def seconds_a_step(config: Experiment, steps: int = 10) -> float:
+def seconds_per_step(config: Experiment, steps: int = 10) -> float:
     """Returns the median time of a training step on this machine, on dummy data, in seconds."""
     model, optimizer = (
         build_model(config.model),

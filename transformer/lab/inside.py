@@ -16,9 +16,9 @@ from transformer.data.objectives.base import Segment, continued, shifted
 from transformer.data.tokenizer_base import Tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
-from transformer.evaluation.inside import residual_of, streams
+from transformer.evaluation.inside import streams, sublayer_of
 from transformer.evaluation.subject import Subject, token_losses
-from transformer.model.layout import flatten, in_layer, part, where
+from transformer.model.layout import flatten, part, split_layer_path, where
 from transformer.runs.evaluate import Trained
 
 TOP = 5
@@ -47,7 +47,7 @@ class View:
     asked: list[str]  # target token at each position
     losses_T: np.ndarray  # nats; NaN at positions without a target
     # most likely tokens and their probabilities, by layer and position
-    said_LxT: list[list[list[tuple[str, float]]]]
+    top_tokens_LxT: list[list[list[tuple[str, float]]]]
     lens_L: np.ndarray  # logit-lens loss by layer, in nats per token
     maps: list[Map]
     # "decoder self_attention" -> layer, stream, branch: one value for each layer that has it
@@ -55,7 +55,7 @@ class View:
     cut: int = 0  # tokens cut off because they exceed max_length
 
 
-def look_inside(trained: Trained, mesh: Mesh, text: str, target: str = "") -> View:
+def observe_text(trained: Trained, mesh: Mesh, text: str, target: str = "") -> View:
     """Runs the model on `text` and returns what it computes.
 
     The decoder of an encoder-decoder reads `target`, or by default the model's own output. Raises
@@ -142,8 +142,8 @@ def _top_tokens(tokenizer: Tokenizer, ps_TxK, ids_TxK) -> list[list[tuple[str, f
 def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segment, int]:
     """Returns the only segment of the batch, and the number of tokens that were cut off."""
     limit, (ids,) = config.model.max_length, tokenizer.encode([text])
-    if config.model.two_sides:
-        source, (target,) = [*tokenizer.before_source, *ids], tokenizer.encode_targets([answer])
+    if config.model.is_encoder_decoder:
+        source, (target,) = [*tokenizer.source_prefix_ids, *ids], tokenizer.encode_targets([answer])
         cut = max(len(source) + 1 - limit, 0) + max(len(target) + 1 - limit, 0)
         source, target = ([*ids[: limit - 1], tokenizer.eos] for ids in (source, target))
         return Segment(
@@ -159,7 +159,7 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
     prompt, targets = [], ids
     if config.objective.columns == ("source", "target"):
         prompt, targets = (
-            [*tokenizer.before_source, *ids, tokenizer.eos],
+            [*tokenizer.source_prefix_ids, *ids, tokenizer.eos],
             [*tokenizer.encode_targets([answer])[0], tokenizer.eos],
         )
     elif config.model.prefix_lm:  # training splits at random positions
@@ -180,7 +180,7 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
     weights, statistics = flatten(watched["maps"]), flatten(watched["heads"])
     statistics_at = where(config, statistics)
     for name, (path, index) in where(config, weights).items():
-        side, layer, sublayer = in_layer(name)
+        side, layer, sublayer = split_layer_path(name)
         statistics_path, statistics_index = statistics_at[name.removesuffix("weights") + "heads"]
         of_layer = {
             statistic: part(values, statistics_index)
@@ -214,12 +214,12 @@ def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
     """Returns the sizes of the residual stream and of each branch, by sublayer and layer."""
     flat, by_sublayer = flatten(sizes), {}
     for name, (path, index) in sorted(
-        where(subject.config.model, flat).items(), key=lambda item: in_layer(item[0])
+        where(subject.config.model, flat).items(), key=lambda item: split_layer_path(item[0])
     ):
-        side, layer, rest = in_layer(name)
+        side, layer, rest = split_layer_path(name)
         values = {key: float(np.asarray(part(x, index))) for key, x in flat[path][0].items()}
         sublayer = by_sublayer.setdefault(
-            f"{side} {residual_of(rest)}", {"layer": [], "stream": [], "branch": []}
+            f"{side} {sublayer_of(rest)}", {"layer": [], "stream": [], "branch": []}
         )
         sublayer["layer"].append(layer)
         sublayer["stream"].append(values["stream"])

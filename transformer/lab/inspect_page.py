@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transformer.evaluation.inside import OF_ONE_SIDE
+from transformer.evaluation.inside import SELF_ATTENTION_ONLY
 from transformer.lab.figures import new_figure, styles
 from transformer.lab.inside import Map, View
 from transformer.lab.report import STYLE
@@ -173,7 +173,7 @@ def _shown(piece: str) -> str:
 
 
 def _likely(view: View, position: int) -> str:
-    return ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in view.said_LxT[-1][position])
+    return ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in view.top_tokens_LxT[-1][position])
 
 
 def _tokens(view: View) -> str:
@@ -193,9 +193,9 @@ def _tokens(view: View) -> str:
 def _lens(view: View) -> str:
     head = "".join(f"<th>{_shown(piece)}</th>" for piece in view.read)
     rows = []
-    for layer in reversed(range(len(view.said_LxT))):
+    for layer in reversed(range(len(view.top_tokens_LxT))):
         cells = []
-        for position, top in enumerate(view.said_LxT[layer]):
+        for position, top in enumerate(view.top_tokens_LxT[layer]):
             piece, p = top[0]
             likely = ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in top)
             correct = piece == view.asked[position]
@@ -236,7 +236,7 @@ def _numbers(attention: Map) -> list[str]:
     """Returns a table for each statistic, with one row per layer and one column per head."""
     parts = []
     for statistic, label in SAID.items():
-        if "cross_attention" in attention.name and statistic in OF_ONE_SIDE:
+        if "cross_attention" in attention.name and statistic in SELF_ATTENTION_ONLY:
             continue
         values_LxN = attention.numbers[statistic]
         low, high = float(values_LxN.min()), float(values_LxN.max())

@@ -108,7 +108,7 @@ class Table:
 
     def _work(self, name: str) -> float:
         """Returns the floating-point operations of a run's training."""
-        return self._study.facts[name.partition("/")[0]].flops_a_step * self._steps(name)
+        return self._study.facts[name.partition("/")[0]].flops_per_step * self._steps(name)
 
     def _summary(self, statuses: dict[str, Status]) -> str:
         """Returns the number of finished runs, and the remaining time at the present speed."""

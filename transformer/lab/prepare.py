@@ -7,10 +7,10 @@ from pathlib import Path
 
 from transformer.config_io import load_arms
 from transformer.errors import UserError
-from transformer.lab.guard import GIVEN_BY, check, facts, matched
+from transformer.lab.guard import SET_BY, check, facts, matched
 from transformer.lab.runner import share_of
 from transformer.lab.study import Study, load_study
-from transformer.parallel.mesh import look_for_no_tpu
+from transformer.parallel.mesh import disable_tpu_search
 from transformer.parallel.processes import start_processes
 from transformer.runs.metrics import columns, human_count
 
@@ -23,7 +23,7 @@ def study(
     Raises UserError if its arms are not comparable.
     """
     sweep, configs = load_arms(file, overrides)
-    look_for_no_tpu()
+    disable_tpu_search()
     start_processes()
     previous = load_study(folder) if (folder / "sweep.json").exists() else None
     configs = matched(
@@ -114,7 +114,7 @@ def describe(study: Study) -> str:
         f"runs        {len(sweep.arms)} arms x {len(sweep.seeds)} seeds "
         f"({', '.join(map(str, sweep.seeds))}), {trained}"
     )
-    for name in GIVEN_BY:
+    for name in SET_BY:
         if name in sweep.declared:
             lines.append(f"declared    {name}: {sweep.declared[name]}")
     for arm, reason in sweep.controls.items():

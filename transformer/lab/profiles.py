@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from transformer.evaluation.measure import measures
-from transformer.lab.results import Arm, Results, Run
+from transformer.lab.results import Arm, Results, RunResult
 from transformer.lab.statistics import Mean, mean
 
 
@@ -171,7 +171,7 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     layer, are averaged.
     """
     runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
-    value_of = Run.first if when == "first" else Run.outcome
+    value_of = RunResult.first if when == "first" else RunResult.outcome
     places: dict[int, set[str]] = {}
     for key, match in [
         (key, match) for run in runs for key in run.names if (match := pattern.fullmatch(key))

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformer.files import write_whole
+from transformer.files import write_atomic
 from transformer.lab.figures import draw
 from transformer.lab.report_about import _study, about, again, provenance
 from transformer.lab.report_tables import (
@@ -71,10 +71,10 @@ def write(verdict: Verdict, folder: Path) -> Path:
     for name, rows in tables(verdict).items():
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)
-        write_whole(folder / f"{name}.csv", text.getvalue())
-    write_whole(folder / "report.md", markdown(verdict))
+        write_atomic(folder / f"{name}.csv", text.getvalue())
+    write_atomic(folder / "report.md", markdown(verdict))
     page = folder / "index.html"
-    write_whole(page, as_html(verdict, pictures))
+    write_atomic(page, as_html(verdict, pictures))
     return page
 
 

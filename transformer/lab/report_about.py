@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 
 from transformer.lab.profiles import reads
-from transformer.lab.results import Results, Run
+from transformer.lab.results import Results, RunResult
 from transformer.lab.study import Study, load_study
 from transformer.units import kind, of_tokens, unit
 
@@ -33,7 +33,7 @@ def about(results: Results) -> list[str]:
     )
     metric = [
         sweep.metric,
-        unit(sweep.metric, results.asks_for_tokens),
+        unit(sweep.metric, results.predicts_tokens),
         f"on {part}" if (part := reads(results, sweep.metric)) else "",
     ]
     lines.append(
@@ -74,7 +74,7 @@ def _texts(results: Results) -> list[str]:
         for arm in results.arms.values()
         for run in arm.runs.values()
     }
-    if len(objectives) > 1 and of_tokens(sweep.metric, results.asks_for_tokens):
+    if len(objectives) > 1 and of_tokens(sweep.metric, results.predicts_tokens):
         lines.append(
             f"Arms have different objectives ({', '.join(sorted(objectives))}), "
             f"so {sweep.metric} does not cover the same tokens in all arms."
@@ -102,7 +102,7 @@ def _counts(counts: Mapping) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
 
 
-def _reads(run: Run) -> tuple:
+def _reads(run: RunResult) -> tuple:
     """Returns everything that determines the order of a run's text, except its seed."""
     data = run.manifest.get("data", {})
     model = run.config.model

@@ -23,7 +23,7 @@ from transformer.units import of_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunResult:
     """The seed, config, logged metrics and manifest of a run."""
 
     folder: Path
@@ -43,7 +43,7 @@ class Run:
         losses = [
             x for name in ("test/loss", "eval/loss") if not math.isnan(x := self.outcome(name))
         ]
-        if losses and losses[0] > 2 * knowing_nothing(self.config):
+        if losses and losses[0] > 2 * uniform_loss(self.config):
             return self.step
         return next((line["step"] for line in self.lines if line.get("train/diverged")), None)
 
@@ -112,12 +112,12 @@ class Run:
         return totals
 
 
-def knowing_nothing(config: Experiment) -> float:
+def uniform_loss(config: Experiment) -> float:
     """Returns the loss of uniform predictions over all tokens or classes: log V nats."""
     return math.log(
         max(
             config.model.vocab_size
-            if config.objective.asks_for_tokens
+            if config.objective.predicts_tokens
             else config.model.num_labels,
             2,
         )
@@ -130,9 +130,9 @@ class Arm:
 
     name: str
     changes: Mapping[str, object]
-    runs: Mapping[int, Run]
+    runs: Mapping[int, RunResult]
     flops: float = 0.0  # per input token; 0 if unknown
-    flops_a_step: float = 0.0
+    flops_per_step: float = 0.0
     parameters: int = 0
 
     def values(self, metric: str) -> dict[int, float]:
@@ -166,10 +166,10 @@ class Results:
     folders: tuple[Path, ...]
 
     @property
-    def asks_for_tokens(self) -> bool:
+    def predicts_tokens(self) -> bool:
         """Whether the runs predict tokens. Classifiers predict labels only."""
         return next(
-            run.config.objective.asks_for_tokens
+            run.config.objective.predicts_tokens
             for arm in self.arms.values()
             for run in arm.runs.values()
         )
@@ -232,12 +232,12 @@ def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
             elif loaded := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
                 runs[run.config.seed] = loaded
         facts = study.facts[name]
-        arms[name] = Arm(name, changes, runs, facts.flops, facts.flops_a_step, facts.parameters)
+        arms[name] = Arm(name, changes, runs, facts.flops, facts.flops_per_step, facts.parameters)
     return study.sweep, arms, left_out
 
 
 def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]:
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunResult]] = {}
     left_out: list[str] = []
     for folder in folders:
         if not folder.is_dir():
@@ -278,7 +278,7 @@ def _name(folder: Path) -> str:
     return f"{name}_" if name in RESERVED else name
 
 
-def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -> Run | None:
+def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -> RunResult | None:
     if not (folder / "config.json").exists():
         if required:
             runs = sorted(str(file.parent) for file in folder.glob("*/config.json"))
@@ -310,7 +310,7 @@ def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -
     if not lines:
         left_out.append(f"{name}: has logged nothing yet")
         return None
-    return Run(folder, config.seed, config, tuple(lines), manifest, tested)
+    return RunResult(folder, config.seed, config, tuple(lines), manifest, tested)
 
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
@@ -331,7 +331,7 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
     return comparable, left_out
 
 
-def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
+def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
     data, allowed = lambda run, *keys: _get(run.manifest, "data", *keys), asked(sweep)
     part, same = (
         "valid" if sweep.metric.startswith("eval/") else "test",
@@ -345,7 +345,7 @@ def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
     if (
         "tokenizer" not in sweep.declared
         and not same("tokenizer_sha256")
-        and of_tokens(sweep.metric, first.config.objective.asks_for_tokens)
+        and of_tokens(sweep.metric, first.config.objective.predicts_tokens)
     ):
         return (
             f"has another tokenizer than {first.folder}, and {sweep.metric} depends on it "

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from transformer.claims import keep_renewing
+from transformer.claims import start_renewing
 from transformer.errors import UserError, nearest
 from transformer.lab.overview import Table
 from transformer.lab.study import Planned, Study, load_study
@@ -212,7 +212,7 @@ def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]
     claimed = chosen if place()[0] == 0 else []
     for run in claimed:
         run.keep()
-    keep_renewing([run.claim for run in claimed])
+    start_renewing([run.claim for run in claimed])
     try:
         return _work(chosen, evaluate)
     finally:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from transformer.lab.results import Arm, Results, knowing_nothing
+from transformer.lab.results import Arm, Results, uniform_loss
 from transformer.lab.statistics import Mean, mean
 
 LEAST = 3
@@ -68,19 +68,19 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
         return None
     best = min(finished, key=lambda x: sign * finished[x].mean)
     is_loss = metric.endswith("/loss")
-    uniform_loss = (
-        knowing_nothing(next(run for arm in arms.values() for run in arm.runs.values()).config)
+    worst = (
+        uniform_loss(next(run for arm in arms.values() for run in arm.runs.values()).config)
         if is_loss
         else math.inf
     )
     # The final loss of every seed, at most that of uniform predictions.
     losses = {
-        x: [min(value, uniform_loss) for value in arm.values(metric).values()]
-        + [uniform_loss] * len(arm.diverged)
+        x: [min(value, worst) for value in arm.values(metric).values()]
+        + [worst] * len(arm.diverged)
         for x, arm in arms.items()
     }
     failed = {
-        x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= uniform_loss)
+        x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= worst)
         for x, arm in arms.items()
     }
     close = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.errors import UserError
-from transformer.files import read_json, write_whole
+from transformer.files import read_json, write_atomic
 from transformer.lab.guard import Facts
 from transformer.mapping import from_mapping, to_mapping
 from transformer.runs.metrics import read_metrics
@@ -137,7 +137,7 @@ class Planned:
 
         Raises UserError if another process holds it.
         """
-        if not self.claim.held_by(os.getpid(), os.getppid()) and not self.take():
+        if not self.claim.is_held_by(os.getpid(), os.getppid()) and not self.take():
             raise UserError(f"--runs: {self.claim.who()} works on {self.name}; wait until it ends")
 
     def release(self, failure: str = "") -> None:
@@ -146,7 +146,7 @@ class Planned:
         `failure` is the reason why the run is not done.
         """
         if failure:
-            write_whole(self._failure, failure + "\n")
+            write_atomic(self._failure, failure + "\n")
         self.claim.release()
 
 
@@ -225,7 +225,7 @@ class Study:
             }
             for arm, point in self.sweep.points.items()
         }
-        write_whole(
+        write_atomic(
             self.folder / "sweep.json",
             json.dumps(
                 {"file": self.file, "text": self.text, "overrides": dict(self.overrides)}

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer.config import Experiment, MeshConfig
-from transformer.files import disk_faults
+from transformer.files import disk_errors
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import start, use
@@ -65,7 +65,7 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
     if len({alike(c) for c in configs}) > 1 or alike(config) is None:
         raise ValueError("these runs differ in more than numbers")
     with (
-        disk_faults(workdirs[0].parent),
+        disk_errors(workdirs[0].parent),
         use(start(config.platform, MeshConfig(data=1))) as mesh,
         alone(workdirs),
     ):
@@ -110,7 +110,7 @@ class _Group:
 
 def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
     runs, config = group.runs, group.runs[0].config
-    over = over_devices(len(runs))
+    over = runs_mesh(len(runs))
     step_all = make_step(config, mesh, over)
     put = lambda tree: jax.device_put(tree, NamedSharding(over, P("runs")))
     numbers = put(_numbers([run.config for run in runs]))
@@ -204,7 +204,7 @@ def make_step(config: Experiment, mesh: Mesh, over: Mesh):
     return jax.jit(step, donate_argnums=1)
 
 
-def over_devices(runs: int) -> Mesh:
+def runs_mesh(runs: int) -> Mesh:
     """Returns a mesh of the most local devices that divide the runs evenly."""
     devices = jax.local_devices()
     count = max(n for n in range(1, min(runs, len(devices)) + 1) if runs % n == 0)

@@ -211,7 +211,7 @@ def _factors(
 def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
     """Returns sentences on the best arm."""
     sweep, lines = results.sweep, []
-    counts = unit(sweep.metric, results.asks_for_tokens)
+    counts = unit(sweep.metric, results.predicts_tokens)
     metric = f"{sweep.metric} ({counts})" if counts else sweep.metric
     if best and sum(row.value.count > 0 for row in rows.values()) < 2:
         lines.append(

@@ -15,21 +15,21 @@ from transformer.model.attention_backends.reference import softmax
 
 
 def weights(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (weights, logits, mask): float32[B, N, T, S] twice, and bool[B, T, S].
 
     The mask is true where a query may attend to a key; weights and logits are zero elsewhere.
     """
-    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, given)
+    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
     return (
-        softmax(logits_BxNxTxS, mask_BxTxS, given.sink_N),
+        softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N),
         jnp.where(mask_BxTxS[:, None], logits_BxNxTxS, 0.0),
         mask_BxTxS,
     )
 
 
-def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str, jax.Array]:
+def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[str, jax.Array]:
     """Computes statistics of each head, float32[N].
 
     All but `logit` are means over the queries that can attend to at least two keys; w is a weight.
@@ -51,9 +51,9 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str
     def block_statistics(block):
         q_BxtxNxH, tokens = block
         w_BxNxtxS, logits_BxNxtxS, mask_BxtxS = weights(
-            q_BxtxNxH, k_BxSxKxH, given.replace(q_tokens=tokens)
+            q_BxtxNxH, k_BxSxKxH, inputs.replace(q_tokens=tokens)
         )
-        at_q, at_k = tokens.positions_BxT[:, :, None], given.k_tokens.positions_BxT[:, None, :]
+        at_q, at_k = tokens.positions_BxT[:, :, None], inputs.k_tokens.positions_BxT[:, None, :]
         has_choice_Bxt = jnp.sum(mask_BxtxS, axis=-1) > 1
 
         def total(x_BxNxt, of_Bxt=has_choice_Bxt):
@@ -66,7 +66,7 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str
         on_all = jnp.sum(w_BxNxtxS, axis=-1)
         sums = {
             "entropy": total(-jnp.sum(jax.scipy.special.xlogy(w_BxNxtxS, w_BxNxtxS), axis=-1)),
-            "sink": total(weight_on(at_k == 0) + (0.0 if given.sink_N is None else 1.0 - on_all)),
+            "sink": total(weight_on(at_k == 0) + (0.0 if inputs.sink_N is None else 1.0 - on_all)),
             "distance": total(jnp.sum(w_BxNxtxS * jnp.abs(at_q - at_k)[:, None], axis=-1)),
         }
         for name, offset in offsets.items():
@@ -75,7 +75,7 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str
         lowest = jnp.finfo(jnp.float32).min
         return sums, jnp.max(jnp.where(mask_BxtxS[:, None], logits_BxNxtxS, lowest), axis=(0, 2, 3))
 
-    tokens = given.q_tokens
+    tokens = inputs.q_tokens
     batched = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (q_BxTxNxH.shape[0], *x.shape[1:])), tokens
     )

@@ -169,7 +169,7 @@ class ModelConfig:
         return tuple(side for side in ("encoder", "decoder") if side in self.family)
 
     @property
-    def two_sides(self) -> bool:
+    def is_encoder_decoder(self) -> bool:
         """Whether the model has both an encoder and a decoder."""
         return len(self.sides) == 2
 
@@ -256,7 +256,7 @@ class ModelConfig:
         )
 
     @property
-    def uses_position(self) -> bool:
+    def position_acts(self) -> bool:
         """For a layer's config: whether its position scheme acts on its mixer, or has no hooks.
 
         A mixer that processes tokens in order does not need a position scheme.
@@ -267,7 +267,7 @@ class ModelConfig:
     @property
     def layer_position(self) -> Choice:
         """For a layer's config: the position scheme that acts on its mixer."""
-        return self.position if self.uses_position else "none"
+        return self.position if self.position_acts else "none"
 
     def placement(self, side: str) -> Placement:
         """Returns the placement of norms in one layer of a stack.
@@ -298,7 +298,7 @@ class ModelConfig:
     @property
     def has_cross_attention(self) -> bool:
         """Whether some decoder layer has a cross-attention sublayer."""
-        mixers = self.mixers_of("decoder") if self.two_sides else ()
+        mixers = self.mixers_of("decoder") if self.is_encoder_decoder else ()
         return any(mixer.source == "cross_attention" for mixer in mixers)
 
     def observes(self, what: str) -> bool:

@@ -9,7 +9,7 @@ from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
-from transformer.model.effects import OF_LAYERS, mixer_reads
+from transformer.model.effects import PER_LAYER_FIELDS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.mixers.base import MIXERS
@@ -17,7 +17,7 @@ from transformer.model.norms import NORMS
 from transformer.model.pooling import POOLINGS
 from transformer.model.remat import REMAT_POLICIES
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 """The most layers of a stack. Building a config checks each of them; the deepest published
 Transformer has 1,000."""
 
@@ -102,30 +102,34 @@ def _check_sizes(config) -> None:
                 f"model.{layers}: {getattr(config, layers)} is too small; "
                 f"a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
             )
-        if getattr(config, layers) > MOST_LAYERS:
+        if getattr(config, layers) > MAX_LAYERS:
             raise UserError(
-                f"model.{layers}: {getattr(config, layers):,} is too large; at most {MOST_LAYERS:,}"
+                f"model.{layers}: {getattr(config, layers):,} is too large; at most {MAX_LAYERS:,}"
             )
 
 
 def _check_combinations(config) -> None:
     """Checks fields that require or exclude each other."""
-    if not config.lm_head and (config.two_sides or not (config.num_labels or config.pooler)):
+    if not config.lm_head and (
+        config.is_encoder_decoder or not (config.num_labels or config.pooler)
+    ):
         raise UserError(
             "model.lm_head: False leaves the model without outputs; set it to True, or set "
             "model.num_labels in an encoder or decoder"
         )
-    if (config.num_labels or config.pooler) and config.two_sides:
+    if (config.num_labels or config.pooler) and config.is_encoder_decoder:
         raise UserError(
             "model.num_labels: an encoder_decoder generates text and has no labels; set "
             "model.family='encoder' or 'decoder'"
         )
-    if config.two_sides and config.pooling != "none":
+    if config.is_encoder_decoder and config.pooling != "none":
         raise UserError(
             f"model.pooling: {config.pooling!r} is for labels, and model.family = "
             f"{config.family!r} generates text; leave it at 'none'"
         )
-    if config.two_sides and all(mixer.source == "none" for mixer in config.mixers_of("decoder")):
+    if config.is_encoder_decoder and all(
+        mixer.source == "none" for mixer in config.mixers_of("decoder")
+    ):
         raise UserError(
             "model.mixer.source: 'none' in all layers of the decoder leaves the encoder unused; "
             "choose another value in one of them, or set model.family='decoder'"
@@ -155,7 +159,7 @@ def _check_combinations(config) -> None:
 
 def _check_sources(config) -> None:
     """Checks the mixers' option `source`, which only affects a decoder with an encoder."""
-    if not config.two_sides:
+    if not config.is_encoder_decoder:
         return
     for mixer in set(config.mixers_of("encoder")) - set(config.mixers_of("decoder")):
         source = {field.name: field for field in dataclasses.fields(mixer)}.get("source")
@@ -169,10 +173,10 @@ def _check_sources(config) -> None:
 def _check_layers(config) -> None:
     """Checks `layer_pattern` and the components of each layer."""
     for field, value in [item for entry in config.layer_pattern for item in entry.items()]:
-        if field not in OF_LAYERS:
+        if field not in PER_LAYER_FIELDS:
             raise UserError(
                 f"model.layer_pattern: {field!r} cannot differ between layers; "
-                f"{', '.join(OF_LAYERS)} can"
+                f"{', '.join(PER_LAYER_FIELDS)} can"
             )
         kind = int if field == "window" else (str, FrozenDict)
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -195,7 +199,7 @@ def _check_layers(config) -> None:
     layers = [layer for side in config.sides for layer in config.layers(side)]
     for spec in dict.fromkeys(layer.position for layer in layers):
         matches = [layer for layer in layers if layer.position == spec]
-        if positions.build(spec).hooks and not any(layer.uses_position for layer in matches):
+        if positions.build(spec).hooks and not any(layer.position_acts for layer in matches):
             raise UserError(
                 f"model.position: {plain(spec)!r} has no effect on mixer = "
                 f"{plain(matches[0].mixer)!r}; set it to 'none'"
@@ -225,7 +229,7 @@ def _check_layer(config, side: str) -> None:
     mixer, scheme = config.token_mixer, positions.build(config.position)
     if problem := mixer.check(config, side):
         raise UserError(problem)
-    if problem := config.uses_position and scheme.check(config.stack_facts(side)):
+    if problem := config.position_acts and scheme.check(config.stack_facts(side)):
         raise UserError(problem)
     if not mixer.in_order and not scheme.hooks <= mixer.hooks:
         raise UserError(

@@ -7,7 +7,7 @@ not hold. Add a line here for every new field that depends on another one.
 from transformer.checks import Effect
 from transformer.model.mixers.base import SHARED_FIELDS
 
-OF_LAYERS = ("mixer", "position", "window", "feed_forward", "norm_placement")
+PER_LAYER_FIELDS = ("mixer", "position", "window", "feed_forward", "norm_placement")
 """The fields that `layer_pattern` may set per layer."""
 
 NORM = ("norm", "norm_gain", "norm_epsilon")
@@ -26,7 +26,7 @@ def has_norm(c, *parts: str) -> bool:
     )
 
 
-def open_to_layers(field: str):
+def model_value_used(field: str):
     """Whether some layer uses the model's value: its entry in `layer_pattern` omits this field."""
     return lambda c: any(field not in entry for entry in c.used_pattern)
 
@@ -53,7 +53,7 @@ def reads_use_bias(c) -> bool:
     return in_attention or in_mixer or has_feed_forward(c) or c.head_transform
 
 
-def sees_positions(c) -> bool:
+def depends_on_positions(c) -> bool:
     """Whether some layer depends on the positions of its tokens."""
     windows = any(entry.get("window", c.window) for entry in c.used_pattern)
     return windows or any(scheme.reads_positions for scheme in c.position_schemes)
@@ -65,15 +65,15 @@ EFFECTS = (
     Effect(
         ("share_embeddings",),
         "an encoder and a decoder: model.family='encoder_decoder'",
-        lambda c: c.two_sides,
+        lambda c: c.is_encoder_decoder,
     ),
     *(
         Effect(
             (field,),
             f"a layer whose entry in model.layer_pattern omits {field!r}",
-            open_to_layers(field),
+            model_value_used(field),
         )
-        for field in OF_LAYERS
+        for field in PER_LAYER_FIELDS
     ),
     *(
         Effect((field,), "a mixer that reads it: model.mixer='attention'", mixer_reads(field))
@@ -87,7 +87,7 @@ EFFECTS = (
     Effect(
         ("random_positions",),
         "a position scheme that reads positions (model.position), or model.window",
-        sees_positions,
+        depends_on_positions,
     ),
     Effect(NORM, "a norm (model.norm_placement='pre')", has_norm),
     Effect(
@@ -143,6 +143,6 @@ EFFECTS = (
     Effect(
         ("pooling",),
         "labels: model.num_labels or model.pooler",
-        lambda c: c.two_sides or c.num_labels or c.pooler,
+        lambda c: c.is_encoder_decoder or c.num_labels or c.pooler,
     ),
 )

@@ -94,7 +94,7 @@ class Head:
     def _matrix(self, dtype) -> jax.Array:
         return gathered(self.matrix_VxE.astype(dtype), ("vocab", "embed"))
 
-    def pull_back(
+    def accumulate_gradients(
         self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array
     ) -> tuple[jax.Array, "Head"]:
         """Returns the gradients with respect to h and, in float32, to this head.

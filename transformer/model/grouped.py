@@ -27,11 +27,11 @@ def grouped_product(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array) ->
     after the last group are zero.
     """
     if platform() == "tpu":
-        return with_kernels(x_nxI, w_GxIxO, sizes_G)
+        return megablox_product(x_nxI, w_GxIxO, sizes_G)
     return jax.lax.ragged_dot(x_nxI, w_GxIxO, sizes_G)
 
 
-def with_kernels(
+def megablox_product(
     x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array, interpret: bool = False
 ) -> jax.Array:
     """Computes `grouped_product` with TPU kernels. `interpret=True` emulates them for tests."""

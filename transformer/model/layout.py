@@ -30,7 +30,7 @@ def unrolled(config: ModelConfig, path: str) -> tuple[str, ...]:
     return tuple(f"{side}/layers_{i}/{inner_path}" for i in layers)
 
 
-def in_layer(name: str) -> tuple[str, int, str] | None:
+def split_layer_path(name: str) -> tuple[str, int, str] | None:
     """Splits an unrolled path into (stack, layer, path within the layer).
 
     For example, ("decoder", 3, "self_attention/query/kernel"). Returns None for a path outside the

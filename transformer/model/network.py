@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from transformer.model.cache import Cache, check_room, empty_cache
+from transformer.model.cache import Cache, check_disk_space, empty_cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
@@ -173,7 +173,7 @@ class Decoder(_OneStack):
 
         With `last_only`, only the logits of the last token are computed.
         """
-        check_room(cache, tokens_BxT)
+        check_disk_space(cache, tokens_BxT)
         tokens = locate(self.config, tokens_BxT, before=cache.tokens, **given)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), tokens, cache=cache)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
@@ -273,7 +273,7 @@ class EncoderDecoder(_Family):
         **given,
     ):
         if cache is not None:
-            check_room(cache, target_BxT)
+            check_disk_space(cache, target_BxT)
         before = None if cache is None else cache.tokens
         tokens = locate(self.config, target_BxT, "target", before=before, **given)
         x_BxTxD = self.target_embedding(target_BxT)

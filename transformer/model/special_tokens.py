@@ -36,7 +36,7 @@ def checked(config) -> dict[str, Ids]:
     tokens["eos_id"] = ends if len(ends) > 1 else ends[0] if ends else None
     for field, ids in tokens.items():
         check_inside(f"model.{field}", ids, config.vocab_size)
-    if config.decoder_start_id is not None and not config.two_sides:
+    if config.decoder_start_id is not None and not config.is_encoder_decoder:
         raise UserError(
             f"model.decoder_start_id: {config.decoder_start_id} needs model.family="
             f"'encoder_decoder', but it is {config.family!r}; leave it at None"

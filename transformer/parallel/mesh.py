@@ -17,7 +17,7 @@ from transformer.errors import UserError
 from transformer.parallel.config import MeshConfig
 from transformer.parallel.host import keep_freed_memory, memory
 from transformer.parallel.processes import start_processes
-from transformer.parallel.sharding import RULES, human_bytes
+from transformer.parallel.sharding import RULES, format_bytes
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
@@ -27,13 +27,13 @@ def start(platform: str, config: MeshConfig) -> Mesh:
     """
     if not _accelerator_on_this_machine():
         keep_freed_memory()  # before JAX starts its threads, each of which takes an arena
-    look_for_no_tpu()
+    disable_tpu_search()
     start_processes()
     check_platform(platform)
     return make_mesh(config)
 
 
-def look_for_no_tpu() -> None:
+def disable_tpu_search() -> None:
     """Keeps JAX from searching for a TPU on a machine that has libtpu but no TPU.
 
     libtpu may be installed only to plan. Without this call, JAX's first computation searches for a
@@ -168,7 +168,7 @@ def check_memory(shapes, mesh: Mesh, what: str) -> None:
     limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(devices)
     if limit and needed > limit:
         raise UserError(
-            f"model: {what} take {human_bytes(needed)} per device, which has {human_bytes(limit)}; "
+            f"model: {what} take {format_bytes(needed)} per device, which has {format_bytes(limit)}; "
             "lower model.d_model or the number of layers, or shard the model with mesh.fsdp"
         )
 

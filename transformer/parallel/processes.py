@@ -103,7 +103,7 @@ def _listen(number: int, connection: socket.socket, connections: dict[int, socke
     _broadcast(connections, b"%d\n" % lost)
     if lost:  # Leaves time for an error of this process. Without process 0, JAX aborts at once.
         time.sleep(1)
-    end_alone(f"process {lost} of this run")
+    exit_after_loss(f"process {lost} of this run")
 
 
 def _broadcast(connections: dict[int, socket.socket], message: bytes) -> None:
@@ -127,7 +127,7 @@ def _leave(connections: dict[int, socket.socket]) -> None:
 _ending = threading.Lock()
 
 
-def end_alone(who: str) -> NoReturn:
+def exit_after_loss(who: str) -> NoReturn:
     """Ends this process with one line and exit code 1, since it would wait for a lost process.
 
     Only the first thread that calls this function prints.
@@ -140,7 +140,7 @@ def end_alone(who: str) -> NoReturn:
     os._exit(1)
 
 
-def is_loss(error: BaseException) -> bool:
+def is_lost_process(error: BaseException) -> bool:
     """Returns whether an error means that a collective or coordination service lost a process."""
     phrases = ("gloo", "coordination", "connection reset", "connection closed", "socket closed")
     # The type depends on the status that XLA returns: "UNKNOWN: Gloo AllGather failed".
@@ -367,7 +367,7 @@ def _agreed_step(key: str) -> int:
 
 
 @contextlib.contextmanager
-def first_before_the_others(name: str) -> Iterator[None]:
+def process_zero_first(name: str) -> Iterator[None]:
     """Runs the body on process 0 first, and then on all others."""
     if not is_first():
         barrier(name)
@@ -376,7 +376,7 @@ def first_before_the_others(name: str) -> Iterator[None]:
         barrier(name)
 
 
-def everyones(mine: np.ndarray) -> np.ndarray:
+def gather_from_all(mine: np.ndarray) -> np.ndarray:
     """Stacks all processes' arrays, of one shape and type, on a new axis 0. Each must call this."""
     if jax.process_count() == 1:
         return mine[None]
@@ -387,7 +387,7 @@ def everyones(mine: np.ndarray) -> np.ndarray:
 
 def agree(what: str, value: str) -> None:
     """Raises UserError, which names `what`, unless `value` is the same on all processes."""
-    values = everyones(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
+    values = gather_from_all(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
     if different := [i for i, other in enumerate(values) if not np.array_equal(other, values[0])]:
         raise UserError(
             f"{what}: process {different[0]} has a different one than process 0; "
@@ -397,4 +397,4 @@ def agree(what: str, value: str) -> None:
 
 def worst(kind: int) -> int:
     """Returns the maximum over all processes; each must call this. 0: no fault; larger: worse."""
-    return int(np.max(everyones(np.array(kind, np.int32))))
+    return int(np.max(gather_from_all(np.array(kind, np.int32))))

@@ -183,19 +183,19 @@ def describe(abstract, placed, mesh: Mesh, most: int = 6) -> str:
     )
     kind = mesh.devices.flat[0].device_kind
     lines = [f"mesh        {mesh_line}  ({mesh.size} {kind} device{'s' * (mesh.size > 1)})"]
-    lines.append(f"parameters  {total:,} ({human_bytes(local_total)} per device)")
+    lines.append(f"parameters  {total:,} ({format_bytes(local_total)} per device)")
     for _, name, shape, spec, local in rows[:most]:
         placement = ", ".join("·" if s is None else str(s) for s in spec) or "replicated"
         lines.append(
             f"            {name:<58} {'x'.join(map(str, shape)):>16}  {placement:<18} "
-            f"{human_bytes(local):>9}"
+            f"{format_bytes(local):>9}"
         )
     if len(rows) > most:
         lines.append(f"            and {len(rows) - most} more")
     return "\n".join(lines)
 
 
-def human_bytes(n: float) -> str:
+def format_bytes(n: float) -> str:
     """Formats a number of bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:

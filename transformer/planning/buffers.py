@@ -1,6 +1,6 @@
 """The arrays of a compiled program in HBM: those kept for the backward pass, and the largest."""
 
-from transformer.planning.hlo import Computation, Instruction, Program
+from transformer.planning.hlo import Computation, HloProgram, Instruction
 
 # fmt: off
 _MOVES = {
@@ -22,7 +22,7 @@ _FORWARDS = {
 """Opcodes whose results another instruction has computed."""
 
 
-def kept(program: Program) -> float:
+def kept(program: HloProgram) -> float:
     """Returns the bytes in HBM that the forward pass keeps for the backward pass.
 
     These arrays are computed before the transposed part of differentiation and read in it. With
@@ -47,7 +47,7 @@ def kept(program: Program) -> float:
 
 
 def _origins(
-    name: str, computation: Computation, program: Program, sizes: dict[str, float]
+    name: str, computation: Computation, program: HloProgram, sizes: dict[str, float]
 ) -> None:
     """Adds to `sizes` the arrays from which `name` is obtained by moving data alone.
 
@@ -66,7 +66,7 @@ def _origins(
 
 
 def _element(
-    op: Instruction, computation: Computation, program: Program, sizes: dict[str, float]
+    op: Instruction, computation: Computation, program: HloProgram, sizes: dict[str, float]
 ) -> None:
     """Adds to `sizes` the array that is an element of a tuple.
 
@@ -94,7 +94,7 @@ def _element(
     return None
 
 
-def largest(program: Program, most: int = 8) -> list[tuple[float, str, str]]:
+def largest(program: HloProgram, most: int = 8) -> list[tuple[float, str, str]]:
     """Returns (bytes, shape, source) of the `most` largest arrays in HBM on one device."""
     sizes = {}
     for op, computation, _, fused in program.runs:

@@ -70,14 +70,14 @@ Computation = dict[str, Instruction]
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloProgram:
     """An HLO module: its computations, and the name of its entry computation."""
 
     computations: dict[str, Computation]
     entry: str
 
     @staticmethod
-    def read(text: str) -> "Program":
+    def read(text: str) -> "HloProgram":
         """Parses the HLO text of a compiled module."""
         # The only attribute that spans several lines
         text = re.sub(r"kernel_metadata=\{\n.*?\n\}\}", "kernel_metadata={}}", text)
@@ -92,7 +92,7 @@ class Program:
                 current = None
             elif instruction := _parse(line):
                 current[instruction.name] = instruction
-        return Program(computations, entry)
+        return HloProgram(computations, entry)
 
     @functools.cached_property
     def runs(self) -> list[tuple[Instruction, Computation, float, bool]]:

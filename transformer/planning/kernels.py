@@ -14,23 +14,23 @@ from transformer.planning.model_flops import allowed_pairs
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class KernelWork:
     """The work of one kernel call."""
 
     flops: float = 0.0  # multiplications and additions
     untouched: float = 0.0  # bytes of operands and results that it neither reads nor writes
 
 
-def kernel(one: Instruction, model: ModelConfig) -> Kernel:
+def kernel(one: Instruction, model: ModelConfig) -> KernelWork:
     """Returns the work of an instruction that calls a kernel, and no work for any other."""
     if match := re.match(r"splash_m[hq]a_(fwd|dq|dkv)", one.name):
         return _attention(match.group(1), one, model)
     if match := re.match(r"t?gmm\b", one.name):
         return _grouped(match.group(), one, model)
-    return Kernel()
+    return KernelWork()
 
 
-def _attention(part: str, op: Instruction, model: ModelConfig) -> Kernel:
+def _attention(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
     """Returns the work of splash attention over the blocks that the mask can allow.
 
     The forward pass computes 2 products over queries and keys. The gradient of the queries takes 3,
@@ -48,12 +48,12 @@ def _attention(part: str, op: Instruction, model: ModelConfig) -> Kernel:
     # Width d_head: q k in every kernel, and the gradient of q or k. Width d_value: w v or the
     # gradient of w, and in dkv the gradient of v.
     by_keys, by_values = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}[part]
-    return Kernel(
+    return KernelWork(
         2.0 * math.prod(heads) * queries * keys * share * (by_keys * size + by_values * d_value)
     )
 
 
-def _grouped(part: str, op: Instruction, model: ModelConfig) -> Kernel:
+def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
     """Returns the work of a grouped product (`gmm`) or of its gradient by the matrices (`tgmm`).
 
     A grouped product multiplies rows by their experts' matrices. A device computes only the rows of
@@ -67,7 +67,9 @@ def _grouped(part: str, op: Instruction, model: ModelConfig) -> Kernel:
     )
     experts = max(kind.num_experts for side in model.sides for kind in _mixtures(model, side))
     local_rows = rows * local_experts / experts
-    return Kernel(2.0 * local_rows * inner * outer, (rows - local_rows) * (inner + outer) * size)
+    return KernelWork(
+        2.0 * local_rows * inner * outer, (rows - local_rows) * (inner + outer) * size
+    )
 
 
 def _mixtures(model: ModelConfig, side: str) -> list:

@@ -35,7 +35,9 @@ def model_flops(config: Experiment, batch: dict, params) -> float:
         traced = jax.make_jaxpr(forward)(shapes(params), shapes(batch))
     lengths = {
         "encoder": config.data.length,
-        "decoder": config.data.decoder_length if config.model.two_sides else config.data.length,
+        "decoder": config.data.decoder_length
+        if config.model.is_encoder_decoder
+        else config.data.length,
     }
     allowed = {
         side: allowed_pairs(config.model, side, lengths[side]) for side in config.model.sides

@@ -2,7 +2,7 @@
 
 import math
 
-from transformer.parallel.sharding import human_bytes
+from transformer.parallel.sharding import format_bytes
 from transformer.planning.buffers import largest
 from transformer.planning.plan import Part, Plan, name_of
 from transformer.planning.roofline import Roofline
@@ -26,7 +26,7 @@ def compare(plans: dict[str, Plan]) -> str:
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
         bounds = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
-        peak = human_bytes(part.peak) + ("" if plan.fits else " (!)")
+        peak = format_bytes(part.peak) + ("" if plan.fits else " (!)")
         backends = " ".join(part.compiled.attention) if part.compiled else ""
         rows.append(
             [
@@ -54,19 +54,19 @@ def remedies(plan: Plan) -> list[str]:
             changes.append(
                 f"mesh.fsdp={mesh['fsdp'] * mesh['data']} mesh.data=1: shards parameters, "
                 f"optimizer and gradients over {mesh['data']} times as many devices, "
-                f"{human_bytes(needed / mesh['data'])} per device instead of {human_bytes(needed)}"
+                f"{format_bytes(needed / mesh['data'])} per device instead of {format_bytes(needed)}"
             )
         if config.optimizer.name == "adamw":
             changes.append(
                 "optimizer.name=adafactor: avoids AdamW's two moments, which saves about "
-                f"{human_bytes(2 * parameters)} per device"
+                f"{format_bytes(2 * parameters)} per device"
             )
         devices_per_replica = plan.topology.devices // mesh["data"]
         changes.append(
             f"{math.ceil(needed / (0.7 * room)) * devices_per_replica} devices or more, with "
             "mesh.fsdp over all, which leaves 30% of their memory for everything else: "
-            f"parameters, optimizer and gradients alone take {human_bytes(needed)} of "
-            f"{human_bytes(room)} per device"
+            f"parameters, optimizer and gradients alone take {format_bytes(needed)} of "
+            f"{format_bytes(room)} per device"
         )
     if config.model.remat != "full":
         changes.append(
@@ -98,7 +98,7 @@ def page(plan: Plan) -> str:
     )
     lines = [
         f"machine     {topology}: {topology.chips} x {chip.title}"
-        + (f", {human_bytes(chip.hbm)} each" if chip.hbm else "")
+        + (f", {format_bytes(chip.hbm)} each" if chip.hbm else "")
         + (f", {chip.devices} devices per chip" if chip.devices > 1 else ""),
         f"mesh        {mesh}",
         *(
@@ -128,14 +128,14 @@ def page(plan: Plan) -> str:
     if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
         lines += ["", *_times(plan)]
     if plan.train:
-        lines += ["", *_messages(plan.train.roofline)] if plan.train.roofline else []
+        lines += ["", *_collectives(plan.train.roofline)] if plan.train.roofline else []
         lines += ["", *buffers] if (buffers := _buffers(plan.train)) else []
     for name, part in plan.parts.items():
         if not plan.fits_in(part):
             lines += [
                 "",
-                f"IT DOES NOT FIT: {name} takes {human_bytes(part.peak)} of "
-                f"{human_bytes(plan.room)} per device.",
+                f"IT DOES NOT FIT: {name} takes {format_bytes(part.peak)} of "
+                f"{format_bytes(plan.room)} per device.",
             ]
             lines += (
                 ["What would help:", *(f"  {line}" for line in remedies(plan))]
@@ -165,23 +165,23 @@ def _memory(plan: Plan) -> list[str]:
             [
                 f"  {kind}",
                 *(
-                    human_bytes(part.memory[kind]) if kind in part.memory else ""
+                    format_bytes(part.memory[kind]) if kind in part.memory else ""
                     for part in plan.parts.values()
                 ),
             ]
         )
     share = lambda part: (
-        f"{human_bytes(part.peak)} "
+        f"{format_bytes(part.peak)} "
         f"{'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
     )
     if any(part.too_large for part in plan.parts.values()):
         other = lambda part: (
-            human_bytes(max(part.peak - sum(part.memory.values()), 0)) if part.too_large else ""
+            format_bytes(max(part.peak - sum(part.memory.values()), 0)) if part.too_large else ""
         )
         rows.append(["  everything else", *map(other, plan.parts.values())])
     rows.append(
         [
-            f"  peak of {human_bytes(plan.room)}" if plan.room else "  peak",
+            f"  peak of {format_bytes(plan.room)}" if plan.room else "  peak",
             *(share(part).strip() for part in plan.parts.values()),
         ]
     )
@@ -256,7 +256,7 @@ def _times(plan: Plan) -> list[str]:
     return lines
 
 
-def _messages(roof: Roofline) -> list[str]:
+def _collectives(roof: Roofline) -> list[str]:
     rows = [["sent per device in one training step", "count", "within", "beyond"]]
     for kind, traffic in sorted(
         roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer
@@ -265,8 +265,8 @@ def _messages(roof: Roofline) -> list[str]:
             [
                 f"  {kind}",
                 f"{traffic.count:,.0f}",
-                human_bytes(traffic.inner),
-                human_bytes(traffic.outer) if traffic.outer else "",
+                format_bytes(traffic.inner),
+                format_bytes(traffic.outer) if traffic.outer else "",
             ]
         )
     return table(rows) if roof.traffic else ["no collectives between devices"]
@@ -279,7 +279,7 @@ def _buffers(part: Part, most: int = 8) -> list[str]:
     return buffers and [
         "largest buffers of a training step",
         *(
-            f"  {human_bytes(size):>10}  {shape:<28} {name_of(source)[-90:]}"
+            f"  {format_bytes(size):>10}  {shape:<28} {name_of(source)[-90:]}"
             for size, shape, source in buffers
         ),
     ]

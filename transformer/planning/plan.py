@@ -119,7 +119,7 @@ class Plan:
                     "hbm_bytes": roof.hbm_bytes,
                     "seconds_at_least": roof.seconds,
                     "bound_by": roof.bound,
-                    "messages": {
+                    "collectives": {
                         kind: dataclasses.asdict(traffic) for kind, traffic in roof.traffic.items()
                     },
                     "largest_buffers": [

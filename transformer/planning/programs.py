@@ -27,9 +27,9 @@ from transformer.model.attention_backends import record
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.chips import Topology
-from transformer.planning.hlo import Program
+from transformer.planning.hlo import HloProgram
 from transformer.planning.sample import batch_shapes
-from transformer.runs.fits import check_rows
+from transformer.runs.fits import check_divisibility
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import TrainState, abstract_state
 from transformer.training.step import make_eval_step, make_train_step
@@ -49,7 +49,7 @@ class TooLarge(Exception):
 class Compiled:
     """A compiled program, what attention it uses, and the bytes that a device needs for it."""
 
-    program: Program
+    program: HloProgram
     arguments: int
     results: int  # without those that reuse the memory of an argument
     temporaries: int
@@ -118,7 +118,7 @@ class Programs:
 
     def __init__(self, config: Experiment, devices: list):
         self.config, self.mesh = config, make_mesh(config.mesh, devices)
-        check_rows(config, self.mesh)
+        check_divisibility(config, self.mesh)
         self.model, self.optimizer = (
             build_model(config.model),
             build_optimizer(config.optimizer, config.train.steps),
@@ -147,7 +147,7 @@ class Programs:
                 self._memory_shardings = compiled.output_shardings[1]
         memory = compiled.memory_analysis()
         return Compiled(
-            Program.read(compiled.as_text()),
+            HloProgram.read(compiled.as_text()),
             memory.argument_size_in_bytes,
             memory.output_size_in_bytes - memory.alias_size_in_bytes,
             memory.temp_size_in_bytes,
@@ -185,7 +185,9 @@ class Programs:
         with_mask = lambda length: (array(length, jnp.int32), array(length, jnp.bool_))
         half = max(model.max_length // 2, 1)
         args = (
-            (*with_mask(1), *with_mask(half)) if model.two_sides else (*with_mask(half), None, None)
+            (*with_mask(1), *with_mask(half))
+            if model.is_encoder_decoder
+            else (*with_mask(half), None, None)
         )
         run = lambda params, prompt, real, source, source_real: prefill(
             self.model, params, prompt, model.max_length, source, real, source_real

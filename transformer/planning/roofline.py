@@ -14,9 +14,9 @@ from collections.abc import Callable
 import numpy as np
 
 from transformer.planning.chips import HOST, Topology
-from transformer.planning.hlo import Instruction, Program
+from transformer.planning.collectives import Collective, collectives
+from transformer.planning.hlo import HloProgram, Instruction
 from transformer.planning.kernels import Kernel
-from transformer.planning.messages import Message, messages
 from transformer.planning.work import flops, hbm_bytes
 
 
@@ -53,7 +53,7 @@ class Roofline:
 
 
 def roofline(
-    program: Program,
+    program: HloProgram,
     topology: Topology,
     devices: list,
     kernel: Callable[[Instruction], Kernel] = lambda op: Kernel(),
@@ -72,7 +72,7 @@ def roofline(
     coordinates_of = np.array([_coordinates(device, topology) for device in devices])
     traffic, outer = collections.defaultdict(Traffic), 0.0
     links = collections.defaultdict(float)  # axis of the torus -> seconds in which it is in use
-    for message in messages(program):
+    for message in collectives(program):
         if message.between_slices:
             total = message.bytes * (topology.slices if message.kind == "all-gather" else 1)
             message = dataclasses.replace(
@@ -108,7 +108,7 @@ def roofline(
     return Roofline(computed, moved, dict(traffic), seconds)
 
 
-def sent(message: Message, slices: int = 1) -> tuple[float, float]:
+def sent(message: Collective, slices: int = 1) -> tuple[float, float]:
     """Returns the bytes that a device sends (and receives) within its slice and beyond it.
 
     Assumes the best known algorithms. On a ring of n devices, all-gather and reduce-scatter send

@@ -41,7 +41,7 @@ class _SyntheticStore:
         self._lengths = np.array([short, config.data.length] * 8)
         self._per_text = config.objective.columns[-1] == "label"
         self.tokenizer = types.SimpleNamespace(
-            vocab_size=size, bos=1, eos=2, pad=0, mask=None, before_source=[],
+            vocab_size=size, bos=1, eos=2, pad=0, mask=None, source_prefix_ids=[],
             text_ids=np.array([3]), starts_word=np.ones(size, bool), find=lambda piece: None,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ import jax
 from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.model.network import build_model
-from transformer.parallel.sharding import human_bytes
+from transformer.parallel.sharding import format_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.page import seconds, table
 from transformer.planning.plan import Plan, make_plan
@@ -58,8 +58,8 @@ def search(
     for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent_bytes(config, size, mesh)):
         if state / _parts(mesh) > 0.9 * room:
             reasons[
-                f"parameters, gradients and optimizer take {human_bytes(state / _parts(mesh))} of "
-                f"{human_bytes(room)} per device"
+                f"parameters, gradients and optimizer take {format_bytes(state / _parts(mesh))} of "
+                f"{format_bytes(room)} per device"
             ] += 1
             continue
         for index in range(rung, len(LADDER)):
@@ -110,7 +110,7 @@ def page(plans: list[Plan]) -> str:
         ]
     ]
     for number, plan in enumerate(plans, 1):
-        share = f"{human_bytes(plan.train.peak)}" + (
+        share = f"{format_bytes(plan.train.peak)}" + (
             f" ({plan.train.peak / plan.room:.0%})" if plan.room else ""
         )
         results = (
@@ -195,7 +195,9 @@ def _state_bytes(config: Experiment, size: float) -> float:
 
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
     """Returns the tokens that a device processes at a time, those of both stacks added."""
-    length = config.data.length + (config.data.decoder_length if config.model.two_sides else 0)
+    length = config.data.length + (
+        config.data.decoder_length if config.model.is_encoder_decoder else 0
+    )
     return (
         config.data.batch_size
         * length

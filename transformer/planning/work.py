@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from transformer.planning.hlo import Computation, Instruction, Program
+from transformer.planning.hlo import Computation, HloProgram, Instruction
 
 # fmt: off
 _FREE = {
@@ -18,12 +18,12 @@ _FREE = {
 """Opcodes that move no data themselves."""
 
 
-def flops(program: Program) -> float:
+def flops(program: HloProgram) -> float:
     """Returns the multiplications and additions of all matrix products."""
     return sum(times * _flops(op, computation) for op, computation, times, _ in program.runs)
 
 
-def hbm_bytes(program: Program) -> float:
+def hbm_bytes(program: HloProgram) -> float:
     """Returns the bytes that all instructions outside fusions read from and write to HBM."""
     return sum(
         times * _traffic(op, computation, program)
@@ -32,7 +32,7 @@ def hbm_bytes(program: Program) -> float:
     )
 
 
-def _traffic(op: Instruction, computation: Computation, program: Program) -> float:
+def _traffic(op: Instruction, computation: Computation, program: HloProgram) -> float:
     if op.opcode in _FREE or op.opcode.endswith("-done"):
         return 0.0
     operands = [computation[name] for name in op.operands if name in computation]

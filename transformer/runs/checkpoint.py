@@ -21,7 +21,7 @@ from etils import epath
 
 from transformer.config import TrainConfig
 from transformer.errors import UserError
-from transformer.files import check_room, disk_faults
+from transformer.files import check_disk_space, disk_errors
 from transformer.model.config import ModelConfig
 from transformer.parallel.processes import barrier, is_first, worst
 from transformer.runs.checkpoint_record import Damaged, Record, describe
@@ -34,7 +34,7 @@ ITEMS = ("params", "ema", "rest")
 
 STRICT = "restore it from a copy, or set train.strict_checkpoints=False to skip it"
 
-READ_AT_ONCE = 2**30
+VERIFY_CHUNK_BYTES = 2**30
 """Bytes of arrays, over all devices, that verification reads at a time."""
 
 
@@ -76,15 +76,15 @@ class Checkpoints:
         """
         items = _items(state)
         self._abstract = jax.tree.map(_abstract, items)
-        with disk_faults(self.folder):
+        with disk_errors(self.folder):
             self._finish()
             self._prune()
-            check_room(Path(self.folder), size(state), "a checkpoint")
+            check_disk_space(Path(self.folder), size(state), "a checkpoint")
             self._write(step, items, Record(step, describe(items), loop, layout))
 
     def save_params(self, params, step: int = 0) -> None:
         """Saves only parameters. They can be used and trained from, but training cannot resume."""
-        with disk_faults(self.folder):
+        with disk_errors(self.folder):
             self._write(step, {"params": params}, Record(step, describe({"params": params})))
 
     def _write(self, step: int, items: dict, record: Record) -> None:
@@ -97,7 +97,7 @@ class Checkpoints:
 
         Set `prune=False` if the run ends with an error: another process may have taken it over.
         """
-        with disk_faults(self.folder):
+        with disk_errors(self.folder):
             self._finish()
             if prune:
                 self._prune(at_end=True)
@@ -254,7 +254,7 @@ class Checkpoints:
             return None
         try:
             record = self._record(step)
-            for part in _parts(self._abstract, READ_AT_ONCE):
+            for part in _parts(self._abstract, VERIFY_CHUNK_BYTES):
                 self._read(step, record, part)
         except Damaged as e:
             return e

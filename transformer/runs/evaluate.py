@@ -17,16 +17,16 @@ from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
-from transformer.evaluation.subject import At, Subject
+from transformer.evaluation.subject import Snapshot, Subject
 from transformer.evaluation.translation import exact, score, translate_and_score
-from transformer.files import write_whole
+from transformer.files import write_atomic
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory
-from transformer.parallel.processes import first_before_the_others, is_first
+from transformer.parallel.processes import is_first, process_zero_first
 from transformer.parallel.sharding import Share
 from transformer.runs.checkpoint import Checkpoints
-from transformer.runs.fits import check_rows
+from transformer.runs.fits import check_divisibility
 from transformer.runs.metrics import append_metrics
 from transformer.runs.rundir import converted, read_manifest
 from transformer.training.optimizer import build_optimizer
@@ -82,8 +82,8 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     if the held-out text differs from the one that belongs to this run.
     """
     config, workdir = trained.config, trained.workdir
-    check_rows(config, mesh)
-    with first_before_the_others("the text to evaluate on"):
+    check_divisibility(config, mesh)
+    with process_zero_first("the text to evaluate on"):
         data = open_data(config, find_tokenizer(workdir))
     _check_text(workdir, data, part)
     objective = data.objective
@@ -91,13 +91,13 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     share = Share(mesh)
     batches, text = (
         data.batches(part, share.rows),
-        data.store.meta[part] if objective.every_token else None,
+        data.store.meta[part] if objective.scores_every_token else None,
     )
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
     if objective.writes:
         report["decoding"] = to_mapping(config.decoding)
-    if objective.every_token:
+    if objective.scores_every_token:
         report["eval_overlap"] = config.data.eval_overlap
     generated = Written()
     if objective.writes:
@@ -105,15 +105,15 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
         write = _translate if objective.columns == ("source", "target") else _continue
         generated = write(generate, data.store.examples(part), config)
     metrics |= generated.scores
-    model_state = At(trained.params, translations=generated.translations)
-    metrics |= measure(Subject(config, data, part, mesh), model_state, during=False)
+    model_state = Snapshot(trained.params, translations=generated.translations)
+    metrics |= measure(Subject(config, data, part, mesh), model_state, in_training=False)
     left_out = batches.report | generated.left_out
     report |= metrics | {"signatures": generated.signatures, "left_out": left_out}
     if is_first():
         if generated.samples:
             samples = "samples.txt" if part == "test" else f"samples.{part}.txt"
-            write_whole(workdir / samples, "\n".join(generated.samples))
-        write_whole(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
+            write_atomic(workdir / samples, "\n".join(generated.samples))
+        write_atomic(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
         append_metrics(
             workdir, trained.step, {f"{part}/{name}": value for name, value in metrics.items()}
         )

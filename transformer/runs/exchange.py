@@ -17,9 +17,15 @@ from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainCon
 from transformer.convert.hf import open_directory, read_params, save_hf
 from transformer.convert.special_tokens import read_id
 from transformer.data.pipeline import check_special_tokens, special_tokens
-from transformer.data.tokenizer import Fast, Pair, Tokenizer, is_sentencepiece, load_tokenizer
+from transformer.data.tokenizer import (
+    Fast,
+    Tokenizer,
+    TokenizerPair,
+    is_sentencepiece,
+    load_tokenizer,
+)
 from transformer.errors import UserError
-from transformer.files import disk_faults, read_json
+from transformer.files import disk_errors, read_json
 from transformer.mapping import apply_overrides
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten
@@ -55,7 +61,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     workdir.parent.mkdir(parents=True, exist_ok=True)
     with (
         use(start(config.platform, config.mesh)) as mesh,
-        disk_faults(workdir),
+        disk_errors(workdir),
         tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
     ):
         abstract, placed = abstract_state(
@@ -122,7 +128,7 @@ def _tokenizer_config(
         names = ("cls_token_id", "sep_token_id")
         bos, eos = (first_id(read_id(hf_config, name, model.vocab_size)) for name in names)
     source_bos = bos if source_begins else -1
-    if model.two_sides:
+    if model.is_encoder_decoder:
         bos = first_id(model.decoder_start_id)
     elif model.family == "decoder" and bos < 0:
         bos = eos
@@ -166,8 +172,8 @@ def _tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> Tokenizer 
     pair = [directory / name for name in ("source.spm", "target.spm", "vocab.json")]
     if all(part.is_file() for part in pair):
         source, target, vocabulary = pair
-        joined = Pair.join(source.read_bytes(), target.read_bytes(), read_json(vocabulary))
-        return Pair(joined, tokenizer_config, str(directory))
+        joined = TokenizerPair.join(source.read_bytes(), target.read_bytes(), read_json(vocabulary))
+        return TokenizerPair(joined, tokenizer_config, str(directory))
     with contextlib.suppress(ImportError):
         import tokenizers
 

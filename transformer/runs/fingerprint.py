@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from transformer.parallel.processes import everyones
+from transformer.parallel.processes import gather_from_all
 from transformer.parallel.sharding import path_name
 
 
@@ -37,7 +37,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
     sums = [_program(x.sharding)(x) for _, x in leaves]  # dispatch all before waiting
     local_sums = jax.device_get([[shard.data for shard in x.addressable_shards] for x in sums])
     local_NxW = np.array([np.sum(blocks, axis=(0, 1), dtype=np.uint32) for blocks in local_sums])
-    sums_NxW = np.sum(everyones(local_NxW), axis=0, dtype=np.uint32)
+    sums_NxW = np.sum(gather_from_all(local_NxW), axis=0, dtype=np.uint32)
     return {
         path_name(path): "".join(f"{word:08x}" for word in words)
         for (path, _), words in zip(leaves, sums_NxW, strict=True)

@@ -9,16 +9,16 @@ from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.model.mixers import MIXERS
 from transformer.parallel.host import memory
-from transformer.parallel.sharding import ROWS, Share, human_bytes
+from transformer.parallel.sharding import ROWS, Share, format_bytes
 
-BYTES_A_TOKEN = 20
+BYTES_PER_TOKEN = 20
 """Bytes per token of a batch on the host.
 
 Inputs, segments, positions, targets and weights have 4 bytes each (data/batching.py).
 """
 
 
-def check_rows(config: Experiment, mesh: Mesh) -> None:
+def check_divisibility(config: Experiment, mesh: Mesh) -> None:
     """Raises UserError if sequences cannot be divided over the mesh.
 
     In every bucket, the batch must divide over devices and micro-batches, and each sequence over
@@ -88,12 +88,12 @@ def check_rounds(config: Experiment, mesh: Mesh) -> None:
 def check_batch(config: Experiment, share: Share) -> None:
     """Raises UserError if this process's part of a batch does not fit in the host's memory."""
     data = config.data
-    tokens = data.length + (data.decoder_length if config.model.two_sides else 0)
+    tokens = data.length + (data.decoder_length if config.model.is_encoder_decoder else 0)
     rows = data.batch_size * len(share.here) // share.parts
-    needed, available = rows * tokens * BYTES_A_TOKEN, memory()
+    needed, available = rows * tokens * BYTES_PER_TOKEN, memory()
     if available and needed > available:
         raise UserError(
             f"data.batch_size: {data.batch_size:,} sequences of {tokens:,} tokens take "
-            f"{human_bytes(needed)} of this host's memory per batch, which has "
-            f"{human_bytes(available)}; lower data.batch_size"
+            f"{format_bytes(needed)} of this host's memory per batch, which has "
+            f"{format_bytes(available)}; lower data.batch_size"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from transformer.config import Experiment
-from transformer.files import disk_faults
+from transformer.files import disk_errors
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import stop_agreed
 from transformer.runs import rundir
@@ -26,7 +26,7 @@ def train(config: Experiment, workdir: str | Path) -> int:
     """
     workdir = Path(workdir)
     with (
-        disk_faults(workdir),
+        disk_errors(workdir),
         use(start(config.platform, config.mesh)) as mesh,
         rundir.alone([workdir]),
     ):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import read_bytes, write_whole
+from transformer.files import read_bytes, write_atomic
 
 
 class MetricsLog:
@@ -36,7 +36,7 @@ class MetricsLog:
         if not writes:
             self._file = io.StringIO()
             return
-        write_whole(self._path, "".join(json.dumps(line) + "\n" for line in lines))
+        write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = self._path.open("a")
         if tensorboard:
             from tensorboardX import SummaryWriter

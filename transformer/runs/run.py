@@ -23,16 +23,16 @@ from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
-from transformer.evaluation.subject import At, Subject
-from transformer.files import check_room
+from transformer.evaluation.subject import Snapshot, Subject
+from transformer.files import check_disk_space
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory
-from transformer.parallel.processes import agree, barrier, first_before_the_others, is_first
+from transformer.parallel.processes import agree, barrier, is_first, process_zero_first
 from transformer.parallel.sharding import Share, describe
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
-from transformer.runs.fits import check_batch, check_rounds, check_rows
+from transformer.runs.fits import check_batch, check_divisibility, check_rounds
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
 from transformer.runs.metrics import (
     MetricsLog,
@@ -107,7 +107,9 @@ class Run:
                 self.eval_step, self.state.eval_params, self.valid, self.share, most=max_batches
             )
             metrics |= measure(
-                self._subject, At(self.state.eval_params, self.state.opt_state), during=True
+                self._subject,
+                Snapshot(self.state.eval_params, self.state.opt_state),
+                in_training=True,
             )
             self.log.write(self.step, **{f"eval/{name}": value for name, value in metrics.items()})
             self.progress.note(
@@ -227,7 +229,7 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     """Step 1: checks all that can be checked before anything is computed, read or written."""
     mapping = json.dumps(to_mapping(config), sort_keys=True)
     agree("the config", hashlib.sha256(mapping.encode()).hexdigest())
-    check_rows(config, mesh)
+    check_divisibility(config, mesh)
     check_rounds(config, mesh)
     check_batch(config, Share(mesh))
     check_wandb(config.train.wandb)
@@ -240,13 +242,13 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     check_memory(
         (abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients"
     )
-    check_room(workdir.absolute(), size(abstract), "a checkpoint")
+    check_disk_space(workdir.absolute(), size(abstract), "a checkpoint")
     return Program(model, optimizer, abstract, placed)
 
 
 def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
     """Step 2: reads and tokenizes the data, with the run's own tokenizer if it resumes."""
-    with first_before_the_others("data"):
+    with process_zero_first("data"):
         data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
     text = Text(data, *(data.batches(part, share.rows) for part in ("train", "valid")))
     agree(

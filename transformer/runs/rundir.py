@@ -21,13 +21,13 @@ from transformer.claims import Claim, holding
 from transformer.config import Experiment
 from transformer.data.tokenizer import FILES, Tokenizer
 from transformer.errors import UserError
-from transformer.files import read_json, write_whole
+from transformer.files import read_json, write_atomic
 from transformer.mapping import from_mapping, to_mapping
 from transformer.model.special_tokens import SPECIAL_TOKENS
 from transformer.parallel.processes import is_first, worst
 from transformer.version import __version__
 
-WRITTEN_BESIDE = (
+OUTPUT_FIELDS = (
     "platform",
     "train.log_every",
     "train.eval_every",
@@ -40,7 +40,7 @@ WRITTEN_BESIDE = (
 """Fields that set where a run trains, what it writes beside its parameters, and how often."""
 
 FREE = (
-    *WRITTEN_BESIDE,
+    *OUTPUT_FIELDS,
     "mesh",
     "decoding",
     "model.scan_layers",
@@ -253,7 +253,7 @@ def claim(
     if tokenizer is not None:
         for name in FILES.values():  # from an earlier start with another config
             (workdir / name).unlink(missing_ok=True)
-        write_whole(workdir / tokenizer.name, tokenizer.content)
+        write_atomic(workdir / tokenizer.name, tokenizer.content)
     file = workdir / "manifest.json"
     previous = read_manifest(workdir) if file.exists() else {}
     earlier = (
@@ -304,4 +304,4 @@ def flat(tree: dict, prefix: str = "") -> dict:
 
 
 def _write(file: Path, content: dict) -> None:
-    write_whole(file, json.dumps(content, indent=2) + "\n")
+    write_atomic(file, json.dumps(content, indent=2) + "\n")

@@ -171,7 +171,7 @@ def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, c
             h, targets, weights = chunk
             chunk_sums, residuals = _chunk(h, head, targets, weights, smoothing, z_loss)
             d_logits = _chunk_gradient(residuals, weights, smoothing, z_loss)
-            d_h, chunk_d_head = head.pull_back(h, residuals[0], d_logits)
+            d_h, chunk_d_head = head.accumulate_gradients(h, residuals[0], d_logits)
             return (
                 jax.tree.map(jnp.add, sums, chunk_sums),
                 jax.tree.map(jnp.add, d_head, chunk_d_head),

@@ -20,7 +20,7 @@ _METHODS = {("tokens",): "features", ("labels",): "classify", ("tokens", "labels
 
 
 @struct.dataclass
-class Outputs:
+class ModelOutputs:
     """The model's outputs on a batch, as inputs of the losses.
 
     The last hidden state and the token head are None if the objective predicts no tokens. The label
@@ -56,7 +56,7 @@ def apply(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     watch: Sequence[str] = (),
-) -> tuple[Outputs, dict, dict]:
+) -> tuple[ModelOutputs, dict, dict]:
     """Runs the model on a batch.
 
     Returns the outputs, the batch in the mesh's order of positions, and the collections of `watch`
@@ -94,4 +94,4 @@ def apply(
     hidden, head = features if "tokens" in predicts else (None, None)
     chunks = auto_chunks(*batch["inputs"].shape, task.model.vocab_size, mesh)
     labels = labels if "labels" in predicts else None
-    return Outputs(hidden, head, labels, smoothing, z_loss, chunks), batch, sown
+    return ModelOutputs(hidden, head, labels, smoothing, z_loss, chunks), batch, sown

@@ -38,7 +38,7 @@ class TrainState:
 def example_inputs(config: TrainTask) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns token arrays of the shapes with which the model is initialized."""
     tokens = jax.ShapeDtypeStruct((1, min(8, config.model.max_length)), jnp.int32)
-    return (tokens,) * (2 if config.model.two_sides else 1)
+    return (tokens,) * (2 if config.model.is_encoder_decoder else 1)
 
 
 def state_maker(config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation):

@@ -147,7 +147,7 @@ def training_step(
         objective = sum(part.loss / weights[name] for name, part in sums.items())
         metrics = means(sums) | {
             "objective": objective,
-            "tokens": sums[main_thing(sums)].weight,
+            "tokens": sums[main_loss_name(sums)].weight,
             "grad_norm": optax.tree.norm(grads),
         }
         return TrainState(state.step + 1, params, opt_state, ema), metrics
@@ -174,7 +174,7 @@ def _summed(gradients: Callable, count: int, params, batch: dict, key: jax.Array
     return jax.lax.scan(add, (zeros(sums), zeros(params)), (micro_batches, jnp.arange(count)))[0]
 
 
-def main_thing(sums: dict[str, Loss]) -> str:
+def main_loss_name(sums: dict[str, Loss]) -> str:
     """Returns the name of the main loss: "tokens" if tokens are predicted, else "labels"."""
     return "tokens" if "tokens" in sums else "labels"
 
@@ -185,7 +185,7 @@ def means(sums: dict[str, Loss]) -> dict:
     The main loss yields `loss` and `accuracy`. A label loss beside it yields `labels_loss` and
     `labels_accuracy`. Routers yield `router_balance` and so on.
     """
-    main = main_thing(sums)
+    main = main_loss_name(sums)
     return {
         ("" if name == main else f"{name}_") + metric: x
         for name, part in sums.items()

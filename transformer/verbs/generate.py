@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import write_whole
+from transformer.files import write_atomic
 from transformer.verbs.common import ask, folder, open_run, read_lines
 
 ABOUT = "translate or continue text, line by line"
@@ -67,7 +67,7 @@ def run(args, overrides) -> int:
     if args.output == "-":
         sys.stdout.write(text)
     else:
-        write_whole(Path(args.output), text)
+        write_atomic(Path(args.output), text)
     return 0
 
 
@@ -93,7 +93,7 @@ def _converse(trained) -> int:
     decoding = dataclasses.replace(trained.config.decoding, batch_size=1)
     config = dataclasses.replace(trained.config, decoding=decoding)
     generate = Generator(config, trained.params, trained.tokenizer)
-    action = "translates" if config.model.two_sides else "continues"
+    action = "translates" if config.model.is_encoder_decoder else "continues"
     print("Compiling ...", end="", flush=True)
     generate(["."])
     print(f"\rThe model {action} what you type. An empty line or Ctrl-D ends.")

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import write_whole
+from transformer.files import write_atomic
 from transformer.verbs.common import ask, check_text, folder, open_run, read_lines
 
 ABOUT = "write a page with attention maps, logit lens and profiles of a run for a text"
@@ -49,7 +49,7 @@ def run(args, overrides) -> int:
         raise UserError(
             f"--output: {output} is a folder, or its folder does not exist; name a file"
         )
-    if args.target and not config.model.two_sides:
+    if args.target and not config.model.is_encoder_decoder:
         raise UserError(
             f"--target: model.family = {config.model.family!r} takes one text; "
             "put all of it into --text"
@@ -64,8 +64,8 @@ def run(args, overrides) -> int:
             text = ""
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
-        view = inside.look_inside(trained, mesh, text, args.target)
-    write_whole(
+        view = inside.observe_text(trained, mesh, text, args.target)
+    write_atomic(
         output,
         inspect_page.page(
             view, f"Inside {args.workdir}", [f"Step {trained.step:,} of {trained.workdir}."]

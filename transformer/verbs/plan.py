@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError, nearest
-from transformer.files import write_whole
+from transformer.files import write_atomic
 
 ABOUT = "estimate memory, time and price on a machine that is not present"
 
@@ -100,7 +100,7 @@ def run(args, overrides) -> int:
         numbers = {arm: plan.to_json() for arm, plan in plans.items()}
         numbers = numbers if args.arms else numbers[""]
     if args.json:
-        write_whole(args.json, json.dumps(numbers, indent=2) + "\n")
+        write_atomic(args.json, json.dumps(numbers, indent=2) + "\n")
     print(text, end="")
     return 0 if fits else 1
 

@@ -6,7 +6,7 @@ Decoders with partial rotary positions, and with attention and feed-forward in p
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, positive
 from transformer.convert.rope import FIELDS as ROTARY
-from transformer.convert.rope import rotary, rotary_back
+from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import fused_by_head, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
@@ -63,7 +63,7 @@ def _write(c: ModelConfig) -> dict:
         "use_parallel_residual": c.parallel,
         "attention_bias": c.attention_has_bias,
         "tie_word_embeddings": c.tie_embeddings,
-        **rotary_back(c, partial_rotary_factor=1.0),
+        **write_rotary(c, partial_rotary_factor=1.0),
     }
 
 

@@ -14,12 +14,12 @@ from transformer.convert.fields import (
     count,
     layer_count,
     layer_kinds,
-    one_period,
     optional,
     positive,
+    shortest_period,
 )
 from transformer.convert.rope import FIELDS as ROTARY
-from transformer.convert.rope import rotary, rotary_back
+from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
@@ -145,7 +145,7 @@ def _windows(kind: str, f: Fields, layers: int) -> dict:
         local = [i % 2 == 0 for i in range(layers)]
     if kind != "mistral" and (kinds := layer_kinds(f, layers)):
         local = [layer_kind == "sliding_attention" for layer_kind in kinds]
-    windows = one_period([size or 0 if is_local else 0 for is_local in local])
+    windows = shortest_period([size or 0 if is_local else 0 for is_local in local])
     if len(windows) == 1:
         return {"window": windows[0]}
     return {"layer_pattern": tuple({"window": w} for w in windows)}
@@ -161,7 +161,7 @@ def _write(kind: str, c: ModelConfig) -> dict:
         "num_key_value_heads": c.kv_heads,
         "rms_norm_eps": c.norm_epsilon,
         "tie_word_embeddings": c.tie_embeddings,
-        **rotary_back(c),
+        **write_rotary(c),
         "head_dim": c.head_size,
         "hidden_act": ACTIVATIONS_BACK[c.activation],
     }

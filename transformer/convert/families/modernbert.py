@@ -12,11 +12,11 @@ from transformer.convert.fields import (
     Fields,
     layer_count,
     layer_kinds,
-    one_period,
     positive,
     printable,
+    shortest_period,
 )
-from transformer.convert.rope import rope, rope_back
+from transformer.convert.rope import rope, write_rope
 from transformer.convert.weights import fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
@@ -76,7 +76,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "num_heads": f.get("num_attention_heads"),
         "num_encoder_layers": layers,
         "max_length": length,
-        "layer_pattern": tuple(of_kind[kind] for kind in one_period(kinds)),
+        "layer_pattern": tuple(of_kind[kind] for kind in shortest_period(kinds)),
         "norm_placement": "pre",
         "norm_epsilon": f.get("norm_eps"),
         "norm_offset": f.get("norm_bias"),
@@ -151,8 +151,8 @@ def _write(c: ModelConfig) -> dict:
         ],
         "local_attention": 2 * (local.window - 1) if local.window else 128,
         "rope_parameters": {
-            "full_attention": rope_back(full.position),
-            "sliding_attention": rope_back(local.position),
+            "full_attention": write_rope(full.position),
+            "sliding_attention": write_rope(local.position),
         },
     }
 

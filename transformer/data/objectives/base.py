@@ -50,7 +50,7 @@ class Segment:
     token_types: np.ndarray | None = None
     label: int | np.ndarray | None = None
 
-    def beside_inputs(self) -> dict[str, np.ndarray]:
+    def token_fields(self) -> dict[str, np.ndarray]:
         """The inputs and all arrays that have one value per input, by batch field."""
         size, out = len(self.inputs), {"inputs": self.inputs}
         if self.targets is not None:
@@ -107,11 +107,15 @@ class Objective:
     # Columns of an example. "label" and "tags" contain classes; all others contain text.
     columns: ClassVar[tuple[str, ...]] = ("text",)
     # Every token of a held-out text is a target exactly once, so bits per byte are meaningful.
-    every_token: ClassVar[bool] = False
+    scores_every_token: ClassVar[bool] = False
     packs: ClassVar[bool] = True  # sequences can be packed (`data.packing`)
-    lengths_differ: ClassVar[bool] = True  # unpacked sequences differ in length (`data.buckets`)
-    keeps_whole: ClassVar[bool] = False  # texts are never split; `data.too_long` drops or cuts them
-    gives_prefix: ClassVar[bool] = False  # a decoder gets a prefix, which it reads bidirectionally
+    has_variable_length: ClassVar[bool] = (
+        True  # unpacked sequences differ in length (`data.buckets`)
+    )
+    never_splits: ClassVar[bool] = (
+        False  # texts are never split; `data.too_long` drops or cuts them
+    )
+    has_prefix: ClassVar[bool] = False  # a decoder gets a prefix, which it reads bidirectionally
     writes: ClassVar[bool] = True  # the model can generate text
 
     @property
@@ -120,7 +124,7 @@ class Objective:
         return ("labels",) if self.columns[-1] in ("label", "tags") else ("tokens",)
 
     @property
-    def asks_for_tokens(self) -> bool:
+    def predicts_tokens(self) -> bool:
         """Whether tokens, and not only classes, are predicted."""
         return "tokens" in self.predicts
 

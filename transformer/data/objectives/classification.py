@@ -12,7 +12,7 @@ class _Labels(Objective):
     """Predicts classes instead of tokens, with one text per sequence."""
 
     families: ClassVar = ("encoder", "decoder")
-    keeps_whole: ClassVar = True
+    never_splits: ClassVar = True
     writes: ClassVar = False
 
     def rows(self, store, part, task):

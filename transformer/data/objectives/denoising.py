@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from transformer.data.objectives.base import Draw, Objective, Segment, continued, register, shifted
-from transformer.data.objectives.language_model import needs_prefix
+from transformer.data.objectives.language_model import check_prefix
 
 
 class Denoiser(NamedTuple):
@@ -65,8 +65,8 @@ class _Denoising(Objective):
 
     families: ClassVar = ("encoder_decoder", "decoder")
     packs: ClassVar = False
-    lengths_differ: ClassVar = False
-    gives_prefix: ClassVar = True
+    has_variable_length: ClassVar = False
+    has_prefix: ClassVar = True
     writes: ClassVar = False  # the model only fills the gaps of a text
     modes: ClassVar[int] = 0  # number of mode tokens
 
@@ -96,7 +96,7 @@ class _Denoising(Objective):
         return first if first is not None and last == first - self.sentinels + 1 else None
 
     def check(self, task):
-        if problem := needs_prefix(task):
+        if problem := check_prefix(task):
             return problem
         if any(not 0 < d.rate < 1 for d in self.denoisers):
             return f"has rate = {self.rate}, which must lie between 0 and 1"

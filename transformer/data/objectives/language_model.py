@@ -31,7 +31,7 @@ class CausalLM(Objective):
     """
 
     families: ClassVar = ("decoder",)
-    every_token: ClassVar = True
+    scores_every_token: ClassVar = True
 
     def rows(self, store, part, task):
         data = task.data
@@ -85,16 +85,16 @@ class PrefixLM(Objective):
 
     families: ClassVar = ("decoder", "encoder_decoder")
     packs: ClassVar = False
-    gives_prefix: ClassVar = True
+    has_prefix: ClassVar = True
 
     def check(self, task):
-        return needs_prefix(task)
+        return check_prefix(task)
 
     def rows(self, store, part, task):
         return _PrefixRows(store, part, task)
 
 
-def needs_prefix(task) -> str | None:
+def check_prefix(task) -> str | None:
     """Why a decoder-only model cannot read a prefix bidirectionally; None if it can."""
     if task.model.family == "decoder" and not task.model.prefix_lm:
         return "gives the decoder a prefix to read bidirectionally; set model.prefix_lm=True"

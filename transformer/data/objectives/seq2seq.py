@@ -32,8 +32,8 @@ class Seq2Seq(Objective):
 
     families: ClassVar = ("encoder_decoder", "decoder")
     columns: ClassVar = ("source", "target")
-    keeps_whole: ClassVar = True
-    gives_prefix: ClassVar = True
+    never_splits: ClassVar = True
+    has_prefix: ClassVar = True
 
     def rows(self, store, part, task):
         return (
@@ -54,7 +54,7 @@ class _Pairs:
         self._texts, self._tokenizer, self._before = (
             [store.texts(part, side) for side in (0, 1)],
             store.tokenizer,
-            store.tokenizer.before_source,
+            store.tokenizer.source_prefix_ids,
         )
         sizes, rooms = (
             self.sizes(self._texts[0].lengths + len(self._before), self._texts[1].lengths),

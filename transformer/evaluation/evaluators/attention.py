@@ -8,15 +8,15 @@ import jax
 import numpy as np
 
 from transformer.checks import plain
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Found, OneBatch, Subject
-from transformer.evaluation.inside import OF_ONE_SIDE
+from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
+from transformer.evaluation.inside import SELF_ATTENTION_ONLY
 from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, in_layer, part, where
+from transformer.model.layout import flatten, part, split_layer_path, where
 
 
 @EVALUATORS.register("attention")
 @dataclasses.dataclass(frozen=True)
-class Attention(OneBatch):
+class AttentionStatistics(OneBatch):
     """Statistics of each attention head, on one batch.
 
     These are the entropy, the weight on the first token, the mean distance, the weight on the
@@ -25,13 +25,13 @@ class Attention(OneBatch):
     keys, so the model may use any attention backend.
     """
 
-    during: ClassVar[bool] = True
+    in_training: ClassVar[bool] = True
 
     def why_not(self, task):
         if not task.model.observes("heads"):
             return f"requires attention heads; model.mixer = {plain(task.model.mixer)!r} has none"
 
-    def measure(self, subject: Subject, at: At) -> Found:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields attention/STATISTIC/SIDE/LAYER/SUBLAYER/HEAD, on one batch.
 
         model/attention_statistics.py defines the statistics. `induction` is `repeated`, measured on
@@ -41,10 +41,10 @@ class Attention(OneBatch):
             "attention",
             lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"]),
         )
-        of_text = dict(_by_head(subject.config.model, statistics(at.params, subject.batch)))
+        of_text = dict(_by_head(subject.config.model, statistics(snapshot.params, subject.batch)))
         for (statistic, location), values in of_text.items():
             if statistic != "repeated" and not (
-                statistic in OF_ONE_SIDE and location.endswith("cross_attention")
+                statistic in SELF_ATTENTION_ONLY and location.endswith("cross_attention")
             ):
                 yield from (
                     (f"attention/{statistic}/{location}/{head:02d}", float(value))
@@ -52,7 +52,7 @@ class Attention(OneBatch):
                 )
         if subject.config.model.family == "decoder":
             for (statistic, location), values in _by_head(
-                subject.config.model, statistics(at.params, _repeated_tokens(subject))
+                subject.config.model, statistics(snapshot.params, _repeated_tokens(subject))
             ):
                 if statistic == "repeated":
                     yield from (
@@ -64,7 +64,7 @@ class Attention(OneBatch):
 def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[tuple[str, str], np.ndarray]]:
     """Yields ((STATISTIC, SIDE/LAYER/SUBLAYER), one value per head)."""
     for name, (path, index) in where(config, heads).items():
-        side, layer, path_in_layer = in_layer(name)
+        side, layer, path_in_layer = split_layer_path(name)
         for statistic, values in heads[path][0].items():
             yield (
                 (statistic, f"{side}/{layer:02d}/{path_in_layer.removesuffix('/heads')}"),

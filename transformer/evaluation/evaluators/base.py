@@ -3,12 +3,12 @@
 from typing import ClassVar
 
 from transformer.evaluation.evaluators import EVALUATORS
-from transformer.evaluation.subject import At, Found, Subject
+from transformer.evaluation.subject import Metrics, Snapshot, Subject
 from transformer.training.config import TrainTask
 
-__all__ = ["EVALUATORS", "NO_TOKENS", "At", "Evaluator", "Found", "OneBatch", "Subject"]
+__all__ = ["EVALUATORS", "NEEDS_TOKENS", "Evaluator", "Metrics", "OneBatch", "Snapshot", "Subject"]
 
-NO_TOKENS = "requires target tokens, but data.objective predicts only classes"
+NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes"
 
 
 class Evaluator:
@@ -21,10 +21,10 @@ class Evaluator:
     name: ClassVar[str]
     """The registered name, by which a config selects the evaluator."""
 
-    during: ClassVar[bool]
+    in_training: ClassVar[bool]
     """Whether to measure at every evaluation during training, in addition to `evaluate`."""
 
-    others: ClassVar[tuple[str, ...]] = ()
+    metric_prefixes: ClassVar[tuple[str, ...]] = ()
     """First parts of metric names in addition to `name`: eval/depth/..., test/context/..."""
 
     def why_not(self, task: TrainTask) -> str | None:
@@ -38,8 +38,8 @@ class Evaluator:
         """Returns the part of the text that is measured, in words, or "" for all."""
         return ""
 
-    def measure(self, subject: Subject, at: At) -> Found:
-        """Yields (name, value). Names begin with `name` or with one of `others`."""
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields (name, value). Names begin with `name` or with one of `metric_prefixes`."""
         raise NotImplementedError
 
 

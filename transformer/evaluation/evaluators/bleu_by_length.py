@@ -5,7 +5,7 @@ import itertools
 from typing import ClassVar
 
 from transformer.checks import at_least
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Evaluator, Found, Subject
+from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.translation import score
 
 
@@ -14,7 +14,7 @@ from transformer.evaluation.translation import score
 class BleuByLength(Evaluator):
     """BLEU of translations by the number of words in the source."""
 
-    during: ClassVar[bool] = False
+    in_training: ClassVar[bool] = False
 
     words: int = 5  # width of each group of lengths
 
@@ -28,17 +28,17 @@ class BleuByLength(Evaluator):
             else "requires translations of a source; set data.objective = 'seq2seq'"
         )
 
-    def measure(self, subject: Subject, at: At) -> Found:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields bleu_by_length/WORDS: BLEU by the length of the source.
 
         Each group has the sources with WORDS to WORDS + `words` - 1 whitespace-separated words.
         Groups with fewer than ten sources are omitted.
         """
-        if at.translations is None:
+        if snapshot.translations is None:
             return
         group_of = lambda translation: max(len(translation[0].split()) - 1, 0) // self.words
         for group_number, members in itertools.groupby(
-            sorted(zip(*at.translations, strict=True), key=group_of), key=group_of
+            sorted(zip(*snapshot.translations, strict=True), key=group_of), key=group_of
         ):
             _, hypotheses, references = zip(*members, strict=True)
             if len(hypotheses) >= 10:

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Found, OneBatch, Subject
-from transformer.evaluation.inside import residual_of
+from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
+from transformer.evaluation.inside import sublayer_of
 from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, in_layer, part, where
+from transformer.model.layout import flatten, part, split_layer_path, where
 from transformer.training.step import batch_sums
 
 
@@ -23,10 +23,10 @@ class DepthProfile(OneBatch):
     See Xiong et al. (2020) and Liu et al. (2020).
     """
 
-    during: ClassVar[bool] = True
-    others: ClassVar[tuple[str, ...]] = ("depth",)
+    in_training: ClassVar[bool] = True
+    metric_prefixes: ClassVar[tuple[str, ...]] = ("depth",)
 
-    def measure(self, subject: Subject, at: At) -> Found:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields depth/SIZE/SIDE/LAYER/SUBLAYER, on one batch. SIZE is one of:
 
         stream    root mean square of the residual stream that enters the sublayer
@@ -58,11 +58,11 @@ class DepthProfile(OneBatch):
             )
 
         sizes, grads, params, updates = subject.program(self, profile)(
-            at.params, at.opt_state, subject.batch
+            snapshot.params, snapshot.opt_state, subject.batch
         )
         for name, (path, index) in where(config.model, sizes).items():
-            side, layer, path_in_layer = in_layer(name)
-            location = f"{side}/{layer:02d}/{residual_of(path_in_layer)}"
+            side, layer, path_in_layer = split_layer_path(name)
+            location = f"{side}/{layer:02d}/{sublayer_of(path_in_layer)}"
             values = {key: float(np.asarray(part(x, index))) for key, x in sizes[path][0].items()}
             yield f"depth/stream/{location}", values["stream"]
             yield (
@@ -85,7 +85,7 @@ def _squares(config: ModelConfig, tree) -> dict[str, jax.Array]:
     """
     flat, sums = flatten(tree), collections.defaultdict(float)
     for name, (path, index) in where(config, flat).items():
-        if location := in_layer(name):
+        if location := split_layer_path(name):
             side, layer, (sublayer, matrix, *_) = *location[:2], location[2].split("/")
             if not sublayer.endswith("residual"):
                 square = jnp.sum(jnp.square(part(flat[path], index).astype(jnp.float32)))

@@ -6,7 +6,7 @@ from typing import ClassVar
 from transformer.checks import at_least, plain
 from transformer.errors import UserError
 from transformer.evaluation import losses
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Evaluator, Found, Subject
+from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 
 
 @EVALUATORS.register("extrapolation")
@@ -19,8 +19,8 @@ class Extrapolation(Evaluator):
     (2022).
     """
 
-    during: ClassVar[bool] = False
-    others: ClassVar[tuple[str, ...]] = ("extrapolation_sliding", "context")
+    in_training: ClassVar[bool] = False
+    metric_prefixes: ClassVar[tuple[str, ...]] = ("extrapolation_sliding", "context")
 
     times: int = 16  # a power of two
     tokens: int = 65536  # per length, from the start of the text; 0: all
@@ -45,7 +45,7 @@ class Extrapolation(Evaluator):
         return tuple(2**n for n in range(self.times.bit_length()))
 
     def why_not(self, task):
-        if task.model.family != "decoder" or not task.objective.every_token:
+        if task.model.family != "decoder" or not task.objective.scores_every_token:
             return "requires a decoder that predicts every token (causal_lm)"
         model, longest = task.model, task.data.length * self.times
         if longest > model.max_length and model.has_position_table:
@@ -58,7 +58,7 @@ class Extrapolation(Evaluator):
     def reads(self, task):
         return f"the first {self.tokens:,} tokens" if self.tokens else ""
 
-    def measure(self, subject: Subject, at: At) -> Found:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields three metrics for each LENGTH.
 
         extrapolation/LENGTH: nats per token in sequences of this length that do not overlap.
@@ -94,7 +94,7 @@ class Extrapolation(Evaluator):
                 longer_subject = subject.changed(
                     dataclasses.replace(config, data=data, model=model, train=train)
                 )
-                mean, context = losses.mean(longer_subject, at, most)
+                mean, context = losses.mean(longer_subject, snapshot, most)
                 yield f"{name}/{longer:06d}", mean
                 if not overlap:
                     yield f"context/{longer:06d}", context

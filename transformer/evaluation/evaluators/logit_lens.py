@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from transformer.evaluation.evaluators.base import (
     EVALUATORS,
-    NO_TOKENS,
-    At,
-    Found,
+    NEEDS_TOKENS,
+    Metrics,
     OneBatch,
+    Snapshot,
     Subject,
 )
 from transformer.evaluation.inside import streams
@@ -25,13 +25,13 @@ class LogitLens(OneBatch):
     Measures their loss, and how often they agree with the predictions of the last layer.
     """
 
-    during: ClassVar[bool] = True
-    others: ClassVar[tuple[str, ...]] = ("lens",)
+    in_training: ClassVar[bool] = True
+    metric_prefixes: ClassVar[tuple[str, ...]] = ("lens",)
 
     def why_not(self, task):
-        return None if task.objective.asks_for_tokens else NO_TOKENS
+        return None if task.objective.predicts_tokens else NEEDS_TOKENS
 
-    def measure(self, subject: Subject, at: At) -> Found:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields lens/loss/LAYER and lens/agrees/LAYER.
 
         The model's final norm and head predict tokens from the residual stream after this layer.
@@ -62,6 +62,8 @@ class LogitLens(OneBatch):
                 )
             return out
 
-        for layer, (loss, agrees) in subject.program(self, lens)(at.params, subject.batch).items():
+        for layer, (loss, agrees) in subject.program(self, lens)(
+            snapshot.params, subject.batch
+        ).items():
             yield f"lens/loss/{layer:02d}", float(loss)
             yield f"lens/agrees/{layer:02d}", float(agrees)

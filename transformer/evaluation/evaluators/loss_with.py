@@ -8,10 +8,10 @@ from transformer.errors import UserError, nearest
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators.base import (
     EVALUATORS,
-    NO_TOKENS,
-    At,
+    NEEDS_TOKENS,
     Evaluator,
-    Found,
+    Metrics,
+    Snapshot,
     Subject,
 )
 from transformer.mapping import apply_overrides
@@ -25,7 +25,7 @@ class LossWith(Evaluator):
     Example: `dict(name="loss_with", change="model.causal=True")`.
     """
 
-    during: ClassVar[bool] = True
+    in_training: ClassVar[bool] = True
 
     change: str = ""
 
@@ -41,9 +41,9 @@ class LossWith(Evaluator):
         names = [f.name for f in dataclasses.fields(task.model)]
         if field not in names:
             return f"changes {self.change}: no such field; {nearest(field, names)}"
-        return None if task.objective.asks_for_tokens else NO_TOKENS
+        return None if task.objective.predicts_tokens else NEEDS_TOKENS
 
-    def measure(self, subject: Subject, at: At) -> Found:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields loss_with/FIELD=VALUE: nats per token with this field changed."""
         field, _, value = self.change.partition("=")
         changed = apply_overrides(subject.config, {field: value})
@@ -52,4 +52,4 @@ class LossWith(Evaluator):
                 f"train.evaluators: loss_with: {self.change} changes the shapes of parameters; "
                 "choose a field that keeps them"
             )
-        yield f"loss_with/{self.change}", losses.mean(subject.changed(changed), at)[0]
+        yield f"loss_with/{self.change}", losses.mean(subject.changed(changed), snapshot)[0]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer.errors import UserError
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Found, OneBatch, Subject
+from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
 
 
 @EVALUATORS.register("order")
@@ -19,13 +19,13 @@ class Order(OneBatch):
     Measured on one batch. It is zero for a model that ignores the order of tokens.
     """
 
-    during: ClassVar[bool] = True
+    in_training: ClassVar[bool] = True
 
     def why_not(self, task):
-        if task.model.two_sides or not task.objective.asks_for_tokens:
+        if task.model.is_encoder_decoder or not task.objective.predicts_tokens:
             return "requires a single-stack model with target tokens"
 
-    def measure(self, subject: Subject, at: At) -> Found:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields order/kl: sum of p log(p / q) at the last position, in nats, mean over sequences.
 
         p is the prediction for the original sequence, q the prediction after a permutation of all
@@ -69,7 +69,7 @@ class Order(OneBatch):
             logp.append(
                 np.asarray(
                     subject.program(self, last_log_probs)(
-                        at.params,
+                        snapshot.params,
                         subject.share.place({name: x[local_rows] for name, x in batch.items()}),
                     )
                 )

@@ -10,7 +10,7 @@ from transformer.checks import at_least
 from transformer.data import probes
 from transformer.data.store import Texts
 from transformer.errors import UserError
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Evaluator, Found, Subject
+from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.losses import reading
 
 
@@ -23,7 +23,7 @@ class Probe(Evaluator):
     to end, and the share of correct tokens. Few short questions exist, so training has seen those.
     """
 
-    during: ClassVar[bool] = True
+    in_training: ClassVar[bool] = True
 
     task: str = ""  # "": the task of data.train
     lengths: tuple[int, ...] = ()  # (): the longest length of data.train, times 1, 2 and 4
@@ -47,7 +47,7 @@ class Probe(Evaluator):
     def reads(self, task):
         return f"{self.examples} examples per length"
 
-    def measure(self, subject: Subject, at: At) -> Found:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields probe/exact/LENGTH and probe/tokens/LENGTH.
 
         A token is correct if it is the most likely one given the tokens before it. `exact` is the
@@ -61,7 +61,7 @@ class Probe(Evaluator):
                 subject.data.store.tokenizer,
                 probes.Wanted(self.task or trained.task, length, length, self.examples),
             )
-            longest = store.longest(config.model.two_sides)
+            longest = store.longest(config.model.is_encoder_decoder)
             if (model := reading(config.model, longest)) is None:
                 break  # the position table is too short
             data = dataclasses.replace(
@@ -70,12 +70,12 @@ class Probe(Evaluator):
             at_length = subject.changed(dataclasses.replace(config, data=data, model=model))
             yield from zip(
                 (f"probe/exact/{length:05d}", f"probe/tokens/{length:05d}"),
-                _right(at_length, store, at),
+                _right(at_length, store, snapshot),
                 strict=True,
             )
 
 
-def _right(subject: Subject, store: "_Answers", at: At) -> tuple[float, float]:
+def _right(subject: Subject, store: "_Answers", snapshot: Snapshot) -> tuple[float, float]:
     """Returns (share of answers that are entirely correct, share of correct tokens)."""
 
     def right(params, batch):
@@ -93,7 +93,7 @@ def _right(subject: Subject, store: "_Answers", at: At) -> tuple[float, float]:
         dataclasses.replace(subject.data, store=store).batches("test", subject.share.rows),
     )
     exact, answers, right_tokens, targets = sum(
-        np.asarray(run(at.params, subject.share.place(batch))) for batch in batches.stream()
+        np.asarray(run(snapshot.params, subject.share.place(batch))) for batch in batches.stream()
     )
     return float(exact / answers), float(right_tokens / targets)
 
@@ -116,11 +116,11 @@ class _Answers:
             np.concatenate(ids).astype(np.int32), np.cumsum([len(tokens) for tokens in ids])
         )
 
-    def longest(self, two_sides: bool) -> int:
+    def longest(self, is_encoder_decoder: bool) -> int:
         """Returns the length that holds every example."""
         source, target = (self.texts("test", side).lengths for side in (0, 1))
         return int(
-            max(source.max() + len(self.tokenizer.before_source), target.max())
-            if two_sides
+            max(source.max() + len(self.tokenizer.source_prefix_ids), target.max())
+            if is_encoder_decoder
             else (source + target).max()
         )

@@ -1,7 +1,7 @@
 """Inner attention: from queries, keys, values, a mask and a position scheme to outputs.
 
-A backend is a function `attend(q, k, v, given)`. Its entry in BACKENDS also has a function that
-checks whether it supports given inputs. `reference` supports all inputs.
+A backend is a function `attend(q, k, v, inputs)`. Its entry in BACKENDS also has a function that
+checks whether it supports inputs inputs. `reference` supports all inputs.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ __all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
 class Backend:
     """One implementation of inner attention.
 
-    `why_not(q, k, v, given)` returns why the backend does not support these inputs, in a few words,
+    `why_not(q, k, v, inputs)` returns why the backend does not support these inputs, in a few words,
     or None if it does.
     """
 
     attend: Attend
-    why_not: Callable[..., str | None] = lambda q, k, v, given: None
+    why_not: Callable[..., str | None] = lambda q, k, v, inputs: None
 
 
 BACKENDS: dict[str, Backend] = {
@@ -41,7 +41,7 @@ LONG = 1024
 logits at once. On two CPU cores, it is faster from 512 (experiments/benchmarks/attention.py)."""
 
 
-def choose(name: str, q, k, v, given: Inputs) -> Attend:
+def choose(name: str, q, k, v, inputs: Inputs) -> Attend:
     """Returns the backend for these inputs, where `name` is the config's `attention_backend`.
 
     "auto" prefers `ring` where sequences are sharded, then `splash` on TPUs. If the preferred
@@ -56,7 +56,7 @@ def choose(name: str, q, k, v, given: Inputs) -> Attend:
         preferred.append("blockwise")
     problems = {}
     for chosen in (*preferred, "reference"):
-        why_not = BACKENDS[chosen].why_not(q, k, v, given)
+        why_not = BACKENDS[chosen].why_not(q, k, v, inputs)
         if not why_not:
             break
         problems[chosen] = why_not

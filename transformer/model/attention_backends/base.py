@@ -96,11 +96,11 @@ PAIRS = "pairs"
 """The name scope of the products that a mask can exclude: q k^T, and weights v."""
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
-"""attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, given) -> out_BxTxNxH."""
+"""attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs) -> out_BxTxNxH."""
 
 
 def logits(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the logits, float32[B, N, T, S], and the mask, bool[B, T, S].
 
@@ -109,28 +109,28 @@ def logits(
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
     with jax.named_scope(PAIRS):
-        logits_BxKxGxTxS = given.scale * jnp.einsum(
+        logits_BxKxGxTxS = inputs.scale * jnp.einsum(
             "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
         )
     logits_BxNxTxS = logits_BxKxGxTxS.reshape(-1, heads, *logits_BxKxGxTxS.shape[3:])
-    mask_BxTxS, position = given.mask(given.q_tokens, given.k_tokens), given.logits_position
+    mask_BxTxS, position = inputs.mask(inputs.q_tokens, inputs.k_tokens), inputs.logits_position
     if position is not None:
-        pair = _pair(given, mask_BxTxS)
+        pair = _pair(inputs, mask_BxTxS)
         bias_BxNxTxS = position.bias(pair.q_positions_BxT, pair.k_positions_BxS)
         if bias_BxNxTxS is not None:
             logits_BxNxTxS += bias_BxNxTxS
         if position.reads_content:
             k_BxSxNxH = jnp.repeat(k_BxSxKxH, heads // kv_heads, axis=2)
             logits_BxNxTxS = position.score(logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair)
-    if given.soft_cap:
-        logits_BxNxTxS = soft_cap(logits_BxNxTxS, given.soft_cap)
+    if inputs.soft_cap:
+        logits_BxNxTxS = soft_cap(logits_BxNxTxS, inputs.soft_cap)
     return logits_BxNxTxS, mask_BxTxS
 
 
 def read(
     weights_BxNxTxS: jax.Array,
     v_BxSxKxH: jax.Array,
-    given: Inputs,
+    inputs: Inputs,
     mask_BxTxS: jax.Array,
     dtype=None,
 ) -> jax.Array:
@@ -140,9 +140,9 @@ def read(
     """
     batch, heads, queries, keys = weights_BxNxTxS.shape
     kv_heads = v_BxSxKxH.shape[2]
-    if given.dropout_key is not None:
-        keep = keep_mask(given.dropout_key, given.dropout, weights_BxNxTxS.shape)
-        weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - given.dropout), 0.0)
+    if inputs.dropout_key is not None:
+        keep = keep_mask(inputs.dropout_key, inputs.dropout, weights_BxNxTxS.shape)
+        weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - inputs.dropout), 0.0)
     weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
     weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
     with jax.named_scope(PAIRS):
@@ -150,11 +150,13 @@ def read(
             "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype
         )
     out_BxTxNxH = out_BxTxKxGxH.reshape(batch, queries, heads, v_BxSxKxH.shape[-1])
-    position = given.logits_position
+    position = inputs.logits_position
     if position is not None and position.reads_content:
-        out_BxTxNxH = position.value(out_BxTxNxH, weights_BxNxTxS, _pair(given, mask_BxTxS))
+        out_BxTxNxH = position.value(out_BxTxNxH, weights_BxNxTxS, _pair(inputs, mask_BxTxS))
     return out_BxTxNxH
 
 
-def _pair(given: Inputs, mask_BxTxS: jax.Array) -> Pair:
-    return Pair(given.q_tokens.positions_BxT, given.k_tokens.positions_BxT, mask_BxTxS, given.scale)
+def _pair(inputs: Inputs, mask_BxTxS: jax.Array) -> Pair:
+    return Pair(
+        inputs.q_tokens.positions_BxT, inputs.k_tokens.positions_BxT, mask_BxTxS, inputs.scale
+    )

@@ -28,29 +28,29 @@ BLOCK = 256
 
 
 def blockwise(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
 ) -> jax.Array:
     """Returns what `reference` returns. Dropout draws a separate mask for each block."""
     T, S = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]
     sizes = (min(BLOCK, T), min(BLOCK, S))
-    q_Ixs, q_tokens = cut((q_BxTxNxH, given.q_tokens), sizes[0])
-    kv_Jxs, k_tokens = cut(((k_BxSxKxH, v_BxSxKxH), given.k_tokens), sizes[1])
+    q_Ixs, q_tokens = cut((q_BxTxNxH, inputs.q_tokens), sizes[0])
+    kv_Jxs, k_tokens = cut(((k_BxSxKxH, v_BxSxKxH), inputs.k_tokens), sizes[1])
     if S % sizes[1]:
-        given = given.replace(mask=given.mask & REAL)
-    given = given.replace(q_tokens=q_tokens, k_tokens=k_tokens, position=given.logits_position)
-    out_IxBxtxNxH = attend(q_Ixs, *kv_Jxs, given, needed(given, T, S, sizes))
+        inputs = inputs.replace(mask=inputs.mask & REAL)
+    inputs = inputs.replace(q_tokens=q_tokens, k_tokens=k_tokens, position=inputs.logits_position)
+    out_IxBxtxNxH = attend(q_Ixs, *kv_Jxs, inputs, needed(inputs, T, S, sizes))
     return join(out_IxBxtxNxH)[:, :T]
 
 
-def why_not(q, k, v, given: Inputs) -> str | None:
+def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
-    position = given.logits_position
+    position = inputs.logits_position
     if position is not None and not position.pairwise:
         return "the position scheme needs all keys of a query at once"
     return None
 
 
-def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+def needed(inputs: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     """Returns the pairs (query block, key block) in which the mask may be true.
 
     Where tokens are known to be in the order of their positions, this omits blocks of keys that are
@@ -59,15 +59,15 @@ def needed(given: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tuple
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
     if not (
-        given.mask.within
-        and given.q_tokens.order == given.k_tokens.order in ("rows", "growing")
+        inputs.mask.within
+        and inputs.q_tokens.order == inputs.k_tokens.order in ("rows", "growing")
         and T == S
     ):
         return tuple(pairs)
     first, last = (lambda n, size: n * size), (lambda n, size: (n + 1) * size - 1)
-    if given.mask.causal and given.q_tokens.until_BxT is None:
+    if inputs.mask.causal and inputs.q_tokens.until_BxT is None:
         pairs = [(i, j) for i, j in pairs if first(j, s) <= last(i, t)]
-    if w := given.mask.window:
+    if w := inputs.mask.window:
         pairs = [
             (i, j)
             for i, j in pairs
@@ -129,12 +129,12 @@ class Running:
         return out.astype(dtype), self.m_IxBxNxt + jnp.log(l_IxBxNxt)
 
 
-def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs) -> Running:
-    """Returns `running` after these pairs of blocks. The tokens of `given` are in blocks, too."""
+def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs) -> Running:
+    """Returns `running` after these pairs of blocks. The tokens of `inputs` are in blocks, too."""
 
     def add(running: Running, pair):
         i, j = pair
-        (q, k, v), block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, given)
+        (q, k, v), block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
         logits_BxNxtxs, mask_Bxtxs = logits(q, k, block)
         mask = mask_Bxtxs[:, None]
         statistics = (running.m_IxBxNxt, running.l_IxBxNxt, running.read_IxBxtxNxH)
@@ -155,11 +155,11 @@ def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs) -> R
     return jax.lax.scan(add, running, _arrays(pairs))[0]
 
 
-def pull_back(
+def accumulate_gradients(
     q_Ixs,
     k_Jxs,
     v_Jxs,
-    given: Inputs,
+    inputs: Inputs,
     pairs,
     lse_IxBxNxt,
     d_out_Ixs,
@@ -170,7 +170,7 @@ def pull_back(
 
     def add(grads: Gradients, pair):
         i, j = pair
-        (q, k, v), block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, given)
+        (q, k, v), block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
         score = lambda q, k, position: logits(q, k, block.replace(position=position))
         logits_BxNxtxs, pull_logits, mask_Bxtxs = jax.vjp(score, q, k, block.position, has_aux=True)
         mask = mask_Bxtxs[:, None]
@@ -216,20 +216,20 @@ def _arrays(pairs):
     return pairs[:, 0], pairs[:, 1]
 
 
-def _block(i, j, q_Ixs, k_Jxs, v_Jxs, given: Inputs) -> tuple[tuple[jax.Array, ...], Inputs]:
+def _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs) -> tuple[tuple[jax.Array, ...], Inputs]:
     """Returns the queries of block i, the keys and values of block j, and their inputs."""
     pick = lambda tokens, n: jax.tree.map(lambda x: x[n], tokens)
-    block = given.replace(q_tokens=pick(given.q_tokens, i), k_tokens=pick(given.k_tokens, j))
-    if given.dropout_key is not None:
+    block = inputs.replace(q_tokens=pick(inputs.q_tokens, i), k_tokens=pick(inputs.k_tokens, j))
+    if inputs.dropout_key is not None:
         block = block.replace(
-            dropout_key=jax.random.fold_in(jax.random.fold_in(given.dropout_key, i), j)
+            dropout_key=jax.random.fold_in(jax.random.fold_in(inputs.dropout_key, i), j)
         )
     return (q_Ixs[i], k_Jxs[j], v_Jxs[j]), block
 
 
-def attend(q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs) -> jax.Array:
+def attend(q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs) -> jax.Array:
     """Returns out_IxBxtxNxH over all `pairs`, with a custom gradient."""
-    learned, fixed, merge = given.split()
+    learned, fixed, merge = inputs.split()
 
     def forward(q, k, v, learned, fixed):
         running = accumulate(
@@ -242,7 +242,9 @@ def attend(q_Ixs, k_Jxs, v_Jxs, given: Inputs, pairs) -> jax.Array:
         q, k, v, learned, fixed, out, lse = residuals
         delta_IxBxNxt = row_products(d_out, out)
         zero = Gradients.zero(q, k, v, learned[0])
-        grads = pull_back(q, k, v, merge(learned, fixed), pairs, lse, d_out, delta_IxBxNxt, zero)
+        grads = accumulate_gradients(
+            q, k, v, merge(learned, fixed), pairs, lse, d_out, delta_IxBxNxt, zero
+        )
         d_sink = None if learned[1] is None else sink_gradient(learned[1], lse, delta_IxBxNxt)
         cast_like = lambda d, x: d.astype(x.dtype)
         d_q, d_k, d_v = map(cast_like, (grads.q_Ixs, grads.k_Jxs, grads.v_Jxs), (q, k, v))

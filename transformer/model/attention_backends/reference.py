@@ -11,7 +11,7 @@ from transformer.model.attention_backends.base import Inputs, logits, read
 
 
 def reference(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
 ) -> jax.Array:
     """Returns softmax(scale q k^T + bias) v over unmasked keys (Vaswani et al. 2017, eq. 1).
 
@@ -21,8 +21,8 @@ def reference(
 
     Memory: B N T S numbers.
     """
-    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, given)
-    return read(softmax(logits_BxNxTxS, mask_BxTxS, given.sink_N), v_BxSxKxH, given, mask_BxTxS)
+    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
+    return read(softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N), v_BxSxKxH, inputs, mask_BxTxS)
 
 
 def softmax(

@@ -30,26 +30,26 @@ from transformer.model.attention_backends.blockwise import Gradients, Running, c
 from transformer.model.sharding import axis_of
 
 
-def why_not(q, k, v, given: Inputs) -> str | None:
+def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
     _, count = axis_of("length")
     if count == 1:
         return "sequences are not sharded over devices (mesh.context)"
     if q.shape[1] % count or k.shape[1] % count:
         return f"lengths {q.shape[1]} and {k.shape[1]} are not divisible by {count} devices"
-    return blockwise.why_not(q, k, v, given)
+    return blockwise.why_not(q, k, v, inputs)
 
 
 def ring(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
 ) -> jax.Array:
     """Returns what `reference` returns, with T and S sharded over the mesh axis of "length".
 
     Dropout draws a separate mask for each block.
     """
     axis, count = axis_of("length")
-    learned, fixed, merge = given.replace(position=given.logits_position).split()
-    plan = _Plan.of(axis, count, given, q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
+    learned, fixed, merge = inputs.replace(position=inputs.logits_position).split()
+    plan = _Plan.of(axis, count, inputs, q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
     by_token, replicated = P(None, axis), P()
     by_query = P(None, None, axis)
     in_specs = (by_token, by_token, by_token, replicated, (by_token, by_token, replicated))
@@ -97,13 +97,15 @@ class _Plan:
     zigzag: bool
 
     @staticmethod
-    def of(axis: str, count: int, given: Inputs, T: int, S: int) -> "_Plan":
-        orders = {given.q_tokens.order, given.k_tokens.order}
-        has_prefix = given.q_tokens.until_BxT is not None  # tokens of a prefix attend to later ones
+    def of(axis: str, count: int, inputs: Inputs, T: int, S: int) -> "_Plan":
+        orders = {inputs.q_tokens.order, inputs.k_tokens.order}
+        has_prefix = (
+            inputs.q_tokens.until_BxT is not None
+        )  # tokens of a prefix attend to later ones
         zigzag = (
             orders == {"zigzag"}
-            and given.mask.within
-            and given.mask.causal
+            and inputs.mask.within
+            and inputs.mask.causal
             and not has_prefix
             and T == S
         )
@@ -144,7 +146,7 @@ def _pass_on(plan: _Plan, tree):
     return jax.tree.map(lambda x: jax.lax.ppermute(x, plan.axis, permutation), tree)
 
 
-def _scan_ring(plan: _Plan, given: Inputs, carry, process: Callable):
+def _scan_ring(plan: _Plan, inputs: Inputs, carry, process: Callable):
     """Applies `process` to a device's own keys, then to the keys of every other device in turn.
 
     `process(carry, pairs, inputs)` returns the next carry. A carry is (arrays that stay, arrays
@@ -153,10 +155,10 @@ def _scan_ring(plan: _Plan, given: Inputs, carry, process: Callable):
     device = jax.lax.axis_index(plan.axis)
 
     def inputs_from(source, k_tokens) -> Inputs:
-        key = given.dropout_key
+        key = inputs.dropout_key
         if key is not None:
             key = jax.random.fold_in(jax.random.fold_in(key, device), source)
-        return given.replace(k_tokens=k_tokens, dropout_key=key)
+        return inputs.replace(k_tokens=k_tokens, dropout_key=key)
 
     def step(carry, distance):
         stays, travels = carry
@@ -170,49 +172,49 @@ def _scan_ring(plan: _Plan, given: Inputs, carry, process: Callable):
     return jax.lax.scan(step, carry, jnp.arange(1, plan.count))[0]
 
 
-def _forward(plan: _Plan, q, k, v, given: Inputs):
+def _forward(plan: _Plan, q, k, v, inputs: Inputs):
     """Returns a device's outputs, and the log-sum-exp of its queries."""
     (q, q_tokens), kv = (
-        cut((q, given.q_tokens), plan.sizes[0]),
-        cut((k, v, given.k_tokens), plan.sizes[1]),
+        cut((q, inputs.q_tokens), plan.sizes[0]),
+        cut((k, v, inputs.k_tokens), plan.sizes[1]),
     )
-    given = given.replace(q_tokens=q_tokens)
+    inputs = inputs.replace(q_tokens=q_tokens)
 
     def process(carry, pairs, inputs: Inputs):
         running, (k, v, tokens) = carry
         return blockwise.accumulate(running, q, k, v, inputs, pairs), (k, v, tokens)
 
     running, _ = _scan_ring(
-        plan, given, (Running.nothing(q, v.shape[-1], given.sink_N), kv), process
+        plan, inputs, (Running.nothing(q, v.shape[-1], inputs.sink_N), kv), process
     )
     out, lse_IxBxNxt = running.finish(v.dtype)
     return join(out), _join_rows(lse_IxBxNxt)
 
 
-def _backward(plan: _Plan, q, k, v, given: Inputs, out, lse_BxNxT, d_out):
+def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
     """Returns the gradients of a device's queries, keys and values, and of the learned inputs.
 
     The latter are summed over devices.
     """
-    dtypes, learned = (q.dtype, k.dtype, v.dtype), (given.position, given.sink_N)
-    (q, q_tokens, out, d_out) = cut((q, given.q_tokens, out, d_out), plan.sizes[0])
-    k, v, k_tokens = cut((k, v, given.k_tokens), plan.sizes[1])
+    dtypes, learned = (q.dtype, k.dtype, v.dtype), (inputs.position, inputs.sink_N)
+    (q, q_tokens, out, d_out) = cut((q, inputs.q_tokens, out, d_out), plan.sizes[0])
+    k, v, k_tokens = cut((k, v, inputs.k_tokens), plan.sizes[1])
     lse = jnp.swapaxes(cut(jnp.swapaxes(lse_BxNxT, 1, 2), plan.sizes[0]), 2, 3)
-    given, delta = given.replace(q_tokens=q_tokens), blockwise.row_products(d_out, out)
+    inputs, delta = inputs.replace(q_tokens=q_tokens), blockwise.row_products(d_out, out)
 
     def process(carry, pairs, inputs: Inputs):
         (d_q, d_position), (k, v, d_k, d_v, tokens) = carry
         grads = Gradients(d_q, d_k, d_v, d_position)
-        grads = blockwise.pull_back(q, k, v, inputs, pairs, lse, d_out, delta, grads)
+        grads = blockwise.accumulate_gradients(q, k, v, inputs, pairs, lse, d_out, delta, grads)
         return (grads.q_Ixs, grads.position), (k, v, grads.k_Jxs, grads.v_Jxs, tokens)
 
-    zero = Gradients.zero(q, k, v, given.position)
+    zero = Gradients.zero(q, k, v, inputs.position)
     travels = (k, v, zero.k_Jxs, zero.v_Jxs, k_tokens)
     (d_q, d_position), travels = _scan_ring(
-        plan, given, ((zero.q_Ixs, zero.position), travels), process
+        plan, inputs, ((zero.q_Ixs, zero.position), travels), process
     )
     d_k, d_v = _pass_on(plan, travels[2:4])
-    d_sink = None if given.sink_N is None else blockwise.sink_gradient(given.sink_N, lse, delta)
+    d_sink = None if inputs.sink_N is None else blockwise.sink_gradient(inputs.sink_N, lse, delta)
     d_shared = jax.tree.map(
         lambda d, x: jax.lax.psum(d.astype(jnp.float32), plan.axis).astype(x.dtype),
         (d_position, d_sink),

@@ -32,45 +32,45 @@ def block_size(tokens: int) -> int:
     return next(size for size in (512, 384, 256, 128) if tokens % size == 0)
 
 
-def why_not(q, k, v, given: Inputs) -> str | None:
+def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
-    T, S, mask, position = q.shape[1], k.shape[1], given.mask, given.logits_position
+    T, S, mask, position = q.shape[1], k.shape[1], inputs.mask, inputs.logits_position
     orders = ("rows",) if mask.window else ("rows", "growing")
     in_order = (
-        given.q_tokens.order == given.k_tokens.order in orders
+        inputs.q_tokens.order == inputs.k_tokens.order in orders
         and T == S
-        and given.q_tokens.until_BxT is None
+        and inputs.q_tokens.until_BxT is None
     )
     problems = {
         "it does not run on GPUs": platform() == "gpu",
         "sequences are sharded over devices": axis_of("length")[1] > 1 and T > 1,
         f"lengths {T} and {S} are not multiples of {LANES}": T % LANES or S % LANES,
-        "it does not support dropout on attention weights": given.dropout_key is not None,
+        "it does not support dropout on attention weights": inputs.dropout_key is not None,
         "the position scheme changes logits": (
             position is not None
-            and (position.past_slopes_N is None or not mask.causal or given.soft_cap)
+            and (position.past_slopes_N is None or not mask.causal or inputs.soft_cap)
         ),
-        f"positions may be {FARTHEST:,} or more": position is not None and too_far(given, S),
+        f"positions may be {FARTHEST:,} or more": position is not None and too_far(inputs, S),
         f"it does not support the mask {mask}": not (mask.plain and mask.within),
         "the order of tokens is unknown": (mask.causal or mask.window) and not in_order,
     }
     return next((reason for reason, holds in problems.items() if holds), None)
 
 
-def too_far(given: Inputs, keys: int) -> bool:
+def too_far(inputs: Inputs, keys: int) -> bool:
     """Whether keys may have positions for which `with_slopes` is not exact."""
-    return keys > FARTHEST or "growing" in (given.q_tokens.order, given.k_tokens.order)
+    return keys > FARTHEST or "growing" in (inputs.q_tokens.order, inputs.k_tokens.order)
 
 
 def splash(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
 ) -> jax.Array:
     """Returns what `reference` returns."""
-    heads, position = q_BxTxNxH.shape[2], given.logits_position
-    q_BxTxNxH = (q_BxTxNxH * given.scale).astype(v_BxSxKxH.dtype)
+    heads, position = q_BxTxNxH.shape[2], inputs.logits_position
+    q_BxTxNxH = (q_BxTxNxH * inputs.scale).astype(v_BxSxKxH.dtype)
     if position is not None:
         q_BxTxNxH, k_BxSxKxH = with_slopes(
-            q_BxTxNxH, k_BxSxKxH, position.past_slopes_N, given.k_tokens.positions_BxT
+            q_BxTxNxH, k_BxSxKxH, position.past_slopes_N, inputs.k_tokens.positions_BxT
         )
     batch_axes, head_axes = fitting("batch", len(q_BxTxNxH)), fitting("activation_heads", heads)
     if head_axes != fitting("activation_heads", k_BxSxKxH.shape[2]):  # fewer key heads than devices
@@ -79,10 +79,10 @@ def splash(
         )
     segments = [
         jnp.broadcast_to(tokens.segments_BxT, x.shape[:2])
-        for tokens, x in ((given.q_tokens, q_BxTxNxH), (given.k_tokens, k_BxSxKxH))
+        for tokens, x in ((inputs.q_tokens, q_BxTxNxH), (inputs.k_tokens, k_BxSxKxH))
     ]
     local = lambda q, k, v, q_segments, k_segments, sink_N: _on_one_device(
-        q, k, v, q_segments, k_segments, sink_N, given
+        q, k, v, q_segments, k_segments, sink_N, inputs
     )
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and (axes := set(mesh.axis_names) - set(mesh.manual_axes)):
@@ -98,7 +98,7 @@ def splash(
         local = jax.shard_map(
             local, in_specs=specs, out_specs=by_heads, axis_names=axes, check_vma=False
         )
-    return local(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, *segments, given.sink_N)
+    return local(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, *segments, inputs.sink_N)
 
 
 def with_slopes(q_BxTxNxH, k_BxSxKxH, slopes_N, positions_BxS) -> tuple[jax.Array, jax.Array]:
@@ -120,13 +120,13 @@ def with_slopes(q_BxTxNxH, k_BxSxKxH, slopes_N, positions_BxS) -> tuple[jax.Arra
 
 
 def _on_one_device(
-    q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, q_segments_BxT, k_segments_BxS, sink_N, given: Inputs
+    q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, q_segments_BxT, k_segments_BxS, sink_N, inputs: Inputs
 ) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     T, S, N = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], q_BxTxNxH.shape[2]
-    mask, window = given.mask, given.mask.window
+    mask, window = inputs.mask, inputs.mask.window
     reach = (window - 1 if window else None, 0 if mask.causal else window - 1 if window else None)
     head_mask = (
         masks.FullMask((T, S))
@@ -146,7 +146,7 @@ def _on_one_device(
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
-        attn_logits_soft_cap=given.soft_cap or None,
+        attn_logits_soft_cap=inputs.soft_cap or None,
         interpret=platform() == "cpu",
     )
     by_heads = lambda x: jnp.swapaxes(x, 1, 2)

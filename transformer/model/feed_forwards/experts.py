@@ -44,7 +44,7 @@ from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.sharding import constrain, fitting, gathered
 
-MOST_EXPERTS = 4096
+MAX_EXPERTS = 4096
 """The largest `num_experts`. Each expert makes tracing and compiling slower."""
 
 
@@ -66,7 +66,7 @@ class Mixture(FeedForward):
         at_most(
             "model.feed_forward",
             self,
-            MOST_EXPERTS,
+            MAX_EXPERTS,
             num_experts="the largest published model has 2,048 (Switch-C)",
         )
         if self.top_k > self.num_experts:

@@ -7,7 +7,7 @@ from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 
 @FEED_FORWARDS.register("none")
 @dataclasses.dataclass(frozen=True)
-class Nothing(FeedForward):
+class NoFeedForward(FeedForward):
     """No feed-forward sublayer, as in attention-only models and stacked LSTMs."""
 
     def build(self, config, gain, out_gain):

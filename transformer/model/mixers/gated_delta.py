@@ -23,7 +23,7 @@ from transformer.model.positions import Position
 from transformer.model.sharding import constrain
 
 
-class Memory(NamedTuple):
+class GatedDeltaState(NamedTuple):
     """The decoding state: S, and the last W tokens, which the next convolution reads.
 
     Its size does not depend on the number of tokens.
@@ -76,7 +76,7 @@ class GatedDelta(Mixer):
             config.head_size,
             config.value_size,
         )
-        return Memory(
+        return GatedDeltaState(
             jnp.zeros((batch, heads, d_head, d_value), jnp.float32),
             jnp.zeros((batch, width, heads, 2 * d_head + d_value), config.dtype),
             jnp.zeros((batch, width), jnp.int32),
@@ -97,9 +97,9 @@ class GatedDeltaNet(nn.Module):
         x_BxTxD: jax.Array,
         context: Context,
         position: Position,
-        state: Memory | None,
+        state: GatedDeltaState | None,
         deterministic: bool,
-    ) -> tuple[jax.Array, Memory | None]:
+    ) -> tuple[jax.Array, GatedDeltaState | None]:
         cfg, kind, decoding = self.config, self.kind, state is not None
         (batch, length), d_head = x_BxTxD.shape[:2], cfg.head_size
         tokens = jax.tree.map(
@@ -123,7 +123,9 @@ class GatedDeltaNet(nn.Module):
         log_a_BxTxN = jnp.where(real_BxTx1, log_a_BxTxN, 0.0)  # padding does not decay S
         b_BxTxN = jnp.where(real_BxTx1, b_BxTxN, 0.0)  # or write to it
         document_BxT = documents(tokens, state.segments_BxW[:, -1:])
-        recurrence = one_token if length == 1 else functools.partial(in_chunks, size=kind.chunk)
+        recurrence = (
+            single_step if length == 1 else functools.partial(chunked_recurrence, size=kind.chunk)
+        )
         o_BxTxNxV, s = recurrence(q, k, v, log_a_BxTxN, b_BxTxN, document_BxT, state.s_BxNxHxV)
 
         norm = functools.partial(cfg.norm_module, kind="rmsnorm", gain=True, offset=False)
@@ -137,7 +139,9 @@ class GatedDeltaNet(nn.Module):
         if not decoding:
             return out(o_BxTxNxV), None
         width = state.segments_BxW.shape[1]
-        return out(o_BxTxNxV), Memory(s, inputs_BxLxNxF[:, -width:], segments_BxL[:, -width:])
+        return out(o_BxTxNxV), GatedDeltaState(
+            s, inputs_BxLxNxF[:, -width:], segments_BxL[:, -width:]
+        )
 
     def _heads(self, name: str, size: int, gain: float = 1.0) -> Linear:
         names = ("embed", "heads", "head")
@@ -200,7 +204,7 @@ def documents(tokens: Tokens, before_Bx1: jax.Array) -> jax.Array:
     return jnp.cumsum((segments_BxT != previous_BxT) & (segments_BxT > 0), axis=1)
 
 
-def one_token(q, k, v, log_a, b, document_BxT, s_BxNxHxV):
+def single_step(q, k, v, log_a, b, document_BxT, s_BxNxHxV):
     """Computes the recurrence step for one token per sequence."""
     q, k, v, a, b = (x[:, 0] for x in (q, k, v, jnp.exp(log_a), b))
     decayed = jnp.where(document_BxT == 0, a, 0.0)[..., None, None] * s_BxNxHxV
@@ -209,7 +213,7 @@ def one_token(q, k, v, log_a, b, document_BxT, s_BxNxHxV):
     return jnp.einsum("BNHV,BNH->BNV", s_BxNxHxV, q)[:, None], s_BxNxHxV
 
 
-def in_chunks(q, k, v, log_a, b, document_BxT, s_BxNxHxV, *, size: int):
+def chunked_recurrence(q, k, v, log_a, b, document_BxT, s_BxNxHxV, *, size: int):
     """Computes the recurrence in chunks of `size` tokens: matrix products within a chunk, a scan
     over chunks.
 

@@ -24,7 +24,7 @@ from transformer.model.positions import Position
 SOURCES = ("cross_attention", "attention", "last", "none")
 
 
-class Memory(NamedTuple):
+class LSTMState(NamedTuple):
     """The decoding state: h and c, the document they belong to, and what is kept of the source."""
 
     h_BxG: jax.Array  # float32
@@ -33,10 +33,10 @@ class Memory(NamedTuple):
     source: Shared | None = None
 
 
-def empty_memory(batch: int, units: int) -> Memory:
+def empty_lstm_state(batch: int, units: int) -> LSTMState:
     """Returns the state before the first token, h = c = 0."""
     zeros = jnp.zeros((batch, units), jnp.float32)
-    return Memory(zeros, zeros, jnp.zeros((batch,), jnp.int32))
+    return LSTMState(zeros, zeros, jnp.zeros((batch,), jnp.int32))
 
 
 @MIXERS.register("lstm")
@@ -79,7 +79,7 @@ class LSTM(Mixer):
                 "model.mixer: 'lstm' is causal in a decoder; "
                 "set model.causal=True and model.prefix_lm=False"
             )
-        if not config.two_sides and self.source != "cross_attention":
+        if not config.is_encoder_decoder and self.source != "cross_attention":
             return (
                 f"model.mixer.source: {self.source!r} needs an encoder, but model.family = "
                 f"{config.family!r}; leave it at 'cross_attention'"
@@ -94,7 +94,7 @@ class LSTM(Mixer):
         return functools.partial(Unidirectional, config, gain * out_gain)
 
     def empty_state(self, config, batch, slots):
-        return empty_memory(batch, config.d_model)
+        return empty_lstm_state(batch, config.d_model)
 
 
 class Recurrence(nn.Module):
@@ -110,15 +110,15 @@ class Recurrence(nn.Module):
         self,
         x_BxTxD: jax.Array,
         tokens: Tokens,
-        state: Memory | None,
+        state: LSTMState | None,
         context_BxTxD: jax.Array | None = None,
         read: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        may_BxTxS: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array | None, Memory]:
+        source_mask_BxTxS: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, LSTMState]:
         """Returns h of each token, [B, T, G], the context of each token, and the last state.
 
         The context, if any, enters the gates through a third matrix. It is either `context_BxTxD`,
-        or computed at each step as `read(h before the token, may_BxS)`, where `may_BxS` is the mask
+        or computed at each step as `read(h before the token, source_mask_BxS)`, where `source_mask_BxS` is the mask
         of the source tokens.
         """
         cfg, batch, units = self.config, len(x_BxTxD), self.units
@@ -130,15 +130,15 @@ class Recurrence(nn.Module):
         if read is not None:
             w_context = Kernel(cfg, (cfg.d_model,), (4, units), names, name="context")()
 
-        def step(previous: Memory, token):
-            z_Bx4xG, segment_B, may_BxS = token
+        def step(previous: LSTMState, token):
+            z_Bx4xG, segment_B, source_mask_BxS = token
             real_Bx1 = (segment_B > 0)[:, None]
             continues_Bx1 = (segment_B == previous.segment_B)[:, None]
             h, c = (jnp.where(continues_Bx1, x, 0.0) for x in previous[:2])
             z_Bx4xG += jnp.einsum("BG,GFH->BFH", h.astype(cfg.dtype), w_hidden)
             context_BxD = None
             if read is not None:
-                context_BxD = read(h.astype(cfg.dtype), may_BxS)
+                context_BxD = read(h.astype(cfg.dtype), source_mask_BxS)
                 z_Bx4xG += jnp.einsum("BD,DFH->BFH", context_BxD, w_context)
             h, c = cell(z_Bx4xG, c)
             out_BxG = jnp.where(real_Bx1, h, 0.0).astype(cfg.dtype)
@@ -146,15 +146,15 @@ class Recurrence(nn.Module):
                 jnp.where(real_Bx1, new, x) for new, x in zip((h, c), previous[:2], strict=True)
             )
             segment_B = jnp.where(real_Bx1[:, 0], segment_B, previous.segment_B)
-            return Memory(*carried, segment_B), (out_BxG, context_BxD)
+            return LSTMState(*carried, segment_B), (out_BxG, context_BxD)
 
         segments_BxT = jnp.broadcast_to(tokens.segments_BxT, x_BxTxD.shape[:2])
         time_major = lambda x: jnp.moveaxis(x, 1, 0)
-        initial = Memory(*state[:3]) if state else empty_memory(batch, units)
+        initial = LSTMState(*state[:3]) if state else empty_lstm_state(batch, units)
         state, out = jax.lax.scan(
             step,
             initial,
-            jax.tree.map(time_major, (z, segments_BxT, may_BxTxS)),
+            jax.tree.map(time_major, (z, segments_BxT, source_mask_BxTxS)),
             reverse=self.reverse,
         )
         h_BxTxG, read_BxTxD = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
@@ -180,9 +180,9 @@ class Unidirectional(nn.Module):
         x_BxTxD: jax.Array,
         context: Context,
         position: Position,
-        state: Memory | None,
+        state: LSTMState | None,
         deterministic: bool,
-    ) -> tuple[jax.Array, Memory]:
+    ) -> tuple[jax.Array, LSTMState]:
         lstm = Recurrence(self.config, self.config.d_model, self.gain, name="forward")
         h_BxTxD, _, state = lstm(x_BxTxD, context.tokens, state)
         return h_BxTxD, state
@@ -240,30 +240,36 @@ class Attentive(nn.Module):
         x_BxTxD: jax.Array,
         context: Context,
         position: Position,
-        state: Memory | None,
+        state: LSTMState | None,
         deterministic: bool,
-    ) -> tuple[jax.Array, Memory]:
+    ) -> tuple[jax.Array, LSTMState]:
         cfg, (batch, length) = self.config, x_BxTxD.shape[:2]
-        source = state.source if context.source_BxSxD is None else self._keep(context.source_BxSxD)
+        source = (
+            state.source
+            if context.source_BxSxD is None
+            else self._source_state(context.source_BxSxD)
+        )
         y_ExSxD = source.value[0]
         lstm = Recurrence(cfg, cfg.d_model, self.gain, name="forward")
-        may_BxTxS = self._may(context, batch, length, len(y_ExSxD))
+        source_mask_BxTxS = self._source_mask(context, batch, length, len(y_ExSxD))
         if self.last:
-            may_ExKTxS = may_BxTxS.reshape(len(y_ExSxD), -1, may_BxTxS.shape[-1])
-            read = jnp.einsum("EQS,ESD->EQD", may_ExKTxS.astype(cfg.dtype), y_ExSxD)
+            source_mask_ExKTxS = source_mask_BxTxS.reshape(
+                len(y_ExSxD), -1, source_mask_BxTxS.shape[-1]
+            )
+            read = jnp.einsum("EQS,ESD->EQD", source_mask_ExKTxS.astype(cfg.dtype), y_ExSxD)
             read_BxTxD = read.reshape(x_BxTxD.shape)
             h_BxTxD, read_BxTxD, new_state = lstm(x_BxTxD, context.tokens, state, read_BxTxD)
         else:
             read = self._attention(*source.value)
             h_BxTxD, read_BxTxD, new_state = lstm(
-                x_BxTxD, context.tokens, state, read=read, may_BxTxS=may_BxTxS
+                x_BxTxD, context.tokens, state, read=read, source_mask_BxTxS=source_mask_BxTxS
             )
         features = jnp.concatenate([h_BxTxD, read_BxTxD, x_BxTxD], axis=-1)
         gain = self.gain * self.out_gain
         out = Linear(cfg, (cfg.d_model,), ("embed", None), cfg.use_bias, gain, name="out")
         return jnp.tanh(out(features)), new_state._replace(source=source)
 
-    def _keep(self, y_ExSxD: jax.Array) -> Shared:
+    def _source_state(self, y_ExSxD: jax.Array) -> Shared:
         """Returns what every step reads: the encoder's output and, for attention, y W_k."""
         cfg = self.config
         if self.last:
@@ -271,30 +277,30 @@ class Attentive(nn.Module):
         keys = Linear(cfg, (cfg.d_model,), ("embed", None), False, name="keys")
         return Shared((y_ExSxD, keys(y_ExSxD)))
 
-    def _may(self, context: Context, batch: int, length: int, sources: int) -> jax.Array:
+    def _source_mask(self, context: Context, batch: int, length: int, sources: int) -> jax.Array:
         """Returns bool[B, T, S]: the source tokens that each token may read."""
         by_source = lambda x: jnp.broadcast_to(x, (batch, length)).reshape(sources, -1)
         tokens = jax.tree.map(by_source, context.tokens.replace(until_BxT=None))
-        may_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
+        source_mask_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
         if self.last:
             ends_ExS = jnp.diff(context.source_tokens.segments_BxT, axis=1, append=0) != 0
-            may_ExKTxS &= ends_ExS[:, None]
-        return may_ExKTxS.reshape(batch, length, -1)
+            source_mask_ExKTxS &= ends_ExS[:, None]
+        return source_mask_ExKTxS.reshape(batch, length, -1)
 
     def _attention(self, y_ExSxD: jax.Array, keys_ExSxD: jax.Array):
-        """Returns the function `read(h_BxD, may_BxS) -> context_BxD`."""
+        """Returns the function `read(h_BxD, source_mask_BxS) -> context_BxD`."""
         cfg, names, sources = self.config, ("embed", None), len(y_ExSxD)
         kernel = functools.partial(Kernel, cfg, (cfg.d_model,), names=names)
         w_query = kernel((cfg.d_model,), name="query")()
         w_score = kernel((1,), name="score")()[:, 0]
         by_source = lambda x: x.reshape(sources, -1, x.shape[-1])
 
-        def read(h_BxD, may_BxS):
+        def read(h_BxD, source_mask_BxS):
             q_ExKx1xD = by_source(h_BxD @ w_query)[:, :, None]
             e_ExKxS = jnp.tanh(keys_ExSxD[:, None] + q_ExKx1xD) @ w_score
-            may_ExKxS = by_source(may_BxS)
-            e_ExKxS = jnp.where(may_ExKxS, e_ExKxS.astype(jnp.float32), -1e30)
-            a_ExKxS = jnp.where(may_ExKxS, jax.nn.softmax(e_ExKxS, axis=-1), 0.0)
+            source_mask_ExKxS = by_source(source_mask_BxS)
+            e_ExKxS = jnp.where(source_mask_ExKxS, e_ExKxS.astype(jnp.float32), -1e30)
+            a_ExKxS = jnp.where(source_mask_ExKxS, jax.nn.softmax(e_ExKxS, axis=-1), 0.0)
             context = jnp.einsum("EKS,ESD->EKD", a_ExKxS.astype(cfg.dtype), y_ExSxD)
             return context.reshape(h_BxD.shape)
 

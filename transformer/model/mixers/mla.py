@@ -32,7 +32,7 @@ class Latent(NamedTuple):
 
 @MIXERS.register("mla")
 @dataclasses.dataclass(frozen=True)
-class LatentMixer(Mixer):
+class MLA(Mixer):
     """Multi-head latent attention.
 
         c = norm(x W_c),   k^R = rotate(x W_r)                             shared by all heads
@@ -91,7 +91,7 @@ class LatentMixer(Mixer):
 
 
 class LatentAttention(nn.Module):
-    """The module of LatentMixer, which has the equations."""
+    """The module of MLA, which has the equations."""
 
     config: ModelConfig
     side: str

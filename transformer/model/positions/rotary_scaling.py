@@ -30,7 +30,7 @@ class Scaling:
         """
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
-        if self.does_nothing:
+        if self.has_no_effect:
             return (
                 "factor: 1.0 has no effect; set a number over 1, "
                 "or leave model.position.scaling at 'none'"
@@ -40,7 +40,7 @@ class Scaling:
         return None
 
     @property
-    def does_nothing(self) -> bool:
+    def has_no_effect(self) -> bool:
         """Whether the chosen options have no effect."""
         return getattr(self, "factor", 2.0) == 1.0 and not getattr(self, "attention_factor", 0.0)
 
@@ -64,7 +64,7 @@ def _needs_two_pairs(scaling: Scaling, d: int) -> str | None:
 
 @SCALINGS.register("linear")
 @dataclasses.dataclass(frozen=True)
-class Linear(Scaling):
+class LinearScaling(Scaling):
     """f_i / factor, or "position interpolation" (Chen et al. 2023)."""
 
     factor: float = 1.0
@@ -75,7 +75,7 @@ class Linear(Scaling):
 
 @SCALINGS.register("ntk")
 @dataclasses.dataclass(frozen=True)
-class NTK(Scaling):
+class NTKScaling(Scaling):
     """Replaces theta by theta * factor^(d / (d - 2)) ("NTK-aware" scaling).
 
     The frequency of the fastest pair is unchanged; that of the slowest is divided by `factor`.
@@ -92,7 +92,7 @@ class NTK(Scaling):
 
 @SCALINGS.register("dynamic")
 @dataclasses.dataclass(frozen=True)
-class Dynamic(Scaling):
+class DynamicScaling(Scaling):
     """NTK with a factor that grows with the sequence length.
 
     The factor is factor * length / original_length - (factor - 1), and 1 up to `original_length`.
@@ -104,7 +104,7 @@ class Dynamic(Scaling):
     factor: float = 1.0
     original_length: int = 0
 
-    does_nothing = False  # even with a factor of 1, angles depend on the length
+    has_no_effect = False  # even with a factor of 1, angles depend on the length
 
     def check(self, theta, d):
         return _needs_two_pairs(self, d) or super().check(theta, d)
@@ -118,7 +118,7 @@ class Dynamic(Scaling):
 
 @SCALINGS.register("yarn")
 @dataclasses.dataclass(frozen=True)
-class YaRN(Scaling):
+class YaRNScaling(Scaling):
     """Scales only slow pairs (Peng et al. 2023, "YaRN").
 
     Pairs that rotate more than `beta_fast` times in `original_length` positions keep f_i. Pairs
@@ -164,7 +164,7 @@ class YaRN(Scaling):
 
 @SCALINGS.register("llama3")
 @dataclasses.dataclass(frozen=True)
-class Llama3(Scaling):
+class Llama3Scaling(Scaling):
     """Scales only long wavelengths (Llama 3.1).
 
     Wavelengths over original_length / low_frequency_factor get f_i / factor. Wavelengths under

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from transformer.planning.hlo import Computation, Instruction, Program
+from transformer.planning.hlo import Computation, HloProgram, Instruction
 
 COLLECTIVES = (
     "all-gather",
@@ -19,7 +19,7 @@ COLLECTIVES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
+class Collective:
     """A collective: its kind and size, the groups that communicate, and how often it runs.
 
     `bytes` is the size of a device's operand, or of its result for an all-gather.
@@ -34,7 +34,7 @@ class Message:
     between_slices: bool = False
 
 
-def messages(program: Program) -> list[Message]:
+def collectives(program: HloProgram) -> list[Collective]:
     """Returns all collectives of a program."""
     collectives = []
     for op, computation, times, fused in program.runs:
@@ -44,7 +44,7 @@ def messages(program: Program) -> list[Message]:
             size = sum(array.bytes for array in computation[op.operands[0]].arrays)
             kind = transfer.group(1).lower().replace("_", "-")
             collectives.append(
-                Message(kind, size, np.zeros((0, 0), int), times, op.source, between_slices=True)
+                Collective(kind, size, np.zeros((0, 0), int), times, op.source, between_slices=True)
             )
         kind = op.opcode.removesuffix("-start")
         scatters = fused and _scatters(op, computation)
@@ -64,11 +64,11 @@ def messages(program: Program) -> list[Message]:
             kind = "all-gather"
         elif kind == "all-gather":
             size *= _groups(op).shape[1]
-        collectives.append(Message(kind, size, _groups(op), times, op.source))
+        collectives.append(Collective(kind, size, _groups(op), times, op.source))
     return collectives
 
 
-def _writes_a_part(op: Instruction, program: Program) -> bool:
+def _writes_a_part(op: Instruction, program: HloProgram) -> bool:
     """Returns whether an instruction writes an array into a larger one."""
     inner = program.computations.get(op.called("calls") or "") if op.opcode == "fusion" else None
     root = next((inner_op for inner_op in inner.values() if inner_op.root), op) if inner else op
