@@ -60,7 +60,7 @@ def test_machines_that_there_are_not(said, slices, message):
 
 
 def test_a_plan_of_simulated_devices(tmp_path, capsys):
-    """Sharded state, messages and page; the command line; what is not known of a CPU is left out."""
+    """Sharded state, collectives and page; the command line; what is not known of a CPU is left out."""
     (tmp_path / "x.py").write_text(
         "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4, num_decoder_layers=2, max_length=32),"
         " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16), mesh=dict(data=1, fsdp=-1))\n"

@@ -10,19 +10,19 @@ from transformer.checks import Choice, table_of
 from transformer.errors import UserError, nearest
 
 
-def from_mapping(cls, given: Mapping, path: str = "", root: type | None = None):
+def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None):
     """Builds the dataclass `cls` from a nested mapping.
 
     `path` is the prefix of field names in errors. `root` is the outermost dataclass, which is
     searched for a misplaced field. Raises UserError for unknown keys and values of the wrong type.
     """
-    if isinstance(given, cls):
-        return given
-    given, root = thaw(given), root or cls
-    if not isinstance(given, Mapping):
-        raise UserError(f"{path.rstrip('.') or 'config'}: expected {table_of(cls)}, got {given!r}")
+    if isinstance(values, cls):
+        return values
+    values, root = thaw(values), root or cls
+    if not isinstance(values, Mapping):
+        raise UserError(f"{path.rstrip('.') or 'config'}: expected {table_of(cls)}, got {values!r}")
     fields = typing.get_type_hints(cls)
-    for key in given:
+    for key in values:
         if key not in fields:
             raise UserError(f"{path}{key}: no such field; {way_out(key, fields, root)}")
     convert = lambda key, value: (
@@ -30,7 +30,7 @@ def from_mapping(cls, given: Mapping, path: str = "", root: type | None = None):
         if dataclasses.is_dataclass(fields[key])
         else value
     )
-    return cls(**{key: convert(key, value) for key, value in given.items()})
+    return cls(**{key: convert(key, value) for key, value in values.items()})
 
 
 def way_out(key: str, fields: Mapping, root: type) -> str:

@@ -131,30 +131,30 @@ class Fields:
 
     def __init__(
         self,
-        given: Mapping[str, Any],
+        values: Mapping[str, Any],
         family: str,
         table: Mapping[str, Any],
         aliases: Mapping[str, str] = types.MappingProxyType({}),
         inside: str = "",
     ):
-        given = dict(given)
+        values = dict(values)
         self.family, self._inside, self._seen = family, inside, set()
         self._table = {name: field(default) for name, default in table.items()}
         for alias, name in aliases.items():
-            if alias in given:
-                value = given.pop(alias)
-                if given.setdefault(name, value) != value:
+            if alias in values:
+                value = values.pop(alias)
+                if values.setdefault(name, value) != value:
                     raise self.error(
-                        name, f"contradicts {alias} = {shown(value)}; leave one out", given[name]
+                        name, f"contradicts {alias} = {shown(value)}; leave one out", values[name]
                     )
-        self._given = given
-        for name, value in given.items():
+        self._values = values
+        for name, value in values.items():
             if name.endswith("_token_id") and not is_token(value, several="eos" in name):
                 raise self.error(name, "must be a token ID or null")
 
     def error(self, name: str, problem: str, value: Any = _MISSING, note: str = "") -> UserError:
         """Returns a UserError about a field and its value. `note` follows the value."""
-        value = self._given.get(name) if value is _MISSING else value
+        value = self._values.get(name) if value is _MISSING else value
         return UserError(f"config.json: {self._inside}{name} = {shown(value)}{note} {problem}")
 
     def get(self, name: str, default: Any = _MISSING):
@@ -164,23 +164,23 @@ class Fields:
         """
         self._seen.add(name)
         if name.endswith("_token_id"):
-            value = self._given.get(name)
+            value = self._values.get(name)
             return default if value is None else value
         spec = self._table[name]
         default = spec.default if default is _MISSING else default
-        if name not in self._given:
+        if name not in self._values:
             if default is _MISSING:
                 raise UserError(
                     f"config.json: no {self._inside}{name}; a {self.family} model requires it"
                 )
             return default
-        if problem := spec.problem(self._given[name]):
+        if problem := spec.problem(self._values[name]):
             raise self.error(name, problem)
-        return self._given[name]
+        return self._values[name]
 
     def has(self, name: str) -> bool:
         """Returns whether the field is present and not null."""
-        return self._given.get(name) is not None
+        return self._values.get(name) is not None
 
     def one_of(self, name: str, table: Mapping):
         """Returns the entry of `table` for the field's value. Raises UserError without an entry."""
@@ -205,7 +205,7 @@ class Fields:
         null counts as False, as in Python's `if`.
         """
         self._seen.add(name)
-        value = self._given.get(name, wanted)
+        value = self._values.get(name, wanted)
         if value != wanted and (value is not None or wanted):
             raise self.error(
                 name, f"is not supported{why and ': ' + why}; it must be {wanted!r}", value
@@ -218,7 +218,7 @@ class Fields:
     def rest(self) -> list[str]:
         """Returns the fields that are set, have not been read and are not known to be harmless."""
         return sorted(
-            name for name in self._given.keys() - self._seen - HARMLESS if self._given[name]
+            name for name in self._values.keys() - self._seen - HARMLESS if self._values[name]
         )
 
     def check_all_read(self) -> None:
@@ -227,7 +227,7 @@ class Fields:
             more = ", ".join(map(printable, unknown[1:6]))
             raise UserError(
                 f"config.json: {self._inside}{printable(unknown[0])} = "
-                f"{shown(self._given[unknown[0]])} is not a known field of a {self.family} model"
+                f"{shown(self._values[unknown[0]])} is not a known field of a {self.family} model"
                 + (f" (nor is any of {more})" if more else "")
             )
 

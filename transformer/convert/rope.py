@@ -97,7 +97,7 @@ def options(choice: Choice) -> Mapping:
 
 
 def rope(
-    given: Mapping, family: str, length: int, theta: float, fraction: float = 1.0,
+    values: Mapping, family: str, length: int, theta: float, fraction: float = 1.0,
     partial: bool = False, inside: str = "rope_parameters.",
 ) -> dict:  # fmt: skip
     """Returns our position for one `rope_parameters` object.
@@ -105,19 +105,19 @@ def rope(
     `theta` and `fraction` are defaults for the base and the rotated share of each head. `partial`
     is whether the family supports shares below 1.
     """
-    given = {
-        k: v for k, v in given.items() if v is not None or k in ("rope_type", "type", "factor")
+    values = {
+        k: v for k, v in values.items() if v is not None or k in ("rope_type", "type", "factor")
     }
-    legacy_type = given.pop("type", "default")
-    given.setdefault("rope_type", legacy_type)
-    kind = Fields(given, family, {"rope_type": ""}, inside=inside).one_of("rope_type", _KINDS)
+    legacy_type = values.pop("type", "default")
+    values.setdefault("rope_type", legacy_type)
+    kind = Fields(values, family, {"rope_type": ""}, inside=inside).one_of("rope_type", _KINDS)
     name, table, our_names = _SCALINGS[kind]
     common = {
         "rope_type": "",
         "rope_theta": positive(theta),
         "partial_rotary_factor": positive(fraction),
     }
-    f = Fields(given, f"{family} ({kind!r} rotary)", common | table, inside=inside)
+    f = Fields(values, f"{family} ({kind!r} rotary)", common | table, inside=inside)
     f.ignore("rope_type", "finetuned")
     out = {"name": "rotary", "theta": float(f.get("rope_theta"))}
     rotated = f.get("partial_rotary_factor")

@@ -197,14 +197,14 @@ def _different_fields(configs: Mapping[str, Experiment], arm: str, first: str) -
     return ", ".join(key for key in a | b if a.get(key) != b.get(key))
 
 
-def _same(name: str, one: Facts, base: Facts, match: str) -> bool:
-    a, b = getattr(one, name), getattr(base, name)
+def _same(name: str, arm_facts: Facts, base: Facts, match: str) -> bool:
+    a, b = getattr(arm_facts, name), getattr(base, name)
     return abs(a - b) <= CLOSE * b if name in SIZES and match in SIZES else a == b
 
 
-def _spell(name: str, one: Facts, other: Facts) -> str:
-    """Returns a fact of `one` as text. Of a tuple, only the settings that `other` does not have."""
-    value = getattr(one, name)
+def _spell(name: str, arm_facts: Facts, other: Facts) -> str:
+    """Returns a fact as text. Of a tuple, only the settings that `other` does not have."""
+    value = getattr(arm_facts, name)
     if isinstance(value, tuple):
         return (
             ", ".join(setting for setting in value if setting not in getattr(other, name))

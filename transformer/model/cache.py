@@ -73,7 +73,7 @@ class Cache:
         return self.replace(layers=layers, tokens=jax.tree.map(rows, self.tokens))
 
 
-def check_disk_space(cache: Cache, tokens_BxT: jax.Array) -> None:
+def check_cache_room(cache: Cache, tokens_BxT: jax.Array) -> None:
     """Raises UserError if the cache has too few free slots: tokens would overwrite the last slots.
 
     A traced index has no value. Then only the number of tokens is checked against all slots.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from transformer.model.cache import Cache, check_disk_space, empty_cache
+from transformer.model.cache import Cache, check_cache_room, empty_cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
@@ -88,12 +88,12 @@ class _Family(nn.Module):
         """Returns the initial cache of `decode`, with `slots` tokens per sequence."""
         return empty_cache(self.config, batch, slots)
 
-    def __call__(self, *tokens: jax.Array, **given) -> jax.Array:
+    def __call__(self, *tokens: jax.Array, **options) -> jax.Array:
         """Returns the logits, float32[B, T, V]. Options as for `features`.
 
         `tokens` are int32[B, T], or int32[B, S] and int32[B, T].
         """
-        h_BxTxD, head = self.features(*tokens, **given)
+        h_BxTxD, head = self.features(*tokens, **options)
         return head(h_BxTxD)
 
 
@@ -111,48 +111,48 @@ class _OneStack(_Family):
             self.classifier = Classifier(cfg)
 
     def hidden(
-        self, tokens_BxT, *, token_types=None, deterministic=True, dropout_rate=None, **given
+        self, tokens_BxT, *, token_types=None, deterministic=True, dropout_rate=None, **options
     ) -> tuple[jax.Array, Tokens]:
         """Returns the last hidden state, [B, T, D], and its tokens. Options as for `apply`."""
-        tokens = locate(self.config, tokens_BxT, **given)
+        tokens = locate(self.config, tokens_BxT, **options)
         check_token_types(self.config, tokens_BxT, token_types)
         stack, x_BxTxD = getattr(self, self.side), self.embedding(tokens_BxT, token_types)
         h_BxTxD, _ = stack(x_BxTxD, tokens, deterministic=deterministic, dropout_rate=dropout_rate)
         return h_BxTxD, tokens
 
-    def features(self, tokens_BxT, **given) -> tuple[jax.Array, Head]:
+    def features(self, tokens_BxT, **options) -> tuple[jax.Array, Head]:
         """Returns the input of the language-model head, [B, T, E], and the head.
 
         Options as for `hidden`.
         """
-        h_BxTxD, _ = self.hidden(tokens_BxT, **given)
+        h_BxTxD, _ = self.hidden(tokens_BxT, **options)
         return self.read(h_BxTxD)
 
     def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
         """Returns the same as `features`, given the last hidden state."""
         return self.unembedding(h_BxTxD, self.embedding.table_VxE)
 
-    def classify(self, tokens_BxT, **given) -> jax.Array:
+    def classify(self, tokens_BxT, **options) -> jax.Array:
         """Returns the label logits, float32[B, num_labels], or [B, T, num_labels] without pooling.
 
         Without labels, it returns the pooled hidden state.
         """
-        return self.classifier(*self.hidden(tokens_BxT, **given))
+        return self.classifier(*self.hidden(tokens_BxT, **options))
 
-    def both(self, tokens_BxT, **given) -> tuple[tuple[jax.Array, Head], jax.Array]:
+    def both(self, tokens_BxT, **options) -> tuple[tuple[jax.Array, Head], jax.Array]:
         """Returns the results of `features` and `classify`, computed in one pass."""
-        h_BxTxD, tokens = self.hidden(tokens_BxT, **given)
+        h_BxTxD, tokens = self.hidden(tokens_BxT, **options)
         return self.read(h_BxTxD), self.classifier(h_BxTxD, tokens)
 
-    def __call__(self, tokens_BxT, **given) -> jax.Array:
+    def __call__(self, tokens_BxT, **options) -> jax.Array:
         """Returns the logits, float32[B, T, V]; without `lm_head`, the result of `classify`.
 
         Options as for `hidden`.
         """
         labels = None
         if not self.config.lm_head or (self.is_initializing() and hasattr(self, "classifier")):
-            labels = self.classify(tokens_BxT, **given)
-        return super().__call__(tokens_BxT, **given) if self.config.lm_head else labels
+            labels = self.classify(tokens_BxT, **options)
+        return super().__call__(tokens_BxT, **options) if self.config.lm_head else labels
 
 
 class Encoder(_OneStack):
@@ -167,14 +167,14 @@ class Decoder(_OneStack):
     side = "decoder"
 
     def decode(
-        self, tokens_BxT, cache: Cache, *, last_only=False, **given
+        self, tokens_BxT, cache: Cache, *, last_only=False, **options
     ) -> tuple[jax.Array, Cache]:
         """Returns the logits of tokens that follow those in the cache, and the updated cache.
 
         With `last_only`, only the logits of the last token are computed.
         """
-        check_disk_space(cache, tokens_BxT)
-        tokens = locate(self.config, tokens_BxT, before=cache.tokens, **given)
+        check_cache_room(cache, tokens_BxT)
+        tokens = locate(self.config, tokens_BxT, before=cache.tokens, **options)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), tokens, cache=cache)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
@@ -203,13 +203,13 @@ class EncoderDecoder(_Family):
         deterministic=True,
         dropout_rate=None,
         source_order="",
-        **given,
+        **options,
     ) -> tuple[jax.Array, Head]:
         """Returns the input of the head, [B, T, E], and the head.
 
-        `given`: positions, segment_ids, padding_mask and order of the target.
+        `options`: positions, segment_ids, padding_mask and order of the target.
         """
-        check_same_documents(given.get("segment_ids"), source_segment_ids)
+        check_same_documents(options.get("segment_ids"), source_segment_ids)
         encoded = self.encode(
             source_BxS,
             positions=source_positions,
@@ -220,7 +220,7 @@ class EncoderDecoder(_Family):
             order=source_order,
         )
         h_BxTxD, _ = self._decoder(
-            target_BxT, *encoded, None, deterministic, dropout_rate=dropout_rate, **given
+            target_BxT, *encoded, None, deterministic, dropout_rate=dropout_rate, **options
         )
         return self.read(h_BxTxD)
 
@@ -229,10 +229,10 @@ class EncoderDecoder(_Family):
         return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
 
     def encode(
-        self, source_BxS, *, deterministic=True, dropout_rate=None, **given
+        self, source_BxS, *, deterministic=True, dropout_rate=None, **options
     ) -> tuple[jax.Array, Tokens]:
         """Returns the encoder's output, [B, S, D], and its tokens."""
-        tokens = locate(self.config, source_BxS, "source", **given)
+        tokens = locate(self.config, source_BxS, "source", **options)
         encoded_BxSxD, _ = self.encoder(
             self.embedding(source_BxS),
             tokens,
@@ -249,7 +249,7 @@ class EncoderDecoder(_Family):
         encoded_tokens: Tokens,
         *,
         last_only=False,
-        **given,
+        **options,
     ) -> tuple[jax.Array, Cache]:
         """Returns the logits of tokens that follow those in the cache, and the updated cache.
 
@@ -257,7 +257,7 @@ class EncoderDecoder(_Family):
         encoder's output and stores its keys and values in the cache; later calls pass None for it.
         """
         h_BxTxD, cache = self._decoder(
-            target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **given
+            target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **options
         )
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
@@ -270,12 +270,12 @@ class EncoderDecoder(_Family):
         cache,
         deterministic,
         dropout_rate=None,
-        **given,
+        **options,
     ):
         if cache is not None:
-            check_disk_space(cache, target_BxT)
+            check_cache_room(cache, target_BxT)
         before = None if cache is None else cache.tokens
-        tokens = locate(self.config, target_BxT, "target", before=before, **given)
+        tokens = locate(self.config, target_BxT, "target", before=before, **options)
         x_BxTxD = self.target_embedding(target_BxT)
         return self.decoder(
             x_BxTxD, tokens, encoded_BxSxD, encoded_tokens, cache, deterministic, dropout_rate

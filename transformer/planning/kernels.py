@@ -21,12 +21,12 @@ class KernelWork:
     untouched: float = 0.0  # bytes of operands and results that it neither reads nor writes
 
 
-def kernel(one: Instruction, model: ModelConfig) -> KernelWork:
+def kernel(op: Instruction, model: ModelConfig) -> KernelWork:
     """Returns the work of an instruction that calls a kernel, and no work for any other."""
-    if match := re.match(r"splash_m[hq]a_(fwd|dq|dkv)", one.name):
-        return _attention(match.group(1), one, model)
-    if match := re.match(r"t?gmm\b", one.name):
-        return _grouped(match.group(), one, model)
+    if match := re.match(r"splash_m[hq]a_(fwd|dq|dkv)", op.name):
+        return _attention(match.group(1), op, model)
+    if match := re.match(r"t?gmm\b", op.name):
+        return _grouped(match.group(), op, model)
     return KernelWork()
 
 
