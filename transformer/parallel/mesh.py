@@ -168,8 +168,9 @@ def check_memory(shapes, mesh: Mesh, what: str) -> None:
     limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(devices)
     if limit and needed > limit:
         raise UserError(
-            f"model: {what} take {format_bytes(needed)} per device, which has {format_bytes(limit)}; "
-            "lower model.d_model or the number of layers, or shard the model with mesh.fsdp"
+            f"model: {what} take {format_bytes(needed)} per device, which has "
+            f"{format_bytes(limit)}; lower model.d_model or the number of layers, "
+            "or shard the model with mesh.fsdp"
         )
 
 

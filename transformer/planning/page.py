@@ -54,7 +54,7 @@ def remedies(plan: Plan) -> list[str]:
             changes.append(
                 f"mesh.fsdp={mesh['fsdp'] * mesh['data']} mesh.data=1: shards parameters, "
                 f"optimizer and gradients over {mesh['data']} times as many devices, "
-                f"{format_bytes(needed / mesh['data'])} per device instead of {format_bytes(needed)}"
+                f"{format_bytes(needed / mesh['data'])} instead of {format_bytes(needed)} each"
             )
         if config.optimizer.name == "adamw":
             changes.append(

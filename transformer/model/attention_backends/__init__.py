@@ -20,8 +20,8 @@ __all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
 class Backend:
     """One implementation of inner attention.
 
-    `why_not(q, k, v, inputs)` returns why the backend does not support these inputs, in a few words,
-    or None if it does.
+    `why_not(q, k, v, inputs)` returns why the backend does not support these inputs, in a few
+    words, or None if it does.
     """
 
     attend: Attend

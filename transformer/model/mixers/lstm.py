@@ -118,8 +118,7 @@ class Recurrence(nn.Module):
         """Returns h of each token, [B, T, G], the context of each token, and the last state.
 
         The context, if any, enters the gates through a third matrix. It is either `context_BxTxD`,
-        or computed at each step as `read(h before the token, source_mask_BxS)`, where `source_mask_BxS` is the mask
-        of the source tokens.
+        or computed at each step as `read(h before the token, source_mask_BxS)`.
         """
         cfg, batch, units = self.config, len(x_BxTxD), self.units
         names = ("embed", None, None)

@@ -1,4 +1,4 @@
-"""Norm placements: where a sublayer's norms stand, and what goes with them. Each is one small class."""
+"""Norm placements: where the norms of a sublayer are. Each placement is one small class."""
 
 from transformer.model.placements.base import PLACEMENTS, Placement
 
