@@ -122,6 +122,7 @@ def meaning(config: ModelConfig) -> dict:
         "num_kv_heads": config.kv_heads,
         "d_head": config.head_size,
         "d_value": config.value_size,
+        "d_ff": config.ff_size,
         "d_embedding": config.embedding_size,
         "share_embeddings": config.share_embeddings or config.family != "encoder_decoder",
     }

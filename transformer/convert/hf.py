@@ -27,7 +27,7 @@ from transformer.errors import UserError, look_up
 from transformer.files import disk_errors, read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
-from transformer.model.network import build_model
+from transformer.model.network import abstract_params
 from transformer.parallel.sharding import unbox
 
 FAMILIES: dict[str, Family] = {
@@ -56,9 +56,8 @@ def load_hf(
     directory = Path(directory)
     family, theirs, tensors = open_directory(directory)
     config = family.our_config(theirs, frozenset(tensors.names), **fields)
-    return config, {
-        "params": read_params(family, config, tensors, place or (lambda path, x: jnp.asarray(x)))
-    }
+    place = place or (lambda path, x: jnp.asarray(x))
+    return config, read_params(family, config, tensors, place)
 
 
 def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
@@ -128,10 +127,7 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
 
 def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns path -> shape and dtype of every parameter of a model."""
-    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.is_encoder_decoder))
-    return flatten(
-        unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens))["params"]
-    )
+    return flatten(abstract_params(config))
 
 
 def save_hf(
@@ -162,7 +158,7 @@ def save_hf(
     ):
         target = Path(unfinished) / "whole"
         target.mkdir()
-        _write_tensors(target, _tensors(chosen, config, unbox(params)["params"]))
+        _write_tensors(target, _tensors(chosen, config, unbox(params)))
         (target / "config.json").write_text(
             json.dumps(theirs | {"dtype": config.param_dtype} | dict(fields), indent=2) + "\n",
             encoding="utf-8",

@@ -65,7 +65,7 @@ def prefill(
             f"max_new: prompt and answer take {slots} tokens, but the positions of this model end "
             f"at {last} (model.max_length); reduce max_new"
         )
-    variables, real_BxP = {"params": params}, prompt_mask_BxP
+    real_BxP = prompt_mask_BxP
     if real_BxP is None:
         real_BxP = jnp.ones(prompt_BxP.shape, bool)
     _check_prompt_mask(prompt_BxP, real_BxP)
@@ -78,12 +78,12 @@ def prefill(
     cache = model.empty_cache(prompt_BxP.shape[0], slots)
     if source_BxS is None:
         logits, cache = model.apply(
-            variables, prompt_BxP, cache, **options, last_only=True, method="decode"
+            params, prompt_BxP, cache, **options, last_only=True, method="decode"
         )
         return logits[:, -1], DecodeState(cache, None)
-    encoded = model.apply(variables, source_BxS, padding_mask=source_mask_BxS, method="encode")
+    encoded = model.apply(params, source_BxS, padding_mask=source_mask_BxS, method="encode")
     logits, cache = model.apply(
-        variables, prompt_BxP, cache, *encoded, **options, last_only=True, method="decode"
+        params, prompt_BxP, cache, *encoded, **options, last_only=True, method="decode"
     )
     return logits[:, -1], DecodeState(cache, encoded[1])
 
@@ -104,7 +104,5 @@ def advance(
 ) -> tuple[jax.Array, DecodeState]:
     """Reads one token per sequence. Returns the logits of the next one, [B, V], and the memory."""
     encoder = () if memory.source is None else (None, memory.source)
-    logits, cache = model.apply(
-        {"params": params}, tokens_B[:, None], memory.cache, *encoder, method="decode"
-    )
+    logits, cache = model.apply(params, tokens_B[:, None], memory.cache, *encoder, method="decode")
     return logits[:, -1], memory.replace(cache=cache)

@@ -29,7 +29,7 @@ def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, C
         h_BxTxD = part(flat[path][0], index)
         if config.has_final_norm(side):
             h_BxTxD = norm.apply({"params": params[side].get("final_norm", {})}, h_BxTxD)
-        yield subject.model.apply({"params": params}, h_BxTxD, method="read")
+        yield subject.model.apply(params, h_BxTxD, method="read")
 
 
 def sublayer_of(rest: str) -> str:

@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer.evaluation.subject import Snapshot, Subject, token_losses
 from transformer.model.config import ModelConfig
-from transformer.model.network import build_model
+from transformer.model.network import abstract_params
 
 
 def reading(model: ModelConfig, length: int) -> ModelConfig | None:
@@ -31,13 +30,7 @@ def reading(model: ModelConfig, length: int) -> ModelConfig | None:
 
 def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Returns the shapes of all parameters."""
-    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + model.is_encoder_decoder)
-    return [
-        x.shape
-        for x in jax.tree.leaves(
-            jax.eval_shape(build_model(model).init, jax.random.key(0), *tokens)
-        )
-    ]
+    return [x.shape for x in jax.tree.leaves(abstract_params(model))]
 
 
 def mean(subject: Subject, snapshot: Snapshot, most: int = 0) -> tuple[float, float]:

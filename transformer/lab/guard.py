@@ -255,7 +255,7 @@ def _sized(arm: str, config: Experiment, fact: str, wanted: float, tell) -> Expe
     size_at = lambda eights: getattr(facts(width(eights)), fact)
     if abs(getattr(facts(config), fact) - wanted) <= 1e-6 * wanted:
         return config
-    low, high = 1, max(1, config.model.d_ff // 8)
+    low, high = 1, max(1, config.model.ff_size // 8)
     while size_at(high) < wanted and high < 2**20:
         low, high = high, 2 * high
     while low + 1 < high:
@@ -269,9 +269,9 @@ def _sized(arm: str, config: Experiment, fact: str, wanted: float, tell) -> Expe
             f"{CLOSE:.0%}; only multiples of 8 are tried: use a larger model, or set the arm's "
             "fields by hand and declare the difference"
         )
-    if 8 * best != config.model.d_ff:
+    if 8 * best != config.model.ff_size:
         tell(
-            f"{arm}: model.d_ff {config.model.d_ff} -> {8 * best}, {fact} {size_at(best):,.0f} "
+            f"{arm}: model.d_ff {config.model.ff_size} -> {8 * best}, {fact} {size_at(best):,.0f} "
             f"(baseline: {wanted:,.0f})"
         )
     return width(best)

@@ -24,7 +24,7 @@ class ModelConfig:
     family: str  # encoder | decoder | encoder_decoder
     vocab_size: int
     d_model: int = 512
-    d_ff: int = 2048
+    d_ff: int = 0  # width of the feed-forward; 0: 4 d_model
     num_heads: int = 8
     num_kv_heads: int = 0  # 0: num_heads; 1: multi-query; in between: grouped-query
     d_head: int = 0  # of queries and keys; 0: d_model / num_heads
@@ -186,6 +186,11 @@ class ModelConfig:
         """The number of key/value heads."""
         num_kv_heads = self.num_kv_heads if mixer_reads("num_kv_heads")(self) else 0
         return num_kv_heads or self.num_heads
+
+    @property
+    def ff_size(self) -> int:
+        """The width of the feed-forward."""
+        return self.d_ff or 4 * self.d_model
 
     @property
     def value_size(self) -> int:

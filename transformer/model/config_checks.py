@@ -47,11 +47,12 @@ def _check_values(config) -> None:
             f"{FORMER_FAMILIES[config.family]}"
         )
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
-    at_least("model", config, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
+    at_least("model", config, 1, "vocab_size", "d_model", "num_heads", "max_length")
     at_least(
         "model",
         config,
         0,
+        "d_ff",
         "d_head",
         "d_value",
         "d_embedding",

@@ -6,11 +6,15 @@ Every family has two methods. `features` returns the input of the language-model
 the last hidden state, and the head. `__call__` returns the logits.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.core import meta
 
+from transformer.errors import UserError
 from transformer.model.cache import Cache, check_cache_room, empty_cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
@@ -21,13 +25,41 @@ from transformer.model.stack import Stack
 
 
 class _Family(nn.Module):
-    """The base of the three families."""
+    """The base of the three families.
+
+    `params` is the same everywhere in this project: a nested dict of arrays, such as
+    `params["decoder"]["layers"]["feed_forward"]["in"]["kernel"]`. It is what `init`, `load_hf` and
+    `load_run` return, and what `apply`, `sample`, `beam_search` and `save_hf` take.
+    """
 
     config: ModelConfig
 
     @nn.nowrap
+    def init(self, key, *inputs, **options) -> Any:
+        """Initializes the parameters.
+
+            params = model.init(jax.random.key(0), tokens)          # encoder, decoder
+            params = model.init(jax.random.key(0), source, target)  # encoder_decoder
+
+        Only the shapes of the tokens matter, and not even their lengths: int[1, 1] will do. Use
+        `jax.jit(model.init)` for large models.
+
+        Returns:
+          A nested dict of arrays of type `config.param_dtype`.
+        """
+        return meta.unbox(self.init_with_axes(key, *inputs, **options))
+
+    @nn.nowrap
+    def init_with_axes(self, key, *inputs, **options) -> Any:
+        """Initializes the parameters, boxed with the logical names of their axes, for sharding.
+
+        Leaves are `flax.linen.LogicallyPartitioned`.
+        """
+        return super().init(key, *inputs, **options)["params"]
+
+    @nn.nowrap
     def apply(
-        self, variables, *inputs, rngs=None, method=None, mutable=False,
+        self, params, *inputs, rngs=None, method=None, mutable=False,
         capture_intermediates=False, **options,
     ):  # fmt: skip
         """Runs the model on tokens.
@@ -40,7 +72,7 @@ class _Family(nn.Module):
         outputs at padding have no meaning. Options of shape [1, T] are broadcast along the batch.
 
         Args:
-          variables: {"params": ...}, from `model.init` or `load_hf`; arrays of JAX or NumPy.
+          params: from `model.init` or `load_hf`; arrays of JAX or NumPy.
           *inputs: token ids in [0, vocab_size), at most `max_length` per sequence. The target of an
             encoder_decoder is its decoder's input: `config.decoder_start_id`, then the text.
           padding_mask: bool[B, T], True at real tokens (like the attention_mask of Transformers;
@@ -75,12 +107,15 @@ class _Family(nn.Module):
             longer than `max_length`. Outside `jax.jit`, where values are available, also for token
             ids outside the vocabulary and for masks, segments, positions and types out of range.
         """
-        as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
+        if "params" in params:
+            raise UserError(
+                "params: the parameters are in another dict, under 'params'; pass params['params']"
+            )
         # NumPy arrays cannot be indexed by traced arrays.
-        variables = jax.tree.map(as_array, variables)
+        as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
         return super().apply(
-            variables, *inputs, rngs=rngs, method=method, mutable=mutable,
-            capture_intermediates=capture_intermediates, **options,
+            {"params": jax.tree.map(as_array, params)}, *inputs, rngs=rngs, method=method,
+            mutable=mutable, capture_intermediates=capture_intermediates, **options,
         )  # fmt: skip
 
     @nn.nowrap
@@ -290,8 +325,20 @@ FAMILIES = {
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Returns the Linen module of a config.
+    """Returns the model of a config, a Linen module.
 
-    Use `init(key, tokens)` and `apply(params, tokens)`; an encoder_decoder takes source and target.
+        model = build_model(ModelConfig(family="decoder", vocab_size=8192))
+        params = model.init(jax.random.key(0), tokens)
+        logits = model.apply(params, tokens)
+
+    An encoder_decoder takes source and target in place of tokens. `help(model.apply)` describes
+    padding, packing, dropout and other options. Attention maps and other internals are recorded in
+    collections: `logits, seen = model.apply(params, tokens, mutable=["maps"])` (model/watch.py).
     """
     return FAMILIES[config.family](config)
+
+
+def abstract_params(config: ModelConfig) -> Any:
+    """Returns the shapes and types of the parameters, without allocating them."""
+    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * len(config.sides)
+    return jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens)

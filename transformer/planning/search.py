@@ -15,12 +15,11 @@ import jax
 
 from transformer.config import Experiment
 from transformer.errors import UserError
-from transformer.model.network import build_model
+from transformer.model.network import abstract_params
 from transformer.parallel.sharding import format_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.page import seconds, table
 from transformer.planning.plan import Plan, make_plan
-from transformer.training.state import example_inputs
 
 LADDER = (
     ("none", 1),
@@ -178,10 +177,7 @@ def _parts(mesh: dict[str, int]) -> int:
 
 def _num_parameters(config: Experiment) -> float:
     """Returns the number of parameters."""
-    shapes = jax.eval_shape(
-        build_model(config.model).init, jax.random.key(0), *example_inputs(config)
-    )
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
 
 
 def _state_bytes(config: Experiment, size: float) -> float:
@@ -210,8 +206,8 @@ def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
     """Returns a lower bound of the bytes that the layers keep for the backward pass."""
     model = config.model
     width = {
-        "none": 4 * model.d_model + 3 * model.d_ff,
-        "dots": 3 * model.d_model + 2 * model.d_ff,
+        "none": 4 * model.d_model + 3 * model.ff_size,
+        "dots": 3 * model.d_model + 2 * model.ff_size,
         "full": model.d_model,
     }[model.remat]
     layers = max(map(model.num_layers, model.sides))

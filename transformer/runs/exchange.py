@@ -101,7 +101,7 @@ def to_hf(
         trained = load_trained(workdir, config, mesh)
         if trained.tokenizer is not None:
             files, model = trained.tokenizer.files, _with_special_tokens(model, trained.tokenizer)
-        save_hf(directory, model, {"params": trained.params}, family, files=files)
+        save_hf(directory, model, trained.params, family, files=files)
 
 
 def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

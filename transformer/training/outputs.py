@@ -82,7 +82,7 @@ def apply(
     if dropout_rate is not None:
         arguments["dropout_rate"] = dropout_rate
     results, sown = model.apply(
-        {"params": params},
+        params,
         *tokens,
         **arguments,
         deterministic=dropout_key is None,

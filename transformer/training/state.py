@@ -35,18 +35,12 @@ class TrainState:
         return self.params if self.ema is None else self.ema
 
 
-def example_inputs(config: TrainTask) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns token arrays of the shapes with which the model is initialized."""
-    tokens = jax.ShapeDtypeStruct((1, min(8, config.model.max_length)), jnp.int32)
-    return (tokens,) * (2 if config.model.is_encoder_decoder else 1)
-
-
 def state_maker(config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation):
     """Returns a function key -> TrainState, with logical axis names on every parameter."""
 
     def make(key):
-        tokens = [jnp.ones(t.shape, t.dtype) for t in example_inputs(config)]
-        params = model.init(key, *tokens)["params"]
+        tokens = [jnp.ones((1, 1), jnp.int32)] * len(config.model.sides)
+        params = model.init_with_axes(key, *tokens)
         ema = jax.tree.map(jnp.copy, params) if config.train.ema_decay else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema)
 

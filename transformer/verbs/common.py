@@ -15,42 +15,19 @@ def folder(text: str) -> Path:
 
 
 def open_run(args, overrides):
-    """Returns the config of a run, with overrides, and its mesh.
-
-    The mesh has one device unless --config.mesh.* sets another. With several processes, it is the
-    run's.
-    """
-    from transformer.config import Experiment, MeshConfig
-    from transformer.mapping import apply_overrides
-    from transformer.runs.rundir import converted, load_config
-
-    settable = {"decoding", "mesh", "platform", "seed"} | (
-        {"data"} if converted(args.workdir) else set()
-    )
-    for key in overrides:
-        if key.split(".")[0] not in settable and key != "data.eval_overlap":
-            raise UserError(
-                f"--config.{key}: a trained run keeps its config; "
-                "set only decoding, mesh, platform, seed and data.eval_overlap"
-            )
-    config: Experiment = apply_overrides(load_config(args.workdir), overrides)
-    start_jax()
-    from transformer.parallel.mesh import start
+    """Returns the config of a run, with overrides, and the mesh on which to use it."""
+    from transformer.api import run_config, run_mesh
     from transformer.parallel.processes import start_processes
 
-    distributed = start_processes()
-    if distributed and (args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"):
+    config = run_config(args.workdir, overrides)
+    if (
+        args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"
+    ) and start_processes():
         raise UserError(
             f"{args.verb}: cannot run on several processes; "
             "start one process, or generate from a file (--input=FILE)"
         )
-    mesh_config = (
-        config.mesh
-        if distributed or any(key.startswith("mesh") for key in overrides)
-        else MeshConfig(data=1)
-    )
-    platform = config.platform if "platform" in overrides else "auto"
-    return config.on(mesh_config), start(platform, mesh_config)
+    return run_mesh(config, overrides)
 
 
 def read_lines(name: str) -> list[str]:
@@ -93,14 +70,3 @@ def check_text(text: str, what: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(f"{what} is not UTF-8: {text[:60]!r}")
     return text
-
-
-def start_jax() -> None:
-    """Configures JAX before its first computation: enables the persistent compilation cache."""
-    import jax
-
-    from transformer.data.corpora import data_home
-
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(data_home() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

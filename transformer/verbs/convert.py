@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.verbs.common import folder, open_run, start_jax
+from transformer.verbs.common import folder, open_run
 
 ABOUT = "convert Hugging Face weights to a run directory, and back"
 
@@ -63,11 +63,12 @@ def run(args, overrides) -> int:
                 f"--config.{key}: a converted model has no training; "
                 "set only model, mesh and platform"
             )
-    start_jax()
+    from transformer.api import cache_compiled_programs
     from transformer.data.tokenizer import find_tokenizer
     from transformer.parallel.processes import start_processes
     from transformer.runs.exchange import from_hf
 
+    cache_compiled_programs()
     if start_processes():
         raise UserError("convert: cannot run on several processes; start one process")
     config = from_hf(args.source, args.workdir, overrides)

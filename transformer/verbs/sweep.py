@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from transformer.errors import UserError
-from transformer.verbs.common import folder, start_jax
+from transformer.verbs.common import folder
 from transformer.verbs.evaluate import evaluate_run
 
 ABOUT = "train and evaluate every arm and seed of a study"
@@ -63,6 +63,7 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
+    from transformer.api import cache_compiled_programs
     from transformer.lab import prepare, runner
     from transformer.lab.study import load_study
     from transformer.parallel.processes import barrier, place
@@ -70,7 +71,7 @@ def run(args, overrides) -> int:
     if args.runs:
         if args.config or overrides:
             raise UserError("--runs: selects runs of an existing sweep; leave out --config")
-        start_jax()
+        cache_compiled_programs()
         return runner.work(args.workdir, args.runs.split(","), lambda run: evaluate_run(run.folder))
     shard = prepare.parse_shard(args.shard)
     if args.jobs < 1 or args.together < 1:
@@ -85,7 +86,7 @@ def run(args, overrides) -> int:
         )
     together = args.together if this_process[1] == 1 else 1
     if args.config and (args.prepare or args.dry_run):
-        start_jax()
+        cache_compiled_programs()
         print_once = print if this_process[0] == 0 else lambda *_, **__: None
         study = prepare.study(
             args.config, args.workdir, overrides, lambda line: print_once(line, file=sys.stderr)

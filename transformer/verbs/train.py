@@ -2,7 +2,7 @@
 
 import sys
 
-from transformer.verbs.common import folder, start_jax
+from transformer.verbs.common import folder
 
 ABOUT = "train an experiment, or resume its run"
 
@@ -31,9 +31,11 @@ def arguments(parser) -> None:
 def run(args, overrides) -> int:
     from transformer.config_io import load_experiment
 
-    config = load_experiment(args.config, overrides)
-    start_jax()
+    config = load_experiment(args.config, overrides)  # errors first: the next imports take seconds
+    from transformer.api import cache_compiled_programs
     from transformer.runs.loop import train
+
+    cache_compiled_programs()
 
     done = train(config, args.workdir)
     if done < config.train.steps:

@@ -80,7 +80,7 @@ def _write(c: ModelConfig) -> dict:
         "hidden_size": c.d_model,
         "num_hidden_layers": c.num_encoder_layers,
         "num_attention_heads": c.num_heads,
-        "intermediate_size": c.d_ff,
+        "intermediate_size": c.ff_size,
         "hidden_act": ACTIVATIONS_BACK[c.activation],
         "max_position_embeddings": c.max_length,
         "type_vocab_size": c.token_types,

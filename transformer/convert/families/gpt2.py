@@ -62,7 +62,7 @@ def _write(c: ModelConfig) -> dict:
         "n_embd": c.d_model,
         "n_layer": c.num_decoder_layers,
         "n_head": c.num_heads,
-        "n_inner": c.d_ff,
+        "n_inner": c.ff_size,
         "activation_function": ACTIVATIONS_BACK[c.activation],
         "layer_norm_epsilon": c.norm_epsilon,
         "scale_attn_weights": c.attention_scale is None,

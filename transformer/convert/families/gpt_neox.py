@@ -57,7 +57,7 @@ def _write(c: ModelConfig) -> dict:
         "hidden_size": c.d_model,
         "num_hidden_layers": c.num_decoder_layers,
         "num_attention_heads": c.num_heads,
-        "intermediate_size": c.d_ff,
+        "intermediate_size": c.ff_size,
         "hidden_act": ACTIVATIONS_BACK[c.activation],
         "layer_norm_eps": c.norm_epsilon,
         "use_parallel_residual": c.parallel,

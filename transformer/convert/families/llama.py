@@ -155,7 +155,7 @@ def _write(kind: str, c: ModelConfig) -> dict:
     theirs = {
         "vocab_size": c.vocab_size,
         "hidden_size": c.d_model,
-        "intermediate_size": c.d_ff,
+        "intermediate_size": c.ff_size,
         "num_hidden_layers": c.num_decoder_layers,
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.kv_heads,

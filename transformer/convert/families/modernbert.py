@@ -134,7 +134,7 @@ def _write(c: ModelConfig) -> dict:
     return {
         "vocab_size": c.vocab_size,
         "hidden_size": c.d_model,
-        "intermediate_size": c.d_ff,
+        "intermediate_size": c.ff_size,
         "num_hidden_layers": c.num_encoder_layers,
         "num_attention_heads": c.num_heads,
         "hidden_activation": ACTIVATIONS_BACK[c.activation],

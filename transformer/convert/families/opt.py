@@ -66,7 +66,7 @@ def _write(c: ModelConfig) -> dict:
         "vocab_size": c.vocab_size,
         "hidden_size": c.d_model,
         "num_hidden_layers": c.num_decoder_layers,
-        "ffn_dim": c.d_ff,
+        "ffn_dim": c.ff_size,
         "max_position_embeddings": c.max_length,
         "do_layer_norm_before": placement.in_norm,
         "word_embed_proj_dim": c.embedding_size,

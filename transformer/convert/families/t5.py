@@ -102,7 +102,7 @@ def _write(c: ModelConfig) -> dict:
         "vocab_size": c.vocab_size,
         "d_model": c.d_model,
         "d_kv": c.head_size,
-        "d_ff": c.d_ff,
+        "d_ff": c.ff_size,
         "num_layers": c.num_encoder_layers,
         "num_decoder_layers": c.num_decoder_layers,
         "num_heads": c.num_heads,

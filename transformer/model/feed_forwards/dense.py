@@ -41,12 +41,12 @@ class MLP(nn.Module):
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
         cfg = self.config
         act = ACTIVATIONS[cfg.activation]
-        h_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(
+        h_BxTxF = Linear(cfg, (cfg.ff_size,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(
             x_BxTxD
         )
         if cfg.glu:
             gate_BxTxF = Linear(
-                cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="gate"
+                cfg, (cfg.ff_size,), ("embed", "ff"), cfg.use_bias, self.gain, name="gate"
             )(x_BxTxD)
             h_BxTxF = act(gate_BxTxF) * h_BxTxF
         else:

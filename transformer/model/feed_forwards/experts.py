@@ -161,7 +161,7 @@ class Matrices(nn.Module):
     @nn.compact
     def __call__(self) -> Matrix:
         cfg, count = self.config, self.config.feed_forward_kind.num_experts
-        sizes, names = (cfg.d_model, cfg.d_ff), ("embed", "ff")
+        sizes, names = (cfg.d_model, cfg.ff_size), ("embed", "ff")
         if self.outwards:
             sizes, names = sizes[::-1], names[::-1]
         init_expert = matrix_init(cfg.initializer, cfg.init_std, self.gain)
