@@ -10,7 +10,7 @@ import time
 import traceback
 
 from transformer.errors import UserError, nearest, tracebacks
-from transformer.output import flush, redirect_to_devnull, survive_closed_readers
+from transformer.output import flush, red, redirect_to_devnull, survive_closed_readers
 
 ABOUT = """Transformers in JAX: train, evaluate and use any architecture on any machine.
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 def _print_error(line: str) -> None:
     """Prints the reason why a command ends. Ignores a closed standard error."""
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr)
+        print(red(line, sys.stderr), file=sys.stderr)
 
 
 def _exit_if_distributed(code: int, error: Exception | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Standard streams that may be closed early, and filters for redundant tracebacks.
+"""Text for people: colors, plurals, elapsed time; streams that close early; redundant tracebacks.
 
 A stream may be closed before a command begins (`train ... >&-`) or before it ends (`train ... |
 head`).
@@ -8,6 +8,8 @@ import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 
@@ -112,3 +114,55 @@ def _is_redundant_exception(unraisable) -> bool:
     return unraisable.object is None or any(
         fragment in str(unraisable.exc_value) for fragment in fragments
     )
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun: "1 step", "5,000 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def bold(text: str, stream) -> str:
+    """Returns `text` in bold, if `stream` is a terminal that shows it."""
+    return _styled(text, "1", stream)
+
+
+def red(text: str, stream) -> str:
+    """Returns `text` in red, if `stream` is a terminal that shows it."""
+    return _styled(text, "31", stream)
+
+
+def _styled(text: str, code: str, stream) -> str:
+    # https://no-color.org
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain else f"\x1b[{code}m{text}\x1b[0m"
+
+
+@contextlib.contextmanager
+def elapsed(text: str, stream=None) -> Iterator[None]:
+    """Shows `text` and the elapsed time while the body runs, if `stream` is a terminal.
+
+    `stream` is standard error by default. The line is erased at the end.
+    """
+    stream = stream or sys.stderr
+    if not stream.isatty():
+        yield
+        return
+    start, done = time.monotonic(), threading.Event()
+
+    def show() -> None:
+        while True:
+            seconds = int(time.monotonic() - start)
+            stream.write(f"\r\x1b[K{text} {seconds // 60}:{seconds % 60:02d}")
+            stream.flush()
+            if done.wait(1):
+                return
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        stream.write("\r\x1b[K")
+        stream.flush()

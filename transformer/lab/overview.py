@@ -26,17 +26,14 @@ def cell(status: Status, steps: int) -> str:
     }.get(status.kind, status.kind)
 
 
-def overview(study: Study, statuses: dict[str, Status]) -> list[str]:
+def overview(study: Study, cells: dict[str, str]) -> list[str]:
     """Returns the lines of a table with one row per arm and one column per seed."""
     rows = [["arm", *(f"seed {seed}" for seed in study.sweep.seeds)]]
-    for arm, config in study.configs.items():
+    for arm in study.configs:
         rows.append(
             [
                 arm,
-                *(
-                    cell(statuses[f"{arm}/seed-{seed}"], config.train.steps)
-                    for seed in study.sweep.seeds
-                ),
+                *(cells[f"{arm}/seed-{seed}"] for seed in study.sweep.seeds),
             ]
         )
     return columns(rows)
@@ -53,6 +50,7 @@ class Table:
         self._study, self._stream, self._live = study, stream, stream.isatty()
         self._began, self._shown, self._last, self._kinds = time.monotonic(), 0, 0.0, {}
         self._said, self._first = self._began, None
+        self._started: dict[str, float] = {}  # when a run was first seen starting
 
     def show(self, last: bool = False) -> None:
         if not last and time.monotonic() - self._last < 2:
@@ -60,7 +58,7 @@ class Table:
         self._last = time.monotonic()
         statuses = {run.name: run.status() for run in self._study.runs}
         if self._live:
-            lines = [*overview(self._study, statuses), self._summary(statuses)]
+            lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
             width = shutil.get_terminal_size().columns - 1
             self._stream.write(
                 (f"\x1b[{self._shown}A" if self._shown else "")
@@ -91,9 +89,8 @@ class Table:
                     f"{self._summary(statuses)}: {', '.join([*running[:4], *omitted])}\n"
                 )
             if last:
-                self._stream.write(
-                    "\n".join([*overview(self._study, statuses), self._summary(statuses)]) + "\n"
-                )
+                lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
+                self._stream.write("\n".join(lines) + "\n")
         if last:
             # Other finished runs lack the same metric, so it is reported once.
             reported = False
@@ -102,6 +99,16 @@ class Table:
                     self._stream.write(f"{name}  {status.kind}: {status.why}\n")
                     reported |= status.kind == "done"
         self._stream.flush()
+
+    def _cells(self, statuses: dict[str, Status]) -> dict[str, str]:
+        """Returns the table's cells. Runs that are starting, which compile, show how long for."""
+        cells = {}
+        for name, status in statuses.items():
+            cells[name] = cell(status, self._steps(name))
+            if status.kind == "running" and not status.step:
+                seconds = time.monotonic() - self._started.setdefault(name, time.monotonic())
+                cells[name] += f" {human_time(seconds)}"
+        return cells
 
     def _steps(self, name: str) -> int:
         return self._study.configs[name.partition("/")[0]].train.steps

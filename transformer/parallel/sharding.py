@@ -163,38 +163,6 @@ def shardings(abstract_boxed, mesh: Mesh):
     return jax.tree_util.tree_map_with_path(sharding_of, abstract_boxed, is_leaf=_is_box)
 
 
-def describe(abstract, placed, mesh: Mesh, most: int = 6) -> str:
-    """Returns a summary for the log: the mesh, the parameter count and the largest parameters.
-
-    Of the `most` largest parameters it shows shape, spec and bytes per device.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(abstract)
-    specs = jax.tree.leaves(placed)
-    rows, total, local_total = [], 0, 0
-    for (path, leaf), sharding in zip(leaves, specs, strict=True):
-        local = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        total += math.prod(leaf.shape)
-        local_total += local
-        rows.append((math.prod(leaf.shape), path_name(path), leaf.shape, sharding.spec, local))
-    rows.sort(key=lambda row: -row[0])
-    mesh_line = (
-        " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-        or "one device"
-    )
-    kind = mesh.devices.flat[0].device_kind
-    lines = [f"mesh        {mesh_line}  ({mesh.size} {kind} device{'s' * (mesh.size > 1)})"]
-    lines.append(f"parameters  {total:,} ({format_bytes(local_total)} per device)")
-    for _, name, shape, spec, local in rows[:most]:
-        placement = ", ".join("·" if s is None else str(s) for s in spec) or "replicated"
-        lines.append(
-            f"            {name:<58} {'x'.join(map(str, shape)):>16}  {placement:<18} "
-            f"{format_bytes(local):>9}"
-        )
-    if len(rows) > most:
-        lines.append(f"            and {len(rows) - most} more")
-    return "\n".join(lines)
-
-
 def format_bytes(n: float) -> str:
     """Formats a number of bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):

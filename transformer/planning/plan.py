@@ -10,6 +10,7 @@ import jax
 from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
+from transformer.output import elapsed
 from transformer.planning.buffers import kept, largest
 from transformer.planning.chips import Topology
 from transformer.planning.kernels import kernel
@@ -174,7 +175,8 @@ def make_plan(
         tell(f"compiling {name} for {topology} ...")
         memory = _holdings(programs, name)
         try:
-            compiled = programs.compile(name)
+            with elapsed("elapsed"):
+                compiled = programs.compile(name)
         except TooLarge as e:
             parts[name] = Part(memory, None, None, e)
             continue

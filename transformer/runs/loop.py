@@ -18,10 +18,11 @@ from transformer.runs import rundir
 from transformer.runs.run import begin
 
 
-def train(config: Experiment, workdir: str | Path) -> int:
+def train(config: Experiment, workdir: str | Path, verbose: bool = False) -> int:
     """Trains in `workdir`, or continues an interrupted run of the same experiment.
 
-    Returns the number of completed steps. It is less than `train.steps` after SIGTERM or Ctrl-C;
+    With `verbose`, more details are printed before the first step. Returns the number of completed
+    steps. It is less than `train.steps` after SIGTERM or Ctrl-C;
     another call continues from there.
     """
     workdir = Path(workdir)
@@ -30,14 +31,17 @@ def train(config: Experiment, workdir: str | Path) -> int:
         use(start(config.platform, config.mesh)) as mesh,
         rundir.alone([workdir]),
     ):
-        run = begin(config, workdir, mesh)
+        run = begin(config, workdir, mesh, verbose=verbose)
         with (
             run,
             stop_signals() as stopped,
             _profile(run.workdir, config.train.profile, run.step) as profile,
         ):
+            first = run.step
             for batch in run.batches.stream(run.step, config.train.steps):
-                run.state, metrics = run.train_step(run.state, run.share.place(batch))
+                batch = run.share.place(batch)
+                with run.progress.compiling() if run.step == first else contextlib.nullcontext():
+                    run.state, metrics = run.train_step(run.state, batch)
                 run.step += 1
                 run.recorder.push(run.step, metrics)
                 profile(run.step)

@@ -1,5 +1,6 @@
 """Outputs of a run: progress lines, metrics.jsonl, TensorBoard, Weights & Biases and loss.png."""
 
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
+from transformer.output import elapsed
 
 
 class MetricsLog:
@@ -153,6 +155,10 @@ class Progress:
         """Prints a permanent line."""
         self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
         self._stream.flush()
+
+    def compiling(self) -> contextlib.AbstractContextManager:
+        """Shows the elapsed time while the first step is compiled."""
+        return elapsed("compiling the training step", self._stream)
 
     def close(self) -> None:
         if self._live:

@@ -15,7 +15,6 @@ import optax
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
@@ -29,7 +28,7 @@ from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory
 from transformer.parallel.processes import agree, barrier, is_first, process_zero_first
-from transformer.parallel.sharding import Share, describe
+from transformer.parallel.sharding import Share
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
 from transformer.runs.fits import check_batch, check_divisibility, check_rounds
@@ -38,11 +37,11 @@ from transformer.runs.metrics import (
     MetricsLog,
     Progress,
     check_wandb,
-    human_count,
     human_number,
     plot_loss,
 )
 from transformer.runs.recorder import Diverged, Recorder
+from transformer.runs.summary import summary
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
 from transformer.training.step import attention_backends, make_eval_step, make_train_step
@@ -173,18 +172,24 @@ class Start(NamedTuple):
 
 
 def begin(
-    config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, speaks: bool = True
+    config: Experiment,
+    workdir: Path,
+    mesh: Mesh,
+    *,
+    together: int = 1,
+    speaks: bool = True,
+    verbose: bool = False,
 ) -> Run:
     """Prepares everything that a run needs before its first step.
 
     `together` is the number of runs that are trained as one program. Only one of them `speaks`,
-    that is, prints progress.
+    that is, prints progress. With `verbose`, it prints more details before the first step.
     """
     program = check(config, workdir, mesh)
     text = read_text(config, workdir, Share(mesh))
     progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
     start = find_state(config, workdir, mesh, program, text, progress.note)
-    claim_directory(config, workdir, mesh, program, text, start, together, progress.note)
+    claim_directory(config, workdir, mesh, program, text, start, together, progress.note, verbose)
     checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)
     log = MetricsLog(
         workdir,
@@ -292,6 +297,7 @@ def claim_directory(
     start: Start,
     together: int,
     tell: Callable[[str], None],
+    verbose: bool,
 ) -> None:
     """Step 4: records the run in its directory and prints a summary."""
     params, data = program.abstract.params, text.data
@@ -306,17 +312,10 @@ def claim_directory(
             f"--workdir: process {jax.process_index()} cannot see the files that process 0 wrote "
             f"to {workdir}; use a shared folder"
         )
-    placement = describe(params, program.placed.params, mesh)
-    tell(placement + "\n" + _describe_data(data, text.train, config))
-    if backends:
-        descriptions = "; ".join(
-            name + (f" ({why})" if why else "") for name, why in backends.items()
-        )
-        tell(f"attention   {descriptions}")
-    for line in _advice(config, data):
-        tell(f"note        {line}")
-    if start.step:
-        tell(f"resumed     at step {start.step:,} from {start.checkpoints.folder}")
+    where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
+    placed = program.placed.params
+    for line in summary(config, mesh, params, placed, data, text.train, backends, where, verbose):
+        tell(line)
 
 
 def _existing_checkpoints(
@@ -350,41 +349,3 @@ def _resume(
     if (saved := model_in(record.layout)) != config.model:
         state = relayout(state, saved, config.model, abstract)
     return state, record.loop
-
-
-def _advice(config: Experiment, data: Data) -> list[str]:
-    """Returns warnings about the configuration and the data."""
-    lines = [
-        f"{count:,} examples of the {part} split share a sentence with the training data: its "
-        "scores are too good"
-        for part, count in data.store.meta["overlap"].items()
-        if count
-    ]
-    hint = max(placement.warmup_hint for placement in config.model.placements)
-    if config.optimizer.warmup_steps < hint:
-        lines.append(
-            f"norm_placement {plain(config.model.norm_placement)!r} is known to need about "
-            f"{hint:,} warm-up steps"
-        )
-    if not config.train.checkpoint_every:
-        lines.append(
-            "checkpoints are saved only at the end and when stopped; "
-            "--config.train.checkpoint_every=N saves every N steps"
-        )
-    return lines
-
-
-def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:
-    meta, epochs = data.store.meta, config.train.steps / batches.per_epoch
-    counts = ", ".join(f"{part} {meta[part]['examples']:,}" for part in ("train", "valid", "test"))
-    lines = [
-        f"text        {config.data.corpus or config.data.train}: {counts} examples; "
-        f"{human_count(meta['train']['tokens'])} training tokens",
-        f"tokenizer   {config.data.tokenizer.path or config.data.tokenizer.kind}, "
-        f"{data.tokenizer.vocab_size:,} pieces, sha256 {data.tokenizer.sha256[:12]}",
-        f"batches     of {config.data.batch_size * config.data.length:,} tokens, "
-        f"{batches.per_epoch:,} per epoch, {epochs:.1f} epochs",
-    ]
-    return "\n".join(
-        lines + [f"            {count:,} {event}" for event, count in batches.report.items()]
-    )

@@ -1,13 +1,18 @@
 """`evaluate`: computes loss, perplexity, BLEU, chrF and bits per byte on held-out text."""
 
 import argparse
+import sys
 from pathlib import Path
 
+from transformer.output import bold
 from transformer.verbs.common import folder, open_run
 
 ABOUT = "evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte"
 
 DETAIL = ""
+
+HEADLINES = ("bleu", "exact", "bits_per_byte", "labels_accuracy", "loss")
+"""The metric that is printed first, in bold: the first of these that the run has."""
 
 
 def arguments(parser) -> None:
@@ -25,8 +30,11 @@ def run(args, overrides) -> int:
         metrics = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
     # Without the values of each layer and head
     summary = {name: value for name, value in metrics.items() if name.count("/") < 3}
-    for name, value in summary.items() if is_first() else ():
-        print(f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}")
+    headline = next((name for name in HEADLINES if name in summary), "loss")
+    for name in sorted(summary, key=lambda name: name != headline) if is_first() else ():
+        value = summary[name]
+        line = f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}"
+        print(bold(line, sys.stdout) if name == headline else line)
     if len(summary) < len(metrics) and is_first():
         print(
             f"and {len(metrics) - len(summary):,} values by layer: {args.workdir / args.part}.json"

@@ -2,6 +2,7 @@
 
 import sys
 
+from transformer.output import count
 from transformer.verbs.common import folder
 
 ABOUT = "train an experiment, or resume its run"
@@ -26,6 +27,9 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--workdir", required=True, type=folder, metavar="DIR", help="the run directory"
     )
+    parser.add_argument(
+        "--verbose", action="store_true", help="show the largest parameters and other details"
+    )
 
 
 def run(args, overrides) -> int:
@@ -37,7 +41,7 @@ def run(args, overrides) -> int:
 
     cache_compiled_programs()
 
-    done = train(config, args.workdir)
+    done = train(config, args.workdir, args.verbose)
     if done < config.train.steps:
         print(
             f"stopped at step {done:,} of {config.train.steps:,}; the same command resumes the run",
@@ -45,7 +49,10 @@ def run(args, overrides) -> int:
         )
         return 143
     print(
-        f"trained {done:,} steps; next: python -m transformer evaluate --workdir={args.workdir}",
+        f"trained {count(done, 'step')}; next: python -m transformer evaluate "
+        f"--workdir={args.workdir}",
         file=sys.stderr,
     )
+    if config.train.tensorboard:
+        print(f"curves: tensorboard --logdir={args.workdir}/tensorboard", file=sys.stderr)
     return 0
