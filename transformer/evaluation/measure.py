@@ -4,12 +4,12 @@ from transformer.evaluation.evaluators import EVALUATORS
 from transformer.evaluation.subject import Snapshot, Subject
 
 
-def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str, float]:
-    """Returns the metrics of the evaluators in the config.
+def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str, float | str]:
+    """Returns the metrics of the evaluators in the config, and texts for people.
 
     With `in_training`, only those evaluators run that are measured during training.
     """
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | str] = {}
     for spec in subject.config.train.evaluators:
         evaluator = EVALUATORS.build(spec)
         if evaluator.in_training or not in_training:

@@ -19,8 +19,8 @@ from transformer.training import outputs
 from transformer.training.config import TrainTask
 from transformer.training.loss import auto_chunks
 
-Metrics = Iterator[tuple[str, float]]
-"""Names and values of metrics."""
+Metrics = Iterator[tuple[str, float | str]]
+"""Names and values of metrics. A string is a text for people, such as a sample of the output."""
 
 
 @dataclasses.dataclass(frozen=True)

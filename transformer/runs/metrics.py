@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformer.errors import UserError
@@ -31,7 +32,7 @@ class MetricsLog:
         wandb: str,
         config: dict,
     ):
-        self._path = workdir / "metrics.jsonl"
+        self._path, self._writes = workdir / "metrics.jsonl", writes
         lines = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
         self._last = {name: line["step"] for line in lines for name in line}
         self._board = self._wandb = None
@@ -60,6 +61,17 @@ class MetricsLog:
                 self._board.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log(numbers, step=step)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Writes texts for people to samples/STEP.txt and to TensorBoard."""
+        if not texts or not self._writes:
+            return
+        folder = self._path.parent / "samples"
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / f"{step:08d}.txt", "\n".join(texts.values()))
+        if self._board:
+            for name, text in texts.items():
+                self._board.add_text(name, f"```\n{text}```", step)
 
     def close(self) -> None:
         self._file.close()

@@ -110,10 +110,15 @@ class Run:
                 Snapshot(self.state.eval_params, self.state.opt_state),
                 in_training=True,
             )
-            self.log.write(self.step, **{f"eval/{name}": value for name, value in metrics.items()})
+            texts = {name: x for name, x in metrics.items() if isinstance(x, str)}
+            numbers = {f"eval/{name}": x for name, x in metrics.items() if name not in texts}
+            self.log.write(self.step, **numbers)
+            self.log.write_texts(self.step, texts)
+            bleu = metrics.get("translation/bleu")
             self.progress.note(
                 f"step {self.step:,}: validation loss {metrics['loss']:.3f}, perplexity "
                 f"{human_number(metrics['perplexity'])}, accuracy {metrics['accuracy']:.1%}"
+                + ("" if bleu is None else f", BLEU {bleu:.1f}")
             )
 
     @functools.cached_property
