@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "transformer"
 
 ORDER = (
-    "version", "errors", "output", "checks", "files", "claims", "registry", "mapping", "units", "sweeps",
+    "version", "errors", "output", "checks", "files", "claims", "plugins", "registry", "mapping", "units", "sweeps",
     "model", "parallel", "convert", "data", "training", "decoding", "evaluation", "config", "config_io", "runs", "planning", "lab",
     "api", "verbs", "cli", "__main__",
 )  # fmt: skip

@@ -7,9 +7,12 @@ therefore needs no other change, and the base module never imports the modules t
 import dataclasses
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
+from transformer import plugins
 from transformer.checks import build_choice
+from transformer.errors import UserError
 
 
 class Registry(Mapping[str, type]):
@@ -24,24 +27,30 @@ class Registry(Mapping[str, type]):
         """`is_option` returns whether a config may set a field of a class."""
         self._field, self._package, self._is_option = field, package, is_option
         self._classes: dict[str, type] = {}
+        self._origins: dict[str, str] = {}  # the hashes of files outside this package
         self._is_loaded = False
 
     def register(self, name: str) -> Callable[[type], type]:
-        """Returns a class decorator that registers a class and sets its `name`.
+        """Returns a class decorator that registers a class as `name`.
 
-        The decorator raises ValueError if the name is taken.
+        A class that is defined again (in a notebook, or by another copy of its file) replaces its
+        former version. Raises UserError if another class has the name.
         """
+        file = sys._getframe(1).f_globals.get("__file__")
 
         def add(cls: type) -> type:
-            registered = self._classes.setdefault(name, cls)
-            if (
-                registered.__qualname__ != cls.__qualname__
-                or registered.__module__ != cls.__module__
-            ):
-                raise ValueError(
-                    f"{self._field}: {name!r} is already "
-                    f"{registered.__module__}.{registered.__name__}"
+            known, is_ours = self._classes.get(name), cls.__module__.startswith("transformer.")
+            origin = "" if is_ours else plugins.record(file, name)
+            same_class = known and known.__qualname__ == cls.__qualname__
+            same_file = same_class and (
+                known.__module__ == cls.__module__ or origin == self._origins[name] != ""
+            )
+            if known and not same_file:
+                raise UserError(
+                    f"{self._field}: {name!r} is already registered, by {known.__module__}."
+                    f"{known.__qualname__}; choose another name"
                 )
+            self._classes[name], self._origins[name] = cls, origin
             cls.name = name
             return cls
 
@@ -61,6 +70,7 @@ class Registry(Mapping[str, type]):
             for module in pkgutil.iter_modules(folder.__path__, f"{self._package}."):
                 importlib.import_module(module.name)
             self._is_loaded = True
+            plugins.load_installed()
         return self._classes
 
     def __getitem__(self, name: str) -> type:

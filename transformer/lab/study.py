@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformer import plugins
 from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.errors import UserError
@@ -210,6 +211,7 @@ class Study:
     def write(self) -> None:
         """Writes sweep.json, after `check`."""
         self.check()
+        plugins.save(self.folder, [to_mapping(config) for config in self.configs.values()])
         self.folder.mkdir(parents=True, exist_ok=True)
         fields = {
             field.name: getattr(self.sweep, field.name)
@@ -243,6 +245,7 @@ def load_study(folder: Path) -> Study:
     if not file.exists():
         raise UserError(f"--workdir: no sweep in {folder} (no sweep.json)")
     tree = read_json(file)
+    plugins.load(Path(folder))
     try:
         arms, source = (
             tree.pop("arms"),

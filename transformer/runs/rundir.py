@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from transformer import plugins
 from transformer.claims import Claim, holding
 from transformer.config import Experiment
 from transformer.data.tokenizer import FILES, Tokenizer
@@ -194,6 +195,7 @@ def load_config(workdir: Path) -> Experiment:
             f"train --workdir={workdir} --config=..."
         )
     _check_version(Path(workdir))
+    plugins.load(Path(workdir))
     return from_mapping(Experiment, read_json(file))
 
 
@@ -223,6 +225,7 @@ def claim(
     The manifest records what the results depend on: versions, commit, devices and mesh and, in
     `origin`, data hashes and attention backends. It keeps an entry for every earlier start.
     """
+    plugins.save(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
     _write(workdir / "config.json", to_mapping(config))
     packages = (
