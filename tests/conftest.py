@@ -75,7 +75,10 @@ def tokens(seed: int, batch: int, length: int, vocab: int = 37) -> jax.Array:
 def make(config: ModelConfig, seed: int = 0, noise: float = 0.3):
     """(model, params) of random numbers: gains near 1, everything else near 0, so that gains, offsets, biases, gates and tables
     matter. Nothing is compiled: an initialisation takes longer to compile than all the rest of a test."""
-    model, args = build_model(config), (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.two_sides))
+    model, args = (
+        build_model(config),
+        (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.is_encoder_decoder)),
+    )
     abstract = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), *args))
     generator = np.random.default_rng(seed)
 
@@ -88,7 +91,10 @@ def make(config: ModelConfig, seed: int = 0, noise: float = 0.3):
 
 def initialised(config: ModelConfig, seed: int = 0):
     """(model, params) as training starts with them."""
-    model, args = build_model(config), (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.two_sides))
+    model, args = (
+        build_model(config),
+        (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.is_encoder_decoder)),
+    )
     return model, meta.unbox(jax.jit(model.init)(jax.random.key(seed), *args))
 
 

@@ -220,9 +220,7 @@ def test_what_a_backend_cannot_do_falls_back_and_says_so():
     given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("cope", "decoder", ORDERED), 0.4)
     with record() as used:
         assert choose("blockwise", q, k, v, given) is BACKENDS["reference"].attend
-    assert used == {
-        "reference": "blockwise: the position scheme looks at all keys of a query at once"
-    }
+    assert used == {"reference": "blockwise: the position scheme needs all keys of a query at once"}
 
 
 def test_long_sequences_are_taken_in_blocks_by_themselves():

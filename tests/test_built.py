@@ -21,7 +21,7 @@ def test_arms_of_which_the_same_is_built_are_refused():
     assert configs["plain"] != configs["spelled"]
     with pytest.raises(
         UserError,
-        match=r"arms 'plain' and 'spelled' differ in model.position.*, but the same programs are built"
+        match=r"arms 'plain' and 'spelled' differ in model.position.*, but build the same programs"
         r".* or declare it a control: Sweep\(..., controls=\{'spelled': \"why\"\}\)",
     ):
         checked(Sweep(spelled))
@@ -38,7 +38,7 @@ def test_a_control_must_be_one():
                 controls={"wide": "the same model"},
             )
         )
-    with pytest.raises(UserError, match="controls: 'wid' is no arm; did you mean 'wide'"):
+    with pytest.raises(UserError, match="controls: 'wid' is not an arm; did you mean 'wide'"):
         Sweep(arms(plain={}, wide={}), controls={"wid": "x"})
     checked(Sweep(arms(plain={}, again={}), controls={"again": "the noise of the machine"}))
 

@@ -14,7 +14,7 @@ import pytest
 from transformer import claims
 from transformer.claims import Claim, Process, holding
 from transformer.errors import UserError
-from transformer.output import flush, outlives_its_readers
+from transformer.output import flush, survive_closed_readers
 from transformer.runs import rundir
 
 
@@ -30,7 +30,7 @@ def other():
 def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path, other):
     claim = rundir.lock(tmp_path / "run")
     with rundir.alone([tmp_path / "run"]):
-        assert claim.held_by(os.getpid())
+        assert claim.is_held_by(os.getpid())
         claim.hand_over(other.pid)
         with (
             pytest.raises(UserError, match=f"run is in use by process {other.pid} on .*; wait"),
@@ -39,7 +39,7 @@ def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path, other):
             raise AssertionError("two at once")
         with pytest.raises(UserError, match=f"process {other.pid} on .* took over this run; this"):
             claim.check()
-    assert claim.held_by(other.pid), "what was taken over is not given back"
+    assert claim.is_held_by(other.pid), "what was taken over is not given back"
     other.kill()
     other.wait()
     with rundir.alone([tmp_path / "run"]):
@@ -85,10 +85,13 @@ def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkey
     ):
         pass
     thread.join()
-    waits = f"{tmp_path} was in use by process 17 on elsewhere, which cannot be seen from here; waiting up to 3 s"
+    waits = (
+        f"{tmp_path} was in use by process 17 on elsewhere, "
+        "which is not visible from this machine; waiting up to 3 s"
+    )
     assert (said := capsys.readouterr().err).startswith(waits) and said.count("\n") == 1
     with holding([Claim(file)]):  # nobody renews it any more
-        assert Claim(file).held_by(os.getpid())
+        assert Claim(file).is_held_by(os.getpid())
 
 
 def test_a_process_of_the_same_number_in_another_container_is_another(tmp_path):
@@ -150,15 +153,15 @@ def test_a_claim_whose_file_is_gone_is_taken_again(tmp_path):
     with holding([Claim(tmp_path / "lock")]):
         (tmp_path / "lock").unlink()
         Claim(tmp_path / "lock").check()
-        assert Claim(tmp_path / "lock").held_by(os.getpid())
+        assert Claim(tmp_path / "lock").is_held_by(os.getpid())
     assert not (tmp_path / "lock").exists()
 
 
 def test_a_claim_that_was_not_renewed_in_time_is_lost(tmp_path, other, monkeypatch):
     """Also where its file is gone: another may have taken the run over, and ended it."""
-    monkeypatch.setattr(claims, "keep_renewing", lambda taken: lambda: None)  # it stands still
+    monkeypatch.setattr(claims, "start_renewing", lambda taken: lambda: None)  # it stands still
     monkeypatch.setattr(claims, "STALE", 0.2)
-    late = f"took over this run after process {os.getpid()} had not responded for 0 s; this one"
+    late = f"took over this run after process {os.getpid()} had not responded for 0 s; this process"
     claim = Claim(tmp_path / "lock")
     with holding([claim]):
         time.sleep(0.3)
@@ -174,7 +177,7 @@ def test_a_claim_that_was_not_renewed_in_time_is_lost(tmp_path, other, monkeypat
 
 TALKATIVE = """
 import sys
-from transformer.output import outlives_its_readers
+from transformer.output import survive_closed_readers
 {context}
     for i in range(20_000):
         print("step", i)
@@ -185,7 +188,7 @@ from transformer.output import outlives_its_readers
 
 @pytest.mark.parametrize("lasting", [True, False])
 def test_a_closed_output_ends_no_work(tmp_path, lasting):
-    context = "with outlives_its_readers():" if lasting else "if True:"
+    context = "with survive_closed_readers():" if lasting else "if True:"
     program = TALKATIVE.format(context=context, file=str(tmp_path / "done"))
     command = f"{sys.executable} -c '{program}' 2>&1 | head -3; exit ${{PIPESTATUS[0]}}"
     command = command.replace("'done'", '"done"').replace(
@@ -200,7 +203,7 @@ def test_a_closed_output_ends_no_work(tmp_path, lasting):
 
 def test_streams_are_as_they_were(capsys):
     before = sys.stdout, sys.stderr
-    with outlives_its_readers():
+    with survive_closed_readers():
         assert sys.stdout.encoding == before[0].encoding
         print("to both", file=sys.stderr)
         print("to both")
@@ -211,7 +214,7 @@ def test_streams_are_as_they_were(capsys):
 def test_a_stream_may_be_none(monkeypatch):
     """As Python has it in place of one that was closed, for a script that calls main()."""
     monkeypatch.setattr(sys, "stdout", None)
-    with outlives_its_readers():
+    with survive_closed_readers():
         print("to nobody")
     flush()
     assert sys.stdout is None
@@ -262,7 +265,7 @@ def transformer(command: str, **streams) -> subprocess.CompletedProcess:
 
 def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path):
     """Else what C++ prints would be written into it."""
-    code = "from transformer.output import open_closed; open_closed(); import sys; sys.exit(10 + open(sys.argv[1], 'w').fileno())"
+    code = "from transformer.output import open_closed_streams; open_closed_streams(); import sys; sys.exit(10 + open(sys.argv[1], 'w').fileno())"
     command = f'{sys.executable} -c "{code}" {tmp_path}/file <&- >&- 2>&-'
     root = Path(__file__).parent.parent
     assert subprocess.run(["bash", "-c", command], cwd=root).returncode > 12

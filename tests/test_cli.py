@@ -103,7 +103,7 @@ def test_evaluate_and_generate(folder):
     done = run(folder, "generate", "--workdir=run", stdin=text)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 4
-    assert "1 of 4 lines were longer than the model can read and were cut" in done.stderr
+    assert "1 of 4 lines exceeded the model's maximum length and were cut" in done.stderr
     (folder / "input.txt").write_text(text)
     again = run(folder, "generate", "--workdir=run", "--input=input.txt", "--output=out.txt")
     assert (folder / "out.txt").read_text() == done.stdout and again.stdout == ""
@@ -128,8 +128,8 @@ def test_the_same_command_again_has_nothing_to_do(folder):
         (["train", "--config=config.py", "--workdir=x", "--steps=3"], "no argument '--steps=3'"),
         (["train", "--config=config.py", "--workdir=x", "--config.model.num_heads=3"], "model.d_model: 16 is not divisible by model.num_heads = 3"),
         (["train", "--config=config.py", "--workdir=x", "--config.mesh.data=64"], "mesh: mesh.data=64 needs 64 devices"),
-        (["train", "--config=config.py", "--workdir=x", "--config.platform=tpu"], "platform: 'tpu' is asked for, but JAX runs on 'cpu' here"),
-        (["train", "--config=config.py", "--workdir=x", "--config.platform=accelerator"], "JAX runs on 'cpu' here"),
+        (["train", "--config=config.py", "--workdir=x", "--config.platform=tpu"], "platform: the config sets 'tpu', but JAX runs on 'cpu'"),
+        (["train", "--config=config.py", "--workdir=x", "--config.platform=accelerator"], "JAX runs on 'cpu'"),
         (["train", "--config=config.py", "--workdir=x", "--config.data.train=no.tsv"], "data: no file no.tsv"),
         (["train", "--config=config.py", "--workdir=run", "--config.seed=4"], "holds a different experiment: seed was 0, is 4"),
         (["train", "--config=config.py", "--workdir="], "argument --workdir: empty; name a folder"),

@@ -20,7 +20,7 @@ from transformer.config_io import load_experiment
 from transformer.data import sources
 from transformer.data.pipeline import open_data
 from transformer.errors import LONGEST, UserError
-from transformer.files import disk_faults
+from transformer.files import disk_errors
 from transformer.parallel import processes
 from transformer.runs.metrics import read_metrics
 from transformer.runs.rundir import load_config, read_manifest
@@ -113,7 +113,7 @@ def test_blank_texts_are_no_examples(written):
     pairs = ("\n".join(side).replace("\t", "").encode() for side in zip(*rows, strict=True))
     files = (written(name, side) for name, side in zip(("x.en", "x.es"), pairs, strict=True))
     assert read("paired", ",".join(files)) == rows[:1]
-    with pytest.raises(UserError, match="holds no text"):
+    with pytest.raises(UserError, match="contains no text"):
         read("jsonl", written("b.jsonl", b'{"source": " ", "target": ""}\n'))
 
 
@@ -121,7 +121,10 @@ def test_blank_texts_are_no_examples(written):
     ("content", "message"),
     [
         ("one\n".encode("utf-16"), r":1: not UTF-8 .* but UTF-16; convert the file"),
-        ("one\n".encode("utf-16-le"), r":1: a NUL byte at column 2; a binary file, or UTF-16"),
+        (
+            "one\n".encode("utf-16-le"),
+            r":1: a NUL byte at column 2; convert the file, which is binary or UTF-16",
+        ),
         (gzip.compress(b"one\n", mtime=0), r":1: not UTF-8 .* but gzip \(name it \.gz\)"),
         (b"one\ntw\0o\n", r":2: a NUL byte at column 3"),
     ],
@@ -180,7 +183,7 @@ def test_bytes_that_are_no_text_at_the_prompt(monkeypatch, errors):
 def test_a_file_beyond_its_limit(tmp_path):
     for message in ("[Errno 27] File too large", "OUT_OF_RANGE: Failed writing: File too large"):
         refused = pytest.raises(UserError, match=r"run: a file is larger .* \(ulimit -f\)")
-        with refused, disk_faults("run"):
+        with refused, disk_errors("run"):
             raise ValueError(message)
 
 
@@ -224,9 +227,9 @@ def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
 
 BESIDE = """
 import logging, sys
-from transformer.output import quiet_threads
+from transformer.output import suppress_redundant_tracebacks
 if {quiet}:
-    quiet_threads()
+    suppress_redundant_tracebacks()
 logging.getLogger("absl").error("a write failed")
 logging.getLogger("asyncio").error("Task exception was never retrieved")
 class Lost:
@@ -254,10 +257,14 @@ def test_what_is_printed_beside_a_fault_is_left_out():
 
 
 def test_a_lost_process_is_told_from_another_error():
-    assert processes.is_loss(RuntimeError("FAILED: Gloo AllReduce failed: Connection closed"))
-    assert not processes.is_loss(RuntimeError("INVALID_ARGUMENT: shapes differ"))
-    assert processes.is_loss(ValueError("UNKNOWN: Gloo AllGather failed: Connection closed"))
-    assert not processes.is_loss(ValueError("gloo"))
+    assert processes.is_lost_process(
+        RuntimeError("FAILED: Gloo AllReduce failed: Connection closed")
+    )
+    assert not processes.is_lost_process(RuntimeError("INVALID_ARGUMENT: shapes differ"))
+    assert processes.is_lost_process(
+        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed")
+    )
+    assert not processes.is_lost_process(ValueError("gloo"))
 
 
 @pytest.mark.parametrize(

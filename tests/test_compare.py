@@ -38,7 +38,7 @@ def test_a_verdict_claims_what_the_interval_does(tmp_path):
     )
     assert (
         "is worse than" in said
-        and "cannot be told from" in said
+        and "no detectable difference from" in said
         and "corrected for 2 comparisons" in said
     )
     assert a.value.half > 0.1 > b.to_baseline.mean.half, "pairs see what means do not"
@@ -61,10 +61,10 @@ def test_what_cannot_be_told_shares_a_sentence(tmp_path):
                     model__d_ff=32 + 8 * arm,
                 )
     few, many = compare(tmp_path / "2").sentences, compare(tmp_path / "10").sentences
-    assert few[-1].startswith("arm1 and arm2 cannot be told from arm0: p = ")
+    assert few[-1].startswith("arm1 and arm2 have no detectable difference from arm0: p = ")
     assert (
-        "10 others cannot be told from" in many[0]
-        and many[-1].startswith("10 others cannot be told from arm0: p = ")
+        "no detectable difference between it and 10 other arms" in many[0]
+        and many[-1].startswith("10 other arms have no detectable difference from arm0: p = ")
         and len(many) == 2
     )
 
@@ -90,7 +90,7 @@ def test_the_same_difference_in_every_seed_is_not_among_the_best(tmp_path):
     assert [name for name, row in found.rows.items() if row.among_best] == ["all", "most", "same"]
     assert any(
         line.startswith(
-            "none has a difference to all of -1.000 in each of 3 seeds: without a spread"
+            "none has a difference from all of -1.000 in each of 3 seeds, which leaves no spread"
         )
         for line in found.sentences
     )
@@ -130,7 +130,7 @@ def test_arms_that_are_equal_have_no_best(tmp_path):
             made_up(tmp_path, arm, seed, 4.0, test_bleu=0.0, model__d_ff=32 + 8 * ord(arm))
     assert (
         compare(tmp_path, metric="test/bleu").sentences[0]
-        == "By test/bleu (BLEU) no arm differs from another with any seed: 0.000 ± 0.000."
+        == "By test/bleu (BLEU), all arms are equal in every seed: 0.000 ± 0.000."
     )
 
 
@@ -164,7 +164,7 @@ def test_of_many_arms_the_best_have_lines(tmp_path):
     drawn = [text.get_text() for text in picture.legends[0].get_texts()]
     assert (
         drawn == ["arm00", *(f"arm{arm:02d}" for arm in range(4, 15))]
-        and "best 11 of 15 arms; the numbers of all are in curves.csv" in said
+        and "best 11 of 15 arms; curves.csv lists all arms" in said
     )
     assert len(pictures["by_arm"][1].axes[0].get_yticks()) == 14, "all that came to an end"
 
@@ -175,7 +175,7 @@ def test_one_seed_claims_nothing(tmp_path):
     found = compare(tmp_path)
     said = " ".join(found.sentences)
     assert (
-        "no interval can be had, and nothing is claimed" in said
+        "too few for an interval, so no conclusion is drawn" in said
         and "worse" not in said
         and "better" not in said
     )
@@ -223,7 +223,9 @@ def test_when_an_arm_is_as_good_as_the_baseline_at_its_end(tmp_path):
         found.rows["c"].reaches.seeds,
     ) == (2, 3, 1)
     assert any(
-        "75% of its steps, 2 of 3 seeds" in cell for row in report.outcome(found) for cell in row
+        "75% of baseline steps, 2 of 3 seeds" in cell
+        for row in report.outcome(found)
+        for cell in row
     )
 
 
@@ -251,7 +253,7 @@ def test_which_way_is_better_is_known_by_name(tmp_path):
     again = report.again(compare(tmp_path, metric="test/bleu", baseline="b").results)
     assert again.endswith("--metric=test/bleu --baseline=b")
     made_up(tmp_path, "c", 0, 4.0, test_beauty=1.0)
-    with pytest.raises(UserError, match="metric 'test/beauty': say which way is better"):
+    with pytest.raises(UserError, match="metric 'test/beauty': its direction is unknown"):
         compare(tmp_path, metric="test/beauty")
 
 
@@ -272,6 +274,6 @@ def test_what_is_not_over_is_not_compared(tmp_path):
     ).split()
     said = " ".join(found.results.left_out)
     assert (
-        "seed 1: test/loss is not known: the run is at step 4 of 8" in said
+        "seed 1: test/loss is unknown: the run is at step 4 of 8" in said
         and "evaluated with decoding = beam_size 4" in said
     )

@@ -76,8 +76,8 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
         and 4 < nothing < 9
     )
     assert any(
-        "pre: of 3 values of learning_rate, 0.01 has the best mean" in line
-        and "at 0.01 alone within 5% of it; from 0.001 to 0.1 no seed failed" in line
+        "With pre, of 3 values of learning_rate, 0.01 has the best mean" in line
+        and "range within 5% of it: 0.01 alone; range without failed seeds: 0.001 to 0.1" in line
         for line in judged.sentences
     )
     page = report.write(judged, tmp_path / "report").read_text()
@@ -85,7 +85,7 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
         "Sensitivity (Wortsman" in page
         and (tmp_path / "report" / "figures" / "scan_optimizer.learning_rate.png").exists()
     )
-    with pytest.raises(UserError, match="from a number over 0"):
+    with pytest.raises(UserError, match="use 0 < low < high"):
         scan("optimizer.learning_rate", 0.0, 1.0, 3)
 
 
@@ -136,7 +136,7 @@ def test_of_many_arms_the_scan_speaks(tmp_path):
         assert any("is better than learning_rate=0.001" in line for line in sentences) == (
             points == 3
         )
-        assert any(line.startswith(f"of {points} values of learning_rate") for line in sentences)
+        assert any(line.startswith(f"Of {points} values of learning_rate") for line in sentences)
         assert any(
             line.startswith("learning_rate=0.1 diverged with 1 of 3 seeds") for line in sentences
         )
@@ -167,7 +167,8 @@ def test_the_page_stands_alone(tmp_path):
             "a profile has its numbers"
         )
         assert re.search(
-            r"Norm of the gradient by layer, decoder, before the first step \(one batch of \d+ rows\)",
+            r"Norm of the gradient by layer, decoder, before the first step "
+            r"\(one batch of \d+ sequences\)",
             said,
         )
     assert (

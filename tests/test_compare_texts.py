@@ -25,8 +25,8 @@ def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
     for words in (
         "was tested on another text",
         "has another tokenizer",
-        "test/loss is no number",
-        "test/loss is not there (yet)",
+        "test/loss has no final value",
+        "test/loss is not logged yet",
         "has logged nothing yet",
     ):
         assert words in told
@@ -55,7 +55,9 @@ def test_what_the_sweep_asks_about_may_differ(tmp_path):
         assert len(
             [line for line in judged.results.left_out if "was tested on another text" in line]
         ) == 4 - sum(counts)
-        assert ("on texts of their own" in report.markdown(judged)) == (field == "data.held_out")
+        assert ("tested on different texts" in report.markdown(judged)) == (
+            field == "data.held_out"
+        )
 
 
 def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
@@ -69,7 +71,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
     configs, found = facts_of(by("test/loss"))
     with pytest.raises(
         UserError,
-        match=r"metric 'test/loss' is of tokens, and 'vocab_size=300' has others than 'vocab_size=512'.*test/bits_per_byte",
+        match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has another tokenizer than 'vocab_size=512'.*test/bits_per_byte",
     ):
         guard.check(by("test/loss"), configs, found)
     for allowed in (
@@ -121,7 +123,7 @@ def test_a_classifiers_loss_is_of_labels(tmp_path):
     assert (
         [row.value.count for row in judged.rows.values()] == [2, 2]
         and "nats per label" in page
-        and "per token" not in page
+        and "nats per token" not in page
     )
 
 
@@ -160,6 +162,6 @@ def test_what_the_test_leaves_out_is_told(tmp_path):
             )
         )
     assert (
-        "Of the test text arms leave out: a nothing; b pairs too long: dropped 3."
+        "Excluded from the test text, by arm: a (nothing); b (pairs too long: dropped 3)."
         in report.markdown(compare(tmp_path))
     )

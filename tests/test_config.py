@@ -38,7 +38,34 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ),
         ({"position": {"name": "none", "x": 1.0}}, r"takes no options"),
         ({"position": {"name": "rotary", "layout": "x"}}, r"model.position.layout: no 'x'"),
-        ({"position": "rotary", "d_head": 5}, r"turns pairs"),
+        ({"position": "rotary", "d_head": 5}, r"rotation needs pairs"),
+        (
+            {
+                "position": {"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}},
+                "d_head": 2,
+            },
+            r"model.position.scaling.name: 'ntk' needs at least 4 rotated dimensions, not 2",
+        ),
+        (
+            {
+                "position": {
+                    "name": "rotary",
+                    "scaling": {"name": "dynamic", "factor": 2.0, "original_length": 8},
+                },
+                "d_head": 2,
+            },
+            r"'dynamic' needs at least 4",
+        ),
+        (
+            {
+                "position": {
+                    "name": "rotary",
+                    "theta": 1.0,
+                    "scaling": {"name": "yarn", "factor": 2.0, "original_length": 8},
+                }
+            },
+            r"scaling.name: 'yarn' needs model.position.theta over 1, not 1.0",
+        ),
         ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
         ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
         ({"norm_placement": "prenorm"}, r"model.norm_placement: no 'prenorm'"),
@@ -57,7 +84,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
             {"num_decoder_layers": 2 * 10**9},
             r"model.num_decoder_layers: 2,000,000,000 is too large; at most 10,000",
         ),
-        ({"pad_id": 50}, r"model.pad_id: 50 is no token"),
+        ({"pad_id": 50}, r"model.pad_id: 50 is not in a vocabulary of 50 tokens"),
         ({"d_model": 2**40}, r"model.d_model: 1099511627776 is too large; at most"),
         ({"norm_epsilon": 0.0}, r"model.norm_epsilon: 0.0 must be more than 0"),
         ({"init_std": -0.1}, r"model.init_std: -0.1 must be more than 0"),
@@ -87,14 +114,14 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
     ("tree", "message"),
     [
         ({"modle": {}}, r"modle: no such field; did you mean 'model'"),
-        ({"tokenizer": {"kind": "char"}}, r"tokenizer: no such field; it is data\.tokenizer$"),
+        ({"tokenizer": {"kind": "char"}}, r"tokenizer: no such field; use data\.tokenizer$"),
         (
             {"model": {**MODEL, "batch_size": 3}},
-            r"model.batch_size: no such field; it is data\.batch_size or decoding\.batch_size",
+            r"model.batch_size: no such field; use data\.batch_size or decoding\.batch_size",
         ),
         (
             {"model": MODEL, "data": {"tokenizer": "char"}},
-            r"data.tokenizer: expected a table of fields, dict\(kind=...\), got 'char'",
+            r"data.tokenizer: expected a mapping of fields, dict\(kind=...\), got 'char'",
         ),
         (
             {"model": {**MODEL, "d_modle": 3}},
@@ -103,7 +130,7 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
         ({"model": {**MODEL, "d_model": "wide"}}, r"model.d_model: expected int, got 'wide'"),
         ({"model": {**MODEL, "use_bias": 1}}, r"model.use_bias: expected bool, got 1"),
         ({"model": {"vocab_size": 3}}, r"model.family: must be set"),
-        ({"model": 3}, r"model: expected a table of fields"),
+        ({"model": 3}, r"model: expected a mapping of fields"),
         (
             {"model": {**MODEL, "max_length": 64}, "data": {"corpus": "pydoc", "length": 128}},
             r"data.length: 128 is longer than model.max_length",
@@ -116,7 +143,10 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
             {"model": MODEL, "train": {"accumulate": 3}},
             r"train.accumulate: 3 does not divide data.batch_size = 32",
         ),
-        ({"model": MODEL, "mesh": {"data": -1, "fsdp": -1}}, r"only one axis"),
+        (
+            {"model": MODEL, "mesh": {"data": -1, "fsdp": -1}},
+            r"more than one -1; set at most one axis to -1",
+        ),
         ({"model": MODEL, "mesh": {"data": 0}}, r"mesh.data: 0"),
         ({"model": MODEL, "optimizer": {"name": "adam"}}, r"did you mean 'adamw'"),
         (
@@ -126,7 +156,7 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
         ({"model": MODEL, "train": {"average_checkpoints": 5}}, r"train.keep_checkpoints = 2"),
         (
             {"model": MODEL, "train": {"average_checkpoints": 2, "ema_decay": 0.9}},
-            r"two ways to average",
+            r"both average the parameters",
         ),
         (
             {"model": MODEL, "decoding": {"beam_size": 4, "temperature": 1.0}},
@@ -221,7 +251,7 @@ def test_an_unknown_field_in_python_names_the_nearest():
 
 def test_values_without_names_each_have_a_field():
     assert MeshConfig(1, 2) == MeshConfig(data=1, stage=2)
-    with pytest.raises(UserError, match=r"^MeshConfig: 9 values for \d fields; name them"):
+    with pytest.raises(UserError, match=r"^MeshConfig: 9 values for \d fields; pass them"):
         MeshConfig(1, 1, 1, 1, 1, 1, "data", "junk", 3)
     with pytest.raises(UserError, match=r"^data.tokenizer.kind: given twice, .*; leave one out"):
         TokenizerConfig("bpe", kind="char")
@@ -239,7 +269,7 @@ def test_values_without_names_each_have_a_field():
             r"returns 3; a ConfigDict or a dict is expected",
         ),
         ("x.py", "def get_config():\n    return [1]\n", r"returns \[1\]"),
-        ("x.txt", "", "no Python file"),
+        ("x.txt", "", "neither a Python file nor a config.json"),
         ("x.json", "{", "damaged"),
     ],
 )

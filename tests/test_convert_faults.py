@@ -71,7 +71,7 @@ REFUSED = [
     (
         "llama",
         {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
-        "rope_parameters.factor = 2.0 is no field of a llama",
+        "rope_parameters.factor = 2.0 is not a known field of a llama",
     ),
     (
         "llama",
@@ -87,33 +87,37 @@ REFUSED = [
     (
         "qwen2",
         {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
-        "rope_parameters.full_attention = .* is no field",
+        "rope_parameters.full_attention = .* is not a known field",
     ),
     (
         "modernbert",
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-        "rope_parameters = .* has 'factor', which is no kind",
+        "rope_parameters = .* has 'factor', which is not a layer type",
     ),
     (
         "modernbert",
         {"classifier_activation": "relu"},
         "classifier_activation = 'relu' is not supported",
     ),
-    ("gpt_neox", {"rope_theta": 500.0}, "rope_theta = 500.0 is no field of a gpt_neox model"),
+    (
+        "gpt_neox",
+        {"rope_theta": 500.0},
+        "rope_theta = 500.0 is not a known field of a gpt_neox model",
+    ),
     ("gpt2", {"is_causal": False}, "is_causal = False is not supported"),
     ("gpt2", {"num_attention_heads": 2}, "n_head = 4 contradicts num_attention_heads = 2"),
     (
         "mistral",
         {"layer_types": ["full_attention"] * 4},
-        "layer_types = .* is no field of a mistral model",
+        "layer_types = .* is not a known field of a mistral model",
     ),
     (
         "qwen2",
         {"layer_types": ["full_attention"] * 3},
         "layer_types = .* has 3 entries for 4 layers",
     ),
-    ("gpt2", {"eos_token_id": "x"}, "eos_token_id = 'x' must be the id of a token or null"),
-    ("bart", {"pad_token_id": [1]}, r"pad_token_id = \[1\] must be the id of a token or null"),
+    ("gpt2", {"eos_token_id": "x"}, "eos_token_id = 'x' must be a token ID or null"),
+    ("bart", {"pad_token_id": [1]}, r"pad_token_id = \[1\] must be a token ID or null"),
     (
         "llama",
         {"num_hidden_layers": 10**9},
@@ -163,7 +167,7 @@ def test_a_transposed_tensor_is_refused(saved, tmp_path, family, name, shapes):
         folder, tmp_path / "x", alter=lambda tensors: tensors.update({name: tensors[name].T})
     )
     found, asked = shapes
-    assert refusal(turned) == f"{name}: its shape is {found}, but config.json asks for {asked}"
+    assert refusal(turned) == f"{name}: its shape is {found}, but config.json implies {asked}"
 
 
 def test_a_square_matrix_in_more_axes_is_refused(saved, tmp_path):
@@ -306,7 +310,7 @@ def test_shards_that_are_links_and_shards_that_disagree(saved, tmp_path):
         (cache / file.name).symlink_to(file)
     jax.tree.map(np.testing.assert_array_equal, load_hf(cache)[1], load_hf(folder)[1])
     (cache / "model.safetensors").symlink_to(folder / "model.safetensors")
-    assert f"both model.safetensors and {index}; delete the one" in refusal(cache)
+    assert f"contains both model.safetensors and {index}; delete the outdated one" in refusal(cache)
     (cache / "model.safetensors").unlink()
     table = json.loads((cache / index).read_text())
     files = sorted(set(table["weight_map"].values()))

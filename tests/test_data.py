@@ -121,8 +121,8 @@ def test_the_held_out_side_shares_no_sentence_with_training(pairs):
     assert len(train) + len(held) == len(lines)
     assert len({s for s, _ in data.store.examples("test")}) >= 20
     for side in (0, 1):
-        assert not {split.normalise(p[side]) for p in held} & {
-            split.normalise(p[side]) for p in train
+        assert not {split.normalize(p[side]) for p in held} & {
+            split.normalize(p[side]) for p in train
         }
     together = [e for e in data.store.examples("test") if "mat number" in e[0]] + [
         e for e in data.store.examples("valid") if "mat number" in e[0]
@@ -343,9 +343,9 @@ def test_a_foreign_tokenizer_is_checked(pairs, tmp_path):
     for path, message in (
         (
             f"{foreign}.model",
-            r"data\.tokenizer\.pad_id: must be set, for .*foreign\.model does not say it",
+            r"data\.tokenizer\.pad_id: must be set; .*foreign\.model does not define it",
         ),
-        (pairs, "no SentencePiece model"),
+        (pairs, "not a SentencePiece model"),
         (tmp_path / "none", "no file"),
     ):
         with pytest.raises(UserError, match=message):

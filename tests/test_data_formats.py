@@ -47,7 +47,7 @@ def test_every_format_reads_the_same_pairs(tmp_path):
     [
         ("a.tsv", b"one\ttwo\nthree\n", {}, r"a\.tsv:2: expected source, tab, target"),
         ("a.tsv", b"one\ttwo\nth\xffree\tx\n", {}, r"a\.tsv:2: not UTF-8"),
-        ("a.tsv", b"", {}, "holds no text"),
+        ("a.tsv", b"", {}, "contains no text"),
         (
             "a.jsonl",
             b'{"source": "a"}\n',
@@ -67,9 +67,9 @@ def test_every_format_reads_the_same_pairs(tmp_path):
             r"a\.jsonl:1: .* surrogate",
         ),
         ("a.jsonl", b"oops\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
-        ("a.txt", b"one\n", {"format": "text"}, "gives 1 text"),
+        ("a.txt", b"one\n", {"format": "text"}, "yields 1 text"),
         ("a.tsv", b"one\ttwo\nthree\tfour\n", {}, "held_out"),
-        ("a.tsv", b"one\ttwo\n", {"format": "paired"}, "two paths with a comma"),
+        ("a.tsv", b"one\ttwo\n", {"format": "paired"}, "two paths separated by a comma"),
         (
             "a.jsonl",
             b'{"source": ' + b"9" * 5000 + b"}\n",
@@ -94,12 +94,12 @@ def test_every_format_reads_the_same_pairs(tmp_path):
             {},
             r"a\.tsv\.gz: damaged or cut off",
         ),
-        ("a.tsv.gz", b"one\ttwo\n", {}, r"a\.tsv\.gz: damaged or cut off behind line 0"),
+        ("a.tsv.gz", b"one\ttwo\n", {}, r"a\.tsv\.gz: damaged or cut off after line 0"),
         (
             "a.tsv",
             b"one\ttwo\n" * 99,
             {"format": "arrayrecord"},
-            r"a\.tsv: no ArrayRecord file|holds no text",
+            r"a\.tsv: not an ArrayRecord file|contains no text",
         ),
     ],
 )
@@ -134,14 +134,14 @@ def test_paired_globs_pair_files_by_what_the_wildcards_stand_for(tmp_path):
     [
         (
             ("[abc].en", "[abd].es"),
-            "c.en and d.es are no pair: the wildcards stand for 'c' and 'd'",
+            "c.en and d.es are not a pair: the wildcards match 'c' and 'd'",
         ),
         (
             ("[bc].en", "[bd]*.es"),
-            "b.en and b.es are no pair: the wildcards stand for 'b' and 'b/'",
+            "b.en and b.es are not a pair: the wildcards match 'b' and 'b/'",
         ),
         (("*.en", "[ab].es"), "matches 3 and 2 files, and c.en has no partner"),
-        (("[ac].en", "*.es"), "c.en and b.es are no pair"),
+        (("[ac].en", "*.es"), "c.en and b.es are not a pair"),
         (("a.en", "*.es"), "matches 1 and 3 files, and b.es has no partner"),
     ],
 )
@@ -231,7 +231,7 @@ def test_data_config_refuses_what_makes_no_sense():
     for fields, message in [
         ({"corpus": "pydoc", "buckets": (8, 128)}, "packed or bucketed"),
         ({"corpus": "pydoc", "packing": False, "buckets": (8, 64)}, "end in data.length"),
-        ({"corpus": "pydoc", "train": "x"}, "two texts to train on"),
+        ({"corpus": "pydoc", "train": "x"}, "both name a training text"),
         ({"corpus": "pydoc", "too_long": "keep"}, "too_long"),
         ({"corpus": "pydoc", "eval_overlap": -1}, "eval_overlap: -1 is too small"),
         (
@@ -242,8 +242,8 @@ def test_data_config_refuses_what_makes_no_sense():
             {"train": "x", "format": "text", "fields": ("a",)},
             "data.fields: .* has no effect without a data.format that has fields",
         ),
-        ({"train": "x", "fields": ("²", "1")}, "numbers of columns"),
-        ({"train": "x", "fields": ("en", "es")}, "numbers of columns"),
+        ({"train": "x", "fields": ("²", "1")}, "must be column numbers"),
+        ({"train": "x", "fields": ("en", "es")}, "must be column numbers"),
     ]:
         with pytest.raises(UserError, match=message):
             DataConfig(**fields)

@@ -55,12 +55,13 @@ def scorer(model, params, length: int, rows: int):
     return of
 
 
-def searcher(model, params, source, limits, beam_size: int, max_new: int):
+def searcher(model, params, source, limits, beam_size: int, max_new: int, eos=EOS):
     """alpha -> (texts, scores), with one compile for all."""
     start = jnp.ones((len(source), 1), jnp.int32)
     return jax.jit(
         lambda alpha: beam_search(
-            model, params["params"], start, limits, beam_size=beam_size, alpha=alpha, max_new=max_new, source_BxS=source, **ENDING,
+            model, params["params"], start, limits, beam_size=beam_size, alpha=alpha, max_new=max_new, source_BxS=source,
+            **ENDING | {"eos_id": eos},
         )
     )  # fmt: skip
 
@@ -102,41 +103,42 @@ def test_beam_search_equals_brute_force(exhaustive, alpha):
             )
 
 
-def plain_beam(score, source, limit, alpha, k):
+def plain_beam(score, source, limit, alpha, k, eos):
     """Beam search as one would write it for a single sentence, with lists, scoring every prefix anew."""
     live, ended = [(0.0, (1,))], []
     for step in range(1, limit + 1):
         grown = []
         for (logp, text), out in zip(live, score(source, [text for _, text in live]), strict=True):
             grown += [(logp + float(out[step - 1, t]), (*text, t)) for t in range(1, out.shape[-1])]
-        grown = sorted(grown, reverse=True)[: 2 * k]
-        ended += [(s / ((5 + step) / 6) ** alpha, t) for s, t in grown if t[-1] == EOS]
+        grown = sorted(grown, reverse=True)[: (1 + len(eos)) * k]
+        ended += [(s / ((5 + step) / 6) ** alpha, t) for s, t in grown if t[-1] in eos]
         ended = sorted(ended, reverse=True)[:k]
-        live = [(s, t) for s, t in grown if t[-1] != EOS][:k]
+        live = [(s, t) for s, t in grown if t[-1] not in eos][:k]
         if len(ended) == k and live[0][0] / ((5 + limit) / 6) ** alpha <= ended[-1][0]:
             break
     return ended or [(s / ((5 + limit) / 6) ** alpha, t) for s, t in live]
 
 
-@pytest.fixture(scope="module")
-def narrow():
+@pytest.fixture(scope="module", params=[(EOS,), (EOS, 3, 5, 8)])
+def narrow(request):
     model, params = make(small("encoder_decoder", vocab_size=9), noise=0.5)
     source, limits = tokens(5, 3, 5, vocab=9), (6, 6, 4)
     return (
-        searcher(model, params, source, jnp.array(limits), 3, 6),
+        searcher(model, params, source, jnp.array(limits), 3, 6, request.param),
         scorer(model, params, 6, 3),
         source,
         limits,
+        request.param,
     )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_a_narrow_beam_equals_a_plain_one(narrow, alpha):
     """Pruning, freezing and stopping, where the beam is too narrow to be exhaustive."""
-    search, score, source, limits = narrow
+    search, score, source, limits, eos = narrow
     texts, scores = search(alpha)
     for row, limit in enumerate(limits):
-        expected = plain_beam(score, source[row : row + 1], limit, alpha, 3)
+        expected = plain_beam(score, source[row : row + 1], limit, alpha, 3, eos)
         for (wanted, text), found, found_score in zip(
             expected, np.asarray(texts[row]), scores[row], strict=False
         ):

@@ -114,7 +114,7 @@ def test_a_dynamic_scaling_acts_with_a_factor_of_one():
     scaling = {"name": "dynamic", "factor": 1.0, "original_length": 8}
     scheme = positions.build(FrozenDict({"name": "rotary", "scaling": FrozenDict(scaling)}))
     frequencies = scheme._scaling.frequencies(10_000.0, 8, jnp.array([8, 32]))
-    assert scheme._scaling.check() is None
+    assert scheme._scaling.check(10_000.0, 8) is None
     assert np.all(frequencies[0, 1:] > frequencies[1, 1:]), "a longer sequence turns more slowly"
 
 
@@ -141,19 +141,19 @@ def test_a_field_without_effect_is_refused(field):
         (lambda: TrainConfig(evaluators="order"), "train.evaluators: expected a list"),
         (lambda: OptimizerConfig(b3=0.1), "OptimizerConfig.b3: no such field; did you mean 'b"),
         (lambda: small("decoder", d_model="wide"), "model.d_model: expected int, got 'wide'"),
-        (lambda: Experiment(small("decoder"), data=3), "data: expected a table of fields"),
+        (lambda: Experiment(small("decoder"), data=3), "data: expected a mapping of fields"),
         (lambda: Experiment(small("decoder")), "data: must be set"),
         (lambda: small("decoder", logit_scale=1e-300), "model.logit_scale: 1e-300 is 0 in float32"),
         (lambda: OptimizerConfig(learning_rate=1e39), "learning_rate: 1e+39 is infinite in float32"),
         (lambda: small("decoder", position={"name": "rotary", "theta": 1e-300}), "model.position.theta: 1e-300 is 0"),
         (lambda: OptimizerConfig(final_fraction=2), "optimizer.final_fraction: 2.0 must lie in [0, 1]"),
         (lambda: DecodingConfig(temperature=1e30), "decoding.temperature: 1e+30 is too large; at most 100"),
-        (lambda: DataConfig(packing=False, length=32, buckets=(-1, 32)), "data.buckets: (-1, 32); a row has at least 1"),
-        (lambda: DataConfig(packing=False, length=32, buckets=(0, 32)), "data.buckets: (0, 32); a row has at least 1"),
+        (lambda: DataConfig(packing=False, length=32, buckets=(-1, 32)), "data.buckets: (-1, 32); a sequence has at least 1"),
+        (lambda: DataConfig(packing=False, length=32, buckets=(0, 32)), "data.buckets: (0, 32); a sequence has at least 1"),
         (lambda: small("decoder", feed_forward={"name": "experts", "num_experts": 100_000}), "num_experts: 100,000 is too large; at most 4,096"),
         (lambda: small("decoder", norm_placement={"name": "pre", "warmup_hint": 3}), "no option 'warmup_hint'"),
         (lambda: small("decoder", norm_placement={"name": "pre", "branch_gain": -1.0}), "branch_gain: -1.0 must be more than 0"),
-        (lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}), "reads rows of data.length * times = 256 tokens, but the table"),
+        (lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}), "reads sequences of data.length * times = 256 tokens, but the table"),
         (lambda: experiment(train={"evaluators": [{"name": "extrapolation", "times": 1, "sliding": False}]}), "sliding: False has no effect with times=1"),
     ],
 )  # fmt: skip
@@ -197,7 +197,7 @@ def test_what_cannot_be_begun_is_refused_before_any_work(tmp_path):
     one = meshes.make_mesh(MeshConfig(data=1))
     with pytest.raises(
         UserError,
-        match="data.batch_size: 1,000,000,000 rows of 16 tokens take .* lower data.batch_size",
+        match="data.batch_size: 1,000,000,000 sequences of 16 tokens take .* lower data.batch_size",
     ):
         fits.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(one))
     fits.check_batch(experiment(), Share(one))

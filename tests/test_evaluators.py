@@ -14,7 +14,7 @@ from transformer.config import Experiment
 from transformer.data.pipeline import open_data
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
-from transformer.evaluation.subject import At, Subject
+from transformer.evaluation.subject import Snapshot, Subject
 from transformer.mapping import from_mapping
 from transformer.model.layout import flatten
 from transformer.model.network import build_model
@@ -37,7 +37,7 @@ def experiment(*evaluators, mesh=(), **model) -> Experiment:
     })  # fmt: skip
 
 
-def measured(config, most=3, during=False, like=None):
+def measured(config, most=3, in_training=False, like=None):
     """(what is found at the start, with the numbers that `like` starts with; the loss of the same batches, the parameters, a batch)."""
     model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
     with use(make_mesh(config.mesh)) as mesh:
@@ -59,8 +59,8 @@ def measured(config, most=3, during=False, like=None):
         data, share = open_data(config), Share(mesh)
         found = measure(
             Subject(config, data, "valid", mesh, most, optimizer),
-            At(state.params, state.opt_state),
-            during,
+            Snapshot(state.params, state.opt_state),
+            in_training,
         )
         batches = data.batches("valid", share.rows)
         loss = evaluate_loss(
@@ -114,7 +114,9 @@ def test_a_table_of_positions_ends():
     longer = lambda times: experiment(
         {"name": "extrapolation", "times": times, "sliding": False}, position="learned"
     )
-    with pytest.raises(UserError, match=r"reads rows of .* = 256 tokens, but the table of .* ends"):
+    with pytest.raises(
+        UserError, match=r"reads sequences of .* = 256 tokens, but the table of .* ends"
+    ):
         longer(16)
     found, *_ = measured(longer(2))
     assert [name for name in found if not name.startswith("context")] == [
@@ -282,10 +284,10 @@ def test_a_run_that_asks_is_measured_before_its_first_step_and_at_its_end(tmp_pa
 
 
 @pytest.mark.parametrize(("evaluator", "message"), [
-    ("depth_profil", "train.evaluators: no 'depth_profil'; did you mean 'depth_profile'"), ({"name": "extrapolation", "times": 3}, "times: 3; a power of two"),
-    ({"name": "loss_with", "change": "seed=3"}, "a field of the model"), ({"name": "probe", "task": "copi"}, "did you mean 'copy'"),
+    ("depth_profil", "train.evaluators: no 'depth_profil'; did you mean 'depth_profile'"), ({"name": "extrapolation", "times": 3}, "times: 3 must be a power of two"),
+    ({"name": "loss_with", "change": "seed=3"}, "must be a field of the model"), ({"name": "probe", "task": "copi"}, "did you mean 'copy'"),
     ({"name": "loss_with", "change": "model.cusal=True"}, "loss_with changes model.cusal=True: no such field; did you mean 'causal'"),
-    ("probe", "probe asks a question"), ("bleu_by_length", "bleu_by_length is of what translates"),
+    ("probe", "probe requires questions and answers"), ("bleu_by_length", "bleu_by_length requires translations"),
     ({"name": "loss_by_position", "bins": 3}, "has no option 'bins'"), ({"name": "loss_by_position", "parts": 0}, "parts: 0 is too small"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(evaluator, message):
@@ -304,7 +306,7 @@ def test_the_loss_with_a_field_changed():
         "a window as wide as the row"
     )
     assert abs(found["loss_with/model.causal=False"] - loss) > 1e-3
-    with pytest.raises(UserError, match="changes the model's parameters"):
+    with pytest.raises(UserError, match="changes the shapes of parameters"):
         measured(experiment({"name": "loss_with", "change": "model.d_ff=64"}))
 
 
@@ -332,7 +334,7 @@ def test_order_counts_every_full_row_once():
             return dict(
                 measure(
                     Subject(config, SimpleNamespace(batches=lambda part: [taken]), "valid", mesh),
-                    At(params),
+                    Snapshot(params),
                     False,
                 )
             )["order/kl"]
@@ -370,5 +372,5 @@ def test_the_lens_ends_in_the_loss(placement):
 
 
 def test_only_language_models_read_longer_rows():
-    with pytest.raises(UserError, match="extrapolation is of decoders"):
+    with pytest.raises(UserError, match="extrapolation requires a decoder"):
         measured(experiment("extrapolation", family="encoder_decoder"))

@@ -114,7 +114,7 @@ def test_a_source_begins_with_its_sign(bart, tmp_path):
     convert(f"--from={bart}", f"--workdir={tmp_path / 'run'}")
     sources = ["the cat sleeps", "a dog runs at home"]
     ours, trained = answers(tmp_path / "run", sources)
-    assert trained.tokenizer.before_source == [0] and trained.tokenizer.bos == 2
+    assert trained.tokenizer.source_prefix_ids == [0] and trained.tokenizer.bos == 2
     model = transformers.BartForConditionalGeneration.from_pretrained(bart).eval()
     for source, answer in zip(sources, ours, strict=True):
         ids = trained.tokenizer.encode([source])[0]
@@ -192,7 +192,7 @@ def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
 def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
     run = tmp_path / "run"
     convert(f"--from={gpt2}", f"--workdir={run}")
-    with pytest.raises(UserError, match=r"data\.corpus or data\.train: name one of them"):
+    with pytest.raises(UserError, match=r"data\.corpus or data\.train: set one of them"):
         train(load_config(run), run)
     from transformer.mapping import to_mapping
 
@@ -204,7 +204,7 @@ def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
     (run / "config.json").write_text(json.dumps(to_mapping(config)))
     with pytest.raises(
         UserError,
-        match=r"parameters alone, converted from elsewhere; start from them in another --workdir",
+        match=r"contains only converted parameters; start from them in another --workdir",
     ):
         train(config, run)
 
@@ -344,9 +344,9 @@ def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
         (["--from=none", "--workdir=x"], "none: no config.json"),
         (
             ["--from={gpt2}", "--workdir=full"],
-            "--workdir: full is already there, and not an empty folder",
+            "--workdir: full exists and is not an empty folder",
         ),
-        (["--from={gpt2}", "--workdir=x", "--family=gpt2"], "--family: goes with --to"),
+        (["--from={gpt2}", "--workdir=x", "--family=gpt2"], "--family: applies to --to only"),
         (
             ["--from={gpt2}", "--workdir=x", "--config.train.steps=3"],
             "--config.train.steps: a converted model has no training",
@@ -375,7 +375,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, gpt2, monkeypatch):
     from transformer.data.tokenizer import load_tokenizer
 
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json is no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json"):
         load_tokenizer(tmp_path / "tokenizer.json")
     import sys
 

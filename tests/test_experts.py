@@ -132,7 +132,7 @@ def test_padding_takes_no_place_and_gets_nothing(factor):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 9}, "model.feed_forward.top_k: 9 of 4 experts"),
+        ({"top_k": 9}, "model.feed_forward.top_k: 9 is more than num_experts = 4"),
         ({"num_experts": 0}, "model.feed_forward.num_experts: 0 is too small"),
         (
             {"capacity": 1.0},

@@ -64,7 +64,10 @@ def traced(function, *shapes) -> str:
 def of_model(tree: dict) -> str:
     """Initial values and a training forward pass."""
     config = ModelConfig(**tree)
-    model, ids = build_model(config), (jnp.ones((1, 4), jnp.int32),) * (1 + config.two_sides)
+    model, ids = (
+        build_model(config),
+        (jnp.ones((1, 4), jnp.int32),) * (1 + config.is_encoder_decoder),
+    )
 
     def program(key):
         return model.init_with_output({"params": key, "dropout": key}, *ids, deterministic=False)

@@ -101,7 +101,7 @@ class Shelf:
     def __init__(self, config):
         self.text = _Text(config.data, config.objective.columns)
         self.tokenizer = types.SimpleNamespace(
-            vocab_size=60, bos=1, eos=2, pad=0, mask=None, before_source=[], text_ids=np.arange(4, 60), starts_word=np.arange(60) % 3 == 0,
+            vocab_size=60, bos=1, eos=2, pad=0, mask=None, source_prefix_ids=[], text_ids=np.arange(4, 60), starts_word=np.arange(60) % 3 == 0,
             find=lambda piece: None,
         )  # fmt: skip
 
@@ -263,7 +263,7 @@ DECODING = {
 
 
 def test_every_field_of_decoding():
-    signs = types.SimpleNamespace(pad=0, bos=1, eos=2, before_source=[])
+    signs = types.SimpleNamespace(pad=0, bos=1, eos=2, source_prefix_ids=[])
     params = jax.eval_shape(
         build_model(ModelConfig(**DECODER)).init, jax.random.key(0), jnp.ones((1, 4), jnp.int32)
     )["params"]
@@ -358,7 +358,7 @@ def test_every_option_of_an_evaluator(monkeypatch):
 class Letters:
     """A tokenizer of letters."""
 
-    eos, before_source = 2, ()
+    eos, source_prefix_ids = 2, ()
 
     @staticmethod
     def encode(texts):

@@ -90,13 +90,13 @@ def test_what_a_gpus_is_asked_for(monkeypatch):
     assert asked["implementation"] == "cudnn" and asked["is_causal"] and asked["scale"] == 0.3
     plain = given.replace(position=None)
     refused = {
-        "bfloat16": (inputs(d_value=16), plain), "no soft cap": ((q, k, v), plain.replace(soft_cap=1.0)), "no sinks": ((q, k, v), plain.replace(sink_N=jnp.zeros(4))),
-        "no dropout": ((q, k, v), plain.replace(dropout=0.1, dropout_key=jax.random.key(0))), "a head size of 16": ((q, k, v[..., :8]), plain),
-        "no even numbers": ((q[:, :-1], k, v), plain), "changes logits": ((q, k, v), given.replace(mask=SAME_SEGMENT)),
+        "bfloat16": (inputs(d_value=16), plain), "does not support soft caps": ((q, k, v), plain.replace(soft_cap=1.0)), "does not support sinks": ((q, k, v), plain.replace(sink_N=jnp.zeros(4))),
+        "does not support dropout": ((q, k, v), plain.replace(dropout=0.1, dropout_key=jax.random.key(0))), "head sizes 16 for queries and keys, 8 for values": ((q, k, v[..., :8]), plain),
+        "are not even": ((q[:, :-1], k, v), plain), "changes logits": ((q, k, v), given.replace(mask=SAME_SEGMENT)),
     }  # fmt: skip
     for words, (arrays, one) in refused.items():
         assert words in BACKENDS["cudnn"].why_not(*arrays, one), words
-    monkeypatch.setattr(cudnn, "MOST_PAIRS", 100)
+    monkeypatch.setattr(cudnn, "MAX_PAIRS", 100)
     assert "too large" in BACKENDS["cudnn"].why_not(q, k, v, plain)
 
 
@@ -162,16 +162,16 @@ def test_what_it_cannot_do_is_said():
     refused = {
         "the position scheme": given.replace(position=bound("t5", "decoder", ORDERED)),
         "changes logits": given.replace(position=bound("alibi", "decoder", ORDERED), soft_cap=2.0),
-        "no dropout": given.replace(dropout=0.1, dropout_key=jax.random.key(0)),
+        "does not support dropout": given.replace(dropout=0.1, dropout_key=jax.random.key(0)),
         "positions may be 65,536": given.replace(
             position=bound("alibi", "decoder", ORDERED),
             q_tokens=ORDERED.replace(order="growing"),
             k_tokens=ORDERED.replace(order="growing"),
         ),
         "the mask": given.replace(mask=SAME_SEGMENT & CAUSAL & custom),
-        "does not know": given.replace(mask=CAUSAL),
-        "is not known": given.replace(q_tokens=unordered, k_tokens=unordered),
-        "where tokens stand": given.replace(q_tokens=ORDERED.replace(until_BxT=AT)),
+        "does not support the mask": given.replace(mask=CAUSAL),
+        "is unknown": given.replace(q_tokens=unordered, k_tokens=unordered),
+        "the order of tokens": given.replace(q_tokens=ORDERED.replace(until_BxT=AT)),
     }
     for words, one in refused.items():
         assert words in BACKENDS["splash"].why_not(q, k, v, one), words
@@ -191,7 +191,10 @@ def test_a_tpu_takes_it_where_it_serves(monkeypatch):
         assert choose("auto", q, k, v, given) is BACKENDS["splash"].attend
         dropout = given.replace(dropout=0.1, dropout_key=jax.random.key(0))
         assert choose("auto", q, k, v, dropout) is BACKENDS["reference"].attend
-    assert found == {"splash": "", "reference": "splash: it has no dropout on attention weights"}
+    assert found == {
+        "splash": "",
+        "reference": "splash: it does not support dropout on attention weights",
+    }
     monkeypatch.setattr(attention_backends, "LONG", T)
     assert (
         choose("splash", q, k, v, dropout)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer.model.grouped import grouped_product, with_kernels
+from transformer.model.grouped import grouped_product, megablox_product
 
 HOW = {
     "ragged_dot": grouped_product,
-    "kernels": lambda *given: with_kernels(*given, interpret=True),
+    "kernels": lambda *given: megablox_product(*given, interpret=True),
 }
 
 

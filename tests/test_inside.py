@@ -10,7 +10,7 @@ from conftest import make, small, tokens
 from flax.core import meta
 
 from transformer.cli import main
-from transformer.lab.inside import look_inside
+from transformer.lab.inside import observe_text
 from transformer.lab.inspect_page import page
 from transformer.model import attention_statistics
 from transformer.model.attention_backends import Inputs
@@ -118,7 +118,7 @@ def test_layers_without_heads_keep_their_numbers(tmp_path):
     config = load_config(tmp_path / "run")
     with use(make_mesh(config.mesh)) as mesh:
         trained = load_trained(tmp_path / "run", config, mesh)
-        view = look_inside(trained, mesh, "The assert statement")
+        view = observe_text(trained, mesh, "The assert statement")
     (only,) = view.maps
     assert only.layers == [1] and len(only.weights_LxNxTxS) == 1
     assert len(view.lens_L) == 3
@@ -173,8 +173,8 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
     capsys.readouterr()
     for arguments, message in (
         (["--text= "], "--text: empty"),
-        (["--text=a", "--output=/nowhere/x.html"], "lies in none"),
-        *(() if more else ((["--text=a", "--target=b"], "reads one text"),)),
+        (["--text=a", "--output=/nowhere/x.html"], "its folder does not exist"),
+        *(() if more else ((["--text=a", "--target=b"], "takes one text"),)),
     ):
         assert main(["inspect", f"--workdir={folder}", *arguments]) == 2
         assert message in capsys.readouterr().err

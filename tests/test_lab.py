@@ -88,7 +88,7 @@ def test_runs_together_go_on(tmp_path):
     train(
         dataclasses.replace(shorter[0], mesh=dataclasses.replace(shorter[0].mesh, data=1)), apart[0]
     )
-    with pytest.raises(ValueError, match="stand at different steps"):
+    with pytest.raises(ValueError, match="are at different steps"):
         train_together(longer, apart)
 
 
@@ -155,20 +155,21 @@ def test_a_sweep_ends_with_every_run_over(swept):
     assert "low (baseline)" in first.stdout and re.search(r"low +done \d\.\d+ +done", first.stderr)
     assert (
         re.search(r"wild +diverged @\d +diverged @\d", first.stderr)
-        and "4 of 4 runs are over" in first.stderr
+        and "4 of 4 runs finished" in first.stderr
     )
     assert all((folder / "low" / f"seed-{seed}" / "test.json").exists() for seed in (0, 1))
     before = sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
     again = sweep("--dry-run")
     assert (
-        again.returncode == 0 and "over: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout
+        again.returncode == 0
+        and "finished: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout
     ), again.stderr
     assert before == sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
     for more in ((), ("--dry-run",)):
         refused = sweep("--config.train.steps=9", *more)
         assert (
             refused.returncode == 2
-            and "arm 'low' is another: train.steps was 8, is 9" in refused.stderr
+            and "a different arm 'low': train.steps was 8, is 9" in refused.stderr
         ), refused.stdout
 
 
@@ -182,7 +183,7 @@ def test_the_time_left_is_by_the_work_left(tmp_path, monkeypatch):
     (made_up(tmp_path, "steps=8", 0, 4.0) / "test.json").write_text('{"step": 8}')
     clock[0] = 100.0
     table.show(last=True)
-    assert said.getvalue().splitlines()[-1].endswith("1:40 so far, 5:00 left")
+    assert said.getvalue().splitlines()[-1].endswith("1:40 elapsed, 5:00 left")
 
 
 def test_a_sweep_is_compared(swept, capsys):
@@ -213,9 +214,7 @@ def test_a_sweep_is_compared(swept, capsys):
 def test_a_sweep_keeps_the_seeds_it_has(tmp_path):
     make_study(tmp_path, seeds=3).write()
     made_up(tmp_path, "rotary", 2, 4.0)
-    with pytest.raises(
-        UserError, match="holds a run, rotary/seed-2, of a seed that this sweep has not"
-    ):
+    with pytest.raises(UserError, match="holds run rotary/seed-2, whose seed this sweep lacks"):
         make_study(tmp_path, seeds=2).check()
     make_study(tmp_path, seeds=4).check()
 

@@ -16,7 +16,7 @@ def test_what_is_not_declared_is_refused():
     configs, found = facts_of(sweep)
     assert found["t5"].parameters - found["rotary"].parameters == 32 * 4
     with pytest.raises(
-        UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+ .*declared=\{'parameters'"
+        UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+; .*declared=\{'parameters'"
     ):
         guard.check(sweep, configs, found)
     guard.check(dataclasses.replace(sweep, declared={"parameters": "T5's bias"}), configs, found)
@@ -24,9 +24,7 @@ def test_what_is_not_declared_is_refused():
         Sweep(vary("model.position", "rotary", "alibi")),
         *({arm: of[arm] for arm in ("rotary", "alibi")} for of in (configs, found)),
     )
-    with pytest.raises(
-        UserError, match="'params' is nothing that is compared; there is: parameters"
-    ):
+    with pytest.raises(UserError, match="'params' is not a compared fact; there is: parameters"):
         guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, found)
 
 
@@ -37,7 +35,7 @@ def test_one_experiment_under_two_names_is_refused():
     configs, found = facts_of(sweep)
     with pytest.raises(UserError, match="'alibi' and 'said' are the same experiment"):
         guard.check(
-            dataclasses.replace(sweep, declared=dict.fromkeys(guard.GIVEN_BY, "whatever")),
+            dataclasses.replace(sweep, declared=dict.fromkeys(guard.SET_BY, "whatever")),
             configs,
             found,
         )
@@ -139,8 +137,8 @@ def test_what_is_sized_in_one_may_differ_a_little_in_the_other():
     guard.check(sweep, configs, near)
     with pytest.raises(UserError, match="flops: rotary") as refused:
         guard.check(sweep, configs, far)
-    assert "size them equal" not in str(refused.value), "that is what was asked for"
-    with pytest.raises(UserError, match="flops: rotary .*(.|\n)*size them equal: match='flops'"):
+    assert "match the sizes" not in str(refused.value), "that is what was asked for"
+    with pytest.raises(UserError, match="flops: rotary .*(.|\n)*match the sizes: match='flops'"):
         guard.check(dataclasses.replace(sweep, match=""), configs, near)
 
 

@@ -137,7 +137,7 @@ def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monk
     ].status().why.startswith("ValueError: a fault; see ")
     said = capsys.readouterr().err
     assert (
-        "each by itself, since together" in said
+        "trained one by one, because training together failed" in said
         and "Traceback" in said
         and "error: rotary/seed-2: ValueError: a fault" in said
     )

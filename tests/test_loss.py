@@ -10,8 +10,8 @@ from transformer.config import MeshConfig
 from transformer.model.embedding import Head
 from transformer.model.sharding import fitting
 from transformer.parallel.mesh import make_mesh, use
-from transformer.planning.hlo import Program
-from transformer.planning.messages import messages
+from transformer.planning.collectives import collectives
+from transformer.planning.hlo import HloProgram
 from transformer.training.loss import auto_chunks, cross_entropy
 
 B, T, D, V = 3, 8, 5, 11
@@ -136,10 +136,10 @@ def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once
     assert all(np.abs(g).max() > 0.1 for g in jax.tree.leaves(grads))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), grads, expected_grads)
     over_rows = [
-        message
-        for message in messages(Program.read(text))
-        if message.groups.shape[1] == 4 and message.bytes >= 6 * 8 * 4
+        collective
+        for collective in collectives(HloProgram.read(text))
+        if collective.groups.shape[1] == 4 and collective.bytes >= 6 * 8 * 4
     ]
     assert over_rows and all(
-        message.times == 1 for message in over_rows
+        collective.times == 1 for collective in over_rows
     )  # the matrix's gradient, not once a chunk

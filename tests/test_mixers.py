@@ -222,7 +222,7 @@ def test_beams_share_what_was_read_of_the_source():
         (lambda: small("decoder", mixer="gated_delta", num_kv_heads=0, position="none", window=3), "model.window: 3 has no effect without a mixer"),
         (lambda: small("decoder", mixer="mla", position="rotary"), "model.num_kv_heads: 2 has no effect without a mixer"),
         (lambda: small("decoder", mixer="mla", num_kv_heads=0, position="shaw"), "no place for score and value"),
-        (lambda: small("decoder", num_kv_heads=0, layer_pattern=({"mixer": "gated_delta", "window": 3}, {})), "window = 3 has no effect beside mixer"),
+        (lambda: small("decoder", num_kv_heads=0, layer_pattern=({"mixer": "gated_delta", "window": 3}, {})), "window = 3 has no effect with mixer"),
         (lambda: small("decoder", layer_pattern=({"d_ff": 3}, {})), "'d_ff' cannot differ between layers"),
         (lambda: small("decoder", norm_placement="post", layer_pattern=({"norm_placement": "pre"}, {"norm_placement": "peri"})), "model.norm_placement: 'post' has no effect"),
     ],

@@ -17,7 +17,7 @@ FAMILIES = ("encoder", "decoder", "encoder_decoder")
 
 
 def inputs(config, batch=2, seed=0):
-    if config.two_sides:
+    if config.is_encoder_decoder:
         return tokens(seed, batch, 7), tokens(seed + 1, batch, 5)
     return (tokens(seed, batch, 6),)
 

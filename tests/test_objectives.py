@@ -221,19 +221,19 @@ def test_two_things_asked_for_count_the_same_and_accumulate(text):
         ("masked_ml", "encoder", {}, {}, "data.objective: no 'masked_ml'; did you mean 'masked_lm'"),
         ({"name": "masked_lm", "rat": 0.3}, "encoder", {}, {}, "has no option 'rat'; did you mean 'rate'"),
         ({"name": "masked_lm", "rate": 1.5}, "encoder", {}, {}, "rate = 1.5, which must lie between 0 and 1"),
-        ({"name": "masked_lm", "mask": 0.9, "random": 0.2}, "encoder", {}, {}, "shares of one whole"),
+        ({"name": "masked_lm", "mask": 0.9, "random": 0.2}, "encoder", {}, {}, "mask = 0.9 and random = 0.2, which must not be negative or add up to more than 1"),
         ({"name": "masked_lm", "next_sentence": True}, "encoder", {}, {}, "set model.token_types=2, model.num_labels=2"),
-        ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {}, "one pair a row; set data.packing=False"),
-        ("masked_lm", "encoder", {"lm_head": False, "num_labels": 2}, {}, "asks for tokens; set model.lm_head=True"),
+        ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {}, "one pair in each sequence; set data.packing=False"),
+        ("masked_lm", "encoder", {"lm_head": False, "num_labels": 2}, {}, "predicts tokens; set model.lm_head=True"),
         ("prefix_lm", "decoder", {}, {}, "set model.prefix_lm=True"),
-        ("prefix_lm", "decoder", {"prefix_lm": True}, {"target_length": 8}, "data.target_length: 8, but model.family = 'decoder' has one side"),
+        ("prefix_lm", "decoder", {"prefix_lm": True}, {"target_length": 8}, "data.target_length: 8, but model.family = 'decoder' has one stack"),
         ({"name": "span_corruption", "sentinels": 1}, "encoder_decoder", {}, {}, "1 sentinels, but [23] spans in pieces of"),
         ({"name": "span_corruption", "rate": 0.0}, "encoder_decoder", {}, {}, "rate = 0.0, which must lie between 0 and 1"),
         ({"name": "span_corruption", "mean_length": 0.0}, "encoder_decoder", {}, {}, "mean_length = 0.0; a span has at least 1 token"),
         ({"rate": 0.3}, "encoder", {}, {}, "data.objective: no ''"),
-        ("causal_lm", "decoder", {"prefix_lm": True}, {}, "model.prefix_lm: True, but data.objective 'causal_lm' gives no prefix"),
-        ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {"packing": False, "length": 4}, "rows of 5 tokens at least"),
-        ("classification", "decoder", {"num_labels": 2, "pooling": "cls"}, {"packing": False}, "the first token of a decoder sees none of it"),
+        ("causal_lm", "decoder", {"prefix_lm": True}, {}, "model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"),
+        ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {"packing": False, "length": 4}, "sequences of at least 5 tokens"),
+        ("classification", "decoder", {"num_labels": 2, "pooling": "cls"}, {"packing": False}, "the first token of a decoder attends only to itself"),
         ("classification", "encoder", {}, {}, "set model.num_labels"),
         ("classification", "encoder", {"num_labels": 2}, {"packing": False}, "set model.pooling to cls, mean or last"),
         ("classification", "encoder", {"num_labels": 2, "pooling": "mean"}, {}, "set data.packing=False"),
@@ -310,15 +310,15 @@ def test_a_text_without_a_row_says_so(text):
     )
     with pytest.raises(
         UserError,
-        match=r"data\.length: the train text gives no row of 256 tokens \(\d+ texts are too short",
+        match=r"data\.length: the train split has no sequence of 256 tokens \(\d+ texts are too short",
     ):
         open_data(config).batches("train")
 
 
 def test_signs_leave_too_few_pieces(text):
     for size, message in (
-        (20, "leaves no piece beside the 23 signs"),
-        (60, "and the signs of data.objective take 23 ids more"),
+        (20, "leaves no piece besides the 23 special tokens"),
+        (60, "and data.objective needs 23 more for special tokens"),
     ):
         config = experiment(
             text, {"name": "ul2", "sentinels": 20}, "encoder_decoder", {"vocab_size": size}

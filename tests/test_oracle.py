@@ -59,7 +59,7 @@ VARIANTS = {
 
 def given(config, batch=2):
     """Tokens with padding in the last row."""
-    if config.two_sides:
+    if config.is_encoder_decoder:
         return tokens(0, batch, 7).at[-1, 5:].set(0), tokens(1, batch, 5).at[-1, 3:].set(0)
     return (tokens(0, batch, 6).at[-1, 4:].set(0),)
 

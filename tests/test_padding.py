@@ -174,7 +174,7 @@ SAID = [
 def test_special_tokens_pass_through_config_json(name, said):
     """As they are; None stays None, though Transformers has a default where a field is absent."""
     config = likeness(name)
-    start = {"decoder_start_id": 4} if config.two_sides and said else {}
+    start = {"decoder_start_id": 4} if config.is_encoder_decoder and said else {}
     config = dataclasses.replace(config, d_ff=4 * config.d_model, **said, **start)
     family = FAMILIES[OF_HF[name.split("_")[0]]]
     theirs = json.loads(json.dumps(family.their_config(config)))
@@ -207,14 +207,15 @@ def test_tokens_outside_the_vocabulary_of_a_config_json():
     )
     read = lambda **more: FAMILIES["gpt2"].our_config(theirs | more, frozenset())
     with pytest.warns(
-        UserWarning, match="eos_token_id = 50256 is no token of a vocabulary of 61; read as null"
+        UserWarning,
+        match="eos_token_id = 50256 is outside the vocabulary of 61 tokens; read as null",
     ):
         assert read().eos_id is None
     assert read(bos_token_id=0, eos_token_id=[3]).eos_id == 3
     assert read(bos_token_id=0, eos_token_id=[3, 0]).eos_id == (3, 0)
     for value in ("x", True, 1.5):
         with pytest.raises(
-            UserError, match="config.json: pad_token_id = .* must be the id of a token or null"
+            UserError, match="config.json: pad_token_id = .* must be a token ID or null"
         ):
             read(pad_token_id=value)
 
@@ -222,11 +223,14 @@ def test_tokens_outside_the_vocabulary_of_a_config_json():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pad_id": 37}, "model.pad_id: 37 is no token of a vocabulary of 37"),
-        ({"bos_id": -1}, "model.bos_id: -1 is no token"),
-        ({"eos_id": (1, 40)}, "model.eos_id: 40 is no token"),
+        ({"pad_id": 37}, "model.pad_id: 37 is not in a vocabulary of 37 tokens"),
+        ({"bos_id": -1}, "model.bos_id: -1 is not in a vocabulary"),
+        ({"eos_id": (1, 40)}, "model.eos_id: 40 is not in a vocabulary"),
         ({"eos_id": 1.5}, r"model.eos_id: expected int .*, got 1.5"),
-        ({"decoder_start_id": 0}, "model.decoder_start_id: 0, but model.family = 'decoder'"),
+        (
+            {"decoder_start_id": 0},
+            "model.decoder_start_id: 0 needs model.family='encoder_decoder', but it is 'decoder'",
+        ),
     ],
 )
 def test_special_tokens_lie_inside_the_vocabulary(fields, message):
@@ -250,15 +254,15 @@ FAULTS = {
     "rank 3": ((ONES[None],), {}, r"got int32\[1, 2, 5\]"),
     "float": ((ONES * 1.0,), {}, r"tokens: expected integers of shape \[B, T\], got float64"),
     "list": (([[1, 2]],), {}, "tokens: expected an integer array, got a list"),
-    "long": ((np.ones((1, 25), int),), {}, r"a sequence of 25 tokens, but model\.max_length = 24"),
-    "mask's shape": ((ONES,), {"padding_mask": ONES[:, :4] > 0}, r"padding_mask: shape \[2, 4\], but the tokens' is \[2, 5\]"),
+    "long": ((np.ones((1, 25), int),), {}, r"a sequence of 25 tokens is longer than model\.max_length = 24"),
+    "mask's shape": ((ONES,), {"padding_mask": ONES[:, :4] > 0}, r"padding_mask: shape \[2, 4\] differs from the tokens' shape \[2, 5\]"),
     "mask's rank": ((ONES,), {"padding_mask": ONES[0] > 0}, r"padding_mask: shape \[5\]"),
     "mask's type": ((ONES,), {"padding_mask": ONES * 0.5}, "padding_mask: expected an array of bool, got float64"),
     "segments' type": ((ONES,), {"segment_ids": ONES > 0}, "segment_ids: expected an integer array, got bool"),
-    "both masks": ((ONES,), {"padding_mask": ONES > 0, "segment_ids": ONES}, "padding_mask: given beside segment_ids; give one"),
+    "both masks": ((ONES,), {"padding_mask": ONES > 0, "segment_ids": ONES}, "padding_mask: passed together with segment_ids; pass one"),
     "positions' shape": ((ONES,), {"positions": ONES[:1, :3]}, r"positions: shape \[1, 3\]"),
     "prefix": ((ONES,), {"prefix_mask": ONES > 0}, r"prefix_mask: .*; set model\.prefix_lm=True"),
-    "types": ((ONES,), {"token_types": ONES}, r"token_types: given, but model\.token_types = 0"),
+    "types": ((ONES,), {"token_types": ONES}, r"token_types: passed, but model\.token_types = 0"),
 }  # fmt: skip
 VALUES = {
     "beyond": ((ONES + 36,), {}, r"tokens: 37 must be between 0 and 36 \(model\.vocab_size = 37\)"),
@@ -297,7 +301,7 @@ def test_what_does_not_fit_in_two_sides_says_which():
         (
             (x, x),
             {"segment_ids": x + 1},
-            "segment_ids: 2 documents in a row, but no source_segment_ids",
+            "segment_ids: 2 documents in a sequence, but no source_segment_ids",
         ),
     ):
         with pytest.raises(UserError, match=message):
@@ -316,7 +320,7 @@ def test_prompts_and_caches_that_do_not_fit():
         UserError, match="prompt_mask: padding after a real token; pad prompts on the left"
     ):
         prefill(model, params["params"], x, 8, None, x[:, ::-1] != x[:, :1])
-    with pytest.raises(UserError, match=r"cache: 3 slots, but 0 \+ 4 tokens"):
+    with pytest.raises(UserError, match=r"cache: 3 slots cannot hold 0 \+ 4 tokens"):
         prefill(model, params["params"], x, 3)
 
 
@@ -341,7 +345,7 @@ def test_cached_tokens_are_followed():
         logits, cache = step(part, cache)
         found.append(logits)
     np.testing.assert_allclose(jnp.concatenate(found, 1), model.apply(params, x), atol=3e-5)
-    with pytest.raises(UserError, match=r"cache: 6 slots, but 6 \+ 1 tokens"):
+    with pytest.raises(UserError, match=r"cache: 6 slots cannot hold 6 \+ 1 tokens"):
         model.apply(params, x[:, :1], cache, method="decode")
 
 
@@ -355,7 +359,7 @@ def test_the_end_is_said_or_in_the_config():
     for model, given in ((plain, {}), (config(pad_id=1), {"pad_id": 0})):
         with pytest.raises(UserError, match=r"eos_id: neither given nor in the config"):
             run(model, **given)
-    with pytest.raises(UserError, match="suppress_tokens: 5 is no token of a vocabulary of 5"):
+    with pytest.raises(UserError, match="suppress_tokens: 5 is not in a vocabulary of 5 tokens"):
         run(plain, eos_id=0, suppress_tokens=(5,))
     free = np.asarray(run(plain, eos_id=4, suppress_tokens=(4,)))
     assert (free[1, 3:] == 4).all() and (free[0] != 4).all()  # without a pad token, eos fills

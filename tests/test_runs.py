@@ -174,10 +174,10 @@ def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "checkpoints").write_text("x")
     for workdir, message in [
-        (tmp_path / "other", "no run of ours"),
+        (tmp_path / "other", "not empty and not a run"),
         (tmp_path / "other" / "thesis.tex", "is a file"),
         (tmp_path / "odd", "checkpoints is a file"),
-        ("gs://bucket/run", "no local folder"),
+        ("gs://bucket/run", "not a local folder"),
     ]:
         with pytest.raises(UserError, match=message):
             check(Path(workdir), run_config)
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp
 
     train(run_config, tmp_path / "run")
     for fields, message in [
-        ({"d_ff": 64}, r"feed_forward/in/bias is 2x32 there, 2x64 here"),
+        ({"d_ff": 64}, r"feed_forward/in/bias is 2x32 in the checkpoint, 2x64 in the model"),
         ({"position": "learned"}, "position_embedding is absent there"),
     ]:
         other = dataclasses.replace(

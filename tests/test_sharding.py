@@ -17,7 +17,7 @@ from transformer.mapping import from_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import arrange, check_memory, make_mesh, use
 from transformer.parallel.sharding import RULES, describe, shardings, unbox
-from transformer.runs.fits import check_rows
+from transformer.runs.fits import check_divisibility
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, relayout
 
@@ -42,7 +42,7 @@ def boxed(names, shape):
         (
             ("embed", "heads"),
             (16, 3),
-            "layer/kernel: dimension 'heads' of 3 does not divide over 2 devices",
+            "layer/kernel: dimension 'heads' of size 3 is not divisible by 2 devices",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_every_matrix_of_every_family_is_sharded(family, fields):
 def test_a_mesh_larger_than_the_machine_is_refused():
     for sizes, message in [
         ({"data": 16}, "needs 16 devices, but there are 8"),
-        ({"data": -1, "tensor": 3}, "take 3 devices, which does not divide the 8"),
+        ({"data": -1, "tensor": 3}, "mesh.tensor=3 needs a multiple of 3 devices, but there are 8"),
     ]:
         with pytest.raises(UserError, match=message):
             make_mesh(MeshConfig(**sizes))
@@ -104,7 +104,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
         )
         with pytest.raises(
             UserError,
-            match=r"model: parameters take [\d,.]+ TiB a device, which has [\d.]+ GiB; lower model.d_model",
+            match=r"model: parameters take [\d,.]+ TiB per device, which has [\d.]+ GiB; lower model.d_model",
         ):
             check_memory(abstract.params, mesh, "parameters")
         check_memory(abstract.step, mesh, "a number")
@@ -133,7 +133,7 @@ def test_of_several_slices_one_axis_goes_across(across, sizes):
 
 def test_an_axis_that_does_not_divide_over_slices_is_refused():
     with pytest.raises(
-        UserError, match=r"mesh.data: 1 does not divide over 2 slices; .* mesh.slices"
+        UserError, match=r"mesh.data: 1 is not divisible by 2 slices; .* mesh.slices"
     ):
         arrange(MeshConfig(data=1, fsdp=16).sizes, "data", slices(2))
 
@@ -141,11 +141,11 @@ def test_an_axis_that_does_not_divide_over_slices_is_refused():
 @pytest.mark.parametrize(
     ("mesh", "model", "message"),
     [
-        ({"stage": 2}, {"scan_layers": False}, "mesh.stage: 2, but layers are not looped"),
-        ({"stage": 4}, {"pipeline_rounds": 2, "pipeline_microbatches": 2, "num_decoder_layers": 8}, "model.pipeline_microbatches: 2 are too few"),
-        ({"stage": 2, "fsdp": 2}, {"pipeline_microbatches": 3}, r"8 rows of 8 tokens do not divide over \(mesh.stage and model.pipeline_microbatches\) \* mesh.fsdp = 6 \* 2"),
+        ({"stage": 2}, {"scan_layers": False}, "mesh.stage: 2, but layers are not scanned"),
+        ({"stage": 4}, {"pipeline_rounds": 2, "pipeline_microbatches": 2, "num_decoder_layers": 8}, "model.pipeline_microbatches: 2 is fewer than mesh.stage"),
+        ({"stage": 2, "fsdp": 2}, {"pipeline_microbatches": 3}, r"8 sequences of 8 tokens do not divide over \(mesh.stage and model.pipeline_microbatches\) \* mesh.fsdp = 6 \* 2"),
         ({"expert": 4}, {"max_length": 8}, None),
-        ({"data": 3}, {}, r"data.batch_size: 8 rows of 8 tokens do not divide over mesh.data = 3"),
+        ({"data": 3}, {}, r"data.batch_size: 8 sequences of 8 tokens do not divide over mesh.data = 3"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
@@ -153,7 +153,7 @@ def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
         "model": sized("decoder", **model), "data": {"corpus": "pydoc", "length": 8, "batch_size": 8}, "mesh": {"data": 1, **mesh},
     })  # fmt: skip
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
-        check_rows(config, make_mesh(config.mesh))
+        check_divisibility(config, make_mesh(config.mesh))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,6 @@ def test_statistics_that_cannot_be_moved_are_named():
         )
         with pytest.raises(
             UserError,
-            match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be moved",
+            match=r"model.scan_layers, model.pipeline_rounds: opt_state/.* cannot be converted",
         ):
             relayout(old, config.model, new, wanted)

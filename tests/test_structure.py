@@ -9,9 +9,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "transformer"
 
 ORDER = (
-    "version", "errors", "output", "checks", "files", "claims", "registry", "mapping", "units", "sweeps",
+    "version", "errors", "output", "checks", "files", "claims", "plugins", "registry", "mapping", "units", "sweeps",
     "model", "parallel", "convert", "data", "training", "decoding", "evaluation", "config", "config_io", "runs", "planning", "lab",
-    "verbs", "cli", "__main__",
+    "api", "verbs", "cli", "__main__",
 )  # fmt: skip
 """The modules and packages of `transformer`; each imports only from itself and from those before it."""
 

@@ -37,8 +37,8 @@ def experiment(family="encoder_decoder", mesh=None, model=(), **train):
 def batch_of(config, seed=0, rows=16):
     rng = np.random.default_rng(seed)
     ids = lambda n: rng.integers(4, 40, n).astype(np.int32)
-    two_sides = config.model.two_sides
-    make = lambda n: Segment(ids(n), ids(n), ids(12 - n) if two_sides else None)
+    is_encoder_decoder = config.model.is_encoder_decoder
+    make = lambda n: Segment(ids(n), ids(n), ids(12 - n) if is_encoder_decoder else None)
     return assemble(
         [[make(n), make(12 - n)][: 1 + r % 2] for r, n in enumerate(rng.integers(1, 11, rows))], 12
     )

@@ -179,9 +179,9 @@ def test_a_language_model_may_have_labels_too():
     x = tokens(0, 2, 5)
     assert model.apply(params, x).shape == (2, 5, 37)
     assert model.apply(params, x, method="classify").shape == (2, 2)
-    with pytest.raises(UserError, match=r"model\.num_labels: an encoder_decoder writes text"):
+    with pytest.raises(UserError, match=r"model\.num_labels: an encoder_decoder generates text"):
         small("encoder_decoder", num_labels=2)
-    with pytest.raises(UserError, match=r"model\.lm_head: False leaves nothing to compute"):
+    with pytest.raises(UserError, match=r"model\.lm_head: False leaves the model without outputs"):
         small("encoder", lm_head=False)
 
 

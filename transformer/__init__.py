@@ -1,52 +1,108 @@
 """Transformers in JAX and Flax: one model for every architecture, one command for every machine.
 
 from transformer import ModelConfig, build_model
-model  = build_model(ModelConfig(family="decoder", vocab_size=8192))
+
+model = build_model(ModelConfig(family="decoder", vocab_size=8192))
 params = model.init(key, tokens)
 logits = model.apply(params, tokens)
+
+import transformer
+
+run = transformer.train("experiments/quickstart.py", "runs/quickstart")
+print(transformer.evaluate(run))
+print(transformer.generate(run, ["Where is the library?"]))
 """
 
 from transformer.version import __version__
 
-TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all the rest of this module
+TYPE_CHECKING = False  # as in `typing`, which takes longer to import than the rest of this module
 if TYPE_CHECKING:
+    from transformer.api import LoadedRun, evaluate, generate, load_run, train
     from transformer.config import Experiment, ModelConfig
     from transformer.config_io import load_experiment
     from transformer.convert import load_hf, save_hf
+    from transformer.data.objectives import OBJECTIVES
+    from transformer.decoding.beam import beam_search
+    from transformer.decoding.sampling import sample
     from transformer.errors import UserError
+    from transformer.evaluation.evaluators import EVALUATORS
     from transformer.model.architectures import architecture
+    from transformer.model.feed_forwards.base import FEED_FORWARDS
+    from transformer.model.mixers.base import MIXERS
     from transformer.model.network import build_model
+    from transformer.model.placements import PLACEMENTS, Placement
+    from transformer.model.positions import SCHEMES, Position
     from transformer.sweeps import Sweep, arms, chain, product, scan, vary, zipped
+    from transformer.training.optimizer import build_optimizer
+    from transformer.training.optimizers import OPTIMIZERS
+    from transformer.training.state import TrainState, init_state
+    from transformer.training.step import make_train_step
 
 _MODULES = {
+    "transformer.api": ("LoadedRun", "evaluate", "generate", "load_run", "train"),
     "transformer.config": ("Experiment", "ModelConfig"),
     "transformer.config_io": ("load_experiment",),
     "transformer.convert": ("load_hf", "save_hf"),
+    "transformer.data.objectives": ("OBJECTIVES",),
+    "transformer.decoding.beam": ("beam_search",),
+    "transformer.decoding.sampling": ("sample",),
     "transformer.errors": ("UserError",),
+    "transformer.evaluation.evaluators": ("EVALUATORS",),
     "transformer.model.architectures": ("architecture",),
+    "transformer.model.feed_forwards.base": ("FEED_FORWARDS",),
+    "transformer.model.mixers.base": ("MIXERS",),
     "transformer.model.network": ("build_model",),
+    "transformer.model.placements": ("PLACEMENTS", "Placement"),
+    "transformer.model.positions": ("SCHEMES", "Position"),
     "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "vary", "zipped"),
+    "transformer.training.optimizer": ("build_optimizer",),
+    "transformer.training.optimizers": ("OPTIMIZERS",),
+    "transformer.training.state": ("TrainState", "init_state"),
+    "transformer.training.step": ("make_train_step",),
 }
-"""Where the public names are defined. A module is imported when one of its names is first used: JAX and Flax take a second, and
-`python -m transformer --help` needs neither."""
+"""Module -> the public names that it defines.
+
+A module is imported when one of its names is first used, because importing JAX and Flax takes a
+second and `python -m transformer --help` needs neither.
+"""
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "EVALUATORS",
+    "FEED_FORWARDS",
+    "MIXERS",
+    "OBJECTIVES",
+    "OPTIMIZERS",
+    "PLACEMENTS",
+    "SCHEMES",
     "Experiment",
+    "LoadedRun",
     "ModelConfig",
+    "Placement",
+    "Position",
     "Sweep",
+    "TrainState",
     "UserError",
     "__version__",
     "architecture",
     "arms",
+    "beam_search",
     "build_model",
+    "build_optimizer",
     "chain",
+    "evaluate",
+    "generate",
+    "init_state",
     "load_experiment",
     "load_hf",
+    "load_run",
+    "make_train_step",
     "product",
+    "sample",
     "save_hf",
     "scan",
+    "train",
     "vary",
     "zipped",
 ]

@@ -1,7 +1,7 @@
-"""`python -m transformer` and the installed script `transformer`: the command line as a process.
+"""The command line as a process: `python -m transformer` or the installed script `transformer`.
 
-Ctrl-C ends it with one line and exit code 130, whatever it is doing. A fault that one line describes prints no traceback, unless
-TRANSFORMER_TRACEBACKS=1; the traceback of any other fault is always printed.
+Ctrl-C ends the process at any time, with one line and exit code 130. Errors that one line describes
+print no traceback unless TRANSFORMER_TRACEBACKS=1. All other errors print their traceback.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ import traceback
 from collections.abc import Callable
 
 from transformer.errors import tracebacks
-from transformer.output import flush, open_closed, quiet_threads
+from transformer.output import flush, open_closed_streams, suppress_redundant_tracebacks
 
 
 def run() -> None:
     """Runs the command of `sys.argv` and exits with its code."""
-    open_closed()
+    open_closed_streams()
     if not tracebacks():
-        quiet_threads()
+        suppress_redundant_tracebacks()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have ignored it
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = functools.partial(_interrupt_again, sys.unraisablehook)
@@ -35,17 +35,21 @@ def run() -> None:
         code = 1
     finally:  # also after --help, which raises SystemExit
         flush()
-    if code not in (0, 143):  # 143: several processes stop together, and part as they do at the end
-        # Not sys.exit: threads of Orbax that wait for the main one may hold it up, and Python would kill itself by SIGINT where an
-        # interrupt has passed through exec(). All that is to be kept was written when `main` returned.
+    if code not in (0, 143):
+        # Not sys.exit: Orbax threads that wait for the main thread may block it, and Python kills
+        # itself with SIGINT if an interrupt has passed through exec(). All results are on disk
+        # when `main` returns. 143 means that several processes stop together; they exit normally.
         os._exit(code)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to undo
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to clean up
     sys.exit(code)
 
 
-def _interrupt(number, frame) -> None:
-    """Raises KeyboardInterrupt; ends the process at once where an exception would do harm. An extension module that is being imported
-    turns it into an ImportError or dies of it, and the threads that serve an event loop (Orbax reads checkpoints in one) wait forever."""
+def _interrupt(signum, frame) -> None:
+    """Raises KeyboardInterrupt, or ends the process at once where an exception would do harm.
+
+    An extension module that is being imported turns the exception into an ImportError or crashes.
+    The threads that serve an event loop (Orbax reads checkpoints in one) would wait forever.
+    """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib") or (
             os.path.basename(os.path.dirname(frame.f_code.co_filename)) == "asyncio"
@@ -57,12 +61,15 @@ def _interrupt(number, frame) -> None:
     raise KeyboardInterrupt
 
 
-def _interrupt_again(others: Callable, lost) -> None:
-    """Python drops an exception in a callback of the garbage collector, and JAX has one. A Ctrl-C that is lost there comes again."""
-    if issubclass(lost.exc_type, KeyboardInterrupt):
+def _interrupt_again(previous_hook: Callable, unraisable) -> None:
+    """Sends SIGINT again if Python has dropped a KeyboardInterrupt.
+
+    Python drops exceptions in callbacks of the garbage collector, and JAX installs such a callback.
+    """
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
         threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
     else:
-        others(lost)
+        previous_hook(unraisable)
 
 
 if __name__ == "__main__":

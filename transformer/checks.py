@@ -1,8 +1,8 @@
-"""What all configs check when they are built; each fault is one line with the field, the value and the way out.
+"""Validation that all configs share. Each error is one line with the field, the value and a fix.
 
-`@strict(section, effects)` makes a dataclass a config: its constructor takes the annotated types
-only, numbers that float32 can hold, and no field that has no effect. The rest of this module is
-for the ranges of single fields.
+`@strict(section, effects)` turns a dataclass into a config. Its constructor accepts values of the
+annotated types only, rejects numbers that float32 cannot hold, and rejects fields that have no
+effect. The other functions of this module check single fields.
 """
 
 import dataclasses
@@ -19,30 +19,36 @@ from flax.core import FrozenDict
 from transformer.errors import UserError, look_up, nearest
 
 Choice = str | FrozenDict
-"""A name, or a mapping with a `name` and the options of what it names."""
+"""A name, or a mapping with `name` and the options of the named class."""
 
 
 def one_of(field: str, value, names) -> None:
-    """`value` is one of `names`."""
+    """Raises UserError unless `value` is one of `names`."""
     if value not in names:
         raise UserError(f"{field}: no {plain(value)!r}; {nearest(str(value), names)}")
 
 
 LARGEST = 2**31 - 1
-"""Of a whole number in a config: what an int32 holds."""
+"""The largest integer in a config: the maximum of int32."""
 
 
 def at_least(section: str, config, minimum, *fields: str) -> None:
-    """Each of these fields of `config` is a number, not under `minimum` and not beyond all bounds."""
+    """Raises UserError unless these fields are at least `minimum` and finite.
+
+    Integers must also be at most LARGEST.
+    """
     for field in fields:
         value = getattr(config, field)
-        if not value >= minimum:  # a NaN is not
+        if not value >= minimum:  # also rejects NaN
             raise UserError(f"{section}.{field}: {value} is too small; at least {minimum}")
         _bounded(section, field, value)
 
 
 def positive(section: str, config, *fields: str) -> None:
-    """Each of these fields of `config` is a number over zero."""
+    """Raises UserError unless these fields are positive and finite.
+
+    Integers must also be at most LARGEST.
+    """
     for field in fields:
         value = getattr(config, field)
         if not value > 0:
@@ -59,7 +65,7 @@ def _bounded(section: str, field: str, value) -> None:
 
 
 def at_most(section: str, config, maximum, **why: str) -> None:
-    """Each of these fields of `config` is at most `maximum`; the keyword's value says why."""
+    """Raises UserError if a field of `config` exceeds `maximum`. `why` maps fields to reasons."""
     for field, reason in why.items():
         value = getattr(config, field)
         if value > maximum:
@@ -69,19 +75,22 @@ def at_most(section: str, config, maximum, **why: str) -> None:
 
 
 def in_unit_interval(section: str, config, *fields: str) -> None:
-    """Each of these fields of `config` is a share under one."""
+    """Raises UserError unless these fields of `config` lie in [0, 1)."""
     for field in fields:
         if not 0 <= getattr(config, field) < 1:
             raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
 
 
-# ---- Fields without effect
+# ---- Fields that have no effect
 
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """These fields have an effect only where `when(config)` is true. `needs` says the same in words,
-    as what to set: "model.norm='layernorm'". Fields of a config inside another are dotted."""
+    """The condition under which fields have an effect.
+
+    `when(config)` returns whether `fields` have an effect. `needs` describes the condition as
+    settings, such as "model.norm='layernorm'". Fields of nested configs are dotted.
+    """
 
     fields: tuple[str, ...]
     needs: str
@@ -91,28 +100,29 @@ class Effect:
 def refuse_without_effect(
     section: str, config, effects: tuple[Effect, ...], given: Mapping
 ) -> None:
-    """Raises UserError for a field that is given, differs from its default and has no effect.
+    """Raises UserError for a field that is set, differs from its default and has no effect.
 
-    A field that the config resolves itself (`config.resolved`: field -> value) may have that value.
+    `given` holds the constructor's arguments. A field that the config resolves itself
+    (`config.resolved`: field -> value) may also have the resolved value.
     """
     resolved = getattr(config, "resolved", {})
     for effect in effects:
         if effect.when(config):
             continue
         for name in effect.fields:
-            value, default = _look(config, name)
+            value, default = _value_and_default(config, name)
             value = value if "." in name else given.get(name, default)
             if value in (default, resolved.get(name, default)):
                 continue
             path = f"{section}.{name}" if section else name
             raise UserError(
-                f"{path}: {plain(value)!r} has no effect without {effect.needs}; "
-                f"set that, or leave {path} at {plain(resolved.get(name, default))!r}"
+                f"{path}: {plain(value)!r} has no effect without {effect.needs}; set that, or "
+                f"leave {path} at {plain(resolved.get(name, default))!r}"
             )
 
 
-def _look(config, name: str) -> tuple[Any, Any]:
-    """The value and the default of a dotted field."""
+def _value_and_default(config, name: str) -> tuple[Any, Any]:
+    """Returns the value and the default of a dotted field."""
     *parents, last = name.split(".")
     for parent in parents:
         config = getattr(config, parent)
@@ -123,12 +133,14 @@ def _look(config, name: str) -> tuple[Any, Any]:
 
 
 def strict(section: str, effects: tuple[Effect, ...] = ()):
-    """Class decorator for a config: a dataclass whose constructor raises UserError for an unknown field
-    (with the nearest name), a missing one, one that is given twice, a value of another type than
-    the annotation says, a float that float32 cannot hold, and a field without effect. `section` is
-    its name in an experiment.
+    """Returns a class decorator that turns a dataclass into a config.
 
-    As in a JSON file, a whole number may stand for a float, a list for a tuple, and a mapping for a
+    The constructor raises UserError for an unknown field (with the nearest name), a missing field,
+    a field that is given twice, a value whose type differs from the annotation, a float that
+    float32 cannot hold, and a field that has no effect. `section` is the config's name in an
+    experiment.
+
+    As in a JSON file, an integer is accepted for a float, a list for a tuple, and a mapping for a
     config or a choice.
     """
 
@@ -138,33 +150,33 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
         path = section and f"{section}."
 
         @functools.wraps(init)
-        def checked(self, *args, **given):
+        def checked(self, *args, **values):
             if len(args) > len(fields):
                 raise UserError(
-                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; "
-                    "name them, FIELD=VALUE"
+                    f"{cls.__name__}: {len(args)} values for {len(fields)} fields; pass them as "
+                    "FIELD=VALUE"
                 )
-            by_place = dict(zip(fields, args, strict=False))
-            for name in by_place:
-                if name in given:
+            positional = dict(zip(fields, args, strict=False))
+            for name in positional:
+                if name in values:
                     raise UserError(
-                        f"{path}{name}: given twice, by its place and by its name; leave one out"
+                        f"{path}{name}: given twice, by position and by name; leave one out"
                     )
-            given = by_place | given
-            for name in given:
+            values = positional | values
+            for name in values:
                 if name not in fields:
                     raise UserError(
                         f"{cls.__name__}.{name}: no such field; {nearest(name, fields)}"
                     )
             for name, field in fields.items():
-                if field.default is dataclasses.MISSING and name not in given:
+                if field.default is dataclasses.MISSING and name not in values:
                     raise UserError(f"{path}{name}: must be set")
             kinds = hints()
-            given = {name: coerce(x, kinds[name], path + name) for name, x in given.items()}
-            init(self, **given)
+            values = {name: coerce(x, kinds[name], path + name) for name, x in values.items()}
+            init(self, **values)
             for name in fields:
                 in_float32(path + name, getattr(self, name))
-            refuse_without_effect(section, self, effects, given)
+            refuse_without_effect(section, self, effects, values)
 
         cls.__init__ = checked
         return cls
@@ -173,7 +185,7 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
 
 
 def coerce(value, kind, path: str):
-    """`value` as the annotated type `kind`. Raises UserError."""
+    """Converts `value` to the annotated type `kind`. Raises UserError if it does not fit."""
     if isinstance(value, np.generic):
         value = value.item()
     _printable(value, path)
@@ -200,28 +212,35 @@ def coerce(value, kind, path: str):
             return value
         if origin is int and isinstance(value, float) and value.is_integer():
             return int(value)
-    raise UserError(f"{path}: expected {' or '.join(map(_spelled, options))}, got {plain(value)!r}")
+    raise UserError(
+        f"{path}: expected {' or '.join(map(_type_name, options))}, got {plain(value)!r}"
+    )
 
 
 def in_float32(path: str, value) -> None:
-    """Raises UserError for a number that is 0 or infinite in float32, in which every program computes.
-    (Numbers under the smallest normal one count as 0: accelerators flush them.)"""
+    """Raises UserError for a number that is 0 or infinite in float32, the type of all computations.
+
+    Subnormal numbers count as 0, because accelerators flush them to 0.
+    """
     if isinstance(value, float) and value and math.isfinite(value):
         least, most = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
         if not least <= abs(value) <= most:
             raise UserError(
-                f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; "
-                f"take a number between {least:.1e} and {most:.1e}"
+                f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; take a "
+                f"number between {least:.1e} and {most:.1e}"
             )
 
 
 def table_of(cls) -> str:
-    """What is expected where a config stands, for a message."""
-    return f"a table of fields, dict({next(iter(typing.get_type_hints(cls)))}=...)"
+    """Describes the mapping that a config expects, for an error message."""
+    return f"a mapping of fields, dict({next(iter(typing.get_type_hints(cls)))}=...)"
 
 
 def _printable(value, path: str) -> None:
-    """Raises UserError if `value` is, or holds, an integer that no float holds: Python refuses even to print the largest."""
+    """Raises UserError if `value` is or contains an integer that a float cannot hold.
+
+    Python refuses to convert the largest integers to text, even for an error message.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             _printable(item, f"{path}.{key}")
@@ -233,49 +252,56 @@ def _printable(value, path: str) -> None:
 
 
 def _frozen(value):
-    """Hashable: mappings as FrozenDicts, lists as tuples, all the way down."""
+    """Makes a value hashable: mappings become FrozenDicts and lists become tuples, recursively."""
     if isinstance(value, Mapping):
         return FrozenDict({key: _frozen(item) for key, item in value.items()})
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _spelled(option) -> str:
+def _type_name(option) -> str:
     if option is type(None):
-        return "nothing (None)"
+        return "None"
     origin = typing.get_origin(option) or option
     names = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)", str: "text"}
     return names.get(origin, getattr(option, "__name__", str(option)))
 
 
 def plain(value):
-    """A FrozenDict, or several, as the dicts they print as in one line."""
+    """Converts a FrozenDict, or each in a tuple, to a dict, which prints on one line."""
     if isinstance(value, tuple):
         return tuple(map(plain, value))
     return value.unfreeze() if isinstance(value, FrozenDict) else value
 
 
 def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_option=lambda f: True):
-    """What a config chooses from a table of dataclasses: `"rotary"`, or `dict(name="rotary", theta=500_000.0)`."""
-    given = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = given.pop("name", "")
+    """Builds the dataclass that a config chooses from `table`.
+
+    `spec` is a name, such as `"rotary"`, or a mapping with options, such as `dict(name="rotary",
+    theta=500_000.0)`. `is_option` returns whether a config may set a field. Raises UserError.
+    """
+    settings = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = settings.pop("name", "")
     if not isinstance(name, str):
         raise UserError(f"{field}.name: {plain(name)!r} is not a name; {nearest(str(name), table)}")
     cls = look_up(table, name, field)
     hints = typing.get_type_hints(cls)
     options = {f.name: hints[f.name] for f in dataclasses.fields(cls) if is_option(f)}
-    for key, value in given.items():
+    for key, value in settings.items():
         if key not in options:
             way_out = nearest(key, options) if options else "it takes no options"
             raise UserError(f"{field}: {name!r} has no option {key!r}; {way_out}")
         path = f"{field}.{key}"
-        given[key] = coerce(value, options[key], path)
-        if isinstance(given[key], float) and not math.isfinite(given[key]):
+        settings[key] = coerce(value, options[key], path)
+        if isinstance(settings[key], float) and not math.isfinite(settings[key]):
             raise UserError(f"{path}: {value} is not a finite number")
-        in_float32(path, given[key])
-    return cls(**given)
+        in_float32(path, settings[key])
+    return cls(**settings)
 
 
 def is_zero(number) -> bool:
-    """Whether it is known to be 0. An argument of a program is not: a number in which the runs of
-    one program differ (lab/together.py)."""
+    """Returns whether `number` is statically known to be 0.
+
+    A traced argument is never known to be 0: it differs between runs that share one program
+    (lab/together.py).
+    """
     return isinstance(number, (int, float)) and number == 0

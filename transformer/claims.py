@@ -1,8 +1,9 @@
-"""Claims: which process works on a run, so that no two do.
+"""Claims: locks that keep two processes from working on the same run.
 
-A claim is a file that names its holder. The holder renews the file's time every few seconds. A claim is dead when its process has
-ended, which is seen at once on the same machine, or when nobody has renewed it for `STALE` seconds. The file is created
-exclusively, so claims work on local file systems and on shared ones (NFS 3 and later).
+A claim is a file that names its holder. The holder updates the file's modification time every few
+seconds. A claim is dead if its process has ended, which is detected at once on the same machine, or
+if it has not been renewed for `STALE` seconds. The file is created exclusively, so claims work on
+local file systems and on shared ones (NFS 3 and later).
 """
 
 import contextlib
@@ -17,16 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import write_whole
+from transformer.files import write_atomic
 
 STALE = 90.0
-"""A claim that was not renewed for so many seconds is dead."""
+"""Seconds without renewal after which a claim is dead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process on some machine. `began` tells it from a later one with the same number, and from one that has this number in another
-    container; it is empty where the system does not say."""
+    """A process on some machine.
+
+    `began` identifies the PID namespace and the start time. It distinguishes the process from a
+    later one with the same PID and from one with this PID in another container. It is empty where
+    the system does not provide the values.
+    """
 
     host: str
     pid: str
@@ -34,28 +39,31 @@ class Process:
 
     @classmethod
     def here(cls, pid: int) -> "Process":
-        """One of this machine's."""
+        """Returns the process of this machine with that PID."""
         return cls(socket.gethostname(), str(pid), _began(pid))
 
     @classmethod
     def parse(cls, text: str) -> "Process":
-        """What `str` wrote, or as much of it as there is yet."""
+        """Parses the output of `str`, which may be incomplete while it is being written."""
         return cls(*(text.split() + [""] * 3)[:3])
 
     def __str__(self) -> str:
         return f"{self.host} {self.pid} {self.began}"
 
     def is_visible(self) -> bool:
-        """Whether this process could see it if it lived: same machine, same container."""
+        """Returns whether a living process would be visible here: same host, same container."""
         same_container = self.began.partition(":")[0] == _container()
         return self.host == socket.gethostname() and self.pid.isdecimal() and same_container
 
     def runs(self) -> bool:
-        """Whether it lives; to be asked only of one that is visible. One whose start the system
-        hides does (/proc may show no processes of other users)."""
+        """Returns whether a visible process is alive.
+
+        Also returns True if the system hides the start time: /proc may not show processes of other
+        users.
+        """
         try:
             os.kill(int(self.pid), 0)
-        except (ProcessLookupError, OverflowError, ValueError):  # no process has such a number
+        except (ProcessLookupError, OverflowError, ValueError):  # no process has that PID
             return False
         except PermissionError:
             pass
@@ -64,7 +72,7 @@ class Process:
 
 
 def _container() -> str:
-    """The namespace of this process's numbers; "" where there are none."""
+    """Returns the PID namespace of this process; "" on systems without namespaces."""
     try:
         return str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError:
@@ -72,7 +80,7 @@ def _container() -> str:
 
 
 def _began(pid: int) -> str:
-    """The namespace, and when the process started, in ticks since the machine did."""
+    """Returns the PID namespace and the start time of the process in clock ticks since boot."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:
@@ -81,18 +89,21 @@ def _began(pid: int) -> str:
 
 
 _alone: dict[Path, float] = {}
-"""When this process last saw that no other has had each of its claims. Where it then stood still
-for long (Ctrl-Z), another may have taken the claim over and given it back."""
+"""Claim file -> when this process last verified that no other process had held the claim.
+
+If this process was then suspended for long (Ctrl-Z), another one may have taken over the claim and
+released it.
+"""
 
 
 class Claim:
-    """A claim whose file is `file`, which need not exist."""
+    """A claim on `file`, which need not exist."""
 
     def __init__(self, file: Path):
         self.file = file
 
     def take(self) -> bool:
-        """Takes it for this process, unless a living one holds it."""
+        """Takes the claim unless a living process holds it. Returns whether it was taken."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         holder = self.holder()
         if holder is not None and (self._lives(holder) or not self._clear(holder)):
@@ -103,70 +114,75 @@ class Claim:
         try:
             with self.file.open("x") as file:
                 file.write(str(Process.here(os.getpid())))
-        except FileExistsError:  # another was faster
+        except FileExistsError:  # another process was faster
             return False
         _alone[self.file] = time.time()
         return True
 
     def hand_over(self, pid: int) -> None:
-        """Gives it to a process on this machine, which renews it from now on."""
-        write_whole(self.file, str(Process.here(pid)))
+        """Transfers the claim to a process on this machine, which must renew it from now on."""
+        write_atomic(self.file, str(Process.here(pid)))
 
-    def held_by(self, *pids: int) -> bool:
-        """Whether one of these processes of this machine holds it."""
+    def is_held_by(self, *pids: int) -> bool:
+        """Returns whether one of these processes of this machine holds the claim."""
         return self.holder() in [Process.here(pid) for pid in pids]
 
     def renew(self) -> None:
-        """To be called every few seconds by its holder. It does nothing once another has taken the claim over."""
-        with contextlib.suppress(OSError):  # a network file system may answer the next time
-            if held := self.held_by(os.getpid()):
+        """Renews the claim. The holder must call this every few seconds.
+
+        Does nothing if another process has taken over the claim.
+        """
+        with contextlib.suppress(OSError):  # a network file system may respond next time
+            if held := self.is_held_by(os.getpid()):
                 os.utime(self.file)
             if held or (self.holder() is None and not self._lapsed()):
                 _alone[self.file] = time.time()
 
     def _lapsed(self) -> bool:
-        """Whether another process may have had it since this one took it."""
+        """Returns whether another process may have held the claim since this one took it."""
         return time.time() - _alone.get(self.file, -math.inf) >= STALE
 
     def release(self) -> None:
-        """Gives it back, if this process holds it or its holder is dead."""
+        """Removes the claim if this process holds it or its holder is dead."""
         holder = self.holder()
-        if holder is not None and (self.held_by(os.getpid()) or not self._lives(holder)):
+        if holder is not None and (self.is_held_by(os.getpid()) or not self._lives(holder)):
             self.file.unlink(missing_ok=True)
             _alone.pop(self.file, None)
 
     def alive(self) -> bool:
-        """Whether a living process holds it."""
+        """Returns whether a living process holds the claim."""
         holder = self.holder()
         return holder is not None and self._lives(holder)
 
     def check(self) -> None:
-        """Takes it again if its file is merely gone. Raises UserError if another process has it, or
-        may have had it."""
-        if self.held_by(os.getpid()):
+        """Takes the claim again if only its file is missing.
+
+        Raises UserError if another process holds the claim or may have held it.
+        """
+        if self.is_held_by(os.getpid()):
             return
         lapsed = self._lapsed()
         if self.holder() is None and not lapsed and self._make():
             return
         late = f" after process {os.getpid()} had not responded for {STALE:.0f} s" if lapsed else ""
         raise UserError(
-            f"{self.file}: {self.who()} took over this run{late}; this one ends without saving"
+            f"{self.file}: {self.who()} took over this run{late}; this process stops without saving"
         )
 
     def holder(self) -> Process | None:
-        """The process that has, or had, it; None if nobody has."""
+        """Returns the process that holds or held the claim; None if the file does not exist."""
         try:
             return Process.parse(self.file.read_text(errors="replace"))
         except FileNotFoundError:
             return None
 
     def who(self) -> str:
-        """The holder, for a message."""
+        """Describes the holder for an error message."""
         holder = self.holder()
         return f"process {holder.pid} on {holder.host}" if holder else "another process"
 
     def age(self) -> float:
-        """Seconds since it was taken or renewed, by this machine's clock."""
+        """Returns the seconds since the claim was taken or renewed, by this machine's clock."""
         try:
             return time.time() - self.file.stat().st_mtime
         except FileNotFoundError:
@@ -176,63 +192,67 @@ class Claim:
         return self.age() < STALE and not (holder.is_visible() and not holder.runs())
 
     def _clear(self, dead: Process) -> bool:
-        """Removes a dead claim. Of several processes that find it dead, one succeeds."""
+        """Removes a dead claim and returns whether it did.
+
+        If several processes find the claim dead, only one succeeds.
+        """
         aside = self.file.with_name(f"{self.file.name}.{socket.gethostname()}.{os.getpid()}.dead")
         try:
             self.file.rename(aside)
         except FileNotFoundError:
             return False
-        if Process.parse(aside.read_text(errors="replace")) != dead:  # another's, made since
+        if Process.parse(aside.read_text(errors="replace")) != dead:  # taken by another meanwhile
             aside.rename(self.file)
             return False
         aside.unlink()
         return True
 
 
-def keep_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
-    """Renews claims of this process in a thread; returns what stops it."""
-    over = threading.Event()
+def start_renewing(claims: Sequence[Claim]) -> Callable[[], None]:
+    """Renews this process's claims in a thread. Returns a function that stops the thread."""
+    stopped = threading.Event()
 
     def renew() -> None:
-        while not over.wait(STALE / 6):
+        while not stopped.wait(STALE / 6):
             for claim in claims:
                 claim.renew()
 
     threading.Thread(target=renew, daemon=True).start()
-    return over.set
+    return stopped.set
 
 
 @contextlib.contextmanager
 def holding(claims: Sequence[Claim]) -> Iterator[None]:
-    """Takes all of these, and gives them back at the end. Raises UserError, with the holder, if a living process has one.
+    """Holds all these claims while the context is open.
 
-    A holder on another machine cannot be seen. This says so, and waits until it renews its claim,
-    which shows that it lives, or until it is certain that it does not.
+    Raises UserError, which names the holder, if a living process holds one of them. A process on
+    another machine is not visible. If one holds a claim, this function prints a line and waits
+    until the claim is renewed (the holder is alive) or has become stale (the holder is dead).
     """
     taken = []
     try:
         for claim in claims:
-            before, patience, told = claim.age(), time.monotonic() + 2 * STALE, False
+            last_age, deadline, announced = claim.age(), time.monotonic() + 2 * STALE, False
             while not claim.take():
                 holder = claim.holder()
                 if holder is None:
                     continue
-                if holder.is_visible() or claim.age() < before or time.monotonic() > patience:
+                if holder.is_visible() or claim.age() < last_age or time.monotonic() > deadline:
                     raise UserError(
-                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; "
-                        "wait for its end, stop it, or choose another directory"
+                        f"--workdir: {claim.file.parent} is in use by {claim.who()}; wait until it "
+                        "ends, stop it, or choose another directory"
                     )
-                if not told:
-                    told = True
+                if not announced:
+                    announced = True
                     print(
-                        f"{claim.file.parent} was in use by {claim.who()}, "
-                        f"which cannot be seen from here; waiting up to {STALE:.0f} s for a sign of it",
+                        f"{claim.file.parent} was in use by {claim.who()}, which is not visible "
+                        f"from this machine; waiting up to {STALE:.0f} s for it to renew its claim",
                         file=sys.stderr,
                     )
-                before = claim.age()
+                last_age = claim.age()
                 time.sleep(1)
             taken.append(claim)
-        stop = keep_renewing(taken)
+        stop = start_renewing(taken)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""python -m transformer VERB: the command line, thin over the package."""
+"""The command line, `python -m transformer VERB`: a thin layer over the package."""
 
 import argparse
 import contextlib
@@ -10,9 +10,9 @@ import time
 import traceback
 
 from transformer.errors import UserError, nearest, tracebacks
-from transformer.output import flush, outlives_its_readers, to_nowhere
+from transformer.output import flush, red, redirect_to_devnull, survive_closed_readers
 
-ABOUT = """Transformers in JAX: train, evaluate and use any architecture, from one experiment file, on any machine.
+ABOUT = """Transformers in JAX: train, evaluate and use any architecture on any machine.
 
   python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
   python -m transformer evaluate --workdir=runs/quickstart
@@ -20,60 +20,67 @@ ABOUT = """Transformers in JAX: train, evaluate and use any architecture, from o
 """
 
 VERBS = ("data", "train", "evaluate", "generate", "sweep", "compare", "inspect", "plan", "convert")
-"""Files in verbs/, in the order in which help shows them."""
+"""The modules in verbs/, in the order of the help text."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns its exit code. Mistakes of the user's print one line and return 2."""
+    """Runs one command and returns its exit code. User errors print one line and return 2."""
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except UserError as e:
-        _say(f"error: {e}")
-        _leave_the_others(2)
+        _print_error(f"error: {e}")
+        _exit_if_distributed(2)
         return 2
     except BrokenPipeError:
-        to_nowhere(sys.stdout)
+        redirect_to_devnull(sys.stdout)
         return 0
     except OSError as e:
         reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
-        _say(f"error: {e.filename or type(e).__name__}: {reason}")
-        _leave_the_others(2)
+        _print_error(f"error: {e.filename or type(e).__name__}: {reason}")
+        _exit_if_distributed(2)
         return 2
     except RuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
-            _leave_the_others(1, e)
+            _exit_if_distributed(1, e)
             raise
-        _say(
-            f"error: out of memory ({str(e).splitlines()[0][:120]}); lower data.batch_size or the model, raise train.accumulate, "
-            "set model.remat='full', or spread the parameters with mesh.fsdp"
+        _print_error(
+            f"error: out of memory ({str(e).splitlines()[0][:120]}); reduce data.batch_size or the "
+            "model's size, increase train.accumulate, set model.remat='full', or spread the "
+            "parameters with mesh.fsdp"
         )
-        _leave_the_others(2)
+        _exit_if_distributed(2)
         return 2
     except KeyboardInterrupt:
-        _say("\ninterrupted")
-        _leave_the_others(130)
+        _print_error("\ninterrupted")
+        _exit_if_distributed(130)
         return 130
     except Exception as e:
-        _leave_the_others(1, e)
+        _exit_if_distributed(1, e)
         raise
 
 
-def _say(line: str) -> None:
-    """Why a command ends. If nobody reads it, the command ends in the same way."""
+def _print_error(line: str) -> None:
+    """Prints the reason why a command ends. Ignores a closed standard error."""
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr)
+        print(red(line, sys.stderr), file=sys.stderr)
 
 
-def _leave_the_others(code: int, error: Exception | None = None) -> None:
-    """One of several processes ends at once: it would wait for the others, which may wait for it. They notice, and end too."""
+def _exit_if_distributed(code: int, error: Exception | None = None) -> None:
+    """Ends this process at once if it is one of several.
+
+    A normal exit would wait for the other processes, which may be waiting for this one. They detect
+    the loss and end too.
+    """
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
         if error is not None:
-            from transformer.parallel.processes import end_alone, is_loss
+            from transformer.parallel.processes import exit_after_loss, is_lost_process
 
-            if is_loss(error) and not tracebacks():
-                time.sleep(3)  # who is told which process it is says so meanwhile
-                end_alone("another process of this run")
+            if is_lost_process(error) and not tracebacks():
+                time.sleep(
+                    3
+                )  # meanwhile the thread that watches connections may name the lost process
+                exit_after_loss("another process of this run")
             with contextlib.suppress(OSError):
                 traceback.print_exception(error)
         flush()
@@ -81,48 +88,49 @@ def _leave_the_others(code: int, error: Exception | None = None) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are those of the rest: one line."""
+    """An argument parser that raises its errors as UserError, so that they take one line."""
 
     def error(self, message: str):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def _main(argv: list[str]) -> int:
-    spelled = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = _Parser(prog="python -m transformer", description=ABOUT, **spelled)
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = _Parser(prog="python -m transformer", description=ABOUT, **style)
     verbs = parser.add_subparsers(metavar="VERB", title="verbs")
     for name in VERBS:
         verb = importlib.import_module(f"transformer.verbs.{name}")
         sub = verbs.add_parser(
-            name, help=verb.ABOUT, description=verb.DETAIL or verb.ABOUT, **spelled
+            name, help=verb.ABOUT, description=verb.DETAIL or verb.ABOUT, **style
         )
         only_prints = getattr(verb, "ONLY_PRINTS", False)
-        lasting = contextlib.nullcontext if only_prints else outlives_its_readers
+        lasting = contextlib.nullcontext if only_prints else survive_closed_readers
         sub.set_defaults(run=verb.run, verb=name, lasting=lasting)
         verb.arguments(sub)
     if argv and not argv[0].startswith("-") and argv[0] not in VERBS:
         raise UserError(f"no verb {argv[0]!r}; {nearest(argv[0], VERBS)}")
-    args, rest = parser.parse_known_args(argv)
+    args, remaining = parser.parse_known_args(argv)
     if "run" not in args:
         parser.print_help()
         return 0
     with args.lasting():
-        return args.run(args, _overrides(rest)) or 0
+        return args.run(args, _overrides(remaining)) or 0
 
 
-def _overrides(rest: list[str]) -> dict[str, str]:
-    """`--config.a.b=v` arguments as {"a.b": "v"}."""
-    found, rest = {}, list(rest)
-    while rest:
-        arg = rest.pop(0)
+def _overrides(remaining: list[str]) -> dict[str, str]:
+    """Parses `--config.a.b=v` arguments into {"a.b": "v"}."""
+    overrides, remaining = {}, list(remaining)
+    while remaining:
+        arg = remaining.pop(0)
         if not arg.startswith("--config."):
             raise UserError(
-                f"no argument {arg!r}; fields of the experiment are set with --config.SECTION.FIELD=VALUE, and --help shows the rest"
+                f"no argument {arg!r}; set fields of the experiment with "
+                "--config.SECTION.FIELD=VALUE; see --help for other arguments"
             )
         key, equals, value = arg.removeprefix("--config.").partition("=")
         if not equals:
-            if not rest or rest[0].startswith("--"):
+            if not remaining or remaining[0].startswith("--"):
                 raise UserError(f"{arg}: no value; write {arg}=VALUE")
-            value = rest.pop(0)
-        found[key] = value
-    return found
+            value = remaining.pop(0)
+        overrides[key] = value
+    return overrides

@@ -1,8 +1,7 @@
-"""What an experiment is: one frozen dataclass over the configs that each package owns.
+"""The experiment: one frozen dataclass that contains the configs of all packages.
 
-Configs are validated when they are built: a combination that makes no sense is a UserError that
-names the field, the value and the way out. How an experiment is read from a file and the command
-line is in config_io.py.
+Configs are validated when they are built. An invalid combination raises a UserError that names the
+field, the value and a fix. config_io.py reads experiments from files and from the command line.
 """
 
 import dataclasses
@@ -37,12 +36,12 @@ _EFFECTS = (
     ),
     Effect(
         ("train.z_loss",),
-        "an objective that asks for tokens",
-        lambda c: c.objective.asks_for_tokens,
+        "an objective that predicts tokens",
+        lambda c: c.objective.predicts_tokens,
     ),
     Effect(
         ("train.init_positions",),
-        "a table of positions: model.position='learned'",
+        "a position table: model.position='learned'",
         lambda c: c.model.has_position_table,
     ),
     Effect(
@@ -58,7 +57,7 @@ _EFFECTS = (
                 "batch_size",
             ]
         ),
-        "a model that writes text (data.objective: causal_lm, prefix_lm or seq2seq)",
+        "a model that generates text (data.objective: causal_lm, prefix_lm or seq2seq)",
         lambda c: c.objective.writes,
     ),
 )
@@ -67,7 +66,7 @@ _EFFECTS = (
 @strict("", _EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Everything a run depends on."""
+    """All settings of a run."""
 
     model: ModelConfig
     data: DataConfig
@@ -75,10 +74,9 @@ class Experiment:
     train: TrainConfig = TrainConfig()
     decoding: DecodingConfig = DecodingConfig()
     mesh: MeshConfig = MeshConfig()
-    seed: int = 0  # of parameters, dropout and the order of the data
-    platform: str = (
-        "auto"  # auto | cpu | gpu | tpu | accelerator: training anywhere else is refused
-    )
+    seed: int = 0  # for parameters, dropout and the data order
+    # auto | cpu | gpu | tpu | accelerator. Training on any other platform raises an error.
+    platform: str = "auto"
 
     def __post_init__(self):
         one_of("platform", self.platform, ("auto", "cpu", "gpu", "tpu", "accelerator"))
@@ -87,34 +85,40 @@ class Experiment:
         for field in ("length", "target_length"):
             if getattr(self.data, field) > self.model.max_length:
                 raise UserError(
-                    f"data.{field}: {getattr(self.data, field)} is longer than model.max_length = {self.model.max_length}"
+                    f"data.{field}: {getattr(self.data, field)} is longer than model.max_length = "
+                    f"{self.model.max_length}"
                 )
         if self.data.batch_size % self.train.accumulate:
             raise UserError(
-                f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = {self.data.batch_size}"
+                f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = "
+                f"{self.data.batch_size}"
             )
         objective = self.objective
-        spec = self.data.objective
-        name = spec if isinstance(spec, str) else spec["name"]
+        choice = self.data.objective
+        name = choice if isinstance(choice, str) else choice["name"]
         if self.model.family not in objective.families:
             raise UserError(
-                f"data.objective: {name!r} trains a model of family {' or '.join(map(repr, objective.families))}, "
+                f"data.objective: {name!r} trains a model of family "
+                f"{' or '.join(map(repr, objective.families))}, "
                 f"but model.family = {self.model.family!r}"
             )
-        if objective.asks_for_tokens and not self.model.lm_head:
-            raise UserError(f"data.objective: {name!r} asks for tokens; set model.lm_head=True")
-        if self.model.prefix_lm and not objective.gives_prefix:
+        if objective.predicts_tokens and not self.model.lm_head:
+            raise UserError(f"data.objective: {name!r} predicts tokens; set model.lm_head=True")
+        if self.model.prefix_lm and not objective.has_prefix:
             raise UserError(
-                f"model.prefix_lm: True, but data.objective {name!r} gives no prefix; set it to False"
+                f"model.prefix_lm: True, but data.objective {name!r} defines no prefix; set it to "
+                "False"
             )
-        if self.data.target_length and not self.model.two_sides:
+        if self.data.target_length and not self.model.is_encoder_decoder:
             raise UserError(
-                f"data.target_length: {self.data.target_length}, but model.family = {self.model.family!r} has one side; leave it at 0"
+                f"data.target_length: {self.data.target_length}, but model.family = "
+                f"{self.model.family!r} has one stack; leave it at 0"
             )
         for field, limit in (("beam_size", vocab := self.model.vocab_size), ("top_k", vocab - 1)):
             if getattr(self.decoding, field) > limit:
                 raise UserError(
-                    f"decoding.{field}: {getattr(self.decoding, field):,} is too large for model.vocab_size = {vocab:,}; "
+                    f"decoding.{field}: {getattr(self.decoding, field):,} is too large for "
+                    f"model.vocab_size = {vocab:,}; "
                     f"at most {limit:,}"
                 )
         for evaluator in map(EVALUATORS.build, self.train.evaluators):
@@ -125,10 +129,13 @@ class Experiment:
 
     @property
     def objective(self) -> Objective:
-        """What `data.objective` chooses, with its options."""
+        """The objective that `data.objective` chooses, with its options."""
         return self.data.chosen
 
     def on(self, mesh: MeshConfig) -> "Experiment":
-        """The same experiment on another mesh; without stages, a batch is not cut for them."""
+        """Returns the same experiment on another mesh.
+
+        Without pipeline stages, `model.pipeline_microbatches` is reset to 0.
+        """
         model = self.model if mesh.stage != 1 else self.model.part(pipeline_microbatches=0)
         return dataclasses.replace(self, mesh=mesh, model=model)

@@ -1,7 +1,7 @@
-"""Experiments from files, mappings and the command line; and back to plain JSON.
+"""Reads experiments from files, mappings and the command line.
 
-An experiment file says only what differs from the defaults of config.py. An unknown key or a value of another type is a
-UserError that names the field, the value and the nearest right one.
+An experiment file sets only the fields that differ from the defaults. An unknown key or a value of
+the wrong type raises a UserError that names the field, the value and the nearest valid name.
 """
 
 import contextlib
@@ -25,52 +25,60 @@ from transformer.sweeps import Grid, Sweep
 def load_experiment(
     file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
 ) -> Experiment:
-    """The experiment of `FILE.py[:ARG][:ARM]`, with dotted overrides (`{"model.d_model": "256"}`) on top.
+    """Loads the experiment of `FILE.py[:ARG][:ARM]` and applies dotted overrides.
 
-    FILE.py defines `get_config()` or `get_config(arg)` and returns a ConfigDict (or a dict); ARM is one of its `sweep()`, or
-    `sweep(arg)`. A `config.json` of a run is read too.
+    FILE.py defines `get_config()` or `get_config(arg)`, which returns a ConfigDict or a dict. ARM
+    is an arm of its `sweep()` or `sweep(arg)`. `file` may also be the `config.json` of a run. An
+    override looks like `{"model.d_model": "256"}`.
     """
     return build(Experiment, load_tree(file), overrides)
 
 
 def load_tree(file: str) -> dict:
-    """What an experiment file says, as nested dicts."""
+    """Returns the settings of an experiment file as nested dicts."""
     name = file.partition(":")[0]
     if Path(name).suffix == ".json":
         return thaw(from_mapping(Experiment, read_json(_existing(name))))
-    found = _open(file)
-    with _faults_of(found.path):
-        tree = found.tree()
-        if found.arm:
-            arms = found.sweep().arms
-            if found.arm not in arms:
+    experiment_file = _open(file)
+    with _errors_in(experiment_file.path):
+        tree = experiment_file.tree()
+        if experiment_file.arm:
+            arms = experiment_file.sweep().arms
+            if experiment_file.arm not in arms:
                 raise UserError(
-                    f"--config: the sweep() of {str(found.path)!r} has no arm {found.arm!r}; {nearest(found.arm, arms)}"
+                    f"--config: the sweep() of {str(experiment_file.path)!r} has no arm "
+                    f"{experiment_file.arm!r}; {nearest(experiment_file.arm, arms)}"
                 )
-            change(tree, arms[found.arm])
+            change(tree, arms[experiment_file.arm])
         return tree
 
 
 def load_sweep(file: str) -> Sweep:
-    """What an experiment file varies. Raises UserError if it says nothing of it."""
-    found = _open(file)
-    if found.arm:
+    """Loads the sweep of an experiment file. Raises UserError if the file defines none."""
+    experiment_file = _open(file)
+    if experiment_file.arm:
         raise UserError(
-            f"--config: {file!r} names one arm, and all are asked for; leave out :{found.arm}"
+            f"--config: {file!r} names one arm, but a sweep uses all; leave out "
+            f":{experiment_file.arm}"
         )
-    with _faults_of(found.path):
-        return found.sweep()
+    with _errors_in(experiment_file.path):
+        return experiment_file.sweep()
 
 
 def load_arms(
     file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
 ) -> tuple[Sweep, dict[str, Experiment]]:
-    """The sweep of an experiment file, and its arms' experiments, the baseline first; `overrides` are of all of them."""
-    sweep, found = load_sweep(file), {}
+    """Loads the sweep of an experiment file and the experiments of its arms, baseline first.
+
+    `overrides` apply to all arms.
+    """
+    sweep, experiments = load_sweep(file), {}
     for key in overrides:
-        if same := [field for field in sweep.fields if key == field or key.startswith(field + ".")]:
+        if varied := [
+            field for field in sweep.fields if key == field or key.startswith(field + ".")
+        ]:
             raise UserError(
-                f"--config.{key}: the sweep varies {same[0]}; leave it out, or change sweep()"
+                f"--config.{key}: the sweep varies {varied[0]}; leave it out, or change sweep()"
             )
     if "seed" in overrides:
         raise UserError("--config.seed: the sweep has its own seeds; change Sweep(seeds=...)")
@@ -80,15 +88,18 @@ def load_arms(
             override(tree, key, text, Experiment)
         change(tree, changes)
         try:
-            found[arm] = from_mapping(Experiment, tree)
+            experiments[arm] = from_mapping(Experiment, tree)
         except UserError as e:
             raise UserError(f"sweep: arm {arm!r}: {e}") from None
-    return sweep, found
+    return sweep, experiments
 
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """An experiment file and what was asked of it. `arg` goes to `get_config` and to `sweep`, where they take one."""
+    """An experiment file with the requested argument and arm.
+
+    `arg` is passed to `get_config` and `sweep` if they take a parameter.
+    """
 
     path: Path
     module: types.ModuleType
@@ -96,25 +107,28 @@ class _File:
     arm: str
 
     def tree(self) -> dict:
-        given = self._call("get_config")
-        if not isinstance(given, Experiment | Mapping | ConfigDict):
+        config = self._call("get_config")
+        if not isinstance(config, Experiment | Mapping | ConfigDict):
             raise UserError(
-                f"--config: get_config() of {str(self.path)!r} returns {given!r}; a ConfigDict or a dict is expected"
+                f"--config: get_config() of {str(self.path)!r} returns {config!r}; a ConfigDict or "
+                "a dict is expected"
             )
-        return thaw(given)
+        return thaw(config)
 
     def sweep(self) -> Sweep:
         if not hasattr(self.module, "sweep"):
             raise UserError(
-                f"--config: {str(self.path)!r} defines no sweep(), as experiments/ablation.py does; see transformer/sweeps.py"
+                f"--config: {str(self.path)!r} defines no sweep(), as experiments/ablation.py "
+                "does; see transformer/sweeps.py"
             )
-        given = self._call("sweep")
-        given = Sweep(given) if isinstance(given, Grid) else given
-        if not isinstance(given, Sweep):
+        sweep = self._call("sweep")
+        sweep = Sweep(sweep) if isinstance(sweep, Grid) else sweep
+        if not isinstance(sweep, Sweep):
             raise UserError(
-                f"--config: sweep() of {str(self.path)!r} returns {given!r}; a Sweep or a Grid is expected"
+                f"--config: sweep() of {str(self.path)!r} returns {sweep!r}; a Sweep or a Grid is "
+                "expected"
             )
-        return given
+        return sweep
 
     def _call(self, name: str):
         function = getattr(self.module, name)
@@ -126,63 +140,68 @@ class _File:
 
 
 def _open(file: str) -> _File:
-    """FILE.py, FILE.py:ARG, FILE.py:ARG:ARM; FILE.py:ARM where get_config() takes no argument."""
-    name, *given = file.split(":")
+    """Opens FILE.py, FILE.py:ARG or FILE.py:ARG:ARM.
+
+    FILE.py:ARM is also valid if get_config() takes no argument.
+    """
+    name, *parts = file.split(":")
     path = _existing(name)
-    with _faults_of(path):
+    with _errors_in(path):
         module = _module(path)
         if not hasattr(module, "get_config"):
             raise UserError(f"--config: {name!r} defines no get_config()")
-        takes = bool(inspect.signature(module.get_config).parameters)
-    if given and not takes and not hasattr(module, "sweep"):
+        takes_arg = bool(inspect.signature(module.get_config).parameters)
+    if parts and not takes_arg and not hasattr(module, "sweep"):
         raise UserError(
-            f"--config: {name!r} takes no argument and has no sweep(); leave out :{':'.join(given)}"
+            f"--config: {name!r} takes no argument and has no sweep(); leave out :{':'.join(parts)}"
         )
-    if len(given) > takes + hasattr(module, "sweep"):
+    if len(parts) > takes_arg + hasattr(module, "sweep"):
         raise UserError(
-            f"--config: {file!r}; it is FILE.py{':ARG' * takes}{':ARM' * hasattr(module, 'sweep')}"
+            f"--config: {file!r}; the form is "
+            f"FILE.py{':ARG' * takes_arg}{':ARM' * hasattr(module, 'sweep')}"
         )
-    arg = given.pop(0) if takes and given else ""
-    if arg and arg not in (known := getattr(module, "ARGUMENTS", (arg,))):
-        raise UserError(f"--config: {name!r} takes no {arg!r}; {nearest(arg, known)}")
-    return _File(path, module, arg, given[0] if given else "")
+    arg = parts.pop(0) if takes_arg and parts else ""
+    if arg and arg not in (arguments := getattr(module, "ARGUMENTS", (arg,))):
+        raise UserError(f"--config: {name!r} takes no {arg!r}; {nearest(arg, arguments)}")
+    return _File(path, module, arg, parts[0] if parts else "")
 
 
 def change(tree: dict, changes: Mapping[str, object]) -> None:
-    """Sets the fields that an arm changes."""
+    """Applies the changes of an arm to the settings."""
     for key, value in changes.items():
         override(tree, key, value, Experiment, "sweep: ")
 
 
 def _existing(name: str) -> Path:
     if not Path(name).is_file():
-        raise UserError(f"--config: no file {name!r}; experiments/ holds the shipped ones")
+        raise UserError(f"--config: no file {name!r}; the shipped experiments are in experiments/")
     return Path(name)
 
 
 def _module(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
     if spec is None:
-        raise UserError(f"--config: {str(path)!r} is no Python file and no config.json")
+        raise UserError(f"--config: {str(path)!r} is neither a Python file nor a config.json")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @contextlib.contextmanager
-def _faults_of(path: Path) -> Iterator[None]:
-    """What goes wrong in an experiment file as one line that names its line."""
+def _errors_in(path: Path) -> Iterator[None]:
+    """Turns any error in an experiment file into a UserError of one line with the line number."""
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as e:
-        here = [
+        frames = [
             frame
             for frame in traceback.extract_tb(e.__traceback__)
             if Path(frame.filename) == path.absolute()
         ]
-        line = getattr(e, "lineno", None) or (here[-1].lineno if here else 0)
+        line = getattr(e, "lineno", None) or (frames[-1].lineno if frames else 0)
         raise UserError(
-            f"--config: {path}:{line}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+            f"--config: {path}:{line}: {type(e).__name__}: "
+            f"{str(e).splitlines()[0] if str(e) else ''}"
         ) from e

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and what a full disk or a damaged file says."""
+"""Atomic file writes, and one-line errors for full disks and damaged files."""
 
 import contextlib
 import errno
@@ -10,49 +10,60 @@ from pathlib import Path
 
 from transformer.errors import UserError
 
-_FULL = "the disk is full; what was saved before is whole: free some space and start again"
+_FULL = "the disk is full; earlier files are intact: free some space and start again"
 
 _DISK_FAULTS = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
-    errno.EFBIG: "a file is larger than this process may write; what was saved before is whole: raise the limit (ulimit -f) and start again",
+    errno.EFBIG: "a file is larger than this process may write; earlier files are intact: "
+    "raise the limit (ulimit -f) and start again",
 }
 
 
 @contextlib.contextmanager
-def disk_faults(path) -> Iterator[None]:
-    """A full disk, or a file beyond the limit of its size, as one line that names `path`. Files and checkpoints are renamed into place
-    when they are whole, so what was saved before is untouched."""
+def disk_errors(path) -> Iterator[None]:
+    """Turns a full disk or an exceeded file size limit into a UserError that names `path`.
+
+    Files and checkpoints are renamed into place when they are complete, so earlier ones stay
+    intact.
+    """
     try:
         yield
-    except Exception as e:  # of any type: libraries that are not Python give the system's words
+    except Exception as e:  # native libraries raise other types with the system's message
         for number, message in _DISK_FAULTS.items():
             if getattr(e, "errno", None) == number or os.strerror(number) in str(e):
                 raise UserError(f"{path}: {message}") from None
         raise
 
 
-def check_room(folder: Path, needed: int, what: str) -> None:
-    """Raises UserError if `what` of so many bytes does not fit on the disk of `folder`, which need not exist yet."""
+def check_disk_space(folder: Path, needed: int, what: str) -> None:
+    """Raises UserError if `needed` bytes of `what` do not fit on the disk of `folder`.
+
+    The folder need not exist.
+    """
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"{folder}: the disk has {free / 1e6:,.1f} MB left, but {what} takes {needed / 1e6:,.1f} MB; free some space and start again"
+            f"{folder}: the disk has {free / 1e6:,.1f} MB left, but {what} takes "
+            f"{needed / 1e6:,.1f} MB; free some space and start again"
         )
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
-    """Writes `content` (text as UTF-8) beside the file and renames it into place; nothing is left of it if that fails. What is no
-    ordinary file (a pipe, /dev/stdout) is written to as it is."""
+def write_atomic(file: Path, content: str | bytes) -> None:
+    """Writes `content` (text as UTF-8) atomically: to a temporary file that is renamed into place.
+
+    Nothing is left behind if writing fails. Special files (a pipe, /dev/stdout) are written to
+    directly.
+    """
     data, file = content.encode("utf-8") if isinstance(content, str) else content, file.resolve()
     if file.exists() and not file.is_file():
         file.open("wb", buffering=0).write(data)
         return
     scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        with disk_faults(file):
+        with disk_errors(file):
             scratch.write_bytes(data)
             scratch.replace(file)
     finally:
@@ -60,20 +71,20 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 
 def read_json(file: Path) -> dict:
-    """A JSON file that holds an object; UserError if it is damaged or cannot be read."""
+    """Reads a JSON file that holds an object. Raises UserError if it is damaged or unreadable."""
     try:
-        found = json.loads(read_bytes(file).decode("utf-8"))
+        content = json.loads(read_bytes(file).decode("utf-8"))
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
         raise UserError(f"{file}: damaged ({e})") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: damaged (no JSON object)")
-    return found
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: damaged (not a JSON object)")
+    return content
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a file; UserError if it cannot be read."""
+    """Returns the content of a file. Raises UserError if it is unreadable."""
     try:
         return file.read_bytes()
     except OSError as e:

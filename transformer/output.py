@@ -1,32 +1,40 @@
-"""Standard output and standard error: streams that are closed before a command begins
-(`train ... >&-`) or ends (`train ... | head`), and what they are spared."""
+"""Text for people: colors, plurals, elapsed time; streams that close early; redundant tracebacks.
+
+A stream may be closed before a command begins (`train ... >&-`) or before it ends (`train ... |
+head`).
+"""
 
 import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 
-def open_closed() -> None:
-    """Opens standard streams that were closed when this process began; they lead nowhere. The next
-    files that are opened would take their numbers, and what C++ prints would be written there."""
+def open_closed_streams() -> None:
+    """Opens the standard streams that were closed when this process began, on /dev/null.
+
+    Otherwise the next opened files would get their descriptors, and output of C++ code would be
+    written to these files.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-            os.set_inheritable(nowhere, True)
-            setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8"))
+            devnull = os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
+            os.set_inheritable(devnull, True)
+            setattr(sys, name, os.fdopen(devnull, mode, encoding="utf-8"))
 
 
-def to_nowhere(stream) -> None:
-    """From now on what is written to this descriptor goes nowhere, also by C++ and by children."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+def redirect_to_devnull(stream) -> None:
+    """Redirects the descriptor of `stream` to /dev/null, also for C++ code and child processes."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
 
 
 def flush() -> None:
-    """Writes out what is held back, as far as anybody reads it. Raises nothing."""
+    """Flushes standard output and standard error. Ignores all errors, such as a closed reader."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:
@@ -34,7 +42,7 @@ def flush() -> None:
 
 
 class _Lasting:
-    """A stream that drops what is written once its reader is gone."""
+    """A stream that discards output once its reader is gone."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -56,40 +64,105 @@ class _Lasting:
         try:
             yield
         except BrokenPipeError:
-            to_nowhere(self._stream)
+            redirect_to_devnull(self._stream)
 
 
 @contextlib.contextmanager
-def outlives_its_readers() -> Iterator[None]:
-    """Lets a command that does more than print run to its end, when whoever reads its output has stopped reading."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (stream and _Lasting(stream) for stream in before)
+def survive_closed_readers() -> Iterator[None]:
+    """Lets a command finish its work after the readers of its output have gone.
+
+    For commands that do more than print.
+    """
+    original = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and _Lasting(stream) for stream in original)
     try:
         yield
     finally:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = original
 
 
-def quiet_threads() -> None:
-    """Leaves out what is printed beside a fault that the main thread will raise. When a checkpoint
-    cannot be written, threads of Orbax log a traceback each. When an array cannot be written or
-    read, Orbax closes the event loop under all others, and each of these prints a traceback."""
+def suppress_redundant_tracebacks() -> None:
+    """Suppresses output about errors that the main thread also raises.
+
+    If a checkpoint cannot be written, each Orbax thread logs a traceback. If an array cannot be
+    read or written, Orbax closes the event loop under all other reads and writes, and each of these
+    prints a traceback.
+    """
     handler = logging.StreamHandler()
-    handler.addFilter(lambda record: not _logged_beside(record))
+    handler.addFilter(lambda record: not _is_redundant_log(record))
     logging.getLogger().addHandler(handler)
-    print_it = sys.unraisablehook
-    sys.unraisablehook = lambda lost: None if _lost_beside(lost) else print_it(lost)
+    previous_hook = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: (
+        None if _is_redundant_exception(unraisable) else previous_hook(unraisable)
+    )
 
 
-def _logged_beside(record: logging.LogRecord) -> bool:
+def _is_redundant_log(record: logging.LogRecord) -> bool:
     unread = record.name == "asyncio" and "exception was never retrieved" in record.getMessage()
     return unread or (record.name == "absl" and record.levelno >= logging.ERROR)
 
 
-def _lost_beside(lost) -> bool:
-    """Whether an exception that Python cannot raise comes from C++, which names no object, or from
-    a read that another one has ended."""
-    signs = ("Event loop is closed", "array index")
-    return lost.object is None or any(sign in str(lost.exc_value) for sign in signs)
+def _is_redundant_exception(unraisable) -> bool:
+    """Returns whether an unraisable exception repeats another error.
+
+    It does if it comes from C++, which passes no object, or from a read that a failed one has
+    aborted.
+    """
+    fragments = ("Event loop is closed", "array index")
+    return unraisable.object is None or any(
+        fragment in str(unraisable.exc_value) for fragment in fragments
+    )
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun: "1 step", "5,000 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def bold(text: str, stream) -> str:
+    """Returns `text` in bold, if `stream` is a terminal that shows it."""
+    return _styled(text, "1", stream)
+
+
+def red(text: str, stream) -> str:
+    """Returns `text` in red, if `stream` is a terminal that shows it."""
+    return _styled(text, "31", stream)
+
+
+def _styled(text: str, code: str, stream) -> str:
+    # https://no-color.org
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain else f"\x1b[{code}m{text}\x1b[0m"
+
+
+@contextlib.contextmanager
+def elapsed(text: str, stream=None) -> Iterator[None]:
+    """Shows `text` and the elapsed time while the body runs, if `stream` is a terminal.
+
+    `stream` is standard error by default. The line is erased at the end.
+    """
+    stream = stream or sys.stderr
+    if not stream.isatty():
+        yield
+        return
+    start, done = time.monotonic(), threading.Event()
+
+    def show() -> None:
+        while True:
+            seconds = int(time.monotonic() - start)
+            stream.write(f"\r\x1b[K{text} {seconds // 60}:{seconds % 60:02d}")
+            stream.flush()
+            if done.wait(1):
+                return
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        stream.write("\r\x1b[K")
+        stream.flush()

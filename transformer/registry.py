@@ -1,19 +1,22 @@
-"""Registries: what a config chooses by name, from classes that live one to a file.
+"""Registries of the classes that a config chooses by name. Each class is in a file of its own.
 
-The modules of a registry's package are imported when something is first looked up, so a new file
-there needs no other line of code, and the package's base never imports what is built on it.
+A registry imports the modules of its package at the first lookup. A new file in the package
+therefore needs no other change, and the base module never imports the modules that depend on it.
 """
 
 import dataclasses
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 
+from transformer import plugins
 from transformer.checks import build_choice
+from transformer.errors import UserError
 
 
 class Registry(Mapping[str, type]):
-    """Name -> class, for the config field `field`; the classes are defined in modules of `package`."""
+    """Name -> class, for the config field `field`. Modules of `package` define the classes."""
 
     def __init__(
         self,
@@ -21,25 +24,43 @@ class Registry(Mapping[str, type]):
         package: str,
         is_option: Callable[[dataclasses.Field], bool] = lambda field: True,
     ):
-        """`is_option`: which fields of a class a config may set."""
+        """`is_option` returns whether a config may set a field of a class."""
         self._field, self._package, self._is_option = field, package, is_option
         self._classes: dict[str, type] = {}
+        self._origins: dict[str, str] = {}  # the hashes of files outside this package
         self._is_loaded = False
 
     def register(self, name: str) -> Callable[[type], type]:
-        """Class decorator that gives a class its `name`. Raises ValueError if the name is taken."""
+        """Returns a class decorator that registers a class as `name`.
+
+        A class that is defined again (in a notebook, or by another copy of its file) replaces its
+        former version. Raises UserError if another class has the name.
+        """
+        file = sys._getframe(1).f_globals.get("__file__")
 
         def add(cls: type) -> type:
-            known = self._classes.setdefault(name, cls)
-            if known.__qualname__ != cls.__qualname__ or known.__module__ != cls.__module__:
-                raise ValueError(f"{self._field}: {name!r} is {known.__module__}.{known.__name__}")
+            known, is_ours = self._classes.get(name), cls.__module__.startswith("transformer.")
+            origin = "" if is_ours else plugins.record(file, name)
+            same_class = known and known.__qualname__ == cls.__qualname__
+            same_file = same_class and (
+                known.__module__ == cls.__module__ or origin == self._origins[name] != ""
+            )
+            if known and not same_file:
+                raise UserError(
+                    f"{self._field}: {name!r} is already registered, by {known.__module__}."
+                    f"{known.__qualname__}; choose another name"
+                )
+            self._classes[name], self._origins[name] = cls, origin
             cls.name = name
             return cls
 
         return add
 
     def build(self, spec: str | Mapping):
-        """The object of a config: `"name"`, or `dict(name="name", option=value)`. Raises UserError."""
+        """Builds the object of a spec: `"name"`, or `dict(name="name", option=value)`.
+
+        Raises UserError.
+        """
         return build_choice(self._field, self._all, spec, self._is_option)
 
     @property
@@ -49,6 +70,7 @@ class Registry(Mapping[str, type]):
             for module in pkgutil.iter_modules(folder.__path__, f"{self._package}."):
                 importlib.import_module(module.name)
             self._is_loaded = True
+            plugins.load_installed()
         return self._classes
 
     def __getitem__(self, name: str) -> type:

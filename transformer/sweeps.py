@@ -1,16 +1,18 @@
-"""What a study varies: a small algebra over dotted fields of an experiment.
+"""Sweeps: a small algebra over dotted fields of an experiment.
 
-An experiment file says beside `get_config()`:
+An experiment file may define `sweep()` beside `get_config()`:
 
     def sweep():
+        norms = vary("model.norm_placement", "pre", "post")
+        positions = vary("model.position", "rotary", "alibi")
         return Sweep(
-            product(vary("model.norm_placement", "pre", "post"), vary("model.position", "rotary", "alibi")),
-            question="Is post-norm as good as pre-norm at this depth, whatever tells positions?",
+            product(norms, positions),
+            question="Is post-norm as good as pre-norm at this depth, with either position scheme?",
             seeds=3,
         )
 
-An arm is one setting of the fields that vary; it has a name (`post-alibi`) and is trained once for each seed. All arms see the same seeds,
-and so the same text in the same order.
+An arm is one setting of the varied fields. It has a name (`post-alibi`) and is trained once per
+seed. All arms use the same seeds, and therefore the same data in the same order.
 """
 
 import dataclasses
@@ -27,21 +29,24 @@ Changes = Mapping[str, object]
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One setting: what it changes, and by field what its value was called, where it has a name."""
+    """One setting: its name, its changes, and names for values.
+
+    `called` maps fields to the names of their values, where `vary` was given names.
+    """
 
     name: str
     changes: Changes
     called: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def call(self, field: str) -> str:
-        """Its value of a field, as a person would say it."""
+        """Returns the display name of the value of a field."""
         value = self.changes.get(field)
         return self.called.get(field) or (f"{value:g}" if isinstance(value, float) else str(value))
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Points, in order."""
+    """An ordered set of points."""
 
     points: tuple[Point, ...]
 
@@ -50,21 +55,28 @@ class Grid:
 
 
 def vary(field: str, *values, **named) -> Grid:
-    """One field, a point for each value; `named` gives the points other names: vary("model.d_ff", narrow=256, wide=1024)."""
+    """Varies one field, with one point per value.
+
+    Keyword arguments name the points: vary("model.d_ff", narrow=256, wide=1024).
+    """
     if not values and not named:
         raise UserError(f"sweep: vary({field!r}) has no values")
-    points = [Point(_spell(field, value), {field: value}) for value in values]
+    points = [Point(_point_name(field, value), {field: value}) for value in values]
     return Grid(
         (*points, *(Point(name, {field: value}, {field: name}) for name, value in named.items()))
     )
 
 
 def scan(field: str, low: float, high: float, points: int) -> Grid:
-    """One number at values spaced geometrically from `low` to `high`, rounded to two significant digits (between two ints to whole numbers; equal
-    ones are one): scan("optimizer.learning_rate", 1e-4, 1e-1, 7)."""
+    """Varies one number over `points` values, spaced geometrically from `low` to `high`.
+
+    Values are rounded to two significant digits, and to integers if `low` and `high` are integers.
+    Duplicates are removed. Example: scan("optimizer.learning_rate", 1e-4, 1e-1, 7).
+    """
     if not 0 < low < high or points < 2:
         raise UserError(
-            f"sweep: scan({field!r}, {low}, {high}, {points}): from a number over 0 to a larger one, by 2 points or more"
+            f"sweep: scan({field!r}, {low}, {high}, {points}): use 0 < low < high and at "
+            "least 2 points"
         )
     values = [low * (high / low) ** (n / (points - 1)) for n in range(points)]
     whole = isinstance(low, int) and isinstance(high, int)
@@ -74,27 +86,32 @@ def scan(field: str, low: float, high: float, points: int) -> Grid:
 
 
 def arms(**named: Changes) -> Grid:
-    """Points by name, each with its own changes: arms(plain={}, deep={"model.num_decoder_layers": 24})."""
+    """Returns named points, each with its changes.
+
+    Example: arms(plain={}, deep={"model.num_decoder_layers": 24}).
+    """
     for name, changes in named.items():
         if not isinstance(changes, Mapping):
             raise UserError(
-                f"sweep: arms({name}={changes!r}): expected a table of fields, {{'model.d_ff': 512}}"
+                f"sweep: arms({name}={changes!r}): expected a mapping of fields, "
+                f"{{'model.d_ff': 512}}"
             )
     return Grid(tuple(Point(name, dict(changes)) for name, changes in named.items()))
 
 
 def product(*grids: Grid) -> Grid:
-    """Every point of each with every point of the others."""
+    """Combines every point of each grid with every point of the others."""
     return Grid(
         tuple(_joined(points) for points in itertools.product(*(grid.points for grid in grids)))
     )
 
 
 def zipped(*grids: Grid) -> Grid:
-    """The first points together, then the second, and so on."""
+    """Combines the first points of all grids, then the second points, and so on."""
     if len({len(grid) for grid in grids}) > 1:
         raise UserError(
-            f"sweep: zipped() of {' and '.join(str(len(grid)) for grid in grids)} points; they must be as many"
+            f"sweep: zipped() of {' and '.join(str(len(grid)) for grid in grids)} points; use "
+            "grids of equal length"
         )
     return Grid(
         tuple(_joined(points) for points in zip(*(grid.points for grid in grids), strict=True))
@@ -102,32 +119,37 @@ def zipped(*grids: Grid) -> Grid:
 
 
 def chain(*grids: Grid) -> Grid:
-    """The points of one after those of another."""
+    """Concatenates the points of several grids."""
     return Grid(tuple(itertools.chain.from_iterable(grid.points for grid in grids)))
 
 
 RESERVED = ("claims", "logs", "report")
-"""Folders of a sweep that hold no arm."""
+"""Folders in the directory of a sweep that do not hold an arm."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """A study: arms, seeds, and how they are to be compared.
+    """A study: arms, seeds, and how to compare the arms.
 
-    `metric` is what decides: a name in metrics.jsonl, `test/loss` or `test/bleu`, say. `declared` says why arms may differ in what no field
-    of theirs says: parameters, flops, attention, data, tokenizer, warmup (lab/guard.py); {"parameters": "T5's bias has 128 numbers"}. `match` sizes arms equal to the baseline in
-    "parameters" or "flops" by their d_ff, or in "time" by their steps.
+    `metric` is the metric that decides, by its name in metrics.jsonl, such as `test/loss` or
+    `test/bleu`. `match` makes arms comparable to the baseline in "parameters" or "flops" by
+    adapting d_ff, or in "time" by adapting the number of steps.
 
-    Two arms of which the same programs are built are refused, unless one of them is a control: `controls` maps the arm to the reason,
-    {"again": "the same model spelled in another way must give the same numbers"}.
+    `declared` gives the reasons why arms may differ in a property that they do not vary explicitly:
+    parameters, flops, attention, data, tokenizer or warmup (lab/guard.py). Example: {"parameters":
+    "T5's bias has 128 numbers"}.
+
+    Two arms that build the same programs are an error unless one of them is a control. `controls`
+    maps such arms to reasons. Example: {"again": "another spelling of the same model must give the
+    same numbers"}.
     """
 
     grid: Grid
     question: str = ""
-    baseline: str = ""  # an arm; "": the first
+    baseline: str = ""  # name of an arm; "": the first
     seeds: int | tuple[int, ...] = 3
     metric: str = "test/loss"
-    higher_is_better: bool | None = None  # None: as the metric's name says
+    higher_is_better: bool | None = None  # None: as the metric's name implies
     declared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     match: str = ""
     controls: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -135,7 +157,8 @@ class Sweep:
     def __post_init__(self):
         if not isinstance(self.grid, Grid):
             raise UserError(
-                f"sweep: {self.grid!r}; a Grid is expected: vary(FIELD, VALUE, ...), arms(NAME={{...}}), or several of them in product(), zipped() or chain()"
+                f"sweep: {self.grid!r}; a Grid is expected: vary(FIELD, VALUE, ...), "
+                f"arms(NAME={{...}}), or several of them in product(), zipped() or chain()"
             )
         names = [point.name for point in self.grid.points]
         if not names:
@@ -143,19 +166,22 @@ class Sweep:
         for name in names:
             if names.count(name) > 1:
                 raise UserError(
-                    f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) or arms(NAME={{...}})"
+                    f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) "
+                    f"or arms(NAME={{...}})"
                 )
             if name in RESERVED:
                 raise UserError(
-                    f"sweep: an arm is called {name!r}, as a folder beside the arms is; name it with vary(field, NAME=value) or arms(NAME={{...}})"
+                    f"sweep: an arm is called {name!r}, which is a reserved folder name; name it "
+                    f"with vary(field, NAME=value) or arms(NAME={{...}})"
                 )
             if not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
                 raise UserError(
-                    f"sweep: {name!r} is no name for a folder; name it with vary(field, NAME=value) or arms(NAME={{...}})"
+                    f"sweep: {name!r} is not a valid folder name; name it with vary(field, "
+                    f"NAME=value) or arms(NAME={{...}})"
                 )
         if self.baseline and self.baseline not in names:
             raise UserError(
-                f"sweep: baseline {self.baseline!r} is no arm; {nearest(self.baseline, names)}"
+                f"sweep: baseline {self.baseline!r} is not an arm; {nearest(self.baseline, names)}"
             )
         seeds = tuple(range(self.seeds)) if isinstance(self.seeds, int) else tuple(self.seeds)
         if (
@@ -164,27 +190,24 @@ class Sweep:
             or not all(type(seed) is int and seed >= 0 for seed in seeds)
         ):
             raise UserError(
-                f"sweep: seeds: {self.seeds!r}; a number of seeds, 1 or more, or a list of different ones"
+                f"sweep: seeds: {self.seeds!r}; set a positive number or a list of distinct seeds"
             )
         if any("seed" in point.changes for point in self.grid.points):
             raise UserError(
-                "sweep: 'seed' varies in the grid; say Sweep(..., seeds=N), so that all arms have the same"
+                "sweep: 'seed' varies in the grid; use Sweep(..., seeds=N), the same for all arms"
             )
         if self.match not in ("", "parameters", "flops", "time"):
             raise UserError(
-                f"sweep: match: {self.match!r}; {nearest(self.match, ('parameters', 'flops', 'time'))}"
+                f"sweep: match: {self.match!r}; "
+                f"{nearest(self.match, ('parameters', 'flops', 'time'))}"
             )
         if not isinstance(self.controls, Mapping):
-            raise UserError(
-                f"sweep: controls: {self.controls!r}; a table, {{'ARM': 'why two arms are the same'}}"
-            )
+            raise UserError(f"sweep: controls: {self.controls!r}; set a dict, {{'ARM': 'reason'}}")
         for arm in self.controls:
             if arm not in names:
-                raise UserError(f"sweep: controls: {arm!r} is no arm; {nearest(arm, names)}")
+                raise UserError(f"sweep: controls: {arm!r} is not an arm; {nearest(arm, names)}")
         if not isinstance(self.declared, Mapping):
-            raise UserError(
-                f"sweep: declared: {self.declared!r}; a table, {{'parameters': 'why they differ'}}"
-            )
+            raise UserError(f"sweep: declared: {self.declared!r}; set a dict, {{'data': 'reason'}}")
         object.__setattr__(
             self, "higher_is_better", higher_is_better(self.metric, self.higher_is_better)
         )
@@ -193,18 +216,18 @@ class Sweep:
 
     @property
     def arms(self) -> dict[str, Changes]:
-        """Name -> what it changes, the baseline first."""
+        """Arm name -> its changes, baseline first."""
         return {name: point.changes for name, point in self.points.items()}
 
     @property
     def points(self) -> dict[str, Point]:
-        """The same with what values are called."""
-        found = {point.name: point for point in self.grid.points}
-        return {self.baseline: found.pop(self.baseline)} | found
+        """Arm name -> its point, baseline first."""
+        points = {point.name: point for point in self.grid.points}
+        return {self.baseline: points.pop(self.baseline)} | points
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """All that varies."""
+        """All fields that vary."""
         return tuple(dict.fromkeys(field for changes in self.arms.values() for field in changes))
 
 
@@ -212,15 +235,17 @@ def _joined(points: Iterable[Point]) -> Point:
     names, changes, called = [], {}, {}
     for point in points:
         names.append(point.name)
-        if both := changes.keys() & point.changes.keys():
-            raise UserError(f"sweep: {both.pop()!r} is set twice in one arm ({'-'.join(names)})")
+        if repeated := changes.keys() & point.changes.keys():
+            raise UserError(
+                f"sweep: {repeated.pop()!r} is set twice in one arm ({'-'.join(names)})"
+            )
         changes |= point.changes
         called |= point.called
     return Point("-".join(names), changes, called)
 
 
-def _spell(field: str, value) -> str:
-    """A short name: the value, with its field where that alone says nothing."""
+def _point_name(field: str, value) -> str:
+    """Returns a short name for a value, with the field where the value alone is ambiguous."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a metric counts, and which way is better, by its name."""
+"""Units and directions of metrics, by name."""
 
 import dataclasses
 
@@ -7,7 +7,11 @@ from transformer.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """`unit` for a person; whether `higher` is better; whether other tokens (another tokenizer) would give another number."""
+    """The properties of a metric.
+
+    `unit` is for display. `higher` is true if larger values are better. `of_tokens` is true if the
+    value depends on the tokenizer.
+    """
 
     unit: str
     higher: bool
@@ -22,7 +26,7 @@ KINDS = {
     "perplexity": Kind("per token", False, True),
     "accuracy": Kind("of tokens", True, True),
     "agrees": Kind("of tokens", True, True),
-    "tokens": Kind("of tokens", True, True),  # probe/tokens
+    "tokens": Kind("of tokens", True, True),  # of synthetic tasks: probe/tokens
     "bits_per_byte": Kind("bits per byte", False, False),
     "word_perplexity": Kind("per word", False, False),
     "exact": Kind("of answers", True, False),
@@ -32,39 +36,44 @@ KINDS = {
     "labels_accuracy": Kind("of labels", True, False),
     "kl": Kind("nats", False, True),
 }
-"""By a part of the name: test/bleu, test/lens/loss/003."""
+"""Part of a metric's name -> kind. Examples of names are test/bleu and test/lens/loss/003."""
 
 OF_LABELS = {
     "loss": KINDS["labels_loss"],
     "accuracy": KINDS["labels_accuracy"],
     "perplexity": Kind("per label", False, False),
 }
-"""Where no tokens are asked for, as of a classifier."""
+"""The kinds that apply instead if no tokens are predicted, as by a classifier."""
 
 
-def kind(metric: str, asks_for_tokens: bool = True) -> Kind | None:
-    """Of a metric, by the last part of its name that says; None: not known."""
-    known = KINDS if asks_for_tokens else KINDS | OF_LABELS
-    return next((known[part] for part in reversed(metric.split("/")) if part in known), None)
+def kind(metric: str, predicts_tokens: bool = True) -> Kind | None:
+    """Returns the kind of a metric, from the last known part of its name, or None."""
+    kinds = KINDS if predicts_tokens else KINDS | OF_LABELS
+    return next((kinds[part] for part in reversed(metric.split("/")) if part in kinds), None)
 
 
-def of_tokens(metric: str, asks_for_tokens: bool = True) -> bool:
-    """Whether other tokens would give another number."""
-    found = kind(metric, asks_for_tokens)
-    return found is not None and found.of_tokens
+def of_tokens(metric: str, predicts_tokens: bool = True) -> bool:
+    """Returns whether the metric's value depends on the tokenizer."""
+    metric_kind = kind(metric, predicts_tokens)
+    return metric_kind is not None and metric_kind.of_tokens
 
 
-def unit(metric: str, asks_for_tokens: bool = True) -> str:
-    """What a number of this name counts; "" where that is not known."""
-    found = kind(metric, asks_for_tokens)
-    return found.unit if found else ""
+def unit(metric: str, predicts_tokens: bool = True) -> str:
+    """Returns the unit of the metric; "" if it is unknown."""
+    metric_kind = kind(metric, predicts_tokens)
+    return metric_kind.unit if metric_kind else ""
 
 
 def higher_is_better(metric: str, said: bool | None) -> bool:
-    """As it is `said`, or else as the name says. Raises UserError where neither says."""
-    found = kind(metric)
-    if said is None and found is None:
+    """Returns `said` if it is set, or else the direction that the metric's name implies.
+
+    Raises UserError if neither is known.
+    """
+    metric_kind = kind(metric)
+    if said is None and metric_kind is None:
         raise UserError(
-            f"sweep: metric {metric!r}: say which way is better: Sweep(..., higher_is_better=True) or False; compare --higher-is-better or --lower-is-better"
+            f"sweep: metric {metric!r}: its direction is unknown; set Sweep(..., "
+            "higher_is_better=True) or False, or pass --higher-is-better or --lower-is-better to "
+            "compare"
         )
-    return found.higher if said is None else said
+    return metric_kind.higher if said is None else said

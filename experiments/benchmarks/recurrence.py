@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer import ModelConfig, build_model
-from transformer.parallel.mesh import look_for_no_tpu
+from transformer.parallel.mesh import disable_tpu_search
 
 MODELS = {
     "attention": {"position": "rotary", "attention_backend": "reference", "d_ff": 512, "num_heads": 4},
@@ -83,7 +83,7 @@ def reading(model: dict, length: int):
 
 
 def main():
-    look_for_no_tpu()
+    disable_tpu_search()
     head = (
         f"{'length':>7}  "
         + "  ".join(f"{name + ' ms':>13}  {'steps':>7}" for name in MODELS)

@@ -46,12 +46,12 @@ def experiment(case: str):
     from transformer.mapping import from_mapping
 
     c = CASES[case]
-    two_sides = case == "encoder_decoder"
+    is_encoder_decoder = case == "encoder_decoder"
     model = {
         "family": case, "vocab_size": c["vocab"], "d_model": c["d_model"], "d_ff": c["d_ff"], "num_heads": c["heads"],
         "num_encoder_layers": c["layers"], "num_decoder_layers": c["layers"], "max_length": c["length"], "dropout": 0.1, "scan_layers": False,
     }  # fmt: skip
-    if two_sides:
+    if is_encoder_decoder:
         model |= {
             "position": "sinusoidal",
             "norm_placement": "post",
@@ -67,7 +67,7 @@ def experiment(case: str):
             "attention_dropout": 0.1,
         }
     return from_mapping(Experiment, {
-        "model": model, "data": {"corpus": "pydoc", "objective": "seq2seq" if two_sides else "causal_lm", "length": c["length"], "batch_size": c["rows"]},
+        "model": model, "data": {"corpus": "pydoc", "objective": "seq2seq" if is_encoder_decoder else "causal_lm", "length": c["length"], "batch_size": c["rows"]},
         "optimizer": {"learning_rate": 1e-4, "schedule": "constant", "warmup_steps": 0},
     })  # fmt: skip
 

@@ -77,7 +77,7 @@ def measure(config, whole, runs: int, trials: int) -> tuple[float, float]:
     from jax.sharding import PartitionSpec as P
 
     from transformer.config import MeshConfig
-    from transformer.lab.together import make_step, over_devices
+    from transformer.lab.together import make_step, runs_mesh
     from transformer.model.network import build_model
     from transformer.parallel.mesh import make_mesh, use
     from transformer.training.optimizer import build_optimizer
@@ -90,7 +90,7 @@ def measure(config, whole, runs: int, trials: int) -> tuple[float, float]:
         _, placed = abstract_state(config, model, optimizer, whole)
         alone = make_train_step(config, model, optimizer, whole, placed)
         states = [init_state(config, model, optimizer, placed) for _ in range(runs)]
-    one, over = make_mesh(MeshConfig(data=1)), over_devices(runs)
+    one, over = make_mesh(MeshConfig(data=1)), runs_mesh(runs)
     place = lambda tree: jax.device_put(tree, NamedSharding(over, P("runs")))
     numbers = {
         "seed": place(np.arange(runs, dtype=np.int32)),

@@ -12,7 +12,7 @@ Beside it Nothing to compare with was found for this chip and size; MaxText's 16
     batch       524,288 tokens; 50,000 steps are 26.2G tokens
     decoding    64 rows, prompts of 1,024 tokens, a cache of 2,048
     attention   splash: train, evaluate
-    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
     a device's memory            train       evaluate        prefill         decode

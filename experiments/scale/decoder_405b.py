@@ -12,7 +12,7 @@ Beside it MaxText measured 38.6 % for this model (v6e, 256); for 1,160 B on a v5
     batch       4,194,304 tokens; 100,000 steps are 419.4G tokens
     decoding    128 rows, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
-    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
     a device's memory            train      evaluate       prefill        decode

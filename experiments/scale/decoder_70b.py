@@ -12,7 +12,7 @@ Beside it MaxText measured 65.4 % (692 tokens/s a chip) for Llama 2 70B at a len
     batch       2,097,152 tokens; 100,000 steps are 209.7G tokens
     decoding    256 rows, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
-    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
     a device's memory            train      evaluate         prefill          decode

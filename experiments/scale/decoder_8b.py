@@ -13,7 +13,7 @@ Beside it MaxText measured 45.5 % (7,207 tokens/s a chip) at this size and lengt
     batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
     decoding    64 rows, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
-    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
     a device's memory            train      evaluate       prefill        decode

@@ -14,7 +14,7 @@ the peak 24.3 GiB and the HBM's part 1.25 s, but a step of decoding takes 177 ms
     batch       2,097,152 tokens; 100,000 steps are 209.7G tokens
     decoding    128 rows, prompts of 2,048 tokens, a cache of 4,096
     attention   splash: train, evaluate
-    attention   blockwise (splash: where tokens stand in their rows is not known): prefill
+    attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
     a device's memory            train        evaluate       prefill        decode

@@ -185,7 +185,7 @@ def _check_outputs(case: Case, config: ModelConfig, params) -> None:
     draw, model = np.random.default_rng(case.seed), build_model(config)
     ids = lambda: draw.integers(4, config.vocab_size, (2, 12)).astype(np.int32)
     one, mask = ids(), np.arange(12) < np.array([[9], [12]])
-    source, source_mask = (ids(), mask) if config.two_sides else (None, None)
+    source, source_mask = (ids(), mask) if config.is_encoder_decoder else (None, None)
 
     @jax.jit
     def outputs(tokens, mask, source, source_mask):
@@ -209,7 +209,7 @@ def _check_outputs(case: Case, config: ModelConfig, params) -> None:
     row = np.where(np.arange(2)[:, None] == 0, one, ids())
     same("another sequence of the batch", np.s_[:1], row, mask, source, source_mask)
     same("padding", mask, np.where(mask, one, ids()), mask, source, source_mask)
-    if config.two_sides:
+    if config.is_encoder_decoder:
         other = np.where(source_mask, source, ids())
         same("padding of the source", mask, one, mask, other, source_mask)
     if "decoder" in config.sides and config.causal:

@@ -361,9 +361,9 @@ def judge(name: str, directory: Path, compare: bool = True) -> str:
     ids = np.random.default_rng(0).integers(4, VOCAB, (2, LENGTH))
     tensor, real = torch.tensor(ids), np.ones_like(ids, bool)
     tokens, masks = (ids,), {"padding_mask": real}
-    if config.two_sides:
+    if config.is_encoder_decoder:
         tokens, masks = (ids, ids), masks | {"source_padding_mask": real}
-    given = {"decoder_input_ids": tensor} if config.two_sides else {}
+    given = {"decoder_input_ids": tensor} if config.is_encoder_decoder else {}
     try:
         with torch.no_grad():
             wanted = theirs(tensor, attention_mask=torch.ones_like(tensor), **given).logits.numpy()

@@ -122,7 +122,7 @@ def test_training_continues_from_the_checkpoint_before_a_damaged_one(
     harm_arrays(run / "checkpoints" / "6")
     strict = dataclasses.replace(config, train=dataclasses.replace(longer, strict_checkpoints=True))
     with pytest.raises(
-        Damaged, match=r"6 is damaged .*set train.strict_checkpoints=False to do without it"
+        Damaged, match=r"6 is damaged .*set train.strict_checkpoints=False to skip it"
     ):
         train(strict, run)
     assert losses(run) == whole and not (run / "damaged").exists(), "strict changes nothing"

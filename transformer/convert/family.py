@@ -1,4 +1,4 @@
-"""What an outside family is to us: its config in our words and back, and a table of its weights."""
+"""A model family of Transformers: conversion of its config in both directions, and its weights."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -14,31 +14,39 @@ from transformer.model import positions
 from transformer.model.config import ModelConfig
 
 TRAINING = frozenset(
-    """dropout attention_dropout activation_dropout initializer init_std embedding_init_std residual_init_scale random_positions
-    scan_layers remat dtype param_dtype attention_backend""".split()  # noqa: SIM905
+    """dropout attention_dropout activation_dropout initializer init_std embedding_init_std
+    residual_init_scale random_positions scan_layers remat dtype param_dtype
+    attention_backend""".split()  # noqa: SIM905
 )
-"""Fields of ours that outside configs need not say: how a model is trained and run."""
+"""Fields of ModelConfig that set how a model is trained and run. Outside configs may omit them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One `model_type`.
+    """One `model_type` of Transformers.
 
-    read(fields, names of the tensors that are there) -> fields of a ModelConfig; write(config) ->
-    their config.json; weights(config) -> every tensor that holds parameters. `fields`: what `read`
-    reads, with the defaults of their config class. `aliases`: other names of these fields.
-    `prefix`: what the names may or may not begin with (GPT-2's files on the hub do without).
-    `heads`: what the names begin with that never have the prefix. A tensor that `weights` does not
-    name is refused unless it is one of three: a copy of another tensor (`copies`), which must hold
-    the same numbers; a constant (`constants`: pattern -> function of its shape), which must hold
-    what the function returns; or `unused`, a buffer that Transformers does not read either
-    (patterns). `source_begins`: whether a source begins with the bos token. `special_tokens`: those
-    that Transformers assumes where config.json does not name them.
+    `read(fields, names of the tensors in the directory)` returns the fields of a ModelConfig,
+    `write(config)` returns config.json, and `weights(config)` yields every tensor that holds
+    parameters.
+
+    `fields` are the fields that `read` reads, with the defaults of Transformers' config class;
+    `aliases` are other names of these fields. `prefix` is an optional prefix of tensor names
+    (GPT-2's files on the hub omit it); names that begin with one of `heads` never have it.
+
+    A tensor that `weights` does not name raises an error unless it is one of three:
+
+    - a copy of another tensor (`copies`), which must hold the same numbers;
+    - a constant (`constants`: pattern -> function of its shape), which must hold the values that
+      the function returns;
+    - a buffer that Transformers does not read either (`unused`: patterns).
+
+    `source_begins` is whether a source begins with the bos token. `special_tokens` are the defaults
+    that Transformers assumes for special tokens missing from config.json.
     """
 
     model_type: str
     architecture: str
-    ours: str  # our family
+    ours: str  # ModelConfig.family
     read: Callable[[Fields, frozenset[str]], dict]
     write: Callable[[ModelConfig], dict]
     weights: Callable[[ModelConfig], Iterator[Weight]]
@@ -55,42 +63,50 @@ class Family:
     special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
-        """Their config.json as ours, with fields of `ours` on top. Raises UserError, with the field's name, for what we cannot express."""
+        """Returns the ModelConfig for a config.json; the fields in `ours` take precedence.
+
+        Raises UserError with the name of a field that a ModelConfig cannot express.
+        """
         fields = Fields(theirs, self.model_type, self.fields, self.aliases)
         if self.ours != "encoder":
-            fields.must("is_causal", True, "the decoder would see what comes after")
+            fields.must("is_causal", True, "the decoder would attend to later tokens")
         config = self.read(fields, tensors) | ours
         config = special_tokens.read(theirs, self.special_tokens, config) | config
-        fields.refuse_rest()
+        fields.check_all_read()
         return ModelConfig(**config)
 
     def their_config(self, config: ModelConfig) -> dict:
-        """Our config as their config.json. Raises UserError, with the field's name, for what they cannot express."""
+        """Returns the config.json for a ModelConfig.
+
+        Raises UserError with the name of a field that this family cannot express.
+        """
         if config.family != self.ours:
             raise UserError(
-                f"model.family: {config.family!r} cannot be expressed by {self.model_type}, which is {self.ours!r}"
+                f"model.family: {config.family!r} cannot be expressed by {self.model_type}, "
+                f"which is {self.ours!r}"
             )
         theirs = {"architectures": [self.architecture], "model_type": self.model_type}
         theirs |= special_tokens.write(config, self.special_tokens) | self.write(config)
         tensors = frozenset(weight.theirs for weight in self.weights(config))
-        back = meaning(self.our_config(theirs, tensors))
+        restored = meaning(self.our_config(theirs, tensors))
         for field, value in meaning(config).items():
-            if back[field] != value:
+            if restored[field] != value:
                 raise UserError(
-                    f"model.{field}: {value!r} cannot be expressed by {self.model_type}, which would make it {back[field]!r}"
+                    f"model.{field}: {value!r} cannot be expressed by {self.model_type}, which "
+                    f"would turn it into {restored[field]!r}"
                 )
         return theirs
 
 
 def meaning(config: ModelConfig) -> dict:
-    """What the network computes, field by field, in one spelling."""
-    said = {
+    """Returns the fields that determine what the network computes, in a canonical form."""
+    fields = {
         f.name: getattr(config, f.name)
         for f in dataclasses.fields(config)
         if f.name not in TRAINING
     }
     layers = [layer for side in config.sides for layer in config.layers(side)]
-    return said | {
+    return fields | {
         "position": [positions.build(layer.position) for layer in layers],
         "window": [layer.window for layer in layers],
         "layer_pattern": (),
@@ -106,6 +122,7 @@ def meaning(config: ModelConfig) -> dict:
         "num_kv_heads": config.kv_heads,
         "d_head": config.head_size,
         "d_value": config.value_size,
+        "d_ff": config.ff_size,
         "d_embedding": config.embedding_size,
         "share_embeddings": config.share_embeddings or config.family != "encoder_decoder",
     }

@@ -1,9 +1,9 @@
-"""Reading an outside config.json: every field is read with its type, known not to matter, or
-refused by name.
+"""Reads an outside config.json. Every field is read with its type, known to be harmless, or
+rejected by name.
 
-A family names the fields that it reads, with the defaults of its config class in Transformers. A
-field that is not there has that default. `null` is a value of its own: `"final_logit_softcapping":
-null` turns capping off, while leaving the field out means 30.
+A family lists the fields that it reads, with the defaults of its config class in Transformers. A
+missing field has its default. `null` is a separate value: `"final_logit_softcapping": null` turns
+capping off, while a missing field means 30.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 from transformer.checks import LARGEST
 from transformer.errors import UserError
-from transformer.model.config_checks import MOST_LAYERS
+from transformer.model.config_checks import MAX_LAYERS
 
 HARMLESS = frozenset(
     """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
@@ -38,29 +38,31 @@ HARMLESS = frozenset(
     sparse_pred_ignore_index reference_compile repad_logits_with_grad embedding_dropout
     mlp_dropout""".split()  # noqa: SIM905
 )
-"""Fields that say nothing of what the network computes when it is used: how to generate, what was logged, how it was trained."""
+"""Fields that do not affect what the network computes at inference.
+
+They set generation and training, or record metadata.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One field of a config.json: what it may hold, and what Transformers assumes where it is not
-    there."""
+    """One field of a config.json: its permitted values, and the default of Transformers."""
 
     default: Any
     kind: type
-    nullable: bool = False  # null is a value that the family's code understands
-    above: float | None = None  # a number must be more than this
-    most: float = LARGEST
+    nullable: bool = False  # the family's code handles null
+    above: float | None = None  # numbers must be greater than this
+    most: float = LARGEST  # the largest permitted magnitude
 
     def problem(self, value: Any) -> str | None:
-        """What `value` must be, in words, if it is not that."""
+        """Returns what is wrong with `value`, in words, or None."""
         if value is None:
             return None if self.nullable else f"must be {self._kind}"
         accepted = (int, float) if self.kind is float else self.kind
         if not isinstance(value, accepted) or isinstance(value, bool) != (self.kind is bool):
             return f"must be {self._kind}"
         if self.kind in (int, float):
-            if not abs(value) <= self.most:  # a NaN is not
+            if not abs(value) <= self.most:  # true for NaN, too
                 return f"is out of bounds; at most {self.most:,}"
             if self.above is not None and value <= self.above:
                 return f"is too small; it must be more than {self.above:g}"
@@ -74,8 +76,10 @@ class Field:
 
 
 def field(default: Any) -> Field:
-    """The field whose default says what it may hold: 12 a size of at least 1, 0.1 a number, True,
-    "gelu"."""
+    """Returns a Field with the type of its default. A whole number must be at least 1.
+
+    A `default` that is already a Field is returned unchanged.
+    """
     if isinstance(default, Field):
         return default
     if isinstance(default, int) and not isinstance(default, bool):
@@ -84,27 +88,27 @@ def field(default: Any) -> Field:
 
 
 def optional(kind: type, default: Any = None) -> Field:
-    """A field that may be null: a size, a number of more than 0, or anything of that kind."""
+    """Returns a Field that may be null. Numbers must be greater than 0."""
     return Field(default, kind, nullable=True, above=0 if kind in (int, float) else None)
 
 
 def count(default: int) -> Field:
-    """A whole number of at least 0."""
+    """Returns a Field for a whole number of at least 0."""
     return Field(default, int, above=-1)
 
 
 def layer_count(default: int | None) -> Field:
-    """A number of layers, which may be null if that is its default."""
-    return Field(default, int, nullable=default is None, above=0, most=MOST_LAYERS)
+    """Returns a Field for a number of layers. It may be null if its default is null."""
+    return Field(default, int, nullable=default is None, above=0, most=MAX_LAYERS)
 
 
 def positive(default: float) -> Field:
-    """A number of more than 0."""
+    """Returns a Field for a number greater than 0."""
     return Field(default, float, above=0)
 
 
 def needed(kind: type) -> Field:
-    """A field without a default. A number must be more than 0."""
+    """Returns a Field without a default. Numbers must be greater than 0."""
     return Field(_MISSING, kind, above=0 if kind in (int, float) else None)
 
 
@@ -112,118 +116,124 @@ _MISSING = object()
 
 
 def shown(value: Any) -> str:
-    """A value from outside, in one short line."""
+    """Returns a value from outside as one short line."""
     return reprlib.repr(value)
 
 
 class Fields:
-    """The fields of one config.json, or of the object `inside` it.
+    """The fields of one config.json, or of an object inside it.
 
-    `table` has the fields that the family reads and their defaults. `aliases` are other names of
-    some of them (the `attribute_map` of a config class). Raises UserError for two names of a field
-    that contradict each other.
+    `table` maps the fields that the family reads to their defaults. `aliases` maps other names of
+    some of these fields to the names in `table` (the `attribute_map` of a config class). `inside`
+    precedes field names in errors: `rope_parameters.`. Raises UserError if a field and its alias
+    have different values, or if a `*_token_id` is not a token ID.
     """
 
     def __init__(
         self,
-        given: Mapping[str, Any],
+        values: Mapping[str, Any],
         family: str,
         table: Mapping[str, Any],
         aliases: Mapping[str, str] = types.MappingProxyType({}),
         inside: str = "",
     ):
-        given = dict(given)
+        values = dict(values)
         self.family, self._inside, self._seen = family, inside, set()
         self._table = {name: field(default) for name, default in table.items()}
         for alias, name in aliases.items():
-            if alias in given:
-                value = given.pop(alias)
-                if given.setdefault(name, value) != value:
+            if alias in values:
+                value = values.pop(alias)
+                if values.setdefault(name, value) != value:
                     raise self.error(
-                        name, f"contradicts {alias} = {shown(value)}; leave one out", given[name]
+                        name, f"contradicts {alias} = {shown(value)}; leave one out", values[name]
                     )
-        self._given = given
-        for name, value in given.items():
+        self._values = values
+        for name, value in values.items():
             if name.endswith("_token_id") and not is_token(value, several="eos" in name):
-                raise self.error(name, "must be the id of a token or null")
+                raise self.error(name, "must be a token ID or null")
 
     def error(self, name: str, problem: str, value: Any = _MISSING, note: str = "") -> UserError:
-        """One line about a field and its value."""
-        value = self._given.get(name) if value is _MISSING else value
+        """Returns a UserError about a field and its value. `note` follows the value."""
+        value = self._values.get(name) if value is _MISSING else value
         return UserError(f"config.json: {self._inside}{name} = {shown(value)}{note} {problem}")
 
     def get(self, name: str, default: Any = _MISSING):
-        """The field's value, which is of its type, or its default where it is not there."""
+        """Returns the field's value, or its default if it is missing.
+
+        Raises UserError for a value of the wrong type or range, and for a missing required field.
+        """
         self._seen.add(name)
         if name.endswith("_token_id"):
-            value = self._given.get(name)
+            value = self._values.get(name)
             return default if value is None else value
-        of = self._table[name]
-        default = of.default if default is _MISSING else default
-        if name not in self._given:
+        spec = self._table[name]
+        default = spec.default if default is _MISSING else default
+        if name not in self._values:
             if default is _MISSING:
                 raise UserError(
-                    f"config.json: no {self._inside}{name}, which a {self.family} model needs"
+                    f"config.json: no {self._inside}{name}; a {self.family} model requires it"
                 )
             return default
-        if problem := of.problem(self._given[name]):
+        if problem := spec.problem(self._values[name]):
             raise self.error(name, problem)
-        return self._given[name]
+        return self._values[name]
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
-        return self._given.get(name) is not None
+        """Returns whether the field is present and not null."""
+        return self._values.get(name) is not None
 
     def one_of(self, name: str, table: Mapping):
-        """The field's value in our words."""
+        """Returns the entry of `table` for the field's value. Raises UserError without an entry."""
         value = self.get(name)
         if value not in table:
             raise UserError(
-                f"config.json: {self._inside}{name} = {shown(value)} is not supported; supported "
-                f"are {', '.join(map(repr, table))}"
+                f"config.json: {self._inside}{name} = {shown(value)} is not supported; use one "
+                f"of {', '.join(map(repr, table))}"
             )
         return table[value]
 
     def same(self, name: str, wanted, why: str) -> None:
-        """A field that we can express if it is what another one is, be it given or its default."""
+        """Raises UserError unless the field, or its default, is `wanted`, the value of another."""
         value = self.get(name)
         if value != wanted:
-            where = "" if self.has(name) else ", its default,"
-            raise self.error(name, f"is not supported: {why}; only {wanted!r} is", value, where)
+            note = "" if self.has(name) else " (the default)"
+            raise self.error(name, f"is not supported: {why}; it must be {wanted!r}", value, note)
 
     def must(self, name: str, wanted, why: str = "") -> None:
-        """A field that we can express in one value alone. null is False here, as it is in Python's
-        `if`."""
+        """Raises UserError unless the field is missing or `wanted`, its only supported value.
+
+        null counts as False, as in Python's `if`.
+        """
         self._seen.add(name)
-        value = self._given.get(name, wanted)
+        value = self._values.get(name, wanted)
         if value != wanted and (value is not None or wanted):
             raise self.error(
-                name, f"is not supported{why and ': ' + why}; only {wanted!r} is", value
+                name, f"is not supported{why and ': ' + why}; it must be {wanted!r}", value
             )
 
     def ignore(self, *names: str) -> None:
-        """Fields that do not change what is computed."""
+        """Marks fields as read that do not change what is computed."""
         self._seen.update(names)
 
     def rest(self) -> list[str]:
-        """Fields that are set, that nobody has asked for and that are not known to be harmless."""
+        """Returns the fields that are set, have not been read and are not known to be harmless."""
         return sorted(
-            name for name in self._given.keys() - self._seen - HARMLESS if self._given[name]
+            name for name in self._values.keys() - self._seen - HARMLESS if self._values[name]
         )
 
-    def refuse_rest(self) -> None:
-        """Raises UserError, with their names, if fields are left."""
-        if rest := self.rest():
-            others = ", ".join(map(printable, rest[1:6]))
+    def check_all_read(self) -> None:
+        """Raises UserError with the names of the fields in `rest()`, if any."""
+        if unknown := self.rest():
+            more = ", ".join(map(printable, unknown[1:6]))
             raise UserError(
-                f"config.json: {self._inside}{printable(rest[0])} = "
-                f"{shown(self._given[rest[0]])} is no field of a {self.family} model that we know"
-                + (f" (nor {others})" if others else "")
+                f"config.json: {self._inside}{printable(unknown[0])} = "
+                f"{shown(self._values[unknown[0]])} is not a known field of a {self.family} model"
+                + (f" (nor is any of {more})" if more else "")
             )
 
 
 def layer_kinds(f: Fields, layers: int) -> list[str] | None:
-    """What `layer_types` says of each layer, or None where it is not there."""
+    """Returns `layer_types`, which has one entry per layer, or None if it is missing or null."""
     kinds = f.get("layer_types")
     if kinds is None:
         return None
@@ -234,29 +244,35 @@ def layer_kinds(f: Fields, layers: int) -> list[str] | None:
     return kinds
 
 
-def one_period(layers: list) -> list:
-    """The shortest beginning of a list that, said again and again, gives the list."""
+def shortest_period(layers: list) -> list:
+    """Returns the shortest prefix whose repetition, cut to the same length, equals the list."""
     period = next(p for p in range(1, len(layers) + 1) if layers[:-p] == layers[p:])
     return layers[:period]
 
 
 def printable(name: str, most: int = 100) -> str:
-    """A name from outside, in one line."""
+    """Returns a name from outside as one printable line of at most `most` characters."""
     text = name.encode("unicode_escape").decode("ascii") if not name.isprintable() else name
     return text if len(text) <= most else text[:most] + "..."
 
 
 def is_token(value: Any, several: bool) -> bool:
-    """Whether a value is the id of a token, null or, where `several` may stand, a list of ids."""
+    """Returns whether a value is a token ID, null or, with `several`, a list of token IDs."""
     if isinstance(value, list) and several:
         return all(is_token(x, False) and x is not None for x in value)
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
 ACTIVATIONS = {
-    "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "silu": "silu", "swish": "silu",
-}  # fmt: skip
-"""Their name of a nonlinearity -> ours."""
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activation in Transformers -> ours."""
 
 ACTIVATIONS_BACK = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+"""Our activation -> the name in Transformers."""

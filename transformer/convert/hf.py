@@ -1,6 +1,7 @@
-"""Hugging Face directories: config.json and safetensors, whole or in shards.
+"""Loads and saves Hugging Face directories: config.json, and safetensors in one file or in shards.
 
-Tensors are read where they lie, one at a time, and become ours one parameter at a time; nothing holds the model twice.
+Tensors are read directly from their files and converted one parameter at a time. The model is never
+in memory twice.
 """
 
 import importlib
@@ -20,13 +21,13 @@ import numpy as np
 from transformer.convert import families
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
-from transformer.convert.special_tokens import of_generation
+from transformer.convert.special_tokens import read_generation_config
 from transformer.convert.tensors import Tensors, check
 from transformer.errors import UserError, look_up
-from transformer.files import disk_faults, read_json
+from transformer.files import disk_errors, read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
-from transformer.model.network import build_model
+from transformer.model.network import abstract_params
 from transformer.parallel.sharding import unbox
 
 FAMILIES: dict[str, Family] = {
@@ -34,7 +35,7 @@ FAMILIES: dict[str, Family] = {
     for info in pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
     for family in importlib.import_module(info.name).FAMILIES
 }
-"""By their `model_type`. A file in families/ adds its own."""
+"""`model_type` -> family. Each file in families/ adds its families."""
 
 SHARD_BYTES = 5_000_000_000
 
@@ -44,33 +45,36 @@ def load_hf(
     place: Callable[[str, np.ndarray], jax.Array] | None = None,
     **fields,
 ) -> tuple[ModelConfig, Any]:
-    """A Hugging Face directory as (config, params), for `build_model(config).apply(params, ...)`.
+    """Loads a Hugging Face directory. Returns (config, params) for `build_model(config).apply`.
 
-    `fields` of the ModelConfig are set on top (`scan_layers=False`, `dtype="bfloat16"`).
+    `fields` override fields of the ModelConfig (`scan_layers=False`, `dtype="bfloat16"`).
     `place(path, array)` puts a parameter on devices, by default on the first. Raises UserError for
-    a family or a field that we cannot express, and for tensors that are missing, left over, of
-    another shape or type, not finite, or tied to another tensor that holds other numbers.
+    a family or a field that a ModelConfig cannot express, and for tensors that are missing,
+    unexpected, of the wrong shape or type, not finite, or different from a tensor to which they are
+    tied.
     """
     directory = Path(directory)
     family, theirs, tensors = open_directory(directory)
     config = family.our_config(theirs, frozenset(tensors.names), **fields)
-    return config, {
-        "params": read_params(family, config, tensors, place or (lambda path, x: jnp.asarray(x)))
-    }
+    place = place or (lambda path, x: jnp.asarray(x))
+    return config, read_params(family, config, tensors, place)
 
 
 def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
-    """The family of a directory, its config.json, its tensors. With the config.json of a model that
-    generates come the special tokens of generation_config.json."""
+    """Returns the family of a directory, its config.json and its tensors.
+
+    For models that generate, special tokens in generation_config.json override those in
+    config.json.
+    """
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(
-            f"{directory}: no config.json; name a folder in which a model was saved with save_pretrained"
+            f"{directory}: no config.json; choose a directory written by save_pretrained"
         )
     theirs = read_json(file)
     family = look_up(FAMILIES, _name(theirs.get("model_type", "")), f"{file}: model_type")
     if family.ours != "encoder":
-        theirs |= of_generation(directory)
+        theirs |= read_generation_config(directory)
     return family, theirs, Tensors(directory, family)
 
 
@@ -81,7 +85,10 @@ def _name(value: Any) -> str:
 def open_hf(
     directory: str | os.PathLike,
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], np.ndarray]]:
-    """A Hugging Face directory as the shape of each of our parameters, by the names of unrolled layers, and what reads one."""
+    """Returns the shapes of our parameters in a Hugging Face directory, and a function to read one.
+
+    Both use the paths of unrolled layers.
+    """
     family, theirs, tensors = open_directory(Path(directory))
     return _by_layer(family, family.our_config(theirs, frozenset(tensors.names)), tensors)
 
@@ -92,7 +99,7 @@ def read_params(
     tensors: Tensors,
     place: Callable[[str, np.ndarray], jax.Array],
 ) -> Any:
-    """Our parameters from their tensors, one at a time."""
+    """Returns our parameters, converted from their tensors one at a time."""
     _, fetch = _by_layer(family, config, tensors)
     put = lambda path, x: place(
         path, np.asarray(join(config, path, fetch, np.stack)).astype(x.dtype)
@@ -101,7 +108,10 @@ def read_params(
 
 
 def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
-    """Shapes by unrolled name, and what reads one; every tensor has its place, every parameter its tensor, of the right size."""
+    """Returns unrolled path -> shape, and a function that reads the parameter at an unrolled path.
+
+    Raises UserError unless tensors and parameters correspond, with the right shapes.
+    """
     holder = {
         ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)
     }
@@ -116,11 +126,8 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
 
 
 def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path -> shape and type of every parameter of a model."""
-    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.two_sides))
-    return flatten(
-        unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens))["params"]
-    )
+    """Returns path -> shape and dtype of every parameter of a model."""
+    return flatten(abstract_params(config))
 
 
 def save_hf(
@@ -131,26 +138,27 @@ def save_hf(
     fields: Mapping[str, Any] = types.MappingProxyType({}),
     files: Mapping[str, bytes] = types.MappingProxyType({}),
 ) -> None:
-    """Writes config.json and safetensors that Transformers loads; `params` as `model.init` and `load_hf` return them. `fields` are set
-    in config.json on top, `files` written beside it.
+    """Writes config.json and safetensors that Transformers can load.
 
-    Without `family` (a `model_type`), the first that can express this config. Raises UserError, with the field's name, if none
-    can. Nothing is left in `directory` if it fails.
+    `params` have the form that `model.init` and `load_hf` return. `fields` override fields of
+    config.json; `files` are written beside it. Without `family` (a `model_type`), the first family
+    that can express this config is used. Raises UserError if `family`, or without it every family,
+    cannot. On failure, nothing is left in `directory`.
     """
     chosen, theirs = _choose(config, family)
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory}: already there, and not an empty folder; name another")
+        raise UserError(f"{directory}: exists and is not an empty directory; choose another")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (
-        disk_faults(directory),
+        disk_errors(directory),
         tempfile.TemporaryDirectory(
             dir=directory.parent, prefix=directory.name + "."
         ) as unfinished,
     ):
         target = Path(unfinished) / "whole"
         target.mkdir()
-        _write_tensors(target, _tensors(chosen, config, unbox(params)["params"]))
+        _write_tensors(target, _tensors(chosen, config, unbox(params)))
         (target / "config.json").write_text(
             json.dumps(theirs | {"dtype": config.param_dtype} | dict(fields), indent=2) + "\n",
             encoding="utf-8",
@@ -166,26 +174,27 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
     if family is not None:
         chosen = look_up(FAMILIES, family, "family")
         return chosen, chosen.their_config(config)
-    for one in FAMILIES.values():
+    for candidate in FAMILIES.values():
         try:
-            return one, one.their_config(config)
+            return candidate, candidate.their_config(config)
         except UserError:
             continue
     raise UserError(
-        f"no family of Transformers can express this model ({', '.join(FAMILIES)}); name one (family=, --family=) to hear why"
+        f"no family of Transformers can express this model ({', '.join(FAMILIES)}); "
+        "name one (family=, --family=) to get the reason"
     )
 
 
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     flat = flatten(params)
-    place, copies = where(config, flat), {}
+    locations, copies = where(config, flat), {}
     for copy in family.copies(config):
         if copy.written:
             copies.setdefault(copy.of, []).append(copy.theirs)
 
     def ours(name: str) -> np.ndarray:
-        path, i = place[name]
-        return np.asarray(part(flat[path], i))
+        path, index = locations[name]
+        return np.asarray(part(flat[path], index))
 
     for weight in family.weights(config):
         x = np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))
@@ -194,7 +203,7 @@ def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple
 
 
 def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
-    """One file, or shards and an index."""
+    """Writes one file, or shards with an index."""
     from safetensors.numpy import save_file
 
     shard, size, names = {}, 0, []

@@ -1,5 +1,5 @@
 """Rotary positions in an outside config.json: the object `rope_parameters` of Transformers 5, and
-the fields of the time before it."""
+the fields of earlier versions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ FIELDS = {
     "rope_scaling": Field(None, dict, nullable=True),
     "rope_theta": positive(10_000.0),
 }
-"""What a family with rotary positions reads."""
+"""The fields that a family with rotary positions reads."""
 
 _FACTOR = {"factor": needed(float)}
 _ORIGINAL = {"original_max_position_embeddings": optional(int)}
@@ -47,100 +47,118 @@ _SCALINGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         },
     ),
 }
-"""Their rope_type -> our scaling, the fields that it reads, and their names -> ours."""
+"""Their rope_type -> our scaling, the fields that it reads, and their option names -> ours."""
 
 _KINDS = {kind: kind for kind in _SCALINGS}
 
 
 def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
-    """Our position and max_length of their rotary fields.
+    """Returns our `position` and `max_length` for the rotary fields of a config.json.
 
-    `theta` and `fraction` name the fields that say both outside of `rope_parameters`. Without
-    `fraction`, Transformers turns whole heads whatever `partial_rotary_factor` says, so that a
-    model that asks for less is refused.
+    `theta` and `fraction` name the fields outside of `rope_parameters` that set the base and the
+    rotated share of each head. Without `fraction`, Transformers rotates whole heads and ignores
+    `partial_rotary_factor`, so any factor other than 1 raises UserError.
     """
-    new, old = f.get("rope_parameters"), f.get("rope_scaling")  # of both, the old one counts
+    # Where both are set, the legacy field takes precedence.
+    current, legacy = f.get("rope_parameters"), f.get("rope_scaling")
     if not fraction and f.has("partial_rotary_factor"):
         f.must("partial_rotary_factor", 1.0, "Transformers ignores it in this family")
     f.ignore("partial_rotary_factor")
-    part = f.get(fraction) if fraction else 1.0
+    rotated = f.get(fraction) if fraction else 1.0
     length = f.get("max_position_embeddings")
-    position = rope(old or new or {}, f.family, length, f.get(theta), part, partial=bool(fraction))
+    position = rope(
+        legacy or current or {},
+        f.family,
+        length,
+        f.get(theta),
+        rotated,
+        partial=bool(fraction),
+    )
     scaling = position.get("scaling", {})
-    if scaling.get("name") == "dynamic":  # their length is that before the stretch
+    if scaling.get("name") == "dynamic":  # their length is the length before scaling
         length = int(length * scaling["factor"])
     return {"position": position, "max_length": length}
 
 
-def rotary_back(config: ModelConfig, **defaults) -> dict:
-    """Their rotary fields of our position and max_length."""
+def write_rotary(config: ModelConfig, **defaults) -> dict:
+    """Returns the rotary fields of config.json for our position and max_length.
+
+    `defaults` are entries of `rope_parameters` for options that the position omits.
+    """
     position = options(config.position)
     scaling = position.get("scaling", {})
     length = scaling["original_length"] if scaling.get("name") == "dynamic" else config.max_length
-    return {"rope_parameters": defaults | rope_back(position), "max_position_embeddings": length}
+    return {"rope_parameters": defaults | write_rope(position), "max_position_embeddings": length}
 
 
 def options(choice: Choice) -> Mapping:
-    """A name, or a mapping with a name, as the mapping."""
+    """Returns a choice as a mapping with a `name`."""
     return {"name": choice} if isinstance(choice, str) else choice
 
 
 def rope(
-    given: Mapping, family: str, length: int, theta: float, fraction: float = 1.0,
+    values: Mapping, family: str, length: int, theta: float, fraction: float = 1.0,
     partial: bool = False, inside: str = "rope_parameters.",
 ) -> dict:  # fmt: skip
-    """Our position of one `rope_parameters` object. `theta` and `fraction` hold where it does not
-    say them; `partial`: whether heads may be turned in part."""
-    given = {
-        k: v for k, v in given.items() if v is not None or k in ("rope_type", "type", "factor")
+    """Returns our position for one `rope_parameters` object.
+
+    `theta` and `fraction` are defaults for the base and the rotated share of each head. `partial`
+    is whether the family supports shares below 1.
+    """
+    values = {
+        k: v for k, v in values.items() if v is not None or k in ("rope_type", "type", "factor")
     }
-    old = given.pop("type", "default")
-    given.setdefault("rope_type", old)
-    kind = Fields(given, family, {"rope_type": ""}, inside=inside).one_of("rope_type", _KINDS)
-    name, table, spelled = _SCALINGS[kind]
+    legacy_type = values.pop("type", "default")
+    values.setdefault("rope_type", legacy_type)
+    kind = Fields(values, family, {"rope_type": ""}, inside=inside).one_of("rope_type", _KINDS)
+    name, table, our_names = _SCALINGS[kind]
     common = {
         "rope_type": "",
         "rope_theta": positive(theta),
         "partial_rotary_factor": positive(fraction),
     }
-    f = Fields(given, f"{family} model's {kind!r} rotary", common | table, inside=inside)
+    f = Fields(values, f"{family} ({kind!r} rotary)", common | table, inside=inside)
     f.ignore("rope_type", "finetuned")
     out = {"name": "rotary", "theta": float(f.get("rope_theta"))}
-    part = f.get("partial_rotary_factor")
-    if part != 1.0:
+    rotated = f.get("partial_rotary_factor")
+    if rotated != 1.0:
         if not partial:
             raise f.error(
                 "partial_rotary_factor",
-                "is not supported: Transformers ignores it in this family; only 1.0 is",
-                part,
+                "is not supported: Transformers ignores it in this family; it must be 1.0",
+                rotated,
             )
-        out["fraction"] = float(part)
+        out["fraction"] = float(rotated)
     scaling = {"name": name}
-    for theirs, ours in spelled.items():
+    for theirs, ours in our_names.items():
         value = f.get(theirs)
         if value is not None:
             scaling[ours] = value if isinstance(value, bool) else float(value)
     if kind in ("yarn", "llama3"):
         scaling["original_length"] = f.get("original_max_position_embeddings") or length
-    if (
-        kind == "dynamic"
-    ):  # it stretches what is beyond max_position_embeddings, whatever else is said
-        f.must("original_max_position_embeddings", length, "max_position_embeddings is what counts")
+    if kind == "dynamic":
+        # Dynamic scaling starts at max_position_embeddings, whatever the other fields are.
+        f.must(
+            "original_max_position_embeddings", length, "max_position_embeddings sets this length"
+        )
         scaling["original_length"] = length
-    f.refuse_rest()
+    f.check_all_read()
     unscaled = scaling.get("factor") == 1.0 and not scaling.get("attention_factor")
     return out if name == "none" or unscaled else out | {"scaling": scaling}
 
 
-def rope_back(position: Choice) -> dict:
-    """Their `rope_parameters` of our position."""
+def write_rope(position: Choice) -> dict:
+    """Returns the `rope_parameters` object for our position.
+
+    Raises UserError for a scaling without a counterpart.
+    """
     position = options(position)
     scaling = dict(position.get("scaling") or {"name": "none"})
     theirs = {ours: kind for kind, (ours, _, _) in _SCALINGS.items()}
     if scaling["name"] not in theirs:
         raise UserError(
-            f"model.position.scaling: {scaling['name']!r} has no counterpart there; "
-            f"{', '.join(theirs)} have"
+            f"model.position.scaling: {scaling['name']!r} has no counterpart in Transformers; "
+            f"use one of {', '.join(theirs)}"
         )
     kind = theirs[scaling["name"]]
     out = {"rope_type": kind, "rope_theta": position.get("theta", 10_000.0)}

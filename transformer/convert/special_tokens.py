@@ -1,7 +1,7 @@
 """Special tokens in config.json, and in generation_config.json beside it.
 
-In config.json, a field that is absent has the family's default, and null means that there is no
-such token. Here None does.
+In config.json, a missing field has the family's default, and null means that there is no such
+token. In a ModelConfig, None means that there is no such token.
 """
 
 import warnings
@@ -14,17 +14,23 @@ from transformer.files import read_json
 from transformer.model.config import ModelConfig
 
 NAMES = {
-    "pad_id": "pad_token_id", "bos_id": "bos_token_id", "eos_id": "eos_token_id", "decoder_start_id": "decoder_start_token_id",
-}  # fmt: skip
-"""Our field -> theirs."""
+    "pad_id": "pad_token_id",
+    "bos_id": "bos_token_id",
+    "eos_id": "eos_token_id",
+    "decoder_start_id": "decoder_start_token_id",
+}
+"""Field of ModelConfig -> field of config.json."""
 
 
 _NONE = {"decoder_start_token_id": -1}
-"""What stands for None where it is not null, which Transformers refuses to read in a Marian model."""
+"""Fields that represent None by a number instead of null.
+
+Transformers cannot load a Marian model whose `decoder_start_token_id` is null.
+"""
 
 
 def read(theirs: Mapping, defaults: Mapping[str, int], fields: Mapping) -> dict:
-    """The special tokens of the ModelConfig that will have these `fields`."""
+    """Returns the special tokens of a config.json, for a ModelConfig with these `fields`."""
     return {
         ours: read_id(theirs, name, fields["vocab_size"], defaults.get(name))
         for ours, name in NAMES.items()
@@ -32,23 +38,26 @@ def read(theirs: Mapping, defaults: Mapping[str, int], fields: Mapping) -> dict:
     }
 
 
-def of_generation(directory: Path) -> dict:
-    """The special tokens in generation_config.json, by which Transformers generates where the file
-    is there. What it leaves out is none to Transformers; here, config.json says it."""
+def read_generation_config(directory: Path) -> dict:
+    """Returns the special tokens of generation_config.json, or {} without this file.
+
+    If the file exists, Transformers generates with its tokens. Transformers treats a token missing
+    from it as absent; here, config.json provides it.
+    """
     file = directory / "generation_config.json"
-    found = read_json(file) if file.is_file() else {}
-    tokens = {name: found[name] for name in NAMES.values() if name in found}
+    generation = read_json(file) if file.is_file() else {}
+    tokens = {name: generation[name] for name in NAMES.values() if name in generation}
     for name, value in tokens.items():
         if not is_token(value, several=name == NAMES["eos_id"]):
-            raise UserError(f"{file}: {name} = {shown(value)} must be the id of a token or null")
+            raise UserError(f"{file}: {name} = {shown(value)} must be a token ID or null")
     return tokens
 
 
 def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = None):
-    """A token, None, or, where there are several ends, a tuple. Some spell none as -1.
+    """Returns a token ID, None, or, for several end tokens, a tuple. Some files use -1 for None.
 
-    An id outside the vocabulary names no token of it: it is None, with a warning if the file says it. Transformers writes the
-    default of the family into every file, so models with a small vocabulary have such ids.
+    An ID outside the vocabulary becomes None, with a warning if the file contains it. Transformers
+    writes the family's default into every file, so models with a small vocabulary have such IDs.
     """
     value = theirs.get(name, default)
     several = isinstance(value, list) and name == NAMES["eos_id"]
@@ -56,11 +65,11 @@ def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = N
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise UserError(
-                f"config.json: {name} = {value!r} is no token id; give an integer, or null"
+                f"config.json: {name} = {value!r} is not a token ID; set an integer or null"
             )
         if token >= vocab_size and name in theirs:
             warnings.warn(
-                f"{name} = {token} is no token of a vocabulary of {vocab_size}; read as null",
+                f"{name} = {token} is outside the vocabulary of {vocab_size} tokens; read as null",
                 stacklevel=2,
             )
     ids = [token for token in ids if 0 <= token < vocab_size]
@@ -68,14 +77,18 @@ def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = N
 
 
 def write(config: ModelConfig, defaults: Mapping[str, int]) -> dict:
-    """The special tokens of config.json: null where the family's default must not take the place of None."""
-    found = {name: getattr(config, ours) for ours, name in NAMES.items()}
+    """Returns the special tokens of config.json.
+
+    A None is written as null (or as in `_NONE`) if the family has a default for this token; a
+    missing field would take this default.
+    """
+    tokens = {name: getattr(config, ours) for ours, name in NAMES.items()}
     return {
         name: _NONE.get(name)
         if value is None
         else list(value)
         if isinstance(value, tuple)
         else value
-        for name, value in found.items()
+        for name, value in tokens.items()
         if value is not None or name in defaults
     }

@@ -1,5 +1,7 @@
-"""The tensors of a Hugging Face directory: one safetensors file, or shards and an index. Read where
-they lie, one at a time."""
+"""The tensors of a Hugging Face directory: one safetensors file, or shards with an index.
+
+Tensors are read directly from these files, one at a time.
+"""
 
 import functools
 import re
@@ -16,39 +18,40 @@ from transformer.files import read_json
 from transformer.model.config import ModelConfig
 
 FLOATS = ("F16", "BF16", "F32", "F64")
-"""The types of numbers that a parameter may have, in the spelling of safetensors. Anything else is
-an index or is quantized."""
+"""The data types of parameters, as named by safetensors. Other types are indices or quantized."""
 
 
 class Tensors:
-    """The tensors of a directory by name, read when asked for. Raises UserError for a file that is
-    missing or damaged, and for a tensor whose numbers are not finite."""
+    """The tensors of a directory, by name. Each is read on demand.
+
+    Raises UserError for missing or damaged files, and for tensors with non-finite numbers.
+    """
 
     def __init__(self, directory: Path, family: Family):
         self._where = {}
         for file, names in _files(directory).items():
             opened = _open(directory / file)
-            there = set(opened.keys())
-            if names is not None and names != there:
+            present = set(opened.keys())
+            if names is not None and names != present:
                 raise UserError(
                     f"{directory / 'model.safetensors.index.json'}: weight_map and "
-                    f"{printable(file)} disagree about {listed(sorted(names ^ there))}"
+                    f"{printable(file)} disagree about {listed(sorted(names ^ present))}"
                 )
-            self._where |= dict.fromkeys(there, opened)
+            self._where |= dict.fromkeys(present, opened)
         prefix = family.prefix
-        bare = prefix and not any(key.startswith(prefix) for key in self._where)
+        lacks_prefix = prefix and not any(key.startswith(prefix) for key in self._where)
         self._given = {
-            (prefix + key if bare and not key.startswith(family.heads) else key): key
+            (prefix + key if lacks_prefix and not key.startswith(family.heads) else key): key
             for key in self._where
         }
         self.names = frozenset(self._given)
-        # A fused tensor is asked for three times in a row.
+        # A fused tensor is read three times in a row.
         self.read = functools.lru_cache(maxsize=1)(self._read)
 
     def _read(self, name: str) -> np.ndarray:
         key = self._given[name]
         x = self._where[key].get_tensor(key)
-        # As float32, which is what a model computes in.
+        # Models compute in float32, so a float64 beyond its range counts as infinite.
         with np.errstate(over="ignore"):
             finite = np.isfinite(x if x.itemsize <= 4 else x.astype(np.float32))
         if not finite.all():
@@ -62,13 +65,13 @@ class Tensors:
         return tuple(self._where[key].get_slice(key).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors spells it: F32, BF16, I64, BOOL."""
+        """Returns the data type, as named by safetensors: F32, BF16, I64, BOOL."""
         key = self._given[name]
         return self._where[key].get_slice(key).get_dtype()
 
 
 def _files(directory: Path) -> dict[str, set[str] | None]:
-    """The files that hold tensors, and which; None: whatever is in it."""
+    """Returns file -> the names of its tensors, or None for all tensors in the file."""
     index, single = directory / "model.safetensors.index.json", "model.safetensors"
     if not index.is_file():
         if not (directory / single).is_file():
@@ -97,14 +100,16 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
             )
     if single not in files and (directory / single).is_file():
         raise UserError(
-            f"{directory}: both {single} and {index.name}; delete the one that is out of date"
+            f"{directory}: contains both {single} and {index.name}; delete the outdated one"
         )
     return files
 
 
 def _is_inside(file: str) -> bool:
-    """Whether the text of an entry stays in the directory, on any machine. What a link points to is
-    no matter: the hub's cache is made of links."""
+    """Returns whether an entry is a path inside the directory, on any operating system.
+
+    Links may point outside: the hub's cache consists of links.
+    """
     for path in (PurePosixPath(file), PureWindowsPath(file)):
         if path.anchor or ".." in path.parts or not path.name:
             return False
@@ -131,41 +136,46 @@ def check(
     holder: Mapping[str, tuple[Weight, int]],
     shapes: Mapping[str, Shape],
 ) -> None:
-    """Every tensor has its place and every parameter its tensor, of the right shape. What has no
-    place is a copy of what has one, or nothing that a result depends on."""
+    """Raises UserError unless tensors and parameters correspond, with the right shapes and types.
+
+    `holder` maps each parameter to its Weight and its index there; `shapes` are those of all
+    parameters. Tensors without a parameter must be copies, constants or unused.
+    """
     kind = family.model_type
     if unnamed := sorted(shapes.keys() - holder.keys()):
         raise UserError(f"{kind} has no tensor for {listed(unnamed)}")
     weights = list(family.weights(config))
-    wanted = {weight.theirs for weight in weights}
-    if missing := sorted(wanted - tensors.names):
-        raise UserError(f"tensors of a {kind} model that are missing: {listed(missing)}")
+    required = {weight.theirs for weight in weights}
+    if missing := sorted(required - tensors.names):
+        raise UserError(f"missing tensors of a {kind} model: {listed(missing)}")
     copies = [copy for copy in family.copies(config) if copy.theirs in tensors.names]
-    left = tensors.names - wanted - {copy.theirs for copy in copies}
+    extra = tensors.names - required - {copy.theirs for copy in copies}
     matching = lambda name, patterns: [p for p in patterns if re.fullmatch(p, name)]
     constants = {
-        name: family.constants[p] for name in left for p in matching(name, family.constants)
+        name: family.constants[p] for name in extra for p in matching(name, family.constants)
     }
-    left = sorted(n for n in left - constants.keys() if not matching(n, family.unused))
-    if left:
+    extra = sorted(n for n in extra - constants.keys() if not matching(n, family.unused))
+    if extra:
         raise UserError(
-            f"tensors left over, for which a {kind} model as its config.json describes it has no "
-            f"place: {listed(left)}"
+            f"unexpected tensors, which a {kind} model with this config.json does not have: "
+            f"{listed(extra)}"
         )
     for weight in weights:
         _check_type(tensors, weight.theirs)
-        found, asked = tensors.shape(weight.theirs), weight.shape([shapes[o] for o in weight.ours])
-        if found != tuple(asked):
+        shape, expected_shape = (
+            tensors.shape(weight.theirs),
+            weight.shape([shapes[o] for o in weight.ours]),
+        )
+        if shape != tuple(expected_shape):
             raise UserError(
-                f"{weight.theirs}: its shape is {spell(found)}, but config.json asks for "
-                f"{spell(asked)}"
+                f"{weight.theirs}: its shape is {spell(shape)}, but config.json implies "
+                f"{spell(expected_shape)}"
             )
     for copy in copies:
         if copy.compared and not _equal(tensors, copy.theirs, copy.of):
             raise UserError(
-                f"{copy.theirs} and {copy.of} hold different numbers, but a {kind} model as its "
-                "config.json describes it has one tensor "
-                "for both; one of the files is wrong"
+                f"{copy.theirs} and {copy.of} hold different numbers, but a {kind} model with this "
+                "config.json has one tensor for both; one of the files is wrong"
             )
     for name, expected in constants.items():
         _check_constant(tensors, name, expected(tensors.shape(name)))
@@ -187,24 +197,27 @@ def _equal(tensors: Tensors, name: str, of: str) -> bool:
 
 
 def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) -> None:
-    """Equal, to the precision of its type: 2^-10 for float16, 2^-7 for bfloat16."""
+    """Raises UserError unless a tensor equals `expected` to the precision of its type.
+
+    The precision is 2^-10 for float16 and 2^-7 for bfloat16.
+    """
     _check_type(tensors, name)
     tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.dtype(name), 1e-5)
-    found = tensors.read(name).astype(np.float64)
+    values = tensors.read(name).astype(np.float64)
     if (
         expected is None
-        or found.shape != expected.shape
-        or np.abs(found - expected).max(initial=0) > tolerance
+        or values.shape != expected.shape
+        or np.abs(values - expected).max(initial=0) > tolerance
     ):
         raise UserError(f"{printable(name)}: differs from the values its formula gives")
 
 
 def spell(shape: Iterable[int]) -> str:
-    """A shape as people write it: 16 x 64."""
+    """Returns a shape as text: 16 x 64."""
     return " x ".join(map(str, shape)) or "that of a single number"
 
 
 def listed(names: list[str], most: int = 8) -> str:
-    """The first of many names, in one line."""
+    """Returns the first `most` names, and the number of the others, as one line."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(printable, names[:most])) + more

@@ -1,7 +1,8 @@
-"""How one outside tensor holds one or several of our parameters: a table of these is a family's weights.
+"""Mappings between outside tensors and our parameters. The weights of a family are a table of them.
 
-Our kernels are [inputs..., outputs...], with heads as axes of their own; a PyTorch linear layer is [outputs, inputs]. Paths of
-ours are those of unrolled layers (`decoder/layers_3/...`), whatever the layout of the model at hand.
+An outside tensor holds one or several of our parameters. Our kernels are [inputs..., outputs...],
+with heads as separate axes; a PyTorch linear layer is [outputs, inputs]. Our paths are those of
+unrolled layers (`decoder/layers_3/...`), whatever the layout of the model.
 """
 
 import dataclasses
@@ -17,10 +18,10 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """The tensor `theirs` holds the parameters `ours`.
+    """The outside tensor `theirs`, which holds our parameters `ours`.
 
-    shape(shapes of ours) -> the tensor's shape; read(tensor, shapes of ours) -> ours; write(ours)
-    -> tensor. The last two are each other's inverse.
+    `shape(shapes of ours)` returns the tensor's shape, `read(tensor, shapes of ours)` our
+    parameters, and `write(ours)` the tensor. `read` and `write` are inverse to each other.
     """
 
     theirs: str
@@ -32,31 +33,35 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A tensor that holds the same numbers as the tensor `of`, such as a tied output layer. A file
-    may do without it."""
+    """A tensor with the same numbers as the tensor `of`, such as a tied output layer.
+
+    Files may omit it.
+    """
 
     theirs: str
     of: str
-    written: bool = (
-        False  # Transformers does not tie the two: without it, it would draw new numbers
-    )
-    compared: bool = True  # False: Transformers does not use it, whatever it holds
+    written: bool = False
+    """Whether to write it. Needed where Transformers does not tie the two: it would initialize a
+    missing tensor at random."""
+
+    compared: bool = True
+    """Whether its numbers must equal those of `of`. False where Transformers ignores the tensor."""
 
 
 def tied(config: ModelConfig, head: str, table: str) -> tuple[Copy, ...]:
-    """The output layer of a language model, where it is the embedding."""
+    """Returns the output layer of a language model as a copy of the embedding, if they are tied."""
     return (Copy(head, table),) if config.tie_embeddings else ()
 
 
 def same(theirs: str, ours: str) -> Weight:
-    """One for one."""
+    """A tensor that holds one parameter unchanged."""
     return Weight(
         theirs, (ours,), lambda shapes: shapes[0], lambda x, shapes: [x], lambda xs: xs[0]
     )
 
 
 def flat(theirs: str, ours: str) -> Weight:
-    """A bias, the heads of which stand side by side."""
+    """A bias whose heads are flattened into one axis."""
     return Weight(
         theirs,
         (ours,),
@@ -67,7 +72,7 @@ def flat(theirs: str, ours: str) -> Weight:
 
 
 def row(theirs: str, ours: str) -> Weight:
-    """A vector, as a matrix of one row."""
+    """A vector, stored as a matrix with one row."""
     return Weight(
         theirs,
         (ours,),
@@ -78,7 +83,10 @@ def row(theirs: str, ours: str) -> Weight:
 
 
 def matrix(theirs: str, ours: str, inputs: int = 1, transposed: bool = True) -> Weight:
-    """A linear layer's weight, [outputs, inputs] (or, not `transposed`, [inputs, outputs]); `inputs` axes of ours are its inputs."""
+    """The matrix of a linear layer, [outputs, inputs], or [inputs, outputs] if not `transposed`.
+
+    The first `inputs` axes of our kernel are its inputs.
+    """
     turn = (lambda x: x.T) if transposed else (lambda x: x)
     flip = (lambda shape: shape[::-1]) if transposed else (lambda shape: shape)
     return Weight(
@@ -93,7 +101,7 @@ def matrix(theirs: str, ours: str, inputs: int = 1, transposed: bool = True) -> 
 def linear(
     theirs: str, ours: str, bias: bool, inputs: int = 1, transposed: bool = True
 ) -> Iterator[Weight]:
-    """A linear layer: its matrix and, where it has one, its bias."""
+    """Yields the matrix of a linear layer and, with `bias`, its bias."""
     yield matrix(f"{theirs}.weight", f"{ours}/kernel", inputs, transposed)
     if bias:
         yield flat(f"{theirs}.bias", f"{ours}/bias")
@@ -105,13 +113,13 @@ def attention(
     bias: bool,
     names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj"),
 ) -> Iterator[Weight]:
-    """The four linear layers of an attention, by their names for query, key, value and output."""
+    """Yields the four linear layers of attention. `names`: of query, key, value and output."""
     for name, part in zip(names, ("query", "key", "value", "out"), strict=True):
         yield from linear(f"{theirs}.{name}", f"{ours}/{part}", bias, inputs=1 + (part == "out"))
 
 
 def norm(theirs: str, ours: str, offset: bool = True, gain: bool = True) -> Iterator[Weight]:
-    """A LayerNorm or RMSNorm."""
+    """Yields the gain and offset of a LayerNorm or RMSNorm."""
     if gain:
         yield same(f"{theirs}.weight", f"{ours}/gain")
     if offset:
@@ -121,7 +129,7 @@ def norm(theirs: str, ours: str, offset: bool = True, gain: bool = True) -> Iter
 def fused(
     theirs: str, ours: tuple[str, ...], bias: bool, transposed: bool = True
 ) -> Iterator[Weight]:
-    """Several linear layers of the same inputs in one, their outputs one after another."""
+    """Yields several linear layers with the same inputs as one, with concatenated outputs."""
     turn = (lambda x: x.T) if transposed else (lambda x: x)
     flip = (lambda shape: shape[::-1]) if transposed else (lambda shape: shape)
 
@@ -145,7 +153,10 @@ def fused(
 
 
 def fused_by_head(theirs: str, ours: tuple[str, ...], bias: bool) -> Iterator[Weight]:
-    """Queries, keys and values of head 1, then of head 2, and so on: rows are [heads, 3, d_head] (GPT-NeoX, BLOOM)."""
+    """Yields the query, key and value layers as one, interleaved by head (GPT-NeoX, BLOOM).
+
+    The rows of its matrix are [heads, 3, d_head].
+    """
 
     def read(x, shapes):  # kernel [D, N, H] from [N * 3 * H, D]
         heads, size = shapes[0][-2:]

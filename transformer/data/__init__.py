@@ -1,1 +1,1 @@
-"""Text to batches: corpora, sources, split, tokenizer, token store, objectives, batching."""
+"""The data pipeline: corpora, sources, splits, tokenizers, token stores, objectives, batches."""

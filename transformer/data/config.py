@@ -1,4 +1,4 @@
-"""The configs of the data: what text is read, and how it becomes batches of tokens."""
+"""Data configs: which text is read, and how it becomes batches of tokens."""
 
 import dataclasses
 from typing import Protocol
@@ -17,7 +17,7 @@ _TOKENIZER_EFFECTS = (
     ),
     Effect(
         ("byte_fallback",),
-        "pieces of several characters: data.tokenizer.kind='unigram' or 'bpe'",
+        "multi-character pieces: data.tokenizer.kind='unigram' or 'bpe'",
         lambda c: c.kind != "char",
     ),
 )
@@ -26,20 +26,24 @@ _TOKENIZER_EFFECTS = (
 @strict("data.tokenizer", _TOKENIZER_EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class TokenizerConfig:
-    """SentencePiece, trained from the run's own training text (both languages together) to `model.vocab_size` pieces, less what the
-    objective keeps for its signs."""
+    """A SentencePiece model trained on the run's training text (both languages together), or an
+    existing tokenizer.
 
-    kind: str = (
-        "unigram"  # unigram | bpe | char: every character a piece, at most model.vocab_size of them
-    )
-    path: str = ""  # a SentencePiece .model, a tokenizer.json (extra [hf]) or a run's tokenizer.pair, to use instead of training one
-    pad_id: int = -1  # of a given one: padding,
-    bos_id: int = -1  # what a text, or a decoder, begins with,
-    eos_id: int = -1  # and what a text ends with; -1: as it says itself
-    source_bos_id: int = -1  # what a source begins with (BART); -1: nothing
-    byte_fallback: bool = True  # unknown characters become bytes, so nothing is lost
+    A trained one has `model.vocab_size` pieces, less the special tokens of the objective.
+    """
+
+    kind: str = "unigram"  # unigram | bpe | char (one piece per character, up to model.vocab_size)
+    # An existing tokenizer: a SentencePiece .model, a tokenizer.json (extra [hf]) or the
+    # tokenizer.pair of a run. "" trains one.
+    path: str = ""
+    # Special tokens of an existing tokenizer; -1: those that its file defines.
+    pad_id: int = -1
+    bos_id: int = -1  # begins a text, or the input of a decoder
+    eos_id: int = -1  # ends a text
+    source_bos_id: int = -1  # begins a source (BART); -1: none
+    byte_fallback: bool = True  # encode unknown characters as bytes, so that no text is lost
     character_coverage: float = 0.9995
-    max_sentences: int = 1_000_000  # read at most so many lines for training
+    max_sentences: int = 1_000_000  # maximum number of lines that training reads
 
     def __post_init__(self):
         one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe", "char"))
@@ -47,11 +51,12 @@ class TokenizerConfig:
         at_least("data.tokenizer", self, -1, "pad_id", "bos_id", "eos_id", "source_bos_id")
         if not 0.98 <= self.character_coverage <= 1:  # SentencePiece's own bounds
             raise UserError(
-                f"data.tokenizer.character_coverage: {self.character_coverage} must lie between 0.98 and 1"
+                f"data.tokenizer.character_coverage: {self.character_coverage} must lie between "
+                "0.98 and 1"
             )
 
     def at(self, path) -> "TokenizerConfig":
-        """The same special tokens, with the tokenizer that lies at `path`: none is trained."""
+        """The same special tokens with the existing tokenizer at `path`."""
         ids = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if "_id" in f.name}
         return TokenizerConfig(path=str(path), **ids)
 
@@ -59,10 +64,10 @@ class TokenizerConfig:
 _HAS_FIELDS = ("tsv", "jsonl", "arrayrecord", "huggingface")
 
 
-def _has_own_sides(c) -> bool:
-    """Whether valid and test are both given, as files or by the corpus."""
-    known = corpora.CORPORA.get(c.corpus)
-    return {"valid", "test"} <= known.files.keys() if known else bool(c.valid and c.test)
+def _has_own_splits(c) -> bool:
+    """Whether files or the corpus provide both valid and test."""
+    corpus = corpora.CORPORA.get(c.corpus)
+    return {"valid", "test"} <= corpus.files.keys() if corpus else bool(c.valid and c.test)
 
 
 _DATA_EFFECTS = (
@@ -79,24 +84,24 @@ _DATA_EFFECTS = (
     ),
     Effect(
         ("packing",),
-        "data.buckets, or an objective that packs rows (causal_lm, seq2seq, masked_lm)",
+        "data.buckets, or an objective that packs sequences (causal_lm, seq2seq, masked_lm)",
         lambda c: c.chosen.packs or c.buckets,
     ),
     Effect(
         ("buckets",),
-        "two widths, and an objective whose rows differ in length",
-        lambda c: c.chosen.lengths_differ and len(c.buckets) > 1,
+        "two widths, and an objective whose sequences differ in length",
+        lambda c: c.chosen.has_variable_length and len(c.buckets) > 1,
     ),
     Effect(
         ("too_long",),
         "an objective that keeps texts whole (seq2seq, classification, tagging)",
-        lambda c: c.chosen.keeps_whole,
+        lambda c: c.chosen.never_splits,
     ),
-    Effect(("eval_overlap",), "data.objective='causal_lm'", lambda c: c.chosen.every_token),
+    Effect(("eval_overlap",), "data.objective='causal_lm'", lambda c: c.chosen.scores_every_token),
     Effect(
         ("held_out",),
-        "a side to hold out: data.valid='' or data.test='', and a corpus that does not bring them",
-        lambda c: not _has_own_sides(c),
+        "a split to hold out: data.valid='', data.test='', or a corpus that lacks one",
+        lambda c: not _has_own_splits(c),
     ),
 )
 
@@ -104,37 +109,45 @@ _DATA_EFFECTS = (
 @strict("data", _DATA_EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Text to batches of static shape."""
+    """The text, the objective and the shape of the batches."""
 
-    corpus: str = ""  # a known corpus (python -m transformer data), or "" to read the files below
+    corpus: str = ""  # a known corpus (python -m transformer data); "" reads the files below
     format: str = "tsv"  # tsv | paired | text | jsonl | arrayrecord | huggingface | probe
-    train: str = ""  # a path or glob, local or gs://; paired: "source,target"; huggingface: "name[/subset]:split"; probe: "reverse:1-20"
+    # A path or glob, local or gs://. paired: "source,target"; huggingface: "name[/subset]:split";
+    # probe: "reverse:1-20".
+    train: str = ""
     valid: str = ""  # "": held out from train
     test: str = ""
-    fields: tuple[
-        str, ...
-    ] = ()  # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers
+    # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers.
+    fields: tuple[str, ...] = ()
     reverse: bool = False  # swap source and target
-    objective: Choice = "causal_lm"  # seq2seq | prefix_lm | masked_lm | span_corruption | ul2 | classification | tagging, or dict(name=...)
-    length: int = 128  # tokens in a row; in an encoder-decoder, in a row of the encoder
-    target_length: int = 0  # and in one of its decoder; 0: as many
-    batch_size: int = 32  # rows of `length`; a shorter bucket has more rows, so that batch_size * length tokens stay
-    packing: bool = True  # several documents a row, told apart by segment ids
-    buckets: tuple[int, ...] = ()  # without packing: row lengths, the last of which is `length`
-    too_long: str = "drop"  # drop | cut, counted and reported
-    eval_overlap: int = 0  # causal_lm: held-out rows read so many tokens of the row before once more, unscored, as context
-    held_out: int = 1000  # sources in each of valid and test, where no file is given
-    max_examples: int = 0  # train on so many only; 0: all
+    # causal_lm | seq2seq | prefix_lm | masked_lm | span_corruption | ul2 | classification |
+    # tagging, or dict(name=...).
+    objective: Choice = "causal_lm"
+    length: int = 128  # tokens in a sequence; in an encoder-decoder, of the encoder
+    target_length: int = 0  # tokens in a sequence of its decoder; 0: `length`
+    # Sequences of `length` tokens in a batch. A shorter bucket has more sequences, so that each
+    # batch has batch_size * length tokens.
+    batch_size: int = 32
+    packing: bool = True  # put several documents in a sequence, separated by segment ids
+    buckets: tuple[int, ...] = ()  # without packing: sequence lengths, ending in `length`
+    too_long: str = "drop"  # drop | cut: examples that are too long; their number is reported
+    # causal_lm: each held-out sequence repeats this many tokens of the sequence before it as
+    # context, without loss.
+    eval_overlap: int = 0
+    held_out: int = 1000  # sources in each of valid and test for which no file is given
+    max_examples: int = 0  # maximum number of training examples; 0: all
     tokenizer: TokenizerConfig = TokenizerConfig()
 
     def __post_init__(self):
         if self.corpus and self.train:
             raise UserError(
-                "data.corpus and data.train: two texts to train on; leave one of them out"
+                "data.corpus and data.train: both name a training text; leave one of them out"
             )
         if self.corpus and (self.valid or self.test or self.fields):
             raise UserError(
-                "data.corpus: a known corpus has its own files; data.valid, data.test and data.fields go with data.train"
+                "data.corpus: a known corpus has its own files; leave out data.valid, data.test "
+                "and data.fields, or set data.train instead"
             )
         one_of(
             "data.format",
@@ -150,7 +163,8 @@ class DataConfig:
         at_least("data", self, 0, "max_examples", "eval_overlap", "target_length")
         if self.eval_overlap >= self.length:
             raise UserError(
-                f"data.eval_overlap: {self.eval_overlap} must be less than data.length = {self.length}"
+                f"data.eval_overlap: {self.eval_overlap} must be less than "
+                f"data.length = {self.length}"
             )
         if (
             self.fields
@@ -158,37 +172,41 @@ class DataConfig:
             and not all(f.isascii() and f.isdigit() for f in self.fields)
         ):
             raise UserError(
-                f"data.fields: {self.fields}; of tsv they are the numbers of columns, from 0: ('0', '1')"
+                f"data.fields: {self.fields} must be column numbers from 0 for data.format='tsv', "
+                "such as ('0', '1')"
             )
         if self.buckets:
             if min(self.buckets) < 1:
-                raise UserError(f"data.buckets: {self.buckets}; a row has at least 1 token")
+                raise UserError(f"data.buckets: {self.buckets}; a sequence has at least 1 token")
             if self.packing:
                 raise UserError(
-                    "data.buckets: rows are either packed or bucketed; set data.packing=False or leave out data.buckets"
+                    "data.buckets: sequences are either packed or bucketed; set data.packing=False "
+                    "or leave out data.buckets"
                 )
             if any(width * self.decoder_length % self.length for width in self.buckets):
                 raise UserError(
-                    f"data.buckets: {self.buckets} times data.target_length / data.length must be whole numbers"
+                    f"data.buckets: {self.buckets} times data.target_length / data.length must be "
+                    "integers"
                 )
             if sorted(set(self.buckets)) != list(self.buckets) or self.buckets[-1] != self.length:
                 raise UserError(
-                    f"data.buckets: {self.buckets} must grow and end in data.length = {self.length}"
+                    f"data.buckets: {self.buckets} must increase and end in "
+                    f"data.length = {self.length}"
                 )
 
     @property
     def chosen(self):
-        """The objective that `objective` chooses, with its options (data/objectives/base.py)."""
+        """The objective chosen by `objective`, with its options (data/objectives/base.py)."""
         return OBJECTIVES.build(self.objective)
 
     @property
     def decoder_length(self) -> int:
-        """Tokens in a row of the decoder."""
+        """Tokens in a sequence of the decoder."""
         return self.target_length or self.length
 
 
 class Task(Protocol):
-    """What of an experiment decides which batches there are."""
+    """The parts of an experiment that determine the batches."""
 
     model: ModelConfig
     data: DataConfig

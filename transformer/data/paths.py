@@ -1,4 +1,4 @@
-"""Paths that a config names: local, or in a bucket that etils.epath can read."""
+"""Paths in a config: local, or in a bucket that etils.epath can read."""
 
 from etils import epath
 
@@ -6,17 +6,21 @@ from transformer.errors import UserError
 
 
 def as_path(text: str, field: str) -> epath.Path:
-    """The path that `text` names. Raises UserError, which names `field`, if nothing here reads paths of that kind."""
-    scheme, found, _ = text.partition("://")
+    """The path that `text` denotes.
+
+    Raises UserError for `field` if no installed package can read such a path.
+    """
+    scheme, separator, _ = text.partition("://")
     if "\0" in text:
-        raise UserError(f"{field}: {text!r} holds a NUL character; no path does")
+        raise UserError(f"{field}: {text!r} contains a NUL character; remove it")
     try:
         path = epath.Path(text)
-        if found:
-            path.exists()  # imports what reads the bucket
+        if separator:
+            path.exists()  # imports the package that reads the bucket
     except KeyError:
         raise UserError(
-            f"{field}: {text}: {scheme}:// cannot be read; download the file, or name a local path or gs://"
+            f"{field}: {text}: {scheme}:// cannot be read; download the file, or use a local path "
+            "or gs://"
         ) from None
     except ImportError as e:
         way_out = (

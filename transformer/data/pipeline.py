@@ -1,4 +1,4 @@
-"""From a config to its data: the tokenizer, training batches, evaluation batches, held-out texts."""
+"""The data of an experiment: tokenizer, training batches, evaluation batches, held-out texts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from transformer.model.special_tokens import as_tuple
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """All that a run reads."""
+    """The data of a run."""
 
     config: Task
     objective: Objective
@@ -29,17 +29,27 @@ class Data:
         return self.store.tokenizer
 
     def batches(self, part: str, share: Callable[[int], np.ndarray] = np.arange) -> Batches:
-        """Training: shuffled by the seed, for all steps. valid, test: every row once, in order. `share`: see `Batches`."""
+        """The batches of a split. `share`: see `Batches`.
+
+        Those of train are shuffled by the seed and do not end. Those of valid and test contain each
+        sequence once, in order.
+        """
         data, train = self.config.data, part == "train"
         rows = self.objective.rows(self.store, part, self.config)
         batches = Batches(
-            rows, length=data.length, decoder_length=data.decoder_length, batch_size=data.batch_size, buckets=data.buckets,
-            seed=self.config.seed if train else None, share=share,
-        )  # fmt: skip
+            rows,
+            length=data.length,
+            decoder_length=data.decoder_length,
+            batch_size=data.batch_size,
+            buckets=data.buckets,
+            seed=self.config.seed if train else None,
+            share=share,
+        )
         if not batches.per_epoch:
-            why = "; ".join(f"{count:,} {what}" for what, count in batches.report.items())
+            reasons = "; ".join(f"{count:,} {text}" for text, count in batches.report.items())
             raise UserError(
-                f"data.length: the {part} text gives no row of {data.length} tokens{f' ({why})' if why else ''}; give it more text, or change data.length"
+                f"data.length: the {part} split has no sequence of {data.length} tokens"
+                f"{f' ({reasons})' if reasons else ''}; add text, or change data.length"
             )
         return batches
 
@@ -49,45 +59,57 @@ class Data:
 
 
 def special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
-    """The tokenizer's special tokens, by the fields of a ModelConfig. In a run the tokenizer's are the ones that count."""
-    found = {"pad_id": tokenizer.pad, "eos_id": tokenizer.eos}
-    if not model.two_sides:
-        return found | {"bos_id": tokenizer.bos}
-    source_bos = dict(zip(("bos_id",), tokenizer.before_source, strict=False))
-    return found | {"decoder_start_id": tokenizer.bos} | source_bos
+    """The tokenizer's special tokens, by field of ModelConfig. They are authoritative in a run."""
+    tokens = {"pad_id": tokenizer.pad, "eos_id": tokenizer.eos}
+    if not model.is_encoder_decoder:
+        return tokens | {"bos_id": tokenizer.bos}
+    source_bos = dict(zip(("bos_id",), tokenizer.source_prefix_ids, strict=False))
+    return tokens | {"decoder_start_id": tokenizer.bos} | source_bos
 
 
 def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError where the model's config says other special tokens, or has no room for the tokenizer's."""
+    """Raises UserError if the model's special tokens differ from the tokenizer's, or if the model's
+    vocabulary is too small for them."""
     for field, token in special_tokens(model, tokenizer).items():
-        ours = as_tuple(getattr(model, field))[:1]  # of several ends, a tokenizer writes the first
-        if ours not in ((), (token,)):
-            its = {"pad_id": "padding"}.get(field, field)
+        # Of several eos tokens, a tokenizer writes the first.
+        configured = as_tuple(getattr(model, field))[:1]
+        if configured not in ((), (token,)):
+            name = {"pad_id": "padding"}.get(field, field)
             raise UserError(
-                f"model.{field}: {ours[0]}, but the tokenizer's {its} is {token}; set it to that, or to None"
+                f"model.{field}: {configured[0]}, but the tokenizer's {name} is {token}; set it to "
+                "that, or to None"
             )
         if token >= model.vocab_size:
             raise UserError(
-                f"model.vocab_size: {model.vocab_size} has no room for the tokenizer's {field}, {token}; raise it"
+                f"model.vocab_size: {model.vocab_size} has no room for the tokenizer's {field}, "
+                f"{token}; increase it"
             )
 
 
 def open_data(config: Task, tokenizer: Path | None = None) -> Data:
-    """Fetches, splits, tokenises what is not there yet. With `tokenizer`, that of an existing run: the text is tokenised
-    by that one, even if training anew (by another version of SentencePiece, say) would give another."""
-    its = config.data.tokenizer
-    if tokenizer is not None and (
-        its.path or its.eos_id >= 0
-    ):  # a given one, of which the run has its copy
-        its = its.at(tokenizer)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=its))
+    """Opens the data of an experiment. Data that is not cached is fetched, split and tokenized.
+
+    `tokenizer` is the tokenizer file of an existing run. If given, it tokenizes the text, even if
+    training a tokenizer again (for example with another version of SentencePiece) would yield a
+    different one.
+    """
+    settings = config.data.tokenizer
+    # The config names an existing tokenizer: read the copy in the run.
+    if tokenizer is not None and (settings.path or settings.eos_id >= 0):
+        settings = settings.at(tokenizer)
+        config = dataclasses.replace(
+            config, data=dataclasses.replace(config.data, tokenizer=settings)
+        )
     store = open_store(config.data, config.model.vocab_size)
     if tokenizer is not None and store.tokenizer.content != tokenizer.read_bytes():
-        own = config.data.tokenizer.at(tokenizer)
-        store = open_store(dataclasses.replace(config.data, tokenizer=own), config.model.vocab_size)
+        of_run = config.data.tokenizer.at(tokenizer)
+        store = open_store(
+            dataclasses.replace(config.data, tokenizer=of_run), config.model.vocab_size
+        )
     check_special_tokens(config.model, store.tokenizer)
     if store.classes and len(store.classes) != config.model.num_labels:
         raise UserError(
-            f"model.num_labels: {config.model.num_labels}, but the text has {len(store.classes)}: {', '.join(store.classes[:8])}"
+            f"model.num_labels: {config.model.num_labels}, but the text has {len(store.classes)}: "
+            f"{', '.join(store.classes[:8])}"
         )
     return Data(config, config.data.chosen, store)

@@ -1,8 +1,9 @@
-"""Synthetic tasks, of which what has to be done, and how far, is known: text is made, not read (`data.format="probe"`).
+"""Synthetic tasks with a known computation over a known distance. Text is generated, not read.
 
-A path is TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES ("reverse:1-20", "needle:64-64:50000"): examples of lengths drawn evenly,
-always the same for a path. A question and its answer are a source and a target; every character is a token with
-`data.tokenizer.kind="char"`.
+They are the data format `data.format="probe"`. A path is TASK:SHORTEST-LONGEST or
+TASK:SHORTEST-LONGEST:EXAMPLES, such as "reverse:1-20" or "needle:64-64:50000". The lengths of the
+examples are drawn uniformly. A path always yields the same examples. A question and its answer are
+a source and a target; with `data.tokenizer.kind="char"`, every character is a token.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ Draw = np.random.Generator
 LETTERS = np.array(list(string.ascii_lowercase))
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 DEEPEST = 8
-"""Of open brackets: what a stack of bounded depth can hold."""
+"""Maximum number of open brackets. A stack of bounded depth can hold them."""
 
 
 def _letters(draw: Draw, length: int) -> str:
@@ -45,41 +46,47 @@ def sort(draw: Draw, length: int) -> tuple[str, str]:
 
 
 def addition(draw: Draw, length: int) -> tuple[str, str]:
-    """The sum of two numbers of so many digits: 457+268 -> 725."""
+    """The sum of two numbers of `length` digits: 457+268 -> 725."""
     a, b = ("".join(map(str, draw.integers(0, 10, length))) for _ in range(2))
     return f"{a}+{b}", str(int(a) + int(b)).zfill(length)
 
 
 def induction(draw: Draw, length: int) -> tuple[str, str]:
-    """What followed the last letter when it was there the last time (Olsson et al. 2022): ...xy......x -> y."""
+    """What followed the previous occurrence of the last letter: ...xy......x -> y.
+
+    See Olsson et al. 2022.
+    """
     letters = _letters(draw, max(length - 1, 1))
-    asked = letters[int(draw.integers(0, len(letters)))]
-    return letters + asked, (letters + asked)[letters.rindex(asked) + 1]
+    query = letters[int(draw.integers(0, len(letters)))]
+    return letters + query, (letters + query)[letters.rindex(query) + 1]
 
 
 def needle(draw: Draw, length: int) -> tuple[str, str]:
-    """The digit behind the capital that is asked for, among letters and up to three other such pairs: fjsB4kq...A7..lsB -> 4."""
+    """The digit after the queried capital: fjsB4kq...A7..lsB -> 4.
+
+    The text consists of lowercase letters and up to four pairs of a capital and a digit.
+    """
     text, count = list(_letters(draw, length)), max(1, min(4, length // 4))
-    places = draw.choice(max(length // 2, 1), count, replace=False) * 2
+    positions = draw.choice(max(length // 2, 1), count, replace=False) * 2
     capitals = draw.choice(LETTERS, count, replace=False)
     digits = draw.integers(0, 10, count)
-    for place, capital, digit in zip(places, capitals, digits, strict=True):
-        text[place : place + 2] = [capital.upper(), str(digit)]
-    asked = int(draw.integers(0, count))
-    return "".join(text) + capitals[asked].upper(), str(digits[asked])
+    for position, capital, digit in zip(positions, capitals, digits, strict=True):
+        text[position : position + 2] = [capital.upper(), str(digit)]
+    query = int(draw.integers(0, count))
+    return "".join(text) + capitals[query].upper(), str(digits[query])
 
 
 def dyck(draw: Draw, length: int) -> tuple[str, str]:
-    """What closes the brackets that are open, up to eight deep: ([]{( -> )})."""
+    """The brackets that close all open ones, up to eight deep: ([]{( -> )})."""
     text, still_open = [], []
-    for at in range(length):
-        last_and_closed = at == length - 1 and len(still_open) <= 1
+    for position in range(length):
+        last_and_closed = position == length - 1 and len(still_open) <= 1
         if not still_open or last_and_closed or (len(still_open) < DEEPEST and draw.random() < 0.5):
             text.append(str(draw.choice(list(BRACKETS))))
             still_open.append(text[-1])
         else:
             text.append(BRACKETS[still_open.pop()])
-    return "".join(text), "".join(BRACKETS[one] for one in reversed(still_open))
+    return "".join(text), "".join(BRACKETS[bracket] for bracket in reversed(still_open))
 
 
 TASKS: dict[str, Callable[[Draw, int], tuple[str, str]]] = {
@@ -89,13 +96,13 @@ TASKS: dict[str, Callable[[Draw, int], tuple[str, str]]] = {
 
 
 def look_up_task(field: str, name: str) -> Callable[[Draw, int], tuple[str, str]]:
-    """The task of this name. Raises UserError."""
+    """The task called `name`. Raises UserError for an unknown name."""
     return look_up(TASKS, name, field)
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a path asks for."""
+    """The contents of a path: a task, a range of lengths, and a number of examples."""
 
     task: str
     shortest: int
@@ -103,10 +110,10 @@ class Wanted:
     examples: int = 20_000
 
     def draw(self, purpose: str = "") -> Iterator[tuple[str, str]]:
-        """Questions and answers, always the same; for another purpose others."""
-        spelled = f"{purpose}{self.task}:{self.shortest}-{self.longest}"
+        """Yields (question, answer) pairs, always the same ones for a path and a `purpose`."""
+        identity = f"{purpose}{self.task}:{self.shortest}-{self.longest}"
         draw = np.random.default_rng(
-            int.from_bytes(hashlib.sha256(spelled.encode()).digest()[:8], "big")
+            int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
         )
         make = TASKS[self.task]
         for _ in range(self.examples):
@@ -114,16 +121,18 @@ class Wanted:
 
 
 def parse(path: str, field: str = "data.train") -> Wanted:
-    """What a path asks for. Raises UserError."""
-    found = re.fullmatch(r"(\w+):(\d+)-(\d+)(?::(\d+))?", path)
-    if not found:
+    """Parses a path. Raises UserError for an invalid one."""
+    match = re.fullmatch(r"(\w+):(\d+)-(\d+)(?::(\d+))?", path)
+    if not match:
         raise UserError(
-            f"{field}: {path!r}; of format 'probe' it is TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES, 'reverse:1-20'"
+            f"{field}: {path!r} must be TASK:SHORTEST-LONGEST or TASK:SHORTEST-LONGEST:EXAMPLES "
+            "for data.format='probe', such as 'reverse:1-20'"
         )
-    look_up_task(field, found[1])
-    shortest, longest = int(found[2]), int(found[3])
+    look_up_task(field, match[1])
+    shortest, longest = int(match[2]), int(match[3])
     if not 1 <= shortest <= longest:
         raise UserError(
-            f"{field}: {path!r}: lengths from {shortest} to {longest}; they begin at 1 and grow"
+            f"{field}: {path!r}: lengths from {shortest} to {longest} must satisfy "
+            "1 <= SHORTEST <= LONGEST"
         )
-    return Wanted(found[1], shortest, longest, *([int(found[4])] if found[4] else []))
+    return Wanted(match[1], shortest, longest, *([int(match[4])] if match[4] else []))

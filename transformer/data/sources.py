@@ -1,9 +1,11 @@
-"""Readers: files of any supported format to examples, one at a time.
+"""Readers that stream examples from files of any supported format.
 
-An example is a tuple of strings: (text,) or (source, target). Paths are local or gs:// (etils.epath); a path may be a
-glob; lines of a file that ends in .gz are decompressed as they are read. Every fault names its file and line.
+An example is a tuple of strings: (text,) or (source, target). Paths are local or gs://
+(etils.epath) and may be globs. Files that end in .gz are decompressed as they are read. Every error
+names the file and the line.
 
-Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. An example with a blank text is skipped in every format.
+Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. In every format, examples
+with a blank text are skipped.
 """
 
 import contextlib
@@ -26,8 +28,10 @@ Example = tuple[str, ...]
 def read(
     format: str, path: str, fields: tuple[str, ...] = (), columns: tuple[str, ...] = ("text",)
 ) -> Iterator[Example]:
-    """Examples of as many strings as `columns`, which are the names of `fields` too, unless given. Raises UserError for a missing or empty
-    file and for a malformed line."""
+    """Yields examples with one string for each of `columns`. `fields` defaults to `columns`.
+
+    Raises UserError for a missing or empty file and for a malformed line.
+    """
     fields = fields or columns
     count = 0
     if format == "huggingface":
@@ -42,22 +46,23 @@ def read(
     for example in examples:
         if len(example) != len(columns):
             raise UserError(
-                f"data.format: {format!r} gives {len(example)} text(s) an example, but the objective needs {', '.join(columns)}; see data.objective"
+                f"data.format: {format!r} yields {len(example)} text(s) per example, but the "
+                f"objective needs {', '.join(columns)}; see data.objective"
             )
         if all(text.strip() for text in example):
             count += 1
             yield example
     if not count:
-        raise UserError(f"data: {path} holds no text")
+        raise UserError(f"data: {path} contains no text")
 
 
 def patterns(format: str, path: str) -> list[str]:
-    """The paths or globs in a path of this format: two of "paired", else one."""
+    """The paths or globs in a path of this format: two for "paired", otherwise one."""
     if format != "paired":
         return [path]
     names = [name.strip() for name in path.split(",")]
     if len(names) != 2 or not all(names):
-        raise UserError(f"data: format 'paired' needs two paths with a comma between, got {path!r}")
+        raise UserError(f"data: format 'paired' needs two paths separated by a comma, got {path!r}")
     return names
 
 
@@ -81,7 +86,7 @@ def expand(pattern: str) -> list[epath.Path]:
 
 
 def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end), strict UTF-8 without the byte order mark."""
+    """Yields (line number from 1, line without its end), decoded as strict UTF-8 without BOM."""
     number = 0
     with contextlib.ExitStack() as opened:
         try:
@@ -92,7 +97,7 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
                 yield number, _decode(line, f"{file}:{number}", first=number == 1)
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             raise UserError(
-                f"{file}: damaged or cut off behind line {number} ({e}); fetch it again"
+                f"{file}: damaged or cut off after line {number} ({e}); fetch it again"
             ) from None
         except OSError as e:
             raise UserError(f"{file}: cannot be read ({e.strerror or e})") from None
@@ -102,7 +107,7 @@ _SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip 
 
 
 def _decode(line: bytes, where: str, first: bool) -> str:
-    """A line as text. `first`: the first line of its file, which may begin with a byte order mark."""
+    """Decodes a line. The `first` line of a file may begin with a byte order mark."""
     try:
         text = line.decode("utf-8-sig" if first else "utf-8").rstrip("\r\n")
     except UnicodeDecodeError as e:
@@ -113,136 +118,147 @@ def _decode(line: bytes, where: str, first: bool) -> str:
         ) from None
     if "\0" in text:
         raise UserError(
-            f"{where}: a NUL byte at column {line.index(0) + 1}; a binary file, or UTF-16: convert it"
+            f"{where}: a NUL byte at column {line.index(0) + 1}; convert the file, "
+            "which is binary or UTF-16"
         )
     return text
 
 
 def _text(file: epath.Path, fields) -> Iterator[Example]:
-    """One document a line; empty lines are skipped."""
+    """Yields one document per line and skips empty lines."""
     for _, line in _lines(file):
         if line.strip():
             yield (line,)
 
 
 def _tsv(file: epath.Path, fields) -> Iterator[Example]:
-    """Source, tab, target; further columns are ignored unless `fields` gives other column numbers (from 0)."""
-    chosen = all(field.isdigit() for field in fields)
-    columns = [int(field) for field in fields] if chosen else range(len(fields))
+    """Yields the first columns of tab-separated lines, such as source and target.
+
+    If `fields` are column numbers (from 0), it yields these instead. Other columns are ignored.
+    """
+    by_number = all(field.isdigit() for field in fields)
+    columns = [int(field) for field in fields] if by_number else range(len(fields))
     for number, line in _lines(file):
         if not line.strip():
             continue
         cells = line.split("\t")
         if len(cells) <= max(columns):
-            wanted = (
-                f"{max(columns) + 1} columns (data.fields)" if chosen else ", tab, ".join(fields)
+            expected = (
+                f"{max(columns) + 1} columns (data.fields)" if by_number else ", tab, ".join(fields)
             )
             raise UserError(
-                f"{file}:{number}: expected {wanted}; found {len(cells) - 1} tab(s) in {line[:60]!r}"
+                f"{file}:{number}: expected {expected}; found {len(cells) - 1} tab(s) in "
+                f"{line[:60]!r}"
             )
         yield tuple(cells[c].strip() for c in columns)
 
 
 def _paired(path: str) -> Iterator[Example]:
-    """Two files, line by line; or two globs, file by file. Raises UserError for two files in whose
-    names the wildcards stand for different text, and for a file without a partner."""
+    """Pairs the lines of two files, or of the files of two globs.
+
+    Raises UserError if the wildcards match different texts in the names of two files, and if a file
+    has no partner.
+    """
     sources, targets = map(_by_wildcards, patterns("paired", path))
-    for (one, source), (other, target) in zip(sources, targets, strict=False):
-        if one != other and one and other:
+    for (source_key, source), (target_key, target) in zip(sources, targets, strict=False):
+        if source_key != target_key and source_key and target_key:
             raise UserError(
-                f"data: {path}: {source.name} and {target.name} are no pair: the wildcards stand "
-                f"for {'/'.join(one)!r} and {'/'.join(other)!r}; add the missing file, or change "
-                "the globs"
+                f"data: {path}: {source.name} and {target.name} are not a pair: the wildcards "
+                f"match {'/'.join(source_key)!r} and {'/'.join(target_key)!r}; add the missing "
+                "file, or change the globs"
             )
     if len(sources) != len(targets):
-        alone = max(sources, targets, key=len)[min(len(sources), len(targets))][1]
+        unpaired = max(sources, targets, key=len)[min(len(sources), len(targets))][1]
         raise UserError(
-            f"data: {path} matches {len(sources)} and {len(targets)} files, and {alone.name} has "
-            "no partner; 'paired' needs as many of each"
+            f"data: {path} matches {len(sources)} and {len(targets)} files, and {unpaired.name} "
+            "has no partner; 'paired' needs the same number of each"
         )
     for (_, source), (_, target) in zip(sources, targets, strict=True):
         yield from _lines_of_two(source, target)
 
 
 def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
-    """The files of a path or glob, each with the texts that its wildcards stand for, in the order
-    of these texts. `[x]` is x, and no wildcard."""
+    """(texts that the wildcards match, file) for each file of a path or glob, sorted.
+
+    `[x]` matches only x and is not a wildcard.
+    """
     parts = re.split(r"(\*|\?|\[(?!.\])!?\]?[^\]]*\])", as_path(pattern, "data").name)
     inner = [fnmatch.translate(part)[len("(?s:") : -len(r")\Z")] for part in parts]
     inner[1::2] = [f"({wildcard})" for wildcard in inner[1::2]]
-    named = re.compile("".join(inner), re.DOTALL)
-    return sorted((named.fullmatch(file.name).groups(), file) for file in expand(pattern))
+    name = re.compile("".join(inner), re.DOTALL)
+    return sorted((name.fullmatch(file.name).groups(), file) for file in expand(pattern))
 
 
 def _lines_of_two(source: epath.Path, target: epath.Path) -> Iterator[Example]:
-    left, right = _lines(source), _lines(target)
+    source_lines, target_lines = _lines(source), _lines(target)
     number = 0
-    for number, text in left:
-        other = next(right, None)
-        if other is None:
-            raise UserError(f"{target}: ends after line {number - 1}, but {source} goes on")
-        yield text.strip(), other[1].strip()
-    if next(right, None) is not None:
-        raise UserError(f"{source}: ends after line {number}, but {target} goes on")
+    for number, text in source_lines:
+        target_line = next(target_lines, None)
+        if target_line is None:
+            raise UserError(f"{target}: ends after line {number - 1}, but {source} continues")
+        yield text.strip(), target_line[1].strip()
+    if next(target_lines, None) is not None:
+        raise UserError(f"{source}: ends after line {number}, but {target} continues")
 
 
 def _record(text: str, fields, where: str) -> Example:
     try:
         record = json.loads(text, object_pairs_hook=_unambiguous)
-    except _Twice as e:
+    except _DuplicateField as e:
         raise UserError(f"{where}: two fields {e.args[0]!r} in one object") from None
-    except (ValueError, RecursionError):  # a number of too many digits, braces in braces in braces
+    # These include a number with too many digits, and nesting that is too deep.
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise UserError(f"{where}: not a JSON object: {text[:60]!r}")
     return tuple(_field(record, field, where) for field in fields)
 
 
-class _Twice(Exception):
-    """A name that occurs twice in one JSON object, where Python would take the last."""
+class _DuplicateField(Exception):
+    """A name that occurs twice in one JSON object. Python would use the last value."""
 
 
 def _unambiguous(pairs: list[tuple[str, object]]) -> dict:
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _Twice(next(name for name in names if names.count(name) > 1))
+        raise _DuplicateField(next(name for name in names if names.count(name) > 1))
     return record
 
 
 def _field(record: dict, field: str, where: str) -> str:
-    """`record["a"]["b"]` for the field "a.b"; it must be text. An integer, the number of a class, is read as its digits."""
+    """The text of `record["a"]["b"]` for the field "a.b". An integer is converted to its digits."""
     value = record
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:
-            there = ", ".join(value) if isinstance(value, dict) else "no further field"
-            raise UserError(f"{where}: no field {field!r}; there is: {there}; set data.fields")
+            names = ", ".join(value) if isinstance(value, dict) else "no further field"
+            raise UserError(f"{where}: no field {field!r}; there is: {names}; set data.fields")
         value = value[key]
     if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)  # the number of a class
+        value = str(value)  # the index of a class
     if not isinstance(value, str):
         raise UserError(f"{where}: field {field!r} is {json.dumps(value)[:40]}, not text")
     if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
         raise UserError(
-            f"{where}: field {field!r} holds half of a surrogate pair, which is no character"
+            f"{where}: field {field!r} contains half of a surrogate pair, which is not a character"
         )
     return value
 
 
 def _jsonl(file: epath.Path, fields) -> Iterator[Example]:
-    """One JSON object a line."""
+    """Yields one example from each line, a JSON object."""
     for number, line in _lines(file):
         if line.strip():
             yield _record(line, fields, f"{file}:{number}")
 
 
 def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
-    """Each record a JSON object or, with one field, plain UTF-8 text."""
+    """Reads records, each of which is a JSON object or, with a single field, plain UTF-8 text."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(str(file))
     if not reader.ok():
-        raise UserError(f"{file}: no ArrayRecord file, or one that was cut off")
+        raise UserError(f"{file}: not an ArrayRecord file, or cut off")
     for number in range(reader.num_records()):
         try:
             text = reader.read().decode("utf-8")
@@ -260,12 +276,12 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
 
 
 def _huggingface(path: str, fields) -> Iterator[Example]:
-    """`organisation/name[/subset]:split`, or a folder written by `save_to_disk`."""
+    """Reads `organization/name[/subset]:split`, or a folder written by `save_to_disk`."""
     try:
         import datasets
     except ImportError:
         raise UserError(
-            "data.format 'huggingface' needs the extra [hf]: pip install -e '.[hf]'"
+            "data.format: 'huggingface' needs the extra [hf]: pip install -e '.[hf]'"
         ) from None
     name, _, split = path.partition(":")
     if epath.Path(name).exists():

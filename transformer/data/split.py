@@ -1,8 +1,9 @@
-"""A held-out side that shares no sentence with training, on either side.
+"""Splits whose held-out examples share no sentence with training, on either side.
 
-Translation pairs are many to many: after a random split of Tatoeba a nearest-neighbour memory scores 27 BLEU. So what
-is held out is whole connected components: pairs joined by the same source or the same target, ignoring case and
-punctuation. For single texts a component is a set of equal texts.
+Translation pairs are many-to-many: on a random split of Tatoeba, a nearest-neighbor memory scores
+27 BLEU. Therefore whole connected components are held out. A component contains all pairs joined by
+the same source or the same target, ignoring case and punctuation. For single texts, a component is
+a set of equal texts.
 """
 
 import hashlib
@@ -15,17 +16,18 @@ SPLITS = ("train", "valid", "test")
 
 
 def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
-    """The split of each example, and the number of components.
+    """Returns the split of each example, and the number of components.
 
-    Components are taken in the order of a hash of their content, first for test, then for valid, until each has
-    `held_out` distinct sources; one too large for what is still wanted, and all others, are for training. So the split
-    depends on the text and on nothing else: not on a seed, nor on the order of the lines.
+    Components are taken in the order of a hash of their content, first for test, then for valid,
+    until each split has `held_out` distinct sources. A component with more sources than a split
+    still needs is skipped. All components not taken are for training. Therefore the split depends
+    on the text alone, and not on a seed or the order of the lines.
     """
     parent: list[int] = []
     nodes: dict[tuple[int, str], int] = {}
 
     def node(side: int, text: str) -> int:
-        key = side, normalise(text)
+        key = side, normalize(text)
         if key not in nodes:
             nodes[key] = len(parent)
             parent.append(len(parent))
@@ -39,12 +41,12 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
 
     first_nodes = []
     for example in examples:
-        own = [node(side, text) for side, text in enumerate(example)]
-        first_nodes.append(own[0])
-        for other in own[1:]:
-            parent[root(other)] = root(own[0])
-    names: dict[int, tuple[int, str]] = {}  # each component by its smallest key
-    sources: dict[int, int] = {}
+        example_nodes = [node(side, text) for side, text in enumerate(example)]
+        first_nodes.append(example_nodes[0])
+        for other in example_nodes[1:]:
+            parent[root(other)] = root(example_nodes[0])
+    names: dict[int, tuple[int, str]] = {}  # root -> smallest key of the component
+    sources: dict[int, int] = {}  # root -> number of distinct sources
     for (side, text), i in nodes.items():
         r = root(i)
         names[r] = min(names.get(r, (side, text)), (side, text))
@@ -61,7 +63,7 @@ def assign(examples: Iterable[Example], held_out: int) -> tuple[list[str], int]:
     return [split_of.get(root(i), "train") for i in first_nodes], len(names)
 
 
-def normalise(text: str) -> str:
-    """Letters and digits only, case ignored: what makes two sentences the same for the split."""
+def normalize(text: str) -> str:
+    """The letters and digits of a text, ignoring case. Texts that agree here count as equal."""
     key = re.sub(r"[\W_]+", " ", text.casefold()).strip()
     return key or text

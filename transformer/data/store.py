@@ -1,7 +1,8 @@
-"""The token store: a corpus split, tokenised once, memory-mapped, addressed by index.
+"""The token store: a corpus that is split and tokenized once, memory-mapped and indexed.
 
-Every text is stored as its ids followed by eos. A store lives under `$TRANSFORMER_DATA/tokens/KEY`; the key is a hash of
-all that it depends on, so experiments that read the same text share it, and another tokenizer never reads it.
+Each text is stored as its ids followed by eos. A store is in `$TRANSFORMER_DATA/tokens/KEY`. The
+key is a hash of everything on which the store depends. So experiments with the same text and
+tokenizer share a store, and experiments with another tokenizer do not.
 """
 
 import dataclasses
@@ -28,12 +29,12 @@ from transformer.data.tokenizer import (
     train_tokenizer,
 )
 from transformer.errors import UserError
-from transformer.files import disk_faults
+from transformer.files import disk_errors
 from transformer.mapping import to_mapping
 
 VERSION = 4
-"""A part of every key. Raise it with a change of the code after which the same config and the same
-files give other tokens or counts: stores that were made before it are then made again."""
+"""A part of every key. Increase it when a change of the code changes the tokens or counts of some
+config and files; then all stores are rebuilt."""
 
 TEXT_FIELDS = (
     "corpus",
@@ -46,15 +47,15 @@ TEXT_FIELDS = (
     "held_out",
     "max_examples",
 )
-"""Fields of a DataConfig that say which text is read, and how it is split."""
+"""Fields of a DataConfig that determine the text and its splits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """The texts of one side of one split, as ids."""
+    """The ids of the texts on one side (source or target) of a split."""
 
-    ids: np.ndarray  # all texts, one after another, each ended by eos
-    ends: np.ndarray  # int64, where each text ends
+    ids: np.ndarray  # the concatenated texts, each ending in eos
+    ends: np.ndarray  # int64, the end of each text
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -69,11 +70,11 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Tokens, texts and counts of every split."""
+    """The tokens, texts and counts of all splits."""
 
     folder: Path
     tokenizer: Tokenizer
-    meta: dict  # sha256 of the text, and per split: examples, bytes, words of the target side
+    meta: dict  # per split: sha256 of the text; number of examples; bytes and words of the targets
 
     def texts(self, part: str, side: int) -> Texts:
         return Texts(
@@ -84,12 +85,15 @@ class Store:
         )
 
     def labels(self, part: str) -> np.ndarray:
-        """int32: the class of each text, or of each token of all texts (-1: none), by its place in `classes`."""
+        """int32: the class of each text, or of each token of all texts (-1: none).
+
+        A class is an index into `classes`.
+        """
         return np.load(self.folder / f"{part}.labels.npy", mmap_mode="r")
 
     @property
     def classes(self) -> list[str]:
-        """Names of the labels or tags."""
+        """The names of the labels or tags."""
         return self.meta.get("classes", [])
 
     def examples(self, part: str) -> list[Example]:
@@ -99,20 +103,23 @@ class Store:
 
 
 def open_store(config: DataConfig, vocab_size: int) -> Store:
-    """The store of a config, made if it is not there yet: split, train the tokenizer, tokenise. Of `vocab_size` ids the tokenizer
-    gets those that the objective leaves."""
+    """Opens the store of a config.
+
+    If it does not exist yet, splits the text, trains the tokenizer and tokenizes the text. The
+    tokenizer gets those of `vocab_size` ids that the objective does not reserve.
+    """
     if not config.corpus and not config.train:
         raise UserError(
-            "data.corpus or data.train: name one of them (python -m transformer data lists the corpora)"
+            "data.corpus or data.train: set one of them (python -m transformer data lists the "
+            "corpora)"
         )
     objective = config.chosen
     text = _Text(config, objective.columns)
     inputs = {k: v for k, v in to_mapping(config).items() if k in (*TEXT_FIELDS, "tokenizer")}
-    inputs["tokenizer"] = {
-        k: v for k, v in inputs["tokenizer"].items() if k != "path"
-    }  # where it lies is nothing to us
-    given = read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
-    inputs["given"] = "" if given is None else hashlib.sha256(given).hexdigest()
+    # The key contains a hash of the tokenizer instead of its path.
+    inputs["tokenizer"] = {k: v for k, v in inputs["tokenizer"].items() if k != "path"}
+    existing = read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    inputs["given"] = "" if existing is None else hashlib.sha256(existing).hexdigest()
     inputs |= {
         "vocab_size": vocab_size,
         "reserved": objective.reserved,
@@ -124,25 +131,24 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     folder = corpora.data_home() / "tokens" / key
     if not (folder / "meta.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with disk_faults(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            made = Path(scratch) / "store"
-            made.mkdir()
-            _make(made, text, config, vocab_size)
+        with disk_errors(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            new = Path(scratch) / "store"
+            new.mkdir()
+            _build(new, text, config, vocab_size)
             if not folder.exists():  # another process may have been faster
-                made.rename(folder)  # whole or not at all
+                new.rename(folder)  # atomic: complete or absent
     tokenizer = load_tokenizer(find_tokenizer(folder), config.tokenizer)
     _check_size(tokenizer, config, vocab_size)
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))
 
 
 class _Text:
-    """The examples of each split, read again from their files whenever they are asked for."""
+    """The examples of each split. Every pass reads the files again."""
 
     def __init__(self, config: DataConfig, columns: tuple[str, ...]):
         self.columns, self.reverse, self.fields = columns, config.reverse, config.fields
-        self.sides = sum(
-            column not in ("label", "tags") for column in columns
-        )  # what is left names classes
+        # Columns of text precede those of classes.
+        self.sides = sum(column not in ("label", "tags") for column in columns)
         if config.corpus:
             corpus, folder = corpora.fetch(config.corpus)
             self.format, self.paths = (
@@ -159,7 +165,7 @@ class _Text:
         self._assigned: np.ndarray | None = None
 
     def fingerprint(self) -> list:
-        """Names, sizes and dates of all files, without reading them."""
+        """The names, sizes and modification times of all files. Reads no content."""
         if self.format in ("huggingface", "probe"):
             return sorted(self.paths.items())
         files = [
@@ -171,7 +177,7 @@ class _Text:
         return [[str(f), f.stat().length, _modified(f)] for f in files]
 
     def read(self, part: str) -> Iterator[Example]:
-        """The examples of a split; those not given as files are held out from the training text."""
+        """Yields the examples of a split. A split without a file is held out from training."""
         if part in self.paths and part != "train":
             yield from self._file(part)
             return
@@ -187,17 +193,18 @@ class _Text:
             )
             if components <= 2 * self.held_out:
                 raise UserError(
-                    f"data.held_out: {self.held_out} sources for each of valid and test leave nothing to train on: "
-                    f"the text has {components} parts that share no sentence; lower it"
+                    f"data.held_out: {self.held_out} sources for each of valid and test leave "
+                    f"nothing to train on; the text has {components} parts that share no sentence: "
+                    "reduce data.held_out"
                 )
-        wanted = split.SPLITS.index(part)
-        keep = self._assigned == wanted
-        for example, kept in zip(self._file("train"), keep, strict=True):
-            if kept:
+        index = split.SPLITS.index(part)
+        in_part = self._assigned == index
+        for example, is_in_part in zip(self._file("train"), in_part, strict=True):
+            if is_in_part:
                 yield example
 
     def train(self) -> Iterator[Example]:
-        """The training examples, thinned evenly to `max_examples`."""
+        """The training examples, or a uniform sample of `max_examples` of them."""
         if not self.max_examples:
             return self.read("train")
         count = sum(1 for _ in self.read("train"))
@@ -206,23 +213,27 @@ class _Text:
         return itertools.compress(self.read("train"), chosen)
 
     def overlap(self) -> dict[str, int]:
-        """Of each held-out file that was given: how many of its examples share what is kept apart with training."""
-        given = [part for part in ("valid", "test") if part in self.paths]
-        if not given:
+        """The number of examples in each held-out file that share a text with training.
+
+        Only the texts that `_apart` returns count.
+        """
+        parts = [part for part in ("valid", "test") if part in self.paths]
+        if not parts:
             return {}
         keys = lambda example: [
-            hash((side, split.normalise(text))) for side, text in enumerate(self._apart(example))
+            hash((side, split.normalize(text))) for side, text in enumerate(self._apart(example))
         ]
-        held = {
-            key for part in given for example in self._file(part) for key in keys(example)
-        }  # the smaller side
-        known = {key for example in self.train() for key in keys(example) if key in held}
-        shares = lambda example: any(key in known for key in keys(example))
-        return {part: sum(map(shares, self._file(part))) for part in given}
+        # Memory holds the keys of held-out texts, which are fewer than those of training.
+        held_out = {key for part in parts for example in self._file(part) for key in keys(example)}
+        shared = {key for example in self.train() for key in keys(example) if key in held_out}
+        is_shared = lambda example: any(key in shared for key in keys(example))
+        return {part: sum(map(is_shared, self._file(part))) for part in parts}
 
     def _apart(self, example: Example) -> Example:
-        """What held-out text must not share with training: sentences of either side; of a synthetic task the question alone, since of
-        answers there may be but ten."""
+        """The texts that held-out examples must not share with training: source and target.
+
+        In a synthetic task, the question alone: there may be only ten different answers.
+        """
         if self.format == "probe":
             return example[-1:] if self.reverse else example[:1]
         return example[: self.sides]
@@ -233,19 +244,20 @@ class _Text:
 
 
 def _modified(file: epath.Path) -> float:
-    """When a file was changed, as exactly as its file system tells."""
+    """The modification time of a file, at the highest resolution that its file system offers."""
     return os.stat(file).st_mtime_ns if os.path.exists(file) else file.stat().mtime
 
 
-def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
+def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> None:
     if config.tokenizer.path:
         tokenizer = load_tokenizer(config.tokenizer.path, config.tokenizer)
         _check_size(tokenizer, config, vocab_size)
     else:
-        for sign in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
-            if getattr(config.tokenizer, sign) >= 0:
+        for field in ("pad_id", "bos_id", "eos_id", "source_bos_id"):
+            if getattr(config.tokenizer, field) >= 0:
                 raise UserError(
-                    f"data.tokenizer.{sign}: of a given tokenizer; set data.tokenizer.path, or leave it at -1"
+                    f"data.tokenizer.{field}: applies only to an existing tokenizer; set "
+                    "data.tokenizer.path, or leave it at -1"
                 )
         texts = itertools.chain.from_iterable(example[: text.sides] for example in text.train())
         tokenizer = train_tokenizer(config.tokenizer, vocab_size, texts, config.chosen.reserved)
@@ -256,7 +268,7 @@ def _make(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> Non
         meta["classes"] = sorted({name for example in text.train() for name in names(example)})
     for part in split.SPLITS:
         examples = text.train() if part == "train" else text.read(part)
-        meta[part] = _tokenise(folder, part, examples, tokenizer, text, meta.get("classes", []))
+        meta[part] = _tokenize(folder, part, examples, tokenizer, text, meta.get("classes", []))
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
@@ -264,12 +276,12 @@ def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> No
     needed = tokenizer.vocab_size + config.chosen.adds(tokenizer)
     if needed > vocab_size:
         raise UserError(
-            f"model.vocab_size: {vocab_size}, but the {tokenizer.vocab_size} pieces of {config.tokenizer.path} "
-            f"and the objective's signs are {needed}; raise it"
+            f"model.vocab_size: {vocab_size}, but the {tokenizer.vocab_size} pieces of "
+            f"{config.tokenizer.path} and the objective's special tokens are {needed}; increase it"
         )
 
 
-def _tokenise(
+def _tokenize(
     folder: Path,
     part: str,
     examples: Iterator[Example],
@@ -277,7 +289,7 @@ def _tokenise(
     text: _Text,
     classes: list[str],
 ) -> dict:
-    """Writes one split; returns its counts. Streams, so that a corpus may be larger than memory."""
+    """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
     digest, counts, sides = (
         hashlib.sha256(),
         {"examples": 0, "bytes": 0, "words": 0},
@@ -333,7 +345,8 @@ def _tokenise(
 def _class(number: dict[str, int], name: str, text: str) -> int:
     if name not in number:
         raise UserError(
-            f"data: the label {name!r} of {text[:40]!r} is not among those of training: {', '.join(number)}"
+            f"data: the label {name!r} of {text[:40]!r} is not among those of training: "
+            f"{', '.join(number)}"
         )
     return number[name]
 
@@ -341,21 +354,26 @@ def _class(number: dict[str, int], name: str, text: str) -> int:
 def _tagged(
     example: Example, tokenizer: Tokenizer, number: dict[str, int]
 ) -> tuple[list[int], np.ndarray]:
-    """Ids of a text, word by word, and the tag of each: a word's at its first piece, -1 at the others and at eos."""
+    """The ids of a text and their tags.
+
+    The first piece of a word has the tag of the word. All other pieces and eos have -1.
+    """
     words, tags = (column.split() for column in example)
     if len(words) != len(tags):
         raise UserError(f"data: {len(words)} words, but {len(tags)} tags: {example[0][:60]!r}")
-    ids, found = [], []
+    ids, labels = [], []
     for pieces, tag in zip(tokenizer.encode_words(words), tags, strict=True):
-        ids += (
-            pieces  # none, of a word that the tokenizer does not see: then its tag is not asked for
-        )
-        found += [_class(number, tag, example[0]), *[-1] * (len(pieces) - 1)][: len(pieces)]
-    return ids, np.array([*found, -1], np.int32)
+        # The tokenizer may remove a word completely. Then its tag is omitted, too.
+        ids += pieces
+        labels += [_class(number, tag, example[0]), *[-1] * (len(pieces) - 1)][: len(pieces)]
+    return ids, np.array([*labels, -1], np.int32)
 
 
 def _as_npy(raw: Path, file: Path, dtype) -> None:
-    """Raw numbers as an .npy file, copied in pieces (and not through a map of the file: a full disk must be an error)."""
+    """Converts raw numbers to an .npy file, in pieces.
+
+    A memory-mapped output would not raise an error for a full disk.
+    """
     count = raw.stat().st_size // np.dtype(dtype).itemsize
     header = {
         "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),

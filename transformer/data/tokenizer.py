@@ -1,4 +1,4 @@
-"""Text to ids and back: SentencePiece, trained from the run's own text or given; or the tokenizer.json of another library."""
+"""Tokenizers: SentencePiece (trained on the text of a run, or existing), or a tokenizer.json."""
 
 import base64
 import functools
@@ -15,33 +15,39 @@ import sentencepiece
 
 from transformer.data.config import TokenizerConfig
 from transformer.data.paths import as_path
-from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, Signs, Tokenizer
+from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, SpecialTokens, Tokenizer
 from transformer.errors import UserError
 
-AS_IT_SAYS = TokenizerConfig()
-"""A given tokenizer knows its own signs."""
+FILE_DEFAULTS = TokenizerConfig()
+"""The default config: an existing tokenizer keeps the special tokens that its file defines."""
 
 FILES = {".model": "tokenizer.model", ".json": "tokenizer.json", ".pair": "tokenizer.pair"}
-"""What a tokenizer is called in a run directory, by the ending of the file it came from."""
+"""Suffix of a tokenizer's file -> its name in a run directory."""
 
 
 class SentencePiece(Tokenizer):
-    """A SentencePiece model. Those trained here lose nothing: nothing is normalised, unknown characters become bytes. (One exception,
-    which is SentencePiece's: its own sign for a space, U+2581, comes back as a space.)"""
+    """A SentencePiece model.
+
+    Models that this library trains are lossless: they normalize nothing, and encode unknown
+    characters as bytes. The one exception is SentencePiece's own symbol for a space, U+2581, which
+    is decoded as a space.
+    """
 
     name = FILES[".model"]
 
     def __init__(
-        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
     ):
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(content)
         except RuntimeError:
-            raise UserError(f"data.tokenizer.path: {name} is no SentencePiece model") from None
+            raise UserError(f"data.tokenizer.path: {name} is not a SentencePiece model") from None
         self.content, self.vocab_size = content, self._processor.vocab_size()
-        own = {sign: getattr(self._processor, f"{sign}_id")() for sign in ("pad", "bos", "eos")}
-        self.signs = _signs(config, own, self.vocab_size, name)
+        defaults = {
+            token: getattr(self._processor, f"{token}_id")() for token in ("pad", "bos", "eos")
+        }
+        self.signs = _special_tokens(config, defaults, self.vocab_size, name)
 
     def encode(self, texts):
         return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
@@ -54,13 +60,15 @@ class SentencePiece(Tokenizer):
 
     def find(self, piece):
         p = self._processor
-        return found if p.id_to_piece(found := p.piece_to_id(piece)) == piece else None
+        return i if p.id_to_piece(i := p.piece_to_id(piece)) == piece else None
 
     @functools.cached_property
     def text_ids(self):
         p = self._processor
-        plain = lambda i: not (p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i))
-        return np.array([i for i in range(self.vocab_size) if plain(i)])
+        is_text = lambda i: (
+            not (p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i))
+        )
+        return np.array([i for i in range(self.vocab_size) if is_text(i)])
 
     @functools.cached_property
     def starts_word(self):
@@ -78,7 +86,7 @@ class Fast(Tokenizer):
     name = FILES[".json"]
 
     def __init__(
-        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
     ):
         try:
             import tokenizers
@@ -88,32 +96,32 @@ class Fast(Tokenizer):
             ) from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as e:  # it raises Exception itself
+        except Exception as e:  # the library raises no narrower class
             raise UserError(
-                f"data.tokenizer.path: {name} is no tokenizer.json ({str(e)[:80]})"
+                f"data.tokenizer.path: {name} is not a tokenizer.json ({str(e)[:80]})"
             ) from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.content, self.vocab_size = content, self._tokenizer.get_vocab_size()
         find = lambda *names: next((i for n in names if (i := self.find(n)) is not None), -1)
-        own = {
+        defaults = {
             "pad": find("[PAD]", "<pad>"),
             "bos": find("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
             "eos": find("[SEP]", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
         }
-        self.signs = _signs(config, own, self.vocab_size, name)
+        self.signs = _special_tokens(config, defaults, self.vocab_size, name)
         mask = find("[MASK]", "<mask>")
         self.mask = mask if mask >= 0 else None
 
     def encode(self, texts):
         return [
-            one.ids for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         ]
 
     def encode_words(self, words):
-        marks_spaces = any(
-            piece.startswith("\u0120") for piece in self._tokenizer.get_vocab()
-        )  # GPT-2's "\u0120cat"
+        # Pieces may include the space before them, such as GPT-2's "\u0120cat".
+        marks_spaces = any(piece.startswith("\u0120") for piece in self._tokenizer.get_vocab())
         return self.encode(
             [f" {word}" if i and marks_spaces else word for i, word in enumerate(words)]
         )
@@ -133,51 +141,54 @@ class Fast(Tokenizer):
 
     @functools.cached_property
     def text_ids(self):
-        signs = {
+        special = {
             i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
         }
-        return np.array([i for i in range(self.vocab_size) if i not in signs])
+        return np.array([i for i in range(self.vocab_size) if i not in special])
 
     @functools.cached_property
     def starts_word(self):
         pieces = [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
-        if any(piece.startswith("##") for piece in pieces):  # WordPiece marks what goes on
+        if any(piece.startswith("##") for piece in pieces):  # WordPiece marks continuations
             return np.array([not piece.startswith("##") for piece in pieces])
         return np.array([piece.startswith(("\u2581", "\u0120", "\u010a")) for piece in pieces])
 
 
-class Pair(Tokenizer):
-    """Two SentencePiece models, of the languages translated from and into, whose pieces have their ids in one vocabulary (OPUS-MT).
+class TokenizerPair(Tokenizer):
+    """Two SentencePiece models, for source and target language, with one vocabulary (OPUS-MT).
 
-    A source may begin with a sign of that vocabulary for the language to translate into: `>>fra<< ...`. Its file is JSON: `source` and
-    `target`, base64, and `vocabulary`.
+    A source may begin with a special token for the target language: `>>fra<< ...`. The file is JSON
+    with the keys `source` and `target`, in base64, and `vocabulary`.
     """
 
     name = FILES[".pair"]
 
     def __init__(
-        self, content: bytes, config: TokenizerConfig = AS_IT_SAYS, name: str = "tokenizer"
+        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
     ):
         try:
-            given = json.loads(content)
+            fields = json.loads(content)
             self.source, self.target = (
-                base64.b64decode(given[side]) for side in ("source", "target")
+                base64.b64decode(fields[side]) for side in ("source", "target")
             )
-            self.vocabulary: dict[str, int] = given["vocabulary"]
+            self.vocabulary: dict[str, int] = fields["vocabulary"]
             self._unknown = self.vocabulary["<unk>"]
             self._pieces = {int(i): piece for piece, i in self.vocabulary.items()}
         except (ValueError, KeyError, TypeError) as e:
             raise UserError(
-                f"data.tokenizer.path: {name} is no pair of tokenizers ({type(e).__name__}: {e})"
+                f"data.tokenizer.path: {name} is not a pair of tokenizers ({type(e).__name__}: {e})"
             ) from None
         self._models = [
             SentencePiece(part, TokenizerConfig(pad_id=0, bos_id=0, eos_id=0), name)._processor
             for part in (self.source, self.target)
         ]
         self.content, self.vocab_size = content, max(self._pieces) + 1
-        own = {"pad": self.find("<pad>"), "bos": self.find("<pad>"), "eos": self.find("</s>")}
-        self.signs = _signs(
-            config, {sign: -1 if i is None else i for sign, i in own.items()}, self.vocab_size, name
+        defaults = {"pad": self.find("<pad>"), "bos": self.find("<pad>"), "eos": self.find("</s>")}
+        self.signs = _special_tokens(
+            config,
+            {token: -1 if i is None else i for token, i in defaults.items()},
+            self.vocab_size,
+            name,
         )
 
     @property
@@ -187,19 +198,21 @@ class Pair(Tokenizer):
 
     @staticmethod
     def join(source: bytes, target: bytes, vocabulary: dict[str, int]) -> bytes:
-        """The file of such a pair."""
-        spell = lambda model: base64.b64encode(model).decode()
+        """The content of the file of a pair."""
+        encode = lambda model: base64.b64encode(model).decode()
         return json.dumps(
-            {"source": spell(source), "target": spell(target), "vocabulary": vocabulary}
+            {"source": encode(source), "target": encode(target), "vocabulary": vocabulary}
         ).encode()
 
     def encode(self, texts):
         out = []
         for text in texts:
             language = re.match(r">>[^<>]+<<", text)
-            sign = [language[0]] if language else []
+            prefix = [language[0]] if language else []
             out.append(
-                self._ids(sign + self._models[0].encode(text[len("".join(sign)) :], out_type=str))
+                self._ids(
+                    prefix + self._models[0].encode(text[len("".join(prefix)) :], out_type=str)
+                )
             )
         return out
 
@@ -220,12 +233,12 @@ class Pair(Tokenizer):
 
     @functools.cached_property
     def text_ids(self):
-        signs = {self.pad, self.bos, self.eos, self._unknown}
+        special = {self.pad, self.bos, self.eos, self._unknown}
         return np.array(
             [
                 i
                 for i, piece in sorted(self._pieces.items())
-                if i not in signs and not piece.startswith(">>")
+                if i not in special and not piece.startswith(">>")
             ]
         )
 
@@ -236,34 +249,38 @@ class Pair(Tokenizer):
         )
 
 
-def _signs(config: TokenizerConfig, own: dict[str, int], vocab_size: int, name: str) -> Signs:
-    """The config's, where it says any; else the tokenizer's own."""
-    found = {}
-    for sign, its in own.items():
-        given = getattr(config, f"{sign}_id")
-        found[sign] = its if given < 0 else given
-        if not found[sign] >= 0:
-            raise UserError(f"data.tokenizer.{sign}_id: must be set, for {name} does not say it")
-        if sign != "pad" and found[sign] >= vocab_size:
+def _special_tokens(
+    config: TokenizerConfig, defaults: dict[str, int], vocab_size: int, name: str
+) -> SpecialTokens:
+    """The special tokens that the config sets, or else the tokenizer's `defaults` (-1: none)."""
+    ids = {}
+    for token, default in defaults.items():
+        configured = getattr(config, f"{token}_id")
+        ids[token] = default if configured < 0 else configured
+        if not ids[token] >= 0:
+            raise UserError(f"data.tokenizer.{token}_id: must be set; {name} does not define it")
+        if token != "pad" and ids[token] >= vocab_size:
             raise UserError(
-                f"data.tokenizer.{sign}_id: {found[sign]} is none of the {vocab_size} pieces of {name}"
+                f"data.tokenizer.{token}_id: {ids[token]} is not one of the {vocab_size} pieces of "
+                f"{name}"
             )
     if config.source_bos_id >= vocab_size:
         raise UserError(
-            f"data.tokenizer.source_bos_id: {config.source_bos_id} is none of the {vocab_size} pieces of {name}"
+            f"data.tokenizer.source_bos_id: {config.source_bos_id} is not one of the {vocab_size} "
+            f"pieces of {name}"
         )
-    return Signs(**found, source_bos=config.source_bos_id)
+    return SpecialTokens(**ids, source_bos=config.source_bos_id)
 
 
-def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = AS_IT_SAYS) -> Tokenizer:
-    """A SentencePiece .model, a tokenizer.json, or a .pair."""
+def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = FILE_DEFAULTS) -> Tokenizer:
+    """Loads a SentencePiece .model, a tokenizer.json or a .pair."""
     path = os.fspath(path)
-    kind = {".json": Fast, ".pair": Pair}.get(Path(path).suffix, SentencePiece)
+    kind = {".json": Fast, ".pair": TokenizerPair}.get(Path(path).suffix, SentencePiece)
     return kind(read_tokenizer(path), config, path)
 
 
 def read_tokenizer(path: str | os.PathLike) -> bytes:
-    """The content of a tokenizer's file."""
+    """The content of a tokenizer file. Raises UserError if it is missing."""
     file = as_path(os.fspath(path), "data.tokenizer.path")
     if not file.is_file():
         raise UserError(f"data.tokenizer.path: no file {str(path)!r}")
@@ -271,7 +288,7 @@ def read_tokenizer(path: str | os.PathLike) -> bytes:
 
 
 def is_sentencepiece(content: bytes) -> bool:
-    """Whether this is a SentencePiece model (Llama 3's tokenizer.model is none)."""
+    """Whether `content` is a SentencePiece model. (Llama 3's tokenizer.model is not.)"""
     try:
         return bool(sentencepiece.SentencePieceProcessor().LoadFromSerializedProto(content))
     except RuntimeError:
@@ -279,15 +296,18 @@ def is_sentencepiece(content: bytes) -> bool:
 
 
 def find_tokenizer(folder: str | os.PathLike) -> Path | None:
-    """The tokenizer of a run directory."""
+    """The tokenizer file in a run directory, or None."""
     return next((file for name in FILES.values() if (file := Path(folder) / name).is_file()), None)
 
 
 def train_tokenizer(
     config: TokenizerConfig, vocab_size: int, sentences: Iterable[str], reserved: int = 0
 ) -> Tokenizer:
-    """Trains to exactly `vocab_size - reserved` pieces ("char": at most). Lines are sentences; the line end is a piece of its own. Of more than
-    `max_sentences` lines, an even sample (always the same) is read."""
+    """Trains a SentencePiece model with exactly `vocab_size - reserved` pieces ("char": at most).
+
+    Each line is a sentence, and the line end is a piece. If there are more than `max_sentences`
+    lines, training reads a uniform sample, which is always the same.
+    """
     model, lines, pieces = (
         io.BytesIO(),
         _sample(sentences, config.max_sentences),
@@ -295,18 +315,31 @@ def train_tokenizer(
     )
     if pieces < 1:
         raise UserError(
-            f"model.vocab_size: {vocab_size} leaves no piece beside the {reserved} signs of data.objective; raise it"
+            f"model.vocab_size: {vocab_size} leaves no piece besides the {reserved} special tokens "
+            "of data.objective; increase it"
         )
     by_pieces = config.kind != "char"
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=pieces,
-            model_type=config.kind, byte_fallback=config.byte_fallback and by_pieces, hard_vocab_limit=by_pieces, add_dummy_prefix=by_pieces,
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=pieces,
+            model_type=config.kind,
+            byte_fallback=config.byte_fallback and by_pieces,
+            hard_vocab_limit=by_pieces,
+            add_dummy_prefix=by_pieces,
             character_coverage=config.character_coverage,
-            pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, user_defined_symbols=["\n"],
-            normalization_rule_name="identity", remove_extra_whitespaces=False, max_sentence_length=1 << 16,
-            num_threads=8, minloglevel=2,
-        )  # fmt: skip
+            pad_id=PAD,
+            bos_id=BOS,
+            eos_id=EOS,
+            unk_id=UNK,
+            user_defined_symbols=["\n"],
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=1 << 16,
+            num_threads=8,
+            minloglevel=2,
+        )
     except RuntimeError as e:
         most, least = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
         if not most and not least:
@@ -316,25 +349,25 @@ def train_tokenizer(
         way_out = (
             f"it allows at most {most[1]}"
             if most
-            else f"its characters and bytes need at least {least[1]}"
+            else f"its characters and bytes require at least {least[1]}"
         )
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"
-            + (f", and the signs of data.objective take {reserved} ids more" if reserved else "")
+            + (f", and data.objective needs {reserved} more for special tokens" if reserved else "")
         ) from None
     trained = SentencePiece(model.getvalue())
-    assert trained.signs == Signs(), trained.signs
+    assert trained.signs == SpecialTokens(), trained.signs
     return trained
 
 
 def _sample(texts: Iterable[str], most: int) -> list[str]:
     """All lines, or a reservoir sample of `most` of them."""
-    kept: list[str] = []
+    sample: list[str] = []
     draw = random.Random(0)
     lines = (line for text in texts for line in text.split("\n") if line.strip())
     for count, line in enumerate(lines):
         if count < most:
-            kept.append(line)
-        elif (place := draw.randrange(count + 1)) < most:
-            kept[place] = line
-    return kept
+            sample.append(line)
+        elif (index := draw.randrange(count + 1)) < most:
+            sample[index] = line
+    return sample

@@ -1,4 +1,4 @@
-"""What every tokenizer does."""
+"""The interface of tokenizers."""
 
 import dataclasses
 import functools
@@ -8,13 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
-"""Of the tokenizers that are trained here. A given one has its own."""
+"""Special tokens of the tokenizers that this library trains. An existing one may have others."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Signs:
-    """Ids that stand for no text: padding, what a decoder (or a text) begins with, what a text ends with; what a source begins with,
-    where it does."""
+class SpecialTokens:
+    """The ids of the special tokens.
+
+    pad: padding.
+    bos: begins a text, or the input of a decoder.
+    eos: ends a text.
+    source_bos: begins a source; -1: none.
+    """
 
     pad: int = PAD
     bos: int = BOS
@@ -23,13 +28,13 @@ class Signs:
 
 
 class Tokenizer:
-    """What every tokenizer does. `content` is its file, `name` what the file is called in a run directory."""
+    """A tokenizer. `content` is its file, and `name` the name of that file in a run directory."""
 
     content: bytes
     name: str
-    signs: Signs
+    signs: SpecialTokens
     vocab_size: int
-    mask: int | None = None  # the sign for a hidden token, where it has one
+    mask: int | None = None  # the id of the mask token, if there is one
 
     @property
     def pad(self) -> int:
@@ -44,13 +49,13 @@ class Tokenizer:
         return self.signs.eos
 
     @property
-    def before_source(self) -> list[int]:
-        """The ids with which a source begins: none, or one."""
+    def source_prefix_ids(self) -> list[int]:
+        """The special token that begins a source, as a list of one id or none."""
         return [self.signs.source_bos] if self.signs.source_bos >= 0 else []
 
     @property
     def files(self) -> dict[str, bytes]:
-        """It, as others read it: file name -> content."""
+        """The files in which other libraries read the tokenizer: file name -> content."""
         return {self.name: self.content}
 
     @property
@@ -58,30 +63,30 @@ class Tokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without bos or eos."""
+        """The ids of each text, without bos or eos."""
         raise NotImplementedError
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:
-        """The same of texts in the language that is translated into, where that has pieces of its own."""
+        """The same for texts in the target language, which may have other pieces."""
         return self.encode(texts)
 
     def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Ids of each word of a text, with the space before it."""
+        """The ids of each word of a text, including the space before it."""
         return self.encode(words)
 
     def find(self, piece: str) -> int | None:
-        """The id of a piece, None if there is none."""
+        """The id of a piece, or None if there is no such piece."""
         raise NotImplementedError
 
     def piece(self, i: int) -> str:
-        """The piece of an id, as a person is to see it: a space before it is `\u2581`."""
+        """The piece of an id for display. `\u2581` stands for a space before it."""
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids up to the first eos; pad, bos and ids that no piece has are left out."""
+        """The text of the ids up to the first eos. Omits pad, bos and ids without a piece."""
         ids = [int(i) for i in ids]
         skip = {self.pad, self.bos} - {self.eos}
-        if self.bos == self.eos and ids[:1] == [self.bos]:  # GPT-2 begins and ends with one sign
+        if self.bos == self.eos and ids[:1] == [self.bos]:  # GPT-2 has one token for both
             ids = ids[1:]
         if self.eos in ids:
             ids = ids[: ids.index(self.eos)]
@@ -92,10 +97,10 @@ class Tokenizer:
 
     @functools.cached_property
     def text_ids(self) -> np.ndarray:
-        """Ids of the pieces that stand for text: no signs, no bytes."""
+        """The ids of the pieces for text: no special tokens, no bytes."""
         raise NotImplementedError
 
     @functools.cached_property
     def starts_word(self) -> np.ndarray:
-        """bool[vocab_size]: pieces with which a word begins."""
+        """bool[vocab_size]: whether a piece begins a word."""
         raise NotImplementedError

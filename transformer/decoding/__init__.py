@@ -1,1 +1,1 @@
-"""The key/value cache's users: sampling, beam search, and text in, text out."""
+"""Text generation: sampling, beam search, and generation from text to text."""

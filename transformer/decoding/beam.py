@@ -1,10 +1,11 @@
-"""Beam search with the paper's length penalty.
+"""Beam search with the length penalty of Wu et al. 2016.
 
 Shape suffixes: B batch, K beams, L generated length, V vocabulary.
 
-A hypothesis y that has ended scores log p(y) / ((5 + |y|) / 6)^alpha (Wu et al. 2016, eq. 14; Vaswani et al. 2017, sec. 6.1),
-|y| counting its eos. Ended hypotheses are kept apart and frozen; a row stops when no live beam can still beat the worst of
-the K it keeps. So the result for a row does not depend on the rows beside it.
+The score of an ended hypothesis y is log p(y) / ((5 + |y|) / 6)^alpha (Wu et al. 2016, eq. 14;
+Vaswani et al. 2017, sec. 6.1), where |y| includes eos. The K best ended hypotheses of each sequence
+are stored apart from its live beams. The search of a sequence stops when no live beam can beat the
+worst of these hypotheses. So its result does not depend on the other sequences of the batch.
 """
 
 from collections.abc import Sequence
@@ -16,23 +17,23 @@ from flax import linen as nn
 from flax import struct
 
 from transformer.decoding.ending import Ending
-from transformer.decoding.prefill import Memory, advance, first_prompt, prefill
+from transformer.decoding.prefill import DecodeState, advance, first_prompt, prefill
 from transformer.model.special_tokens import Ids
 
 NEVER = -1e9
-"""The score of what does not exist."""
+"""The score of beams and hypotheses that do not exist."""
 
 
 @struct.dataclass
 class Beams:
-    """Hypotheses of every row: live ones that go on, ended ones that compete."""
+    """The hypotheses of each sequence: live ones, which are extended, and ended ones."""
 
     step: jax.Array
     live_BxKxL: jax.Array
     live_logp_BxK: jax.Array  # sorted, best first
     ended_BxKxL: jax.Array
     ended_score_BxK: jax.Array  # sorted, best first
-    memory: Memory
+    memory: DecodeState
 
 
 def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
@@ -47,13 +48,18 @@ def _grow(
     alpha: float,
     ending: Ending,
 ) -> tuple[Beams, jax.Array, jax.Array]:
-    """One token more. Returns the beams, which old beam each new live one continues, and its new token."""
-    rows, k, vocab = logits_BxKxV.shape
+    """Extends the beams by one token.
+
+    Returns the beams and, for each live one, the old beam that it continues and its new token.
+    """
+    batch, k, vocab = logits_BxKxV.shape
     open_B = beams.step < limits_B
     logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1)
     logp_BxKxV = ending.suppress(logp_BxKxV, NEVER)
     logp_BxKxV += beams.live_logp_BxK[..., None]
-    top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(rows, -1), 2 * k)  # at most k of them end
+    # Each beam ends in as many ways as there are eos tokens. So at least k of these do not end.
+    candidates = min((1 + len(ending.eos_ids)) * k, k * vocab)
+    top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(batch, -1), candidates)
     from_beam, token = flat // vocab, flat % vocab
     text = (
         jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
@@ -77,15 +83,21 @@ def _grow(
     pick = lambda x: jnp.take_along_axis(x, best.reshape(best.shape + (1,) * (x.ndim - 2)), axis=1)
     keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
     grown = beams.replace(
-        step=beams.step + 1, live_BxKxL=keep(pick(text), beams.live_BxKxL), live_logp_BxK=keep(live_logp, beams.live_logp_BxK),
-        ended_BxKxL=ended, ended_score_BxK=ended_score,
-    )  # fmt: skip
+        step=beams.step + 1,
+        live_BxKxL=keep(pick(text), beams.live_BxKxL),
+        live_logp_BxK=keep(live_logp, beams.live_logp_BxK),
+        ended_BxKxL=ended,
+        ended_score_BxK=ended_score,
+    )
     return grown, pick(from_beam), pick(token)
 
 
 def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
-    """Whether some row is open and has a live beam that might beat the worst hypothesis it keeps. Log-probabilities only fall,
-    so the best a live beam can reach is its own at the largest penalty still possible."""
+    """Whether a live beam of some sequence can still beat the worst ended hypothesis that it keeps.
+
+    Log-probabilities only decrease. So the score of a live beam is at most its log-probability
+    divided by the largest penalty that it can reach.
+    """
     best_B = beams.live_logp_BxK[:, 0] / length_penalty(limits_B, alpha)
     return jnp.any(
         (beams.step < limits_B)
@@ -110,43 +122,49 @@ def beam_search(
     prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(int32[B, K, max_new], float32[B, K]): the best hypotheses of each row and their scores, best first.
+    """(int32[B, K, max_new], float32[B, K]): the best hypotheses and their scores, best first.
 
-    `limits_B` bounds each row's length, eos included; so does `max_new`. A row none of whose hypotheses has ended by then yields its live ones, so
-    scored. Places that no hypothesis fills score -1e9. `eos_id`, `pad_id`, `suppress_tokens`, prompts, masks and errors are as
-    in `sample`.
+    `limits_B` and `max_new` bound the length of each sequence, including eos. If no hypothesis of a
+    sequence has ended by then, its live ones are returned, scored in the same way. Missing ones
+    score -1e9. `eos_id`, `pad_id`, `suppress_tokens`, prompts, masks and errors are as in `sample`.
     """
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
-    limits_B = jnp.minimum(limits_B, max_new)  # there is no room for more
-    rows, k, scanned = prompt_BxP.shape[0], beam_size, model.config.scan_layers
+    limits_B = jnp.minimum(limits_B, max_new)
+    batch, k, scanned = prompt_BxP.shape[0], beam_size, model.config.scan_layers
     logits_BxV, memory = prefill(
-        model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
-    )  # fmt: skip
+        model,
+        params,
+        prompt_BxP,
+        prompt_BxP.shape[1] + max_new,
+        source_BxS,
+        prompt_mask_BxP,
+        source_mask_BxS,
+    )
     vocab = logits_BxV.shape[-1]
     spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0), scanned)
-    memory = memory.replace(cache=spread)  # beams share what was read of the source
+    memory = memory.replace(cache=spread)  # beams share the encoded source
 
     def body(carry):
         beams, logits_BxKxV = carry
         beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
-        old_rows = (jnp.arange(rows)[:, None] * k + from_beam).reshape(-1)
+        old_rows = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
         cache = beams.memory.cache.reorder(lambda x: x[old_rows], scanned)
         memory = beams.memory.replace(cache=cache)
         logits, memory = advance(model, params, token.reshape(-1), memory)
-        return beams.replace(memory=memory), logits.reshape(rows, k, vocab)
+        return beams.replace(memory=memory), logits.reshape(batch, k, vocab)
 
-    blank = jnp.full((rows, k, max_new), ending.fill_id, jnp.int32)
-    one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are the same at first
-    one_live, none = jnp.broadcast_to(one_live, (rows, k)), jnp.full((rows, k), NEVER)
+    blank = jnp.full((batch, k, max_new), ending.fill_id, jnp.int32)
+    one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are equal at the start
+    one_live, none = jnp.broadcast_to(one_live, (batch, k)), jnp.full((batch, k), NEVER)
     beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, none, memory)
-    start = beams, jnp.broadcast_to(logits_BxV[:, None], (rows, k, vocab))
+    start = beams, jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab))
     beams, _ = jax.lax.while_loop(lambda carry: _can_win(carry[0], limits_B, alpha), body, start)
     return _best(beams, limits_B, alpha)
 
 
 def _best(beams: Beams, limits_B: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:
-    """(hypotheses, scores) of each row: those that have ended or, where none has, the live ones."""
+    """(hypotheses, scores) of each sequence: the ended ones or, without any, the live ones."""
     none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
     live_score = jnp.where(
         beams.live_logp_BxK > NEVER / 2,

@@ -1,4 +1,4 @@
-"""The config of decoding: how text is generated from a trained model."""
+"""The config of decoding: how a trained model generates text."""
 
 import dataclasses
 from typing import Protocol
@@ -17,34 +17,32 @@ _EFFECTS = (
 @strict("decoding", _EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
-    """How text is generated from the trained model."""
+    """How a trained model generates text."""
 
     beam_size: int = 1  # 1: greedy, or sampling where temperature > 0
     length_penalty: float = 0.6  # alpha of ((5 + |y|) / 6)^alpha
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
-    max_extra: int = (
-        50  # tokens written at most: so many more than the source has; of a language model, so many
-    )
+    # Maximum number of generated tokens; in an encoder-decoder, plus the length of the source.
+    max_extra: int = 50
     batch_size: int = 64
 
     def __post_init__(self):
         at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")
         at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
-        at_most(
-            "decoding", self, 100, temperature="there every token is about as likely as any other"
-        )
+        at_most("decoding", self, 100, temperature="above it, all tokens are about equally likely")
         if self.beam_size > 1 and self.temperature:
             raise UserError(
-                "decoding.beam_size and decoding.temperature: beam search does not sample; set decoding.temperature to 0, or decoding.beam_size to 1"
+                "decoding.beam_size and decoding.temperature: beam search does not sample; set "
+                "decoding.temperature to 0, or decoding.beam_size to 1"
             )
         if not 0 < self.top_p <= 1:
             raise UserError(f"decoding.top_p: {self.top_p} must lie in (0, 1]")
 
 
 class DecodingTask(Task, Protocol):
-    """What of an experiment decides what a trained model writes."""
+    """The parts of an experiment that determine the text that a trained model generates."""
 
     objective: Objective
     decoding: DecodingConfig

@@ -1,4 +1,7 @@
-"""Text in, text out: translation with an encoder-decoder, continuation with a decoder. One compile for all inputs of a bucket."""
+"""Generation from text to text: translation by encoder-decoders, continuation by decoders.
+
+All inputs of a bucket share one compilation.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +25,7 @@ from transformer.model.network import build_model
 
 @dataclasses.dataclass
 class Generator:
-    """A trained model that answers. `cut` counts inputs that were longer than the model can read, and were cut."""
+    """A trained model that generates text. `cut` counts inputs that were too long and cut."""
 
     config: DecodingTask
     params: Any
@@ -32,38 +35,43 @@ class Generator:
     def __post_init__(self):
         if not self.config.objective.writes or self.config.model.family == "encoder":
             raise UserError(
-                f"data.objective: {to_mapping(self.config.data.objective)!r} has taught this run no writing; "
-                "causal_lm, prefix_lm and seq2seq do"
+                f"data.objective: {to_mapping(self.config.data.objective)!r} does not train "
+                "generation; causal_lm, prefix_lm and seq2seq do"
             )
         if self.tokenizer is None:
             raise UserError(
-                "this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory"
+                "this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its "
+                "directory"
             )
         self._model = build_model(self.config.model)
-        self._translates = self.config.model.two_sides
-        # A decoder that has learned answers to questions is told that the question is over, and its answer is a text by itself.
+        self._translates = self.config.model.is_encoder_decoder
+        # A decoder trained on pairs reads eos after the source. Its output is a separate text, not
+        # a continuation.
         self._answers = not self._translates and self.config.objective.columns == (
             "source",
             "target",
         )
         self._compiled: dict[int, Callable] = {}
-        self._calls = 0  # texts answered before: each is sampled with a key of its own
+        self._calls = 0  # number of previous texts; each text has its own random key
 
     def __call__(
         self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None
     ) -> list[str]:
-        """One output a text, in order: its translation, or what the model writes after it. `progress` is told how many are done."""
+        """Returns one output per text, in order: its translation or its continuation.
+
+        After each batch, calls `progress` with the number of texts done.
+        """
         ids = self.tokenizer.encode(texts)
         if self._translates or self._answers:
-            ids = [[*self.tokenizer.before_source, *i] for i in ids]
+            ids = [[*self.tokenizer.source_prefix_ids, *i] for i in ids]
         if self._answers:
             ids = [[*i, self.tokenizer.eos] for i in ids]
         out: list[str] = [""] * len(texts)
         done = 0
         for width, members in self._batches([len(i) for i in ids]).items():
-            rows = self.config.decoding.batch_size
-            for start in range(0, len(members), rows):
-                batch = members[start : start + rows]
+            batch_size = self.config.decoding.batch_size
+            for start in range(0, len(members), batch_size):
+                batch = members[start : start + batch_size]
                 for i, tokens in zip(
                     batch, self._run(width, [ids[i] for i in batch], batch), strict=True
                 ):
@@ -73,19 +81,19 @@ class Generator:
         self._calls += len(texts)
         return out
 
-    def _text(self, read: list[int], written: np.ndarray) -> str:
-        """What was written, as text; a continuation keeps the space it may begin with."""
+    def _text(self, prompt: list[int], output: np.ndarray) -> str:
+        """Decodes the generated tokens. A continuation keeps the space that it may begin with."""
         if self._translates or self._answers:
-            return self.tokenizer.decode(written)
-        return self.tokenizer.decode([*read, *written])[len(self.tokenizer.decode(read)) :]
+            return self.tokenizer.decode(output)
+        return self.tokenizer.decode([*prompt, *output])[len(self.tokenizer.decode(prompt)) :]
 
     def _room(self) -> int:
-        """The longest input the model can read, leaving a decoder half its length to write."""
+        """The maximum input length. A decoder reserves half of its length for the output."""
         longest = self.config.model.max_length
         return longest if self._translates else max(longest // 2, 1)
 
     def _batches(self, lengths: list[int]) -> dict[int, list[int]]:
-        """Which texts go together: bucket width (a power of two from 16) -> indices, shortest first."""
+        """Sorts texts into buckets: width (a power of two from 16) -> indices, shortest first."""
         widths: dict[int, list[int]] = {}
         for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
             needed = lengths[i] + 1  # the source's eos, or the prompt's bos
@@ -95,29 +103,30 @@ class Generator:
         return widths
 
     def _run(self, width: int, ids: list[list[int]], numbers: Sequence[int]) -> np.ndarray:
-        """int32[len(ids), ...]: generated tokens of one batch, filled up with empty rows."""
+        """int32[len(ids), ...]: the generated tokens. The batch is filled with empty sequences."""
         decoding, max_length = self.config.decoding, self.config.model.max_length
-        rows, bos = decoding.batch_size, self.tokenizer.bos
-        read = np.full((rows, width), self.tokenizer.pad, np.int32)
-        limits, real = np.zeros(rows, np.int32), np.zeros((rows, width), bool)
+        batch_size, bos = decoding.batch_size, self.tokenizer.bos
+        inputs = np.full((batch_size, width), self.tokenizer.pad, np.int32)
+        limits, real = np.zeros(batch_size, np.int32), np.zeros((batch_size, width), bool)
         for r, tokens in enumerate(ids):
             if self._translates:
                 tokens = [*tokens[: width - 1], self.tokenizer.eos]
-                read[r, : len(tokens)], real[r, : len(tokens)] = tokens, True
+                inputs[r, : len(tokens)], real[r, : len(tokens)] = tokens, True
                 limits[r] = min(len(tokens) + decoding.max_extra, max_length)
             else:
                 tokens = [bos, *tokens[-(width - 1) :]] if width > 1 else [bos]
-                read[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
+                inputs[r, width - len(tokens) :], real[r, width - len(tokens) :] = tokens, True
                 limits[r] = min(decoding.max_extra, max_length - len(tokens))
-        numbers = np.resize(np.asarray(numbers, np.uint32), rows) + np.uint32(self._calls)
+        numbers = np.resize(np.asarray(numbers, np.uint32), batch_size) + np.uint32(self._calls)
         if width not in self._compiled:
-            where = jax.tree.leaves(self.params)[
-                0
-            ].sharding  # the same on all devices: each of several processes reads it
-            whole = NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else None
+            # Outputs are replicated, so that each of several processes can read them.
+            sharding = jax.tree.leaves(self.params)[0].sharding
+            replicated = (
+                NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else None
+            )
             decode = functools.partial(self._decode, max_new=self._max_new(width))
-            self._compiled[width] = jax.jit(decode, out_shardings=whole)
-        return np.asarray(self._compiled[width](self.params, read, real, limits, numbers))[
+            self._compiled[width] = jax.jit(decode, out_shardings=replicated)
+        return np.asarray(self._compiled[width](self.params, inputs, real, limits, numbers))[
             : len(ids)
         ]
 
@@ -129,21 +138,25 @@ class Generator:
             else min(decoding.max_extra, max_length - 1)
         )
 
-    def _decode(self, params, read, real, limits, numbers, *, max_new: int) -> jax.Array:
+    def _decode(self, params, inputs, real, limits, numbers, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
-        source = read if self._translates else None
+        source = inputs if self._translates else None
         masks = {"prompt_mask_BxP": real}
-        prompt = read
-        if self._translates:  # the start token is real, even where it is the pad token
-            prompt = jnp.full((read.shape[0], 1), self.tokenizer.bos, jnp.int32)
+        prompt = inputs
+        if self._translates:  # the start token is real, even if it is the pad token
+            prompt = jnp.full((inputs.shape[0], 1), self.tokenizer.bos, jnp.int32)
             masks = {"prompt_mask_BxP": jnp.ones_like(prompt, bool), "source_mask_BxS": real}
         eos_ids = self.config.model.eos_ids or (self.tokenizer.eos,)
         pad = self.tokenizer.pad
-        given = {
-            "max_new": max_new, "source_BxS": source, "eos_id": eos_ids, "pad_id": pad, **masks,
-            # No text holds the pad token: it would read as the end.
+        shared = {
+            "max_new": max_new,
+            "source_BxS": source,
+            "eos_id": eos_ids,
+            "pad_id": pad,
+            **masks,
+            # A pad token within a text could not be distinguished from its end.
             "suppress_tokens": () if pad in eos_ids else (pad,),
-        }  # fmt: skip
+        }
         if decoding.beam_size > 1:
             texts, _ = beam_search(
                 self._model,
@@ -152,7 +165,7 @@ class Generator:
                 limits,
                 beam_size=decoding.beam_size,
                 alpha=decoding.length_penalty,
-                **given,
+                **shared,
             )
             return texts[:, 0]
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), numbers)
@@ -161,4 +174,4 @@ class Generator:
             "top_k": decoding.top_k,
             "top_p": decoding.top_p,
         }
-        return sample(self._model, params, prompt, limits, keys, **options, **given)
+        return sample(self._model, params, prompt, limits, keys, **options, **shared)

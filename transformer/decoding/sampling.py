@@ -1,4 +1,10 @@
-"""Greedy decoding and sampling: one token after another, each row until its end or its limit.
+"""Greedy decoding and sampling: token by token, until each sequence reaches eos or its limit.
+
+A temperature of 0 selects the most likely token. Any other divides the logits, and the next token
+is drawn from the `top_k` most likely ones, or from the fewest that hold `top_p` of the probability.
+Each sequence has its own key, so its tokens do not depend on the other sequences of the batch. All
+tokens may be generated, including pad, except for `suppress_tokens`. A sequence with a limit of 0
+or less gets no tokens.
 
 Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 """
@@ -33,18 +39,12 @@ def sample(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> jax.Array:
-    """int32[B, max_new]: what follows each prompt, up to eos or `limits_B` tokens, then pad.
+    """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
-    `eos_id`, one token or several, any of which ends a sequence, and `pad_id`, what fills a sequence after its end, are by
-    default the config's; without a pad token, eos fills. Every token may be written, pad too, but for `suppress_tokens`. Every
-    token of a prompt is real unless `prompt_mask_BxP` says otherwise; prompts are padded on the left. `prompt_BxP=None`: an
-    encoder-decoder begins with its config's `decoder_start_id`. A limit of 0 or less: nothing is written.
-
-    temperature 0 takes the most likely token; otherwise logits are divided by it, and only the `top_k` likeliest tokens, or the
-    fewest that hold `top_p` of the probability, may be drawn. Each row has its own key: what is drawn for it does not depend on
-    the rows beside it.
-
-    Raises UserError without any eos, for special tokens outside the vocabulary, and as `prefill` does.
+    `eos_id` (each of several ends a sequence) and `pad_id` default to those of the config; without
+    a pad token, eos fills. Prompts are padded on the left; without `prompt_mask_BxP`, all tokens
+    are real. `prompt_BxP=None` starts an encoder-decoder with the `decoder_start_id` of its config.
+    Raises UserError without any eos, for ids outside the vocabulary, and where `prefill` does.
     """
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
@@ -53,9 +53,9 @@ def sample(
         logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
         if temperature == 0.0:
             return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
-        kept_BxV = truncate(logits_BxV / temperature, top_k, top_p)
+        allowed_BxV = truncate(logits_BxV / temperature, top_k, top_p)
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)
-        return jax.vmap(jax.random.categorical)(keys, kept_BxV).astype(jnp.int32)
+        return jax.vmap(jax.random.categorical)(keys, allowed_BxV).astype(jnp.int32)
 
     def cond(carry):
         step, _, _, done_B, _ = carry
@@ -70,15 +70,21 @@ def sample(
         return step + 1, out_BxL, logits_BxV, done_B, memory
 
     logits_BxV, memory = prefill(
-        model, params, prompt_BxP, prompt_BxP.shape[1] + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
-    )  # fmt: skip
+        model,
+        params,
+        prompt_BxP,
+        prompt_BxP.shape[1] + max_new,
+        source_BxS,
+        prompt_mask_BxP,
+        source_mask_BxS,
+    )
     blank = jnp.full((prompt_BxP.shape[0], max_new), ending.fill_id, jnp.int32)
     carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory
     return jax.lax.while_loop(cond, body, carry)[1]
 
 
 def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """Logits with all but the allowed tokens at -inf; the likeliest token is always allowed."""
+    """Sets the logits of disallowed tokens to -inf. The most likely token is always allowed."""
     if top_k:
         smallest = jax.lax.top_k(logits_BxV, min(top_k, logits_BxV.shape[-1]))[0][:, -1:]
         logits_BxV = jnp.where(logits_BxV >= smallest, logits_BxV, -jnp.inf)

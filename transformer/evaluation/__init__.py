@@ -1,1 +1,1 @@
-"""Evaluators, each yielding (name, value)."""
+"""Evaluation: loss, translation scores, and evaluators that yield (name, value)."""

@@ -1,4 +1,4 @@
-"""What evaluators and pages that look inside a model share.
+"""Helpers for evaluators and reports that show the internals of a model.
 
 Shape suffixes: B batch, T length, D d_model.
 """
@@ -10,24 +10,32 @@ import jax
 from transformer.evaluation.subject import Subject
 from transformer.model.layout import flatten, part, where
 
-OF_ONE_SIDE = ("distance", "previous")
-"""What means nothing between the tokens of two sides."""
+SELF_ATTENTION_ONLY = ("distance", "previous")
+"""Attention statistics that compare positions, which has no meaning in cross-attention."""
 
 
 def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, Callable]]:
-    """(what the head is applied to, the head) of the stream behind each layer of the last stack, as if the stack ended there."""
+    """Yields (input of the head, head) after each layer of the last stack, as if it ended there.
+
+    `told` holds the residual streams after the layers (the collection "streams" of
+    model/watch.py). The stack's final norm is applied to each.
+    """
     config, flat = subject.config.model, flatten(told)
     side = config.sides[-1]
     norm = config.norm_module(parent=None)
-    places = where(config, flat)
+    locations = where(config, flat)
     for layer in range(config.num_layers(side)):
-        path, place = places[f"{side}/layers_{layer}/after"]
-        h_BxTxD = part(flat[path][0], place)
+        path, index = locations[f"{side}/layers_{layer}/after"]
+        h_BxTxD = part(flat[path][0], index)
         if config.has_final_norm(side):
             h_BxTxD = norm.apply({"params": params[side].get("final_norm", {})}, h_BxTxD)
-        yield subject.model.apply({"params": params}, h_BxTxD, method="read")
+        yield subject.model.apply(params, h_BxTxD, method="read")
 
 
-def residual_of(rest: str) -> str:
-    """Which sublayer a residual is of, by its path in the layer: self_attention_residual/sizes; "all" where a layer has one for both."""
+def sublayer_of(rest: str) -> str:
+    """Returns the sublayer of a residual, given a path in its layer.
+
+    Returns "self_attention" for "self_attention_residual/sizes", and "all" where the sublayers of a
+    layer share one residual.
+    """
     return rest.partition("/")[0].removesuffix("residual").rstrip("_") or "all"

@@ -1,4 +1,4 @@
-"""The loss of each token of a text, for evaluators that take it apart.
+"""The loss of each token of a text, for evaluators that break the loss down.
 
 Shape suffixes: B batch, T length, V vocabulary.
 """
@@ -7,16 +7,18 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from transformer.evaluation.subject import At, Subject, token_losses
+from transformer.evaluation.subject import Snapshot, Subject, token_losses
 from transformer.model.config import ModelConfig
-from transformer.model.network import build_model
+from transformer.model.network import abstract_params
 
 
 def reading(model: ModelConfig, length: int) -> ModelConfig | None:
-    """The same model, reading rows of at least so many tokens; None where its parameters say how many it can read."""
+    """Returns the model with a max_length of at least `length`.
+
+    Returns None if this would change the shapes of parameters.
+    """
     longest = max(length, model.max_length)
     longer = dataclasses.replace(
         model,
@@ -27,28 +29,22 @@ def reading(model: ModelConfig, length: int) -> ModelConfig | None:
 
 
 def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Of all parameters."""
-    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + model.two_sides)
-    return [
-        x.shape
-        for x in jax.tree.leaves(
-            jax.eval_shape(build_model(model).init, jax.random.key(0), *tokens)
-        )
-    ]
+    """Returns the shapes of all parameters."""
+    return [x.shape for x in jax.tree.leaves(abstract_params(model))]
 
 
-def mean(subject: Subject, at: At, most: int = 0) -> tuple[float, float]:
-    """(nats per token, tokens before one)."""
+def mean(subject: Subject, snapshot: Snapshot, most: int = 0) -> tuple[float, float]:
+    """Returns (nats per token, mean number of tokens before each token)."""
     total = np.zeros(3)
-    for losses, positions, weights in by_token(subject, at, most):
+    for losses, positions, weights in by_token(subject, snapshot, most):
         total += losses.sum(), (positions * weights).sum(), weights.sum()
     return tuple(float(x) for x in total[:2] / max(total[2], 1.0))
 
 
 def by_token(
-    subject: Subject, at: At, most: int = 0
+    subject: Subject, snapshot: Snapshot, most: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(-log p of every target times its weight, positions, weights), each [B, T], batch by batch."""
+    """Yields for each batch (-log p(target) times its weight, positions, weights), each [B, T]."""
 
     def losses(params, batch):
         (h_BxTxD, head), _, batch = subject.watch(params, batch)
@@ -63,4 +59,6 @@ def by_token(
     )
     count = min(n for n in (most or len(batches), subject.most or len(batches), len(batches)))
     for batch in batches.stream(0, count):
-        yield tuple(map(np.asarray, jax.device_get(run(at.params, subject.share.place(batch)))))
+        yield tuple(
+            map(np.asarray, jax.device_get(run(snapshot.params, subject.share.place(batch))))
+        )

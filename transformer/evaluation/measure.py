@@ -1,21 +1,31 @@
-"""What `train.evaluators` asks for."""
+"""Runs the evaluators in `train.evaluators`."""
 
 from transformer.evaluation.evaluators import EVALUATORS
-from transformer.evaluation.subject import At, Subject
+from transformer.evaluation.subject import Snapshot, Subject
 
 
-def measure(subject: Subject, at: At, during: bool) -> dict[str, float]:
-    """All that the config asks for; in training, what is asked for then."""
-    found: dict[str, float] = {}
+def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str, float | str]:
+    """Returns the metrics of the evaluators in the config, and texts for people.
+
+    With `in_training`, only those evaluators run that are measured during training.
+    """
+    metrics: dict[str, float | str] = {}
     for spec in subject.config.train.evaluators:
         evaluator = EVALUATORS.build(spec)
-        if evaluator.during or not during:
-            found |= evaluator.measure(subject, at)
-    return found
+        if evaluator.in_training or not in_training:
+            metrics |= evaluator.measure(subject, snapshot)
+    return metrics
 
 
 def measures(specs, metric: str):
-    """Which of these evaluators a metric comes from: test/context/000128; None: none of them."""
+    """Returns the evaluator that yields a metric such as test/context/000128, or None."""
     part = f"{metric}/".split("/")[1]
-    built = map(EVALUATORS.build, specs)
-    return next((one for one in built if part in (one.name, *one.others)), None)
+    evaluators = map(EVALUATORS.build, specs)
+    return next(
+        (
+            evaluator
+            for evaluator in evaluators
+            if part in (evaluator.name, *evaluator.metric_prefixes)
+        ),
+        None,
+    )

@@ -1,4 +1,4 @@
-"""What evaluators measure."""
+"""The model and data that evaluators measure."""
 
 import dataclasses
 import functools
@@ -19,27 +19,26 @@ from transformer.training import outputs
 from transformer.training.config import TrainTask
 from transformer.training.loss import auto_chunks
 
-Found = Iterator[tuple[str, float]]
-"""Names and numbers."""
+Metrics = Iterator[tuple[str, float | str]]
+"""Names and values of metrics. A string is a text for people, such as a sample of the output."""
 
 
 @dataclasses.dataclass(frozen=True)
-class At:
-    """A model as it is at some step: its parameters and, while it trains, its optimizer's state. What it has written, once it has."""
+class Snapshot:
+    """A model at one step: its parameters, and its optimizer's state during training."""
 
     params: Any
     opt_state: Any = None
-    translations: tuple[list[str], list[str], list[list[str]]] | None = (
-        None  # sources, hypotheses, references of each
-    )
+    translations: tuple[list[str], list[str], list[list[str]]] | None = None
+    """Sources, hypotheses, and the references of each source. None before translation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model and a part of its text, on a mesh. What is compiled to measure it is kept for the next time."""
+    """A model and a part of its text, on a mesh. Compiled programs are cached for later calls."""
 
     config: TrainTask
-    data: Data | None  # None: what is measured is given
+    data: Data | None  # None: the caller provides the batches
     part: str
     mesh: Mesh
     most: int = 0  # batches; 0: all
@@ -56,11 +55,11 @@ class Subject:
 
     @functools.cached_property
     def batch(self) -> dict[str, jax.Array]:
-        """The first of its text."""
+        """The first batch of the text."""
         return self.share.place(self.data.batches(self.part, self.share.rows)[0])
 
     def changed(self, config: TrainTask) -> "Subject":
-        """The same text read by another config."""
+        """Returns a Subject with the same text and another config. Results are cached."""
         if config not in self.programs:
             self.programs[config] = dataclasses.replace(
                 self, config=config, data=dataclasses.replace(self.data, config=config), programs={}
@@ -68,28 +67,37 @@ class Subject:
         return self.programs[config]
 
     def program(self, name, function: Callable) -> Callable:
-        """`function` compiled, as the first that was given under this name; its results are whole on every device."""
+        """Returns `function`, compiled with results that are replicated on every device.
+
+        Caches by `name`: a later call returns the first function that had this name.
+        """
         if name not in self.programs:
             self.programs[name] = jax.jit(function, out_shardings=NamedSharding(self.mesh, P()))
         return self.programs[name]
 
     def watch(self, params, batch: Mapping[str, jax.Array], *what: str):
-        """(what the token head reads, the head), what the model tells of its inside
-        (model/watch.py), and the batch in the order in which the model read it."""
-        given = (self.model, params, batch, self.config, self.mesh)
-        found, batch, told = outputs.apply(*given, watch=what)
-        return (found.hidden_BxTxE, found.head), told, batch
+        """Returns ((input of the token head, head), internals, batch).
+
+        Internals are the collections `what` (model/watch.py). The batch has the order in which the
+        model read it.
+        """
+        args = (self.model, params, batch, self.config, self.mesh)
+        result, batch, sown = outputs.apply(*args, watch=what)
+        return (result.hidden_BxTxE, result.head), sown, batch
 
     def in_chunks(self, function: Callable, *arrays_BxT: jax.Array):
-        """function(*arrays) of [B, T, ...], which gives [B, T], some tokens at a time: so logits of all are never held at once."""
+        """Applies `function` to some tokens at a time. Arrays are [B, T, ...], results [B, T].
+
+        This avoids holding the logits of all tokens at once.
+        """
         rows, length = arrays_BxT[0].shape[:2]
         chunks = auto_chunks(rows, length, self.config.model.vocab_size, self.mesh)
-        cut = lambda x: jnp.moveaxis(x.reshape(rows, chunks, -1, *x.shape[2:]), 1, 0)
-        out = jax.lax.map(lambda given: function(*given), tuple(map(cut, arrays_BxT)))
+        split = lambda x: jnp.moveaxis(x.reshape(rows, chunks, -1, *x.shape[2:]), 1, 0)
+        out = jax.lax.map(lambda chunk: function(*chunk), tuple(map(split, arrays_BxT)))
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length), out)
 
 
 def token_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
-    """-log p(target), in nats."""
+    """Returns -log p(target), in nats."""
     at_target = jnp.take_along_axis(logits_BxTxV, targets_BxT[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits_BxTxV, axis=-1) - at_target

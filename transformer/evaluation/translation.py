@@ -1,4 +1,4 @@
-"""sacreBLEU and chrF of translations, on detokenised text, against every reference a source has."""
+"""BLEU (sacreBLEU) and chrF of detokenized translations, against all references of each source."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from transformer.data.sources import Example
 
 
 def group(examples: Sequence[Example]) -> tuple[list[str], list[list[str]]]:
-    """Distinct sources, in order, and all references of each."""
+    """Returns the distinct sources, in order, and the distinct references of each."""
     references: dict[str, list[str]] = {}
     for source, target in examples:
         if target not in references.setdefault(source, []):
@@ -19,24 +19,34 @@ def group(examples: Sequence[Example]) -> tuple[list[str], list[list[str]]]:
 def score(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """bleu, chrf (both 0 to 100), and the same against the first reference alone; with sacreBLEU's signatures."""
-    streams = [
-        [r[i] if i < len(r) else None for r in references] for i in range(max(map(len, references)))
+    """Returns (scores, sacreBLEU's signatures).
+
+    Scores are `bleu` and `chrf`, both from 0 to 100, and `bleu_one_reference` and
+    `chrf_one_reference`, which use the first reference alone.
+    """
+    all_references = [
+        [refs[i] if i < len(refs) else None for refs in references]
+        for i in range(max(map(len, references)))
     ]
-    first = [[r[0] for r in references]]
-    found, signatures = {}, {}
+    first_references = [[refs[0] for refs in references]]
+    scores, signatures = {}, {}
     for name, metric in {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF()}.items():
-        found[name] = metric.corpus_score(hypotheses, streams).score
+        scores[name] = metric.corpus_score(hypotheses, all_references).score
         signatures[name] = str(metric.get_signature())
-        found[f"{name}_one_reference"] = metric.corpus_score(hypotheses, first).score
-    return found, signatures
+        scores[f"{name}_one_reference"] = metric.corpus_score(hypotheses, first_references).score
+    return scores, signatures
 
 
 def exact(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """exact: the share that is one of its references, to the letter. Of synthetic tasks, whose answers are right or wrong."""
-    right = [hypothesis in known for hypothesis, known in zip(hypotheses, references, strict=True)]
+    """Returns ({exact: share of hypotheses that equal one of their references}, {}).
+
+    For synthetic tasks, whose answers are either right or wrong.
+    """
+    right = [
+        hypothesis in accepted for hypothesis, accepted in zip(hypotheses, references, strict=True)
+    ]
     return {"exact": sum(right) / len(right)}, {}
 
 
@@ -46,7 +56,10 @@ def translate_and_score(
     score: Callable,
     progress=lambda done, total: None,
 ):
-    """(sources, hypotheses, references, scores, signatures) for a held-out side, by `score` or `exact`."""
+    """Returns (sources, hypotheses, references, scores, signatures) for held-out examples.
+
+    `score` is one of the functions `score` and `exact`.
+    """
     sources, references = group(examples)
     hypotheses = generate(sources, lambda done: progress(done, len(sources)))
     return sources, hypotheses, references, *score(hypotheses, references)

@@ -1,1 +1,1 @@
-"""The ablation laboratory: sweeps, what makes arms comparable, comparison, report."""
+"""Ablation studies: runs the arms of a sweep, checks that they are comparable, reports results."""

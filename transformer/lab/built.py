@@ -1,7 +1,8 @@
-"""What is built of an arm: the programs that initialize and train it, and the fields that no program shows.
+"""Detects arms that would train identically, although their configs differ.
 
-Two arms of which both are equal would give runs that are equal bit for bit, whatever their configs
-say. Programs are lowered on shapes; nothing is compiled.
+Two arms are twins if their lowered programs (initialization, loss and gradients, update) are equal,
+and so are the config fields that do not appear in the programs. The runs of twins are bitwise
+identical. Programs are lowered on shapes; nothing is compiled.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.sample import batch_shapes
-from transformer.runs.rundir import WRITTEN_BESIDE, flat
+from transformer.runs.rundir import OUTPUT_FIELDS, flat
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, state_maker
 from transformer.training.step import training_step
@@ -32,68 +33,71 @@ IN_PROGRAMS = (
     "train.accumulate",
     "train.ema_decay",
 )
-"""Sections and fields that the lowered programs show."""
+"""Config sections and fields whose effect appears in the lowered programs."""
 
-ELSEWHERE = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
-"""Endings of model fields that no program shows: decoding, evaluation or another mesh reads
-them."""
+NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
+"""Suffixes of model fields that do not appear in the programs. Decoding, evaluation or runs on
+other meshes use them."""
 
-COMPUTES_NOTHING = (*WRITTEN_BESIDE, "train.checkpoint_every")
-"""What a run writes beside its result, and how often."""
+NO_EFFECT_ON_RESULTS = (*OUTPUT_FIELDS, "train.checkpoint_every")
+"""Fields that do not affect results: the platform, and what a run writes and how often."""
 
 
 def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dict[str, str]:
-    """Arm -> the first arm of which the same is built, for every arm that is not itself the first.
+    """Returns arm -> the first arm that it is a twin of. First arms are not among the keys.
 
-    `alike`: something cheap of each arm that differs only where what is built differs; programs are
-    lowered only for arms in which this and all fields beside the programs are equal.
+    `alike` maps each arm to a cheap value that is equal for twins. Programs are lowered only for
+    arms for which this value and the result of `fields_outside_programs` are equal.
     """
     groups: dict[tuple, list[str]] = {}
     for arm, config in configs.items():
-        groups.setdefault((beside_programs(config), alike[arm]), []).append(arm)
-    found = {}
+        groups.setdefault((fields_outside_programs(config), alike[arm]), []).append(arm)
+    same_as = {}
     for arms in groups.values():
         first: dict[str, str] = {}
         for arm in arms if len(arms) > 1 else ():
-            if (other := first.setdefault(programs(configs[arm]), arm)) != arm:
-                found[arm] = other
-    return found
+            if (twin := first.setdefault(programs(configs[arm]), arm)) != arm:
+                same_as[arm] = twin
+    return same_as
 
 
-def beside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
-    """The fields that the programs do not show, in one spelling."""
+def fields_outside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
+    """Returns the fields that do not appear in the programs, in a canonical form."""
     fields = flat(to_mapping(config))
-    shown = (*IN_PROGRAMS, *COMPUTES_NOTHING, "data.objective", "train.evaluators")
-    kept = {
+    shown = (*IN_PROGRAMS, *NO_EFFECT_ON_RESULTS, "data.objective", "train.evaluators")
+    compared = {
         field: value
         for field, value in fields.items()
-        if not any(field == one or field.startswith(one + ".") for one in shown)
+        if not any(field == name or field.startswith(name + ".") for name in shown)
     }
-    kept["data.objective"] = config.objective
-    kept["data.target_length"] = config.data.decoder_length
-    kept["train.evaluators"] = sorted(
-        repr(EVALUATORS.build(one)) for one in config.train.evaluators
+    compared["data.objective"] = config.objective
+    compared["data.target_length"] = config.data.decoder_length
+    compared["train.evaluators"] = sorted(
+        repr(EVALUATORS.build(evaluator)) for evaluator in config.train.evaluators
     )
     if config.train.average_checkpoints:
-        kept["train.checkpoint_every"] = config.train.checkpoint_every
+        compared["train.checkpoint_every"] = config.train.checkpoint_every
     for field, value in fields.items():
-        if field.startswith("model.") and field.endswith(ELSEWHERE):
-            kept[field] = value
-    return tuple(sorted((field, repr(value)) for field, value in kept.items()))
+        if field.startswith("model.") and field.endswith(NOT_IN_PROGRAMS):
+            compared[field] = value
+    return tuple(sorted((field, repr(value)) for field, value in compared.items()))
 
 
 def programs(config: Experiment) -> str:
-    """A hash of the lowered programs: initialization, loss and gradients, update."""
+    """Returns a hash of the lowered programs: initialization, loss and gradients, update."""
     config = config.on(MeshConfig(data=1))
-    of_model, params = _of_model(dataclasses.replace(config, optimizer=OptimizerConfig(), seed=0))
+    model_hash, params = _of_model(dataclasses.replace(config, optimizer=OptimizerConfig(), seed=0))
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     state = jax.eval_shape(optimizer.init, params)
-    return of_model + _hash(jax.jit(optimizer.update).lower(params, state, params))
+    return model_hash + _hash(jax.jit(optimizer.update).lower(params, state, params))
 
 
 @functools.lru_cache(maxsize=64)
 def _of_model(config: Experiment) -> tuple[str, Any]:
-    """The hash of all but the update, and the shapes of the parameters. Cached: arms often share a model."""
+    """Returns the hash of all programs but the update, and the parameter shapes.
+
+    The result is cached because arms often share a model.
+    """
     model, no_update = build_model(config.model), optax.identity()
     with use(make_mesh(config.mesh, jax.local_devices()[:1])) as mesh:
         state, _ = abstract_state(config, model, no_update, mesh)
@@ -104,5 +108,5 @@ def _of_model(config: Experiment) -> tuple[str, Any]:
 
 
 def _hash(*lowered) -> str:
-    text = "\n".join(one.as_text() for one in lowered)
+    text = "\n".join(program.as_text() for program in lowered)
     return hashlib.sha256(text.encode()).hexdigest()

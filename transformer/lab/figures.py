@@ -1,6 +1,8 @@
-"""The pictures of a report. Okabe and Ito's colours, which colour-blind eyes tell apart; in grey print, line styles and markers do.
+"""The figures of a report.
 
-Small enough for a phone's width, and alike in PNG, PDF and inside of the page.
+The colors are those of Okabe and Ito, which are safe for color-blind readers. Line styles and
+markers also distinguish arms in grayscale print. Figures fit a phone screen, and are identical as
+PNG, as PDF and in the page.
 """
 
 import itertools
@@ -19,95 +21,97 @@ from transformer.lab.statistics import Mean, mean
 from transformer.lab.verdict import Verdict
 from transformer.units import unit
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 4.6
-"""Inches."""
+"""Width of a figure in inches."""
 
 Style = Mapping[str, dict]
 
 
 def styles(names: Sequence[str]) -> Style:
-    """A colour, a line and a marker for each arm; the same in all pictures."""
+    """Returns the color, line style and marker of each arm. All figures use the same ones."""
     cycles = zip(
         names,
-        itertools.cycle(COLOURS),
+        itertools.cycle(COLORS),
         itertools.cycle(LINES),
         itertools.cycle(MARKERS),
         strict=False,
     )
     return {
-        name: {"color": colour, "linestyle": line, "marker": marker}
-        for name, colour, line, marker in cycles
+        name: {"color": color, "linestyle": line, "marker": marker}
+        for name, color, line, marker in cycles
     }
 
 
 def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
-    """Name -> (what it shows, picture); those for which there are numbers."""
-    results, look = verdict.results, styles(list(verdict.results.arms))
-    metric, found, chosen = results.sweep.metric, {}, _lines(verdict)
-    some = (
-        f" The baseline and the best {len(chosen) - 1} of {len(look)} arms; the numbers of all are in {{}}."
-        if len(chosen) < len(look)
+    """Returns name -> (caption, figure), for all figures that have data."""
+    results, style = verdict.results, styles(list(verdict.results.arms))
+    metric, pictures, shown = results.sweep.metric, {}, _lines(verdict)
+    subset = (
+        f" Shown: the baseline and the best {len(shown) - 1} of {len(style)} arms;"
+        " {} lists all arms."
+        if len(shown) < len(style)
         else ""
     )
     label = lambda name: (
         name.replace("/", " ")
-        + (f" ({counts})" if (counts := unit(name, results.asks_for_tokens)) else "")
+        + (f" ({counts})" if (counts := unit(name, results.predicts_tokens)) else "")
     )
-    for field in dict.fromkeys(one.field for one in verdict.scans):
-        found[f"scan_{field}"] = (
-            f"{metric} against {field}: mean over seeds that came to their end, and its 95 % interval.",
+    for field in dict.fromkeys(scan.field for scan in verdict.scans):
+        pictures[f"scan_{field}"] = (
+            f"{metric} against {field}: mean over finished seeds with its 95 % interval.",
             _scan(verdict, field, label(metric)),
         )
     if any(row.value.count for row in verdict.rows.values()):
-        found["by_arm"] = (
-            f"{metric}: each seed, the mean and its 95 % interval.",
-            _by_arm(verdict, look, label(metric)),
+        pictures["by_arm"] = (
+            f"{metric} of each seed, and the mean with its 95 % interval.",
+            _by_arm(verdict, style, label(metric)),
         )
     if any(row.to_baseline and row.to_baseline.mean.count > 1 for row in verdict.rows.values()):
-        said = f"Difference to {results.sweep.baseline}, seed by seed, with its 95 % interval. Right of the line is a higher {metric}."
-        found["differences"] = (said, _differences(verdict, look, label(metric)))
+        caption = (
+            f"Difference from {results.sweep.baseline}, paired by seed: mean with its 95 % "
+            f"interval. Arms to the right of the line have a higher {metric}."
+        )
+        pictures["differences"] = (caption, _differences(verdict, style, label(metric)))
     axes = {
         "steps": ("training steps", lambda arm, step, tokens, seconds: step),
-        "tokens": (
-            "training tokens (those that are asked for)",
-            lambda arm, step, tokens, seconds: tokens,
-        ),
-        "flops": (
-            "floating-point operations of training",
-            lambda arm, step, tokens, seconds: step * arm.flops_a_step,
-        ),
-        "time": ("seconds of training", lambda arm, step, tokens, seconds: seconds),
+        "tokens": ("target tokens in training", lambda arm, step, tokens, seconds: tokens),
+        "flops": ("training FLOPs", lambda arm, step, tokens, seconds: step * arm.flops_per_step),
+        "time": ("training time in seconds", lambda arm, step, tokens, seconds: seconds),
     }
     for name, (x_label, x_of) in axes.items():
         if figure := _curves(
-            {arm: results.arms[arm] for arm in chosen},
-            look,
+            {arm: results.arms[arm] for arm in shown},
+            style,
             "eval/loss",
             x_label,
             label("validation/loss"),
             x_of,
         ):
-            said = f"Validation loss against {x_label}: mean over seeds, and its 95 % interval.{some.format('curves.csv')}"
-            found[f"loss_by_{name}"] = (said, figure)
+            caption = (
+                f"Validation loss against {x_label}: mean over seeds with its 95 % interval."
+                f"{subset.format('curves.csv')}"
+            )
+            pictures[f"loss_by_{name}"] = (caption, figure)
     for profile in verdict.profiles:
-        said = (
-            f"{profile.said}: mean over seeds, and its 95 % interval.{some.format('profiles.csv')}"
+        caption = (
+            f"{profile.said}: mean over seeds with its 95 % interval."
+            f"{subset.format('profiles.csv')}"
         )
-        found[profile.name] = (said, _profile(profile, chosen, look))
-    return found
+        pictures[profile.name] = (caption, _profile(profile, shown, style))
+    return pictures
 
 
 MOST = 12
-"""Lines that a picture has at most: more, nobody tells apart."""
+"""Maximum number of lines in a figure. More would be hard to distinguish."""
 
 
 def _lines(verdict: Verdict) -> list[str]:
-    """The arms that have a line: all, or the baseline and the best."""
+    """Returns the arms that figures show: all, or the baseline and the best of the others."""
     sweep, rows = verdict.results.sweep, verdict.rows
-    by_worth = sorted(
+    ranked = sorted(
         rows,
         key=lambda name: (
             name != sweep.baseline,
@@ -115,15 +119,15 @@ def _lines(verdict: Verdict) -> list[str]:
             rows[name].value.mean * (-1 if sweep.higher_is_better else 1),
         ),
     )
-    return [name for name in rows if name in by_worth[:MOST]]
+    return [name for name in rows if name in ranked[:MOST]]
 
 
-def _profile(profile: Profile, chosen: Sequence[str], look: Style) -> Figure:
-    """One metric at several places, an arm a line."""
+def _profile(profile: Profile, shown: Sequence[str], style: Style) -> Figure:
+    """Plots a metric against position, with one line per arm."""
     figure, axes = new_figure(3.5)
-    for name in [name for name in chosen if name in profile.lines]:
+    for name in [name for name in shown if name in profile.lines]:
         line = profile.lines[name]
-        _line(axes, list(line), list(line.values()), name, look[name])
+        _line(axes, list(line), list(line.values()), name, style[name])
     if "x" in profile.log:
         axes.set_xscale("log", base=2)
         axes.set_xticks(profile.places, [f"{x:,}" for x in profile.places])
@@ -138,29 +142,29 @@ def _profile(profile: Profile, chosen: Sequence[str], look: Style) -> Figure:
 
 
 def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
-    """A metric against a number that the sweep went through, a line for each setting of the rest."""
-    chosen = [one for one in verdict.scans if one.field == field]
+    """Plots a metric against a scanned field, with one line per setting of the other fields."""
+    lines = [scan for scan in verdict.scans if scan.field == field]
     figure, axes = new_figure(3.5)
-    for one, look in zip(chosen, styles([one.setting for one in chosen]).values(), strict=True):
-        there = {x: value for x, value in one.points.items() if value.count}
+    for scan, style in zip(lines, styles([scan.setting for scan in lines]).values(), strict=True):
+        points = {x: value for x, value in scan.points.items() if value.count}
         _line(
             axes,
-            list(there),
-            list(there.values()),
-            one.setting or verdict.results.sweep.metric,
-            look,
+            list(points),
+            list(points.values()),
+            scan.setting or verdict.results.sweep.metric,
+            style,
         )
-    if all(x > 0 for one in chosen for x in one.points):
+    if all(x > 0 for scan in lines for x in scan.points):
         axes.set_xscale("log")
     axes.set_xlabel(field)
     axes.set_ylabel(y_label)
-    if any(one.setting for one in chosen):
+    if any(scan.setting for scan in lines):
         _legend(figure, axes)
     return figure
 
 
-def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, look: dict) -> None:
-    """Means as a line, intervals as a band."""
+def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, style: dict) -> None:
+    """Plots means as a line and intervals as a band."""
     axes.plot(
         xs,
         [m.mean for m in means],
@@ -168,21 +172,21 @@ def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, loo
         linewidth=1.5,
         markersize=4.5,
         markevery=max(1, len(xs) // 8),
-        **look,
+        **style,
     )
     if all(math.isfinite(m.half) for m in means):
         axes.fill_between(
             xs,
             [m.low for m in means],
             [m.high for m in means],
-            color=look["color"],
+            color=style["color"],
             alpha=0.15,
             linewidth=0,
         )
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """Inside where it finds room, below where there are many lines; the figure grows by it."""
+    """Adds a legend: inside the axes for up to 4 lines, else below them in a taller figure."""
     names = axes.get_legend_handles_labels()[1]
     if len(names) <= 4:
         axes.legend(frameon=False, fontsize=8)
@@ -193,7 +197,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
-    """Of a phone's width, so high in inches, with a light grid."""
+    """Returns an empty figure of width `WIDTH` and this height in inches, with a light grid."""
     figure = Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.25)
@@ -203,29 +207,29 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _by_arm(verdict: Verdict, look: Style, label: str) -> Figure:
+def _by_arm(verdict: Verdict, style: Style, label: str) -> Figure:
     rows = {name: row for name, row in verdict.rows.items() if row.value.count}
     figure, axes = new_figure(0.9 + 0.34 * len(rows))
-    for at, (name, row) in enumerate(rows.items()):
+    for y, (name, row) in enumerate(rows.items()):
         seeds = list(row.arm.values(verdict.results.sweep.metric).values())
-        one = look[name]
+        look = style[name]
         axes.plot(
             seeds,
-            [at] * len(seeds),
+            [y] * len(seeds),
             linestyle="",
             marker="|",
             markersize=10,
-            color=one["color"],
+            color=look["color"],
             alpha=0.7,
         )
         half = 0.0 if math.isnan(row.value.half) else row.value.half
         axes.errorbar(
             row.value.mean,
-            at,
+            y,
             xerr=half,
             capsize=4,
-            color=one["color"],
-            marker=one["marker"],
+            color=look["color"],
+            marker=look["marker"],
             markersize=6,
         )
     _arms_down(axes, rows)
@@ -233,7 +237,7 @@ def _by_arm(verdict: Verdict, look: Style, label: str) -> Figure:
     return figure
 
 
-def _differences(verdict: Verdict, look: Style, label: str) -> Figure:
+def _differences(verdict: Verdict, style: Style, label: str) -> Figure:
     rows = {
         name: row
         for name, row in verdict.rows.items()
@@ -241,12 +245,20 @@ def _differences(verdict: Verdict, look: Style, label: str) -> Figure:
     }
     figure, axes = new_figure(0.9 + 0.34 * len(rows))
     axes.axvline(0, color="black", linewidth=1)
-    for at, (name, row) in enumerate(rows.items()):
-        one = row.to_baseline
-        axes.errorbar(one.mean.mean, at, xerr=one.mean.half, capsize=4, color=look[name]["color"], marker=look[name]["marker"], markersize=6,
-                      markerfacecolor=look[name]["color"] if one.tells else "white")  # fmt: skip
+    for y, (name, row) in enumerate(rows.items()):
+        difference = row.to_baseline
+        axes.errorbar(
+            difference.mean.mean,
+            y,
+            xerr=difference.mean.half,
+            capsize=4,
+            color=style[name]["color"],
+            marker=style[name]["marker"],
+            markersize=6,
+            markerfacecolor=style[name]["color"] if difference.tells else "white",
+        )
     _arms_down(axes, rows)
-    axes.set_xlabel(f"difference of {label}\nfilled: told apart from the baseline")
+    axes.set_xlabel(f"difference in {label}\nfilled: detectable difference from the baseline")
     return figure
 
 
@@ -257,10 +269,12 @@ def _arms_down(axes: Axes, names) -> None:
 
 
 def _curves(
-    arms: Mapping[str, Arm], look: Style, metric: str, x_label: str, y_label: str, x_of: Callable
+    arms: Mapping[str, Arm], style: Style, metric: str, x_label: str, y_label: str, x_of: Callable
 ) -> Figure | None:
-    """Mean over seeds at each step that all of an arm's runs have; the x of that step is the mean of theirs, between two log lines in
-    proportion."""
+    """Plots the mean over seeds at each step that all runs of an arm have logged.
+
+    The x of a step is the mean over the runs, linearly interpolated between log lines.
+    """
     drawn = []
     for name, arm in arms.items():
         curves = [
@@ -269,17 +283,17 @@ def _curves(
             if run.diverged is None and (ys := run.curve(metric))
         ]
         steps = sorted(set.intersection(*(set(ys) for ys, _ in curves))) if curves else []
-        at = lambda step, spent, arm=arm: x_of(
+        x_at = lambda step, spent, arm=arm: x_of(
             arm, step, *(np.interp(step, spent[:, 0], spent[:, n]) for n in (1, 2))
         )
-        xs = [float(np.mean([at(step, spent) for _, spent in curves])) for step in steps]
+        xs = [float(np.mean([x_at(step, spent) for _, spent in curves])) for step in steps]
         if len(steps) > 1 and any(xs):
             drawn.append((name, xs, [mean([ys[step] for ys, _ in curves]) for step in steps]))
     if not drawn:
         return None
     figure, axes = new_figure(3.5)
     for name, xs, means in drawn:
-        _line(axes, xs, means, name, look[name])
+        _line(axes, xs, means, name, style[name])
     ends = sorted(m.mean for _, _, means in drawn for m in means)
     low, high = ends[0], ends[min(len(ends) - 1, int(0.9 * len(ends)))]
     axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))

@@ -1,7 +1,9 @@
-"""What arms really differ in, found in the models and programs that are built of them; and arms made equal in size.
+"""Checks that arms are comparable, and sizes arms to match the baseline.
 
-A comparison says something of what varies only if nothing else does. What a field changes beside itself (parameters, floating-point
-operations, the kernel that computes attention, the text) is found here before anything runs, and must be declared by the sweep.
+An ablation is conclusive only if nothing but the varied fields differs between arms. A field may
+have side effects: other parameter counts, floating-point operations, attention kernels or text.
+This module computes them from the built models and programs before any training starts. A sweep
+must declare them.
 """
 
 import dataclasses
@@ -31,23 +33,23 @@ from transformer.units import of_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What an arm is, beside its name."""
+    """Properties of an arm that must be equal across arms, or varied or declared by the sweep."""
 
     parameters: int
-    flops: float  # of a token that is read, in training
-    attention: str  # the backends that compute it
-    data: tuple[str, ...]  # text, objective, rows and batches
+    flops: float  # training FLOPs per input token
+    attention: str  # the attention backends
+    data: tuple[str, ...]  # text, objective, sequences and batches
     tokenizer: tuple[str, ...]
     warmup: str
-    tokens: int = 0  # that a step reads, on both sides
+    tokens: int = 0  # input tokens per step, of encoder and decoder
 
     @property
-    def flops_a_step(self) -> float:
-        """Of training."""
+    def flops_per_step(self) -> float:
+        """Training FLOPs per step."""
         return self.flops * self.tokens
 
 
-GIVEN_BY = {
+SET_BY = {
     "parameters": (),
     "flops": (),
     "attention": ("model.attention_backend",),
@@ -55,18 +57,19 @@ GIVEN_BY = {
     "tokenizer": ("data.tokenizer", "data.corpus", "data.train", "model.vocab_size"),
     "warmup": ("optimizer.warmup_steps", "optimizer.schedule"),
 }
-"""Fact -> the fields that say it themselves: where one of them varies, the fact is what is asked, and needs no declaration."""
+"""Fact -> the fields that set it. If a sweep varies one of them, it need not declare the fact."""
 
 SIZES = ("parameters", "flops")
-"""What d_ff makes equal."""
+"""The facts that are matched by adjusting d_ff."""
 
 CLOSE = 0.01
-"""Arms that are matched differ by no more than this share in what is matched; and in the other of SIZES no more than that needs no word."""
+"""Relative tolerance of matched arms. It also applies to the other fact of SIZES: a smaller
+difference needs no declaration."""
 
 
 @functools.lru_cache(maxsize=64)
 def facts(config: Experiment) -> Facts:
-    """Of the model and program that are built of a config, on shapes alone."""
+    """Returns the facts of the model and training program of a config, computed on shapes."""
     config = config.on(MeshConfig(data=1))
     model, optimizer = (
         build_model(config.model),
@@ -81,124 +84,142 @@ def facts(config: Experiment) -> Facts:
         math.prod(batch["source"].shape) if "source" in batch else 0
     )
     data = to_mapping(config.data)
-    its = data.pop("tokenizer")
+    tokenizer = data.pop("tokenizer")
     return Facts(
         sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
         model_flops(config, batch, state.params) / tokens,
         " + ".join(backends) or "none",
-        _say(data),
-        _say(its | {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}),
+        _settings(data),
+        _settings(
+            tokenizer
+            | {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}
+        ),
         f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}",
         tokens,
     )
 
 
 def asked(sweep: Sweep) -> set[str]:
-    """The facts in which arms may differ: those that a varied field says itself, and those declared."""
-    of = lambda given_by: any(
-        field == given or field.startswith(given + ".")
+    """Returns the facts in which arms may differ: declared ones, and those set by varied fields."""
+    varies = lambda given_by: any(
+        field == prefix or field.startswith(prefix + ".")
         for field in sweep.fields
-        for given in given_by
+        for prefix in given_by
     )
-    return {name for name, given_by in GIVEN_BY.items() if of(given_by)} | set(sweep.declared)
+    return {name for name, given_by in SET_BY.items() if varies(given_by)} | set(sweep.declared)
 
 
 def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
-    """A line for each thing in which arms differ, and no word of the sweep says that they do."""
+    """Returns a line for each fact in which arms differ although the sweep does not allow it."""
     lines, base = [], found[sweep.baseline]
-    for name in [name for name in GIVEN_BY if name not in asked(sweep)]:
-        others = {arm: one for arm, one in found.items() if not _same(name, one, base, sweep.match)}
-        if others:
-            arm, one = next(iter(others.items()))
-            more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+    for name in [name for name in SET_BY if name not in asked(sweep)]:
+        different = {
+            arm: fact for arm, fact in found.items() if not _same(name, fact, base, sweep.match)
+        }
+        if different:
+            arm, fact = next(iter(different.items()))
+            more = f", and {len(different) - 1} more" if len(different) > 1 else ""
             lines.append(
-                f"{name}: {sweep.baseline} {_spelled(name, base, one)}, {arm} {_spelled(name, one, base)}{more}"
+                f"{name}: {sweep.baseline} {_spell(name, base, fact)}, "
+                f"{arm} {_spell(name, fact, base)}{more}"
             )
     return lines
 
 
 def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]) -> None:
-    """Raises UserError if two arms are one experiment, or the same is built of them, and neither is a control; if arms differ in anything
-    that is not declared; or a declaration is of nothing."""
+    """Raises UserError if the arms of a sweep are not comparable.
+
+    They are not if two arms have equal configs or build equal programs and neither is a control; if
+    the deciding metric depends on the tokenizer, which differs; if arms differ in an undeclared
+    fact; or if a declaration or control is invalid.
+    """
     _check_twins(sweep, configs, found)
-    others = [arm for arm, one in found.items() if one.tokenizer != found[sweep.baseline].tokenizer]
+    retokenized = [
+        arm for arm, fact in found.items() if fact.tokenizer != found[sweep.baseline].tokenizer
+    ]
     if (
-        others
+        retokenized
         and "tokenizer" not in sweep.declared
-        and of_tokens(sweep.metric, configs[sweep.baseline].objective.asks_for_tokens)
+        and of_tokens(sweep.metric, configs[sweep.baseline].objective.predicts_tokens)
     ):
         raise UserError(
-            f"sweep: metric {sweep.metric!r} is of tokens, and {others[0]!r} has others than {sweep.baseline!r}; "
-            "decide by what is not, like Sweep(..., metric='test/bits_per_byte'), or declare why that is no matter, declared={'tokenizer': \"...\"}"
+            f"sweep: metric {sweep.metric!r} depends on the tokenizer, and arm "
+            f"{retokenized[0]!r} has another tokenizer than {sweep.baseline!r}; use a metric that "
+            "does not, such as Sweep(..., metric='test/bits_per_byte'), or declare the reason, "
+            "declared={'tokenizer': \"...\"}"
         )
     for name in sweep.declared:
-        if name not in GIVEN_BY:
+        if name not in SET_BY:
             raise UserError(
-                f"sweep: declared: {name!r} is nothing that is compared; there is: {', '.join(GIVEN_BY)}"
+                f"sweep: declared: {name!r} is not a compared fact; there is: {', '.join(SET_BY)}"
             )
     if lines := undeclared(sweep, found):
         name = lines[0].partition(":")[0]
-        way = f"; or size them equal: match={name!r}" if name in SIZES and not sweep.match else ""
+        hint = f"; or match the sizes: match={name!r}" if name in SIZES and not sweep.match else ""
         raise UserError(
-            "sweep: arms differ in what nothing declares:\n  " + "\n  ".join(lines)
-            + f"\nif that belongs to what is asked, say why: Sweep(..., declared={{{name!r}: \"...\"}}){way}"
-        )  # fmt: skip
+            "sweep: arms differ in undeclared facts: "
+            + "; ".join(lines)
+            + "; if the difference is intended, give the reason: "
+            f'Sweep(..., declared={{{name!r}: "..."}}){hint}'
+        )
 
 
 def _check_twins(
     sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]
 ) -> None:
-    """Refuses arms that build the same programs, and controls that match no other arm."""
-    same = twins(configs, {arm: (one.parameters, one.flops) for arm, one in found.items()})
-    for arm, first in same.items():
+    """Raises UserError if two arms build the same programs, or a control matches no other arm."""
+    twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in found.items()})
+    for arm, first in twin_of.items():
         if sweep.controls.keys() & {arm, first}:
             continue
         equal = configs[arm] == configs[first]
-        what = (
+        relation = (
             "are the same experiment"
             if equal
-            else f"differ in {_differs(configs, arm, first)}, but the same programs are built of them"
+            else f"differ in {_different_fields(configs, arm, first)}, but build the same programs"
         )
         raise UserError(
-            f"sweep: arms {first!r} and {arm!r} {what}, so their runs would be bit for bit equal; leave one of them out, "
-            f'or declare it a control: Sweep(..., controls={{{arm!r}: "why"}})'
+            f"sweep: arms {first!r} and {arm!r} {relation}, so their runs would be bitwise "
+            "identical; remove one, or declare it a control: "
+            f'Sweep(..., controls={{{arm!r}: "why"}})'
         )
     for arm in sweep.controls:
-        if arm not in (*same.keys(), *same.values()):
+        if arm not in (*twin_of.keys(), *twin_of.values()):
             raise UserError(
-                f"sweep: controls: {arm!r} matches no other arm, so it controls for nothing; remove it from controls"
+                f"sweep: controls: {arm!r} matches no other arm, so it controls for nothing; "
+                "remove it from controls"
             )
 
 
-def _differs(configs: Mapping[str, Experiment], arm: str, first: str) -> str:
-    """The fields in which two configs differ."""
-    one, other = (flat(to_mapping(configs[name])) for name in (arm, first))
-    return ", ".join(key for key in one | other if one.get(key) != other.get(key))
+def _different_fields(configs: Mapping[str, Experiment], arm: str, first: str) -> str:
+    """Returns the fields in which two configs differ, separated by commas."""
+    a, b = (flat(to_mapping(configs[name])) for name in (arm, first))
+    return ", ".join(key for key in a | b if a.get(key) != b.get(key))
 
 
-def _same(name: str, one: Facts, base: Facts, match: str) -> bool:
-    a, b = getattr(one, name), getattr(base, name)
+def _same(name: str, arm_facts: Facts, base: Facts, match: str) -> bool:
+    a, b = getattr(arm_facts, name), getattr(base, name)
     return abs(a - b) <= CLOSE * b if name in SIZES and match in SIZES else a == b
 
 
-def _spelled(name: str, one: Facts, other: Facts) -> str:
-    """What `one` says that `other` does not."""
-    value = getattr(one, name)
+def _spell(name: str, arm_facts: Facts, other: Facts) -> str:
+    """Returns a fact as text. Of a tuple, only the settings that `other` does not have."""
+    value = getattr(arm_facts, name)
     if isinstance(value, tuple):
         return (
-            ", ".join(part for part in value if part not in getattr(other, name))
-            or "nothing of that"
+            ", ".join(setting for setting in value if setting not in getattr(other, name))
+            or "none of these"
         )
     return (
         f"{value:,}"
         if name == "parameters"
-        else f"{value:,.0f} a token"
+        else f"{value:,.0f} per token"
         if name == "flops"
         else value
     )
 
 
-def _say(tree: dict) -> tuple[str, ...]:
+def _settings(tree: dict) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in tree.items() if value not in ("", [], {}, None))
 
 
@@ -208,42 +229,50 @@ def matched(
     before: Mapping[str, Experiment],
     tell: Callable[[str], None],
 ) -> dict[str, Experiment]:
-    """The arms, sized equal to the baseline in what the sweep matches: parameters or floating-point operations by d_ff, in multiples of 8;
-    time by training fewer or more steps, as was measured `before` if it was. Raises UserError for an arm that cannot be."""
+    """Returns the arms, sized to match the baseline as `sweep.match` requires.
+
+    Parameters and floating-point operations are matched by d_ff, in multiples of 8. Time is matched
+    by the number of training steps, which is taken from `before` for arms that were measured there.
+    Raises UserError if an arm cannot be matched.
+    """
     if not sweep.match:
         return dict(configs)
     if sweep.match == "time":
         return _in_time(sweep, configs, before, tell)
     if "model.d_ff" in sweep.fields:
         raise UserError(
-            f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; leave one of them out"
+            f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; "
+            "remove one of the two"
         )
     wanted = getattr(facts(configs[sweep.baseline]), sweep.match)
     return {arm: _sized(arm, config, sweep.match, wanted, tell) for arm, config in configs.items()}
 
 
-def _sized(arm: str, config: Experiment, what: str, wanted: float, tell) -> Experiment:
+def _sized(arm: str, config: Experiment, fact: str, wanted: float, tell) -> Experiment:
     width = lambda eights: dataclasses.replace(
         config, model=dataclasses.replace(config.model, d_ff=8 * eights)
     )
-    of = lambda eights: getattr(facts(width(eights)), what)
-    if abs(getattr(facts(config), what) - wanted) <= 1e-6 * wanted:
+    size_at = lambda eights: getattr(facts(width(eights)), fact)
+    if abs(getattr(facts(config), fact) - wanted) <= 1e-6 * wanted:
         return config
-    low, high = 1, max(1, config.model.d_ff // 8)
-    while of(high) < wanted and high < 2**20:
+    low, high = 1, max(1, config.model.ff_size // 8)
+    while size_at(high) < wanted and high < 2**20:
         low, high = high, 2 * high
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (middle, high) if of(middle) < wanted else (low, middle)
-    best = min((low, high), key=lambda eights: abs(of(eights) - wanted))
-    if abs(of(best) - wanted) > CLOSE * wanted:
+        low, high = (middle, high) if size_at(middle) < wanted else (low, middle)
+    best = min((low, high), key=lambda eights: abs(size_at(eights) - wanted))
+    if abs(size_at(best) - wanted) > CLOSE * wanted:
         raise UserError(
-            f"sweep: arm {arm!r} cannot be sized to the baseline's {what} ({wanted:,.0f}) by model.d_ff: {of(best):,.0f} at {8 * best}, "
-            f"which is not within {CLOSE:.0%}; d_ff goes in eights: take a larger model, or set the arm's fields by hand and declare the difference"
+            f"sweep: arm {arm!r} cannot be sized to the baseline's {fact} ({wanted:,.0f}) by "
+            f"model.d_ff: the closest is {size_at(best):,.0f} at {8 * best}, not within "
+            f"{CLOSE:.0%}; only multiples of 8 are tried: use a larger model, or set the arm's "
+            "fields by hand and declare the difference"
         )
-    if 8 * best != config.model.d_ff:
+    if 8 * best != config.model.ff_size:
         tell(
-            f"{arm}: model.d_ff {config.model.d_ff} -> {8 * best}, {what} {of(best):,.0f} for the baseline's {wanted:,.0f}"
+            f"{arm}: model.d_ff {config.model.ff_size} -> {8 * best}, {fact} {size_at(best):,.0f} "
+            f"(baseline: {wanted:,.0f})"
         )
     return width(best)
 
@@ -251,7 +280,11 @@ def _sized(arm: str, config: Experiment, what: str, wanted: float, tell) -> Expe
 def _in_time(
     sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], tell
 ) -> dict[str, Experiment]:
-    """An arm that was measured before and is otherwise the same keeps its steps: another measurement would give others."""
+    """Matches training time by the number of steps.
+
+    An arm that was measured before and is otherwise unchanged keeps its steps, because a new
+    measurement would give a different number.
+    """
     base = configs[sweep.baseline]
     with_steps = lambda config, steps: dataclasses.replace(
         config, train=dataclasses.replace(config.train, steps=steps)
@@ -259,21 +292,21 @@ def _in_time(
     sized = {sweep.baseline: base}
     if before.get(sweep.baseline) == base:
         sized |= {
-            arm: one
-            for arm, one in before.items()
-            if arm in configs and one == with_steps(configs[arm], one.train.steps)
+            arm: config
+            for arm, config in before.items()
+            if arm in configs and config == with_steps(configs[arm], config.train.steps)
         }
-    left = [arm for arm in configs if arm not in sized]
-    seconds = seconds_a_step(base) if left else math.nan
-    for arm in left:
-        steps = max(1, round(seconds / seconds_a_step(configs[arm]) * base.train.steps))
-        tell(f"{arm}: train.steps {base.train.steps:,} -> {steps:,}, as long as the baseline")
+    unmeasured = [arm for arm in configs if arm not in sized]
+    seconds = seconds_per_step(base) if unmeasured else math.nan
+    for arm in unmeasured:
+        steps = max(1, round(seconds / seconds_per_step(configs[arm]) * base.train.steps))
+        tell(f"{arm}: train.steps {base.train.steps:,} -> {steps:,}, to match the baseline's time")
         sized[arm] = with_steps(configs[arm], steps)
     return {arm: sized[arm] for arm in configs}
 
 
-def seconds_a_step(config: Experiment, steps: int = 10) -> float:
-    """How long a training step takes on this machine, on made-up text: the median of a few."""
+def seconds_per_step(config: Experiment, steps: int = 10) -> float:
+    """Returns the median time of a training step on this machine, on dummy data, in seconds."""
     model, optimizer = (
         build_model(config.model),
         build_optimizer(config.optimizer, config.train.steps),

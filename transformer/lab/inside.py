@@ -1,4 +1,4 @@
-"""One text seen from inside of a trained model: what each token was worth, where each head looked, what each layer would have said.
+"""Observes a trained model on one text: token losses, attention maps, logit lens, branch sizes.
 
 Shape suffixes: B batch (1), T length, S key length, N heads, L layers, V vocabulary.
 """
@@ -16,72 +16,61 @@ from transformer.data.objectives.base import Segment, continued, shifted
 from transformer.data.tokenizer_base import Tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
-from transformer.evaluation.inside import residual_of, streams
+from transformer.evaluation.inside import streams, sublayer_of
 from transformer.evaluation.subject import Subject, token_losses
-from transformer.model.layout import flatten, in_layer, part, where
+from transformer.model.layout import flatten, part, split_layer_path, where
 from transformer.runs.evaluate import Trained
 
 TOP = 5
-"""Likely tokens that are told of each place."""
+"""Number of most likely tokens recorded at each position."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Map:
-    """Where the heads of one kind of attention look."""
+    """Attention weights and statistics of the heads of one kind of attention."""
 
-    name: str  # decoder self_attention
-    layers: list[int]  # the layers that have it, by number
+    name: str  # "decoder self_attention", for example
+    layers: list[int]  # numbers of the layers that have this attention
     weights_LxNxTxS: np.ndarray
     queries: list[str]
     keys: list[str]
-    numbers: dict[str, np.ndarray]  # entropy, ... (model/attention_statistics.py): [L, N]
+    numbers: dict[str, np.ndarray]  # model/attention_statistics.py: entropy, ..., each [L, N]
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """All that a page shows of one text."""
+    """Everything that the page of one text shows."""
 
     text: str
-    answer: str  # what the model writes; "" where it writes nothing, or is not asked to
-    read: list[str]  # tokens of the last stack
-    asked: list[str]  # and what should follow, or stand, there
-    losses_T: np.ndarray  # nats
-    said_LxT: list[
-        list[list[tuple[str, float]]]
-    ]  # by layer and place: the likeliest tokens and their probability
-    lens_L: np.ndarray  # nats per token, by layer
+    answer: str  # what the model generates; "" if it generates nothing or a target is given
+    read: list[str]  # input tokens of the last stack
+    asked: list[str]  # target token at each position
+    losses_T: np.ndarray  # nats; NaN at positions without a target
+    # most likely tokens and their probabilities, by layer and position
+    top_tokens_LxT: list[list[list[tuple[str, float]]]]
+    lens_L: np.ndarray  # logit-lens loss by layer, in nats per token
     maps: list[Map]
-    sizes: dict[
-        str, dict[str, list[float]]
-    ]  # "decoder self_attention" -> layer, stream, branch: one value per layer that has it
-    cut: int = 0  # tokens that did not fit
+    # "decoder self_attention" -> layer, stream, branch: one value for each layer that has it
+    sizes: dict[str, dict[str, list[float]]]
+    cut: int = 0  # tokens cut off because they exceed max_length
 
 
-def look_inside(trained: Trained, mesh: Mesh, text: str, target: str = "") -> View:
-    """Reads `text` (and, with an encoder and a decoder, `target`, or what the model itself answers). Raises UserError where there is nothing to
-    look at."""
+def observe_text(trained: Trained, mesh: Mesh, text: str, target: str = "") -> View:
+    """Runs the model on `text` and returns what it computes.
+
+    The decoder of an encoder-decoder reads `target`, or by default the model's own output. Raises
+    UserError if the model has no attention weights, language-model head or tokenizer, or the text
+    is empty.
+    """
     config, tokenizer = trained.config, trained.tokenizer
     model = config.model
-    if not model.observes("maps"):
-        raise UserError(
-            f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights to look at"
-        )
-    if not model.lm_head:
-        raise UserError(
-            "inspect: this model has no head over the vocabulary to read its layers by; it says labels only"
-        )
-    if tokenizer is None:
-        raise UserError(
-            "this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its directory"
-        )
-    if not text.strip():
-        raise UserError("--text: empty; type what the model is to read")
+    _check(model, tokenizer, text)
     answer = target
     if not answer and config.objective.writes and model.family != "encoder":
-        one = dataclasses.replace(
+        one_sample = dataclasses.replace(
             config, decoding=dataclasses.replace(config.decoding, batch_size=1)
         )
-        (answer,) = Generator(one, trained.params, tokenizer)([text])
+        (answer,) = Generator(one_sample, trained.params, tokenizer)([text])
     segment, cut = _segment(config, tokenizer, text, answer)
     has_source = segment.source is not None
     batch = assemble(
@@ -89,98 +78,150 @@ def look_inside(trained: Trained, mesh: Mesh, text: str, target: str = "") -> Vi
     )
     subject = Subject(config, None, "test", mesh)
 
-    def look(params, batch):
-        (h_BxTxE, head), told, batch = subject.watch(
+    def observe(params, batch):
+        (h_BxTxE, head), watched, batch = subject.watch(
             params, batch, "maps", "heads", "sizes", "streams"
         )
-        said = []
-        for h, its_head in streams(subject, params, told["streams"]):
-            logits_BxTxV = its_head(h)
+        lens = []
+        for h, layer_head in streams(subject, params, watched["streams"]):
+            logits_BxTxV = layer_head(h)
             top = jax.lax.top_k(jax.nn.softmax(logits_BxTxV, axis=-1), TOP)
-            said.append((*top, token_losses(logits_BxTxV, batch["targets"])))
-        return told, said, token_losses(head(h_BxTxE), batch["targets"])
+            lens.append((*top, token_losses(logits_BxTxV, batch["targets"])))
+        return watched, lens, token_losses(head(h_BxTxE), batch["targets"])
 
     batch = {name: jnp.asarray(x) for name, x in batch.items()}
-    told, said, losses_BxT = jax.device_get(subject.program("look", look)(trained.params, batch))
+    watched, lens, losses_BxT = jax.device_get(
+        subject.program("look", observe)(trained.params, batch)
+    )
     pieces = lambda ids: [tokenizer.piece(int(i)) for i in ids]
-    sides = {model.sides[-1]: pieces(segment.inputs)} | (
+    tokens_of = {model.sides[-1]: pieces(segment.inputs)} | (
         {"encoder": pieces(segment.source)} if has_source else {}
     )
-    asked = segment.weights if segment.weights is not None else np.ones(len(segment.inputs))
+    weights_T = segment.weights if segment.weights is not None else np.ones(len(segment.inputs))
     return View(
-        text, answer if not target else "", sides[model.sides[-1]], pieces(segment.targets), np.where(asked > 0, losses_BxT[0], np.nan),
-        [[[(tokenizer.piece(int(i)), float(p)) for p, i in zip(ps, ids, strict=True)] for ps, ids in zip(p[0], top[0], strict=True)] for p, top, _ in said],
-        np.array([float(np.sum(losses[0] * asked) / max(asked.sum(), 1)) for *_, losses in said]),
-        _maps(subject, told, sides), _sizes(subject, told["sizes"]), cut,
-    )  # fmt: skip
+        text,
+        answer if not target else "",
+        tokens_of[model.sides[-1]],
+        pieces(segment.targets),
+        np.where(weights_T > 0, losses_BxT[0], np.nan),
+        [_top_tokens(tokenizer, ps[0], ids[0]) for ps, ids, _ in lens],
+        np.array([float(np.sum(x[0] * weights_T) / max(weights_T.sum(), 1)) for *_, x in lens]),
+        _maps(subject, watched, tokens_of),
+        _sizes(subject, watched["sizes"]),
+        cut,
+    )
+
+
+def _check(model, tokenizer: Tokenizer | None, text: str) -> None:
+    """Raises UserError if there is nothing to observe."""
+    if not model.observes("maps"):
+        raise UserError(
+            f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights to show"
+        )
+    if not model.lm_head:
+        raise UserError(
+            "inspect: this model predicts labels only; the logit lens needs a language-model head"
+        )
+    if tokenizer is None:
+        raise UserError(
+            "this run has no tokenizer (tokenizer.model or tokenizer.json); "
+            "put one into its directory"
+        )
+    if not text.strip():
+        raise UserError("--text: empty; enter the text that the model reads")
+
+
+def _top_tokens(tokenizer: Tokenizer, ps_TxK, ids_TxK) -> list[list[tuple[str, float]]]:
+    """Returns the most likely tokens at each position, with their probabilities."""
+    return [
+        [(tokenizer.piece(int(i)), float(p)) for p, i in zip(ps, ids, strict=True)]
+        for ps, ids in zip(ps_TxK, ids_TxK, strict=True)
+    ]
 
 
 def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segment, int]:
-    """What a batch of this one text holds, and how many tokens were cut off it."""
-    most, (ids,) = config.model.max_length, tokenizer.encode([text])
-    if config.model.two_sides:
-        source, (written,) = [*tokenizer.before_source, *ids], tokenizer.encode_targets([answer])
-        cut = max(len(source) + 1 - most, 0) + max(len(written) + 1 - most, 0)
-        source, written = ([*one[: most - 1], tokenizer.eos] for one in (source, written))
+    """Returns the only segment of the batch, and the number of tokens that were cut off."""
+    limit, (ids,) = config.model.max_length, tokenizer.encode([text])
+    if config.model.is_encoder_decoder:
+        source, (target,) = [*tokenizer.source_prefix_ids, *ids], tokenizer.encode_targets([answer])
+        cut = max(len(source) + 1 - limit, 0) + max(len(target) + 1 - limit, 0)
+        source, target = ([*ids[: limit - 1], tokenizer.eos] for ids in (source, target))
         return Segment(
-            shifted(tokenizer.bos, np.array(written)),
-            np.array(written, np.int32),
+            shifted(tokenizer.bos, np.array(target)),
+            np.array(target, np.int32),
             np.array(source, np.int32),
         ), cut
     if config.model.family == "encoder":
-        whole = [tokenizer.bos, *ids[: most - 2], tokenizer.eos]
+        whole = [tokenizer.bos, *ids[: limit - 2], tokenizer.eos]
         return Segment(np.array(whole, np.int32), np.array(whole, np.int32)), max(
-            len(ids) - (most - 2), 0
+            len(ids) - (limit - 2), 0
         )
-    given, asked = [], ids
+    prompt, targets = [], ids
     if config.objective.columns == ("source", "target"):
-        given, asked = (
-            [*tokenizer.before_source, *ids, tokenizer.eos],
+        prompt, targets = (
+            [*tokenizer.source_prefix_ids, *ids, tokenizer.eos],
             [*tokenizer.encode_targets([answer])[0], tokenizer.eos],
         )
-    elif config.model.prefix_lm:  # training cuts where it likes
-        given, asked = ids[: len(ids) // 2], ids[len(ids) // 2 :]
-    one = continued(tokenizer.bos, np.array(given, np.int32), np.array(asked, np.int32))
-    prefix = min(one.prefix, most) if config.model.prefix_lm else None
+    elif config.model.prefix_lm:  # training splits at random positions
+        prompt, targets = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    segment = continued(tokenizer.bos, np.array(prompt, np.int32), np.array(targets, np.int32))
+    prefix = min(segment.prefix, limit) if config.model.prefix_lm else None
     return Segment(
-        one.inputs[:most], one.targets[:most], weights=one.weights[:most], prefix=prefix
-    ), max(len(one.targets) - most, 0)
+        segment.inputs[:limit],
+        segment.targets[:limit],
+        weights=segment.weights[:limit],
+        prefix=prefix,
+    ), max(len(segment.targets) - limit, 0)
 
 
-def _maps(subject: Subject, told: dict, sides: dict[str, list[str]]) -> list[Map]:
-    config, found = subject.config.model, {}
-    weights, numbers = flatten(told["maps"]), flatten(told["heads"])
-    where_numbers = where(config, numbers)
-    for name, (path, place) in where(config, weights).items():
-        side, layer, rest = in_layer(name)
-        its, at = where_numbers[name.removesuffix("weights") + "heads"]
-        one = {
-            what: part(values, at) for what, values in numbers[its][0].items() if what != "repeated"
+def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> list[Map]:
+    """Returns the maps of each kind of attention: encoder, decoder, then cross-attention."""
+    config, by_sublayer = subject.config.model, {}
+    weights, statistics = flatten(watched["maps"]), flatten(watched["heads"])
+    statistics_at = where(config, statistics)
+    for name, (path, index) in where(config, weights).items():
+        side, layer, sublayer = split_layer_path(name)
+        statistics_path, statistics_index = statistics_at[name.removesuffix("weights") + "heads"]
+        of_layer = {
+            statistic: part(values, statistics_index)
+            for statistic, values in statistics[statistics_path][0].items()
+            if statistic != "repeated"
         }
-        found.setdefault((side, rest.removesuffix("/weights")), {})[layer] = (
-            part(weights[path][0], place)[0],
-            one,
+        by_sublayer.setdefault((side, sublayer.removesuffix("/weights")), {})[layer] = (
+            part(weights[path][0], index)[0],
+            of_layer,
         )
     return [
         Map(
-            f"{side} {sublayer}", sorted(layers), np.stack([layers[n][0] for n in sorted(layers)]), sides[side], sides["encoder" if sublayer == "cross_attention" else side],
-            {what: np.stack([layers[n][1][what] for n in sorted(layers)]) for what in next(iter(layers.values()))[1]},
+            f"{side} {sublayer}",
+            sorted(layers),
+            np.stack([layers[n][0] for n in sorted(layers)]),
+            tokens_of[side],
+            tokens_of["encoder" if sublayer == "cross_attention" else side],
+            {
+                statistic: np.stack([layers[n][1][statistic] for n in sorted(layers)])
+                for statistic in next(iter(layers.values()))[1]
+            },
         )
-        for (side, sublayer), layers in sorted(found.items(), key=lambda one: (one[0][0] != "encoder", one[0][1] == "cross_attention"))
-    ]  # fmt: skip
+        for (side, sublayer), layers in sorted(
+            by_sublayer.items(),
+            key=lambda item: (item[0][0] != "encoder", item[0][1] == "cross_attention"),
+        )
+    ]
 
 
-def _sizes(subject: Subject, told: dict) -> dict[str, dict[str, list[float]]]:
-    flat, found = flatten(told), {}
-    for name, (path, place) in sorted(
-        where(subject.config.model, flat).items(), key=lambda one: in_layer(one[0])
+def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
+    """Returns the sizes of the residual stream and of each branch, by sublayer and layer."""
+    flat, by_sublayer = flatten(sizes), {}
+    for name, (path, index) in sorted(
+        where(subject.config.model, flat).items(), key=lambda item: split_layer_path(item[0])
     ):
-        side, layer, rest = in_layer(name)
-        of = {key: float(np.asarray(part(x, place))) for key, x in flat[path][0].items()}
-        here = found.setdefault(
-            f"{side} {residual_of(rest)}", {"layer": [], "stream": [], "branch": []}
+        side, layer, rest = split_layer_path(name)
+        values = {key: float(np.asarray(part(x, index))) for key, x in flat[path][0].items()}
+        sublayer = by_sublayer.setdefault(
+            f"{side} {sublayer_of(rest)}", {"layer": [], "stream": [], "branch": []}
         )
-        here["layer"].append(layer)
-        here["stream"].append(of["stream"])
-        here["branch"].append(of["branch"] / of["kept"] if of["kept"] else 1.0)
-    return found
+        sublayer["layer"].append(layer)
+        sublayer["stream"].append(values["stream"])
+        sublayer["branch"].append(values["branch"] / values["kept"] if values["kept"] else 1.0)
+    return by_sublayer

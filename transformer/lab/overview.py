@@ -1,4 +1,4 @@
-"""How the runs of a study stand, as a table in the terminal."""
+"""Reports the progress of a study, as a table in the terminal or as log lines."""
 
 import math
 import shutil
@@ -9,7 +9,7 @@ from transformer.runs.metrics import columns, human_time
 
 
 def cell(status: Status, steps: int) -> str:
-    """A few words."""
+    """Returns the status of a run as the text of a table cell."""
     loss = (
         ""
         if math.isnan(status.loss)
@@ -26,29 +26,31 @@ def cell(status: Status, steps: int) -> str:
     }.get(status.kind, status.kind)
 
 
-def overview(study: Study, statuses: dict[str, Status]) -> list[str]:
-    """An arm a line, a seed a column."""
+def overview(study: Study, cells: dict[str, str]) -> list[str]:
+    """Returns the lines of a table with one row per arm and one column per seed."""
     rows = [["arm", *(f"seed {seed}" for seed in study.sweep.seeds)]]
-    for arm, config in study.configs.items():
+    for arm in study.configs:
         rows.append(
             [
                 arm,
-                *(
-                    cell(statuses[f"{arm}/seed-{seed}"], config.train.steps)
-                    for seed in study.sweep.seeds
-                ),
+                *(cells[f"{arm}/seed-{seed}"] for seed in study.sweep.seeds),
             ]
         )
     return columns(rows)
 
 
 class Table:
-    """The status of all runs: in a terminal a table that stays in place, in a log a line for what changes and one a minute."""
+    """Shows the status of all runs.
+
+    In a terminal, this is a table that is updated in place. Otherwise it is a line for each change
+    of status, and a summary every minute.
+    """
 
     def __init__(self, study: Study, stream):
         self._study, self._stream, self._live = study, stream, stream.isatty()
         self._began, self._shown, self._last, self._kinds = time.monotonic(), 0, 0.0, {}
         self._said, self._first = self._began, None
+        self._started: dict[str, float] = {}  # when a run was first seen starting
 
     def show(self, last: bool = False) -> None:
         if not last and time.monotonic() - self._last < 2:
@@ -56,7 +58,7 @@ class Table:
         self._last = time.monotonic()
         statuses = {run.name: run.status() for run in self._study.runs}
         if self._live:
-            lines = [*overview(self._study, statuses), self._summary(statuses)]
+            lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
             width = shutil.get_terminal_size().columns - 1
             self._stream.write(
                 (f"\x1b[{self._shown}A" if self._shown else "")
@@ -68,43 +70,55 @@ class Table:
                 if self._kinds.get(name) != status.kind and not (
                     name not in self._kinds and status.kind == "waiting"
                 ):
-                    said = (
+                    line = (
                         f"{status.kind}: {status.why}"
                         if status.why
                         else cell(status, self._steps(name))
                     )
-                    self._stream.write(f"{name}  {said}\n")
+                    self._stream.write(f"{name}  {line}\n")
                 self._kinds[name] = status.kind
             if time.monotonic() - self._said > 60 and not last:
                 self._said = time.monotonic()
-                going = [
+                running = [
                     f"{name} {cell(status, self._steps(name))}"
                     for name, status in statuses.items()
                     if status.kind == "running"
                 ]
-                more = [f"and {len(going) - 4} more"] if len(going) > 4 else []
-                self._stream.write(f"{self._summary(statuses)}: {', '.join([*going[:4], *more])}\n")
-            if last:
+                omitted = [f"and {len(running) - 4} more"] if len(running) > 4 else []
                 self._stream.write(
-                    "\n".join([*overview(self._study, statuses), self._summary(statuses)]) + "\n"
+                    f"{self._summary(statuses)}: {', '.join([*running[:4], *omitted])}\n"
                 )
+            if last:
+                lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
+                self._stream.write("\n".join(lines) + "\n")
         if last:
-            lacking = False  # once is enough: what one run lacks the others do, too
+            # Other finished runs lack the same metric, so it is reported once.
+            reported = False
             for name, status in statuses.items():
-                if status.why and (status.kind == "failed" or not lacking):
+                if status.why and (status.kind == "failed" or not reported):
                     self._stream.write(f"{name}  {status.kind}: {status.why}\n")
-                    lacking |= status.kind == "done"
+                    reported |= status.kind == "done"
         self._stream.flush()
+
+    def _cells(self, statuses: dict[str, Status]) -> dict[str, str]:
+        """Returns the table's cells. Runs that are starting, which compile, show how long for."""
+        cells = {}
+        for name, status in statuses.items():
+            cells[name] = cell(status, self._steps(name))
+            if status.kind == "running" and not status.step:
+                seconds = time.monotonic() - self._started.setdefault(name, time.monotonic())
+                cells[name] += f" {human_time(seconds)}"
+        return cells
 
     def _steps(self, name: str) -> int:
         return self._study.configs[name.partition("/")[0]].train.steps
 
     def _work(self, name: str) -> float:
-        """The floating-point operations of a run's training."""
-        return self._study.facts[name.partition("/")[0]].flops_a_step * self._steps(name)
+        """Returns the floating-point operations of a run's training."""
+        return self._study.facts[name.partition("/")[0]].flops_per_step * self._steps(name)
 
     def _summary(self, statuses: dict[str, Status]) -> str:
-        """How many are over, and how long the rest takes at the speed so far."""
+        """Returns the number of finished runs, and the remaining time at the present speed."""
         share = lambda name, status: (
             1.0 if status.over else min(status.step / self._steps(name), 1.0)
         )
@@ -112,9 +126,14 @@ class Table:
             share(name, status) * self._work(name) for name, status in statuses.items()
         ) / sum(map(self._work, statuses))
         self._first = done if self._first is None else self._first
-        spent, since = time.monotonic() - self._began, done - self._first
-        left = (
-            f", {human_time(spent / since * (1 - done))} left" if since > 0.02 and done < 1 else ""
+        spent, progress = time.monotonic() - self._began, done - self._first
+        remaining = (
+            f", {human_time(spent / progress * (1 - done))} left"
+            if progress > 0.02 and done < 1
+            else ""
         )
         over = sum(status.over for status in statuses.values())
-        return f"{over} of {len(statuses)} runs are over (their {self._study.sweep.metric}; of others train/loss); {human_time(spent)} so far{left}"
+        return (
+            f"{over} of {len(statuses)} runs finished (shown: {self._study.sweep.metric}; "
+            f"of others, train/loss); {human_time(spent)} elapsed{remaining}"
+        )

@@ -1,4 +1,4 @@
-"""From an experiment file to a study: arms built, compared, sized, shown."""
+"""Prepares a study from an experiment file: builds, sizes, checks and describes its arms."""
 
 import subprocess
 import sys
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from transformer.config_io import load_arms
 from transformer.errors import UserError
-from transformer.lab.guard import GIVEN_BY, check, facts, matched
+from transformer.lab.guard import SET_BY, check, facts, matched
 from transformer.lab.runner import share_of
 from transformer.lab.study import Study, load_study
-from transformer.parallel.mesh import look_for_no_tpu
+from transformer.parallel.mesh import disable_tpu_search
 from transformer.parallel.processes import start_processes
 from transformer.runs.metrics import columns, human_count
 
@@ -18,24 +18,33 @@ from transformer.runs.metrics import columns, human_count
 def study(
     file: str, folder: Path, overrides: Mapping[str, str], tell: Callable[[str], None]
 ) -> Study:
-    """The study of an experiment file; writes nothing. Raises UserError where its arms cannot be compared."""
+    """Returns the study of an experiment file, and writes nothing.
+
+    Raises UserError if its arms are not comparable.
+    """
     sweep, configs = load_arms(file, overrides)
-    look_for_no_tpu()
+    disable_tpu_search()
     start_processes()
-    there = load_study(folder) if (folder / "sweep.json").exists() else None
+    previous = load_study(folder) if (folder / "sweep.json").exists() else None
     configs = matched(
-        sweep, configs, there.configs if there and there.sweep.match == sweep.match else {}, tell
+        sweep,
+        configs,
+        previous.configs if previous and previous.sweep.match == sweep.match else {},
+        tell,
     )
-    found = {arm: facts(config) for arm, config in configs.items()}
-    check(sweep, configs, found)
+    facts_of = {arm: facts(config) for arm, config in configs.items()}
+    check(sweep, configs, facts_of)
     return Study(
-        folder, sweep, configs, found, file, Path(file.partition(":")[0]).read_text(), overrides
+        folder, sweep, configs, facts_of, file, Path(file.partition(":")[0]).read_text(), overrides
     )
 
 
 def elsewhere(file: str, folder: Path, overrides: Mapping[str, str]) -> None:
-    """The same in a process of its own, which writes sweep.json: this one must not hold the device that its runs need."""
-    given = [f"--config.{key}={value}" for key, value in overrides.items()]
+    """Prepares the study in a subprocess, which writes sweep.json.
+
+    This process must not hold the device, because its runs need it.
+    """
+    options = [f"--config.{key}={value}" for key, value in overrides.items()]
     command = [
         sys.executable,
         "-m",
@@ -44,69 +53,72 @@ def elsewhere(file: str, folder: Path, overrides: Mapping[str, str]) -> None:
         f"--config={file}",
         f"--workdir={folder}",
         "--prepare",
-        *given,
+        *options,
     ]
     if code := subprocess.run(command).returncode:
         raise SystemExit(code if code > 0 else 1)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """'2/4' -> (2, 4)."""
+    """Parses I/N: '2/4' -> (2, 4)."""
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise UserError(f"--shard: {text!r}; I/N, where this is machine I of N: 1/4, 2/4, 3/4, 4/4")
+        raise UserError(f"--shard: {text!r} is not I/N (machine I of N); pass 2/4, for example")
     return int(number), int(count)
 
 
 def describe(study: Study) -> str:
-    """What was asked, and what each arm changes from the baseline in the model and program that are built."""
+    """Describes the study, and how each arm's model and program differ from the baseline's."""
     sweep, base = study.sweep, study.facts[study.sweep.baseline]
-    reads = {arm: study.facts[arm].tokens * study.configs[arm].train.steps for arm in sweep.arms}
-    as_much = len(set(reads.values())) == 1
+    tokens = {arm: study.facts[arm].tokens * study.configs[arm].train.steps for arm in sweep.arms}
+    equal = len(set(tokens.values())) == 1
     rows = [
         [
             "arm",
             "changes",
             "parameters",
-            "FLOP a token",
+            "FLOPs per token",
             "attention",
-            *([] if as_much else ["training tokens"]),
+            *([] if equal else ["training tokens"]),
         ]
     ]
     for arm, changes in sweep.arms.items():
-        one = study.facts[arm]
-        said = " ".join(f"{field}={_short(value)}" for field, value in changes.items())
-        more = one.parameters - base.parameters
-        parameters = f"{one.parameters:,}" if not more else f"{one.parameters:,} ({more:+,})"
-        flops = human_count(one.flops) + (
-            "" if one.flops == base.flops else f" ({one.flops / base.flops - 1:+.1%})"
+        properties = study.facts[arm]
+        settings = " ".join(f"{field}={_short(value)}" for field, value in changes.items())
+        extra = properties.parameters - base.parameters
+        parameters = (
+            f"{properties.parameters:,}" if not extra else f"{properties.parameters:,} ({extra:+,})"
+        )
+        flops = human_count(properties.flops) + (
+            "" if properties.flops == base.flops else f" ({properties.flops / base.flops - 1:+.1%})"
         )
         rows.append(
             [
                 arm + (" (baseline)" if arm == sweep.baseline else ""),
-                said,
+                settings,
                 parameters,
                 flops,
-                one.attention,
-                *([] if as_much else [human_count(reads[arm])]),
+                properties.attention,
+                *([] if equal else [human_count(tokens[arm])]),
             ]
         )
-    lines = [f"asked       {sweep.question}"] if sweep.question else []
+    lines = [f"question    {sweep.question}"] if sweep.question else []
     steps = sorted({config.train.steps for config in study.configs.values()})
     trained = (
         f"{steps[0]:,} steps each" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,} steps"
     )
     lines.append(
-        f"decides     {sweep.metric}, {'higher' if sweep.higher_is_better else 'lower'} is better"
+        f"metric      {sweep.metric}, {'higher' if sweep.higher_is_better else 'lower'} is better"
     )
     lines.append(
-        f"runs        {len(sweep.arms)} arms x {len(sweep.seeds)} seeds ({', '.join(map(str, sweep.seeds))}), {trained}"
+        f"runs        {len(sweep.arms)} arms x {len(sweep.seeds)} seeds "
+        f"({', '.join(map(str, sweep.seeds))}), {trained}"
     )
-    for name in GIVEN_BY:
+    for name in SET_BY:
         if name in sweep.declared:
             lines.append(f"declared    {name}: {sweep.declared[name]}")
-    for arm, why in sweep.controls.items():
-        lines.append(f"control     {arm}: {why}")
+    for arm, reason in sweep.controls.items():
+        lines.append(f"control     {arm}: {reason}")
     if sweep.match:
         lines.append(f"matched     {sweep.match}")
     lines += ["", *columns(rows)]
@@ -114,21 +126,21 @@ def describe(study: Study) -> str:
 
 
 def describe_runs(study: Study, shard: tuple[int, int], most: int) -> str:
-    """What would run, in which order, and what is done."""
+    """Describes the runs that are left, in order, and those that are finished."""
     statuses = {run.name: run.status() for run in study.runs}
-    over = [f"{name} ({status.kind})" for name, status in statuses.items() if status.over]
+    finished = [f"{name} ({status.kind})" for name, status in statuses.items() if status.over]
     lines = [""]
     for n, unit in enumerate(share_of(study, shard, most), 1):
-        said = ", ".join(
+        names = ", ".join(
             run.name
             + (f" ({statuses[run.name].kind})" if statuses[run.name].kind != "waiting" else "")
             for run in unit
         )
-        lines.append(f"{n:>3}. {said}{'  together' if len(unit) > 1 else ''}")
+        lines.append(f"{n:>3}. {names}{'  together' if len(unit) > 1 else ''}")
     if shard[1] > 1:
-        lines.append(f"of machine {shard[0]}; the rest is of the other {shard[1] - 1}")
-    if over:
-        lines.append(f"over: {', '.join(over)}")
+        lines.append(f"for machine {shard[0]}; the other {shard[1] - 1} run the rest")
+    if finished:
+        lines.append(f"finished: {', '.join(finished)}")
     return "\n".join(lines) + "\n"
 
 

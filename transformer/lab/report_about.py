@@ -1,48 +1,55 @@
-"""What a report says of a study: its arms, where its numbers are from, and how to run it again."""
+"""Describes a study for a report: its arms, its provenance and the commands to reproduce it."""
 
 import hashlib
 import shlex
 from collections.abc import Mapping
 
 from transformer.lab.profiles import reads
-from transformer.lab.results import Results, Run
+from transformer.lab.results import Results, RunResult
 from transformer.lab.study import Study, load_study
 from transformer.units import kind, of_tokens, unit
 
 
 def about(results: Results) -> list[str]:
-    """What was asked and what varied."""
+    """Returns sentences on the setup: varied fields, seeds, metric and declared differences."""
     sweep, runs = results.sweep, sum(len(arm.runs) for arm in results.arms.values())
     fields = [field for field in sweep.fields if field != "arm"]
-    lines = [f"Varied: {', '.join(fields)}." if fields else "Runs compared with each other."]
-    same = all(set(arm.runs) == set(sweep.seeds) for arm in results.arms.values())
+    lines = [f"Varied: {', '.join(fields)}." if fields else "Individual runs are compared."]
+    same_seeds = all(set(arm.runs) == set(sweep.seeds) for arm in results.arms.values())
     same_text = (
         len({str(_reads(run)) for arm in results.arms.values() for run in arm.runs.values()}) == 1
     )
     paired = (
         "; all arms have the same seeds"
-        if same
-        else "; not every arm has every seed, and those that both have are compared"
+        if same_seeds
+        else "; some arms lack seeds, so each comparison uses the seeds that both arms have"
     )
-    paired += ", and so the same text in the same order" if same and same_text else ""
+    paired += ", and therefore the same text in the same order" if same_seeds and same_text else ""
     lines.append(
         f"{len(results.arms)} arms, {runs} runs, seeds {', '.join(map(str, sweep.seeds))}{paired}."
         if len(sweep.seeds) > 1
-        else f"{len(results.arms)} arms, {runs} runs of one seed: nothing is known of how much another seed would change, so there are no intervals."
+        else f"{len(results.arms)} arms, {runs} runs of one seed: the variation between seeds is "
+        "unknown, so there are no intervals."
     )
-    said = [
+    metric = [
         sweep.metric,
-        unit(sweep.metric, results.asks_for_tokens),
+        unit(sweep.metric, results.predicts_tokens),
         f"on {part}" if (part := reads(results, sweep.metric)) else "",
     ]
     lines.append(
-        f"Decides: {', '.join(filter(None, said))}; {'higher' if sweep.higher_is_better else 'lower'} is better."
+        f"Deciding metric: {', '.join(filter(None, metric))}; "
+        f"{'higher' if sweep.higher_is_better else 'lower'} is better."
     )
     lines += _texts(results)
-    lines += [f"Declared: arms differ in {name}: {why}." for name, why in sweep.declared.items()]
-    lines += [f"Control: {arm}: {why}." for arm, why in sweep.controls.items()]
+    lines += [
+        f"Declared difference in {name}: {reason}." for name, reason in sweep.declared.items()
+    ]
+    lines += [f"Control arm {arm}: {reason}." for arm, reason in sweep.controls.items()]
     lines += (
-        [f"Arms were sized equal in {'FLOPs a token' if sweep.match == 'flops' else sweep.match}."]
+        [
+            "Arms match the baseline in "
+            f"{'FLOPs per token' if sweep.match == 'flops' else sweep.match}."
+        ]
         if sweep.match
         else []
     )
@@ -50,7 +57,7 @@ def about(results: Results) -> list[str]:
 
 
 def _texts(results: Results) -> list[str]:
-    """Where arms are judged on other texts, on other tokens of a text, or on parts of it."""
+    """Returns sentences on arms that are tested on different texts, tokens or parts of a text."""
     sweep, lines = results.sweep, []
     texts = {
         str(run.manifest.get("data", {}).get("test", {}).get("sha256"))
@@ -58,7 +65,7 @@ def _texts(results: Results) -> list[str]:
         for run in arm.runs.values()
     }
     lines += (
-        ["Arms are judged on texts of their own, which belongs to what was asked."]
+        ["Arms are tested on different texts, which is part of the question."]
         if len(texts) > 1
         else []
     )
@@ -67,11 +74,12 @@ def _texts(results: Results) -> list[str]:
         for arm in results.arms.values()
         for run in arm.runs.values()
     }
-    if len(objectives) > 1 and of_tokens(sweep.metric, results.asks_for_tokens):
+    if len(objectives) > 1 and of_tokens(sweep.metric, results.predicts_tokens):
         lines.append(
-            f"Arms have objectives of their own ({', '.join(sorted(objectives))}), so {sweep.metric} is not of the same tokens in all of them."
+            f"Arms have different objectives ({', '.join(sorted(objectives))}), "
+            f"so {sweep.metric} does not cover the same tokens in all arms."
         )
-    dropped = {
+    excluded = {
         arm.name: next(
             (
                 _counts(run.tested["left_out"])
@@ -82,25 +90,26 @@ def _texts(results: Results) -> list[str]:
         )
         for arm in results.arms.values()
     }
-    if len(set(dropped.values())) > 1:
+    if len(set(excluded.values())) > 1:
         lines.append(
-            f"Of the test text arms leave out: {'; '.join(f'{name} {what}' for name, what in dropped.items())}."
+            "Excluded from the test text, by arm: "
+            f"{'; '.join(f'{name} ({counts})' for name, counts in excluded.items())}."
         )
     return lines
 
 
-def _counts(of: Mapping) -> str:
-    return ", ".join(f"{why} {count:,}" for why, count in of.items())
+def _counts(counts: Mapping) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
 
 
-def _reads(run: Run) -> tuple:
-    """What the order of a run's text hangs on, beside its seed."""
-    told = run.manifest.get("data", {})
+def _reads(run: RunResult) -> tuple:
+    """Returns everything that determines the order of a run's text, except its seed."""
+    data = run.manifest.get("data", {})
     model = run.config.model
     return (
-        told.get("train", {}).get("sha256"),
-        told.get("tokenizer_sha256"),
-        told.get("objective"),
+        data.get("train", {}).get("sha256"),
+        data.get("tokenizer_sha256"),
+        data.get("objective"),
         run.config.data,
         model.family,
         model.prefix_lm,
@@ -108,9 +117,9 @@ def _reads(run: Run) -> tuple:
 
 
 def provenance(results: Results) -> list[tuple[str, str]]:
-    """Where the numbers come from."""
+    """Returns (name, value) pairs: file, code, versions, devices, test text and tokenizer."""
     runs = [run for arm in results.arms.values() for run in arm.runs.values()]
-    told = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
+    recorded = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
     versions = sorted(
         {
             f"{name} {version}"
@@ -139,10 +148,10 @@ def provenance(results: Results) -> list[tuple[str, str]]:
         ),
         (
             "code",
-            ", ".join(f"transformer {version}" for version in told("transformer"))
-            + f"; commit {', '.join(one[:12] + '+' * one.endswith('+') for one in told('commit'))}",
+            ", ".join(f"transformer {version}" for version in recorded("transformer")) + "; commit "
+            f"{', '.join(x[:12] + '+' * x.endswith('+') for x in recorded('commit'))}",
         ),
-        ("versions", f"Python {', '.join(told('python'))}; {', '.join(versions)}"),
+        ("versions", f"Python {', '.join(recorded('python'))}; {', '.join(versions)}"),
         ("devices", ", ".join(devices)),
         (
             "tested on",
@@ -163,31 +172,31 @@ def provenance(results: Results) -> list[tuple[str, str]]:
 
 
 def again(results: Results) -> str:
-    """The commands that give it again."""
+    """Returns the commands that reproduce the report."""
     where = " ".join(map(str, results.folders))
-    compared = ["python", "-m", "transformer", "compare", *map(str, results.folders)]
-    of = (study := _study(results)) and study.sweep
-    if not of or of.metric != results.sweep.metric:
-        compared.append(f"--metric={results.sweep.metric}")
-    if not of or of.baseline != results.sweep.baseline:
-        compared.append(f"--baseline={results.sweep.baseline}")
+    compare = ["python", "-m", "transformer", "compare", *map(str, results.folders)]
+    sweep = (study := _study(results)) and study.sweep
+    if not sweep or sweep.metric != results.sweep.metric:
+        compare.append(f"--metric={results.sweep.metric}")
+    if not sweep or sweep.baseline != results.sweep.baseline:
+        compare.append(f"--baseline={results.sweep.baseline}")
     if (
-        known := kind(results.sweep.metric)
-    ) is None or known.higher != results.sweep.higher_is_better:
-        compared.append(
+        metric_kind := kind(results.sweep.metric)
+    ) is None or metric_kind.higher != results.sweep.higher_is_better:
+        compare.append(
             "--higher-is-better" if results.sweep.higher_is_better else "--lower-is-better"
         )
-    lines = [shlex.join(compared)]
+    lines = [shlex.join(compare)]
     if study:
-        asked = [f"--config={study.file}"] * bool(study.file) + [
+        options = [f"--config={study.file}"] * bool(study.file) + [
             f"--config.{key}={value}" for key, value in study.overrides.items()
         ]
         lines.insert(
-            0, shlex.join(["python", "-m", "transformer", "sweep", *asked, f"--workdir={where}"])
+            0, shlex.join(["python", "-m", "transformer", "sweep", *options, f"--workdir={where}"])
         )
     return "\n".join(lines)
 
 
 def _study(results: Results) -> Study | None:
-    there = len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists()
-    return load_study(results.folders[0]) if there else None
+    is_sweep = len(results.folders) == 1 and (results.folders[0] / "sweep.json").exists()
+    return load_study(results.folders[0]) if is_sweep else None

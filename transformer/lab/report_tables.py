@@ -3,38 +3,39 @@
 import math
 import re
 
+from transformer.lab.formatting import p_value, signed, spell
 from transformer.lab.profiles import Profile, reads
 from transformer.lab.results import Results
 from transformer.lab.scans import CLOSE
 from transformer.lab.statistics import mean
-from transformer.lab.verdict import Verdict, p_value, signed, spell, validated
-from transformer.parallel.sharding import human_bytes
+from transformer.lab.verdict import Verdict, validated
+from transformer.parallel.sharding import format_bytes
 from transformer.runs.metrics import human_count
 
 
 def outcome(verdict: Verdict) -> list[list[str]]:
-    """The table of arms, for a person: what came out."""
+    """Returns the table of results by arm."""
     sweep, rows = verdict.results.sweep, []
     for name, row in verdict.rows.items():
-        one, arm = row.to_baseline, row.arm
+        versus, arm = row.to_baseline, row.arm
         difference = ["-", "-", "-"]
-        if one is not None and one.mean.count > 1:
-            low, high = (signed(x, one.mean.half) for x in (one.mean.low, one.mean.high))
+        if versus is not None and versus.mean.count > 1:
+            low, high = (signed(x, versus.mean.half) for x in (versus.mean.low, versus.mean.high))
             difference = [
-                signed(one.mean.mean, one.mean.half),
+                signed(versus.mean.mean, versus.mean.half),
                 f"{low} to {high}",
-                p_value(one.p).removeprefix("p ").removeprefix("= "),
+                p_value(versus.p).removeprefix("p ").removeprefix("= "),
             ]
-        reaches = "-" if one is None or not row.reaches.seeds else "never"
-        if one is not None and row.reaches.count:
-            reaches = f"{row.reaches.share:.0%} of its steps" + (
+        reaches = "-" if versus is None or not row.reaches.seeds else "never"
+        if versus is not None and row.reaches.count:
+            reaches = f"{row.reaches.share:.0%} of baseline steps" + (
                 f", {row.reaches.count} of {row.reaches.seeds} seeds"
                 if row.reaches.count < row.reaches.seeds
                 else ""
             )
         seeds = str(row.value.count) + (
-            f" ({one.mean.count} paired)"
-            if one is not None and one.mean.count < row.value.count
+            f" ({versus.mean.count} paired)"
+            if versus is not None and versus.mean.count < row.value.count
             else ""
         )
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
@@ -50,20 +51,20 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         )
     head = [
         "arm",
-        f"{sweep.metric} ± 95 %",
-        f"minus {sweep.baseline}",
+        f"{sweep.metric} (mean ± 95 % interval)",
+        f"difference from {sweep.baseline}",
         "95 % interval",
         "p",
         "seeds",
         "diverged",
-        f"{validated(verdict.results)} as good as the baseline's last after",
+        f"reaches the baseline's final {validated(verdict.results)} after",
     ]
     return [head, *rows]
 
 
 def cost(verdict: Verdict) -> list[list[str]]:
-    """The table of arms, for a person: what they took."""
-    rows = [["arm", "parameters", "FLOP a token", "tokens/s", "memory", "attention"]]
+    """Returns the table of costs by arm."""
+    rows = [["arm", "parameters", "FLOPs per token", "tokens/s", "memory", "attention"]]
     for name, row in verdict.rows.items():
         arm = row.arm
         together = {run.together for run in arm.runs.values()}
@@ -75,16 +76,22 @@ def cost(verdict: Verdict) -> list[list[str]]:
                 for backend in run.manifest.get("attention_backends", {})
             }
         )
-        known = lambda x, text, more="": "-" if not x or math.isnan(x) else text(x) + more
-        rows.append([
-            name, known(arm.parameters, "{:,}".format), known(arm.flops, human_count), known(row.tokens_per_second, human_count, mark),
-            known(row.memory, human_bytes, mark), " + ".join(attention) or "-",
-        ])  # fmt: skip
+        or_dash = lambda x, text, suffix="": "-" if not x or math.isnan(x) else text(x) + suffix
+        rows.append(
+            [
+                name,
+                or_dash(arm.parameters, "{:,}".format),
+                or_dash(arm.flops, human_count),
+                or_dash(row.tokens_per_second, human_count, mark),
+                or_dash(row.memory, format_bytes, mark),
+                " + ".join(attention) or "-",
+            ]
+        )
     return rows
 
 
 def measured(verdict: Verdict) -> list[list[str]]:
-    """The table of arms, for a person: what else the test says, but for what is a profile; empty where there is nothing."""
+    """Returns the table of other test metrics by arm, without profiles; empty if there are none."""
     arms, decides = verdict.results.arms, verdict.results.sweep.metric
     names = {name for arm in arms.values() for run in arm.runs.values() for name in run.names}
     names = sorted(
@@ -106,25 +113,26 @@ def measured(verdict: Verdict) -> list[list[str]]:
 
 
 SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps"}
-"""What arms are sized equal by (lab/guard.py)."""
+"""Matched fact -> the field that is adjusted to match it (lab/guard.py)."""
 
 
 def arms_table(results: Results) -> list[list[str]]:
-    """What each arm sets, and what it was sized to."""
-    rows = [["arm", "what it sets", "diverged (seed)"]]
+    """Returns the table of the settings of each arm, its matched size and its diverged seeds."""
+    rows = [["arm", "settings", "diverged seeds"]]
     for name, arm in results.arms.items():
-        said = [f"{field} = {value}" for field, value in arm.changes.items() if field != "arm"] or [
-            "as it is"
-        ]
+        settings = [
+            f"{field} = {value}" for field, value in arm.changes.items() if field != "arm"
+        ] or ["no changes"]
         if (sized := SIZED.get(results.sweep.match)) and arm.runs:
             parent, field = sized.split(".")
-            said.append(
-                f"sized to {sized} = {getattr(getattr(next(iter(arm.runs.values())).config, parent), field):,}"
+            settings.append(
+                f"sized to {sized} = "
+                f"{getattr(getattr(next(iter(arm.runs.values())).config, parent), field):,}"
             )
         rows.append(
             [
                 name,
-                ", ".join(said),
+                ", ".join(settings),
                 ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items()) or "-",
             ]
         )
@@ -132,7 +140,7 @@ def arms_table(results: Results) -> list[list[str]]:
 
 
 def scanned(verdict: Verdict) -> list[list[str]]:
-    """The table of numbers that the sweep went through."""
+    """Returns the table of scans."""
     rows = [
         [
             "field",
@@ -140,59 +148,73 @@ def scanned(verdict: Verdict) -> list[list[str]]:
             "values",
             "best",
             verdict.results.sweep.metric,
-            f"within {CLOSE:.0%}",
-            "no seed failed",
+            f"range within {CLOSE:.0%} of the best",
+            "range without failed seeds",
             "sensitivity",
         ]
     ]
-    for one in verdict.scans:
-        known = lambda x, text: "-" if math.isnan(x) else text.format(x)
-        ends = lambda pair: f"{pair[0]:g} to {pair[1]:g}" if pair else "-"
-        rows.append([
-            one.field, one.setting or "all", ends((min(one.points), max(one.points))), f"{one.best:g}", spell(one.points[one.best]),
-            ends(one.close), ends(one.stable), known(one.sensitivity, "{:.3f}"),
-        ])  # fmt: skip
+    for scan in verdict.scans:
+        or_dash = lambda x, text: "-" if math.isnan(x) else text.format(x)
+        spell_range = lambda ends: f"{ends[0]:g} to {ends[1]:g}" if ends else "-"
+        rows.append(
+            [
+                scan.field,
+                scan.setting or "all",
+                spell_range((min(scan.points), max(scan.points))),
+                f"{scan.best:g}",
+                spell(scan.points[scan.best]),
+                spell_range(scan.close),
+                spell_range(scan.stable),
+                or_dash(scan.sensitivity, "{:.3f}"),
+            ]
+        )
     return rows
 
 
 PLACES = 9
-"""Columns that a profile's table has at most; all are in profiles.csv."""
+"""Maximum number of places in the table of a profile. profiles.csv contains all of them."""
 
 
 def profile_table(profile: Profile) -> list[list[str]]:
-    """An arm a row, a place a column."""
+    """Returns a table with one row per arm and one column per place."""
     places = profile.places
     if len(places) > PLACES:
         places = [places[round(n * (len(places) - 1) / (PLACES - 1))] for n in range(PLACES)]
     rows = [
-        [name, *(spell(line[at]) if at in line else "-" for at in places)]
+        [name, *(spell(line[place]) if place in line else "-" for place in places)]
         for name, line in profile.lines.items()
     ]
     return [[profile.x_label, *map(str, places)], *rows]
 
 
 SCANNED = (
-    "Sensitivity (Wortsman et al. 2023): the mean loss over all values, that of a failed run being the loss of knowing nothing, log V, less the loss at "
-    "the best. A run fails that diverges or ends with more than log V; ranges are those around the best value, without a gap."
+    "Sensitivity (Wortsman et al. 2023) is the mean loss over all scanned values minus the mean "
+    "loss at the best value. A run fails if it diverges or ends with a loss of log V or more, the "
+    "loss of uniform predictions; it then counts as log V. Each range is contiguous and contains "
+    "the best value."
 )
 
 
 NOTE = (
-    "* the best, and arms that cannot be told from it. Means over seeds with 95 % t intervals; differences seed by seed, paired t-test, "
-    "p corrected by Holm for the number of comparisons; the best is found in the same numbers, so of equal arms some one is told from it in 6 to 10 studies of 100 instead of 5; an interval is of its comparison alone, so it may leave out zero where p does not tell. "
-    "Speed is of one run and memory of its process, on the machine below; (n together): n runs were one program and shared it."
+    "* marks the best arm, and arms with no detectable difference from it. Means are over seeds, "
+    "with 95 % t intervals. Differences are paired by seed and tested with a paired t-test; p "
+    "values are Holm-corrected for the number of comparisons. The best arm is chosen from the same "
+    "data: among equal arms, a false difference from it appears in 6 to 10 of 100 studies instead "
+    "of 5. Intervals are not corrected, so an interval may exclude zero although the corrected p "
+    "is 0.05 or more. Speed is per run and memory per process, on the devices below; (n together): "
+    "n runs were trained as one program and shared the devices."
 )
 
 
 def tables(verdict: Verdict) -> dict[str, list[list]]:
-    """CSV: the summary in full precision, every run's last metrics, and the curves."""
+    """Returns the CSV tables: summary in full precision, last metrics of runs, curves, profiles."""
     results = verdict.results
     runs = [
         (name, seed, run) for name, arm in results.arms.items() for seed, run in arm.runs.items()
     ]
     names = sorted({name for *_, run in runs for name in run.names})
-    last = [["arm", "seed", "diverged_at", *names]]
-    last += [
+    runs_table = [["arm", "seed", "diverged_at", *names]]
+    runs_table += [
         [name, seed, run.diverged or "", *(_blank(run.last(key)) for key in names)]
         for name, seed, run in runs
     ]
@@ -207,16 +229,21 @@ def tables(verdict: Verdict) -> dict[str, list[list]]:
     for profile in verdict.profiles:
         for name, line in profile.lines.items():
             places += [
-                [profile.name, name, at, *map(_blank, (one.mean, one.low, one.high, one.count))]
-                for at, one in line.items()
+                [
+                    profile.name,
+                    name,
+                    place,
+                    *map(_blank, (value.mean, value.low, value.high, value.count)),
+                ]
+                for place, value in line.items()
             ]
-    return {"summary": _summary(verdict), "runs": last, "curves": curves} | (
+    return {"summary": _summary(verdict), "runs": runs_table, "curves": curves} | (
         {"profiles": places} if verdict.profiles else {}
     )
 
 
 def _summary(verdict: Verdict) -> list[list]:
-    """A row for each arm, in full precision."""
+    """Returns the summary with one row per arm, in full precision."""
     head = [
         "arm",
         "mean",
@@ -233,8 +260,10 @@ def _summary(verdict: Verdict) -> list[list]:
     ]
     rows = [head]
     for name, row in verdict.rows.items():
-        one = row.to_baseline
-        more = [one.mean.mean, one.mean.low, one.mean.high, one.p] if one else [""] * 4
+        versus = row.to_baseline
+        difference = (
+            [versus.mean.mean, versus.mean.low, versus.mean.high, versus.p] if versus else [""] * 4
+        )
         rows.append(
             [
                 _blank(x)
@@ -245,7 +274,7 @@ def _summary(verdict: Verdict) -> list[list]:
                     row.value.high,
                     row.value.count,
                     len(row.arm.diverged),
-                    *more,
+                    *difference,
                     row.arm.parameters,
                     row.arm.flops,
                 )
@@ -255,5 +284,5 @@ def _summary(verdict: Verdict) -> list[list]:
 
 
 def _blank(x):
-    """Nothing where a number is not known."""
+    """Returns the value, or an empty cell for NaN."""
     return "" if isinstance(x, float) and math.isnan(x) else x

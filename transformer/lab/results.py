@@ -1,4 +1,4 @@
-"""Runs read from their directories, as arms that can be compared; and what was left out of the comparison, and why."""
+"""Reads runs from their directories, groups them by arm, and leaves out incomparable ones."""
 
 import dataclasses
 import json
@@ -23,49 +23,53 @@ from transformer.units import of_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """A run: of which seed, what it logged, where it came from."""
+class RunResult:
+    """The seed, config, logged metrics and manifest of a run."""
 
     folder: Path
     seed: int
     config: Experiment
-    lines: tuple[dict, ...]  # of metrics.jsonl
+    lines: tuple[dict, ...]  # metrics.jsonl
     manifest: Mapping
     tested: Mapping  # test.json
 
     @property
     def diverged(self) -> int | None:
-        """At which step, if it did: its loss was no number any more, or it ended with twice that of knowing nothing and more."""
-        ended = [
+        """The step at which the run diverged, or None.
+
+        A run has diverged if its training loss was not finite, or if its final loss is more than
+        twice the loss of uniform predictions.
+        """
+        losses = [
             x for name in ("test/loss", "eval/loss") if not math.isnan(x := self.outcome(name))
         ]
-        if ended and ended[0] > 2 * knowing_nothing(self.config):
+        if losses and losses[0] > 2 * uniform_loss(self.config):
             return self.step
         return next((line["step"] for line in self.lines if line.get("train/diverged")), None)
 
     def last(self, name: str) -> float:
-        """The last value of a metric; NaN if there is none."""
+        """Returns the last value of a metric, or NaN if there is none."""
         return next((float(line[name]) for line in reversed(self.lines) if name in line), math.nan)
 
     @property
     def step(self) -> int:
-        """The last that was logged."""
+        """The last logged step."""
         return max(line["step"] for line in self.lines)
 
     def outcome(self, name: str) -> float:
-        """The value of a metric at the run's end; NaN where it has none, or has not come there."""
-        whole = "converted_from" in self.manifest or self.step >= self.config.train.steps
-        ends = [line for line in self.lines if name in line and line["step"] == self.step]
-        return float(ends[-1][name]) if whole and ends else math.nan
+        """Returns the final value of a metric, or NaN if it is missing or the run is unfinished."""
+        finished = "converted_from" in self.manifest or self.step >= self.config.train.steps
+        final_lines = [line for line in self.lines if name in line and line["step"] == self.step]
+        return float(final_lines[-1][name]) if finished and final_lines else math.nan
 
     def lacks(self, name: str) -> str:
-        """Why there is no `outcome` of a metric."""
+        """Returns the reason why a metric has no `outcome`."""
         if self.step < self.config.train.steps:
-            return f"is not known: the run is at step {self.step:,} of {self.config.train.steps:,}"
-        return "is no number" if any(name in line for line in self.lines) else "is not there (yet)"
+            return f"is unknown: the run is at step {self.step:,} of {self.config.train.steps:,}"
+        return "has no final value" if any(name in x for x in self.lines) else "is not logged yet"
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """(step, value), finite ones."""
+        """Returns (step, value) for all finite values of a metric."""
         return [
             (line["step"], line[name])
             for line in self.lines
@@ -73,30 +77,30 @@ class Run:
         ]
 
     def first(self, name: str) -> float:
-        """The first value of a metric; NaN if there is none."""
+        """Returns the first value of a metric, or NaN if there is none."""
         return next((float(line[name]) for line in self.lines if name in line), math.nan)
 
     @property
     def names(self) -> set[str]:
-        """Of all metrics."""
+        """The names of all metrics."""
         return {name for line in self.lines for name in line} - {"step"}
 
     @property
     def together(self) -> int:
-        """So many runs were trained as one program, the last time that it was begun."""
+        """The number of runs in the program that trained this run most recently."""
         return self.manifest.get("trained_together", 1)
 
     @property
     def speed(self) -> float:
-        """Tokens a second, the median of what was logged: compiling and evaluating do not count."""
+        """Median of the logged tokens per second, which excludes compilation and evaluation."""
         return statistics.median(
             [line[name] for line in self.lines if (name := "time/tokens_per_second") in line]
             or [math.nan]
         )
 
     def spent(self) -> list[tuple[int, float, float]]:
-        """(step, tokens so far, seconds so far); of runs that were trained together, each has its share of the time."""
-        found, tokens, seconds = [(0, 0.0, 0.0)], 0.0, 0.0
+        """Returns cumulative (step, tokens, seconds). Runs trained together share the time."""
+        totals, tokens, seconds = [(0, 0.0, 0.0)], 0.0, 0.0
         for line in self.lines:
             if "train/tokens" in line:
                 tokens += line["train/tokens"]
@@ -104,16 +108,16 @@ class Run:
                 seconds += (
                     line["train/tokens"] / speed / line.get("time/together", 1) if speed else 0.0
                 )
-                found.append((line["step"], tokens, seconds))
-        return found
+                totals.append((line["step"], tokens, seconds))
+        return totals
 
 
-def knowing_nothing(config: Experiment) -> float:
-    """The loss of who holds all tokens, or all classes, for equally likely: log V nats."""
+def uniform_loss(config: Experiment) -> float:
+    """Returns the loss of uniform predictions over all tokens or classes: log V nats."""
     return math.log(
         max(
             config.model.vocab_size
-            if config.objective.asks_for_tokens
+            if config.objective.predicts_tokens
             else config.model.num_labels,
             2,
         )
@@ -122,17 +126,17 @@ def knowing_nothing(config: Experiment) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """The runs of one setting, by seed."""
+    """The runs of one setting of the varied fields, by seed."""
 
     name: str
     changes: Mapping[str, object]
-    runs: Mapping[int, Run]
-    flops: float = 0.0  # of a token that is read; 0: not known
-    flops_a_step: float = 0.0
+    runs: Mapping[int, RunResult]
+    flops: float = 0.0  # per input token; 0 if unknown
+    flops_per_step: float = 0.0
     parameters: int = 0
 
     def values(self, metric: str) -> dict[int, float]:
-        """Seed -> the last value, of the runs that have come to their end with one."""
+        """Returns seed -> final value, for finished runs that did not diverge."""
         return {
             seed: value
             for seed, run in self.runs.items()
@@ -141,19 +145,19 @@ class Arm:
 
     @property
     def diverged(self) -> dict[int, int]:
-        """Seed -> step."""
+        """Seed -> step of divergence, for diverged runs."""
         return {seed: run.diverged for seed, run in self.runs.items() if run.diverged is not None}
 
     @property
     def speed(self) -> float:
-        """Tokens a second of a run, over runs that logged it."""
-        found = [run.speed for run in self.runs.values() if not math.isnan(run.speed)]
-        return sum(found) / len(found) if found else math.nan
+        """Mean tokens per second over the runs that logged it."""
+        speeds = [run.speed for run in self.runs.values() if not math.isnan(run.speed)]
+        return sum(speeds) / len(speeds) if speeds else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What is compared: the study, its arms, and what was left out."""
+    """The inputs of a comparison: the sweep, its arms, and reasons why runs were left out."""
 
     title: str
     sweep: Sweep
@@ -162,10 +166,10 @@ class Results:
     folders: tuple[Path, ...]
 
     @property
-    def asks_for_tokens(self) -> bool:
-        """Whether its runs do (a classifier's ask for labels alone)."""
+    def predicts_tokens(self) -> bool:
+        """Whether the runs predict tokens. Classifiers predict labels only."""
         return next(
-            run.config.objective.asks_for_tokens
+            run.config.objective.predicts_tokens
             for arm in self.arms.values()
             for run in arm.runs.values()
         )
@@ -177,35 +181,37 @@ def read(
     baseline: str = "",
     higher_is_better: bool | None = None,
 ) -> Results:
-    """The results of a sweep's directory, or of several run directories (runs whose configs differ in the seed alone are one arm, named
-    after the folder of the first). Raises UserError where nothing can be compared."""
+    """Returns the results of a sweep directory, or of several run directories.
+
+    Runs whose configs differ only in the seed form one arm, which is named after the folder of the
+    first run. Raises UserError if there is nothing to compare.
+    """
     studies = [folder for folder in folders if (folder / "sweep.json").exists()]
     if studies and len(folders) > 1:
-        raise UserError(
-            f"compare: {studies[0]} is a sweep, which is compared by itself; name one sweep, or several runs"
-        )
+        raise UserError(f"compare: {studies[0]} is a sweep; pass either one sweep or several runs")
     sweep, arms, left_out = _of_study(folders[0]) if studies else _of_runs(folders)
     if not any(arm.runs for arm in arms.values()):
         raise UserError(
             f"compare: nothing to compare: {left_out[0]}"
             + (f", and {len(left_out) - 1} more" if len(left_out) > 1 else "")
         )
-    wanted = metric or sweep.metric
+    decider = metric or sweep.metric
     ended = [run for arm in arms.values() for run in arm.runs.values() if run.diverged is None]
-    if ended and not any(wanted in line for run in ended for line in run.lines):
+    if ended and not any(decider in line for run in ended for line in run.lines):
         names = sorted({name for run in ended for name in run.names})
         raise UserError(
-            f"compare: no run has {wanted!r}; --metric may be one of: {', '.join(names) or 'nothing yet'}"
+            f"compare: no run has {decider!r}; "
+            f"--metric may be one of: {', '.join(names) or 'nothing yet'}"
         )
-    if wanted != sweep.metric or higher_is_better is not None:
-        sweep = dataclasses.replace(sweep, metric=wanted, higher_is_better=higher_is_better)
+    if decider != sweep.metric or higher_is_better is not None:
+        sweep = dataclasses.replace(sweep, metric=decider, higher_is_better=higher_is_better)
     if baseline and baseline not in arms:
         raise UserError(f"--baseline: no arm {baseline!r}; {nearest(baseline, arms)}")
     if baseline:
         sweep = dataclasses.replace(sweep, baseline=baseline)
     arms = {sweep.baseline: arms[sweep.baseline]} | arms
-    arms, more = _comparable(arms, sweep)
-    left_out += more
+    arms, incomparable = _comparable(arms, sweep)
+    left_out += incomparable
     for arm in arms.values():
         for seed, run in arm.runs.items():
             if run.diverged is None and not math.isfinite(run.outcome(sweep.metric)):
@@ -223,20 +229,20 @@ def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
         for run in (run for run in study.runs if run.arm == name):
             if (status := run.status()).kind == "failed":
                 left_out.append(f"{name}, seed {run.config.seed}: {status.kind}: {status.why}")
-            elif found := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
-                runs[run.config.seed] = found
+            elif loaded := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
+                runs[run.config.seed] = loaded
         facts = study.facts[name]
-        arms[name] = Arm(name, changes, runs, facts.flops, facts.flops_a_step, facts.parameters)
+        arms[name] = Arm(name, changes, runs, facts.flops, facts.flops_per_step, facts.parameters)
     return study.sweep, arms, left_out
 
 
 def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]:
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[RunResult]] = {}
     left_out: list[str] = []
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"compare: no directory {folder}")
-        if run := _run(folder, left_out, str(folder), must=True):
+        if run := _run(folder, left_out, str(folder), required=True):
             groups.setdefault(
                 json.dumps(to_mapping(dataclasses.replace(run.config, seed=0)), sort_keys=True), []
             ).append(run)
@@ -255,7 +261,7 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         }
         by_seed = {run.seed: run for run in runs}
         if len(by_seed) < len(runs):
-            left_out.append(f"{name}: several runs of one seed; the last counts")
+            left_out.append(f"{name}: several runs have the same seed; only the last is used")
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
     seeds = tuple(sorted({seed for arm in arms.values() for seed in arm.runs}))
     return (
@@ -266,116 +272,129 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
 
 
 def _name(folder: Path) -> str:
-    """Of an arm: its folder's, or where that is a seed's the folder's above."""
+    """Returns an arm's name: that of the run's folder, or of its parent for folders of a seed."""
     folder = folder.parent if re.fullmatch(r"seed-?\d+", folder.name) else folder
     name = re.sub(r"[^A-Za-z0-9_.=+-]", "_", folder.name).lstrip("_.-+=") or "run"
     return f"{name}_" if name in RESERVED else name
 
 
-def _run(folder: Path, left_out: list[str], name: str, must: bool = False) -> Run | None:
+def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -> RunResult | None:
     if not (folder / "config.json").exists():
-        if must:
-            there = sorted(str(found.parent) for found in folder.glob("*/config.json"))
-            way = (
-                f"; name the runs in it: {' '.join(there[:3])}{' ...' * (len(there) > 3)}"
-                if there
+        if required:
+            runs = sorted(str(file.parent) for file in folder.glob("*/config.json"))
+            hint = (
+                f"; pass the runs in it: {' '.join(runs[:3])}{' ...' * (len(runs) > 3)}"
+                if runs
                 else ""
             )
             raise UserError(
-                f"compare: no run in {folder} (no config.json) and no sweep (no sweep.json){way}"
+                f"compare: no run in {folder} (no config.json) and no sweep (no sweep.json){hint}"
             )
-        left_out.append(f"{name}: not begun")
+        left_out.append(f"{name}: not started")
         return None
-    report = folder / "test.json"
+    test_file = folder / "test.json"
     try:
         config, manifest = load_config(folder), read_manifest(folder)
-        tested = read_json(report) if report.exists() else {}
+        tested = read_json(test_file) if test_file.exists() else {}
         parsed = parse_metrics(folder)
     except UserError as e:
         left_out.append(f"{name}: damaged ({e})")
         return None
     numbers = lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))}
     lines = [line for line in parsed if line is not None]
-    if odd := sorted({key for line in lines for key in line.keys() - numbers(line).keys()}):
-        left_out.append(f"{name}: {', '.join(odd)}: no numbers in metrics.jsonl")
+    if textual := sorted({key for line in lines for key in line.keys() - numbers(line).keys()}):
+        left_out.append(f"{name}: {', '.join(textual)}: not numeric in metrics.jsonl")
     lines = [numbers(line) for line in lines]
     if damaged := len(parsed) - len(lines):
-        left_out.append(f"{name}: {damaged} of the lines of metrics.jsonl are damaged")
+        left_out.append(f"{name}: metrics.jsonl has {damaged} damaged lines")
     if not lines:
         left_out.append(f"{name}: has logged nothing yet")
         return None
-    return Run(folder, config.seed, config, tuple(lines), manifest, tested)
+    return RunResult(folder, config.seed, config, tuple(lines), manifest, tested)
 
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
-    """The arms whose runs were judged by the same as the baseline's, but for what the sweep asks about; and what was left out."""
+    """Leaves out runs that were evaluated differently from the baseline, and returns the reasons.
+
+    Differences that the sweep varies or declares are allowed.
+    """
     first = next(run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values())
-    kept, left_out = {}, []
+    comparable, left_out = {}, []
     for name, arm in arms.items():
         runs = {}
         for seed, run in arm.runs.items():
-            if why := _why_not(run, first, sweep):
-                left_out.append(f"{name}, seed {seed}: {why}, and cannot be compared")
+            if reason := _why_not(run, first, sweep):
+                left_out.append(f"{name}, seed {seed}: {reason}, and cannot be compared")
             else:
                 runs[seed] = run
-        kept[name] = dataclasses.replace(arm, runs=runs)
-    return kept, left_out
+        comparable[name] = dataclasses.replace(arm, runs=runs)
+    return comparable, left_out
 
 
-def _why_not(run: Run, first: Run, sweep: Sweep) -> str | None:
-    told, may = lambda run, *keys: _inside(run.manifest, "data", *keys), asked(sweep)
+def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
+    data, allowed = lambda run, *keys: _get(run.manifest, "data", *keys), asked(sweep)
     part, same = (
         "valid" if sweep.metric.startswith("eval/") else "test",
-        lambda *keys: told(run, *keys) == told(first, *keys),
+        lambda *keys: data(run, *keys) == data(first, *keys),
     )
     if not same(part, "sha256") and not ("data" in sweep.declared or set(sweep.fields) & TEXT):
-        return f"was {'validated' if part == 'valid' else 'tested'} on another text than {first.folder}"
+        return (
+            f"was {'validated' if part == 'valid' else 'tested'} on another text "
+            f"than {first.folder}"
+        )
     if (
         "tokenizer" not in sweep.declared
         and not same("tokenizer_sha256")
-        and of_tokens(sweep.metric, first.config.objective.asks_for_tokens)
+        and of_tokens(sweep.metric, first.config.objective.predicts_tokens)
     ):
-        return f"has another tokenizer than {first.folder}, so its {sweep.metric} is of other tokens (test/bits_per_byte does not ask for tokens)"
-    if "data" not in may and not same("objective"):
-        return f"has another objective ({told(run, 'objective')}) than {first.folder} ({told(first, 'objective')})"
-    if (here := measures(run.config.train.evaluators, sweep.metric)) != (
-        there := measures(first.config.train.evaluators, sweep.metric)
-    ):
-        return f"was measured by {here}, {first.folder} by {there}"
-    if part == "valid":
-        here, there = (one.config.train.eval_batches for one in (run, first))
         return (
-            f"was validated on {here or 'all'} batches, {first.folder} on {there or 'all'}"
-            if here != there and "data" not in may
+            f"has another tokenizer than {first.folder}, and {sweep.metric} depends on it "
+            "(test/bits_per_byte does not)"
+        )
+    if "data" not in allowed and not same("objective"):
+        return (
+            f"has another objective ({data(run, 'objective')}) "
+            f"than {first.folder} ({data(first, 'objective')})"
+        )
+    if (value := measures(run.config.train.evaluators, sweep.metric)) != (
+        reference := measures(first.config.train.evaluators, sweep.metric)
+    ):
+        return f"was measured by {value}, {first.folder} by {reference}"
+    if part == "valid":
+        value, reference = (x.config.train.eval_batches for x in (run, first))
+        return (
+            f"was validated on {value or 'all'} batches, {first.folder} on {reference or 'all'}"
+            if value != reference and "data" not in allowed
             else None
         )
     for field in ("eval_overlap", "decoding"):
-        here, there = run.tested.get(field), first.tested.get(field)
+        value, reference = run.tested.get(field), first.tested.get(field)
         if (
-            None not in (here, there)
-            and here != there
-            and not any(
-                one.rpartition(".")[0] == field or one == f"data.{field}" for one in sweep.fields
-            )
+            None not in (value, reference)
+            and value != reference
+            and not any(x.rpartition(".")[0] == field or x == f"data.{field}" for x in sweep.fields)
         ):
-            return f"was evaluated with {field} = {_said(here, there)}, {first.folder} with {_said(there, here)}"
+            return (
+                f"was evaluated with {field} = {_spell(value, reference)}, "
+                f"{first.folder} with {_spell(reference, value)}"
+            )
     return None
 
 
 TEXT = frozenset(f"data.{name}" for name in TEXT_FIELDS)
-"""The fields that say which text arms are judged on."""
+"""The fields that determine the validation and test text."""
 
 
-def _said(one, other) -> str:
-    """What differs, of two values or tables."""
+def _spell(x, reference) -> str:
+    """Returns a value as text. Of a table, only the entries that differ from the reference."""
     return (
-        ", ".join(f"{k} {v}" for k, v in one.items() if other.get(k) != v) or "nothing else"
-        if isinstance(one, Mapping)
-        else str(one)
+        ", ".join(f"{k} {v}" for k, v in x.items() if reference.get(k) != v) or "unset"
+        if isinstance(x, Mapping)
+        else str(x)
     )
 
 
-def _inside(tree, *keys):
+def _get(tree, *keys):
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree

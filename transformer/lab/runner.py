@@ -1,7 +1,8 @@
-"""Runs a study: what is done is skipped, what was cut off goes on, what dies is noted and the rest goes on.
+"""Runs a study: skips finished runs, resumes interrupted ones, and records failures.
 
-Every run, or group of runs that are trained together, has a process of its own. On a pod, where every host is given the same command, a run
-has a process on each host: all go through the runs in the same order, and the first alone writes what becomes of them.
+A failure does not stop the other runs. Each run, or each group of runs that are trained together,
+has its own process. On a pod, every host runs the same command, and a run has a process on each
+host. All hosts process the runs in the same order, and only the first host records their state.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from transformer.claims import keep_renewing
+from transformer.claims import start_renewing
 from transformer.errors import UserError, nearest
 from transformer.lab.overview import Table
 from transformer.lab.study import Planned, Study, load_study
@@ -22,87 +23,95 @@ from transformer.parallel.processes import place
 from transformer.runs.recorder import Diverged
 
 MOST_PARAMETERS = 100_000_000
-"""Runs are trained together as long as they have no more than so many parameters together."""
+"""Maximum total number of parameters of runs that are trained together."""
 
 
 def groups(study: Study, runs: Sequence[Planned], most: int) -> list[list[Planned]]:
-    """Runs to be trained as one program, `most` at a time; all others by themselves."""
-    found: dict[object, list[list[Planned]]] = {}
+    """Groups runs that can be trained as one program, up to `most` each. Others stay alone."""
+    by_kind: dict[object, list[list[Planned]]] = {}
     for run in runs:
         room = min(most, MOST_PARAMETERS // max(study.facts[run.arm].parameters, 1))
         kind = alike(run.config) if room > 1 else None
-        batches = found.setdefault(kind or run.name, [[]])
+        batches = by_kind.setdefault(kind or run.name, [[]])
         if len(batches[-1]) >= max(room, 1):
             batches.append([])
         batches[-1].append(run)
-    return [group for batches in found.values() for group in batches]
+    return [group for batches in by_kind.values() for group in batches]
 
 
 def share_of(study: Study, shard: tuple[int, int], most: int) -> list[list[Planned]]:
-    """The groups of machine shard[0] of shard[1], without what is over. What is whose does not hang on what is over: machines may begin one
-    after another."""
-    mine = groups(study, study.runs, most)[shard[0] - 1 :: shard[1]]
-    return [left for unit in mine if (left := [run for run in unit if not run.status().over])]
+    """Returns the groups of machine shard[0] of shard[1], without finished runs.
+
+    The assignment does not depend on which runs are finished, because machines may start at
+    different times.
+    """
+    share = groups(study, study.runs, most)[shard[0] - 1 :: shard[1]]
+    return [
+        unfinished
+        for group in share
+        if (unfinished := [run for run in group if not run.status().over])
+    ]
 
 
 def run_study(
     study: Study, *, jobs: int, shard: tuple[int, int], most: int, host: tuple[int, int] = (0, 1)
 ) -> int:
-    """Runs what is left of a study, `jobs` processes at a time; of several machines this is number shard[0] of shard[1], of a pod's
-    processes number host[0] of host[1]. Returns the exit code: 0 when all of its runs are over, 1 when some have failed, 143 when it, or
-    one of them, was stopped."""
-    units, table = share_of(study, shard, most), Table(study, sys.stderr)
+    """Runs the unfinished runs of a study, in up to `jobs` processes at a time.
+
+    This is machine shard[0] of shard[1], and process host[0] of the host[1] processes of a pod.
+    Returns the exit code: 0 if all runs are finished, 1 if some failed, 143 if this process or a
+    run was stopped.
+    """
+    waiting, table = share_of(study, shard, most), Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1
-    working, failed, cut, look = [], [], False, 0.0
-    with _stopping() as stopped, _leaving_none(working):
-        while (units and not stopped()) or working:
-            for unit in units[:] if time.monotonic() >= look else ():
+    working, failed, interrupted, next_check = [], [], False, 0.0
+    with _stopping() as stopped, _stopping_children(working):
+        while (waiting and not stopped()) or working:
+            for group in waiting[:] if time.monotonic() >= next_check else ():
                 if len(working) == jobs or stopped():
                     break
-                units.remove(unit)
-                if child := _begin(study, unit, host):
+                waiting.remove(group)
+                if child := _begin(study, group, host):
                     working.append(child)
-                # What another works on comes again: it is taken over should that one die.
+                # Runs claimed by other processes are checked again, in case those processes die.
                 if alone and (
-                    left := [
+                    unfinished := [
                         run
-                        for run in unit
+                        for run in group
                         if not (child and run in child.runs) and not run.status().over
                     ]
                 ):
-                    units.append(left)
-                    look = time.monotonic() + PATIENCE
+                    waiting.append(unfinished)
+                    next_check = time.monotonic() + PATIENCE
             for child in list(working):
                 if stopped():
                     child.stop()
                 code = child.process.poll()
                 if code is not None:
                     working.remove(child)
-                    failed, look = failed + child.end(code), 0.0
-                    cut |= code in STOPPED
-                    if not alone and code in (
-                        *STOPPED,
-                        2,
-                    ):  # of whichever host: all of them stop, or one is not there any more
-                        units.clear()
+                    failed, next_check = failed + child.end(code), 0.0
+                    interrupted |= code in STOPPED
+                    # On a pod, these codes mean that all hosts stop, or that a host is missing.
+                    if not alone and code in (*STOPPED, 2):
+                        waiting.clear()
             if first:
                 table.show()
             time.sleep(0.3)
     if first:
         table.show(last=True)
-    return 143 if cut or stopped() else 1 if failed else 0
+    return 143 if interrupted or stopped() else 1 if failed else 0
 
 
 PATIENCE = 5.0
-"""Seconds until what others work on is looked at again."""
+"""Seconds between checks of runs that other processes have claimed."""
 
 STOPPED = (143, -signal.SIGTERM)
-"""Exit codes of a process that was told to stop: it has saved, or had nothing to."""
+"""Exit codes of a process that received SIGTERM, after it has saved its state if necessary."""
 
 
 @contextlib.contextmanager
-def _leaving_none(working: list["_Child"]) -> Iterator[None]:
-    """Whatever happens here, no process goes on unwatched."""
+def _stopping_children(working: list["_Child"]) -> Iterator[None]:
+    """Stops all child processes on exit, also after an exception."""
     try:
         yield
     finally:
@@ -112,10 +121,10 @@ def _leaving_none(working: list["_Child"]) -> Iterator[None]:
 
 
 class _Child:
-    """A process that trains and evaluates some runs; of a pod, the part of it that is on this host, number `index`."""
+    """A process that trains and evaluates runs. On a pod, this is the process of host `index`."""
 
     def __init__(self, study: Study, runs: list[Planned], index: int):
-        self.runs, self.told, self.first = runs, False, index == 0
+        self.runs, self.stopping, self.first = runs, False, index == 0
         log = runs[0].log if self.first else runs[0].log.with_suffix(f".process-{index}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.began = log.open("ab"), log.stat().st_size if log.exists() else 0
@@ -139,13 +148,13 @@ class _Child:
             run.claim.hand_over(self.process.pid)
 
     def stop(self) -> None:
-        """Tells it to save and end, once."""
-        if not self.told:
-            self.told = True
+        """Sends SIGTERM once, so that the process saves and exits."""
+        if not self.stopping:
+            self.stopping = True
             self.process.send_signal(signal.SIGTERM)
 
     def end(self, code: int) -> list[Planned]:
-        """Gives its runs back; those that have failed."""
+        """Releases the claims on its runs, and returns the runs that failed."""
         self.log.close()
         failed = []
         for run in self.runs:
@@ -153,26 +162,26 @@ class _Child:
                 run.release()
             if code not in (0, *STOPPED) and not run.status().over:
                 failed.append(run)
-                if self.first and run.status().kind != "failed":  # else it has said itself why
+                if self.first and run.status().kind != "failed":  # else the process gave a reason
                     run.release(_reason(code, self.runs[0].log, self.began))
         return failed
 
 
 def _begin(study: Study, runs: list[Planned], host: tuple[int, int]) -> _Child | None:
-    """A process for those of the runs that nobody else has, or has done meanwhile."""
+    """Starts a process for those runs that are unfinished and not claimed by another process."""
     index, count = host
-    left = [run for run in runs if not run.status().over]
+    unfinished = [run for run in runs if not run.status().over]
     if count == 1:
-        left = [run for run in left if run.take()]
-    elif index == 0:  # the others begin them too: an old claim must not keep the first from it
-        for run in left:
+        unfinished = [run for run in unfinished if run.take()]
+    elif index == 0:  # all hosts start these runs, so an old claim must not stop the first host
+        for run in unfinished:
             run.release()
             run.take()
-    return _Child(study, left, index) if left else None
+    return _Child(study, unfinished, index) if unfinished else None
 
 
 def _reason(code: int, log: Path, began: int) -> str:
-    """Why a process failed, by its exit code and what it has said since it `began` to write into the log."""
+    """Returns why a process failed: its exit code, and the last error in its log since `began`."""
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-code).name}{hint}; see {log}"
@@ -181,46 +190,47 @@ def _reason(code: int, log: Path, began: int) -> str:
         for line in log.read_bytes()[began:].decode(errors="replace").splitlines()
         if line.strip()
     ]
-    said = next(
+    error = next(
         (line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else ""
     )
-    return f"exit code {code}: {said.removeprefix('error: ')[:200]}; see {log}"
+    return f"exit code {code}: {error.removeprefix('error: ')[:200]}; see {log}"
 
 
 def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]) -> int:
-    """In a process of its own: trains the named runs of a study, or goes on with them, and evaluates those that are trained. Runs that are
-    alike and stand at the same step are trained together, or, where that fails, each by itself; one that dies is noted, and the others go on.
-    Returns the exit code."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # outside of training, which saves first
+    """Trains or resumes the named runs of a study in this process, and evaluates them.
+
+    Runs that are alike and at the same step are trained together, or one by one if that fails. A
+    failed run is recorded, and does not stop the others. Returns the exit code.
+    """
+    # Training replaces this handler, and saves before it exits.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     runs = {run.name: run for run in load_study(folder).runs}
     for name in names:
         if name not in runs:
             raise UserError(f"--runs: no run {name!r}; {nearest(name, runs)}")
     chosen = [runs[name] for name in names]
-    mine = chosen if place()[0] == 0 else []
-    for run in mine:
+    claimed = chosen if place()[0] == 0 else []
+    for run in claimed:
         run.keep()
-    keep_renewing([run.claim for run in mine])
+    start_renewing([run.claim for run in claimed])
     try:
         return _work(chosen, evaluate)
     finally:
-        for run in mine:
+        for run in claimed:
             run.release()
 
 
 def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int:
-    """`work`, on runs that are this process's own."""
+    """`work`, on runs that this process has claimed."""
     from transformer.runs.loop import heard, train
 
     heard.clear()
-    dead: list[Planned] = []
+    failed: list[Planned] = []
     unfinished = lambda run: not run.status().over and run.saved() < run.config.train.steps
 
     @contextlib.contextmanager
-    def living(run: Planned) -> Iterator[None]:
-        """What becomes of one run is nothing to the others, where there are others."""
+    def isolated(run: Planned) -> Iterator[None]:
+        """Records the failure of a run, so that other runs continue. A lone run reraises."""
         try:
             yield
         except Diverged as e:
@@ -228,42 +238,46 @@ def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int
         except Exception as e:
             if len(chosen) == 1:
                 raise
-            _tell(run.name, e)
-            dead.append(run)
-            run.release(f"{_said(e)}; see {chosen[0].log}")
+            _log_error(run.name, e)
+            failed.append(run)
+            run.release(f"{_spell(e)}; see {chosen[0].log}")
 
-    apart: dict[object, list[Planned]] = {}
+    by_step: dict[object, list[Planned]] = {}
     for run in chosen:
         if unfinished(run):
-            apart.setdefault((alike(run.config) or run.name, run.saved()), []).append(run)
-    for group in apart.values():
+            by_step.setdefault((alike(run.config) or run.name, run.saved()), []).append(run)
+    for group in by_step.values():
         if len(group) > 1:
             try:
                 train_together([run.config for run in group], [run.folder for run in group])
             except Exception as e:
-                _tell(f"{', '.join(run.name for run in group)}: each by itself, since together", e)
+                _log_error(
+                    f"{', '.join(run.name for run in group)}: "
+                    "trained one by one, because training together failed",
+                    e,
+                )
         for run in group:
             if not heard and unfinished(run):
-                with living(run):
+                with isolated(run):
                     if train(run.config, run.folder) < run.config.train.steps:
-                        return 143  # on a pod another host may have been told
+                        return 143  # on a pod, another host may have received the signal
         if heard:
             return 143
     for run in chosen:
-        if run not in dead and not run.status().over:
-            with living(run):
+        if run not in failed and not run.status().over:
+            with isolated(run):
                 evaluate(run)
-    return 1 if dead else 0
+    return 1 if failed else 0
 
 
-def _tell(what: str, error: Exception) -> None:
-    """Into the log: a mistake in one line, a fault with its traceback."""
+def _log_error(subject: str, error: Exception) -> None:
+    """Logs an error in one line, with a traceback unless it is a UserError."""
     if not isinstance(error, UserError):
         traceback.print_exception(error)
-    print(f"error: {what}: {_said(error)}", file=sys.stderr)
+    print(f"error: {subject}: {_spell(error)}", file=sys.stderr)
 
 
-def _said(error: Exception) -> str:
+def _spell(error: Exception) -> str:
     return (
         str(error)
         if isinstance(error, UserError)
@@ -273,25 +287,25 @@ def _said(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[Callable[[], bool]]:
-    """After Ctrl-C, SIGTERM or the end of the terminal the function it yields returns True; a second Ctrl-C interrupts."""
-    seen: list[int] = []
+    """Yields a function that returns True after SIGINT, SIGTERM or SIGHUP.
 
-    def note(number, frame):
-        if seen and number == signal.SIGINT:
+    A second SIGINT raises KeyboardInterrupt.
+    """
+    signals: list[int] = []
+
+    def record(number, frame):
+        if signals and number == signal.SIGINT:
             raise KeyboardInterrupt
-        seen.append(number)
+        signals.append(number)
 
-    hears = [
+    numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # nohup
-    before = {number: signal.signal(number, note) for number in hears}
+        if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+    ]
+    previous = {number: signal.signal(number, record) for number in numbers}
     try:
-        yield lambda: bool(seen)
+        yield lambda: bool(signals)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-# ---- what a person sees

@@ -1,7 +1,8 @@
-"""What a few seeds allow one to say: Student's t, in pairs, corrected for the number of comparisons.
+"""Statistics for few seeds: t intervals, paired t-tests and the correction for several comparisons.
 
-Seeds are few and their losses near normal; so means have t intervals (Gosset 1908), arms are compared seed by seed (what a seed does to
-both of them cancels), and p values are corrected by Holm (1979).
+Seeds are few and their losses are nearly normal. Therefore means have Student's t intervals (Gosset
+1908). Arms are compared in pairs with the same seed, which cancels the effect of the seed. p values
+are corrected for the number of comparisons (Holm 1979).
 """
 
 import dataclasses
@@ -12,14 +13,15 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
+"""Confidence level of the intervals."""
 
 ROUNDING = 1e-12
-"""Differences that are closer, as a share of the values, are the same."""
+"""Relative tolerance below which differences count as equal."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """A mean over `count` values and its interval; without one (NaN) where there is a single value."""
+    """A mean over `count` values and its interval, which is NaN for fewer than two values."""
 
     mean: float
     low: float
@@ -28,54 +30,63 @@ class Mean:
 
     @property
     def half(self) -> float:
+        """Half the width of the interval."""
         return (self.high - self.low) / 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Of an arm to another, over the seeds that both have: mean, interval, and p of a two-sided paired t-test, corrected or not. Where the
-    difference is the same in all seeds, and not nothing, there is no p: rounded metrics do that, and a spread of nothing is no evidence."""
+    """The difference between two arms over their common seeds.
+
+    `mean` has its mean and interval. `p` is that of a two-sided paired t-test, corrected or not. It
+    is NaN for fewer than two seeds, and if the difference is nonzero and the same in all seeds:
+    rounded metrics cause this, and a spread of zero is not evidence.
+    """
 
     mean: Mean
     p: float
 
     @property
     def tells(self) -> bool:
-        """Whether the two can be told apart: neither the interval nor p, as it is corrected, leaves room for none."""
+        """Whether there is a detectable difference, by both the interval and p."""
         return self.p < 1 - LEVEL and not self.mean.low <= 0 <= self.mean.high
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """The mean and its 95 % interval: mean -+ t s / sqrt(n)."""
+    """Returns the mean and its 95 % interval, mean -+ t s / sqrt(n)."""
     x = np.asarray(values, np.float64)
     if not len(x):
         return Mean(math.nan, math.nan, math.nan, 0)
-    middle = float(x.mean())
+    center = float(x.mean())
     if len(x) == 1:
-        return Mean(middle, math.nan, math.nan, 1)
+        return Mean(center, math.nan, math.nan, 1)
     half = float(stats.t.ppf((1 + LEVEL) / 2, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)))
-    return Mean(middle, middle - half, middle + half, len(x))
+    return Mean(center, center - half, center + half, len(x))
 
 
 def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
-    """Seed -> value, of both; NaN where a p value cannot be had."""
+    """Returns arm - baseline, both given as seed -> value. p is NaN if it is undefined."""
     seeds = sorted(arm.keys() & baseline.keys())
     pairs = [arm[seed] - baseline[seed] for seed in seeds]
     if len(pairs) < 2:
         return Difference(mean(pairs), math.nan)
+    # A t-test divides by the spread of the differences.
     if np.ptp(pairs) <= ROUNDING * max(
-        abs(x) for one in (arm, baseline) for x in one.values()
-    ):  # a t-test divides by their spread
+        abs(x) for values in (arm, baseline) for x in values.values()
+    ):
         return Difference(mean(pairs), 1.0 if not any(pairs) else math.nan)
     return Difference(mean(pairs), float(stats.ttest_1samp(pairs, 0.0).pvalue))
 
 
 def corrected(found: dict[str, Difference]) -> dict[str, Difference]:
-    """Holm's: the smallest of m p values times m, the next times m - 1, and so on, never falling, at most 1. One that is not known counts
-    for no comparison."""
-    known = sorted((one.p, name) for name, one in found.items() if not math.isnan(one.p))
-    out, least = dict(found), 0.0
-    for n, (p, name) in enumerate(known):
-        least = max(least, min(1.0, p * (len(known) - n)))
-        out[name] = dataclasses.replace(found[name], p=least)
-    return out
+    """Applies the Holm correction to the p values.
+
+    The smallest of m p values is multiplied by m, the next by m - 1, and so on. The results are
+    monotonic and at most 1. NaN does not count as a comparison.
+    """
+    ranked = sorted((value.p, name) for name, value in found.items() if not math.isnan(value.p))
+    result, largest = dict(found), 0.0
+    for n, (p, name) in enumerate(ranked):
+        largest = max(largest, min(1.0, p * (len(ranked) - n)))
+        result[name] = dataclasses.replace(found[name], p=largest)
+    return result

@@ -1,6 +1,6 @@
-"""A sweep in its directory: DIR/sweep.json, and a run directory for every arm and seed, DIR/ARM/seed-S.
+"""A sweep in its directory: DIR/sweep.json, and DIR/ARM/seed-S for the run of each arm and seed.
 
-What state a run is in is read from its directory alone, so any number of machines that share it agree.
+The state of a run is read only from its directory, so all machines that share it agree.
 """
 
 import dataclasses
@@ -9,10 +9,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformer import plugins
 from transformer.claims import Claim
 from transformer.config import Experiment
 from transformer.errors import UserError
-from transformer.files import read_json, write_whole
+from transformer.files import read_json, write_atomic
 from transformer.lab.guard import Facts
 from transformer.mapping import from_mapping, to_mapping
 from transformer.runs.metrics import read_metrics
@@ -22,8 +23,12 @@ from transformer.sweeps import Grid, Point, Sweep
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Where a run stands: waiting, running, stopped, trained, done, diverged or failed; at which step, with which training loss, or when it is
-    done with which value of the metric that decides."""
+    """The state of a run.
+
+    `kind` is waiting, running, stopped, trained, done, diverged or failed. `loss` is the training
+    loss, or the value of the deciding metric if the run is done. `why` is the reason for a failure,
+    or the deciding metric that a finished run lacks.
+    """
 
     kind: str
     step: int = 0
@@ -32,17 +37,18 @@ class Status:
 
     @property
     def over(self) -> bool:
+        """Whether the run is finished: done or diverged."""
         return self.kind in ("done", "diverged")
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A run that a study consists of."""
+    """A run of a study."""
 
     study: Path
     arm: str
     config: Experiment
-    metric: str = ""  # that decides
+    metric: str = ""  # the deciding metric
 
     @property
     def name(self) -> str:
@@ -53,39 +59,40 @@ class Planned:
         return self.study / self.name
 
     def status(self) -> Status:
-        """Read from its directory."""
+        """Returns the state, as read from the run's directory."""
         lines = read_metrics(self.folder)
         losses = [line for line in lines if "train/loss" in line]
-        at = {"step": losses[-1]["step"], "loss": losses[-1]["train/loss"]} if losses else {}
+        progress = {"step": losses[-1]["step"], "loss": losses[-1]["train/loss"]} if losses else {}
         if diverged := [line for line in lines if line.get("train/diverged")]:
             return Status("diverged", diverged[-1]["step"])
-        judged = any(key.startswith("test/") for line in lines for key in line)
-        if judged and self._tested() == self.config.train.steps:
-            decided = [line[self.metric] for line in lines if self.metric in line]
+        has_test_metrics = any(key.startswith("test/") for line in lines for key in line)
+        if has_test_metrics and self._tested() == self.config.train.steps:
+            values = [line[self.metric] for line in lines if self.metric in line]
             tested = sorted({key for line in lines for key in line if key.startswith("test/")})
-            lacks = (
+            missing = (
                 ""
-                if decided
-                else f"without {self.metric}; there is {', '.join(tested[:9])}{', ...' * (len(tested) > 9)}"
+                if values
+                else f"without {self.metric}; there is {', '.join(tested[:9])}"
+                f"{', ...' * (len(tested) > 9)}"
             )
             return Status(
-                "done", self.config.train.steps, decided[-1] if decided else float("nan"), lacks
+                "done", self.config.train.steps, values[-1] if values else float("nan"), missing
             )
         if self.claim.alive():
-            return Status("running", **at)
+            return Status("running", **progress)
         if self._failure.exists():
-            return Status("failed", **at, why=self._failure.read_text().strip())
+            return Status("failed", **progress, why=self._failure.read_text().strip())
         saved = self.saved()
         if not saved:
             return Status("waiting")
         return Status(
             "trained" if saved == self.config.train.steps else "stopped",
             saved,
-            at.get("loss", float("nan")),
+            progress.get("loss", float("nan")),
         )
 
     def saved(self) -> int:
-        """The step of its last checkpoint; 0: none."""
+        """Returns the step of the last checkpoint, or 0 if there is none."""
         return max(
             (
                 int(folder.name)
@@ -96,17 +103,17 @@ class Planned:
         )
 
     def _tested(self) -> int | None:
-        """At which step it was evaluated, as test.json says."""
+        """Returns the step at which the run was evaluated, according to test.json."""
         try:
             return read_json(self.folder / "test.json").get("step")
         except (UserError, FileNotFoundError, AttributeError):
             return None
 
-    # ---- who works on it
+    # ---- claims
 
     @property
     def claim(self) -> Claim:
-        """The claim of the process that works on it."""
+        """The claim of the process that works on the run."""
         return Claim(self.study / "claims" / self.name.replace("/", "."))
 
     @property
@@ -116,45 +123,49 @@ class Planned:
 
     @property
     def log(self) -> Path:
-        """What was said while it ran, or while the runs did that it was trained together with."""
+        """The log of the run, or of the group of runs that are trained together."""
         return self.study / "logs" / (self.name.replace("/", ".") + ".log")
 
     def take(self) -> bool:
-        """Claims it for this process, unless another works on it; an earlier failure is forgotten."""
+        """Claims the run unless another process has claimed it, and clears an earlier failure."""
         if not self.claim.take():
             return False
         self._failure.unlink(missing_ok=True)
         return True
 
     def keep(self) -> None:
-        """Claims it, unless this process has it, or that which began this one. Raises UserError where another works on it."""
-        if not self.claim.held_by(os.getpid(), os.getppid()) and not self.take():
-            raise UserError(f"--runs: {self.claim.who()} works on {self.name}; wait for its end")
+        """Claims the run, unless this process or its parent already holds the claim.
+
+        Raises UserError if another process holds it.
+        """
+        if not self.claim.is_held_by(os.getpid(), os.getppid()) and not self.take():
+            raise UserError(f"--runs: {self.claim.who()} works on {self.name}; wait until it ends")
 
     def release(self, failure: str = "") -> None:
-        """Gives it back, of a process of this machine that has ended, or of this one; `failure`: why it was not done."""
+        """Releases the claim of this process, or of a process of this machine that has ended.
+
+        `failure` is the reason why the run is not done.
+        """
         if failure:
-            write_whole(self._failure, failure + "\n")
+            write_atomic(self._failure, failure + "\n")
         self.claim.release()
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What was asked, and the runs that answer it, arm by arm."""
+    """A sweep with the configs and facts of its arms, and its runs."""
 
     folder: Path
     sweep: Sweep
-    configs: Mapping[str, Experiment]  # of the arms, the baseline first
+    configs: Mapping[str, Experiment]  # by arm, the baseline first
     facts: Mapping[str, Facts]
-    file: str = (
-        ""  # the experiment file that it came from, what it said, and what the command line changed
-    )
-    text: str = ""
-    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    file: str = ""  # the experiment file
+    text: str = ""  # its contents
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the command line
 
     @property
     def runs(self) -> list[Planned]:
-        """Seed by seed, so that what is there early can be compared."""
+        """All runs, seed by seed, so that early results cover all arms."""
         with_seed = lambda config, seed: dataclasses.replace(config, seed=seed)
         return [
             Planned(self.folder, arm, with_seed(config, seed), self.sweep.metric)
@@ -163,39 +174,46 @@ class Study:
         ]
 
     def check(self) -> None:
-        """Raises UserError where the directory holds something else; arms and seeds may be added, and as long as no run has begun everything
-        may change."""
+        """Raises UserError if the directory holds something else.
+
+        Arms and seeds may be added. As long as no run has started, everything may change.
+        """
         if (self.folder / "sweep.json").exists():
-            before = load_study(self.folder)
-            begun = any(run.folder.exists() for run in before.runs)
-            for arm, config in before.configs.items() if begun else ():
+            previous = load_study(self.folder)
+            started = any(run.folder.exists() for run in previous.runs)
+            for arm, config in previous.configs.items() if started else ():
                 if arm not in self.configs:
                     raise UserError(
-                        f"--workdir: {self.folder} holds a sweep that has an arm {arm!r}, which this has not; choose another directory"
+                        f"--workdir: {self.folder} holds a sweep with arm {arm!r}, "
+                        "which this sweep lacks; choose another directory"
                     )
                 if config != self.configs[arm]:
                     raise UserError(
-                        f"--workdir: {self.folder} holds a sweep whose arm {arm!r} is another: {_difference(config, self.configs[arm])}; choose another directory"
+                        f"--workdir: {self.folder} holds a sweep with a different arm {arm!r}: "
+                        f"{_difference(config, self.configs[arm])}; choose another directory"
                     )
-            gone = [
+            dropped = [
                 run
-                for run in before.runs
+                for run in previous.runs
                 if run.config.seed not in self.sweep.seeds and run.folder.exists()
             ]
-            if gone:
+            if dropped:
                 raise UserError(
-                    f"--workdir: {self.folder} holds a run, {gone[0].name}, of a seed that this sweep has not; keep its seed, or choose another directory"
+                    f"--workdir: {self.folder} holds run {dropped[0].name}, whose seed this sweep "
+                    "lacks; keep its seed, or choose another directory"
                 )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise UserError(
-                f"--workdir: {self.folder} is not empty and no sweep (no sweep.json); choose another directory"
+                f"--workdir: {self.folder} is not empty and holds no sweep (no sweep.json); "
+                "choose another directory"
             )
 
     def write(self) -> None:
-        """sweep.json, if the directory is one for it."""
+        """Writes sweep.json, after `check`."""
         self.check()
+        plugins.save(self.folder, [to_mapping(config) for config in self.configs.values()])
         self.folder.mkdir(parents=True, exist_ok=True)
-        said = {
+        fields = {
             field.name: getattr(self.sweep, field.name)
             for field in dataclasses.fields(self.sweep)
             if field.name != "grid"
@@ -209,11 +227,11 @@ class Study:
             }
             for arm, point in self.sweep.points.items()
         }
-        write_whole(
+        write_atomic(
             self.folder / "sweep.json",
             json.dumps(
                 {"file": self.file, "text": self.text, "overrides": dict(self.overrides)}
-                | to_mapping(said)
+                | to_mapping(fields)
                 | {"arms": arms},
                 indent=2,
             )
@@ -222,30 +240,32 @@ class Study:
 
 
 def load_study(folder: Path) -> Study:
-    """The study of a directory. Raises UserError if there is none."""
+    """Returns the study of a directory. Raises UserError if there is none."""
     file = Path(folder) / "sweep.json"
     if not file.exists():
         raise UserError(f"--workdir: no sweep in {folder} (no sweep.json)")
-    said = read_json(file)
+    tree = read_json(file)
+    plugins.load(Path(folder))
     try:
         arms, source = (
-            said.pop("arms"),
-            {key: said.pop(key) for key in ("file", "text", "overrides") if key in said},
+            tree.pop("arms"),
+            {key: tree.pop(key) for key in ("file", "text", "overrides") if key in tree},
         )
         sweep = Sweep(
             Grid(
                 tuple(
-                    Point(arm, one["changes"], one.get("called", {})) for arm, one in arms.items()
+                    Point(arm, entry["changes"], entry.get("called", {}))
+                    for arm, entry in arms.items()
                 )
             ),
-            **said | {"seeds": tuple(said["seeds"])},
+            **tree | {"seeds": tuple(tree["seeds"])},
         )
-        configs = {arm: from_mapping(Experiment, one["config"]) for arm, one in arms.items()}
+        configs = {arm: from_mapping(Experiment, entry["config"]) for arm, entry in arms.items()}
         facts = {
             arm: Facts(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in one["facts"].items()}
+                **{k: tuple(v) if isinstance(v, list) else v for k, v in entry["facts"].items()}
             )
-            for arm, one in arms.items()
+            for arm, entry in arms.items()
         }
     except (TypeError, KeyError, AttributeError) as e:
         raise UserError(f"{file}: damaged ({type(e).__name__}: {e})") from None
@@ -253,7 +273,7 @@ def load_study(folder: Path) -> Study:
 
 
 def _difference(old: Experiment, new: Experiment) -> str:
-    """The first field in which two experiments differ."""
+    """Returns the first field in which two experiments differ, with both values."""
     before, now = flat(to_mapping(old)), flat(to_mapping(new))
     return next(
         (

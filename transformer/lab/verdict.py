@@ -1,4 +1,4 @@
-"""From results to what may be said of them: tables of numbers, and a sentence that claims no more than an interval does."""
+"""Derives a verdict from results: statistics by arm, and sentences that the intervals support."""
 
 import dataclasses
 import itertools
@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
+from transformer.lab.formatting import number, p_value, signed, spell, spell_range
 from transformer.lab.profiles import Profile, profiles
 from transformer.lab.results import Arm, Results
 from transformer.lab.scans import CLOSE, Scan, scans
@@ -16,21 +17,24 @@ from transformer.units import unit
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An arm in numbers."""
+    """The statistics of an arm."""
 
     arm: Arm
-    value: Mean  # of the metric, over the seeds that came to their end
-    to_baseline: Difference | None  # arm - baseline; None of the baseline
-    among_best: bool  # the best, or not to be told from it
+    value: Mean  # of the metric, over finished seeds
+    to_baseline: Difference | None  # arm - baseline; None for the baseline
+    among_best: bool  # the best, or no detectable difference from it
     reaches: "Reaches"
     tokens_per_second: float
-    memory: float  # bytes at most, of the process or the device
+    memory: float  # peak bytes of the process or the device
 
 
 @dataclasses.dataclass(frozen=True)
 class Reaches:
-    """When an arm is as good as the baseline at its end: of `seeds` that can tell, `count` come there, on average after this `share` of the
-    baseline's steps."""
+    """When an arm reaches the final validation value of the baseline.
+
+    Of the `seeds` that both arms have finished, `count` reach it, on average after this `share` of
+    the baseline's steps.
+    """
 
     share: float
     count: int
@@ -39,307 +43,357 @@ class Reaches:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """All that is said of some results."""
+    """The conclusions from results."""
 
     results: Results
     rows: Mapping[str, Row]
-    factors: Mapping[
-        str, Mapping[str, Difference]
-    ]  # field -> "b - a" -> over all settings of the others
+    # field -> "b - a" -> effect, averaged over all settings of the other fields
+    factors: Mapping[str, Mapping[str, Difference]]
     scans: tuple[Scan, ...]
     profiles: tuple[Profile, ...]
     sentences: tuple[str, ...]
 
 
 def judge(results: Results) -> Verdict:
-    """Means, paired differences to the baseline and to the best (p corrected for the number of comparisons), and what follows."""
+    """Computes means, paired differences from the baseline and from the best arm, and sentences.
+
+    p values are corrected for the number of comparisons.
+    """
     sweep, arms = results.sweep, results.arms
     base, sign = arms[sweep.baseline], -1.0 if sweep.higher_is_better else 1.0
     values = {name: arm.values(sweep.metric) for name, arm in arms.items()}
     to_base = corrected(
         {name: difference(values[name], values[base.name]) for name in arms if name != base.name}
     )
-    ended = {name: sign * mean(list(values[name].values())).mean for name in arms if values[name]}
-    whole = max(map(len, values.values()), default=0)
+    finished = {
+        name: sign * mean(list(values[name].values())).mean for name in arms if values[name]
+    }
+    most_seeds = max(map(len, values.values()), default=0)
+    # An arm that lacks a seed may lack a hard one, so it cannot be the best.
     best = min(
-        (name for name in ended if len(values[name]) == whole), key=ended.get, default=""
-    )  # who lacks a seed may lack a hard one
-    to_best = corrected(
-        {name: difference(values[name], values[best]) for name in ended if name != best}
+        (name for name in finished if len(values[name]) == most_seeds), key=finished.get, default=""
     )
+    to_best = corrected(
+        {name: difference(values[name], values[best]) for name in finished if name != best}
+    )
+    # The pair of baseline and best gets the same corrected p value in both comparisons.
     to_best |= (
         to_base if best == base.name else {base.name: to_base[best]} if base.name in to_best else {}
-    )  # one word on a pair
-    any_known = any(not math.isnan(one.p) for one in to_best.values())
-    rows, watched = {}, validated(results)
+    )
+    any_p = any(not math.isnan(versus.p) for versus in to_best.values())
+    rows, progress_metric = {}, validated(results)
     for name, arm in arms.items():
         rows[name] = Row(
-            arm, mean(list(values[name].values())), to_base.get(name),
-            any_known and (name == best or (name in to_best and _alike(to_best[name]))),
-            _reaches(arm, base, watched, 1.0 if watched == "eval/loss" else sign), arm.speed,
-            max((float(line["memory/peak_bytes"]) for run in arm.runs.values() for line in run.lines if "memory/peak_bytes" in line), default=math.nan),
-        )  # fmt: skip
+            arm,
+            mean(list(values[name].values())),
+            to_base.get(name),
+            any_p and (name == best or (name in to_best and _alike(to_best[name]))),
+            _reaches(arm, base, progress_metric, 1.0 if progress_metric == "eval/loss" else sign),
+            arm.speed,
+            _peak_memory(arm),
+        )
     factors = _factors(results, values)
     scanned = tuple(scans(results))
-    in_scans = (
-        frozenset().union(*(one.arms for one in scanned)) if len(rows) > NAMED else ()
-    )  # of many, the scans' sentences say it
+    # With many arms, the sentences on the scans replace those on each scanned arm.
+    scanned_arms = frozenset().union(*(scan.arms for scan in scanned)) if len(rows) > NAMED else ()
+    scanned_fields = {scan.field for scan in scanned}
     sentences = (
-        *_of_best(results, rows, best), *(_of_scan(one, results) for one in scanned), *_of_arms(results, rows, in_scans),
-        *_of_factors({field: those for field, those in factors.items() if field not in {one.field for one in scanned}}),
-    )  # fmt: skip
+        *_of_best(results, rows, best),
+        *(_of_scan(scan, results) for scan in scanned),
+        *_of_arms(results, rows, scanned_arms),
+        *_of_factors(
+            {field: effects for field, effects in factors.items() if field not in scanned_fields}
+        ),
+    )
     return Verdict(results, rows, factors, scanned, tuple(profiles(results)), sentences)
 
 
-def _alike(one: Difference) -> bool:
-    """Whether two arms may be equal, as far as can be told; not where they differ by the same in every seed, of which p says nothing."""
-    return not one.tells and not (one.mean.count > 1 and math.isnan(one.p))
+def _peak_memory(arm: Arm) -> float:
+    """Returns the largest logged peak memory of an arm in bytes, or NaN."""
+    return max(
+        (
+            float(line["memory/peak_bytes"])
+            for run in arm.runs.values()
+            for line in run.lines
+            if "memory/peak_bytes" in line
+        ),
+        default=math.nan,
+    )
+
+
+def _alike(versus: Difference) -> bool:
+    """Whether there is no detectable difference.
+
+    False if the difference is nonzero and the same in every seed, in which case p is NaN.
+    """
+    return not versus.tells and not (versus.mean.count > 1 and math.isnan(versus.p))
 
 
 def validated(results: Results) -> str:
-    """The metric by which arms are compared while they train: the one that decides, where validation knows it, else the loss."""
+    """Returns the metric of validation curves: the deciding one if it is logged, else the loss."""
     name = "eval/" + results.sweep.metric.partition("/")[2]
     base = results.arms[results.sweep.baseline]
     return name if any(run.curve(name) for run in base.runs.values()) else "eval/loss"
 
 
 def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
-    """In validation, over seeds that both have brought to their end; between two evaluations in a straight line."""
+    """Compares validation curves over the seeds that both arms have finished.
+
+    Values between two evaluations are interpolated linearly.
+    """
     shares = []
     for seed in arm.runs.keys() & base.runs.keys():
-        if not all(math.isfinite(one.runs[seed].outcome(name)) for one in (arm, base)):
+        if not all(math.isfinite(each.runs[seed].outcome(name)) for each in (arm, base)):
             continue
         curve, last = (
-            [(step, sign * x) for step, x in one.runs[seed].curve(name)] for one in (arm, base)
+            [(step, sign * x) for step, x in each.runs[seed].curve(name)] for each in (arm, base)
         )
-        (steps, target), at = last[-1], math.nan
+        (steps, target), share = last[-1], math.nan
         for (before, high), (after, low) in itertools.pairwise([(0, math.inf), *curve]):
             if low <= target:
-                way = 1.0 if math.isinf(high) or high == low else (high - target) / (high - low)
-                at = (before + way * (after - before)) / steps
+                fraction = (
+                    1.0 if math.isinf(high) or high == low else (high - target) / (high - low)
+                )
+                share = (before + fraction * (after - before)) / steps
                 break
-        shares.append(at)
-    there = [share for share in shares if not math.isnan(share)]
-    return Reaches(float(np.mean(there)) if there else math.nan, len(there), len(shares))
+        shares.append(share)
+    reached = [share for share in shares if not math.isnan(share)]
+    return Reaches(float(np.mean(reached)) if reached else math.nan, len(reached), len(shares))
 
 
 def _factors(
     results: Results, values: Mapping[str, Mapping[int, float]]
 ) -> dict[str, dict[str, Difference]]:
-    """Where several fields vary: what one of them does on average over the settings of the others that are there with both of its values."""
-    sets, found = [frozenset(arm.changes) for arm in results.arms.values()], {}
-    fields = max(dict.fromkeys(sets), key=sets.count)  # of a grid; arms beside it set others
+    """Returns the effect of each field if several vary, averaged over settings of the other fields.
+
+    Only settings that occur with both values of the field are used.
+    """
+    sets, by_field = [frozenset(arm.changes) for arm in results.arms.values()], {}
+    fields = max(dict.fromkeys(sets), key=sets.count)  # those of the grid; extra arms set others
     if len(fields) < 2:
         return {}
     for field in [field for field in results.sweep.fields if field in fields]:
-        by_value: dict[str, dict[str, str]] = {}  # value -> setting of the others -> arm
+        by_value: dict[str, dict[str, str]] = {}  # value -> setting of the other fields -> arm
         for name, arm in [
             (name, arm) for name, arm in results.arms.items() if set(arm.changes) == fields
         ]:
-            others = str(sorted((k, str(v)) for k, v in arm.changes.items() if k != field))
-            by_value.setdefault(results.sweep.points[name].call(field), {})[others] = name
-        first, *rest = by_value
-        of_field = {}
-        for value in rest:
-            both = [
-                (by_value[value][o], by_value[first][o])
-                for o in by_value[value].keys() & by_value[first].keys()
+            setting = str(sorted((k, str(v)) for k, v in arm.changes.items() if k != field))
+            by_value.setdefault(results.sweep.points[name].call(field), {})[setting] = name
+        first, *remaining = by_value
+        effects = {}
+        for value in remaining:
+            pairs = [
+                (by_value[value][setting], by_value[first][setting])
+                for setting in by_value[value].keys() & by_value[first].keys()
             ]
-            if len(both) < 2:
+            if len(pairs) < 2:
                 continue
-            seeds = set.intersection(*(set(values[arm]) for pair in both for arm in pair))
-            average = lambda side, both=both, seeds=seeds: {
-                seed: float(np.mean([values[pair[side]][seed] for pair in both])) for seed in seeds
+            seeds = set.intersection(*(set(values[arm]) for pair in pairs for arm in pair))
+            average = lambda side, pairs=pairs, seeds=seeds: {
+                seed: float(np.mean([values[pair[side]][seed] for pair in pairs])) for seed in seeds
             }
-            of_field[f"{value} - {first}"] = difference(average(0), average(1))
-        if of_field:
-            found[field] = of_field
+            effects[f"{value} - {first}"] = difference(average(0), average(1))
+        if effects:
+            by_field[field] = effects
     flat = corrected(
-        {f"{field}|{name}": one for field, those in found.items() for name, one in those.items()}
+        {
+            f"{field}|{name}": effect
+            for field, effects in by_field.items()
+            for name, effect in effects.items()
+        }
     )
     return {
-        field: {name: flat[f"{field}|{name}"] for name in those} for field, those in found.items()
+        field: {name: flat[f"{field}|{name}"] for name in effects}
+        for field, effects in by_field.items()
     }
 
 
 def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
+    """Returns sentences on the best arm."""
     sweep, lines = results.sweep, []
-    counts = unit(sweep.metric, results.asks_for_tokens)
-    what = f"{sweep.metric} ({counts})" if counts else sweep.metric
+    counts = unit(sweep.metric, results.predicts_tokens)
+    metric = f"{sweep.metric} ({counts})" if counts else sweep.metric
     if best and sum(row.value.count > 0 for row in rows.values()) < 2:
-        lines.append(f"Nothing is compared: only {best} has {what}, {spell(rows[best].value)}.")
+        lines.append(
+            f"No comparison is possible: only {best} has a value of {metric}, "
+            f"{spell(rows[best].value)}."
+        )
     elif best:
-        others = [name for name, row in rows.items() if row.among_best and name != best]
-        alike = f"; {_listed(others)} cannot be told from it" if others else ""
-        ended, runs = rows[best].value.count, len(sweep.seeds)
-        of = f", over the {ended} of {runs} seeds that came to their end" if ended < runs else ""
-        mean_of = "mean" if rows[best].value.count > 1 else "number, of which nothing is claimed"
-        equal = len(others) + 1 == len(rows) and all(
+        equals = [name for name, row in rows.items() if row.among_best and name != best]
+        equal_to = (
+            f"; there is no detectable difference between it and {_listed(equals)}"
+            if equals
+            else ""
+        )
+        finished, runs = rows[best].value.count, len(sweep.seeds)
+        seeds = f", over the {finished} of {runs} seeds that finished" if finished < runs else ""
+        kind = (
+            "mean"
+            if rows[best].value.count > 1
+            else "single value, from which no conclusion is drawn"
+        )
+        all_equal = len(equals) + 1 == len(rows) and all(
             row.to_baseline is None or row.to_baseline.mean.low == row.to_baseline.mean.high == 0
             for row in rows.values()
         )
         lines.append(
-            f"By {what} no arm differs from another with any seed: {spell(rows[best].value)}." if equal
-            else f"By {what} {best} has the best {mean_of}: {spell(rows[best].value)}{of}{alike}."
-        )  # fmt: skip
+            f"By {metric}, all arms are equal in every seed: {spell(rows[best].value)}."
+            if all_equal
+            else f"By {metric}, {best} has the best {kind}: {spell(rows[best].value)}"
+            f"{seeds}{equal_to}."
+        )
         if rows[best].value.count == 2:
             lines.append(
-                "Two seeds leave wide intervals, and little can be told apart; three or more tell more."
+                "Two seeds give wide intervals and few detectable differences; use three or more."
             )
     return lines
 
 
 def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]) -> list[str]:
-    """Which arms diverged, and what each, but for some, is against the baseline; those of which nothing can be told share a sentence."""
+    """Returns sentences on divergence, and on the difference of each arm from the baseline.
+
+    Arms in `without` get no sentence on the difference. Arms without a detectable difference share
+    a sentence.
+    """
     sweep, lines, base = results.sweep, [], results.sweep.baseline
-    known = [
+    p_values = [
         row.to_baseline.p
         for row in rows.values()
         if row.to_baseline is not None and not math.isnan(row.to_baseline.p)
     ]
-    of_many = f" corrected for {len(known)} comparisons" if len(known) > 1 else ""
-    untold: dict[str, Difference] = {}
-    unclaimed: dict[str, list[str]] = {}  # why -> arms
+    correction = f", Holm-corrected for {len(p_values)} comparisons" if len(p_values) > 1 else ""
+    undetected: dict[str, Difference] = {}
+    untested: dict[str, list[str]] = {}  # reason -> arms
     for name, row in rows.items():
-        dead = row.arm.diverged
-        if dead:
-            at = ", ".join(f"{step:,}" for step in dead.values())
-            rest = "; means are over the others" if row.value.count else ""
+        diverged = row.arm.diverged
+        if diverged:
+            steps = ", ".join(f"{step:,}" for step in diverged.values())
+            note = "; means are over the other seeds" if row.value.count else ""
             lines.append(
-                f"{name} diverged with {len(dead)} of {len(row.arm.runs)} seeds, at step {at}{rest}."
+                f"{name} diverged with {len(diverged)} of {len(row.arm.runs)} seeds, "
+                f"at step {steps}{note}."
             )
         if row.to_baseline is None or not row.value.count or name in without:
             continue
-        one = row.to_baseline
-        if one.mean.count < 2:
-            unclaimed.setdefault(
-                f"{one.mean.count or 'no'} seed{'s' * (one.mean.count == 0)} in common with {base}: no interval can be had",
+        versus = row.to_baseline
+        if versus.mean.count < 2:
+            untested.setdefault(
+                f"{versus.mean.count or 'no'} seed{'s' * (versus.mean.count == 0)} in common "
+                f"with {base}, too few for an interval",
                 [],
             ).append(name)
-        elif math.isnan(one.p):
-            why = f"a difference to {base} of {signed(one.mean.mean)} in each of {one.mean.count} seeds: without a spread no interval can be had"
-            unclaimed.setdefault(why, []).append(name)
-        elif one.tells:
-            better = (one.mean.mean < 0) != sweep.higher_is_better
+        elif math.isnan(versus.p):
+            reason = (
+                f"a difference from {base} of {signed(versus.mean.mean)} in each of "
+                f"{versus.mean.count} seeds, which leaves no spread for a t-test"
+            )
+            untested.setdefault(reason, []).append(name)
+        elif versus.tells:
+            better = (versus.mean.mean < 0) != sweep.higher_is_better
             lines.append(
-                f"{name} is {'better' if better else 'worse'} than {base} by {number(abs(one.mean.mean), one.mean.half)} "
-                f"[{_range(one.mean, abs_value=True)}], {p_value(one.p)}{of_many}, {one.mean.count} seeds."
+                f"{name} is {'better' if better else 'worse'} than {base} by "
+                f"{number(abs(versus.mean.mean), versus.mean.half)} "
+                f"[{spell_range(versus.mean, abs_value=True)}] (95 % interval over "
+                f"{versus.mean.count} seeds), {p_value(versus.p)}{correction}."
             )
         else:
-            untold[name] = one
+            undetected[name] = versus
     lines += [
-        f"{_listed(names)} {'have' if len(names) > 1 else 'has'} {why}, and nothing is claimed."
-        for why, names in unclaimed.items()
+        f"{_listed(names)} {'have' if len(names) > 1 else 'has'} {reason}, "
+        "so no conclusion is drawn."
+        for reason, names in untested.items()
     ]
-    alone = [name for name, one in untold.items() if not one.mean.low <= 0 <= one.mean.high]
-    if len(untold) == 1:
-        ((name, one),) = untold.items()
-        would = "; alone this interval would tell, among so many it does not" if alone else ""
-        lines.append(
-            f"{name} cannot be told from {base}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}{of_many}, {one.mean.count} seeds{would}."
+    return lines + _of_undetected(undetected, base, correction)
+
+
+def _of_undetected(undetected: Mapping[str, Difference], base: str, correction: str) -> list[str]:
+    """Returns a sentence on the arms without a detectable difference from the baseline."""
+    uncorrected = [
+        name for name, versus in undetected.items() if not versus.mean.low <= 0 <= versus.mean.high
+    ]
+    if len(undetected) == 1:
+        ((name, versus),) = undetected.items()
+        remark = (
+            "; without the correction, the difference would be significant" if uncorrected else ""
         )
-    elif untold:
-        of = _listed(alone) if len(alone) <= NAMED else f"{len(alone)} of them"
-        would = (
-            f"; alone the interval of {of} would tell, among so many it does not" if alone else ""
+        return [
+            f"{name} has no detectable difference from {base}: "
+            f"{signed(versus.mean.mean, versus.mean.half)} [{spell_range(versus.mean)}] "
+            f"(95 % interval over {versus.mean.count} seeds), "
+            f"{p_value(versus.p)}{correction}{remark}."
+        ]
+    if undetected:
+        arms = _listed(uncorrected) if len(uncorrected) <= NAMED else f"{len(uncorrected)} of them"
+        remark = (
+            f"; without the correction, the difference would be significant for {arms}"
+            if uncorrected
+            else ""
         )
-        lines.append(
-            f"{_listed(list(untold))} cannot be told from {base}: {p_value(min(one.p for one in untold.values()))} at least{of_many}{would}."
-        )
-    return lines
+        return [
+            f"{_listed(list(undetected))} have no detectable difference from {base}: "
+            f"{p_value(min(versus.p for versus in undetected.values()))} or more"
+            f"{correction}{remark}."
+        ]
+    return []
 
 
 def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
+    """Returns a sentence for each effect of a field, averaged over the other fields."""
     lines = []
-    for field, those in factors.items():
-        for pair, one in those.items():
-            if one.mean.count >= 2:
-                told = (
+    for field, effects in factors.items():
+        for pair, effect in effects.items():
+            if effect.mean.count >= 2:
+                remark = (
                     ""
-                    if one.tells
-                    else ", the same in every seed, of which nothing is claimed"
-                    if math.isnan(one.p)
-                    else ", which cannot be told from nothing"
+                    if effect.tells
+                    else "; the same in every seed, so no conclusion is drawn"
+                    if math.isnan(effect.p)
+                    else "; no detectable difference from zero"
                 )
                 lines.append(
-                    f"On average over the rest, {field.rpartition('.')[2]} {pair}: {signed(one.mean.mean, one.mean.half)} [{_range(one.mean)}], {p_value(one.p)}{told}."
+                    f"Effect of {field.rpartition('.')[2]} ({pair}), averaged over the other "
+                    f"fields: {signed(effect.mean.mean, effect.mean.half)} "
+                    f"[{spell_range(effect.mean)}] (95 % interval), {p_value(effect.p)}{remark}."
                 )
     return lines
 
 
-def _of_scan(one: Scan, results: Results) -> str:
-    name, of = one.field.rpartition(".")[2], f"{one.setting}: " if one.setting else ""
-    best = one.points[one.best]
+def _of_scan(scan: Scan, results: Results) -> str:
+    """Returns a sentence on a scan."""
+    name, intro = (
+        scan.field.rpartition(".")[2],
+        f"With {scan.setting}, of " if scan.setting else "Of ",
+    )
+    best = scan.points[scan.best]
     line = (
-        f"{of}of {len(one.points)} values of {name}, {one.best:g} has the best mean ({spell(best)})"
+        f"{intro}{len(scan.points)} values of {name}, {scan.best:g} has the best mean "
+        f"({spell(best)})"
     )
     line += (
-        ", at the end of what was scanned" if one.best in (min(one.points), max(one.points)) else ""
+        ", at the edge of the scanned range"
+        if scan.best in (min(scan.points), max(scan.points))
+        else ""
     )
-    line += f"; {_from_to(one.close)} within {CLOSE:.0%} of it"
+    line += f"; range within {CLOSE:.0%} of it: {_from_to(scan.close)}"
     if results.sweep.metric.endswith("/loss"):
         line += (
-            f"; {_from_to(one.stable)} no seed failed"
-            if one.stable
-            else "; even there a seed failed"
+            f"; range without failed seeds: {_from_to(scan.stable)}"
+            if scan.stable
+            else "; a seed failed even at the best value"
         )
-        line += f"; sensitivity {one.sensitivity:.3f} nats"
+        line += f"; sensitivity {scan.sensitivity:.3f} nats"
     return line + "."
 
 
 def _from_to(ends: tuple[float, float]) -> str:
-    return f"from {ends[0]:g} to {ends[1]:g}" if ends[0] < ends[1] else f"at {ends[0]:g} alone"
+    return f"{ends[0]:g} to {ends[1]:g}" if ends[0] < ends[1] else f"{ends[0]:g} alone"
 
 
 NAMED = 8
-"""Arms that a sentence names at most; the table has all."""
+"""Maximum number of arms that a sentence names. The table has all of them."""
 
 
 def _listed(names: list[str]) -> str:
     if len(names) > NAMED:
-        return f"{len(names)} others"
+        return f"{len(names)} other arms"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-# ---- numbers as text
-
-
-def digits(half: float, x: float = 1.0) -> int:
-    """Decimals that an interval of this half-width allows: two of its own. Without one: three, or two of x where it is small."""
-    of = half if math.isfinite(half) and half > 0 else 0.01 if abs(x) >= 0.01 or not x else abs(x)
-    return max(0, 1 - math.floor(math.log10(of)))
-
-
-def number(x: float, half: float = math.nan) -> str:
-    """As many decimals as the interval allows."""
-    return "-" if math.isnan(x) else f"{x:,.{digits(half, x)}f}"
-
-
-def signed(x: float, half: float = math.nan) -> str:
-    return "-" if math.isnan(x) else f"{x:+,.{digits(half, x)}f}"
-
-
-def spell(one: Mean) -> str:
-    """mean ± half of the 95 % interval, of the mean about six digits at most."""
-    if one.count < 2:
-        return f"{number(one.mean)} (one seed)" if one.count else "-"
-    shown = max(one.half, abs(one.mean) / 10**4) if one.half else 0.0
-    return f"{number(one.mean, shown)} ± {number(one.half, shown)}"
-
-
-def p_value(p: float) -> str:
-    return (
-        "p unknown"
-        if math.isnan(p)
-        else "p < 0.001"
-        if p < 0.001
-        else f"p = {p:.3f}"
-        if p < 0.1
-        else f"p = {p:.2f}"
-    )
-
-
-def _range(one: Mean, abs_value: bool = False) -> str:
-    low, high = sorted((abs(one.low), abs(one.high))) if abs_value else (one.low, one.high)
-    say = number if abs_value else signed
-    return f"{say(low, one.half)}, {say(high, one.half)}"

@@ -1,6 +1,7 @@
-"""Architectures of papers and textbooks at their published sizes, each a ModelConfig: `architecture("gpt2_medium")`.
+"""Published architectures as ModelConfigs: `architecture("gpt2_medium")`.
 
-A family is what its members share, then a table of sizes: layers, d_model, heads and what else differs. Fields may be overridden:
+The sizes are those of the papers and textbooks. A family is a dictionary of shared fields and a
+table of sizes: layers, d_model, heads and whatever else differs. Keyword arguments override fields:
 `architecture("gpt2", num_decoder_layers=6, vocab_size=8192)`.
 """
 
@@ -9,12 +10,14 @@ from transformer.model.config import ModelConfig
 
 
 def architecture(name: str, **fields) -> ModelConfig:
-    """A named architecture, with `fields` in place of its own. Raises UserError for a name or a field that there is not.
+    """Returns the config of a published architecture, with `fields` overriding its values.
 
-    Its special tokens are None: they belong to a vocabulary, and a run takes its tokenizer's.
+    Special tokens are None: they belong to a vocabulary, and a run takes those of its tokenizer.
 
-    What follows from d_model and num_heads (d_ff = 4 d_model in most, T5's logit_scale) is that of the published size: when
-    you change d_model, change them too.
+    Values that depend on d_model and num_heads (d_ff, which is 4 d_model in most architectures;
+    T5's logit_scale) are those of the published size. If you change d_model, change them too.
+
+    Raises UserError for an unknown name or field.
     """
     return ModelConfig(**look_up(ARCHITECTURES, name, "architecture") | fields)
 
@@ -22,7 +25,10 @@ def architecture(name: str, **fields) -> ModelConfig:
 def _sizes(
     name: str, shared: dict, columns: tuple[str, ...], rows: dict[str, tuple]
 ) -> dict[str, dict]:
-    """A family's members: `shared`, and each row's values for `columns`. The size "" is the family's plain name."""
+    """Returns a family's members: `shared` plus each row's values for `columns`.
+
+    A member is named NAME_SIZE; the size "" gives the plain name.
+    """
     return {
         f"{name}_{size}" if size else name: shared | dict(zip(columns, values, strict=True))
         for size, values in rows.items()
@@ -36,8 +42,9 @@ _NORMAL = {"initializer": "normal", "embedding_init_std": 0.02}
 
 # Vaswani et al. 2017, table 3.
 _VASWANI = {
-    "family": "encoder_decoder", "vocab_size": 37_000, "max_length": 1024, "position": "sinusoidal", "norm_placement": "post",
-    "activation": "relu", "embedding_scale": True,
+    "family": "encoder_decoder", "vocab_size": 37_000, "max_length": 1024,
+    "position": "sinusoidal", "norm_placement": "post", "activation": "relu",
+    "embedding_scale": True,
 }  # fmt: skip
 _TRANSFORMER = _sizes("transformer", _VASWANI, (*_BOTH, "dropout"), {
     "base": (6, 6, 512, 8, 2048, 0.1),
@@ -45,40 +52,48 @@ _TRANSFORMER = _sizes("transformer", _VASWANI, (*_BOTH, "dropout"), {
 })  # fmt: skip
 
 _TEXTBOOKS = {
-    # Hewitt's notes, section 2: attention, positions, a nonlinearity, the future mask; no norm, no residual, feed-forward of 5 d.
+    # Hewitt's notes, section 2: attention, positions, a nonlinearity and the future (causal) mask.
+    # No norms and no residual connections; d_ff = 5 d_model.
     "minimal": {
-        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 2, "d_model": 512, "d_ff": 2560, "num_heads": 8, "position": "learned",
+        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 2, "d_model": 512,
+        "d_ff": 2560, "num_heads": 8, "position": "learned",
         "norm_placement": {"name": "none", "residual_scale": 0.0}, "activation": "relu",
     },
-    # MIT 6.390, eqs. 9.9-9.12: heads summed through W_c, feed-forward without biases, LayerNorm after each sum.
+    # MIT 6.390, eqs. 9.9-9.12: heads summed through W_c, a feed-forward without biases, LayerNorm
+    # after each sum.
     "mit_6390": {
-        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8, "position": "learned",
-        "norm_placement": "post", "activation": "relu", "use_bias": False,
+        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 6, "d_model": 512,
+        "d_ff": 2048, "num_heads": 8, "position": "learned", "norm_placement": "post",
+        "activation": "relu", "use_bias": False,
     },
-    # Jurafsky & Martin, eqs. 9.10-9.46: pre-norm, projections without biases, a feed-forward with them, a final norm, E^T on top.
+    # Jurafsky & Martin, eqs. 9.10-9.46: pre-norm, attention projections without biases, a
+    # feed-forward with biases, a final norm, and E^T as the unembedding.
     "jurafsky_martin": {
-        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 6, "d_model": 512, "d_ff": 2048, "num_heads": 8, "position": "learned",
-        "norm_placement": "pre", "activation": "relu", "attention_bias": False,
+        "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 6, "d_model": 512,
+        "d_ff": 2048, "num_heads": 8, "position": "learned", "norm_placement": "pre",
+        "activation": "relu", "attention_bias": False,
     },
 }  # fmt: skip
 
-# Devlin et al. 2019, with both heads of its pre-training.
+# Devlin et al. 2019, with both pre-training heads.
 _BERT = _sizes("bert", _NORMAL | {
-    "family": "encoder", "vocab_size": 30_522, "max_length": 512, "token_types": 2, "position": "learned", "norm_placement": "post",
-    "norm_epsilon": 1e-12, "embedding_norm": True, "activation": "gelu", "head_transform": True, "logit_bias": True,
-    "pooling": "cls", "pooler": True, "num_labels": 2, "dropout": 0.1, "attention_dropout": 0.1,
+    "family": "encoder", "vocab_size": 30_522, "max_length": 512, "token_types": 2,
+    "position": "learned", "norm_placement": "post", "norm_epsilon": 1e-12, "embedding_norm": True,
+    "activation": "gelu", "head_transform": True, "logit_bias": True, "pooling": "cls",
+    "pooler": True, "num_labels": 2, "dropout": 0.1, "attention_dropout": 0.1,
 }, _ENCODER, {
     "base": (12, 768, 12, 3072),
     "large": (24, 1024, 16, 4096),
 })  # fmt: skip
 
-# Warner et al. 2024: a layer that sees all, two that see 64 tokens to either side.
+# Warner et al. 2024: one global layer, then two that attend to 64 tokens on either side.
 _GLOBAL = {"window": 0, "position": {"name": "rotary", "theta": 160_000.0}}
 _LOCAL = {"window": 65, "position": {"name": "rotary", "theta": 10_000.0}}
 _MODERNBERT = _sizes("modernbert", _NORMAL | {
-    "family": "encoder", "vocab_size": 50_368, "max_length": 8192, "layer_pattern": (_GLOBAL, _LOCAL, _LOCAL),
-    "norm_placement": "pre", "norm_epsilon": 1e-5, "norm_offset": False, "embedding_norm": True, "first_norm": False,
-    "activation": "gelu", "glu": True, "use_bias": False, "head_transform": True, "logit_bias": True,
+    "family": "encoder", "vocab_size": 50_368, "max_length": 8192,
+    "layer_pattern": (_GLOBAL, _LOCAL, _LOCAL), "norm_placement": "pre", "norm_epsilon": 1e-5,
+    "norm_offset": False, "embedding_norm": True, "first_norm": False, "activation": "gelu",
+    "glu": True, "use_bias": False, "head_transform": True, "logit_bias": True,
 }, _ENCODER, {
     "base": (22, 768, 12, 1152),
     "large": (28, 1024, 16, 2624),
@@ -86,17 +101,20 @@ _MODERNBERT = _sizes("modernbert", _NORMAL | {
 
 # Radford et al. 2019.
 _GPT = _NORMAL | {
-    "family": "decoder", "vocab_size": 50_257, "position": "learned", "norm_placement": "pre", "norm_epsilon": 1e-5,
-    "activation": "gelu_tanh", "residual_init_scale": True,
+    "family": "decoder", "vocab_size": 50_257, "position": "learned", "norm_placement": "pre",
+    "norm_epsilon": 1e-5, "activation": "gelu_tanh", "residual_init_scale": True,
 }  # fmt: skip
-_GPT2 = _sizes("gpt2", _GPT | {"max_length": 1024, "dropout": 0.1, "attention_dropout": 0.1}, _DECODER, {
+_GPT2 = _sizes("gpt2", _GPT | {
+    "max_length": 1024, "dropout": 0.1, "attention_dropout": 0.1,
+}, _DECODER, {
     "": (12, 768, 12, 3072),
     "medium": (24, 1024, 16, 4096),
     "large": (36, 1280, 20, 5120),
     "xl": (48, 1600, 25, 6400),
 })  # fmt: skip
 
-# Brown et al. 2020, table 2.1; attention dense in every layer (theirs alternates with a banded pattern that is not published).
+# Brown et al. 2020, table 2.1, with dense attention in every layer. The paper alternates it with a
+# banded pattern that is not published.
 _GPT3 = _sizes("gpt3", _GPT | {"max_length": 2048}, (*_DECODER, "d_head"), {
     "small": (12, 768, 12, 3072, 64),
     "medium": (24, 1024, 16, 4096, 64),
@@ -110,8 +128,9 @@ _GPT3 = _sizes("gpt3", _GPT | {"max_length": 2048}, (*_DECODER, "d_head"), {
 
 # Scao et al. 2022, table 3.
 _BLOOM = _sizes("bloom", _NORMAL | {
-    "family": "decoder", "vocab_size": 250_880, "max_length": 2048, "position": "alibi", "norm_placement": "pre", "norm_epsilon": 1e-5,
-    "embedding_norm": True, "activation": "gelu_tanh",
+    "family": "decoder", "vocab_size": 250_880, "max_length": 2048, "position": "alibi",
+    "norm_placement": "pre", "norm_epsilon": 1e-5, "embedding_norm": True,
+    "activation": "gelu_tanh",
 }, _DECODER, {
     "560m": (24, 1024, 16, 4096),
     "1b1": (24, 1536, 16, 6144),
@@ -121,10 +140,11 @@ _BLOOM = _sizes("bloom", _NORMAL | {
     "176b": (70, 14_336, 112, 57_344),
 })  # fmt: skip
 
-# Raffel et al. 2020; v1.1 is gated, untied and does not scale what it unembeds.
+# Raffel et al. 2020. Version 1.1 has a gated feed-forward, untied embeddings and no logit_scale.
 _T5_SHARED = {
-    "family": "encoder_decoder", "vocab_size": 32_128, "max_length": 512, "position": "t5", "norm_placement": "pre", "norm": "rmsnorm",
-    "use_bias": False, "attention_scale": 1.0, "embedding_init_std": 1.0, "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1,
+    "family": "encoder_decoder", "vocab_size": 32_128, "max_length": 512, "position": "t5",
+    "norm_placement": "pre", "norm": "rmsnorm", "use_bias": False, "attention_scale": 1.0,
+    "embedding_init_std": 1.0, "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1,
 }  # fmt: skip
 _T5 = _sizes("t5", _T5_SHARED | {"activation": "relu"}, (*_BOTH, "d_head", "logit_scale"), {
     "small": (6, 6, 512, 8, 2048, 64, 512**-0.5),
@@ -132,7 +152,9 @@ _T5 = _sizes("t5", _T5_SHARED | {"activation": "relu"}, (*_BOTH, "d_head", "logi
     "large": (24, 24, 1024, 16, 4096, 64, 1024**-0.5),
     "3b": (24, 24, 1024, 32, 16_384, 128, 1024**-0.5),
     "11b": (24, 24, 1024, 128, 65_536, 128, 1024**-0.5),
-}) | _sizes("t5_v1_1", _T5_SHARED | {"activation": "gelu_tanh", "glu": True, "tie_embeddings": False}, (*_BOTH, "d_head"), {
+}) | _sizes("t5_v1_1", _T5_SHARED | {
+    "activation": "gelu_tanh", "glu": True, "tie_embeddings": False,
+}, (*_BOTH, "d_head"), {
     "small": (8, 8, 512, 6, 1024, 64),
     "base": (12, 12, 768, 12, 2048, 64),
     "large": (24, 24, 1024, 16, 2816, 64),
@@ -140,24 +162,28 @@ _T5 = _sizes("t5", _T5_SHARED | {"activation": "relu"}, (*_BOTH, "d_head", "logi
     "xxl": (24, 24, 4096, 64, 10_240, 64),
 })  # fmt: skip
 
-# Lewis et al. 2020; OPUS-MT's Marian models (Tiedemann & Thottingal 2020).
+# Lewis et al. 2020; the Marian models of OPUS-MT (Tiedemann & Thottingal 2020).
 _POST = _NORMAL | {
-    "family": "encoder_decoder", "norm_placement": "post", "norm_epsilon": 1e-5, "logit_bias": True, "dropout": 0.1,
+    "family": "encoder_decoder", "norm_placement": "post", "norm_epsilon": 1e-5,
+    "logit_bias": True, "dropout": 0.1,
 }  # fmt: skip
 _BART = _sizes("bart", _POST | {
-    "vocab_size": 50_265, "max_length": 1024, "position": {"name": "learned", "offset": 2}, "embedding_norm": True, "activation": "gelu",
+    "vocab_size": 50_265, "max_length": 1024, "position": {"name": "learned", "offset": 2},
+    "embedding_norm": True, "activation": "gelu",
 }, _BOTH, {
     "base": (6, 6, 768, 12, 3072),
     "large": (12, 12, 1024, 16, 4096),
 }) | _sizes("marian", _POST | {
-    "vocab_size": 58_101, "max_length": 512, "position": {"name": "sinusoidal", "layout": "halves"}, "embedding_scale": True,
+    "vocab_size": 58_101, "max_length": 512,
+    "position": {"name": "sinusoidal", "layout": "halves"}, "embedding_scale": True,
     "activation": "silu",
 }, _BOTH, {"": (6, 6, 512, 8, 2048)})  # fmt: skip
 
 # Zhang et al. 2022.
 _OPT_SHARED = _NORMAL | {
-    "family": "decoder", "vocab_size": 50_272, "max_length": 2048, "position": {"name": "learned", "offset": 2}, "norm_placement": "pre",
-    "norm_epsilon": 1e-5, "activation": "relu", "dropout": 0.1,
+    "family": "decoder", "vocab_size": 50_272, "max_length": 2048,
+    "position": {"name": "learned", "offset": 2}, "norm_placement": "pre", "norm_epsilon": 1e-5,
+    "activation": "relu", "dropout": 0.1,
 }  # fmt: skip
 _OPT = _sizes("opt", _OPT_SHARED, _DECODER, {
     "125m": (12, 768, 12, 3072),
@@ -168,14 +194,19 @@ _OPT = _sizes("opt", _OPT_SHARED, _DECODER, {
     "30b": (48, 7168, 56, 28_672),
     "66b": (64, 9216, 72, 36_864),
     "175b": (96, 12_288, 96, 49_152),
-}) | _sizes("opt", _OPT_SHARED | {"norm_placement": "post", "d_embedding": 512}, _DECODER, {"350m": (24, 1024, 16, 4096)})  # fmt: skip
+}) | _sizes("opt", _OPT_SHARED | {"norm_placement": "post", "d_embedding": 512}, _DECODER, {
+    "350m": (24, 1024, 16, 4096),
+})  # fmt: skip
 
 # Black et al. 2022; Biderman et al. 2023.
 _NEOX_SHARED = _NORMAL | {
-    "family": "decoder", "max_length": 2048, "position": {"name": "rotary", "fraction": 0.25}, "norm_placement": "pre", "norm_epsilon": 1e-5,
-    "parallel": True, "activation": "gelu", "tie_embeddings": False,
+    "family": "decoder", "max_length": 2048, "position": {"name": "rotary", "fraction": 0.25},
+    "norm_placement": "pre", "norm_epsilon": 1e-5, "parallel": True, "activation": "gelu",
+    "tie_embeddings": False,
 }  # fmt: skip
-_NEOX = _sizes("gpt_neox", _NEOX_SHARED | {"activation": "gelu_tanh"}, (*_DECODER, "vocab_size"), {
+_NEOX = _sizes("gpt_neox", _NEOX_SHARED | {
+    "activation": "gelu_tanh",
+}, (*_DECODER, "vocab_size"), {
     "20b": (44, 6144, 64, 24_576, 50_432),
 }) | _sizes("pythia", _NEOX_SHARED, (*_DECODER, "vocab_size"), {
     "70m": (6, 512, 8, 2048, 50_304),
@@ -190,30 +221,41 @@ _NEOX = _sizes("gpt_neox", _NEOX_SHARED | {"activation": "gelu_tanh"}, (*_DECODE
 
 # Touvron et al. 2023; Dubey et al. 2024.
 _LLAMA_SHARED = _NORMAL | {
-    "family": "decoder", "position": "rotary", "norm_placement": "pre", "norm": "rmsnorm", "norm_epsilon": 1e-5, "activation": "silu",
-    "glu": True, "use_bias": False, "tie_embeddings": False,
+    "family": "decoder", "position": "rotary", "norm_placement": "pre", "norm": "rmsnorm",
+    "norm_epsilon": 1e-5, "activation": "silu", "glu": True, "use_bias": False,
+    "tie_embeddings": False,
 }  # fmt: skip
 _LLAMA_3_1 = {
     "name": "rotary", "theta": 500_000.0,
-    "scaling": {"name": "llama3", "factor": 8.0, "original_length": 8192, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0},
+    "scaling": {
+        "name": "llama3", "factor": 8.0, "original_length": 8192,
+        "low_frequency_factor": 1.0, "high_frequency_factor": 4.0,
+    },
 }  # fmt: skip
-_LLAMA = _sizes("llama2", _LLAMA_SHARED | {"vocab_size": 32_000, "max_length": 4096}, (*_DECODER, "num_kv_heads"), {
+_LLAMA = _sizes("llama2", _LLAMA_SHARED | {
+    "vocab_size": 32_000, "max_length": 4096,
+}, (*_DECODER, "num_kv_heads"), {
     "7b": (32, 4096, 32, 11_008, 32),
     "13b": (40, 5120, 40, 13_824, 40),
     "70b": (80, 8192, 64, 28_672, 8),
 }) | _sizes("llama3", _LLAMA_SHARED | {
-    "vocab_size": 128_256, "max_length": 8192, "position": {"name": "rotary", "theta": 500_000.0},
+    "vocab_size": 128_256, "max_length": 8192,
+    "position": {"name": "rotary", "theta": 500_000.0},
 }, (*_DECODER, "num_kv_heads"), {
     "8b": (32, 4096, 32, 14_336, 8),
     "70b": (80, 8192, 64, 28_672, 8),
-}) | _sizes("llama3.1", _LLAMA_SHARED | {"vocab_size": 128_256, "max_length": 131_072, "position": _LLAMA_3_1}, (*_DECODER, "num_kv_heads"), {
+}) | _sizes("llama3.1", _LLAMA_SHARED | {
+    "vocab_size": 128_256, "max_length": 131_072, "position": _LLAMA_3_1,
+}, (*_DECODER, "num_kv_heads"), {
     "8b": (32, 4096, 32, 14_336, 8),
     "70b": (80, 8192, 64, 28_672, 8),
     "405b": (126, 16_384, 128, 53_248, 8),
 })  # fmt: skip
 
 # Jiang et al. 2023.
-_MISTRAL = _sizes("mistral", _LLAMA_SHARED | {"vocab_size": 32_000, "max_length": 32_768, "window": 4096}, (*_DECODER, "num_kv_heads"), {
+_MISTRAL = _sizes("mistral", _LLAMA_SHARED | {
+    "vocab_size": 32_000, "max_length": 32_768, "window": 4096,
+}, (*_DECODER, "num_kv_heads"), {
     "7b": (32, 4096, 32, 14_336, 8),
 })  # fmt: skip
 
@@ -223,12 +265,16 @@ _QWEN_SHARED = _LLAMA_SHARED | {
     "position": {"name": "rotary", "theta": 1_000_000.0},
     "norm_epsilon": 1e-6,
 }
-_QWEN = _sizes("qwen2", _QWEN_SHARED | {"max_length": 131_072, "qkv_bias": True}, (*_DECODER, "num_kv_heads", "vocab_size", "tie_embeddings"), {
+_QWEN = _sizes("qwen2", _QWEN_SHARED | {
+    "max_length": 131_072, "qkv_bias": True,
+}, (*_DECODER, "num_kv_heads", "vocab_size", "tie_embeddings"), {
     "0.5b": (24, 896, 14, 4864, 2, 151_936, True),
     "1.5b": (28, 1536, 12, 8960, 2, 151_936, True),
     "7b": (28, 3584, 28, 18_944, 4, 152_064, False),
     "72b": (80, 8192, 64, 29_568, 8, 152_064, False),
-}) | _sizes("qwen3", _QWEN_SHARED | {"max_length": 40_960, "d_head": 128, "qk_norm": True}, (*_DECODER, "num_kv_heads", "tie_embeddings"), {
+}) | _sizes("qwen3", _QWEN_SHARED | {
+    "max_length": 40_960, "d_head": 128, "qk_norm": True,
+}, (*_DECODER, "num_kv_heads", "tie_embeddings"), {
     "0.6b": (28, 1024, 16, 3072, 8, True),
     "1.7b": (28, 2048, 16, 6144, 8, True),
     "4b": (36, 2560, 32, 9728, 8, True),
@@ -237,10 +283,11 @@ _QWEN = _sizes("qwen2", _QWEN_SHARED | {"max_length": 131_072, "qkv_bias": True}
     "32b": (64, 5120, 64, 25_600, 8, False),
 })  # fmt: skip
 
-# Gemma team 2024: every other layer sees a window.
+# Gemma team 2024: every other layer attends within a window.
 _GEMMA2 = _sizes("gemma2", _LLAMA_SHARED | {
-    "vocab_size": 256_000, "max_length": 8192, "norm_placement": "peri", "norm_epsilon": 1e-6, "norm_zero_centered": True, "activation": "gelu_tanh",
-    "embedding_scale": True, "attention_soft_cap": 50.0, "logit_soft_cap": 30.0, "tie_embeddings": True,
+    "vocab_size": 256_000, "max_length": 8192, "norm_placement": "peri", "norm_epsilon": 1e-6,
+    "norm_zero_centered": True, "activation": "gelu_tanh", "embedding_scale": True,
+    "attention_soft_cap": 50.0, "logit_soft_cap": 30.0, "tie_embeddings": True,
     "layer_pattern": ({"window": 4096}, {"window": 0}),
 }, (*_DECODER, "num_kv_heads", "d_head", "attention_scale"), {
     "2b": (26, 2304, 8, 9216, 4, 256, 256**-0.5),
@@ -249,5 +296,6 @@ _GEMMA2 = _sizes("gemma2", _LLAMA_SHARED | {
 })  # fmt: skip
 
 ARCHITECTURES: dict[str, dict] = (
-    _TRANSFORMER | _TEXTBOOKS | _BERT | _MODERNBERT | _GPT2 | _GPT3 | _BLOOM | _T5 | _BART | _OPT | _NEOX | _LLAMA | _MISTRAL | _QWEN | _GEMMA2
+    _TRANSFORMER | _TEXTBOOKS | _BERT | _MODERNBERT | _GPT2 | _GPT3 | _BLOOM | _T5 | _BART
+    | _OPT | _NEOX | _LLAMA | _MISTRAL | _QWEN | _GEMMA2
 )  # fmt: skip

@@ -1,6 +1,9 @@
-"""Where heads look, in numbers: from queries and keys alone, in plain JAX, whatever backend the model itself runs on.
+"""Statistics of attention heads, computed from queries and keys alone.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size; I blocks of queries, t queries in one.
+They are plain JAX, whichever backend the model runs on.
+
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
+size; I blocks of queries, t queries in a block.
 """
 
 import jax
@@ -12,59 +15,73 @@ from transformer.model.attention_backends.reference import softmax
 
 
 def weights(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(weights, logits), float32[B, N, T, S], and bool[B, T, S], the keys that a query may see; both zero elsewhere."""
-    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, given)
+    """Returns (weights, logits, mask): float32[B, N, T, S] twice, and bool[B, T, S].
+
+    The mask is true where a query may attend to a key; weights and logits are zero elsewhere.
+    """
+    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
     return (
-        softmax(logits_BxNxTxS, mask_BxTxS, given.sink_N),
+        softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N),
         jnp.where(mask_BxTxS[:, None], logits_BxNxTxS, 0.0),
         mask_BxTxS,
     )
 
 
-def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs) -> dict[str, jax.Array]:
-    """Of each head, float32[N], means over all queries that have a choice (two keys or more):
+def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[str, jax.Array]:
+    """Computes statistics of each head, float32[N].
+
+    All but `logit` are means over the queries that can attend to at least two keys; w is a weight.
 
     entropy    - sum of w log w over keys, in nats
-    sink       weight on the first token of the document, and on the learned sink where there is one
-    distance   sum of w |query's position - key's position|, in tokens
-    previous   weight on the token before the query
-    repeated   weight on the key half a row less one back: in a row that says something twice, on what came after the query's token the
-               first time, the prefix-matching score of induction heads (Olsson et al. 2022); means nothing elsewhere
-    logit      the largest one
+    sink       weight on the first token of the document, plus that on the learned sink, if any
+    distance   sum of w |query position - key position|, in tokens
+    previous   weight on the token before the query, over queries that have one
+    repeated   weight on the token T / 2 - 1 positions back, over queries that have one. If the
+               second half of a sequence repeats the first, this is the token that followed the
+               query's token the first time: the prefix-matching score of induction heads (Olsson
+               et al. 2022). It has no meaning for other sequences.
+    logit      the largest logit
 
     Memory: B N 256 S numbers.
     """
-    back = {"previous": 1, "repeated": q_BxTxNxH.shape[1] // 2 - 1}
+    offsets = {"previous": 1, "repeated": q_BxTxNxH.shape[1] // 2 - 1}
 
-    def block(part):
-        q_BxtxNxH, tokens = part
+    def block_statistics(block):
+        q_BxtxNxH, tokens = block
         w_BxNxtxS, logits_BxNxtxS, mask_BxtxS = weights(
-            q_BxtxNxH, k_BxSxKxH, given.replace(q_tokens=tokens)
+            q_BxtxNxH, k_BxSxKxH, inputs.replace(q_tokens=tokens)
         )
-        at_q, at_k = tokens.positions_BxT[:, :, None], given.k_tokens.positions_BxT[:, None, :]
-        chooses_Bxt = jnp.sum(mask_BxtxS, axis=-1) > 1
+        at_q, at_k = tokens.positions_BxT[:, :, None], inputs.k_tokens.positions_BxT[:, None, :]
+        has_choice_Bxt = jnp.sum(mask_BxtxS, axis=-1) > 1
 
-        def total(x_BxNxt, of_Bxt=chooses_Bxt):
+        def total(x_BxNxt, of_Bxt=has_choice_Bxt):
+            """The sum over the queries `of_Bxt`, and their number."""
             return jnp.sum(jnp.where(of_Bxt[:, None], x_BxNxt, 0.0), axis=(0, 2)), jnp.sum(of_Bxt)
 
-        on = lambda keys: jnp.sum(jnp.where((keys & mask_BxtxS)[:, None], w_BxNxtxS, 0.0), axis=-1)
-        every = jnp.sum(w_BxNxtxS, axis=-1)
+        weight_on = lambda keys: jnp.sum(
+            jnp.where((keys & mask_BxtxS)[:, None], w_BxNxtxS, 0.0), axis=-1
+        )
+        on_all = jnp.sum(w_BxNxtxS, axis=-1)
         sums = {
             "entropy": total(-jnp.sum(jax.scipy.special.xlogy(w_BxNxtxS, w_BxNxtxS), axis=-1)),
-            "sink": total(on(at_k == 0) + (0.0 if given.sink_N is None else 1.0 - every)),
+            "sink": total(weight_on(at_k == 0) + (0.0 if inputs.sink_N is None else 1.0 - on_all)),
             "distance": total(jnp.sum(w_BxNxtxS * jnp.abs(at_q - at_k)[:, None], axis=-1)),
         }
-        for name, steps in back.items():
-            there = (at_q - at_k == steps) & mask_BxtxS
-            sums[name] = total(on(there), chooses_Bxt & jnp.any(there, axis=-1))
-        least = jnp.finfo(jnp.float32).min
-        return sums, jnp.max(jnp.where(mask_BxtxS[:, None], logits_BxNxtxS, least), axis=(0, 2, 3))
+        for name, offset in offsets.items():
+            keys_BxtxS = (at_q - at_k == offset) & mask_BxtxS
+            sums[name] = total(weight_on(keys_BxtxS), has_choice_Bxt & jnp.any(keys_BxtxS, axis=-1))
+        lowest = jnp.finfo(jnp.float32).min
+        return sums, jnp.max(jnp.where(mask_BxtxS[:, None], logits_BxNxtxS, lowest), axis=(0, 2, 3))
 
-    tokens = given.q_tokens
-    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (q_BxTxNxH.shape[0], *x.shape[1:])), tokens)
-    sums, largest_IxN = jax.lax.map(block, cut((q_BxTxNxH, rows), min(BLOCK, q_BxTxNxH.shape[1])))
+    tokens = inputs.q_tokens
+    batched = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (q_BxTxNxH.shape[0], *x.shape[1:])), tokens
+    )
+    sums, largest_IxN = jax.lax.map(
+        block_statistics, cut((q_BxTxNxH, batched), min(BLOCK, q_BxTxNxH.shape[1]))
+    )
     means = {
         name: jnp.sum(x, axis=0) / jnp.maximum(jnp.sum(count), 1)
         for name, (x, count) in sums.items()

@@ -1,7 +1,7 @@
 """The cache of incremental decoding: an explicit value, passed in and returned, never hidden state.
 
-It is a tree of mixer states. Only a mixer knows what its state holds; those that keep something for
-every token share the slots below.
+It is a tree of mixer states. The contents of a state are private to its mixer. Mixers that store an
+entry per token share the slot functions below.
 
 Shape suffixes: B batch, T new tokens, S slots.
 """
@@ -21,15 +21,22 @@ from transformer.model.mixers.base import Context, State
 
 @struct.dataclass
 class Shared:
-    """The part of a state that comes from the source. The beams of a sentence share it, so its batch
-    is that of the sources, and reordering beams leaves it as it is."""
+    """The part of a state that is computed from the source.
+
+    The beams of a sentence share it: its batch size is the number of sources, and reordering beams
+    leaves it unchanged.
+    """
 
     value: Any
 
 
 @struct.dataclass
 class LayerState:
-    """What one decoder layer remembers: the state of its mixer, and of its cross-attention once the source is read."""
+    """The state of one decoder layer.
+
+    mixer: the state of its mixer.
+    source: the state of its cross-attention; None without one, and before the source is read.
+    """
 
     mixer: State
     source: Shared | None = None
@@ -37,10 +44,12 @@ class LayerState:
 
 @struct.dataclass
 class Cache:
-    """A decoder's memory: its layers' states, and where the cached tokens stand. Empty slots have segment 0, so masks hide them.
+    """The states of a decoder's layers, and the positions and segments of the cached tokens.
 
-    layers: a state for each layer; where layers are scanned, for each of a period, stacked on axis 0.
-    index: int32[], the next slot to be written, the same in all sequences (prompts are padded on the left).
+    layers: one state per layer. With scanned layers: one per layer of a period, stacked on axis 0.
+    tokens: one entry per slot. Empty slots have segment 0, so masks hide them.
+    index: int32[], the next slot to write. It is the same for all sequences, because prompts are
+        padded on the left.
     """
 
     layers: LayerState | tuple[LayerState, ...]
@@ -48,32 +57,39 @@ class Cache:
     index: jax.Array
 
     def append(self, tokens: Tokens) -> Tokens:
-        """The tokens of all slots, once `tokens` stand in the next ones."""
+        """Returns the tokens of all slots after writing `tokens` to the next ones."""
         put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)
         return jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
 
     def reorder(self, rows: Callable[[jax.Array], jax.Array], scanned: bool) -> "Cache":
-        """`rows`, an indexing of axis 0, applied to the batch of everything that is not `Shared`."""
-        one = (lambda x: jnp.swapaxes(rows(jnp.swapaxes(x, 0, 1)), 0, 1)) if scanned else rows
+        """Applies `rows`, an indexing of axis 0, to the batch axis of everything but `Shared`.
+
+        `scanned`: the states of layers are stacked on axis 0, so their batch axis is 1.
+        """
+        on_batch = (lambda x: jnp.swapaxes(rows(jnp.swapaxes(x, 0, 1)), 0, 1)) if scanned else rows
         is_shared = lambda x: isinstance(x, Shared)
-        move = lambda x: x if is_shared(x) else one(x)
+        move = lambda x: x if is_shared(x) else on_batch(x)
         layers = jax.tree.map(move, self.layers, is_leaf=is_shared)
         return self.replace(layers=layers, tokens=jax.tree.map(rows, self.tokens))
 
 
-def check_room(cache: Cache, tokens_BxT: jax.Array) -> None:
-    """Raises UserError where the cache has no slots left for these tokens: they would overwrite the last ones."""
+def check_cache_room(cache: Cache, tokens_BxT: jax.Array) -> None:
+    """Raises UserError if the cache has too few free slots: tokens would overwrite the last slots.
+
+    A traced index has no value. Then only the number of tokens is checked against all slots.
+    """
     slots, used = cache.tokens.segments_BxT.shape[1], 0
     if not isinstance(cache.index, jax.core.Tracer):
         used = int(cache.index)
     if used + tokens_BxT.shape[1] > slots:
         raise UserError(
-            f"cache: {slots} slots, but {used} + {tokens_BxT.shape[1]} tokens; make it with more slots"
+            f"cache: {slots} slots cannot hold {used} + {tokens_BxT.shape[1]} tokens; "
+            "create it with more slots"
         )
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
-    """A cache with room for `slots` tokens in each sequence."""
+    """Returns a cache that can hold `slots` tokens per sequence."""
     layers = tuple(
         LayerState(layer.token_mixer.empty_state(layer, batch, slots))
         for layer in config.layers("decoder")
@@ -81,27 +97,31 @@ def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     depth = config.num_decoder_layers
     if config.scan_layers:
         period = config.period("decoder")
-        looped = layers[0] if period == 1 else layers[:period]
-        layers = jax.tree.map(lambda x: jnp.zeros((depth // period, *x.shape), x.dtype), looped)
-    nothing = jnp.zeros((batch, slots), jnp.int32)
-    return Cache(layers, Tokens(nothing, nothing), jnp.zeros((), jnp.int32))
+        scanned = layers[0] if period == 1 else layers[:period]
+        layers = jax.tree.map(lambda x: jnp.zeros((depth // period, *x.shape), x.dtype), scanned)
+    zeros = jnp.zeros((batch, slots), jnp.int32)
+    return Cache(layers, Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
 
 
-# ---- Slots: one entry for each token, [B, S, ...]
+# ---- Slots: one entry per token, [B, S, ...]
 
 
 def empty_slots(config: ModelConfig, batch: int, slots: int, *shape: int) -> jax.Array:
-    """Room for `slots` tokens, or for as many as a token with `window` can still see."""
+    """Returns zeros for `slots` tokens, or for the `window` tokens that a token can attend to."""
     count = min(slots, config.window or slots)
     return jnp.zeros((batch, count, *shape), config.dtype)
 
 
 def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
-    """Writes the entries of new tokens, [B, T, ...]: what they may read, where that stands, and the slots for the next call.
+    """Writes the entries of new tokens, [B, T, ...], to the slots.
 
-    Fewer slots than the cache has tokens are a ring: token i is in slot i mod S, and the token before
-    it in that slot is out of every later token's sight. Several new tokens at once read the ring as it was and each other, because some of
-    them may still see what the last of them overwrite.
+    Returns the entries that the new tokens can attend to, their tokens, and the slots for the next
+    call.
+
+    If there are fewer slots than the cache has tokens, they form a ring: token i is in slot
+    i mod S. The token that it replaces is outside the window of every later token. Several new
+    tokens at once attend to the previous contents of the ring and to each other, because the first
+    of them may still attend to entries that the last of them overwrite.
     """
     tokens, index = context.key_tokens, context.index
     count, length = (jax.tree.leaves(tree)[0].shape[1] for tree in (slots, new))
@@ -111,21 +131,21 @@ def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
         )
         slots = jax.tree.map(put, slots, new)
         return slots, tokens, slots
-    kept = min(length, count)
-    at = (index + length - kept + jnp.arange(kept)) % count
-    put = lambda old, x: old.at[:, at].set(x[:, length - kept :].astype(old.dtype))
+    num_written = min(length, count)
+    ring = (index + length - num_written + jnp.arange(num_written)) % count
+    put = lambda old, x: old.at[:, ring].set(x[:, length - num_written :].astype(old.dtype))
     written = jax.tree.map(put, slots, new)
     if length == 1:
         return written, _in_ring(tokens, index, count), written
     join = lambda a, b: jnp.concatenate([a, jnp.broadcast_to(b, (len(a), *b.shape[1:]))], axis=1)
-    own = context.tokens.replace(until_BxT=None, order="")
-    seen = jax.tree.map(join, _in_ring(tokens, index - 1, count), own)
-    read = jax.tree.map(lambda old, x: join(old, x.astype(old.dtype)), slots, new)
-    return read, seen, written
+    new_tokens = context.tokens.replace(until_BxT=None, order="")
+    readable_tokens = jax.tree.map(join, _in_ring(tokens, index - 1, count), new_tokens)
+    readable = jax.tree.map(lambda old, x: join(old, x.astype(old.dtype)), slots, new)
+    return readable, readable_tokens, written
 
 
 def _in_ring(tokens: Tokens, last: jax.Array, count: int) -> Tokens:
-    """Where the tokens in a ring of `count` slots stand, once token `last` is written."""
-    at = last - (last - jnp.arange(count)) % count
-    there = jax.tree.map(lambda x: x[:, jnp.maximum(at, 0)], tokens)
-    return there.replace(segments_BxT=jnp.where(at >= 0, there.segments_BxT, 0))
+    """Returns the tokens in a ring of `count` slots after token `last` was written."""
+    index = last - (last - jnp.arange(count)) % count
+    in_ring = jax.tree.map(lambda x: x[:, jnp.maximum(index, 0)], tokens)
+    return in_ring.replace(segments_BxT=jnp.where(index >= 0, in_ring.segments_BxT, 0))

@@ -1,4 +1,4 @@
-"""What a ModelConfig refuses: values out of range, and fields that do not go together."""
+"""Validation of a ModelConfig: ranges of values, and combinations of fields."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.activations import ACTIVATIONS
 from transformer.model.attention_backends import BACKENDS
-from transformer.model.effects import OF_LAYERS, mixer_reads
+from transformer.model.effects import PER_LAYER_FIELDS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS
 from transformer.model.initializers import INITIALIZERS
 from transformer.model.mixers.base import MIXERS
@@ -17,19 +17,21 @@ from transformer.model.norms import NORMS
 from transformer.model.pooling import POOLINGS
 from transformer.model.remat import REMAT_POLICIES
 
-MOST_LAYERS = 10_000
-"""Each is looked at when a config is built; the deepest published Transformer has 1,000."""
+MAX_LAYERS = 10_000
+"""The most layers of a stack. Building a config checks each of them; the deepest published
+Transformer has 1,000."""
 
 
 FORMER_FAMILIES = {
-    "recurrent_encoder_decoder": "set model.family='encoder_decoder' and model.mixer='lstm', with the layers of "
-    "experiments/findings/recurrence.py; runs of the former family need the version that trained them",
+    "recurrent_encoder_decoder": "set model.family='encoder_decoder' and model.mixer='lstm', with "
+    "the layers of experiments/findings/recurrence.py; runs of the former family need the version "
+    "that trained them",
 }
-"""What to set instead of a family that there was."""
+"""Removed family -> what to set instead."""
 
 
 def check(config) -> None:
-    """Raises UserError, with the field and the way out, for a ModelConfig that makes no sense."""
+    """Raises UserError for an invalid ModelConfig. The message names the field and the remedy."""
     _check_values(config)
     _check_sizes(config)
     _check_combinations(config)
@@ -38,17 +40,19 @@ def check(config) -> None:
 
 
 def _check_values(config) -> None:
-    """Each field on its own."""
+    """Checks each field by itself."""
     if config.family in FORMER_FAMILIES:
         raise UserError(
-            f"model.family: {config.family!r} is no longer a family; {FORMER_FAMILIES[config.family]}"
+            f"model.family: {config.family!r} is no longer a family; "
+            f"{FORMER_FAMILIES[config.family]}"
         )
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
-    at_least("model", config, 1, "vocab_size", "d_model", "d_ff", "num_heads", "max_length")
+    at_least("model", config, 1, "vocab_size", "d_model", "num_heads", "max_length")
     at_least(
         "model",
         config,
         0,
+        "d_ff",
         "d_head",
         "d_value",
         "d_embedding",
@@ -68,98 +72,118 @@ def _check_values(config) -> None:
         positive("model", config, "attention_scale")
     in_unit_interval("model", config, "dropout", "attention_dropout", "activation_dropout")
     for field, names in {
-        "norm": NORMS, "activation": ACTIVATIONS, "initializer": INITIALIZERS, "remat": REMAT_POLICIES,
+        "norm": NORMS,
+        "activation": ACTIVATIONS,
+        "initializer": INITIALIZERS,
+        "remat": REMAT_POLICIES,
         "pooling": POOLINGS,
-        "attention_backend": ("auto", *BACKENDS), "dtype": ("float32", "bfloat16"), "param_dtype": ("float32", "bfloat16"),
-    }.items():  # fmt: skip
+        "attention_backend": ("auto", *BACKENDS),
+        "dtype": ("float32", "bfloat16"),
+        "param_dtype": ("float32", "bfloat16"),
+    }.items():
         one_of(f"model.{field}", getattr(config, field), names)
 
 
 def _check_sizes(config) -> None:
-    """Heads and layers."""
+    """Checks the numbers of heads and layers."""
     if mixer_reads("num_heads")(config) and not config.d_head and config.d_model % config.num_heads:
         raise UserError(
-            f"model.d_model: {config.d_model} is not divisible by model.num_heads = {config.num_heads}; "
-            f"change one, or set model.d_head"
+            f"model.d_model: {config.d_model} is not divisible by model.num_heads = "
+            f"{config.num_heads}; change one, or set model.d_head"
         )
     if config.num_heads % config.kv_heads:
         raise UserError(
-            f"model.num_kv_heads: {config.num_kv_heads} does not divide model.num_heads = {config.num_heads}"
+            f"model.num_kv_heads: {config.num_kv_heads} does not divide model.num_heads = "
+            f"{config.num_heads}; change one"
         )
     for side in config.sides:
         layers = f"num_{side}_layers"
         if getattr(config, layers) < 1:
             raise UserError(
-                f"model.{layers}: {getattr(config, layers)}; a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
+                f"model.{layers}: {getattr(config, layers)} is too small; "
+                f"a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
             )
-        if getattr(config, layers) > MOST_LAYERS:
+        if getattr(config, layers) > MAX_LAYERS:
             raise UserError(
-                f"model.{layers}: {getattr(config, layers):,} is too large; at most {MOST_LAYERS:,}"
+                f"model.{layers}: {getattr(config, layers):,} is too large; at most {MAX_LAYERS:,}"
             )
 
 
 def _check_combinations(config) -> None:
-    """Fields that go together, or do not."""
-    if not config.lm_head and (config.two_sides or not (config.num_labels or config.pooler)):
+    """Checks fields that require or exclude each other."""
+    if not config.lm_head and (
+        config.is_encoder_decoder or not (config.num_labels or config.pooler)
+    ):
         raise UserError(
-            "model.lm_head: False leaves nothing to compute; set model.num_labels in an encoder or decoder"
+            "model.lm_head: False leaves the model without outputs; set it to True, or set "
+            "model.num_labels in an encoder or decoder"
         )
-    if (config.num_labels or config.pooler) and config.two_sides:
+    if (config.num_labels or config.pooler) and config.is_encoder_decoder:
         raise UserError(
-            "model.num_labels: an encoder_decoder writes text; encoders and decoders have labels"
+            "model.num_labels: an encoder_decoder generates text and has no labels; set "
+            "model.family='encoder' or 'decoder'"
         )
-    if config.two_sides and config.pooling != "none":
+    if config.is_encoder_decoder and config.pooling != "none":
         raise UserError(
-            f"model.pooling: {config.pooling!r} is for labels, and model.family = {config.family!r} writes text; leave it at 'none'"
+            f"model.pooling: {config.pooling!r} is for labels, and model.family = "
+            f"{config.family!r} generates text; leave it at 'none'"
         )
-    if config.two_sides and all(mixer.source == "none" for mixer in config.mixers_of("decoder")):
+    if config.is_encoder_decoder and all(
+        mixer.source == "none" for mixer in config.mixers_of("decoder")
+    ):
         raise UserError(
-            "model.mixer.source: 'none' in all layers of the decoder leaves the encoder unread; choose another "
-            "in one of them, or set model.family='decoder'"
+            "model.mixer.source: 'none' in all layers of the decoder leaves the encoder unused; "
+            "choose another value in one of them, or set model.family='decoder'"
         )
     _check_sources(config)
     if config.random_positions and config.random_positions < config.max_length:
         raise UserError(
-            f"model.random_positions: {config.random_positions} is less than model.max_length = {config.max_length}"
+            f"model.random_positions: {config.random_positions} is less than model.max_length = "
+            f"{config.max_length}; increase it, or set it to 0"
         )
     if config.token_types and config.family != "encoder":
         raise UserError(
-            f"model.token_types: {config.token_types}, but model.family = {config.family!r}; only encoders have them"
+            f"model.token_types: {config.token_types} needs an encoder, but model.family = "
+            f"{config.family!r}; leave it at 0"
         )
     if config.prefix_lm and config.family != "decoder":
         raise UserError(
-            f"model.prefix_lm: True, but model.family = {config.family!r}; only a decoder alone reads a prefix"
+            f"model.prefix_lm: True needs model.family='decoder', but it is {config.family!r}; "
+            "leave it at False"
         )
     if not config.causal and ("decoder" not in config.sides or config.prefix_lm):
         raise UserError(
-            "model.causal: False takes the mask off a decoder that has one; leave it at True without a decoder, or with prefix_lm"
+            "model.causal: False removes the causal mask of a decoder; leave it at True without a "
+            "decoder, or with model.prefix_lm=True"
         )
 
 
 def _check_sources(config) -> None:
-    """The option `source` of a mixer acts in a decoder that reads an encoder."""
-    if not config.two_sides:
+    """Checks the mixers' option `source`, which only affects a decoder with an encoder."""
+    if not config.is_encoder_decoder:
         return
     for mixer in set(config.mixers_of("encoder")) - set(config.mixers_of("decoder")):
         source = {field.name: field for field in dataclasses.fields(mixer)}.get("source")
         if source and mixer.source != source.default:
             raise UserError(
-                f"model.layer_pattern: source = {mixer.source!r} has no effect, because no layer of the decoder "
-                f"has this mixer; leave it at {source.default!r}"
+                f"model.layer_pattern: source = {mixer.source!r} has no effect, because no layer "
+                f"of the decoder has this mixer; leave it at {source.default!r}"
             )
 
 
 def _check_layers(config) -> None:
-    """What each layer is made of: its placement, its position scheme, its window."""
-    for field, value in [item for of_one in config.layer_pattern for item in of_one.items()]:
-        if field not in OF_LAYERS:
+    """Checks `layer_pattern` and the components of each layer."""
+    for field, value in [item for entry in config.layer_pattern for item in entry.items()]:
+        if field not in PER_LAYER_FIELDS:
             raise UserError(
-                f"model.layer_pattern: {field!r} cannot differ between layers; {', '.join(OF_LAYERS)} can"
+                f"model.layer_pattern: {field!r} cannot differ between layers; "
+                f"{', '.join(PER_LAYER_FIELDS)} can"
             )
         kind = int if field == "window" else (str, FrozenDict)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise UserError(
-                f"model.layer_pattern: {field} = {value!r}; a window is a number, the others a name or {{'name': ...}}"
+                f"model.layer_pattern: {field} = {value!r}; a window is a number, "
+                "the other fields are a name or {'name': ...}"
             )
         if field == "window" and value < 0:
             raise UserError(f"model.window: {value} is too small; at least 0")
@@ -170,22 +194,24 @@ def _check_layers(config) -> None:
         mixer = MIXERS.build(entry.get("mixer", config.mixer))
         if entry.get("window") and "window" not in mixer.fields:
             raise UserError(
-                f"model.layer_pattern: window = {entry['window']} has no effect beside mixer = {plain(entry.get('mixer', config.mixer))!r}; leave it out"
+                f"model.layer_pattern: window = {entry['window']} has no effect with mixer = "
+                f"{plain(entry.get('mixer', config.mixer))!r}; leave it out"
             )
     layers = [layer for side in config.sides for layer in config.layers(side)]
     for spec in dict.fromkeys(layer.position for layer in layers):
-        here = [layer for layer in layers if layer.position == spec]
-        if positions.build(spec).hooks and not any(layer.uses_position for layer in here):
+        matches = [layer for layer in layers if layer.position == spec]
+        if positions.build(spec).hooks and not any(layer.position_acts for layer in matches):
             raise UserError(
-                f"model.position: {plain(spec)!r} has no effect on mixer = {plain(here[0].mixer)!r}; set it to 'none'"
+                f"model.position: {plain(spec)!r} has no effect on mixer = "
+                f"{plain(matches[0].mixer)!r}; set it to 'none'"
             )
 
 
 def _check_rounds(config) -> None:
-    """The rounds of a pipeline divide the layers of each stack."""
+    """Checks that the rounds of a pipeline divide the layers of each stack."""
     rounds = config.pipeline_rounds
     if rounds > 1 and not config.scan_layers:
-        raise UserError(f"model.pipeline_rounds: {rounds} needs model.scan_layers=True")
+        raise UserError(f"model.pipeline_rounds: {rounds} needs model.scan_layers=True; set it")
     for side in config.sides:
         repeats = config.num_layers(side)
         if config.layer_pattern:
@@ -193,21 +219,22 @@ def _check_rounds(config) -> None:
         if repeats % rounds:
             raise UserError(
                 f"model.pipeline_rounds: {rounds} does not divide the {repeats} {side} layers "
-                "(or periods of model.layer_pattern)"
+                "(or periods of model.layer_pattern); change one"
             )
 
 
 def _check_layer(config, side: str) -> None:
-    """Of a layer's own config: what it is made of. Raises UserError."""
+    """Checks the components of a layer, given the layer's config."""
     FEED_FORWARDS.build(config.feed_forward)
     config.placement(side)
     mixer, scheme = config.token_mixer, positions.build(config.position)
     if problem := mixer.check(config, side):
         raise UserError(problem)
-    if problem := config.uses_position and scheme.check(config.stack_facts(side)):
+    if problem := config.position_acts and scheme.check(config.stack_facts(side)):
         raise UserError(problem)
     if not mixer.in_order and not scheme.hooks <= mixer.hooks:
         raise UserError(
-            f"model.position: {plain(config.position)!r} cannot serve mixer = {plain(config.mixer)!r}, which has no place for "
+            f"model.position: {plain(config.position)!r} does not support mixer = "
+            f"{plain(config.mixer)!r}, which does not apply "
             f"{' and '.join(sorted(scheme.hooks - mixer.hooks))}; choose another"
         )

@@ -8,10 +8,11 @@ from transformer.checks import is_zero
 
 
 class Dropout(nn.Module):
-    """Zeroes each number with probability `rate` and divides the others by 1 - rate.
+    """Zeroes each element with probability `rate` and divides the others by 1 - rate.
 
-    The mask is drawn from 16-bit integers, two to a random word: random bits are the larger part of dropout's cost.
-    The rate is exact to 2^-16. It may be traced: runs that differ in it alone are one program (lab/together.py).
+    The mask is drawn from 16-bit integers, two per random word, because generating random bits is
+    the larger part of dropout's cost. The rate is rounded to a multiple of 2^-16. It may be traced:
+    runs that differ only in the rate share one program (lab/together.py).
     """
 
     rate: float | jax.Array
@@ -24,19 +25,19 @@ class Dropout(nn.Module):
 
 
 def rate_of(config, given: float | jax.Array | None) -> float | jax.Array:
-    """The rate of a model's dropout: the one that is given, or the config's."""
+    """Returns the dropout rate: `given`, or the config's if that is None."""
     return config.dropout if given is None else given
 
 
 def drop(key: jax.Array, rate: float | jax.Array, x: jax.Array) -> jax.Array:
-    """x with numbers zeroed and the others grown."""
+    """Returns x with elements zeroed with probability `rate` and the others scaled up."""
     return jnp.where(keep_mask(key, rate, x.shape), x / (1.0 - rate), 0).astype(x.dtype)
 
 
 def keep_mask(key: jax.Array, rate: float | jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """bool[shape], false with probability `rate`."""
-    dropped = round(rate * 2**16)
+    """Draws bool[shape]: each element is False with probability `rate`."""
+    threshold = round(rate * 2**16)
     if shape[-1] % 2:
-        return jax.random.bits(key, shape, jnp.uint16) >= dropped
+        return jax.random.bits(key, shape, jnp.uint16) >= threshold
     words = jax.random.bits(key, (*shape[:-1], shape[-1] // 2), jnp.uint32)
-    return jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(shape) >= dropped
+    return jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(shape) >= threshold

@@ -1,23 +1,23 @@
-"""Which fields of a model have an effect, and under which condition.
+"""The conditions under which fields of a ModelConfig have an effect.
 
-`ModelConfig` refuses a field that differs from its default where the condition does not hold. A new
-field that matters only beside another one gets a line here.
+`ModelConfig` raises an error for a field that differs from its default although its condition does
+not hold. Add a line here for every new field that depends on another one.
 """
 
 from transformer.checks import Effect
 from transformer.model.mixers.base import SHARED_FIELDS
 
-OF_LAYERS = ("mixer", "position", "window", "feed_forward", "norm_placement")
-"""What `layer_pattern` may give to a layer."""
+PER_LAYER_FIELDS = ("mixer", "position", "window", "feed_forward", "norm_placement")
+"""The fields that `layer_pattern` may set per layer."""
 
 NORM = ("norm", "norm_gain", "norm_epsilon")
 
 
 def has_norm(c, *parts: str) -> bool:
-    """Whether a norm is built: one of these parts of a placement, or of all of them one beside the residual."""
+    """Whether some placement has one of these norms; without `parts`, whether there is any norm."""
     placements = c.placements
     if parts:
-        return any(getattr(one, part) for one in placements for part in parts)
+        return any(getattr(placement, part) for placement in placements for part in parts)
     return (
         has_norm(c, "in_norm", "res_norm", "out_norm", "final_norm")
         or c.embedding_norm
@@ -26,35 +26,35 @@ def has_norm(c, *parts: str) -> bool:
     )
 
 
-def open_to_layers(field: str):
-    """Whether a layer takes this field from the model: its entry in layer_pattern says nothing of it."""
+def model_value_used(field: str):
+    """Whether some layer uses the model's value: its entry in `layer_pattern` omits this field."""
     return lambda c: any(field not in entry for entry in c.used_pattern)
 
 
 def mixer_reads(field: str):
-    """Whether a layer's mixer reads this field, or its cross-attention, which has no window."""
+    """Whether some layer's mixer reads this field, or its cross-attention, which has no window."""
 
     def reads(c) -> bool:
-        own = any(field in mixer.fields for mixer in c.token_mixers)
-        return own or (c.has_cross_attention and field != "window")
+        by_mixer = any(field in mixer.fields for mixer in c.token_mixers)
+        return by_mixer or (c.has_cross_attention and field != "window")
 
     return reads
 
 
 def has_feed_forward(c) -> bool:
-    """Whether a layer has one."""
+    """Whether some layer has a feed-forward."""
     return any(entry.get("feed_forward", c.feed_forward) != "none" for entry in c.used_pattern)
 
 
 def reads_use_bias(c) -> bool:
-    """Whether the biases of some projection are as `use_bias` says."""
-    attention = c.attention_bias is None and mixer_reads("attention_bias")(c)
-    own = any("use_bias" in mixer.fields for mixer in c.token_mixers)
-    return attention or own or has_feed_forward(c) or c.head_transform
+    """Whether `use_bias` controls the biases of some projection."""
+    in_attention = c.attention_bias is None and mixer_reads("attention_bias")(c)
+    in_mixer = any("use_bias" in mixer.fields for mixer in c.token_mixers)
+    return in_attention or in_mixer or has_feed_forward(c) or c.head_transform
 
 
-def sees_positions(c) -> bool:
-    """Whether a layer asks where its tokens stand."""
+def depends_on_positions(c) -> bool:
+    """Whether some layer depends on the positions of its tokens."""
     windows = any(entry.get("window", c.window) for entry in c.used_pattern)
     return windows or any(scheme.reads_positions for scheme in c.position_schemes)
 
@@ -64,16 +64,16 @@ EFFECTS = (
     Effect(("num_decoder_layers",), "a decoder (model.family)", lambda c: "decoder" in c.sides),
     Effect(
         ("share_embeddings",),
-        "two sides: model.family='encoder_decoder'",
-        lambda c: c.two_sides,
+        "an encoder and a decoder: model.family='encoder_decoder'",
+        lambda c: c.is_encoder_decoder,
     ),
     *(
         Effect(
             (field,),
-            f"a layer whose entry in model.layer_pattern leaves {field!r} out",
-            open_to_layers(field),
+            f"a layer whose entry in model.layer_pattern omits {field!r}",
+            model_value_used(field),
         )
-        for field in OF_LAYERS
+        for field in PER_LAYER_FIELDS
     ),
     *(
         Effect((field,), "a mixer that reads it: model.mixer='attention'", mixer_reads(field))
@@ -81,13 +81,13 @@ EFFECTS = (
     ),
     Effect(
         ("layer_pattern",),
-        "as many layers as it has entries, one of which says something",
+        "at least as many layers as entries, one of which sets a field",
         lambda c: len(c.used_pattern) == len(c.layer_pattern) and any(c.layer_pattern),
     ),
     Effect(
         ("random_positions",),
         "a position scheme that reads positions (model.position), or model.window",
-        sees_positions,
+        depends_on_positions,
     ),
     Effect(NORM, "a norm (model.norm_placement='pre')", has_norm),
     Effect(
@@ -143,6 +143,6 @@ EFFECTS = (
     Effect(
         ("pooling",),
         "labels: model.num_labels or model.pooler",
-        lambda c: c.two_sides or c.num_labels or c.pooler,
+        lambda c: c.is_encoder_decoder or c.num_labels or c.pooler,
     ),
 )

@@ -1,6 +1,7 @@
-"""Tokens to vectors, vectors to logits.
+"""Embedding and unembedding: from tokens to vectors, and from vectors to logits.
 
-Shape suffixes: B batch, T length, D d_model, E d_embedding (usually d_model), V vocabulary, Y token types.
+Shape suffixes: B batch, T length, D d_model, E d_embedding (usually d_model), V vocabulary,
+Y token types.
 """
 
 import jax
@@ -16,8 +17,12 @@ from transformer.model.sharding import constrain, gathered
 
 
 class Embedding(nn.Module):
-    """E[token], times sqrt(d_model) with `embedding_scale` (Vaswani et al. 2017, sec. 3.4); plus E_type[type] where tokens have
-    types (Devlin et al. 2019); a table narrower than the model is projected (Lan et al. 2020)."""
+    """Token embeddings E[token].
+
+    With `d_embedding`, they have that width and are projected to d_model (Lan et al. 2020). With
+    `embedding_scale`, they are multiplied by sqrt(d_model) (Vaswani et al. 2017, sec. 3.4). With
+    `token_types`, E_type[type] is added (Devlin et al. 2019).
+    """
 
     config: ModelConfig
 
@@ -39,13 +44,15 @@ class Embedding(nn.Module):
     def __call__(
         self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None
     ) -> jax.Array:
-        """float[B, T, D]. Without types given, all tokens are of type 0."""
+        """Returns float[B, T, D]. Without `token_types_BxT`, all tokens are of type 0."""
         cfg = self.config
-        # Whole along E on every device: looked up in parts, rows would come in parts too, and be moved instead of the table.
+        # Gather the table along E. From a table sharded along E the lookup would return embeddings
+        # sharded along E, and these would have to be moved instead of the table.
         table_VxE = gathered(self.table_VxE.astype(cfg.dtype), ("vocab", "embed"))
-        # So is its gradient, before it is added up: else the stream's would be moved to where each part of the table is kept.
+        # Keep its gradient unsharded along E until it is summed. Otherwise the gradient of the
+        # embeddings would be moved to the devices that hold each part of the table.
         table_VxE = constrain(table_VxE, ("vocab", "activation_embed"))
-        # Each device finds the tokens of its part of the vocabulary; what they find is added up.
+        # Each device looks up the tokens in its part of the vocabulary; the results are summed.
         x_BxTxD = constrain(table_VxE[tokens_BxT], ("batch", "length", "activation_embed"))
         if cfg.embedding_size != cfg.d_model:
             x_BxTxD = self.project(x_BxTxD)
@@ -59,8 +66,11 @@ class Embedding(nn.Module):
 
 @struct.dataclass
 class Head:
-    """From the last hidden state to logits: h W^T + b, float32, capped to c tanh(logits / c) where there is a `soft_cap`. An
-    array-holding value, so that a loss can apply it in chunks."""
+    """The map from the last hidden state to logits: h W^T + b, in float32.
+
+    With `soft_cap` c, the logits are capped to c tanh(logits / c). The head is a pytree of arrays,
+    so that a loss can apply it in chunks.
+    """
 
     matrix_VxE: jax.Array
     bias_V: jax.Array | None = None
@@ -78,26 +88,31 @@ class Head:
         return constrain(logits_BxTxV, ("batch", "length", "activation_vocab"))
 
     def ready(self, dtype) -> "Head":
-        """The head with its matrix as it is used: of that type, whole along d_model."""
+        """Returns the head with its matrix cast to `dtype` and gathered along d_model."""
         return self.replace(matrix_VxE=self._matrix(dtype))
 
     def _matrix(self, dtype) -> jax.Array:
         return gathered(self.matrix_VxE.astype(dtype), ("vocab", "embed"))
 
-    def pull_back(
+    def accumulate_gradients(
         self, h_BxTxE: jax.Array, logits_BxTxV: jax.Array, d_BxTxV: jax.Array
     ) -> tuple[jax.Array, "Head"]:
-        """The gradients by h and (in float32) by this head, given the logits and the gradient by them: what autodiff gives, with the sum over
-        tokens laid out so that the narrow h is transposed and not the wide logits (on a CPU a tenth of a small model's step)."""
+        """Returns the gradients with respect to h and, in float32, to this head.
+
+        `d_BxTxV` is the gradient with respect to the logits. The result equals that of autodiff.
+        The sum over tokens is laid out so that the narrow h is transposed instead of the wide
+        logits, which saves a tenth of a small model's step on a CPU.
+        """
         if self.soft_cap:
             d_BxTxV = d_BxTxV * (1.0 - jnp.square(logits_BxTxV / self.soft_cap))
-        d_BxTxV = jax.lax.optimization_barrier(d_BxTxV)  # computed once, read twice
+        d_BxTxV = jax.lax.optimization_barrier(d_BxTxV)  # compute it once for its two uses
         d_BxTxV = constrain(d_BxTxV, ("batch", "length", "activation_vocab")).astype(h_BxTxE.dtype)
         d_h_BxTxE = jnp.einsum("BTV,VE->BTE", d_BxTxV, self._matrix(h_BxTxE.dtype))
         d_matrix_ExV = jnp.einsum(
             "BTE,BTV->EV", h_BxTxE, d_BxTxV, preferred_element_type=jnp.float32
         )
-        # Folded with the transpose it would be a product that XLA's CPU compiler has no bfloat16 for.
+        # Without the barrier, XLA folds the transpose below into the product, and its CPU compiler
+        # does not support that product in bfloat16.
         d_matrix_ExV = jax.lax.optimization_barrier(d_matrix_ExV)
         d_bias_V = None
         if self.bias_V is not None:
@@ -106,17 +121,18 @@ class Head:
 
 
 class Unembedding(nn.Module):
-    """The head of a language model: the embedding itself (tied; J&M eq. 9.45) or a matrix of its own; an optional bias.
+    """The head of a language model and its input.
 
-    Before it the hidden state may be transformed (`head_transform`; Devlin et al. 2019), scaled (`logit_scale`; Raffel et al.
-    2020) and, for a narrow embedding, projected.
+    The matrix is the tied embedding (J&M eq. 9.45) or a separate parameter; the bias is optional.
+    The input is the last hidden state, optionally transformed (`head_transform`; Devlin et al.
+    2019), projected (`d_embedding`) and scaled (`logit_scale`; Raffel et al. 2020).
     """
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, h_BxTxD: jax.Array, embedding_VxE: jax.Array) -> tuple[jax.Array, Head]:
-        """What the head is to be applied to, [B, T, E], and the head."""
+        """Returns the input of the head, [B, T, E], and the head."""
         cfg = self.config
         h_BxTxE = h_BxTxD
         if cfg.head_transform:

@@ -1,10 +1,11 @@
-"""Rows that are sorted into groups, each group times a matrix of its own.
+"""Grouped matrix products: rows sorted by group, one matrix per group.
 
-Shape suffixes: n rows, I and O the sizes that a matrix maps, G groups.
+Shape suffixes: n rows, I and O input and output size of a matrix, G groups.
 
-`jax.lax.ragged_dot` says it, and computes it where there is nothing better. On TPUs its gradient by the matrices is a product of all rows
-with every group, most of it masked to zero (seen in what libtpu 0.0.42.1 compiles); so there it is the kernels of "MegaBlocks" (Gale et
-al. 2023) that JAX brings, which go over each group's own rows alone.
+`jax.lax.ragged_dot` computes this product. On TPUs its gradient with respect to the matrices
+multiplies all rows by every group and masks most of the result to zero (seen in the programs that
+libtpu 0.0.42.1 compiles). TPUs therefore use JAX's "MegaBlocks" kernels (Gale et al. 2023), which
+process only the rows of each group.
 """
 
 import jax
@@ -13,36 +14,37 @@ import jax.numpy as jnp
 from transformer.model.sharding import platform
 
 TILE = (512, 1024, 1024)
-"""Rows, what is summed over, and columns that a kernel takes at a time: at most."""
+"""The largest tile of a kernel: rows, contracted elements, columns."""
 
 SUBLANES = 16
-"""A kernel takes a multiple of so many rows."""
+"""The number of rows of a kernel's tile is a multiple of this."""
 
 
 def grouped_product(x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """y_n = x_n W_g, g the group of row n: the first sizes_0 rows are group 0's, and so on. Rows behind the last group's are zero."""
+    """Computes y_n = x_n W_g, where g is the group of row n.
+
+    The first sizes_0 rows belong to group 0, the next sizes_1 to group 1, and so on. Output rows
+    after the last group are zero.
+    """
     if platform() == "tpu":
-        return with_kernels(x_nxI, w_GxIxO, sizes_G)
+        return megablox_product(x_nxI, w_GxIxO, sizes_G)
     return jax.lax.ragged_dot(x_nxI, w_GxIxO, sizes_G)
 
 
-def with_kernels(
+def megablox_product(
     x_nxI: jax.Array, w_GxIxO: jax.Array, sizes_G: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """The same by TPUs' kernels; `interpret`ed elsewhere, for tests."""
+    """Computes `grouped_product` with TPU kernels. `interpret=True` emulates them for tests."""
     from jax.experimental.pallas.ops.tpu.megablox import gmm
 
     n = len(x_nxI)
     rows = min(TILE[0], -(-n // SUBLANES) * SUBLANES)
     padding = -n % rows
-    rest = (
-        n + padding - jnp.sum(sizes_G)
-    )  # one group more, which has no matrix: its rows are not visited, and made zero
-    sizes_G = jnp.concatenate([sizes_G, rest[None]]).astype(jnp.int32)
-    tile = lambda n, inner, outer: (
-        rows,
-        min(TILE[1], inner),
-        min(TILE[2], outer),
-    )  # of each product, the gradients' too
+    # The remaining rows form one more group, which has no matrix. The kernel skips these rows and
+    # returns zeros for them.
+    remaining = n + padding - jnp.sum(sizes_G)
+    sizes_G = jnp.concatenate([sizes_G, remaining[None]]).astype(jnp.int32)
+    # The tile of every product, including those of the gradients.
+    tile = lambda n, inner, outer: (rows, min(TILE[1], inner), min(TILE[2], outer))
     x_nxI = jnp.pad(x_nxI, ((0, padding), (0, 0)))
     return gmm(x_nxI, w_GxIxO, sizes_G, x_nxI.dtype, tile, interpret=interpret)[:n]

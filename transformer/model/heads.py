@@ -1,4 +1,4 @@
-"""Heads of encoders and decoders that do not write text: a label a sequence, or a label a token.
+"""The classification head of encoders and decoders: one label per sequence or per token.
 
 Shape suffixes: B batch, T length, D d_model, C num_labels.
 """
@@ -14,9 +14,11 @@ from transformer.model.pooling import POOLINGS
 
 
 class Classifier(nn.Module):
-    """h_pooled W + b, with h_pooled = tanh(pool(h) W_p + b_p) where there is a `pooler` (Devlin et al. 2019).
+    """Computes h_pooled W + b, where h_pooled = pool(h).
 
-    BERT's next-sentence prediction is `pooling="cls", pooler=True, num_labels=2`.
+    With `pooler`, h_pooled = tanh(pool(h) W_p + b_p) (Devlin et al. 2019). Without `num_labels`,
+    the output is h_pooled. BERT's next-sentence prediction is
+    `pooling="cls", pooler=True, num_labels=2`.
     """
 
     config: ModelConfig
@@ -29,11 +31,11 @@ class Classifier(nn.Module):
             self.labels = Linear(cfg, (cfg.num_labels,), ("embed", None), True)
 
     def pool(self, h_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
-        """[B, D], or [B, T, D] without pooling."""
+        """Returns h_pooled: [B, D], or [B, T, D] without pooling."""
         h = POOLINGS[self.config.pooling](h_BxTxD, (tokens.segments_BxT > 0)[..., None])
         return jnp.tanh(self.pooler(h)) if self.config.pooler else h
 
     def __call__(self, h_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
-        """float32[B, C], or [B, T, C] without pooling."""
+        """Returns float32[B, C], or [B, T, C] without pooling. Without `num_labels`: h_pooled."""
         pooled = self.pool(h_BxTxD, tokens)
         return self.labels(pooled).astype(jnp.float32) if self.config.num_labels else pooled

@@ -1,4 +1,4 @@
-"""Initial values of the projection matrices, by name."""
+"""Initializers of the projection matrices, by name."""
 
 from collections.abc import Callable
 
@@ -12,6 +12,9 @@ INITIALIZERS: dict[str, Callable] = {
 
 
 def matrix_init(name: str, std: float, gain: float = 1.0):
-    """The named initialiser times `gain`, for a matrix [inputs, outputs]; `std` is that of "normal"."""
+    """Returns the named initializer, scaled by `gain`, for a matrix [inputs, outputs].
+
+    `std` is the standard deviation of "normal"; the other initializers ignore it.
+    """
     base = INITIALIZERS[name](std)
     return lambda key, shape, dtype: gain * base(key, shape, dtype)

@@ -1,11 +1,12 @@
-"""What a model is given: tokens, and where they stand.
+"""Model inputs: token ids, and the position and document of each token.
 
 Shape suffixes: B batch, T length.
 
-No token id is special here. Every token is real unless `segment_ids` or `padding_mask` say otherwise.
+No token id has a special meaning here. Every token is real unless `segment_ids` or `padding_mask`
+marks it as padding.
 
-Shapes and types are always checked. Values are checked where they are at hand, that is outside `jax.jit`: a traced array has
-none, and nothing that is compiled waits for a check.
+Shapes and types are always checked. Values are checked only outside `jax.jit`: a traced array has
+no values, and compiled code never waits for a check.
 """
 
 import jax
@@ -29,10 +30,13 @@ def locate(
     prefix_mask=None,
     order="",
 ) -> Tokens:
-    """Where tokens stand: by default at 0, 1, 2, ... of one document, all of them real.
+    """Returns the positions and documents of tokens.
 
-    `before` are the tokens in a cache, which these follow by default. `order` promises of given positions what is known of the
-    default ones, "rows" (see `Tokens`). Raises UserError for inputs that do not fit together; `name` is what it calls them.
+    By default, all tokens are real tokens of one document, at positions 0, 1, 2, ... With `before`,
+    the tokens in a cache, the default positions follow theirs. `order` asserts how `positions` are
+    arranged (see `Tokens`); default positions without a cache have the order "rows".
+
+    Raises UserError for inputs that do not match; `name` is the name of the tokens in its message.
     """
     _check_tokens(config, tokens_BxT, name)
     _check_options(
@@ -55,100 +59,106 @@ def locate(
 
 
 def next_position(tokens: Tokens) -> jax.Array:
-    """int32[B]: the position after the last real token of each row; 0 where there is none."""
+    """Returns int32[B]: the position after each sequence's last real token; 0 if it has none."""
     real_BxT = tokens.segments_BxT > 0
     return jnp.max(jnp.where(real_BxT, tokens.positions_BxT, -1), axis=1) + 1
 
 
 def values(x) -> np.ndarray | None:
-    """The values of an array, or None where there are none at hand: it is traced, or spread over several processes."""
+    """Returns the values of an array, or None if it is traced or sharded over several processes."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
 def check_same_documents(segment_ids, source_segment_ids) -> None:
-    """Raises UserError where one side alone is packed: a document of the target reads the source's of the same number."""
-    for field, one, missing, other in (
+    """Raises UserError if only the source or only the target is packed.
+
+    Document n of the target attends to document n of the source, so both need segment ids.
+    """
+    for field, ids, missing, other_ids in (
         ("segment_ids", segment_ids, "source_segment_ids", source_segment_ids),
         ("source_segment_ids", source_segment_ids, "segment_ids", segment_ids),
     ):
-        found = values(one) if one is not None and other is None else None
-        if found is not None and found.size and found.max() > 1:
+        array = values(ids) if ids is not None and other_ids is None else None
+        if array is not None and array.size and array.max() > 1:
             raise UserError(
-                f"{field}: {found.max()} documents in a row, but no {missing}; give both"
+                f"{field}: {array.max()} documents in a sequence, but no {missing}; pass both"
             )
 
 
 def check_token_types(config: ModelConfig, tokens_BxT: jax.Array, token_types) -> None:
-    """Raises UserError for types that this model has no embedding for."""
+    """Raises UserError for token types without an embedding in this model."""
     if token_types is None:
         return
     if not config.token_types:
-        raise UserError("token_types: given, but model.token_types = 0; leave them out")
+        raise UserError("token_types: passed, but model.token_types = 0; leave them out")
     _check_array("token_types", token_types, tokens_BxT.shape, np.integer)
     _check_range("token_types", token_types, config.token_types, "model.token_types")
 
 
 def _check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
-    shape, kind = getattr(tokens_BxT, "shape", None), getattr(tokens_BxT, "dtype", None)
-    if kind is None or shape is None:
+    shape, dtype = getattr(tokens_BxT, "shape", None), getattr(tokens_BxT, "dtype", None)
+    if dtype is None or shape is None:
         raise UserError(f"{name}: expected an integer array, got a {type(tokens_BxT).__name__}")
-    if len(shape) != 2 or not jnp.issubdtype(kind, jnp.integer):
+    if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.integer):
         way_out = f"; add the batch axis, {name}[None]" if len(shape) == 1 else ""
         raise UserError(
-            f"{name}: expected integers of shape [B, T], got {kind}{list(shape)}{way_out}"
+            f"{name}: expected integers of shape [B, T], got {dtype}{list(shape)}{way_out}"
         )
     if shape[1] > config.max_length:
         raise UserError(
-            f"{name}: a sequence of {shape[1]} tokens, but model.max_length = {config.max_length}"
+            f"{name}: a sequence of {shape[1]} tokens is longer than model.max_length = "
+            f"{config.max_length}; shorten it"
         )
     _check_range(name, tokens_BxT, config.vocab_size, "model.vocab_size")
 
 
 def _check_options(config, shape, name, positions, segment_ids, padding_mask, prefix_mask) -> None:
-    of = "" if name == "tokens" else f" of the {name}"
+    suffix = "" if name == "tokens" else f" of the {name}"
     if segment_ids is not None and padding_mask is not None:
         raise UserError(
-            f"padding_mask{of}: given beside segment_ids; give one of them (segment 0 is padding)"
+            f"padding_mask{suffix}: passed together with segment_ids; pass one of them "
+            "(segment 0 is padding)"
         )
     if prefix_mask is not None and not config.prefix_lm:
         raise UserError(
-            "prefix_mask: only decoders that read a prefix whole take one; set model.prefix_lm=True"
+            "prefix_mask: needs a decoder with a bidirectional prefix; set model.prefix_lm=True"
         )
     for field, mask in {"padding_mask": padding_mask, "prefix_mask": prefix_mask}.items():
         if mask is not None:
-            _check_array(field + of, mask, shape, np.integer, np.bool_)
-            _check_range(field + of, mask, 2)
+            _check_array(field + suffix, mask, shape, np.integer, np.bool_)
+            _check_range(field + suffix, mask, 2)
     if segment_ids is not None:
-        _check_array(f"segment_ids{of}", segment_ids, shape, np.integer)
-        _check_range(f"segment_ids{of}", segment_ids)
+        _check_array(f"segment_ids{suffix}", segment_ids, shape, np.integer)
+        _check_range(f"segment_ids{suffix}", segment_ids)
     if positions is not None:
-        _check_array(f"positions{of}", positions, shape, np.integer)
+        _check_array(f"positions{suffix}", positions, shape, np.integer)
         end = None if config.last_position is None else config.last_position + 1
-        _check_range(f"positions{of}", positions, end, "model.max_length")
+        _check_range(f"positions{suffix}", positions, end, "model.max_length")
 
 
 def _check_array(field: str, x, shape: tuple[int, int], *kinds: type) -> None:
-    found, kind = getattr(x, "shape", None), getattr(x, "dtype", None)
-    if kind is None or not any(jnp.issubdtype(kind, one) for one in kinds):
-        wanted = "an integer array" if kinds == (np.integer,) else "an array of bool"
-        raise UserError(f"{field}: expected {wanted}, got {kind or type(x).__name__}")
-    if found not in (shape, (1, shape[1])):
+    x_shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+        expected = "an integer array" if kinds == (np.integer,) else "an array of bool"
+        raise UserError(f"{field}: expected {expected}, got {dtype or type(x).__name__}")
+    if x_shape not in (shape, (1, shape[1])):
         raise UserError(
-            f"{field}: shape {list(found)}, but the tokens' is {list(shape)}; give one value per token"
+            f"{field}: shape {list(x_shape)} differs from the tokens' shape {list(shape)}; "
+            "pass one value per token"
         )
 
 
 def _check_range(field: str, x, end: int | None = None, why: str = "") -> None:
-    """Raises UserError unless all values that are at hand lie in [0, end)."""
-    found = values(x)
-    if found is None or not found.size or found.dtype == bool:
+    """Raises UserError unless all values, where available, lie in [0, end)."""
+    array = values(x)
+    if array is None or not array.size or array.dtype == bool:
         return
-    least, most = found.min(), found.max()
-    if least < 0 or (end is not None and most >= end):
-        bad = least if least < 0 else most
-        wanted = f"between 0 and {end - 1}" if end is not None else "at least 0"
+    lowest, highest = array.min(), array.max()
+    if lowest < 0 or (end is not None and highest >= end):
+        invalid = lowest if lowest < 0 else highest
+        bounds = f"between 0 and {end - 1}" if end is not None else "at least 0"
         raise UserError(
-            f"{field}: {bad} must be {wanted}" + (f" ({why} = {end})" if why and end else "")
+            f"{field}: {invalid} must be {bounds}" + (f" ({why} = {end})" if why and end else "")
         )

@@ -18,8 +18,12 @@ def matrix(
     names: tuple[str | None, ...],
     gain: float = 1.0,
 ) -> jax.Array:
-    """The parameter `kernel` of a module, [*inputs, *outputs], as it is used. Initialised as the matrix [all inputs, all outputs]
-    that it is, whatever axes it is laid out in."""
+    """Declares the parameter `kernel`, [*inputs, *outputs], and returns it for use in a product.
+
+    The returned matrix has the config's `dtype` and is gathered along d_model. Initial values are
+    those of the matrix [prod(inputs), prod(outputs)], times `gain`. `names` are the logical names
+    of the axes.
+    """
     cfg = module.config
 
     def init(key, shape, dtype):
@@ -32,7 +36,7 @@ def matrix(
 
 
 class Kernel(nn.Module):
-    """A matrix by itself, for what multiplies by it more than once or in another order than x W."""
+    """A matrix without a product, for callers that use it several times or not as x W."""
 
     config: ModelConfig
     inputs: tuple[int, ...]
@@ -46,7 +50,10 @@ class Kernel(nn.Module):
 
 
 class Linear(nn.Module):
-    """Contracts the last axes of x with the first axes of W; W's axes carry `names`, the last `len(outputs)` of which are new."""
+    """Computes x W + b, contracting the last axes of x with the first axes of W.
+
+    `names` are the logical names of W's axes. The last `len(outputs)` of them are the output axes.
+    """
 
     config: ModelConfig
     outputs: tuple[int, ...]

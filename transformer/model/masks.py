@@ -1,9 +1,10 @@
-"""Masks as functions of where the query and the key stand; materialised only when an attention backend asks.
+"""Attention masks as functions of token positions; materialized only if a backend requires it.
 
 Shape suffixes: B batch (or 1), T query length, S key length.
 
-A mask never looks at shapes or offsets, only at the `Tokens` it is given, so the same `CAUSAL & SAME_SEGMENT` serves a
-padded batch, a packed one, a prefill and a single cached step.
+A mask depends only on the `Tokens` that it is called with, not on shapes or offsets. The same
+`CAUSAL & SAME_SEGMENT` therefore serves padded batches, packed batches, prefill and single decoding
+steps.
 """
 
 import dataclasses
@@ -16,15 +17,22 @@ from flax import struct
 
 @struct.dataclass
 class Tokens:
-    """Where the tokens of one side stand.
+    """The positions and documents of the tokens of a stack.
 
-    positions_BxT: int32, the absolute position of each token within its own document.
-    segments_BxT: int32, which document of its row a token belongs to, from 1; 0 is padding (or an empty cache slot).
-    until_BxT: int32, the last position that a token may see under a causal mask; None: its own. That of a prefix's tokens is where
-        the prefix ends.
-    order: what is known of where tokens stand in their row. "rows": each document's side by side, as far apart in position as in the
-        row. "growing": side by side in the order of their positions, at least as far apart in position as in the row. "zigzag": rows so cut into chunks that device d of n holds chunks d and
-        2n - 1 - d (see attention_backends/ring.py). "": nothing. Then whole blocks of a mask are known to be empty beforehand.
+    positions_BxT: int32, the position of each token within its document.
+    segments_BxT: int32, the number of each token's document within its sequence, from 1. 0 is
+        padding or an empty cache slot.
+    until_BxT: int32, the last position that each token may attend to under a causal mask; None: its
+        own position. For tokens of a prefix, this is the prefix's last position.
+    order: how the tokens are known to be arranged in a sequence. Backends use it to skip empty
+        blocks of a mask.
+        "rows": the tokens of a document are adjacent, and their distances in position equal those
+            in the sequence.
+        "growing": the tokens of a document are adjacent and sorted by position, and their distances
+            in position are at least those in the sequence.
+        "zigzag": sequences are cut into chunks so that device d of n holds chunks d and 2n - 1 - d
+            (see attention_backends/ring.py).
+        "": nothing is known.
     """
 
     positions_BxT: jax.Array
@@ -35,10 +43,16 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """`rule(q, k)` is true where a query may attend to a key. Compose with `&` and `|`; call for bool[B, T, S].
+    """An attention mask: `rule(q, k)` is True where a query may attend to a key.
 
-    What a backend may make use of: `within`, no key is of another document; `causal`, no key is later than its query (or the query's
-    prefix); `window`, keys are fewer than so many positions away (0: no such bound); `plain`, these three are all it says.
+    Calling a mask returns bool[B, T, S]. Masks compose with `&` and `|`.
+
+    Backends may use these facts:
+
+    within: every allowed key is in the query's document.
+    causal: no allowed key is later than its query (or the end of the query's prefix).
+    window: allowed keys are fewer than this many positions away; 0: no bound.
+    plain: the three facts above describe the mask completely.
     """
 
     rule: Callable[[Tokens, Tokens], jax.Array]
@@ -90,20 +104,20 @@ def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
 
 
 CAUSAL = Mask(_causal, "causal", causal=True, plain=True)
-"""A key no later than the query; in a prefix, than the prefix."""
+"""Allows keys no later than the query or, for a query in a prefix, the end of the prefix."""
 
 SAME_SEGMENT = Mask(_same_segment, "same_segment", within=True, plain=True)
-"""Both in one document; padding belongs to none, so this is the padding mask too."""
+"""Allows keys of the query's document. Padding is in none, so this is also the padding mask."""
 
 
 REAL = Mask(
     lambda q, k: (k.segments_BxT > 0)[:, None, :] & (q.segments_BxT >= 0)[:, :, None], "real"
 )
-"""Any key that is no padding."""
+"""Allows all keys but padding."""
 
 
 def window(size: int) -> Mask:
-    """Keys fewer than `size` positions away from the query, on either side."""
+    """Returns a mask of keys fewer than `size` positions away from the query, on either side."""
 
     def near(q: Tokens, k: Tokens) -> jax.Array:
         return jnp.abs(q.positions_BxT[:, :, None] - k.positions_BxT[:, None, :]) < size

@@ -1,17 +1,21 @@
-"""The three families: the same parts, wired differently.
+"""The three model families, built from the same modules.
 
 Shape suffixes: B batch, S source length, T target length, D d_model, E d_embedding, V vocabulary.
 
-Every family has `features`, the last hidden state (as the head wants it) and the head that turns it into logits, and
-`__call__`, the logits.
+Every family has two methods. `features` returns the input of the language-model head, computed from
+the last hidden state, and the head. `__call__` returns the logits.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.core import meta
 
-from transformer.model.cache import Cache, check_room, empty_cache
+from transformer.errors import UserError
+from transformer.model.cache import Cache, check_cache_room, empty_cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
@@ -21,75 +25,116 @@ from transformer.model.stack import Stack
 
 
 class _Family(nn.Module):
+    """The base of the three families.
+
+    `params` is the same everywhere in this project: a nested dict of arrays, such as
+    `params["decoder"]["layers"]["feed_forward"]["in"]["kernel"]`. It is what `init`, `load_hf` and
+    `load_run` return, and what `apply`, `sample`, `beam_search` and `save_hf` take.
+    """
+
     config: ModelConfig
 
     @nn.nowrap
+    def init(self, key, *inputs, **options) -> Any:
+        """Initializes the parameters.
+
+            params = model.init(jax.random.key(0), tokens)          # encoder, decoder
+            params = model.init(jax.random.key(0), source, target)  # encoder_decoder
+
+        Only the shapes of the tokens matter, and not even their lengths: int[1, 1] will do. Use
+        `jax.jit(model.init)` for large models.
+
+        Returns:
+          A nested dict of arrays of type `config.param_dtype`.
+        """
+        return meta.unbox(self.init_with_axes(key, *inputs, **options))
+
+    @nn.nowrap
+    def init_with_axes(self, key, *inputs, **options) -> Any:
+        """Initializes the parameters, boxed with the logical names of their axes, for sharding.
+
+        Leaves are `flax.linen.LogicallyPartitioned`.
+        """
+        return super().init(key, *inputs, **options)["params"]
+
+    @nn.nowrap
     def apply(
-        self, variables, *inputs, rngs=None, method=None, mutable=False, capture_intermediates=False, **options
+        self, params, *inputs, rngs=None, method=None, mutable=False,
+        capture_intermediates=False, **options,
     ):  # fmt: skip
         """Runs the model on tokens.
 
             logits = model.apply(params, tokens)          # encoder, decoder: int[B, T]
             logits = model.apply(params, source, target)  # encoder_decoder: int[B, S], int[B, T]
 
-        Every token is real unless you say otherwise. No token id implies padding, not even `model.config.pad_id`: where a
-        batch is padded, pass `padding_mask` or `segment_ids`. Padding is never attended to, by any token; its own outputs
-        mean nothing.
+        Every token is real by default. No token id implies padding, not even `config.pad_id`: for a
+        padded batch, pass `padding_mask` or `segment_ids`. No token attends to padding, and the
+        outputs at padding have no meaning. Options of shape [1, T] are broadcast along the batch.
 
         Args:
-          variables: {"params": ...}, as `model.init` and `load_hf` return it; arrays of JAX or NumPy.
-          *inputs: token ids in [0, vocab_size), at most `max_length` on a side. The target of an encoder_decoder is what its
-            decoder reads: the start token (`config.decoder_start_id`), then the text.
-          padding_mask: bool[B, T], True where a token is real (as Transformers' attention_mask; PyTorch's
-            key_padding_mask is the opposite). Default: all True.
-          segment_ids: int[B, T], for several documents in a row: tokens see those of their own document alone, numbered
-            from 1; 0 is padding. Instead of `padding_mask`. Default: all 1.
-          positions: int[B, T], the position of each token in its document. Default: 0, 1, 2, ... along the row, whatever is
-            padding and wherever a document begins. Pass them for rows that are packed or padded on the left.
-          source_padding_mask, source_segment_ids, source_positions: the same of an encoder_decoder's source, [B, S].
-            Document n of the target reads document n of the source.
-          prefix_mask: bool[B, T], for decoders with `prefix_lm`: tokens that see each other both ways. Default: none.
+          params: from `model.init` or `load_hf`; arrays of JAX or NumPy.
+          *inputs: token ids in [0, vocab_size), at most `max_length` per sequence. The target of an
+            encoder_decoder is its decoder's input: `config.decoder_start_id`, then the text.
+          padding_mask: bool[B, T], True at real tokens (like the attention_mask of Transformers;
+            PyTorch's key_padding_mask is the opposite). Default: all True.
+          segment_ids: int[B, T], the document of each token, counted from 1; 0 is padding. Tokens
+            attend only to tokens of their document. Instead of `padding_mask`. Default: all 1.
+          positions: int[B, T], the position of each token in its document. Default: 0, 1, 2, ...
+            along the sequence, regardless of padding and documents. Pass positions for packed
+            sequences and for padding on the left.
+          source_padding_mask, source_segment_ids, source_positions: the same for the source of an
+            encoder_decoder, [B, S]. Document n of the target attends to document n of the source.
+          prefix_mask: bool[B, T], for decoders with `prefix_lm`: True at tokens that attend to each
+            other in both directions. Default: no prefix.
           token_types: int[B, T], for encoders with `token_types`. Default: all 0.
-          order: what is known of the positions (see `transformer.model.masks.Tokens`). Default: nothing, if you pass any.
-          deterministic: False turns dropout on (and `random_positions`). Default: True.
-          dropout_rate: float or float32[], in place of `config.dropout`; it may be traced. Default: None, the config's.
-          rngs: {"dropout": key}, needed with `deterministic=False`.
-          method: another method: "classify" (labels), "hidden" or "features" (the last hidden state), "encode", "decode" (with
-            a cache). Default: `__call__`.
+          order: the arrangement of the tokens (see `transformer.model.masks.Tokens`). Default:
+            unknown, if you pass positions.
+          deterministic: False enables dropout and `random_positions`. Default: True.
+          dropout_rate: float or float32[], overrides `config.dropout`; may be traced. Default:
+            None, the config's rate.
+          rngs: {"dropout": key}, required with `deterministic=False`.
+          method: another method: "classify" (labels), "hidden" or "features" (the last hidden
+            state), "encode", "decode" (with a cache). Default: `__call__`.
           mutable, capture_intermediates: as in `flax.linen.Module.apply`.
 
-        All but (B, T) arrays of shape (1, T) are repeated along the batch.
-
         Returns:
-          float32[B, T, V], the logits of what follows each token (in an encoder: of the token itself). Without `lm_head`,
-          what "classify" gives. With `mutable`, a pair of that and the collections.
+          float32[B, T, V], the logits of the next token (in an encoder, of the token itself).
+          Without `lm_head`, the result of "classify". With `mutable`, a pair of this and the
+          collections.
 
         Raises:
-          UserError (a ValueError): an input has the wrong rank, shape or type, or a sequence is longer than `max_length`.
-            Outside `jax.jit`, where values are known, also for token ids outside the vocabulary and for masks, segments,
-            positions and types out of range. Under `jax.jit` these are not checked.
+          UserError (a ValueError): an input has the wrong rank, shape or type, or a sequence is
+            longer than `max_length`. Outside `jax.jit`, where values are available, also for token
+            ids outside the vocabulary and for masks, segments, positions and types out of range.
         """
+        if "params" in params:
+            raise UserError(
+                "params: the parameters are in another dict, under 'params'; pass params['params']"
+            )
+        # NumPy arrays cannot be indexed by traced arrays.
         as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-        variables = jax.tree.map(
-            as_array, variables
-        )  # a traced index cannot look up NumPy's tables
         return super().apply(
-            variables, *inputs, rngs=rngs, method=method, mutable=mutable, capture_intermediates=capture_intermediates, **options
+            {"params": jax.tree.map(as_array, params)}, *inputs, rngs=rngs, method=method,
+            mutable=mutable, capture_intermediates=capture_intermediates, **options,
         )  # fmt: skip
 
     @nn.nowrap
     def empty_cache(self, batch: int, slots: int) -> Cache:
-        """What `decode` starts from, with room for so many tokens a row."""
+        """Returns the initial cache of `decode`, with `slots` tokens per sequence."""
         return empty_cache(self.config, batch, slots)
 
-    def __call__(self, *tokens: jax.Array, **given) -> jax.Array:
-        """int32[B, T] (or int32[B, S], int32[B, T]) -> float32[B, T, V]. Options as for `features`."""
-        h_BxTxD, head = self.features(*tokens, **given)
+    def __call__(self, *tokens: jax.Array, **options) -> jax.Array:
+        """Returns the logits, float32[B, T, V]. Options as for `features`.
+
+        `tokens` are int32[B, T], or int32[B, S] and int32[B, T].
+        """
+        h_BxTxD, head = self.features(*tokens, **options)
         return head(h_BxTxD)
 
 
 class _OneStack(_Family):
-    """Tokens in, and out of the last hidden state: logits over the vocabulary (`lm_head`), labels (`num_labels`), or both."""
+    """A model with one stack. From the last hidden state it computes logits over the vocabulary
+    (`lm_head`), labels (`num_labels`), or both."""
 
     def setup(self):
         cfg = self.config
@@ -101,65 +146,77 @@ class _OneStack(_Family):
             self.classifier = Classifier(cfg)
 
     def hidden(
-        self, tokens_BxT, *, token_types=None, deterministic=True, dropout_rate=None, **given
+        self, tokens_BxT, *, token_types=None, deterministic=True, dropout_rate=None, **options
     ) -> tuple[jax.Array, Tokens]:
-        """The last hidden state, [B, T, D], and where its tokens stand. Options as for `apply`."""
-        where = locate(self.config, tokens_BxT, **given)
+        """Returns the last hidden state, [B, T, D], and its tokens. Options as for `apply`."""
+        tokens = locate(self.config, tokens_BxT, **options)
         check_token_types(self.config, tokens_BxT, token_types)
         stack, x_BxTxD = getattr(self, self.side), self.embedding(tokens_BxT, token_types)
-        h_BxTxD, _ = stack(x_BxTxD, where, deterministic=deterministic, dropout_rate=dropout_rate)
-        return h_BxTxD, where
+        h_BxTxD, _ = stack(x_BxTxD, tokens, deterministic=deterministic, dropout_rate=dropout_rate)
+        return h_BxTxD, tokens
 
-    def features(self, tokens_BxT, **given) -> tuple[jax.Array, Head]:
-        """What the language model's head is applied to, [B, T, E], and the head. Options as for `hidden`."""
-        h_BxTxD, _ = self.hidden(tokens_BxT, **given)
+    def features(self, tokens_BxT, **options) -> tuple[jax.Array, Head]:
+        """Returns the input of the language-model head, [B, T, E], and the head.
+
+        Options as for `hidden`.
+        """
+        h_BxTxD, _ = self.hidden(tokens_BxT, **options)
         return self.read(h_BxTxD)
 
     def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
-        """The same of a last hidden state."""
+        """Returns the same as `features`, given the last hidden state."""
         return self.unembedding(h_BxTxD, self.embedding.table_VxE)
 
-    def classify(self, tokens_BxT, **given) -> jax.Array:
-        """float32[B, num_labels], or [B, T, num_labels] with `pooling="none"`; what is pooled itself without labels."""
-        return self.classifier(*self.hidden(tokens_BxT, **given))
+    def classify(self, tokens_BxT, **options) -> jax.Array:
+        """Returns the label logits, float32[B, num_labels], or [B, T, num_labels] without pooling.
 
-    def both(self, tokens_BxT, **given) -> tuple[tuple[jax.Array, Head], jax.Array]:
-        """What `features` and what `classify` give, from one pass."""
-        h_BxTxD, where = self.hidden(tokens_BxT, **given)
-        return self.read(h_BxTxD), self.classifier(h_BxTxD, where)
+        Without labels, it returns the pooled hidden state.
+        """
+        return self.classifier(*self.hidden(tokens_BxT, **options))
 
-    def __call__(self, tokens_BxT, **given) -> jax.Array:
-        """int32[B, T] -> float32[B, T, V]; without `lm_head` what `classify` gives. Options as for `hidden`."""
+    def both(self, tokens_BxT, **options) -> tuple[tuple[jax.Array, Head], jax.Array]:
+        """Returns the results of `features` and `classify`, computed in one pass."""
+        h_BxTxD, tokens = self.hidden(tokens_BxT, **options)
+        return self.read(h_BxTxD), self.classifier(h_BxTxD, tokens)
+
+    def __call__(self, tokens_BxT, **options) -> jax.Array:
+        """Returns the logits, float32[B, T, V]; without `lm_head`, the result of `classify`.
+
+        Options as for `hidden`.
+        """
         labels = None
         if not self.config.lm_head or (self.is_initializing() and hasattr(self, "classifier")):
-            labels = self.classify(tokens_BxT, **given)
-        return super().__call__(tokens_BxT, **given) if self.config.lm_head else labels
+            labels = self.classify(tokens_BxT, **options)
+        return super().__call__(tokens_BxT, **options) if self.config.lm_head else labels
 
 
 class Encoder(_OneStack):
-    """Encoder only: every token sees every other one."""
+    """An encoder-only model: every token attends to all tokens."""
 
     side = "encoder"
 
 
 class Decoder(_OneStack):
-    """Decoder only: a token sees itself and what comes before."""
+    """A decoder-only model: a token attends to itself and to earlier tokens."""
 
     side = "decoder"
 
     def decode(
-        self, tokens_BxT, cache: Cache, *, last_only=False, **given
+        self, tokens_BxT, cache: Cache, *, last_only=False, **options
     ) -> tuple[jax.Array, Cache]:
-        """The logits of these tokens (or `last_only`), which follow those in the cache, and the cache with them in it."""
-        check_room(cache, tokens_BxT)
-        where = locate(self.config, tokens_BxT, before=cache.tokens, **given)
-        h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), where, cache=cache)
+        """Returns the logits of tokens that follow those in the cache, and the updated cache.
+
+        With `last_only`, only the logits of the last token are computed.
+        """
+        check_cache_room(cache, tokens_BxT)
+        tokens = locate(self.config, tokens_BxT, before=cache.tokens, **options)
+        h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), tokens, cache=cache)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
 
 
 class EncoderDecoder(_Family):
-    """The decoder attends to itself and, in every layer, to the encoder's output."""
+    """An encoder-decoder model: the decoder attends to its tokens and to the encoder's output."""
 
     def setup(self):
         self.embedding = Embedding(self.config)
@@ -181,35 +238,43 @@ class EncoderDecoder(_Family):
         deterministic=True,
         dropout_rate=None,
         source_order="",
-        **given,
+        **options,
     ) -> tuple[jax.Array, Head]:
-        """What the head is applied to, [B, T, E], and the head. `given`: the target's positions, segment_ids, padding_mask, order."""
-        check_same_documents(given.get("segment_ids"), source_segment_ids)
+        """Returns the input of the head, [B, T, E], and the head.
+
+        `options`: positions, segment_ids, padding_mask and order of the target.
+        """
+        check_same_documents(options.get("segment_ids"), source_segment_ids)
         encoded = self.encode(
-            source_BxS, positions=source_positions, segment_ids=source_segment_ids,
-            padding_mask=source_padding_mask, deterministic=deterministic, dropout_rate=dropout_rate, order=source_order,
-        )  # fmt: skip
+            source_BxS,
+            positions=source_positions,
+            segment_ids=source_segment_ids,
+            padding_mask=source_padding_mask,
+            deterministic=deterministic,
+            dropout_rate=dropout_rate,
+            order=source_order,
+        )
         h_BxTxD, _ = self._decoder(
-            target_BxT, *encoded, None, deterministic, dropout_rate=dropout_rate, **given
+            target_BxT, *encoded, None, deterministic, dropout_rate=dropout_rate, **options
         )
         return self.read(h_BxTxD)
 
     def read(self, h_BxTxD: jax.Array) -> tuple[jax.Array, Head]:
-        """The same of a last hidden state."""
+        """Returns the same as `features`, given the last hidden state."""
         return self.unembedding(h_BxTxD, self.target_embedding.table_VxE)
 
     def encode(
-        self, source_BxS, *, deterministic=True, dropout_rate=None, **given
+        self, source_BxS, *, deterministic=True, dropout_rate=None, **options
     ) -> tuple[jax.Array, Tokens]:
-        """The encoder's output, [B, S, D], and where its tokens stand."""
-        where = locate(self.config, source_BxS, "source", **given)
+        """Returns the encoder's output, [B, S, D], and its tokens."""
+        tokens = locate(self.config, source_BxS, "source", **options)
         encoded_BxSxD, _ = self.encoder(
             self.embedding(source_BxS),
-            where,
+            tokens,
             deterministic=deterministic,
             dropout_rate=dropout_rate,
         )
-        return encoded_BxSxD, where
+        return encoded_BxSxD, tokens
 
     def decode(
         self,
@@ -219,28 +284,36 @@ class EncoderDecoder(_Family):
         encoded_tokens: Tokens,
         *,
         last_only=False,
-        **given,
+        **options,
     ) -> tuple[jax.Array, Cache]:
-        """The logits of these target tokens (or `last_only`), which follow those in the cache, and the cache with them in it.
+        """Returns the logits of tokens that follow those in the cache, and the updated cache.
 
-        The first call is given the encoder's output and keeps its keys and values in the cache; later ones pass None for it.
+        With `last_only`, only the logits of the last token are computed. The first call takes the
+        encoder's output and stores its keys and values in the cache; later calls pass None for it.
         """
         h_BxTxD, cache = self._decoder(
-            target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **given
+            target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **options
         )
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
 
     def _decoder(
-        self, target_BxT, encoded_BxSxD, encoded_tokens, cache, deterministic, dropout_rate=None, **given
-    ):  # fmt: skip
+        self,
+        target_BxT,
+        encoded_BxSxD,
+        encoded_tokens,
+        cache,
+        deterministic,
+        dropout_rate=None,
+        **options,
+    ):
         if cache is not None:
-            check_room(cache, target_BxT)
+            check_cache_room(cache, target_BxT)
         before = None if cache is None else cache.tokens
-        where = locate(self.config, target_BxT, "target", before=before, **given)
+        tokens = locate(self.config, target_BxT, "target", before=before, **options)
         x_BxTxD = self.target_embedding(target_BxT)
         return self.decoder(
-            x_BxTxD, where, encoded_BxSxD, encoded_tokens, cache, deterministic, dropout_rate
+            x_BxTxD, tokens, encoded_BxSxD, encoded_tokens, cache, deterministic, dropout_rate
         )
 
 
@@ -252,5 +325,20 @@ FAMILIES = {
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The Linen module of a config: `init(key, tokens)` and `apply(params, tokens)`, or with (source, target)."""
+    """Returns the model of a config, a Linen module.
+
+        model = build_model(ModelConfig(family="decoder", vocab_size=8192))
+        params = model.init(jax.random.key(0), tokens)
+        logits = model.apply(params, tokens)
+
+    An encoder_decoder takes source and target in place of tokens. `help(model.apply)` describes
+    padding, packing, dropout and other options. Attention maps and other internals are recorded in
+    collections: `logits, seen = model.apply(params, tokens, mutable=["maps"])` (model/watch.py).
+    """
     return FAMILIES[config.family](config)
+
+
+def abstract_params(config: ModelConfig) -> Any:
+    """Returns the shapes and types of the parameters, without allocating them."""
+    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * len(config.sides)
+    return jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens)

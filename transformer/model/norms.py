@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, by name."""
+"""LayerNorm and RMSNorm."""
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -7,12 +7,13 @@ NORMS = ("layernorm", "rmsnorm")
 
 
 class Norm(nn.Module):
-    """Normalises each token over d_model, in float32.
+    """Normalizes the last axis, usually d_model, in float32.
 
     layernorm (Ba et al. 2016):       (x - mean) / sqrt(var + eps) * gain + offset
     rmsnorm (Zhang & Sennrich 2019):  x / sqrt(mean(x^2) + eps) * gain
 
-    With `zero_centered` the gain is 1 + w and w is the parameter: weight decay then pulls the gain to 1 (Gemma).
+    With `zero_centered`, the gain is 1 + w, where w is the parameter. Weight decay then pulls the
+    gain to 1 (Gemma).
     """
 
     kind: str

@@ -1,10 +1,14 @@
-"""A pipeline: layers spread over devices along "stage", micro-batches passed from one to the next (Huang et al. 2019, "GPipe").
+"""Pipeline parallelism over layers (Huang et al. 2019, "GPipe").
 
-Shape suffixes: M micro-batches, b rows of one, T length, D d_model; S stages, R rounds, L layers (or periods of layers).
+Layers are sharded along "stage", and micro-batches are passed from stage to stage.
 
-With R rounds the schedule is circular (Narayanan et al. 2021, "interleaved"): stage s holds in round r the layers from (r S + s) L / (R S)
-on, and what leaves the last stage enters the first again. Parameters are stacked [R, L / R] (or [L], in one round), so that a stage's
-are a slice. The share of turns in which a stage is idle is (S - 1) / (M R + S - 1).
+Shape suffixes: M micro-batches, b sequences of a micro-batch, T length, D d_model; S stages,
+R rounds, L layers (or periods of layers).
+
+With R rounds the schedule is circular (Narayanan et al. 2021, "interleaved"): in round r, stage s
+applies the layers from (r S + s) L / (R S) on, and the output of the last stage enters the first
+stage again. Parameters are stacked as [R, L / R] (or [L] with one round), so that those of a stage
+are a slice. Each stage is idle for a fraction (S - 1) / (M R + S - 1) of the steps.
 """
 
 from collections.abc import Callable
@@ -16,65 +20,65 @@ from jax.sharding import PartitionSpec as P
 from transformer.model.sharding import axis_of, constrain
 
 Layers = Callable[..., tuple[jax.Array, object]]
-"""layers(params, x_bxTxD, shared, same, key) -> (x_bxTxD, what they sowed, stacked): those of one stage in one round."""
+"""layers(params, x_bxTxD, shared, same, key) -> (x_bxTxD, sown values, stacked).
+
+Applies the layers of one stage in one round.
+"""
 
 
 def why_not(batch: int, micro: int, rounds: int) -> str | None:
-    """Why so many rows cannot go through in `micro` parts; None if they can."""
+    """Returns why a batch cannot be pipelined in `micro` micro-batches; None if it can."""
     _, stages = axis_of("layers")
     if batch % micro:
-        return f"{batch} rows do not divide into {micro} micro-batches"
+        return f"{batch} sequences do not divide into {micro} micro-batches"
     return f"{micro} micro-batches for {stages} stages" if rounds > 1 and micro < stages else None
 
 
 def of(tree, i: jax.Array | int):
-    """The i-th of what is stacked."""
+    """Returns element i along axis 0 of every array."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
 def pipelined(
     layers: Layers, params, x_BxTxD, shared, same, key: jax.Array | None, micro: int, rounds: int
 ):
-    """(the stream after all layers, what they sowed: stacked as they are, averaged over micro-batches). `params` are stacked;
-    `shared` are arrays [B, ...]; `same` what is the same for all rows."""
+    """Applies all layers. Returns the residual stream and the sown values.
+
+    The sown values are stacked like the layers and averaged over micro-batches. `params` are
+    stacked; `shared` holds arrays [B, ...]; `same` is the same for all sequences.
+    """
     axis, stages = axis_of("layers")
-    # Row r goes to micro-batch r mod M, so that devices keep their own rows.
+    # Sequence i goes to micro-batch i mod M, so that sequences stay on their devices.
     cut = lambda x: jnp.moveaxis(x.reshape(-1, micro, *x.shape[1:]), 1, 0)
     params = params if rounds > 1 else jax.tree.map(lambda x: x[None], params)
     ring = [(i, (i + 1) % stages) for i in range(stages)]
 
     def stage(params, waiting_MxbxTxD, shared, same, key):
-        """One stage's part, turn by turn. In turn t it has unit t - s in hand: micro-batch m of round r is unit r M + m."""
+        """Runs stage s. Step t processes unit t - s; unit r M + m is micro-batch m of round r."""
         s = jax.lax.axis_index(axis)
 
-        def turn(carry, t):
-            waiting, handed_bxTxD, sown = carry
+        def step(carry, t):
+            waiting, received_bxTxD, sown = carry
             unit = t - s
-            works, r, m = (
-                (unit >= 0) & (unit < micro * rounds),
-                unit // micro % rounds,
-                unit % micro,
+            busy, r, m = (unit >= 0) & (unit < micro * rounds), unit // micro % rounds, unit % micro
+            sub_key = None if key is None else jax.random.fold_in(key, (r * stages + s) * micro + m)
+            x_bxTxD = jnp.where(s == 0, of(waiting, m), received_bxTxD)
+            y_bxTxD, new = layers(of(params, r), x_bxTxD, of(shared, m), same, sub_key)
+            add = lambda total, x: total.at[r].add(jnp.where(busy, x, 0))
+            sown = jax.tree.map(add, sown, new)
+            received_bxTxD = jax.lax.ppermute(y_bxTxD, axis, ring)
+            returned = t - (stages - 1)  # the unit that the first stage receives from the last
+            keep = (s == 0) & (returned >= 0)
+            waiting = waiting.at[returned % micro].set(
+                jnp.where(keep, received_bxTxD, of(waiting, returned % micro))
             )
-            own_key = None if key is None else jax.random.fold_in(key, (r * stages + s) * micro + m)
-            x_bxTxD = jnp.where(s == 0, of(waiting, m), handed_bxTxD)
-            y_bxTxD, found = layers(of(params, r), x_bxTxD, of(shared, m), same, own_key)
-            add = lambda total, x: total.at[r].add(jnp.where(works, x, 0))
-            sown = jax.tree.map(add, sown, found)
-            handed_bxTxD = jax.lax.ppermute(y_bxTxD, axis, ring)
-            back = t - (stages - 1)  # the unit that the first stage gets from the last
-            keep = (s == 0) & (back >= 0)
-            waiting = waiting.at[back % micro].set(
-                jnp.where(keep, handed_bxTxD, of(waiting, back % micro))
-            )
-            return (waiting, handed_bxTxD, sown), None
+            return (waiting, received_bxTxD, sown), None
 
-        _, found = jax.eval_shape(
-            layers, of(params, 0), waiting_MxbxTxD[0], of(shared, 0), same, key
-        )
-        sown = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), found)
+        _, new = jax.eval_shape(layers, of(params, 0), waiting_MxbxTxD[0], of(shared, 0), same, key)
+        sown = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), new)
         start = (waiting_MxbxTxD, jnp.zeros_like(waiting_MxbxTxD[0]), sown)
         (done_MxbxTxD, _, sown), _ = jax.lax.scan(
-            turn, start, jnp.arange(micro * rounds + stages - 1)
+            step, start, jnp.arange(micro * rounds + stages - 1)
         )
         return jax.lax.psum(jnp.where(s == 0, done_MxbxTxD, 0), axis), sown
 

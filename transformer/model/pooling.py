@@ -1,4 +1,4 @@
-"""From the hidden states of a row to one, by name.
+"""Pooling of a sequence's hidden states for classification, by name.
 
 Shape suffixes: B batch, T length, D d_model.
 """
@@ -6,7 +6,7 @@ Shape suffixes: B batch, T length, D d_model.
 import jax.numpy as jnp
 
 POOLINGS = {
-    "none": lambda h_BxTxD, real_BxTx1: h_BxTxD,  # every token by itself: tagging
+    "none": lambda h_BxTxD, real_BxTx1: h_BxTxD,  # one label per token: tagging
     "cls": lambda h_BxTxD, real_BxTx1: h_BxTxD[:, 0],
     "mean": lambda h_BxTxD, real_BxTx1: (
         jnp.sum(h_BxTxD * real_BxTx1, 1) / jnp.maximum(jnp.sum(real_BxTx1, 1), 1)
@@ -19,4 +19,7 @@ POOLINGS = {
         axis=1,
     )[:, 0],
 }
-"""How the hidden states of a row become one: of the first token, the mean over tokens, of the last token (padding left out)."""
+"""Name -> function (h_BxTxD, real_BxTx1) -> h.
+
+"cls" takes the first token, "mean" averages over real tokens, "last" takes the last real token.
+"""

@@ -1,9 +1,12 @@
-"""What the backward pass computes again instead of keeping: memory against time."""
+"""Rematerialization: which activations the backward pass recomputes, trading time for memory."""
 
 import jax
 
 REMAT_POLICIES = {
-    "none": None,  # keep everything
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keep the outputs of weight matrices
-    "full": jax.checkpoint_policies.nothing_saveable,  # keep a layer's input alone
+    # Keep all activations.
+    "none": None,
+    # Keep the products with weight matrices.
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # Keep only the input of each layer.
+    "full": jax.checkpoint_policies.nothing_saveable,
 }

@@ -1,9 +1,10 @@
-"""The residual connection of every sublayer, in every placement: one formula.
+"""The residual connection of every sublayer: one formula for every norm placement.
 
-    y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )        an absent norm is the identity
+    y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )
 
-Sublayers side by side (GPT-J, GPT-NeoX, PaLM) are one sum over branches, each with its own norms and gate. Who asks for
-"sizes" (watch.py) is told how large the stream and the branch are.
+An absent norm is the identity. Parallel sublayers (GPT-J, GPT-NeoX, PaLM) are one sum over
+branches, each with separate norms and a separate gate. The collection "sizes" (watch.py) records
+the root mean squares of the residual stream and of the branch.
 
 Shape suffixes: B batch, T length, D d_model.
 """
@@ -22,7 +23,10 @@ from transformer.model.watch import watched
 
 
 class Residual(nn.Module):
-    """Wraps sublayers f that read one x: y = out_norm(a x + sum over f of gate res_norm(dropout(f(in_norm(x)))))."""
+    """Wraps sublayers f with the same input x.
+
+    y = out_norm(a x + sum over f of gate res_norm(dropout(f(in_norm(x)))))
+    """
 
     config: ModelConfig
     placement: Placement
@@ -37,16 +41,14 @@ class Residual(nn.Module):
         dropout_rate: jax.Array | None = None,
     ) -> jax.Array:
         p, norm = self.placement, self.config.norm_module
-        y = stream = p.residual_scale * x_BxTxD if p.residual_scale else None
+        y = skip = p.residual_scale * x_BxTxD if p.residual_scale else None
         for i, f in enumerate(sublayers):
             suffix = f"_{i}" if i else ""
             h = norm(name="in_norm" + suffix)(x_BxTxD) if p.in_norm else x_BxTxD
-            h = constrain(
-                h, ("batch", "length", "activation_embed")
-            )  # a sublayer's matrices want whole rows,
-            h = constrain(
-                f(h), ("batch", "stream", "activation_embed")
-            )  # what acts on each token alone does not
+            # Sublayers take tokens sharded as "length". Between sublayers, norms, dropout and sums
+            # act on each token separately, so tokens may be sharded over more axes, as "stream".
+            h = constrain(h, ("batch", "length", "activation_embed"))
+            h = constrain(f(h), ("batch", "stream", "activation_embed"))
             h = Dropout(rate_of(self.config, dropout_rate))(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
@@ -58,14 +60,14 @@ class Residual(nn.Module):
             y = h if y is None else y + h
         if watched(self, "sizes"):
             size = lambda x: rms(x, segments_BxT)
-            kept, branch = (0.0, size(y)) if stream is None else (size(stream), size(y - stream))
+            kept, branch = (0.0, size(y)) if skip is None else (size(skip), size(y - skip))
             self.sow("sizes", "sizes", {"stream": size(x_BxTxD), "kept": kept, "branch": branch})
         y = norm(name="out_norm")(y) if p.out_norm else y
         return constrain(y, ("batch", "stream", "activation_embed"))
 
 
 def rms(x_BxTxD: jax.Array, segments_BxT: jax.Array) -> jax.Array:
-    """The root of the mean square, over tokens that are there: padding, of segment 0, does not count."""
-    there_BxT = jnp.broadcast_to(segments_BxT > 0, x_BxTxD.shape[:-1])
+    """Returns the root mean square over real tokens, excluding padding (segment 0)."""
+    real_BxT = jnp.broadcast_to(segments_BxT > 0, x_BxTxD.shape[:-1])
     square_BxT = jnp.mean(jnp.square(x_BxTxD.astype(jnp.float32)), axis=-1)
-    return jnp.sqrt(jnp.sum(square_BxT, where=there_BxT) / jnp.maximum(jnp.sum(there_BxT), 1))
+    return jnp.sqrt(jnp.sum(square_BxT, where=real_BxT) / jnp.maximum(jnp.sum(real_BxT), 1))

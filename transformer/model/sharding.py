@@ -1,6 +1,6 @@
-"""What the model knows of devices: logical names for the axes of its activations, which a table of rules maps to mesh axes.
+"""Sharding constraints by logical axis names, which a table of rules maps to mesh axes.
 
-Without rules and a mesh in force (parallel/mesh.py, `use`), nothing here does anything.
+Without active rules and a mesh (parallel/mesh.py, `use`), the functions here change nothing.
 """
 
 import math
@@ -11,21 +11,28 @@ from jax.sharding import PartitionSpec as P
 
 
 def constrain(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """`x` laid out as the rules say of its axes' names, and whole along all others. An axis that does not divide over its devices goes
-    over fewer, or stays whole: a single step of decoding has one token. Raises ValueError for a name that the rules do not know."""
+    """Constrains the axes of `x` to be sharded as the rules define for their names.
+
+    Axes that the rules map to no mesh axis are unsharded. An axis that does not divide over its
+    devices is sharded over fewer of them, or not at all: a decoding step has one token. Raises
+    ValueError for a name that is not in the rules.
+    """
     return _place(x, _spec(x, names))
 
 
 def gathered(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    """A parameter as it is used: whole along d_model, over which it is kept in parts (ZeRO-3). Its gradient is added up in parts."""
-    kept, used = (
+    """Returns a parameter gathered along d_model, over which it is stored in shards (ZeRO-3).
+
+    Its gradient is constrained to the stored sharding, so that it is summed in shards.
+    """
+    stored, used = (
         _spec(x, names),
         _spec(x, ["activation_embed" if name == "embed" else name for name in names]),
     )
-    if kept == used:
+    if stored == used:
         return _place(x, used)
     gather = jax.custom_vjp(lambda x: _place(x, used))
-    gather.defvjp(lambda x: (_place(x, used), None), lambda _, d: (_place(d, kept),))
+    gather.defvjp(lambda x: (_place(x, used), None), lambda _, d: (_place(d, stored),))
     return gather(x)
 
 
@@ -37,14 +44,19 @@ def _spec(x: jax.Array, names) -> P:
 
 def _place(x: jax.Array, spec: P) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
-    spread = any(size > 1 for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+    is_sharded = any(size > 1 for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     return (
-        jax.lax.with_sharding_constraint(x, spec) if spread and nn.get_logical_axis_rules() else x
+        jax.lax.with_sharding_constraint(x, spec)
+        if is_sharded and nn.get_logical_axis_rules()
+        else x
     )
 
 
 def fitting(name: str, size: int) -> tuple[str, ...]:
-    """The mesh axes that a dimension of this name and size is spread over: as many of those in the table as divide it."""
+    """Returns the mesh axes that an axis with this name and size is sharded over.
+
+    They are the longest prefix of the name's mesh axes whose number of devices divides the size.
+    """
     axes, sizes = _axes(name), jax.sharding.get_abstract_mesh().shape
     while axes and size % math.prod(sizes[axis] for axis in axes):
         axes = axes[:-1]
@@ -52,13 +64,17 @@ def fitting(name: str, size: int) -> tuple[str, ...]:
 
 
 def axis_of(name: str) -> tuple[str, int]:
-    """(mesh axis, devices along it) of a logical name that is spread over one axis; ("", 1) if it is spread over none."""
+    """Returns (mesh axis, devices along it) of a logical name that is sharded over one mesh axis;
+    ("", 1) if it is not sharded."""
     axes = _axes(name)
     return (axes[0], jax.sharding.get_abstract_mesh().shape[axes[0]]) if axes else ("", 1)
 
 
 def _axes(name: str) -> tuple[str, ...]:
-    """The mesh axes of more than one device that a name is spread over, less those that a surrounding shard_map has taken in hand."""
+    """Returns the mesh axes that a name is sharded over.
+
+    Axes of one device are omitted, and so are the manual axes of an enclosing shard_map.
+    """
     rules, mesh = dict(nn.get_logical_axis_rules()), jax.sharding.get_abstract_mesh()
     if not rules or mesh.empty:
         return ()
@@ -70,7 +86,7 @@ def _axes(name: str) -> tuple[str, ...]:
 
 
 def platform() -> str:
-    """cpu, gpu or tpu: what the program that is being traced is for."""
+    """Returns the platform that the current program is traced for: cpu, gpu or tpu."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = device.platform if device is not None else jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name

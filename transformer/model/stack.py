@@ -1,4 +1,4 @@
-"""A stack of layers: the encoder, the decoder, and the decoder that reads an encoder.
+"""A stack of layers: an encoder, a decoder, or a decoder that attends to an encoder.
 
 Shape suffixes: B batch, T length of this stack's tokens, S length of the encoder's, D d_model.
 """
@@ -26,8 +26,11 @@ from transformer.model.watch import WATCHED, any_watched, watched
 
 
 class Layer(nn.Module):
-    """A token mixer, cross-attention (where there is a source that the mixer does not read itself), and a feed-forward (unless its
-    kind is "none"); each wrapped by the residual formula."""
+    """A token mixer, cross-attention and a feed-forward, each in a residual connection.
+
+    Cross-attention requires a source and a mixer that does not read the source itself. The
+    feed-forward is omitted if its kind is "none".
+    """
 
     config: ModelConfig
     side: str
@@ -41,7 +44,7 @@ class Layer(nn.Module):
         position: positions.Position,
         context: Context,
     ) -> tuple[jax.Array, LayerState | None]:
-        """The stream after this layer, and in decoding the layer's state with these tokens read."""
+        """Returns the residual stream after this layer and, in decoding, the layer's new state."""
         cfg, mixer, placement = (
             self.config,
             self.config.token_mixer,
@@ -56,19 +59,19 @@ class Layer(nn.Module):
             attend = Attention(cfg, self.side, **gains, of_source=True, name="cross_attention")
         if feeds:
             feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")
-        after = {"mixer": None, "source": None}  # the states that the next call is given
+        new_state = {"mixer": None, "source": None}
 
-        def read_own(h):
-            before = state and state.mixer
-            out, after["mixer"] = mix(h, context, position, before, self.deterministic)
+        def apply_mixer(h):
+            old = state and state.mixer
+            out, new_state["mixer"] = mix(h, context, position, old, self.deterministic)
             return out
 
         def read_source(h):
-            before = state and state.source
-            out, after["source"] = shared_source(attend, h, context, before, self.deterministic)
+            old = state and state.source
+            out, new_state["source"] = shared_source(attend, h, context, old, self.deterministic)
             return out
 
-        sublayers = {mixer.scope: read_own}
+        sublayers = {mixer.scope: apply_mixer}
         if cross:
             sublayers["cross_attention"] = read_source
         if feeds:
@@ -79,8 +82,8 @@ class Layer(nn.Module):
         if cfg.parallel:
             steps = {"residual": tuple(sublayers.values())}
         for i, (name, fs) in enumerate(steps.items()):
-            bare = i == 0 and not cfg.first_norm
-            parts = dataclasses.replace(placement, in_norm=False) if bare else placement
+            without_norm = i == 0 and not cfg.first_norm
+            parts = dataclasses.replace(placement, in_norm=False) if without_norm else placement
             x_BxTxD = Residual(cfg, parts, name=name)(
                 x_BxTxD,
                 *fs,
@@ -90,11 +93,11 @@ class Layer(nn.Module):
             )
         if watched(self, "streams"):
             self.sow("streams", "after", x_BxTxD)
-        return x_BxTxD, None if state is None else LayerState(**after)
+        return x_BxTxD, None if state is None else LayerState(**new_state)
 
 
 class Period(nn.Module):
-    """As many layers as it takes until they repeat: what is looped where not all layers are alike."""
+    """The layers of one period, which are scanned together if not all layers are alike."""
 
     layers: tuple[Callable[..., Layer], ...]
 
@@ -106,17 +109,17 @@ class Period(nn.Module):
         schemes: tuple[positions.Position, ...],
         context: Context,
     ):
-        """The layers one after another, each with its own state and scheme."""
-        after = []
+        """Applies the layers in order, each with its state and position scheme."""
+        new_states = []
         for i, (layer, position) in enumerate(zip(self.layers, schemes, strict=True)):
             state = states and states[i]
             x_BxTxD, state = layer(name=f"layer_{i}")(x_BxTxD, state, position, context)
-            after.append(state)
-        return x_BxTxD, tuple(after)
+            new_states.append(state)
+        return x_BxTxD, tuple(new_states)
 
 
 class Stack(nn.Module):
-    """Positions, dropout, layers (scanned or unrolled), and a final norm where the placement asks for one."""
+    """Positions, dropout, layers (scanned or unrolled), and the placement's final norm, if any."""
 
     config: ModelConfig
     side: str  # encoder | decoder
@@ -132,8 +135,10 @@ class Stack(nn.Module):
         deterministic: bool = True,
         dropout_rate: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """The stream after the last layer, and the cache with these tokens in it (None without one). `dropout_rate`: in place of
-        the config's."""
+        """Returns the residual stream after the last layer and the updated cache, if any.
+
+        `dropout_rate` overrides the config's rate.
+        """
         cfg = self.config
         if cfg.random_positions and not deterministic:
             tokens = self._spread(tokens)
@@ -161,22 +166,30 @@ class Stack(nn.Module):
         return x_BxTxD, cache
 
     def _spread(self, tokens: Tokens) -> Tokens:
-        """Position p of a row moved to the p-th smallest of `max_length` positions drawn without replacement (Ruoss et al. 2023)."""
+        """Randomizes positions (Ruoss et al. 2023).
+
+        For each sequence, `max_length` positions are drawn without replacement. Position p becomes
+        the p-th smallest of them.
+        """
         cfg, shape = self.config, tokens.segments_BxT.shape
         score = jax.random.uniform(self.make_rng("dropout"), (shape[0], cfg.random_positions))
         drawn = jnp.sort(jnp.argsort(score, axis=1)[:, : cfg.max_length], axis=1)
-        spread = lambda at_BxT: jnp.take_along_axis(drawn, jnp.broadcast_to(at_BxT, shape), axis=1)
+        spread = lambda p_BxT: jnp.take_along_axis(drawn, jnp.broadcast_to(p_BxT, shape), axis=1)
         return tokens.replace(
-            positions_BxT=spread(tokens.positions_BxT), until_BxT=jax.tree.map(spread, tokens.until_BxT),
+            positions_BxT=spread(tokens.positions_BxT),
+            until_BxT=jax.tree.map(spread, tokens.until_BxT),
             order="growing" if tokens.order == "rows" else tokens.order,
-        )  # fmt: skip
+        )
 
     def _schemes(self) -> dict[tuple[Choice, positions.StackFacts], positions.Position]:
-        """Every position scheme that a layer uses, bound once; the parameters of a second one are told apart by a number."""
+        """Returns the distinct position schemes of all layers, each bound to its parameters.
+
+        The parameter names of all but the first scheme end in a number.
+        """
         schemes = {}
         for spec, facts in dict.fromkeys(self._scheme_of(layer) for layer in self._configs):
             suffix = f"_{len(schemes)}" if schemes else ""
-            param = lambda name, *given, suffix=suffix: self.param(name + suffix, *given)
+            param = lambda name, *args, suffix=suffix: self.param(name + suffix, *args)
             schemes[spec, facts] = positions.build(spec).bind(param, facts)
         return schemes
 
@@ -185,42 +198,45 @@ class Stack(nn.Module):
         return self.config.layers(self.side)
 
     def _scheme_of(self, layer: ModelConfig) -> tuple[Choice, positions.StackFacts]:
-        """Which position scheme acts on a layer, and what the scheme is told of it."""
+        """Returns the position scheme of a layer, and the facts that the scheme depends on."""
         return layer.layer_position, layer.stack_facts(self.side)
 
     def _of_layers(self, schemes, tokens: Tokens) -> tuple[positions.Position, ...]:
-        """Each layer's scheme, at these tokens' positions."""
-        here = {which: scheme.at(tokens.positions_BxT) for which, scheme in schemes.items()}
-        return tuple(here[self._scheme_of(layer)] for layer in self._configs)
+        """Returns the position scheme of each layer, evaluated at these tokens' positions."""
+        at_tokens = {key: scheme.at(tokens.positions_BxT) for key, scheme in schemes.items()}
+        return tuple(at_tokens[self._scheme_of(layer)] for layer in self._configs)
 
     def _layers(self, x_BxTxD, cache: Cache | None, schemes, context: Context, deterministic):
-        """All layers: one after another, looped, or spread over devices. (The stream, the cache's layers)."""
+        """Applies all layers: unrolled, scanned or pipelined.
+
+        Returns the residual stream and the new states of the layers.
+        """
         cfg, configs = self.config, self.config.layers(self.side)
         if not cfg.scan_layers:
-            written = []
+            states = []
             for i, position in enumerate(self._of_layers(schemes, context.tokens)):
                 layer = self._layer(configs[i], deterministic)(name=f"layers_{i}")
-                x_BxTxD, one = layer(x_BxTxD, cache and cache.layers[i], position, context)
-                written.append(one)
-            return x_BxTxD, tuple(written) if cache is not None else None
+                x_BxTxD, state = layer(x_BxTxD, cache and cache.layers[i], position, context)
+                states.append(state)
+            return x_BxTxD, tuple(states) if cache is not None else None
         _, stages = axis_of("layers")
         micro, rounds = cfg.pipeline_microbatches or stages, cfg.pipeline_rounds
-        spread = (
+        use_pipeline = (
             stages > 1 and cache is None and not self.is_initializing() and not any_watched(self)
         )
-        if spread and not pipeline.why_not(len(x_BxTxD), micro, rounds):
+        if use_pipeline and not pipeline.why_not(len(x_BxTxD), micro, rounds):
             return self._pipelined(x_BxTxD, schemes, context, deterministic, micro), None
         cut = (lambda x: x.reshape(rounds, -1, *x.shape[1:])) if rounds > 1 else (lambda x: x)
         join = (lambda x: x.reshape(-1, *x.shape[2:])) if rounds > 1 else (lambda x: x)
-        loop, given = self._loop(len(configs) // cfg.period(self.side) // rounds, deterministic)
-        loop = _looped(loop, rounds, "rounds") if rounds > 1 else loop
+        layers, args = self._loop(len(configs) // cfg.period(self.side) // rounds, deterministic)
+        layers = _scanned(layers, rounds, "rounds") if rounds > 1 else layers
         position = self._of_period(self._of_layers(schemes, context.tokens))
-        states = jax.tree.map(cut, cache and cache.layers)
-        x_BxTxD, written = loop(*given, name="layers")(x_BxTxD, states, position, context)
-        return x_BxTxD, jax.tree.map(join, written)
+        old_states = jax.tree.map(cut, cache and cache.layers)
+        x_BxTxD, states = layers(*args, name="layers")(x_BxTxD, old_states, position, context)
+        return x_BxTxD, jax.tree.map(join, states)
 
     def _layer(self, config: ModelConfig, deterministic: bool) -> Callable[..., Layer]:
-        """A layer, but for its name; what it keeps for the backward pass is as `remat` says."""
+        """Returns a layer, rematerialized as `remat` sets, without its `name`."""
         cls = Layer
         if config.remat != "none":
             cls = nn.remat(
@@ -229,57 +245,73 @@ class Stack(nn.Module):
         return functools.partial(cls, config, self.side, deterministic)
 
     def _loop(self, length: int, deterministic: bool) -> tuple[type[nn.Module], tuple]:
-        """So many periods of layers as one module: its class, and what that is made with."""
+        """Returns a module class that scans `length` periods of layers, and its arguments."""
         cfg = self.config
         layers = [
             self._layer(c, deterministic) for c in cfg.layers(self.side)[: cfg.period(self.side)]
         ]
         if len(layers) > 1:
-            return _looped(Period, length, "layers"), (tuple(layers),)
-        return _looped(layers[0].func, length, "layers"), layers[0].args
+            return _scanned(Period, length, "layers"), (tuple(layers),)
+        return _scanned(layers[0].func, length, "layers"), layers[0].args
 
     def _of_period(self, schemes: tuple):
-        """What a period is given of the layers' schemes."""
+        """Returns the position schemes of one period; of a single layer, its scheme."""
         period = self.config.period(self.side)
         return schemes[:period] if period > 1 else schemes[0]
 
     def _pipelined(
         self, x_BxTxD, schemes, context: Context, deterministic, micro: int
     ) -> jax.Array:
-        """The layers spread over "stage" (pipeline.py)."""
+        """Applies the layers sharded over "stage" (pipeline.py)."""
         cfg, (_, stages) = self.config, axis_of("layers")
-        rows = lambda tree: jax.tree.map(
+        to_batch = lambda tree: jax.tree.map(
             lambda x: jnp.broadcast_to(x, (len(x_BxTxD), *x.shape[1:])), tree
         )
         count = len(cfg.layers(self.side)) // cfg.period(self.side) // cfg.pipeline_rounds // stages
-        loop, given = self._loop(count, deterministic)
+        module, args = self._loop(count, deterministic)
 
         def layers(params, x_bxTxD, context: Context, schemes, key):
             position = self._of_period(self._of_layers(schemes, context.tokens))
-            (x_bxTxD, _), sown = loop(*given, parent=None).apply(
-                {"params": params}, x_bxTxD, None, position, context,
-                rngs=None if key is None else {"dropout": key}, mutable=["losses"],
-            )  # fmt: skip
+            (x_bxTxD, _), sown = module(*args, parent=None).apply(
+                {"params": params},
+                x_bxTxD,
+                None,
+                position,
+                context,
+                rngs=None if key is None else {"dropout": key},
+                mutable=["losses"],
+            )
             return x_bxTxD, sown.get("losses", {})
 
         key = None if deterministic or not self.has_rng("dropout") else self.make_rng("dropout")
         params = self.variables["params"]["layers"]
         x_BxTxD, sown = pipeline.pipelined(
-            layers, params, x_BxTxD, rows(context), schemes, key, micro, cfg.pipeline_rounds
+            layers, params, x_BxTxD, to_batch(context), schemes, key, micro, cfg.pipeline_rounds
         )
         if sown:
             self.sow("losses", "layers", sown)
         return x_BxTxD
 
 
-def _looped(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
-    """`cls`, called with (x, states, position, context), over and over; its parameters and states stacked along an axis of this name."""
+def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:
+    """Returns `cls` scanned `length` times.
+
+    The module takes (x, states, position, context). Its parameters and states are stacked on axis
+    0, whose logical name is `axis`.
+    """
     return nn.scan(
-        cls, length=length, variable_axes=dict.fromkeys(("params", "losses", *WATCHED), 0), split_rngs={"params": True, "dropout": True},
-        in_axes=(0, nn.broadcast, nn.broadcast), metadata_params={nn.PARTITION_NAME: axis},
-    )  # fmt: skip
+        cls,
+        length=length,
+        variable_axes=dict.fromkeys(("params", "losses", *WATCHED), 0),
+        split_rngs={"params": True, "dropout": True},
+        in_axes=(0, nn.broadcast, nn.broadcast),
+        metadata_params={nn.PARTITION_NAME: axis},
+    )
 
 
 def hide_padding(x_BxTxD: jax.Array, tokens: Tokens) -> jax.Array:
-    """Zeros where there is no token. A mask keeps padding's weight at zero, but zero times NaN is NaN, in gradients too."""
+    """Sets the vectors of padding to zero.
+
+    A mask gives padding zero weight, but zero times NaN is NaN, also in gradients.
+    """
     return jnp.where((tokens.segments_BxT > 0)[..., None], x_BxTxD, 0)

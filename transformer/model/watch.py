@@ -1,9 +1,12 @@
-"""What a model tells of its inside to who asks (`mutable=` of `apply`); to nobody else, and then nothing of it is computed.
+"""Collections that record internal values of a model: `model.apply(..., mutable=["heads"])`.
 
-sizes    of the residual stream and of the branch added to it, at every sublayer (residual.py)
-streams  the residual stream behind each layer (stack.py)
-heads    in numbers, where each head of each attention looks (attention_statistics.py)
-maps     each head's weights
+A collection is computed only if `mutable` requests it.
+
+sizes    root mean squares of the residual stream and of the branch added to it, at every sublayer
+         (residual.py)
+streams  the residual stream after each layer (stack.py)
+heads    statistics of each attention head (attention_statistics.py)
+maps     attention weights of each head
 """
 
 from flax import linen as nn
@@ -12,10 +15,13 @@ WATCHED = ("sizes", "streams", "heads", "maps")
 
 
 def watched(module: nn.Module, what: str) -> bool:
-    """Whether somebody asks this module for it: not while its parameters are made, when every collection may be written to."""
+    """Returns whether the collection `what` is requested from this module.
+
+    During initialization it is not, although every collection is mutable then.
+    """
     return module.is_mutable_collection(what) and not module.is_initializing()
 
 
 def any_watched(module: nn.Module) -> bool:
-    """Whether somebody asks for anything."""
+    """Returns whether any collection is requested from this module."""
     return any(watched(module, what) for what in WATCHED)

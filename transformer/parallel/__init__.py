@@ -1,1 +1,1 @@
-"""Where things live: the mesh, the table from logical names to mesh axes, the platform."""
+"""The device mesh, the rules from logical names to mesh axes, platform checks and processes."""

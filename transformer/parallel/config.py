@@ -1,4 +1,4 @@
-"""The config of the mesh: devices along each axis."""
+"""The config of the mesh: the number of devices along each axis."""
 
 import dataclasses
 
@@ -17,28 +17,31 @@ _EFFECTS = (
 @strict("mesh", _EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; -1 takes the rest (one axis at most)."""
+    """The number of devices along each axis. One axis may be -1 and takes the remaining devices."""
 
-    data: int = -1  # rows of the batch; parameters are on every device
-    stage: int = 1  # layers (a pipeline); outside of them, rows
-    fsdp: int = 1  # rows of the batch; parameters, gradients and optimizer state are spread too
-    expert: int = 1  # experts; outside of them, rows
-    context: int = 1  # the tokens of a row (ring attention)
-    tensor: int = 1  # heads, d_ff and vocabulary (Megatron); between sublayers, the tokens of a row
-    slices: str = "data"  # of several slices of TPUs, the axis that goes from one to the next: data | stage | fsdp
+    data: int = -1  # shards the batch; parameters are replicated
+    stage: int = 1  # shards layers (pipeline parallelism); outside the layers, the batch
+    fsdp: int = 1  # shards the batch, parameters, gradients and optimizer state
+    expert: int = 1  # shards experts; outside the experts, the batch
+    context: int = 1  # shards sequences (ring attention)
+    tensor: int = 1  # shards heads, d_ff and vocabulary (Megatron); between sublayers, sequences
+    slices: str = "data"  # the axis that spans several TPU slices: data | stage | fsdp
 
     def __post_init__(self):
         one_of("mesh.slices", self.slices, ("data", "stage", "fsdp"))
         sizes = self.sizes
         for axis, size in sizes.items():
             if size < 1 and size != -1:
-                raise UserError(f"mesh.{axis}: {size}; a positive number, or -1 for the rest")
+                raise UserError(
+                    f"mesh.{axis}: {size} is not a number of devices; "
+                    "set 1 or more, or -1 for the remaining devices"
+                )
         if list(sizes.values()).count(-1) > 1:
-            raise UserError(f"mesh: {sizes} has more than one -1; only one axis can take the rest")
+            raise UserError(f"mesh: {sizes} has more than one -1; set at most one axis to -1")
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis -> devices along it, in the order of the mesh: neighbours on the last talk most."""
+        """Axis -> devices along it, in mesh order. Neighbors along the last communicate most."""
         return {
             axis: getattr(self, axis)
             for axis in ("data", "stage", "fsdp", "expert", "context", "tensor")

@@ -1,4 +1,4 @@
-"""Sequences spread over devices: which order their tokens stand in, and how a batch is put into it.
+"""Context parallelism: the order of positions in a sharded sequence.
 
 Shape suffixes: B batch, T length.
 """
@@ -14,8 +14,11 @@ from transformer.parallel.sharding import ROWS
 
 
 def order_of(config: ModelConfig, mesh: Mesh) -> str:
-    """The order of a decoder's tokens in a row: "zigzag" where the mesh spreads them and every attention asks about pairs alone, so
-    that devices have equally much to do under a causal mask; else "rows"."""
+    """Returns the order in which a decoder's positions are stored: "zigzag" or "rows" (unchanged).
+
+    Zigzag order gives all devices the same work under a causal mask. It is used where the mesh
+    shards sequences and the position schemes' scores depend on the query and the key alone.
+    """
     if (
         mesh.shape["context"] == 1
         or "decoder" not in config.sides
@@ -28,20 +31,26 @@ def order_of(config: ModelConfig, mesh: Mesh) -> str:
 
 
 def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
-    """The batch with its tokens spread over the mesh, a decoder's in `order`. Losses are sums over tokens: their order is nothing to them."""
+    """Shards the batch over the mesh and puts a decoder's positions in `order`.
 
-    def place(name: str, x: jax.Array) -> jax.Array:
+    Losses are sums over tokens, so the order of positions does not change them.
+    """
+
+    def constrain(name: str, x: jax.Array) -> jax.Array:
         if x.ndim > 1 and order == "zigzag" and not name.startswith("source"):
             x = zigzag(x, mesh.shape["context"])
         return jax.lax.with_sharding_constraint(
             x, NamedSharding(mesh, P(ROWS, *["context"][: x.ndim - 1]))
         )
 
-    return {name: place(name, x) for name, x in batch.items()} if mesh.size > 1 else batch
+    return {name: constrain(name, x) for name, x in batch.items()} if mesh.size > 1 else batch
 
 
 def zigzag(x_BxT: jax.Array, count: int) -> jax.Array:
-    """Rows cut into 2 `count` chunks, the n-th part of the result holding chunks n and 2 count - 1 - n."""
+    """Reorders each sequence for zigzag order.
+
+    Cuts it into 2 `count` chunks. Part n of the result holds chunks n and 2 count - 1 - n.
+    """
     chunks = x_BxT.reshape(x_BxT.shape[0], 2 * count, -1)
-    both = jnp.stack([chunks[:, :count], jnp.flip(chunks[:, count:], axis=1)], axis=2)
-    return both.reshape(x_BxT.shape)
+    pairs = jnp.stack([chunks[:, :count], jnp.flip(chunks[:, count:], axis=1)], axis=2)
+    return pairs.reshape(x_BxT.shape)

@@ -1,4 +1,4 @@
-"""The host: its settings, made once before the first computation, and its memory."""
+"""The host: allocator settings, made once before the first computation, and memory size."""
 
 import contextlib
 import ctypes
@@ -8,12 +8,14 @@ from pathlib import Path
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc's allocator to keep memory that is freed, instead of handing it back to the kernel.
+    """Configures glibc's allocator to keep freed memory instead of returning it to the kernel.
 
-    XLA's CPU backend allocates and frees its buffers every step; by default each comes from a fresh mapping, and touching it
-    costs a page fault per 4 KB: 28,000 faults and a third of the time of a step of the quickstart. One arena, no mappings, no
-    trimming: 95 -> 60 ms a step (python experiments/benchmarks/host_memory.py, 2 cores of an AMD EPYC 9005). False where the
-    allocator is not glibc's.
+    XLA's CPU backend allocates and frees its buffers every step. By default each allocation is a
+    new mapping, and touching it costs a page fault per 4 KB: 28,000 faults and a third of the time
+    of a step of the quickstart. One arena, no mappings and no trimming reduce a step from 95 to 60
+    ms (python experiments/benchmarks/host_memory.py, 2 cores of an AMD EPYC 9005).
+
+    Returns False where the allocator is not glibc's.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -26,12 +28,15 @@ def keep_freed_memory() -> bool:
 
 
 def memory() -> int:
-    """Bytes of memory this process may use at most: the machine's, or its container's where that is less; 0 where neither is told."""
-    found = []
-    with contextlib.suppress(
-        ValueError, OSError, AttributeError
-    ):  # AttributeError: not a POSIX machine
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    """Returns the bytes of memory that this process may use.
+
+    This is the smaller of the machine's memory and its container's limit, or 0 where neither is
+    known.
+    """
+    limits = []
+    # AttributeError: not a POSIX machine
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(ValueError, OSError):  # ValueError: "max"
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min((size for size in found if size > 0), default=0)
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min((size for size in limits if size > 0), default=0)

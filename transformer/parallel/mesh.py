@@ -1,4 +1,4 @@
-"""The device mesh of a config, and the platform it must be on."""
+"""The device mesh of a config, and the platform that JAX must run on."""
 
 import contextlib
 import glob
@@ -17,50 +17,61 @@ from transformer.errors import UserError
 from transformer.parallel.config import MeshConfig
 from transformer.parallel.host import keep_freed_memory, memory
 from transformer.parallel.processes import start_processes
-from transformer.parallel.sharding import RULES, human_bytes
+from transformer.parallel.sharding import RULES, format_bytes
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
-    """Everything about the machine, before the first computation: the host set, processes joined, the platform checked, the mesh made."""
+    """Prepares the machine before the first computation, and returns the mesh.
+
+    Configures the host, joins the processes, checks the platform and builds the mesh.
+    """
     if not _accelerator_on_this_machine():
-        keep_freed_memory()  # before JAX starts its threads, each of which would take an arena of its own
-    look_for_no_tpu()
+        keep_freed_memory()  # before JAX starts its threads, each of which takes an arena
+    disable_tpu_search()
     start_processes()
     check_platform(platform)
     return make_mesh(config)
 
 
-def look_for_no_tpu() -> None:
-    """Before JAX's first computation: where libtpu is there to plan with alone, it would look for a TPU, and complain at length."""
-    here = not jax.config.jax_platforms and importlib.util.find_spec("libtpu")
-    if here and not _accelerator_on_this_machine() and _no_tpu():
+def disable_tpu_search() -> None:
+    """Keeps JAX from searching for a TPU on a machine that has libtpu but no TPU.
+
+    libtpu may be installed only to plan. Without this call, JAX's first computation searches for a
+    TPU and prints long warnings.
+    """
+    may_search = not jax.config.jax_platforms and importlib.util.find_spec("libtpu")
+    if may_search and not _accelerator_on_this_machine() and _no_tpu():
         jax.config.update("jax_platforms", "cpu")
 
 
 def check_platform(wanted: str) -> str:
-    """The platform JAX runs on. Raises UserError where that is not what the config asks for: never train on CPU by accident."""
+    """Returns the platform that JAX runs on.
+
+    Raises UserError if it is not the one that the config sets: no run trains on a CPU by accident.
+    """
     try:
-        found = jax.default_backend()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as e:  # JAX asserts where JAX_PLATFORMS names what it has no plugin for
-        reason = (str(e).splitlines() or [f"no platform {jax.config.jax_platforms!r} here"])[0]
+        backend = jax.default_backend()
+    # AssertionError: JAX_PLATFORMS names a platform that has no plugin
+    except (RuntimeError, AssertionError) as e:
+        reason = (str(e).splitlines() or [f"no platform {jax.config.jax_platforms!r}"])[0]
         raise UserError(
-            f"platform: JAX cannot start ({reason}); see JAX_PLATFORMS, and the extras [gpu] and [tpu]"
+            f"platform: JAX cannot start ({reason}); "
+            "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"
         ) from None
-    found = "gpu" if found in ("cuda", "rocm") else found
-    if wanted == "auto" and found == "cpu" and (seen := _accelerator_on_this_machine()):
+    backend = "gpu" if backend in ("cuda", "rocm") else backend
+    if wanted == "auto" and backend == "cpu" and (accelerator := _accelerator_on_this_machine()):
         raise UserError(
-            f"platform: this machine has {seen}, but JAX found only the CPU (install the extra [gpu] or [tpu], "
-            "and see that no other process holds the device); to train on the CPU all the same: --config.platform=cpu"
+            f"platform: this machine has {accelerator}, but JAX found only the CPU; "
+            "install the extra [gpu] or [tpu] and check that no other process holds the device, "
+            "or train on the CPU with --config.platform=cpu"
         )
-    allowed = {"auto": (found,), "accelerator": ("gpu", "tpu")}.get(wanted, (wanted,))
-    if found not in allowed:
+    allowed = {"auto": (backend,), "accelerator": ("gpu", "tpu")}.get(wanted, (wanted,))
+    if backend not in allowed:
         raise UserError(
-            f"platform: {wanted!r} is asked for, but JAX runs on {found!r} here; for that: --config.platform={found}"
+            f"platform: the config sets {wanted!r}, but JAX runs on {backend!r}; "
+            f"to use that platform, set --config.platform={backend}"
         )
-    return found
+    return backend
 
 
 def _accelerator_on_this_machine() -> str:
@@ -70,16 +81,19 @@ def _accelerator_on_this_machine() -> str:
 
 
 def _no_tpu() -> bool:
-    """Whether no TPU is on the bus, as JAX itself looks for one."""
+    """Returns whether no TPU is on the bus, by JAX's own search."""
     try:
         from jax._src.hardware_utils import num_available_tpu_chips_and_device_id as chips
-    except ImportError:  # it is no part of JAX's public surface
+    except ImportError:  # not part of JAX's public API
         return False
     return not chips()[0]
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-    """The mesh, axes in the config's order, of these devices (all of this machine). Raises UserError if it needs more than there are."""
+    """Returns the mesh of `devices` (default: all), with axes in the config's order.
+
+    Raises UserError if the axes do not fit the number of devices.
+    """
     devices = jax.devices() if devices is None else devices
     processes = len({device.process_index for device in devices})
     sizes = config.sizes
@@ -87,7 +101,8 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     if -1 in sizes.values():
         if len(devices) % fixed:
             raise UserError(
-                f"mesh: the given axes take {fixed} devices, which does not divide the {len(devices)} there are; {_spell(sizes)}"
+                f"mesh: {_describe_sizes(sizes)} needs a multiple of {fixed} devices, "
+                f"but there are {len(devices)}; change the fixed axes"
             )
         sizes = {
             axis: len(devices) // fixed if size == -1 else size for axis, size in sizes.items()
@@ -95,11 +110,13 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     needed = math.prod(sizes.values())
     if needed > len(devices):
         raise UserError(
-            f"mesh: {_spell(sizes)} needs {needed} devices, but there are {len(devices)} ({devices[0].platform}); lower an axis or set it to -1"
+            f"mesh: {_describe_sizes(sizes)} needs {needed} devices, but there are {len(devices)} "
+            f"({devices[0].platform}); lower an axis or set it to -1"
         )
     if needed < len(devices) and processes > 1:
         raise UserError(
-            f"mesh: {_spell(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, of {processes} processes; set an axis to -1"
+            f"mesh: {_describe_sizes(sizes)} leaves {len(devices) - needed} of {len(devices)} "
+            f"devices idle in a run of {processes} processes; set an axis to -1"
         )
     placed = (
         arrange(sizes, config.slices, devices)
@@ -112,8 +129,10 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
 
 
 def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
-    """The devices as an array of these sizes, neighbours in it being neighbours in the machine; of several slices of TPUs, the outer part
-    of axis `across` goes from one to the next."""
+    """Returns the devices as an array of these sizes; neighbors in it are neighbors in the machine.
+
+    With several TPU slices, the outer part of axis `across` spans the slices.
+    """
     slices = (
         len({getattr(device, "slice_index", 0) for device in devices})
         if devices[0].platform == "tpu"
@@ -125,7 +144,8 @@ def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
         )
     if sizes[across] % slices:
         raise UserError(
-            f"mesh.{across}: {sizes[across]} does not divide over {slices} slices; make it a multiple, or choose another axis with mesh.slices"
+            f"mesh.{across}: {sizes[across]} is not divisible by {slices} slices; "
+            "make it a multiple, or choose another axis with mesh.slices"
         )
     inner = [size // slices if axis == across else size for axis, size in sizes.items()]
     outer = [slices if axis == across else 1 for axis in sizes]
@@ -135,23 +155,26 @@ def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
 
 
 def check_memory(shapes, mesh: Mesh, what: str) -> None:
-    """Raises UserError if `what`, arrays of these shapes and shardings, is more than a device holds, whatever else it needs."""
+    """Raises UserError if arrays of these shapes and shardings exceed the memory of a device.
+
+    The check counts no other memory. `what` names the arrays in the message.
+    """
     needed = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(shapes)
     )
     devices = mesh.local_devices
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(
-        devices
-    )  # simulated ones share the host's
+    # Simulated devices share the host's memory.
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(devices)
     if limit and needed > limit:
         raise UserError(
-            f"model: {what} take {human_bytes(needed)} a device, which has {human_bytes(limit)}; "
-            "lower model.d_model or its layers, or spread it with mesh.fsdp"
+            f"model: {what} take {format_bytes(needed)} per device, which has "
+            f"{format_bytes(limit)}; lower model.d_model or the number of layers, "
+            "or shard the model with mesh.fsdp"
         )
 
 
-def _spell(sizes: dict[str, int]) -> str:
+def _describe_sizes(sizes: dict[str, int]) -> str:
     return (
         " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
     )
@@ -159,6 +182,6 @@ def _spell(sizes: dict[str, int]) -> str:
 
 @contextlib.contextmanager
 def use(mesh: Mesh) -> Iterator[Mesh]:
-    """The mesh and the rules in force: what is traced inside is sharded."""
+    """Sets the mesh and the sharding rules: computations traced inside are sharded."""
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         yield mesh

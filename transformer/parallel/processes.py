@@ -1,17 +1,19 @@
-"""Processes: started once, everywhere alike; who is missing is named; where they wait for each other has a name.
+"""Processes: start-up, detection of lost processes, barriers and agreement.
 
-One process of several is told so by the machine (Cloud TPU, GKE, SLURM, Open MPI: JAX finds out by itself) or by three variables,
-which launch/local.py sets:
+A process is one of several if the machine configures it so (JAX detects Cloud TPU, GKE, SLURM and
+Open MPI), or if three variables do, which launch/local.py sets:
 
-    TRANSFORMER_COORDINATOR=host:port    where process 0 can be reached
-    TRANSFORMER_PROCESSES=4              how many there are
-    TRANSFORMER_PROCESS=0                which of them this one is
+    TRANSFORMER_COORDINATOR=host:port    the address of process 0
+    TRANSFORMER_PROCESSES=4              the number of processes
+    TRANSFORMER_PROCESS=0                the index of this process
 
-On CPUs a single process that is told so adds up as several do (gloo), so that 1, 2 and 4 processes give the same bits on one mesh.
+With these variables, even a single CPU process computes reductions with gloo, as several do. So 1,
+2 and 4 processes give bit-identical results on the same mesh.
 
-A process that dies ends the others within seconds. Process 0 keeps a connection to each of them, which ends when a process does; whoever
-notices prints one line that names it and exits with code 1. A machine that goes silent is missed by JAX's own heartbeats, whose answer is to
-abort with a stack trace. With TRANSFORMER_TRACEBACKS=1 every traceback is printed.
+When a process dies, the others end within seconds. Process 0 keeps a connection to every other
+process. A process that loses its connection prints one line with the number of the lost process,
+and exits with code 1. JAX's heartbeats detect a machine that stops responding, and abort with a
+stack trace. With TRANSFORMER_TRACEBACKS=1 every traceback is printed.
 """
 
 import atexit
@@ -33,91 +35,103 @@ from transformer.errors import UserError
 from transformer.output import flush
 
 WAIT = 300
-"""Seconds that a process waits for the others at the start."""
+"""Seconds that a process waits for the others at start-up."""
 
 HEARTBEAT = 30
-"""Seconds of silence after which a process counts as dead."""
+"""Seconds without a heartbeat after which a process counts as dead."""
 
 DAY = 24 * 3600
-"""How long processes that have found each other wait: for a death they need not wait, they are told of it."""
+"""Seconds that connected processes wait for each other. The death of one ends the wait early."""
 
 
 def start_processes() -> bool:
-    """Joins this process to the others, before JAX's first computation. False if there are none. Raises UserError, which names those
-    that have not arrived in time."""
+    """Connects this process to the others, before JAX's first computation.
+
+    Returns False if no processes are configured. Raises UserError, which names missing processes.
+    """
     if jax.distributed.is_initialized():
         return True
-    where = _told() or _found()
-    if where is None:
+    settings = _from_variables() or _from_cluster()
+    if settings is None:
         return False
-    coordinator, count, index, local_devices = where
+    coordinator, count, index, local_devices = settings
     wait, heartbeat = (
         _seconds("TRANSFORMER_WAIT", WAIT),
         _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT),
     )
-    others = _gather(coordinator, count, index, wait)
-    _watch(others)
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    connections = _connect(coordinator, count, index, wait)
+    _watch(connections)
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        coordinator, count, index, local_devices, cluster_detection_method="deactivate",
-        initialization_timeout=int(wait), heartbeat_timeout_seconds=int(heartbeat), shutdown_timeout_seconds=60,
-    )  # fmt: skip
-    atexit.register(_part, others)  # before JAX's own farewell, which waits for the others
+        coordinator,
+        count,
+        index,
+        local_devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(wait),
+        heartbeat_timeout_seconds=int(heartbeat),
+        shutdown_timeout_seconds=60,
+    )
+    atexit.register(_leave, connections)  # before JAX's shutdown, which waits for the others
     return True
 
 
 _BYE = b"bye\n"
-"""What a process says that ends as it should."""
+"""What a process sends when it ends without a fault."""
 
 
-def _watch(others: dict[int, socket.socket]) -> None:
-    """Ends this process when a connection to one of the others ends without a good-bye."""
-    for number, connection in others.items():
+def _watch(connections: dict[int, socket.socket]) -> None:
+    """Ends this process when a connection closes without a goodbye."""
+    for number, connection in connections.items():
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        args = number, connection, others
+        args = number, connection, connections
         threading.Thread(target=_listen, args=args, daemon=True).start()
 
 
-def _listen(number: int, connection: socket.socket, others: dict[int, socket.socket]) -> None:
+def _listen(number: int, connection: socket.socket, connections: dict[int, socket.socket]) -> None:
     try:
-        said = connection.recv(64)
+        message = connection.recv(64)
     except ConnectionResetError:
-        said = b""
-    except OSError:  # the network: JAX's heartbeats decide
+        message = b""
+    except OSError:  # a network fault: JAX's heartbeats decide
         return
-    if said == _BYE:
+    if message == _BYE:
         return
-    lost = int(said) if said.strip().isdigit() else number
-    _tell(others, b"%d\n" % lost)
-    if (
-        lost
-    ):  # an error of this process's own comes first; but without process 0, JAX aborts at once
+    lost = int(message) if message.strip().isdigit() else number
+    _broadcast(connections, b"%d\n" % lost)
+    if lost:  # Leaves time for an error of this process. Without process 0, JAX aborts at once.
         time.sleep(1)
-    end_alone(f"process {lost} of this run")
+    exit_after_loss(f"process {lost} of this run")
 
 
-def _tell(others: dict[int, socket.socket], message: bytes) -> None:
-    for connection in others.values():
+def _broadcast(connections: dict[int, socket.socket], message: bytes) -> None:
+    for connection in connections.values():
         with contextlib.suppress(OSError):
             connection.sendall(message)
 
 
-def _part(others: dict[int, socket.socket]) -> None:
-    """Says good-bye, unless an exception has ended the interpreter: then this process ends at once, and
-    the others notice. Python has printed the exception, and keeps it (an interactive one, any)."""
+def _leave(connections: dict[int, socket.socket]) -> None:
+    """Sends a goodbye, or ends this process at once if an exception ended the interpreter.
+
+    The others notice the latter. Python has printed that exception, and keeps it in sys.last_value.
+    An interactive Python keeps every exception there.
+    """
     if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
         flush()
         os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
-    _tell(others, _BYE)
+    _broadcast(connections, _BYE)
 
 
 _ending = threading.Lock()
 
 
-def end_alone(who: str) -> NoReturn:
-    """Ends this process, which would wait for a lost one, with one line and exit code 1. The first thread that calls it speaks."""
+def exit_after_loss(who: str) -> NoReturn:
+    """Ends this process with one line and exit code 1, since it would wait for a lost process.
+
+    Only the first thread that calls this function prints.
+    """
     if not _ending.acquire(blocking=False):
         time.sleep(60)  # the other thread ends the process
     flush()
@@ -126,52 +140,55 @@ def end_alone(who: str) -> NoReturn:
     os._exit(1)
 
 
-def is_loss(error: BaseException) -> bool:
-    """Whether an error says that another process is gone: a collective or the coordination service lost its connection."""
-    signs = ("gloo", "coordination", "connection reset", "connection closed", "socket closed")
-    # JAX raises either kind, by the status that XLA returns: "UNKNOWN: Gloo AllGather failed".
+def is_lost_process(error: BaseException) -> bool:
+    """Returns whether an error means that a collective or coordination service lost a process."""
+    phrases = ("gloo", "coordination", "connection reset", "connection closed", "socket closed")
+    # The type depends on the status that XLA returns: "UNKNOWN: Gloo AllGather failed".
     by_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
     raised = isinstance(error, RuntimeError) or by_status
-    return raised and any(sign in str(error).lower() for sign in signs)
+    return raised and any(phrase in str(error).lower() for phrase in phrases)
 
 
 def place() -> tuple[int, int]:
-    """Which process this is and of how many, without joining them: of a process that starts others, which will."""
-    where = _told() or _found()
-    return (where[2], where[1]) if where else (0, 1)
+    """Returns (index, number of processes) without connecting, for a process that starts others."""
+    settings = _from_variables() or _from_cluster()
+    return (settings[2], settings[1]) if settings else (0, 1)
 
 
 def _seconds(name: str, default: float) -> float:
     value = os.environ.get(name, "")
     if value and not value.isdecimal():
-        raise UserError(f"{name}: {value!r}; a number of seconds")
+        raise UserError(f"{name}: {value!r} is not a number of seconds; set a whole number")
     return float(value or default)
 
 
-def _told() -> tuple[str, int, int, None] | None:
-    """What the three variables say."""
+def _from_variables() -> tuple[str, int, int, None] | None:
+    """Returns the settings in the three variables, or None if none of these is set."""
     names = ("TRANSFORMER_COORDINATOR", "TRANSFORMER_PROCESSES", "TRANSFORMER_PROCESS")
-    given = [os.environ.get(name, "") for name in names]
-    if not any(given):
+    values = [os.environ.get(name, "") for name in names]
+    if not any(values):
         return None
-    for name, value in zip(names, given, strict=True):
+    for name, value in zip(names, values, strict=True):
         if not value or (name != names[0] and not value.isdecimal()):
             raise UserError(
-                f"{name}: {value!r}; {', '.join(names)} go together: host:port, a number, a number from 0"
+                f"{name}: {value!r} is not valid; set {', '.join(names)} together: "
+                "host:port, a number, and a number from 0"
             )
-    coordinator, count, index = given[0], int(given[1]), int(given[2])
+    coordinator, count, index = values[0], int(values[1]), int(values[2])
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
-        raise UserError(f"{names[0]}: {coordinator!r}; it must be host:port, the port under 65535")
+        raise UserError(
+            f"{names[0]}: {coordinator!r} is not host:port; set both, with a port below 65535"
+        )
     if index >= count:
         raise UserError(
-            f"{names[2]}: {index}, but there are {count} processes ({names[1]}), from 0"
+            f"{names[2]}: {index}, but there are {count} processes ({names[1]}); count from 0"
         )
     return coordinator, count, index, None
 
 
-def _found() -> tuple[str, int, int, list[int] | None] | None:
-    """What JAX finds out about a cluster that this process is part of; None if it is alone."""
+def _from_cluster() -> tuple[str, int, int, list[int] | None] | None:
+    """Returns the settings that JAX detects in a cluster, or None outside of one."""
     environment = os.environ
     several = (
         int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
@@ -183,69 +200,76 @@ def _found() -> tuple[str, int, int, list[int] | None] | None:
         return None
     from jax._src import clusters
 
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+    detected = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, WAIT
     )
-    coordinator, count, index, local_devices = found
+    coordinator, count, index, local_devices = detected
     return (
         (coordinator, count, index, local_devices) if coordinator and count and count > 1 else None
     )
 
 
-def _gather(coordinator: str, count: int, index: int, wait: float) -> dict[int, socket.socket]:
-    """Every process tells process 0, one port above the coordinator's, that it is there; all go on when all are. (JAX's own service
-    would abort, and not say who is missing.) Returns the connections: those of process 0 to all others, of another to process 0."""
+def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int, socket.socket]:
+    """Connects all processes, and returns the connections once all have arrived.
+
+    Every process connects to process 0, one port above the coordinator's. Process 0 returns its
+    connections to all others, and every other process returns its connection to process 0. JAX's
+    own service would abort without naming the missing processes.
+    """
     host, _, port = coordinator.rpartition(":")
-    until = time.monotonic() + wait
+    deadline = time.monotonic() + wait
     if index:
-        return {0: _report_to(host.strip("[]"), int(port) + 1, index, count, until, wait)}
-    here = {0: socket.gethostname()}
+        return {0: _connect_to_first(host.strip("[]"), int(port) + 1, index, count, deadline, wait)}
+    hosts = {0: socket.gethostname()}
     connections: dict[int, socket.socket] = {}
     try:
-        socket.create_server(("", int(port))).close()  # JAX's own, which would not say so
+        socket.create_server(("", int(port))).close()  # JAX does not report that its port is in use
         server = socket.create_server(("", int(port) + 1))
     except OSError as e:
         raise UserError(
-            f"process 0: port {port} or the one above it is taken ({e.strerror}); choose another coordinator port"
+            f"process 0: port {port} or the port above it is in use ({e.strerror}); "
+            "choose another coordinator port"
         ) from None
     with server:
-        while len(here) < count and (left := until - time.monotonic()) > 0:
-            server.settimeout(left)
-            with contextlib.suppress(
-                OSError, ValueError, TypeError
-            ):  # a stranger at the door, or none
+        while len(hosts) < count and (remaining := deadline - time.monotonic()) > 0:
+            server.settimeout(remaining)
+            # No connection, or one from an unrelated program
+            with contextlib.suppress(OSError, ValueError, TypeError):
                 connection, _ = server.accept()
                 connection.settimeout(10)
-                number, of, name = json.loads(_read_line(connection))
-                if of != count:
-                    _answer(
+                number, total, hostname = json.loads(_read_line(connection))
+                if total != count:
+                    _reply(
                         [connection],
-                        f"process {number} on {name} was told of {of} processes, process 0 of {count}",
+                        f"process {number} on {hostname} is set up for {total} processes, "
+                        f"but process 0 for {count}; set the same number for all",
                     )
                     continue
-                if number in here:
-                    _answer(
+                if number in hosts:
+                    _reply(
                         [connection],
-                        f"process {number} is there twice: on {here[number]} and {name}",
+                        f"process {number} runs twice, on {hosts[number]} and {hostname}; "
+                        "give each process a different number",
                     )
                     continue
-                here[number] = name
+                hosts[number] = hostname
                 connections[number] = connection
-        missing = [str(i) for i in range(count) if i not in here]
-        there = ", ".join(f"{i} ({name})" for i, name in sorted(here.items()))
+        missing = [str(i) for i in range(count) if i not in hosts]
+        present = ", ".join(f"{i} ({hostname})" for i, hostname in sorted(hosts.items()))
         problem = (
-            f"of {count} processes {', '.join(missing)} did not arrive in {wait:.0f} s; there are {there}; see their logs"
+            f"processes {', '.join(missing)} of {count} did not connect within {wait:.0f} s; "
+            f"connected: {present}; see the logs of the missing processes"
             if missing
             else ""
         )
-        _answer(connections.values(), problem)
+        _reply(connections.values(), problem)
     if problem:
         raise UserError(problem)
     return connections
 
 
-def _answer(connections: Iterable[socket.socket], problem: str) -> None:
-    """Tells each of them what is wrong, and closes its connection; or that all is well ("")."""
+def _reply(connections: Iterable[socket.socket], problem: str) -> None:
+    """Sends each process the problem and closes its connection; "" keeps the connection open."""
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.sendall((json.dumps(problem) + "\n").encode())
@@ -253,22 +277,24 @@ def _answer(connections: Iterable[socket.socket], problem: str) -> None:
                 connection.close()
 
 
-def _report_to(
-    host: str, port: int, index: int, count: int, until: float, wait: float
+def _connect_to_first(
+    host: str, port: int, index: int, count: int, deadline: float, wait: float
 ) -> socket.socket:
+    """Connects to process 0, and returns the connection once all processes have arrived."""
     while True:
         try:
             connection = socket.create_connection(
-                (host, port), timeout=max(until - time.monotonic(), 0.1)
+                (host, port), timeout=max(deadline - time.monotonic(), 0.1)
             )
             connection.sendall((json.dumps([index, count, socket.gethostname()]) + "\n").encode())
-            connection.settimeout(max(until - time.monotonic(), 0) + 30)
+            connection.settimeout(max(deadline - time.monotonic(), 0) + 30)
             problem = json.loads(_read_line(connection))
             break
         except (OSError, ValueError):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise UserError(
-                    f"process {index}: process 0 did not answer at {host}:{port} in {wait:.0f} s; see its log, and that the port is open"
+                    f"process {index}: process 0 did not answer at {host}:{port} within "
+                    f"{wait:.0f} s; see its log, and check that the port is open"
                 ) from None
             time.sleep(0.2)
     if problem:
@@ -277,7 +303,7 @@ def _report_to(
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """A line and no byte of what comes after it, which a buffered reader would take as well."""
+    """Reads one line. A buffered reader would also consume bytes after it."""
     line = b""
     while not line.endswith(b"\n") and (byte := connection.recv(1)):
         line += byte
@@ -285,50 +311,55 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 def is_first() -> bool:
-    """Whether this process speaks and writes for all."""
+    """Returns whether this is process 0, which prints and writes for all."""
     return jax.process_index() == 0
 
 
 def barrier(name: str, wait: float = DAY) -> None:
-    """Waits until all processes are here. Raises UserError, which names who was late, after `wait` seconds, and at once when they
-    cannot be reached."""
+    """Waits until all processes have reached the barrier `name`.
+
+    Raises UserError with the late processes after `wait` seconds, or at once if one is unreachable.
+    """
     if jax.process_count() == 1:
         return
-    until = time.monotonic() + wait
+    deadline = time.monotonic() + wait
     try:
         _service().wait_at_barrier(name, int(wait * 1000))
     except RuntimeError as e:
         reason = " ".join(line.strip() for line in str(e).splitlines() if line.strip())[:300]
-        late = time.monotonic() >= until
-        what = f"waited {wait:.0f} s for" if late else "cannot wait for"
-        raise UserError(f"{what} the other processes at {name!r}: {reason}") from None
+        late = time.monotonic() >= deadline
+        failure = f"waited {wait:.0f} s for" if late else "cannot wait for"
+        raise UserError(f"{failure} the other processes at {name!r}: {reason}") from None
 
 
 def _service():
-    """The client of JAX's coordination service: barriers, and a few words that all processes can read."""
+    """Returns the client of JAX's coordination service: barriers and a shared key-value store."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 def stop_agreed(wanted: bool, step: int, run: int) -> bool:
-    """Whether to stop after this step: of one process, if it is wanted; of several, at a step that all have agreed on.
+    """Returns whether to stop after this step.
 
-    Whoever wants to stop says: four steps from now. No process is then further than three: it waits for the metrics of the step before
-    the one it starts, and these need everyone."""
+    A single process stops if `wanted`. Several processes stop at a step that they agree on: the
+    first that wants to stop sets it to four steps later. No process is then more than three steps
+    ahead, because each waits for the metrics of the step before the one it starts, and these need
+    all processes.
+    """
     if jax.process_count() == 1:
         return wanted
     key = f"transformer/run {run} stops at step"
-    at = _stop_at(key)
-    if wanted and not at:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster
+    stop_step = _agreed_step(key)
+    if wanted and not stop_step:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process set it first
             _service().key_value_set(key, str(step + 4))
-        at = _stop_at(key)
-    return 0 < at <= step
+        stop_step = _agreed_step(key)
+    return 0 < stop_step <= step
 
 
-def _stop_at(key: str) -> int:
-    """The step that was agreed on; 0: none."""
+def _agreed_step(key: str) -> int:
+    """Returns the agreed step, or 0 if there is none."""
     try:
         return int(_service().key_value_try_get(key))
     except jax.errors.JaxRuntimeError:
@@ -336,8 +367,8 @@ def _stop_at(key: str) -> int:
 
 
 @contextlib.contextmanager
-def first_before_the_others(name: str) -> Iterator[None]:
-    """Process 0 does what is inside first; then, when it is done, all others."""
+def process_zero_first(name: str) -> Iterator[None]:
+    """Runs the body on process 0 first, and then on all others."""
     if not is_first():
         barrier(name)
     yield
@@ -345,8 +376,8 @@ def first_before_the_others(name: str) -> Iterator[None]:
         barrier(name)
 
 
-def everyones(mine: np.ndarray) -> np.ndarray:
-    """Each process's array of one shape and type, stacked on a new first axis. All processes must call this."""
+def gather_from_all(mine: np.ndarray) -> np.ndarray:
+    """Stacks all processes' arrays, of one shape and type, on a new axis 0. Each must call this."""
     if jax.process_count() == 1:
         return mine[None]
     from jax.experimental import multihost_utils
@@ -355,14 +386,15 @@ def everyones(mine: np.ndarray) -> np.ndarray:
 
 
 def agree(what: str, value: str) -> None:
-    """Raises UserError unless all processes have the same `value`."""
-    all_of_them = everyones(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
-    if odd := [
-        i for i, other in enumerate(all_of_them) if not np.array_equal(other, all_of_them[0])
-    ]:
-        raise UserError(f"{what}: process {odd[0]} has another than process 0; give all the same")
+    """Raises UserError, which names `what`, unless `value` is the same on all processes."""
+    values = gather_from_all(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
+    if different := [i for i, other in enumerate(values) if not np.array_equal(other, values[0])]:
+        raise UserError(
+            f"{what}: process {different[0]} has a different one than process 0; "
+            "give all processes the same"
+        )
 
 
 def worst(kind: int) -> int:
-    """The largest of all processes' values; each must call this. 0 is no fault, and the larger the number, the worse."""
-    return int(np.max(everyones(np.array(kind, np.int32))))
+    """Returns the maximum over all processes; each must call this. 0: no fault; larger: worse."""
+    return int(np.max(gather_from_all(np.array(kind, np.int32))))

@@ -1,8 +1,10 @@
-"""The table from logical names to mesh axes, and what follows from it: shardings, checks, and a page to read at start.
+"""The table from logical names to mesh axes, with shardings, checks and a summary derived from it.
 
-Parameters and activations carry logical names; this table alone says where they go. Megatron's layout on `tensor`
-(heads, feed-forward, vocabulary; between sublayers the tokens), ZeRO-3 on `fsdp` (every matrix along d_model), layers on `stage`, experts
-on `expert`, tokens of a row on `context`; and rows of the batch on all axes that would otherwise see the same ones.
+Parameters and activations carry logical names. This table alone maps them to mesh axes. `tensor`
+shards heads, feed-forward and vocabulary, and between sublayers positions (Megatron). `fsdp` shards
+every matrix along d_model (ZeRO-3). `stage` shards layers, `expert` shards experts, and `context`
+shards sequences. The batch is sharded over all axes that would otherwise hold copies of the same
+sequences.
 """
 
 import dataclasses
@@ -35,12 +37,10 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     # activations
     ("batch", ("data", "stage", "fsdp", "expert")),
     ("length", "context"),
-    (
-        "stream",
-        ("context", "tensor"),
-    ),  # tokens between sublayers, where norms and dropout act (Korthikanti et al. 2022)
-    ("expert_batch", ("data", "stage", "fsdp")),  # rows that have come to their experts,
-    ("places", None),  # and where they sit there
+    # positions between sublayers, where norms and dropout act (Korthikanti et al. 2022)
+    ("stream", ("context", "tensor")),
+    ("expert_batch", ("data", "stage", "fsdp")),  # sequences dispatched to their experts
+    ("places", None),  # the capacity slots of experts
     ("activation_embed", None),
     ("activation_heads", "tensor"),
     ("activation_ff", "tensor"),
@@ -48,19 +48,23 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 )
 
 ROWS = dict(RULES)["batch"]
-"""The mesh axes that a batch's rows are spread over."""
+"""The mesh axes that shard the batch."""
 
 BATCH = P(ROWS)
 
 
 def row_parts(mesh: Mesh) -> int:
-    """Into how many parts a batch's rows are split."""
+    """Returns the number of parts into which a batch is split."""
     return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Which rows of a batch this process reads: of `parts` equal parts, side by side, those that its devices hold."""
+    """The part of a batch that this process reads.
+
+    A batch is split into `parts` equal, contiguous parts. A process reads those that its devices
+    hold.
+    """
 
     mesh: Mesh
 
@@ -70,34 +74,36 @@ class Share:
 
     @functools.cached_property
     def here(self) -> list[int]:
-        """The numbers of this process's parts."""
+        """The indices of this process's parts."""
         slices = (
             NamedSharding(self.mesh, BATCH).addressable_devices_indices_map((self.parts,)).values()
         )
-        return sorted({at.start or 0 for (at,) in slices})
+        return sorted({part.start or 0 for (part,) in slices})
 
     def rows(self, count: int) -> np.ndarray:
-        """Of a batch of `count` rows, the numbers of this process's."""
+        """Returns the indices of this process's sequences in a batch of `count` sequences."""
         size = count // self.parts
         return np.concatenate([np.arange(part * size, (part + 1) * size) for part in self.here])
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This process's rows, and everyone's, as arrays spread over the mesh."""
+        """Returns the global batch as arrays sharded over the mesh.
+
+        `batch` holds the sequences of this process.
+        """
         sharding = NamedSharding(self.mesh, BATCH)
         if jax.process_count() == 1:
             return jax.device_put(batch, sharding)
 
-        def one(x: np.ndarray) -> jax.Array:
+        def to_global(x: np.ndarray) -> jax.Array:
             size = len(x) // len(self.here)
             shape = (size * self.parts, *x.shape[1:])
-            first = {
-                part * size: n * size for n, part in enumerate(self.here)
-            }  # of a part: there, here
+            # The start of a part in the global batch -> its start in this process's
+            local_starts = {part * size: n * size for n, part in enumerate(self.here)}
             return jax.make_array_from_callback(
-                shape, sharding, lambda at: x[first[at[0].start or 0] :][:size]
+                shape, sharding, lambda index: x[local_starts[index[0].start or 0] :][:size]
             )
 
-        return {name: one(x) for name, x in batch.items()}
+        return {name: to_global(x) for name, x in batch.items()}
 
 
 def _is_box(x) -> bool:
@@ -105,44 +111,48 @@ def _is_box(x) -> bool:
 
 
 def path_name(path) -> str:
-    """`params/decoder/layers/...` for a tree path."""
+    """Returns a tree path as a string: `params/decoder/layers/...`."""
     return "/".join(
         str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
     )
 
 
 def shardings(abstract_boxed, mesh: Mesh):
-    """A NamedSharding for every leaf of a boxed abstract tree. Raises UserError, with the parameter's name, for a logical name
-    the table does not know, for two dimensions on one mesh axis, and for a dimension that does not divide."""
+    """Returns a NamedSharding for every leaf of a boxed abstract tree.
+
+    Raises UserError, with the parameter's name, for a logical name that is not in the table, for
+    two dimensions on one mesh axis, and for a dimension that is not divisible by its devices.
+    """
     table = dict(RULES)
 
-    def one(path, leaf):
+    def sharding_of(path, leaf):
         if not _is_box(leaf):
             return NamedSharding(mesh, P())
         names, shape = leaf.names, leaf.value.shape
-        if len(names) != len(
-            shape
-        ):  # a statistic with other dimensions than its parameter (Adafactor): small
+        # A small optimizer statistic whose dimensions are not its parameter's (Adafactor)
+        if len(names) != len(shape):
             return NamedSharding(mesh, P())
         spec, used = [], set()
         for name, size in zip(names, shape, strict=True):
             if name is not None and name not in table:
                 raise UserError(
-                    f"{path_name(path)}: the sharding table has no logical name {name!r}; {nearest(name, table)}"
+                    f"{path_name(path)}: the sharding table has no logical name {name!r}; "
+                    f"{nearest(name, table)}"
                 )
             axes = table.get(name)
             axes = (axes,) if isinstance(axes, str) else axes or ()
-            axes = (
-                tuple(axis for axis in axes if mesh.shape[axis] > 1) if size > 1 else ()
-            )  # one head: replicated
+            # A dimension of size 1, such as a single head, is replicated.
+            axes = tuple(axis for axis in axes if mesh.shape[axis] > 1) if size > 1 else ()
             if clash := used & set(axes):
                 raise UserError(
-                    f"{path_name(path)}: two of its dimensions {names} go to mesh axis {clash.pop()!r}; see RULES"
+                    f"{path_name(path)}: two of its dimensions {names} map to mesh axis "
+                    f"{clash.pop()!r}; change a name or RULES"
                 )
             if size % (parts := math.prod(mesh.shape[axis] for axis in axes)):
                 raise UserError(
-                    f"{path_name(path)}: dimension {name!r} of {size} does not divide over {parts} devices "
-                    f"({' x '.join(f'mesh.{a}={mesh.shape[a]}' for a in axes)}); change the size or the mesh"
+                    f"{path_name(path)}: dimension {name!r} of size {size} is not divisible by "
+                    f"{parts} devices ({' x '.join(f'mesh.{a}={mesh.shape[a]}' for a in axes)}); "
+                    "change the size or the mesh"
                 )
             used |= set(axes)
             spec.append(axes if len(axes) > 1 else axes[0] if axes else None)
@@ -150,39 +160,11 @@ def shardings(abstract_boxed, mesh: Mesh):
             spec.pop()
         return NamedSharding(mesh, P(*spec))
 
-    return jax.tree_util.tree_map_with_path(one, abstract_boxed, is_leaf=_is_box)
+    return jax.tree_util.tree_map_with_path(sharding_of, abstract_boxed, is_leaf=_is_box)
 
 
-def describe(abstract, placed, mesh: Mesh, most: int = 6) -> str:
-    """For a person: the mesh, the largest parameters with spec and bytes per device, and the total."""
-    leaves = jax.tree_util.tree_leaves_with_path(abstract)
-    specs = jax.tree.leaves(placed)
-    rows, total, here = [], 0, 0
-    for (path, leaf), sharding in zip(leaves, specs, strict=True):
-        local = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        total += math.prod(leaf.shape)
-        here += local
-        rows.append((math.prod(leaf.shape), path_name(path), leaf.shape, sharding.spec, local))
-    rows.sort(key=lambda row: -row[0])
-    mesh_line = (
-        " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-        or "one device"
-    )
-    kind = mesh.devices.flat[0].device_kind
-    lines = [f"mesh        {mesh_line}  ({mesh.size} {kind} device{'s' * (mesh.size > 1)})"]
-    lines.append(f"parameters  {total:,} ({human_bytes(here)} a device)")
-    for _, name, shape, spec, local in rows[:most]:
-        where = ", ".join("·" if s is None else str(s) for s in spec) or "replicated"
-        lines.append(
-            f"            {name:<58} {'x'.join(map(str, shape)):>16}  {where:<18} {human_bytes(local):>9}"
-        )
-    if len(rows) > most:
-        lines.append(f"            and {len(rows) - most} more")
-    return "\n".join(lines)
-
-
-def human_bytes(n: float) -> str:
-    """1536 -> '1.5 KiB'."""
+def format_bytes(n: float) -> str:
+    """Formats a number of bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -191,5 +173,5 @@ def human_bytes(n: float) -> str:
 
 
 def unbox(tree):
-    """The arrays (or their shapes) without their logical names."""
+    """Returns the arrays (or their shapes) without their logical names."""
     return jax.tree.map(lambda x: x.value if _is_box(x) else x, tree, is_leaf=_is_box)

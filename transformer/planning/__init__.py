@@ -1,6 +1,7 @@
-"""What an experiment needs of a machine that is not here: memory, messages, time, money.
+"""What an experiment needs on a machine that is not present: memory, collectives, time and price.
 
-One way: a topology names chips (chips.py), an experiment becomes programs compiled for them (programs.py), what these do is read from
-their text (hlo.py), what that takes at least follows from the chips' rates (roofline.py); plan.py puts it on a page, search.py
-compares pages.
+A topology names chips (chips.py). The experiment's programs are compiled for them (programs.py).
+The text of these programs shows their work (hlo.py), and the chips' rates give the least time of
+that work (roofline.py). plan.py combines all of it, page.py prints it, and search.py compares
+plans.
 """

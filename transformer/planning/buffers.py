@@ -1,11 +1,16 @@
-"""The arrays that a compiled program keeps in HBM: what training keeps for the backward pass, and the largest by name."""
+"""The arrays of a compiled program in HBM: those kept for the backward pass, and the largest."""
 
-from transformer.planning.hlo import Computation, Instruction, Program
+from transformer.planning.hlo import Computation, HloProgram, Instruction
 
-_MOVES = {"bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "slice-done", "copy-done", "copy-start", "slice-start"}  # fmt: skip
-"""Instructions whose result is their operand."""
+# fmt: off
+_MOVES = {
+    "bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "slice-done", "copy-done",
+    "copy-start", "slice-start",
+}
+# fmt: on
+"""Opcodes that only move or reshape their operand."""
 
-_HANDED_ON = {
+_FORWARDS = {
     "tuple",
     "while",
     "get-tuple-element",
@@ -14,96 +19,106 @@ _HANDED_ON = {
     "call",
     "opt-barrier",
 }
-"""Instructions whose results another has made."""
+"""Opcodes whose results another instruction has computed."""
 
 
-def kept(program: Program) -> float:
-    """Bytes in HBM of what the forward pass leaves for the backward pass: made before differentiation's transposed part, read in it. (Of
-    micro-batches, both are in one loop's body.)"""
+def kept(program: HloProgram) -> float:
+    """Returns the bytes in HBM that the forward pass keeps for the backward pass.
 
-    def of(computation: Computation) -> float:
-        found: dict[str, float] = {}
-        for one in computation.values():
-            if "transpose(" in one.source:
-                for name in one.operands:
-                    _origins(name, computation, program, found)
-        return sum(found.values())
+    These arrays are computed before the transposed part of differentiation and read in it. With
+    micro-batches, both passes are in the body of one loop.
+    """
 
-    bodies = {one.called("body") for one, *_ in program.runs if one.opcode == "while"}
+    def bytes_kept(computation: Computation) -> float:
+        sizes: dict[str, float] = {}
+        for op in computation.values():
+            if "transpose(" in op.source:
+                for name in op.operands:
+                    _origins(name, computation, program, sizes)
+        return sum(sizes.values())
+
+    bodies = {op.called("body") for op, *_ in program.runs if op.opcode == "while"}
     mixed = [
         c
         for name in (program.entry, *sorted(bodies))
         if _both_passes(c := program.computations[name])
     ]
-    return max(map(of, mixed), default=0.0)
+    return max(map(bytes_kept, mixed), default=0.0)
 
 
 def _origins(
-    name: str, computation: Computation, program: Program, found: dict[str, float]
+    name: str, computation: Computation, program: HloProgram, sizes: dict[str, float]
 ) -> None:
-    """Adds the bytes of the arrays that `name` is made of by moving alone, but for arguments and what the backward pass made."""
-    one = computation.get(name)
-    if one is None or name in found or one.opcode in ("parameter", "constant", "iota"):
+    """Adds to `sizes` the arrays from which `name` is obtained by moving data alone.
+
+    Leaves out arguments, and arrays that the backward pass computed.
+    """
+    op = computation.get(name)
+    if op is None or name in sizes or op.opcode in ("parameter", "constant", "iota"):
         return
-    if one.opcode in _MOVES or one.opcode.endswith("-done"):
-        for operand in one.operands[:1] if one.opcode != "tuple" else one.operands:
-            _origins(operand, computation, program, found)
-    elif one.opcode == "get-tuple-element":
-        _element(one, computation, program, found)
-    elif "transpose(" not in one.source:
-        found[name] = one.hbm_bytes
+    if op.opcode in _MOVES or op.opcode.endswith("-done"):
+        for operand in op.operands[:1] if op.opcode != "tuple" else op.operands:
+            _origins(operand, computation, program, sizes)
+    elif op.opcode == "get-tuple-element":
+        _element(op, computation, program, sizes)
+    elif "transpose(" not in op.source:
+        sizes[name] = op.hbm_bytes
 
 
 def _element(
-    one: Instruction, computation: Computation, program: Program, found: dict[str, float]
+    op: Instruction, computation: Computation, program: HloProgram, sizes: dict[str, float]
 ) -> None:
-    """An element of a tuple: of a loop's, what the loop made; or, where it only hands it on, what it was given."""
-    maker, index = computation[one.operands[0]], one.index
-    if maker.opcode == "parameter":  # a loop's body was given it
+    """Adds to `sizes` the array that is an element of a tuple.
+
+    For an element of a loop's result, this is what the loop computed; or, if its body returns the
+    element unchanged, the loop's argument.
+    """
+    producer, index = computation[op.operands[0]], op.index
+    if producer.opcode == "parameter":  # an argument of a loop's body
         return None
-    if maker.opcode == "tuple":
-        return _origins(maker.operands[index], computation, program, found)
-    if maker.opcode == "while":
-        body = program.computations[maker.called("body")]
-        root = next(each for each in body.values() if each.root)
-        handed = body.get(root.operands[index]) if root.opcode == "tuple" else None
-        if handed is not None and handed.opcode == "get-tuple-element" and handed.index == index:
-            given = computation[maker.operands[0]]
+    if producer.opcode == "tuple":
+        return _origins(producer.operands[index], computation, program, sizes)
+    if producer.opcode == "while":
+        body = program.computations[producer.called("body")]
+        root = next(inner_op for inner_op in body.values() if inner_op.root)
+        result = body.get(root.operands[index]) if root.opcode == "tuple" else None
+        if result is not None and result.opcode == "get-tuple-element" and result.index == index:
+            argument = computation[producer.operands[0]]
             return (
-                _origins(given.operands[index], computation, program, found)
-                if given.opcode == "tuple"
+                _origins(argument.operands[index], computation, program, sizes)
+                if argument.opcode == "tuple"
                 else None
             )
-    if "transpose(" not in maker.source:
-        found[one.name] = one.hbm_bytes
+    if "transpose(" not in producer.source:
+        sizes[op.name] = op.hbm_bytes
     return None
 
 
-def largest(program: Program, most: int = 8) -> list[tuple[float, str, str]]:
-    """(bytes, shape, where it comes from) of the largest arrays in HBM that one device makes."""
-    seen = {}
-    for one, computation, _, fused in program.runs:
-        handed_on = one.opcode in _HANDED_ON
+def largest(program: HloProgram, most: int = 8) -> list[tuple[float, str, str]]:
+    """Returns (bytes, shape, source) of the `most` largest arrays in HBM on one device."""
+    sizes = {}
+    for op, computation, _, fused in program.runs:
+        forwarded = op.opcode in _FORWARDS
         argument = (
-            one.opcode == "parameter" and computation is not program.computations[program.entry]
+            op.opcode == "parameter" and computation is not program.computations[program.entry]
         )
-        in_place = one.source.endswith("dynamic_update_slice")
-        if fused or handed_on or argument or in_place:
+        in_place = op.source.endswith("dynamic_update_slice")
+        if fused or forwarded or argument or in_place:
             continue
-        for array in one.arrays:
+        for array in op.arrays:
             if not array.on_chip:
-                spelled = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-                where = one.source or (
-                    f"argument {one.literal}" if one.opcode == "parameter" else one.opcode
+                shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+                source = op.source or (
+                    f"argument {op.literal}" if op.opcode == "parameter" else op.opcode
                 )
-                seen.setdefault((spelled, where), array.bytes)
+                sizes.setdefault((shape, source), array.bytes)
     return [
-        (size, shape, where)
-        for (shape, where), size in sorted(seen.items(), key=lambda item: -item[1])[:most]
+        (size, shape, source)
+        for (shape, source), size in sorted(sizes.items(), key=lambda item: -item[1])[:most]
     ]
 
 
 def _both_passes(computation: Computation) -> bool:
-    """Whether instructions of both the forward and the backward pass stand in it."""
-    passes = {"transpose(" in one.source for one in computation.values() if "jvp(" in one.source}
+    """Returns whether it contains instructions of both the forward and the backward pass."""
+    passes = {"transpose(" in op.source for op in computation.values() if "jvp(" in op.source}
     return len(passes) == 2

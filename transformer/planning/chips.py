@@ -1,7 +1,7 @@
-"""What a chip can do, by its maker's published numbers, and how many of them make a machine.
+"""The published numbers of chips, and the topologies that are built from them.
 
-TPUs: cloud.google.com/tpu/docs, and Austin et al., "How to Scale Your Model" (2025). GPUs: NVIDIA's data sheets, dense bfloat16.
-Seconds that follow from these are bounds: nothing runs faster.
+TPUs: cloud.google.com/tpu/docs, and Austin et al., "How to Scale Your Model" (2025). GPUs: NVIDIA's
+data sheets, dense bfloat16. Times computed from these rates are lower bounds.
 """
 
 import dataclasses
@@ -15,24 +15,25 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One chip. A rate of 0 is not known."""
+    """The published numbers of one chip. A rate of 0 is unknown."""
 
     title: str
-    flops: float  # bfloat16 multiplications and additions a second
+    flops: float  # bfloat16 multiplications and additions per second
     hbm: float  # bytes
-    hbm_rate: float  # bytes a second
-    link_rate: float  # bytes a second in one direction: of one link to a neighbour on a torus; of a GPU, of all its links within a host
-    outer_rate: float  # bytes a second in one direction to another slice, or another host of GPUs; a chip's share
-    axes: int = 0  # of a TPU's torus: each chip has a link to either side on each
-    devices: int = 1  # that JAX sees of one chip
-    cores: int = 1  # that the product's name counts: v5p-128 has 64 chips
+    hbm_rate: float  # bytes per second
+    # Bytes per second in one direction: of one link of a torus, or of all links of a GPU in a host
+    link_rate: float
+    # Bytes per second in one direction to another slice or GPU host: a chip's share
+    outer_rate: float
+    axes: int = 0  # axes of a TPU's torus; a chip has a link in both directions along each
+    devices: int = 1  # JAX devices per chip
+    cores: int = 1  # cores per chip, which the product's name counts: v5p-128 has 64 chips
     pod: tuple[int, int] = (0, 0)  # the largest slice: chips, and chips along an axis
-    mode: str = (
-        ""  # in which libtpu takes a chip's two cores for one device, where that is not its default
-    )
+    # libtpu's mode in which a chip's two cores are one device, where it is not the default
+    mode: str = ""
 
 
-_DCN = 6.25e9  # 200 Gbit/s of a host with four chips
+_DCN = 6.25e9  # 200 Gbit/s per host of four chips
 
 CHIPS = {
     "v4": Chip(
@@ -61,15 +62,15 @@ CHIPS = {
 }
 
 HOST = 8
-"""GPUs of one host, each joined to all others."""
+"""GPUs per host. Each is connected to all others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """So many chips of a kind, perhaps in several slices."""
+    """A number of chips of one kind, in one or several slices."""
 
     kind: str
-    shape: tuple[int, ...]  # chips along each axis of a slice's torus; of GPUs, their number
+    shape: tuple[int, ...]  # chips along each axis of a slice's torus; for GPUs, their number
     slices: int = 1
 
     @property
@@ -86,62 +87,77 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """As JAX counts them."""
+        """The number of JAX devices."""
         return self.chips * self.chip.devices
 
     def __str__(self) -> str:
-        one = f"{self.kind}:{'x'.join(map(str, self.shape))}"
-        return one if self.slices == 1 else f"{self.slices} slices of {one}"
+        slice_name = f"{self.kind}:{'x'.join(map(str, self.shape))}"
+        return slice_name if self.slices == 1 else f"{self.slices} slices of {slice_name}"
 
 
 def topology(text: str, slices: int = 1) -> Topology:
-    """`v5p:4x4x8` by its shape, `v5p-256` by the product's name, `h100:64`, `cpu:8`. Raises UserError for what is none."""
-    found = re.fullmatch(r"([a-z0-9]+?)(?:litepod)?([:-])(\d+(?:x\d+)*)", text.strip().lower())
-    if not found:
+    """Parses `v5p:4x4x8` (a shape), `v5p-256` (a product name), `h100:64` or `cpu:8`.
+
+    Raises UserError for any other text, and for a machine that does not exist.
+    """
+    match = re.fullmatch(r"([a-z0-9]+?)(?:litepod)?([:-])(\d+(?:x\d+)*)", text.strip().lower())
+    if not match:
         raise UserError(
-            f"--topology: {text!r}; write v5p:4x4x8, v5p-256, h100:64 or cpu:8; there are {', '.join(CHIPS)}"
+            f"--topology: {text!r} is not a machine; write v5p:4x4x8, v5p-256, h100:64 or cpu:8; "
+            f"the chips are {', '.join(CHIPS)}"
         )
-    kind, mark, size = found.groups()
+    kind, separator, size = match.groups()
     kind = {"v5": "v5e"}.get(kind, kind)
     if kind not in CHIPS:
         raise UserError(f"--topology: no chip {kind!r}; {nearest(kind, CHIPS)}")
     chip, shape = CHIPS[kind], tuple(map(int, size.split("x")))
     if slices < 1 or (slices > 1 and not chip.axes):
-        raise UserError(f"--slices: {slices}; " + ("of TPUs alone" if slices > 1 else "1 or more"))
+        raise UserError(
+            f"--slices: {slices} "
+            + ("is for TPUs only; leave it out" if slices > 1 else "is too small; set 1 or more")
+        )
     if not all(shape):
-        raise UserError(f"--topology: {text!r} has no chips")
+        raise UserError(f"--topology: {text!r} has no chips; set every size to 1 or more")
     if not chip.axes:
         if len(shape) > 1:
             raise UserError(
-                f"--topology: {text!r}; of {chip.title}s tell the number, {kind}:{math.prod(shape)}"
+                f"--topology: {text!r} has a shape, but {chip.title}s have none; "
+                f"write their number, {kind}:{math.prod(shape)}"
             )
         return Topology(kind, shape)
-    if mark == "-":
+    if separator == "-":
         if (
             len(shape) > 1
             or shape[0] % chip.cores
             or (count := shape[0] // chip.cores) & (count - 1)
         ):
             raise UserError(
-                f"--topology: there is no {text!r}: the number behind the dash is a power of two{', twice its chips' if chip.cores > 1 else ''}; "
-                f"or write its shape, {kind}:{'x'.join(['4'] * chip.axes)}"
+                f"--topology: {text!r} does not exist; the number after the dash is a power of two"
+                f"{', twice the number of chips' if chip.cores > 1 else ''}; "
+                f"or write the shape, {kind}:{'x'.join(['4'] * chip.axes)}"
             )
-        shape = _usual(count, chip.axes)
+        shape = _usual_shape(count, chip.axes)
     if len(shape) != chip.axes:
         raise UserError(
-            f"--topology: {text!r}; a {chip.title} slice has {chip.axes} axes, like {kind}:{'x'.join(['4'] * chip.axes)}"
+            f"--topology: {text!r} has another number of axes; a {chip.title} slice has "
+            f"{chip.axes} axes, like {kind}:{'x'.join(['4'] * chip.axes)}"
         )
     if math.prod(shape) > chip.pod[0] or max(shape) > chip.pod[1]:
         raise UserError(
-            f"--topology: {text!r}: a slice of {chip.title} has {chip.pod[0]:,} chips at most, {chip.pod[1]} along an axis; take several, with --slices"
+            f"--topology: {text!r} is too large; a {chip.title} slice has "
+            f"{chip.pod[0]:,} chips at most, {chip.pod[1]} along an axis; "
+            "use several slices with --slices"
         )
     return Topology(kind, shape, slices)
 
 
-def _usual(count: int, axes: int) -> tuple[int, ...]:
-    """The shape a slice of so many chips (a power of two) comes in: as even as it can be, growing."""
+def _usual_shape(count: int, axes: int) -> tuple[int, ...]:
+    """Returns the usual shape of a slice of `count` chips, a power of two.
+
+    The sizes are as even as possible and ascending, with ones last.
+    """
     shape = [1] * axes
     while math.prod(shape) < count:
-        at = len(shape) - 1 - shape[::-1].index(min(shape))
-        shape[at] *= 2
+        axis = len(shape) - 1 - shape[::-1].index(min(shape))
+        shape[axis] *= 2
     return tuple(sorted(shape, key=lambda n: (n == 1, n)))

@@ -1,6 +1,6 @@
-"""A compiled program, read from its text: its instructions, and how often each runs.
+"""A compiled program, parsed from its HLO text: its instructions, and how often each runs.
 
-The compiler's own cost analysis counts the body of a loop once; here a loop has its trip count.
+XLA's own cost analysis counts the body of a loop once. Here a loop counts with its trip count.
 """
 
 import dataclasses
@@ -9,13 +9,19 @@ import math
 import re
 from collections.abc import Iterator
 
-SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4,
-         "s64": 8, "u64": 8, "f64": 8, "c64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "token": 0, "opaque": 0}  # fmt: skip
+# fmt: off
+SIZES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
+    "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
+    "f8e4m3fn": 1, "f8e5m2": 1, "token": 0, "opaque": 0,
+}
+# fmt: on
+"""Bytes per element of each HLO type."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of a result. `on_chip`: it is kept in on-chip memory and never goes through HBM."""
+    """One array of a result. If `on_chip`, it is kept in on-chip memory and never in HBM."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -28,7 +34,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """%name = arrays opcode(operands), attributes."""
+    """One HLO instruction: `%name = arrays opcode(operands), attributes`."""
 
     name: str
     arrays: tuple[Array, ...]
@@ -36,27 +42,27 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     root: bool
-    literal: str  # what stands in the parentheses of a constant or a parameter
+    literal: str  # the text in parentheses, such as a constant or the index of a parameter
 
     @property
     def source(self) -> str:
-        """Where in the model it comes from."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found.group(1) if found else ""
+        """The operation of the model that it belongs to."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match.group(1) if match else ""
 
     def called(self, kind: str) -> str | None:
-        """The computation that an attribute names: body, condition, calls, to_apply."""
-        found = re.search(rf"\b{kind}=%?([\w.\-]+)", self.attributes)
-        return found.group(1) if found else None
+        """Returns the computation that attribute `kind` names: body, condition, calls, ..."""
+        match = re.search(rf"\b{kind}=%?([\w.\-]+)", self.attributes)
+        return match.group(1) if match else None
 
     @property
     def index(self) -> int:
-        """Which element of a tuple a get-tuple-element takes."""
+        """The index of the tuple element that a get-tuple-element selects."""
         return int(re.search(r"index=(\d+)", self.attributes).group(1))
 
     @property
     def hbm_bytes(self) -> float:
-        """Of its results, what stands in HBM."""
+        """Bytes of its results in HBM."""
         return sum(array.bytes for array in self.arrays if not array.on_chip)
 
 
@@ -64,17 +70,17 @@ Computation = dict[str, Instruction]
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """A module: its computations, and which is entered."""
+class HloProgram:
+    """An HLO module: its computations, and the name of its entry computation."""
 
     computations: dict[str, Computation]
     entry: str
 
     @staticmethod
-    def read(text: str) -> "Program":
-        text = re.sub(
-            r"kernel_metadata=\{\n.*?\n\}\}", "kernel_metadata={}}", text
-        )  # the one attribute over several lines
+    def read(text: str) -> "HloProgram":
+        """Parses the HLO text of a compiled module."""
+        # The only attribute that spans several lines
+        text = re.sub(r"kernel_metadata=\{\n.*?\n\}\}", "kernel_metadata={}}", text)
         computations, entry, current = {}, "", None
         for line in text.splitlines():
             if current is None:
@@ -84,121 +90,125 @@ class Program:
                     entry = header.group(2) if header.group(1) else entry
             elif line.startswith("}"):
                 current = None
-            elif found := _instruction(line):
-                current[found.name] = found
-        return Program(computations, entry)
+            elif instruction := _parse(line):
+                current[instruction.name] = instruction
+        return HloProgram(computations, entry)
 
     @functools.cached_property
     def runs(self) -> list[tuple[Instruction, Computation, float, bool]]:
-        """Every instruction with its computation, how often it runs, and whether it is inside of a fusion."""
+        """Every instruction with its computation, how often it runs, and whether it is fused."""
         return list(self._visit(self.entry, 1.0, False))
 
     def _visit(self, name: str, times: float, fused: bool) -> Iterator:
         computation = self.computations[name]
-        for one in computation.values():
-            yield one, computation, times, fused
-            if one.opcode == "while":
+        for op in computation.values():
+            yield op, computation, times, fused
+            if op.opcode == "while":
                 yield from self._visit(
-                    one.called("body"), times * self.trips(one, computation), fused
+                    op.called("body"), times * self.trips(op, computation), fused
                 )
-            elif one.opcode == "conditional":
-                names = re.search(r"branch_computations=\{([^}]*)\}", one.attributes)
+            elif op.opcode == "conditional":
+                names = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)
                 names = (
                     names.group(1).split(",")
                     if names
-                    else [one.called("true_computation"), one.called("false_computation")]
+                    else [op.called("true_computation"), op.called("false_computation")]
                 )
                 for branch in names:
                     yield from self._visit(branch.strip(" %"), times / len(names), fused)
-            elif one.opcode == "fusion" or one.opcode.endswith("-start"):
-                if inner := one.called("calls"):
+            elif op.opcode == "fusion" or op.opcode.endswith("-start"):
+                if inner := op.called("calls"):
                     yield from self._visit(inner, times, True)
-            elif one.opcode == "call" and (inner := one.called("to_apply")):
+            elif op.opcode == "call" and (inner := op.called("to_apply")):
                 yield from self._visit(inner, times, fused)
 
     def trips(self, loop: Instruction, computation: Computation) -> int:
-        """How often a loop's body runs: its condition compares a counter with a constant."""
-        found = re.search(r"known_trip_count[^0-9]*(\d+)", loop.attributes)
-        if found:
-            return int(found.group(1))
+        """Returns how often a loop's body runs. Its condition compares a counter to a constant."""
+        match = re.search(r"known_trip_count[^0-9]*(\d+)", loop.attributes)
+        if match:
+            return int(match.group(1))
         condition, body = (self.computations[loop.called(kind)] for kind in ("condition", "body"))
         bounds = [
-            one
-            for one in condition.values()
-            if one.opcode == "constant" and re.fullmatch(r"\d+", one.literal)
+            op
+            for op in condition.values()
+            if op.opcode == "constant" and re.fullmatch(r"\d+", op.literal)
         ]
         if not bounds:
             return 1
-        bound = max(bounds, key=lambda one: int(one.literal))
-        compared = next(
+        bound = max(bounds, key=lambda op: int(op.literal))
+        comparison = next(
             (
-                one
-                for one in condition.values()
-                if one.opcode == "compare" and bound.name in one.operands
+                op
+                for op in condition.values()
+                if op.opcode == "compare" and bound.name in op.operands
             ),
             None,
         )
         counter = (
-            next((condition[name] for name in compared.operands if name != bound.name), None)
-            if compared
+            next((condition[name] for name in comparison.operands if name != bound.name), None)
+            if comparison
             else None
         )
         step = 1
         if counter is not None and counter.opcode == "get-tuple-element":
             index = counter.index
-            root = next(one for one in body.values() if one.root)
+            root = next(op for op in body.values() if op.root)
             if root.opcode == "tuple":  # an unrolled loop counts in larger steps
-                step = _added(body, root.operands[index], index) or 1
+                step = _increment(body, root.operands[index], index) or 1
         return -(-int(bound.literal) // step)
 
 
-def _added(body: Computation, name: str, index: int) -> int | None:
-    """What a loop's body adds to element `index` of what it is given to make `name`; None where that cannot be seen."""
-    one = body.get(name)
-    while one is not None and one.opcode in ("copy", "bitcast", "get-tuple-element"):
-        maker = body[one.operands[0]]
-        if one.opcode == "get-tuple-element":
-            if maker.opcode == "parameter":
-                return 0 if one.index == index else None
-            while maker.opcode in ("opt-barrier", "copy"):
-                maker = body[maker.operands[0]]
-            one = body.get(maker.operands[one.index]) if maker.opcode == "tuple" else None
+def _increment(body: Computation, name: str, index: int) -> int | None:
+    """Returns what a loop's body adds to element `index` of its argument to obtain `name`.
+
+    Returns None where the increment is unknown.
+    """
+    op = body.get(name)
+    while op is not None and op.opcode in ("copy", "bitcast", "get-tuple-element"):
+        producer = body[op.operands[0]]
+        if op.opcode == "get-tuple-element":
+            if producer.opcode == "parameter":
+                return 0 if op.index == index else None
+            while producer.opcode in ("opt-barrier", "copy"):
+                producer = body[producer.operands[0]]
+            op = body.get(producer.operands[op.index]) if producer.opcode == "tuple" else None
         else:
-            one = maker
-    if one is None or one.opcode != "add":
+            op = producer
+    if op is None or op.opcode != "add":
         return None
-    numbers = [
+    constants = [
         int(body[x].literal)
-        for x in one.operands
+        for x in op.operands
         if body[x].opcode == "constant" and body[x].literal.isdecimal()
     ]
-    others = [x for x in one.operands if body[x].opcode != "constant"]
-    before = _added(body, others[0], index) if len(numbers) == len(others) == 1 else None
-    return None if before is None else before + numbers[0]
+    terms = [x for x in op.operands if body[x].opcode != "constant"]
+    previous = _increment(body, terms[0], index) if len(constants) == len(terms) == 1 else None
+    return None if previous is None else previous + constants[0]
 
 
-def _instruction(line: str) -> Instruction | None:
-    found = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
-    if not found:
+def _parse(line: str) -> Instruction | None:
+    """Parses one line of a computation; None if it is not an instruction."""
+    match = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if not match:
         return None
-    rest = line[found.end() :]
-    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
-    opcode, _, _ = rest.partition("(")
-    close = _closing(rest, len(opcode))
-    inside, attributes = rest[len(opcode) + 1 : close - 1], rest[close:]
+    remainder = line[match.end() :]
+    end = _closing(remainder, 0) if remainder.startswith("(") else remainder.index(" ")
+    shape, remainder = remainder[:end], remainder[end:].lstrip()
+    opcode, _, _ = remainder.partition("(")
+    close = _closing(remainder, len(opcode))
+    literal, attributes = remainder[len(opcode) + 1 : close - 1], remainder[close:]
     arrays = tuple(
         Array(dtype, tuple(int(n) for n in dims.split(",") if n), "S(1)" in layout)
         for dtype, dims, layout in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape)
     )
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    operands = tuple(re.findall(r"%([\w.\-]+)", literal))
     return Instruction(
-        found.group(2), arrays, opcode.strip(), operands, attributes, bool(found.group(1)), inside
+        match.group(2), arrays, opcode.strip(), operands, attributes, bool(match.group(1)), literal
     )
 
 
 def _closing(text: str, start: int) -> int:
-    """The place behind the parenthesis that closes the one at `start`."""
+    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")

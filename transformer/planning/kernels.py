@@ -1,4 +1,7 @@
-"""What TPUs' kernels do, into which the compiler cannot look: told by their names and the shapes that they are given."""
+"""The work of TPU kernels, derived from their names and operand shapes.
+
+The HLO text does not contain what a kernel computes.
+"""
 
 import dataclasses
 import math
@@ -11,53 +14,62 @@ from transformer.planning.model_flops import allowed_pairs
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
-    """Of one call: multiplications and additions; and of the bytes that it is given or gives, how many it never touches."""
+class KernelWork:
+    """The work of one kernel call."""
 
-    flops: float = 0.0
-    untouched: float = 0.0
-
-
-def kernel(one: Instruction, model: ModelConfig) -> Kernel:
-    """What an instruction computes that is a call of a kernel; nothing, if it is not."""
-    if found := re.match(r"splash_m[hq]a_(fwd|dq|dkv)", one.name):
-        return _attention(found.group(1), one, model)
-    if found := re.match(r"t?gmm\b", one.name):
-        return _grouped(found.group(), one, model)
-    return Kernel()
+    flops: float = 0.0  # multiplications and additions
+    untouched: float = 0.0  # bytes of operands and results that it neither reads nor writes
 
 
-def _attention(part: str, one: Instruction, model: ModelConfig) -> Kernel:
-    """2 products of queries and keys forward, 3 for the gradient by queries, 4 for that by keys and values, over the blocks that the mask
-    does not leave out."""
+def kernel(op: Instruction, model: ModelConfig) -> KernelWork:
+    """Returns the work of an instruction that calls a kernel, and no work for any other."""
+    if match := re.match(r"splash_m[hq]a_(fwd|dq|dkv)", op.name):
+        return _attention(match.group(1), op, model)
+    if match := re.match(r"t?gmm\b", op.name):
+        return _grouped(match.group(), op, model)
+    return KernelWork()
+
+
+def _attention(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
+    """Returns the work of splash attention over the blocks that the mask can allow.
+
+    The forward pass computes 2 products over queries and keys. The gradient of the queries takes 3,
+    and that of keys and values takes 4.
+    """
     (*heads, queries, size), (*_, keys, _), (*_, d_value) = [
-        dims for _, dims in _given(one) if len(dims) > 2
+        dims for _, dims in _operands(op) if len(dims) > 2
     ][:3]
-    side = "encoder" if "/encoder/" in one.source else "decoder"
+    side = "encoder" if "/encoder/" in op.source else "decoder"
     share = (
         1.0
-        if "/cross_attention" in one.source
+        if "/cross_attention" in op.source
         else allowed_pairs(model, side, queries, block_size(queries))
     )
-    # By queries and keys: q k; again, and both gradients of it. By values: w v; again for d w, and the gradient by v.
+    # Width d_head: q k in every kernel, and the gradient of q or k. Width d_value: w v or the
+    # gradient of w, and in dkv the gradient of v.
     by_keys, by_values = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}[part]
-    return Kernel(
+    return KernelWork(
         2.0 * math.prod(heads) * queries * keys * share * (by_keys * size + by_values * d_value)
     )
 
 
-def _grouped(part: str, one: Instruction, model: ModelConfig) -> Kernel:
-    """Rows times their experts' matrices (`gmm`), or the gradient by the matrices (`tgmm`): of the rows of all experts a device goes over
-    its own, which are its share where the router is in balance."""
-    (size, (rows, inner)), (_, second) = _given(one)[:2]
-    here, outer = (
-        (second[0], one.arrays[0].dims[-1])
+def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
+    """Returns the work of a grouped product (`gmm`) or of its gradient by the matrices (`tgmm`).
+
+    A grouped product multiplies rows by their experts' matrices. A device computes only the rows of
+    its experts. The count assumes that the router is balanced.
+    """
+    (size, (rows, inner)), (_, second_shape) = _operands(op)[:2]
+    local_experts, outer = (
+        (second_shape[0], op.arrays[0].dims[-1])
         if part == "gmm"
-        else (one.arrays[0].dims[0], second[-1])
+        else (op.arrays[0].dims[0], second_shape[-1])
     )
     experts = max(kind.num_experts for side in model.sides for kind in _mixtures(model, side))
-    own = rows * here / experts
-    return Kernel(2.0 * own * inner * outer, (rows - own) * (inner + outer) * size)
+    local_rows = rows * local_experts / experts
+    return KernelWork(
+        2.0 * local_rows * inner * outer, (rows - local_rows) * (inner + outer) * size
+    )
 
 
 def _mixtures(model: ModelConfig, side: str) -> list:
@@ -68,10 +80,10 @@ def _mixtures(model: ModelConfig, side: str) -> list:
     ]
 
 
-def _given(one: Instruction) -> list[tuple[int, tuple[int, ...]]]:
-    """(bytes of a number, shape) of the floating-point arrays that a call is given."""
-    given = one.attributes.partition("operand_layout_constraints")[2].partition("}}")[0]
-    found = re.findall(r"\b(bf16|f32)\[([\d,]+)\]", given)
+def _operands(op: Instruction) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (bytes per element, shape) of the floating-point operands of a call."""
+    layouts = op.attributes.partition("operand_layout_constraints")[2].partition("}}")[0]
+    matches = re.findall(r"\b(bf16|f32)\[([\d,]+)\]", layouts)
     return [
-        ({"bf16": 2, "f32": 4}[dtype], tuple(map(int, dims.split(",")))) for dtype, dims in found
+        ({"bf16": 2, "f32": 4}[dtype], tuple(map(int, dims.split(",")))) for dtype, dims in matches
     ]

@@ -1,8 +1,9 @@
-"""The multiplications and additions that a model is made of: what its matrix products take, nothing computed twice.
+"""Model FLOPs: multiplications and additions of a model's matrix products, without recomputation.
 
-Counted in the traced forward pass, on the plain path of attention, for every family and option alike; training takes three times as
-much. Of a pair of query and key that the mask never allows nothing counts (of a causal mask half of all, as MaxText counts; documents
-that share a row are not told apart), though the plain path computes it.
+They are counted in the traced forward pass, on the plain path of attention, for every family and
+option. Training takes three times as many. A pair of query and key that the mask never allows does
+not count, although the plain path computes it. For a causal mask, this leaves half of all pairs, as
+in MaxText. Documents that share a sequence count as one.
 """
 
 import dataclasses
@@ -23,46 +24,52 @@ from transformer.training.step import batch_sums
 
 
 def model_flops(config: Experiment, batch: dict, params) -> float:
-    """Of a training step on a batch of these shapes, all devices together."""
+    """Returns the model FLOPs of a training step on a batch of these shapes, on all devices."""
     config = dataclasses.replace(config, model=_plain(config.model))
-    alone = make_mesh(MeshConfig(data=1), jax.local_devices(backend="cpu")[:1])  # no chip's kernels
+    # A CPU has no fused kernels, so every product is traced.
+    cpu_mesh = make_mesh(MeshConfig(data=1), jax.local_devices(backend="cpu")[:1])
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     model = build_model(config.model)
-    with use(alone):
-        forward = lambda params, batch: batch_sums(model, params, batch, config, alone)
+    with use(cpu_mesh):
+        forward = lambda params, batch: batch_sums(model, params, batch, config, cpu_mesh)
         traced = jax.make_jaxpr(forward)(shapes(params), shapes(batch))
     lengths = {
         "encoder": config.data.length,
-        "decoder": config.data.decoder_length if config.model.two_sides else config.data.length,
+        "decoder": config.data.decoder_length
+        if config.model.is_encoder_decoder
+        else config.data.length,
     }
     allowed = {
         side: allowed_pairs(config.model, side, lengths[side]) for side in config.model.sides
     }
     total = 0.0
-    for flops, where in products(traced.jaxpr):
-        side = "encoder" if "/encoder/" in where else "decoder"
-        path = where.split("/")
+    for flops, scope in products(traced.jaxpr):
+        side = "encoder" if "/encoder/" in scope else "decoder"
+        path = scope.split("/")
         masked = PAIRS in path and "cross_attention" not in path
         total += flops * allowed[side] if masked else flops
     return 3 * total
 
 
 def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) -> float:
-    """The share of all pairs of two tokens that self-attention's mask can allow, on average over layers that attend; or of all pairs of blocks of
-    tokens between which it can allow something."""
+    """Returns the share of pairs of positions that the mask of self-attention can allow.
+
+    The share is the mean over the layers that attend. With `block` > 1, counts pairs of blocks of
+    positions between which the mask can allow anything.
+    """
     length //= block
-    at = np.arange(length)
+    positions = np.arange(length)
 
     def share(window: int) -> float:
         window = -(-(window - 1) // block) + 1 if window else 0
-        first = np.maximum(at - window + 1, 0) if window else np.zeros_like(at)
+        first = np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
         causal = side == "decoder" and model.causal and not model.prefix_lm
         last = (
-            at
+            positions
             if causal
-            else np.minimum(at + window - 1, length - 1)
+            else np.minimum(positions + window - 1, length - 1)
             if window
-            else np.full_like(at, length - 1)
+            else np.full_like(positions, length - 1)
         )
         return float(np.sum(last - first + 1)) / length**2
 
@@ -71,10 +78,12 @@ def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) ->
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:
-    """(multiplications and additions, where in the model) of every matrix product and triangular solve, as often as it is
-    computed."""
+    """Yields (multiplications and additions, module path) of matrix products and triangular solves.
+
+    Each is counted as often as it is computed.
+    """
     for equation in jaxpr.eqns:
-        where, name = f"{prefix}/{equation.source_info.name_stack}", equation.primitive.name
+        scope, name = f"{prefix}/{equation.source_info.name_stack}", equation.primitive.name
         if name == "dot_general":
             ((contracted, _), _) = equation.params["dimension_numbers"]
             left = equation.invars[0].aval.shape
@@ -83,7 +92,7 @@ def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[floa
                 * times
                 * equation.outvars[0].aval.size
                 * math.prod(left[i] for i in contracted),
-                _module(where),
+                _module(scope),
             )
         elif name == "ragged_dot_general":  # each row by the matrix of its group
             (((contracted,), _), _) = equation.params[
@@ -94,28 +103,28 @@ def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[floa
                 * times
                 * equation.outvars[0].aval.size
                 * equation.invars[0].aval.shape[contracted],
-                _module(where),
+                _module(scope),
             )
         elif name == "triangular_solve":  # row i of n from the i rows before it
             size, side = equation.outvars[0].aval, equation.params["left_side"]
-            yield times * size.size * size.shape[-2 if side else -1], _module(where)
-        again = times * equation.params.get("length", 1) if name == "scan" else times
+            yield times * size.size * size.shape[-2 if side else -1], _module(scope)
+        inner_times = times * equation.params.get("length", 1) if name == "scan" else times
         for inner in jax.tree.leaves(
             tuple(equation.params.values()),
             is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
         ):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                yield from products(inner, again, where)
+                yield from products(inner, inner_times, scope)
 
 
-def _module(where: str) -> str:
-    """The path of modules, without what einsum calls itself."""
-    return "/".join(part for part in where.split("/") if "->" not in part)
+def _module(scope: str) -> str:
+    """Returns the path of modules, without the scopes that einsum adds."""
+    return "/".join(part for part in scope.split("/") if "->" not in part)
 
 
 def _plain(model: ModelConfig) -> ModelConfig:
-    """The same mathematics on the plain path: nothing in blocks, again, or padded to a capacity."""
+    """Returns the model without blockwise attention, recomputation, capacity and micro-batches."""
 
     def dropless(spec: Choice) -> Choice:
         return (

@@ -1,4 +1,4 @@
-"""The plan of an experiment on a machine: memory, a step's time at least, the run's, its price; on a page and as JSON."""
+"""The plan of an experiment on a machine: memory, least time of a step and the run, and price."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ import jax
 from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
+from transformer.output import elapsed
 from transformer.planning.buffers import kept, largest
 from transformer.planning.chips import Topology
 from transformer.planning.kernels import kernel
@@ -20,9 +21,12 @@ from transformer.planning.roofline import Roofline, roofline
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One program: what it needs and what it does; `too_large` where the compiler found no way to fit it in."""
+    """One program: its memory and its work.
 
-    memory: dict[str, float]  # bytes of a device, by kind; their sum is the peak
+    `too_large` is set where the compiler could not fit the program into memory.
+    """
+
+    memory: dict[str, float]  # bytes on a device, by kind; the sum is the peak
     roofline: Roofline | None
     compiled: Compiled | None
     too_large: TooLarge | None = None
@@ -34,7 +38,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """An experiment on a machine that is not here."""
+    """The plan of an experiment on a machine that is not present."""
 
     config: Experiment
     topology: Topology
@@ -43,7 +47,7 @@ class Plan:
     model_flops: float  # of a training step
     tokens: int  # of a training step
     parts: dict[str, Part]
-    price: float | None = None  # of a chip for an hour
+    price: float | None = None  # of one chip for one hour
 
     @property
     def train(self) -> Part | None:
@@ -51,11 +55,15 @@ class Plan:
 
     @property
     def room(self) -> float:
-        """Bytes of HBM that JAX has of a device."""
+        """Bytes of HBM per JAX device."""
         return self.topology.chip.hbm / self.topology.chip.devices
 
     def fits_in(self, part: Part) -> bool:
-        """Whether a device has room for it. Of what another compiler than the machine's says only what must be held counts."""
+        """Returns whether a device has room for a program.
+
+        Temporaries count on TPUs only. Elsewhere they come from another compiler than the
+        machine's.
+        """
         held = sum(
             size
             for kind, size in part.memory.items()
@@ -69,87 +77,120 @@ class Plan:
 
     @property
     def step(self) -> float | None:
-        """Seconds of a training step at least."""
+        """The least seconds of a training step."""
         return self.train.roofline.step if self.train and self.train.roofline else None
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation at most (Chowdhery et al. 2022): what the model needs, over what the chips could do in that time."""
+        """The largest possible model FLOPs utilization (Chowdhery et al. 2022).
+
+        This is the ratio of the model's FLOPs to those that the chips could compute in the time of
+        a step.
+        """
         return self.step and self.model_flops / (
             self.step * self.topology.chips * self.topology.chip.flops
         )
 
     @property
     def run(self) -> dict[str, float]:
-        """Of the whole run, at that pace: seconds, chip-hours, and money where there is a price."""
+        """Seconds, chip-hours and, with a price, money of the whole run at that pace."""
         if not self.step:
             return {}
-        whole = self.step * self.config.train.steps
-        hours = whole / 3600 * self.topology.chips
-        return {"seconds": whole, "chip_hours": hours} | (
+        seconds = self.step * self.config.train.steps
+        hours = seconds / 3600 * self.topology.chips
+        return {"seconds": seconds, "chip_hours": hours} | (
             {} if self.price is None else {"money": hours * self.price}
         )
 
     def to_json(self) -> dict:
-        """All of it, for programs."""
+        """Returns the whole plan as JSON values."""
 
-        def one(part: Part) -> dict:
-            found = {
+        def part_to_json(part: Part) -> dict:
+            entry = {
                 "peak_bytes": part.peak,
                 "fits": self.fits_in(part),
                 "memory_bytes": part.memory,
             }
             if part.compiled:
                 roof = part.roofline
-                found |= {
-                    "compile_seconds": part.compiled.seconds, "attention": part.compiled.attention, "flops": roof.flops, "hbm_bytes": roof.hbm_bytes,
-                    "seconds_at_least": roof.seconds, "bound_by": roof.bound,
-                    "messages": {kind: dataclasses.asdict(traffic) for kind, traffic in roof.traffic.items()},
-                    "largest_buffers": [[size, shape, name_of(where)] for size, shape, where in largest(part.compiled.program, 12)],
-                }  # fmt: skip
-            return found
+                entry |= {
+                    "compile_seconds": part.compiled.seconds,
+                    "attention": part.compiled.attention,
+                    "flops": roof.flops,
+                    "hbm_bytes": roof.hbm_bytes,
+                    "seconds_at_least": roof.seconds,
+                    "bound_by": roof.bound,
+                    "collectives": {
+                        kind: dataclasses.asdict(traffic) for kind, traffic in roof.traffic.items()
+                    },
+                    "largest_buffers": [
+                        [size, shape, name_of(source)]
+                        for size, shape, source in largest(part.compiled.program, 12)
+                    ],
+                }
+            return entry
 
         return {
-            "topology": str(self.topology), "chip": self.topology.chip.title, "chips": self.topology.chips, "mesh": self.mesh, "hbm_bytes": self.room,
-            "parameters": self.parameters, "tokens_per_step": self.tokens, "model_flops_per_step": self.model_flops,
-            "model_flops_per_token": self.model_flops / self.tokens, "step_seconds_at_least": self.step, "mfu_at_most": self.mfu,
-            "run": self.run, "price_per_chip_hour": self.price, "programs": {name: one(part) for name, part in self.parts.items()},
+            "topology": str(self.topology),
+            "chip": self.topology.chip.title,
+            "chips": self.topology.chips,
+            "mesh": self.mesh,
+            "hbm_bytes": self.room,
+            "parameters": self.parameters,
+            "tokens_per_step": self.tokens,
+            "model_flops_per_step": self.model_flops,
+            "model_flops_per_token": self.model_flops / self.tokens,
+            "step_seconds_at_least": self.step,
+            "mfu_at_most": self.mfu,
+            "run": self.run,
+            "price_per_chip_hour": self.price,
+            "programs": {name: part_to_json(part) for name, part in self.parts.items()},
             "config": to_mapping(self.config),
-        }  # fmt: skip
+        }
 
 
 def make_plan(
-    config: Experiment, topology: Topology, devices: list, *, only: Sequence[str] = PROGRAMS, price: float | None = None,
+    config: Experiment,
+    topology: Topology,
+    devices: list,
+    *,
+    only: Sequence[str] = PROGRAMS,
+    price: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> Plan:  # fmt: skip
-    """Compiles what is asked for. `tell` is told what is being done. Raises UserError for what cannot be laid out on the machine."""
+) -> Plan:
+    """Compiles the programs in `only` and returns their plan. `tell` receives lines of progress.
+
+    Raises UserError for an experiment that cannot be laid out on the machine.
+    """
     programs = Programs(config, devices)
-    in_order, parts = list(programs.mesh.devices.flat), {}
+    mesh_devices, parts = list(programs.mesh.devices.flat), {}
     if not set(only) & set(programs.names):
         raise UserError(
-            f"--only: this experiment has no {' or '.join(only)}; it has {', '.join(programs.names)}"
+            f"--only: this experiment has no program {' or '.join(only)}; "
+            f"choose from {', '.join(programs.names)}"
         )
     for name in programs.names:
         if name not in only:
             continue
         tell(f"compiling {name} for {topology} ...")
-        holds = _holdings(programs, name)
+        memory = _holdings(programs, name)
         try:
-            compiled = programs.compile(name)
+            with elapsed("elapsed"):
+                compiled = programs.compile(name)
         except TooLarge as e:
-            parts[name] = Part(holds, None, None, e)
+            parts[name] = Part(memory, None, None, e)
             continue
         activations = min(kept(compiled.program), compiled.temporaries)
-        holds["cache and inputs"] = programs.bytes(programs.inputs(name))
-        holds["padding"] = max(compiled.arguments - sum(holds.values()), 0)
-        holds |= {"activations": activations} if name == "train" else {}
-        holds |= {
-            "temporaries": compiled.temporaries - holds.get("activations", 0),
+        memory["cache and inputs"] = programs.bytes(programs.inputs(name))
+        memory["padding"] = max(compiled.arguments - sum(memory.values()), 0)
+        memory |= {"activations": activations} if name == "train" else {}
+        memory |= {
+            "temporaries": compiled.temporaries - memory.get("activations", 0),
             "results, code": compiled.results + compiled.code,
         }
         parts[name] = Part(
-            holds,
-            roofline(compiled.program, topology, in_order, lambda one: kernel(one, config.model)),
+            memory,
+            roofline(compiled.program, topology, mesh_devices, lambda op: kernel(op, config.model)),
             compiled,
         )
     batch, params = programs.batch, programs.state.params
@@ -170,17 +211,20 @@ def make_plan(
 
 
 def _holdings(programs: Programs, name: str) -> dict[str, float]:
-    """Bytes that a device holds before a program begins, by kind."""
+    """Returns the bytes on a device before a program starts, by kind."""
     state = programs.state
-    holds = {"parameters": programs.bytes(state.params)}
+    memory = {"parameters": programs.bytes(state.params)}
     if name == "train":
-        holds["optimizer"] = programs.bytes(state.opt_state)
+        memory["optimizer"] = programs.bytes(state.opt_state)
         if state.ema is not None:
-            holds["moving average"] = programs.bytes(state.ema)
-    return holds
+            memory["moving average"] = programs.bytes(state.ema)
+    return memory
 
 
 def name_of(where: str) -> str:
-    """Where a buffer comes from, as a person would say it: `state.params['decoder']['layers']` -> `params/decoder/layers`."""
+    """Returns a readable name for the source of a buffer.
+
+    `state.params['decoder']['layers']` -> `params/decoder/layers`.
+    """
     where = re.sub(r"\[\\*['\"]?([^\]'\"\\]*)\\*['\"]?\]", r"/\1", where.removeprefix("state."))
     return re.sub(r"^jit\(\w+\)/", "", where)

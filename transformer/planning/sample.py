@@ -1,6 +1,7 @@
-"""The shapes of a batch, without the text: an objective lays out one row of a made-up one.
+"""The shapes of a batch, without reading a text.
 
-What fields a batch has, and of which kind, is known to the objective alone; so it is asked.
+Only the objective defines the fields of a batch. Therefore it lays out one sequence of synthetic
+texts.
 """
 
 import types
@@ -16,18 +17,23 @@ from transformer.parallel.sharding import BATCH
 
 
 def batch_shapes(config: Experiment, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """A training batch of the longest rows, spread over the mesh."""
-    data, where = config.data, NamedSharding(mesh, BATCH)
-    rows = config.objective.rows(_MadeUp(config), "train", config)
-    one = assemble(
+    """Returns the shapes of a training batch of full length, sharded over the mesh."""
+    data, sharding = config.data, NamedSharding(mesh, BATCH)
+    rows = config.objective.rows(_SyntheticStore(config), "train", config)
+    sample = assemble(
         [rows.segments(0, lambda: np.random.default_rng(0))], data.length, data.decoder_length
     )
-    shape = lambda x: jax.ShapeDtypeStruct((data.batch_size, *x.shape[1:]), x.dtype, sharding=where)
-    return {name: shape(x) for name, x in one.items()}
+    shape = lambda x: jax.ShapeDtypeStruct(
+        (data.batch_size, *x.shape[1:]), x.dtype, sharding=sharding
+    )
+    return {name: shape(x) for name, x in sample.items()}
 
 
-class _MadeUp:
-    """What objectives read of a store: a few texts of one word over and over, some short, some as long as a row."""
+class _SyntheticStore:
+    """The part of a store that objectives read, with synthetic texts.
+
+    Each text repeats one token. Half of the texts are short, and half are as long as a sequence.
+    """
 
     def __init__(self, config: Experiment):
         size = config.model.vocab_size - config.objective.reserved
@@ -35,8 +41,8 @@ class _MadeUp:
         self._lengths = np.array([short, config.data.length] * 8)
         self._per_text = config.objective.columns[-1] == "label"
         self.tokenizer = types.SimpleNamespace(
-            vocab_size=size, bos=1, eos=2, pad=0, mask=None, before_source=[], text_ids=np.array([3]),
-            starts_word=np.ones(size, bool), find=lambda piece: None,
+            vocab_size=size, bos=1, eos=2, pad=0, mask=None, source_prefix_ids=[],
+            text_ids=np.array([3]), starts_word=np.ones(size, bool), find=lambda piece: None,
         )  # fmt: skip
 
     def texts(self, part: str, side: int) -> Texts:

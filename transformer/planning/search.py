@@ -1,7 +1,8 @@
-"""The best few ways to lay an experiment out on a machine: mesh, what the backward pass computes again, micro-batches.
+"""Searches for the best layouts of an experiment: mesh, remat policy and micro-batches.
 
-Meshes are tried in the order of what they send (a formula); on each, less and less is kept for the backward pass until the step fits.
-What cannot fit is not compiled: the state alone, or what the layers' matrix products leave alone, is more than a chip holds.
+Meshes are tried in the order of the bytes that they send, by a formula. On each mesh, less and less
+is kept for the backward pass until the step fits. A layout is not compiled if its state, or what
+its layers keep for the backward pass, is larger than a chip's memory.
 """
 
 import collections
@@ -14,12 +15,11 @@ import jax
 
 from transformer.config import Experiment
 from transformer.errors import UserError
-from transformer.model.network import build_model
-from transformer.parallel.sharding import human_bytes
+from transformer.model.network import abstract_params
+from transformer.parallel.sharding import format_bytes
 from transformer.planning.chips import Topology
 from transformer.planning.page import seconds, table
 from transformer.planning.plan import Plan, make_plan
-from transformer.training.state import example_inputs
 
 LADDER = (
     ("none", 1),
@@ -32,7 +32,7 @@ LADDER = (
     ("full", 32),
     ("full", 64),
 )
-"""(remat, times as many micro-batches), from fast and large to slow and small."""
+"""(remat, factor on train.accumulate), from fast and large to slow and small."""
 
 
 def search(
@@ -43,69 +43,76 @@ def search(
     tell: Callable[[str], None],
     price: float | None = None,
 ) -> list[Plan]:
-    """Up to `most` layouts compiled; those that fit, the fastest first, then the others."""
-    found: list[Plan] = []
-    why_not = collections.Counter()
-    size = _size(config)
+    """Compiles up to `most` layouts, and returns their plans.
+
+    Plans that fit come first, by the time of a step. `tell` receives lines of progress. Raises
+    UserError if no layout could be tried.
+    """
+    plans: list[Plan] = []
+    reasons = collections.Counter()
+    size = _num_parameters(config)
     state = _state_bytes(config, size)
     room = topology.chip.hbm / topology.chip.devices if topology.chip.hbm else math.inf
-    rung = 0  # of the ladder, on which the mesh before fitted in: the next needs about as much
-    for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent(config, size, mesh)):
+    rung = 0  # the rung on which the previous mesh fit; the next mesh needs about as much
+    for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent_bytes(config, size, mesh)):
         if state / _parts(mesh) > 0.9 * room:
-            why_not[
-                f"parameters, gradients and optimizer take {human_bytes(state / _parts(mesh))} of {human_bytes(room)} a device"
+            reasons[
+                f"parameters, gradients and optimizer take {format_bytes(state / _parts(mesh))} of "
+                f"{format_bytes(room)} per device"
             ] += 1
             continue
-        for at in range(rung, len(LADDER)):
-            remat, times = LADDER[at]
-            changed = _changed(config, mesh, remat, times)
+        for index in range(rung, len(LADDER)):
+            remat, times = LADDER[index]
+            changed = _with_layout(config, mesh, remat, times)
             if changed is None:
-                why_not[
-                    f"data.batch_size: {config.data.batch_size} rows do not divide over the devices"
+                reasons[
+                    f"data.batch_size: {config.data.batch_size} is not divisible by the devices"
                 ] += 1
                 continue
-            if state / _parts(mesh) + _left(changed, mesh) > room:
-                why_not["layers leave too much for the backward pass"] += 1
+            if state / _parts(mesh) + _kept_bytes(changed, mesh) > room:
+                reasons["the layers keep too much for the backward pass"] += 1
                 continue
-            if len(found) == most:
+            if len(plans) == most:
                 break
-            tell(f"{len(found) + 1}/{most}: {_spell(changed)}")
+            tell(f"{len(plans) + 1}/{most}: {_describe(changed)}")
             try:
                 plan = make_plan(changed, topology, devices, only=("train",), price=price)
-            except UserError as e:  # heads that do not divide, and the like
-                why_not[str(e)] += 1
+            except UserError as e:  # such as heads that are not divisible
+                reasons[str(e)] += 1
                 break
-            found.append(plan)
+            plans.append(plan)
             if plan.fits:
-                rung = at
+                rung = index
                 break
-    if not found:
+    if not plans:
         reason = (
-            why_not.most_common(1)[0][0] if why_not else "no mesh has so many devices and slices"
+            reasons.most_common(1)[0][0]
+            if reasons
+            else "no mesh has this number of devices and slices"
         )
         raise UserError(f"--search: nothing to try on {topology}; {reason}")
-    return sorted(found, key=lambda plan: (not plan.fits, plan.step or math.inf, plan.train.peak))
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.step or math.inf, plan.train.peak))
 
 
 def page(plans: list[Plan]) -> str:
-    """For a person, with why."""
+    """Returns a table of the plans, and the flags of the best one."""
     priced = any(plan.price is not None for plan in plans)
     rows = [
         [
             "",
             "mesh, remat, micro-batches",
             "peak",
-            "a step at least",
+            "step at least",
             "bound by",
             "MFU at most",
-            *(["the run at least"] if priced else []),
+            *(["price at least"] if priced else []),
         ]
     ]
     for number, plan in enumerate(plans, 1):
-        share = f"{human_bytes(plan.train.peak)}" + (
+        share = f"{format_bytes(plan.train.peak)}" + (
             f" ({plan.train.peak / plan.room:.0%})" if plan.room else ""
         )
-        fits = (
+        results = (
             [
                 seconds(plan.step),
                 plan.train.roofline.bound if plan.topology.is_tpu else "",
@@ -115,25 +122,26 @@ def page(plans: list[Plan]) -> str:
             else ["does not fit" if not plan.fits else "", "", ""]
         )
         if priced:
-            fits.append(f"{plan.run['money']:,.2f}" if plan.fits and plan.step else "")
-        rows.append([str(number), _spell(plan.config), share, *fits])
+            results.append(f"{plan.run['money']:,.2f}" if plan.fits and plan.step else "")
+        rows.append([str(number), _describe(plan.config), share, *results])
     lines = table(rows)
     best = plans[0]
     if not best.fits:
-        lines += ["", f"none of these fits; more may: --search={2 * len(plans)}, or more devices"]
+        lines += ["", f"none of these fits; try --search={2 * len(plans)}, or more devices"]
     else:
         flags = " ".join(
             f"--config.mesh.{axis}={size}" for axis, size in best.config.mesh.sizes.items()
         )
         lines += [
             "",
-            f"the first: {flags} --config.model.remat={best.config.model.remat} --config.train.accumulate={best.config.train.accumulate}",
+            f"best: {flags} --config.model.remat={best.config.model.remat} "
+            f"--config.train.accumulate={best.config.train.accumulate}",
         ]
     return "\n".join(lines) + "\n"
 
 
 def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
-    """Sizes of all axes. Those of stages, experts and parts of a row stay as the config has them."""
+    """Yields the sizes of all axes. Stages, experts and context keep the sizes of the config."""
     fixed = {axis: max(config.mesh.sizes[axis], 1) for axis in ("stage", "expert", "context")}
     left, heads = topology.devices // math.prod(fixed.values()), config.model.kv_heads
     across = topology.slices if config.mesh.slices == "data" else 1
@@ -145,8 +153,10 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
         yield {"data": data, "fsdp": left // (tensor * data), "tensor": tensor} | fixed
 
 
-def _changed(config: Experiment, mesh: dict[str, int], remat: str, times: int) -> Experiment | None:
-    """The experiment so laid out; None where rows do not divide."""
+def _with_layout(
+    config: Experiment, mesh: dict[str, int], remat: str, times: int
+) -> Experiment | None:
+    """Returns the experiment with this layout, or None if its batch is not divisible."""
     accumulate = config.train.accumulate * times
     if config.data.batch_size % (
         accumulate * mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]
@@ -154,32 +164,36 @@ def _changed(config: Experiment, mesh: dict[str, int], remat: str, times: int) -
         return None
     config = config.on(dataclasses.replace(config.mesh, **mesh))
     return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, remat=remat), train=dataclasses.replace(config.train, accumulate=accumulate)
-    )  # fmt: skip
+        config,
+        model=dataclasses.replace(config.model, remat=remat),
+        train=dataclasses.replace(config.train, accumulate=accumulate),
+    )
 
 
 def _parts(mesh: dict[str, int]) -> int:
-    """Into how many parts the state is split."""
+    """Returns the number of parts into which the state is split."""
     return mesh["stage"] * mesh["fsdp"] * mesh["expert"] * mesh["tensor"]
 
 
-def _size(config: Experiment) -> float:
-    """Parameters."""
-    shapes = jax.eval_shape(
-        build_model(config.model).init, jax.random.key(0), *example_inputs(config)
-    )
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+def _num_parameters(config: Experiment) -> float:
+    """Returns the number of parameters."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config.model)))
 
 
 def _state_bytes(config: Experiment, size: float) -> float:
-    """Parameters, gradients and, of AdamW, two moments, or one (Lion), or next to none."""
+    """Returns the bytes of parameters, gradients, optimizer moments and the moving average.
+
+    AdamW has two moments and Lion one. No moments are counted for other optimizers.
+    """
     moments = {"adamw": 2, "lion": 1}.get(config.optimizer.name, 0) + bool(config.train.ema_decay)
     return size * (4 if config.model.param_dtype == "float32" else 2) * (2 + moments)
 
 
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
-    """That a device goes through at once, those of the other side added."""
-    length = config.data.length + (config.data.decoder_length if config.model.two_sides else 0)
+    """Returns the tokens that a device processes at a time, those of both stacks added."""
+    length = config.data.length + (
+        config.data.decoder_length if config.model.is_encoder_decoder else 0
+    )
     return (
         config.data.batch_size
         * length
@@ -188,12 +202,12 @@ def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
     )
 
 
-def _left(config: Experiment, mesh: dict[str, int]) -> float:
-    """Bytes that layers leave for the backward pass, from below."""
+def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
+    """Returns a lower bound of the bytes that the layers keep for the backward pass."""
     model = config.model
     width = {
-        "none": 4 * model.d_model + 3 * model.d_ff,
-        "dots": 3 * model.d_model + 2 * model.d_ff,
+        "none": 4 * model.d_model + 3 * model.ff_size,
+        "dots": 3 * model.d_model + 2 * model.ff_size,
         "full": model.d_model,
     }[model.remat]
     layers = max(map(model.num_layers, model.sides))
@@ -207,15 +221,18 @@ def _left(config: Experiment, mesh: dict[str, int]) -> float:
     )
 
 
-def _sent(config: Experiment, size: float, mesh: dict[str, int]) -> float:
-    """Bytes that a device sends, about: parameters gathered twice and gradients scattered (fsdp), or added up (data); the stream between
-    sublayers gathered and scattered, forward and backward (tensor)."""
+def _sent_bytes(config: Experiment, size: float, mesh: dict[str, int]) -> float:
+    """Returns about the bytes that a device sends in a step.
+
+    Parameters are gathered twice and gradients scattered (fsdp), or gradients are summed (data).
+    The residual stream between sublayers is gathered and scattered, forward and backward (tensor).
+    """
     size, model = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"]), config.model
     parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + 2 * size / mesh["fsdp"] * (
         1 - 1 / mesh["data"]
     )
     layers = sum(map(model.num_layers, model.sides))
-    stream = (
+    residual_stream = (
         8
         * layers
         * _tokens(config, mesh)
@@ -224,10 +241,10 @@ def _sent(config: Experiment, size: float, mesh: dict[str, int]) -> float:
         * (1 - 1 / mesh["tensor"])
         / mesh["stage"]
     )
-    return parameters * config.train.accumulate + stream
+    return parameters * config.train.accumulate + residual_stream
 
 
-def _spell(config: Experiment) -> str:
+def _describe(config: Experiment) -> str:
     sizes = (
         ", ".join(f"{axis} {size}" for axis, size in config.mesh.sizes.items() if size > 1)
         or "one device"

@@ -1,1 +1,1 @@
-"""Runs: the run directory, checkpoints, resumption, the loop, metrics, and judging a run."""
+"""Runs: run directory, checkpoints, resumption, training loop, metrics and evaluation."""

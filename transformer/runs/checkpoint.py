@@ -1,6 +1,8 @@
-"""Checkpoints with Orbax: asynchronous, whole or absent, verified when they are read, restored into declared shapes and shardings.
+"""Checkpoints with Orbax.
 
-Each checkpoint carries a record (checkpoint_record.py) with a fingerprint of every array. Whatever is read is compared with it.
+They are saved asynchronously and atomically, restored into declared shapes and shardings, and
+verified when they are read. Each checkpoint has a record (checkpoint_record.py) with a fingerprint
+of every array. All arrays that are read are compared with it.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ from etils import epath
 
 from transformer.config import TrainConfig
 from transformer.errors import UserError
-from transformer.files import check_room, disk_faults
+from transformer.files import check_disk_space, disk_errors
 from transformer.model.config import ModelConfig
 from transformer.parallel.processes import barrier, is_first, worst
 from transformer.runs.checkpoint_record import Damaged, Record, describe
@@ -28,12 +30,12 @@ from transformer.training.state import TrainState
 T = TypeVar("T")
 
 ITEMS = ("params", "ema", "rest")
-"""What is saved by itself, so that it can be read by itself. `rest` is the step and the optimizer's state."""
+"""Items that can be read separately. `rest` contains the step and the optimizer state."""
 
-STRICT = "restore it from a copy, or set train.strict_checkpoints=False to do without it"
+STRICT = "restore it from a copy, or set train.strict_checkpoints=False to skip it"
 
-READ_AT_ONCE = 2**30
-"""Bytes of arrays, over all devices, that verification holds at a time."""
+VERIFY_CHUNK_BYTES = 2**30
+"""Bytes of arrays, over all devices, that verification reads at a time."""
 
 
 class Checkpoints:
@@ -45,7 +47,7 @@ class Checkpoints:
         config: TrainConfig,
         tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ):
-        """`tell` is given a line for each checkpoint that is damaged and set aside."""
+        """`tell` receives a line for each damaged checkpoint that is moved away."""
         self._config, self._tell = config, tell
         self._workdir = Path(workdir)
         self.folder = epath.Path(workdir) / "checkpoints"
@@ -57,10 +59,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.folder.resolve(), options=options, item_handlers=handlers
         )
-        self._abstract: dict[
-            str, Any
-        ] = {}  # items as this process saves them: shapes and shardings
-        self._intact: set[int] = set()  # steps that this process has read and verified
+        self._abstract: dict[str, Any] = {}  # shapes and shardings of the items being saved
+        self._intact: set[int] = set()  # steps that this process has verified
 
     @property
     def steps(self) -> list[int]:
@@ -69,22 +69,22 @@ class Checkpoints:
     # ---- writing
 
     def save(self, state: TrainState, step: int, loop: dict, layout: dict) -> None:
-        """Starts saving; training goes on. A failure of an earlier save is raised here.
+        """Starts an asynchronous save. Raises the error of an earlier save that failed.
 
-        `loop` is what the training loop itself needs to continue (the position in the data, the open logging interval), `layout`
-        how the model stacks its layers; both as JSON.
+        `loop` is the state of the training loop (the position in the data, the open logging
+        interval). `layout` is the layout of the model's layers. Both must be JSON-serializable.
         """
         items = _items(state)
         self._abstract = jax.tree.map(_abstract, items)
-        with disk_faults(self.folder):
+        with disk_errors(self.folder):
             self._finish()
             self._prune()
-            check_room(Path(self.folder), size(state), "a checkpoint")
+            check_disk_space(Path(self.folder), size(state), "a checkpoint")
             self._write(step, items, Record(step, describe(items), loop, layout))
 
     def save_params(self, params, step: int = 0) -> None:
-        """Parameters alone, which can be used and started from, but not trained on."""
-        with disk_faults(self.folder):
+        """Saves only parameters. They can be used and trained from, but training cannot resume."""
+        with disk_errors(self.folder):
             self._write(step, {"params": params}, Record(step, describe({"params": params})))
 
     def _write(self, step: int, items: dict, record: Record) -> None:
@@ -93,28 +93,28 @@ class Checkpoints:
         self._manager.save(step, args=args, force=True)
 
     def close(self, *, prune: bool = True) -> None:
-        """Waits for the last save; raises if it failed.
+        """Waits for the last save and raises its error if it failed.
 
-        A run that ends with an error does not `prune`: another process may have taken it over.
+        Set `prune=False` if the run ends with an error: another process may have taken it over.
         """
-        with disk_faults(self.folder):
+        with disk_errors(self.folder):
             self._finish()
             if prune:
                 self._prune(at_end=True)
             self._manager.close()
 
     def _finish(self) -> None:
-        """Waits for the save that is under way, and raises what went wrong with it."""
+        """Waits for the running save and raises its error if it failed."""
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
 
     # ---- reading
 
     def newest_intact(self, read: Callable[[int], T]) -> T:
-        """`read(step)` for the newest checkpoint that is not damaged.
+        """Returns `read(step)` for the newest checkpoint that is not damaged.
 
-        Newer ones that are damaged are moved to `damaged/` beside this folder. Raises Damaged if none is left, or at once
-        with `train.strict_checkpoints`.
+        Newer, damaged checkpoints are moved to `damaged/` beside this folder. Raises Damaged if no
+        checkpoint is intact, or at once with `train.strict_checkpoints`.
         """
         damaged: dict[int, Damaged] = {}
         for step in reversed(self.steps):
@@ -125,8 +125,8 @@ class Checkpoints:
                 if self._config.strict_checkpoints:
                     raise Damaged(e.what, STRICT) from e
                 continue
-            for bad, why in damaged.items():
-                self._set_aside(bad, f"{why.what}; continuing from step {step:,}")
+            for damaged_step, error in damaged.items():
+                self._set_aside(damaged_step, f"{error.what}; continuing from step {step:,}")
             return result
         newest = damaged[max(damaged)]
         raise Damaged(newest.what, "no other checkpoint is intact; restore the folder from a copy")
@@ -134,95 +134,105 @@ class Checkpoints:
     def restore(
         self, step: int, abstract_of: Callable[[dict], TrainState]
     ) -> tuple[TrainState, Record]:
-        """The state of a step and its record. `abstract_of(layout)` gives the shapes and shardings to restore into.
+        """Returns the state of a step and its record.
 
-        Raises Damaged if anything is missing or differs from the record, UserError if the checkpoint is of another model.
+        `abstract_of(layout)` returns the shapes and shardings to restore into. Raises Damaged if
+        anything is missing or differs from the record, and UserError if the checkpoint is of
+        another model.
         """
         record = self._record(step)
         if record.arrays.keys() == {"params"}:
             raise UserError(
-                f"{self.folder}: these are parameters alone, converted from elsewhere; start from them in another --workdir, "
-                f"with --config.train.init_from={self.folder.parent}"
+                f"{self.folder}: contains only converted parameters; start from them in another "
+                f"--workdir, with --config.train.init_from={self.folder.parent}"
             )
-        found = self._read(step, record, _items(abstract_of(record.layout)))
+        items = self._read(step, record, _items(abstract_of(record.layout)))
         self._intact.add(step)
-        return TrainState(params=found["params"], ema=found.get("ema"), **found["rest"]), record
+        return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
 
     def restore_params(self, abstract_params, *, item: str = "params", mean_of: int = 1):
-        """Parameters alone: the latest, their moving average (`item="ema"`), or the mean over the last `mean_of` checkpoints."""
+        """Returns only parameters: the latest ("params") or their moving average ("ema").
+
+        With `mean_of` > 1, returns the mean over the last `mean_of` checkpoints.
+        """
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
-            with _another_to_read():
-                one = self._read(step, self._record(step), {item: abstract_params})[item]
-            total = one if total is None else jax.tree.map(jnp.add, total, one)
+            with _advise_reader():
+                params = self._read(step, self._record(step), {item: abstract_params})[item]
+            total = params if total is None else jax.tree.map(jnp.add, total, params)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
 
     def layout(self, model: ModelConfig) -> ModelConfig:
-        """`model` as the latest checkpoint holds it: its layers scanned or not, in so many rounds."""
-        with _another_to_read():
+        """Returns `model` with the layout of layers that the latest checkpoint has."""
+        with _advise_reader():
             return dataclasses.replace(model, **self._record(self.steps[-1]).layout)
 
     def _record(self, step: int) -> Record:
         with self._reading(step):
-            given = _restored(self._manager, step, {"host": ocp.args.JsonRestore()})["host"]
-            return Record.from_json(given, step)
+            content = _restored(self._manager, step, {"host": ocp.args.JsonRestore()})["host"]
+            return Record.from_json(content, step)
 
     def _read(self, step: int, record: Record, abstract: Mapping[str, Any]) -> dict[str, Any]:
-        """Items of a checkpoint, equal to its record in names, shapes, types and values."""
+        """Reads items and compares their names, shapes, dtypes and values with the record."""
         record.check_same_model(f"{self.folder}/{step}", abstract)
         with self._reading(step):
             restore = lambda tree: ocp.args.PyTreeRestore(
                 tree, ocp.checkpoint_utils.construct_restore_args(tree)
             )
             args = {name: restore(tree) for name, tree in abstract.items()}
-            found = _restored(self._manager, step, args)
+            items = _restored(self._manager, step, args)
         with self._reading(step):
-            record.check_values(found)
-        return found
+            record.check_values(items)
+        return items
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Makes a failure of any kind, in any process, one in all of them, so that none waits for another."""
-        own: Exception | None = None
+        """Turns a failure in any process into a failure in all, so that none waits for another."""
+        error: Exception | None = None
         try:
             yield
         except Exception as e:
-            own = e
-        kind = 0 if own is None else 2 if _is_no_damage(own) else 1
-        if (most := worst(kind)) == 0:
+            error = e
+        kind = 0 if error is None else 2 if _is_no_damage(error) else 1
+        if (worst_kind := worst(kind)) == 0:
             return
         if kind == 2:
-            raise own
-        if most == 2:
+            raise error
+        if worst_kind == 2:
             raise UserError(f"{self.folder}/{step}: another process cannot read it; see its log")
         reason = "another process could not read it"
-        if own is not None:
-            said = (str(own).splitlines() or [""])[0][:160]
-            reason = said if isinstance(own, Damaged) else f"{type(own).__name__}: {said}"
-        raise Damaged(f"{self.folder}/{step} is damaged ({reason})") from own
+        if error is not None:
+            message = (str(error).splitlines() or [""])[0][:160]
+            reason = message if isinstance(error, Damaged) else f"{type(error).__name__}: {message}"
+        raise Damaged(f"{self.folder}/{step} is damaged ({reason})") from error
 
     # ---- keeping
 
     def _prune(self, *, at_end: bool = False) -> None:
-        """Keeps the last `keep_checkpoints` that are intact, and deletes older ones.
+        """Keeps the last `keep_checkpoints` intact checkpoints and deletes older ones.
 
-        A checkpoint between two regular ones, saved because the run was stopped there, does not count and goes as soon as there
-        is a newer one: what is kept, and averaged, is what it would be without the stop. Before anything is deleted, all that
-        stays is read back and verified. Raises Damaged for a damaged one with `train.strict_checkpoints`, and `at_end` for the
-        last one, which is the run's result.
+        A checkpoint between two regular ones, saved because the run was stopped, does not count. It
+        is deleted as soon as there is a newer one, so the checkpoints that are kept and averaged
+        are those of an uninterrupted run. Before anything is deleted, all remaining checkpoints are
+        verified.
+
+        Raises Damaged for a damaged checkpoint with `train.strict_checkpoints`. With `at_end`, also
+        raises it for a damaged last checkpoint, which is the run's result.
         """
-        every, last = self._config.checkpoint_every, self._config.steps
+        interval, last = self._config.checkpoint_every, self._config.steps
         while True:
             steps = self.steps
-            regular = [s for s in steps if s == last or (every and s % every == 0)]
-            over = set(steps[:-1]) - set(regular[-self._config.keep_checkpoints :])
-            if not over:
+            regular = [
+                step for step in steps if step == last or (interval and step % interval == 0)
+            ]
+            surplus = set(steps[:-1]) - set(regular[-self._config.keep_checkpoints :])
+            if not surplus:
                 return
             try:
-                found = {step: self._damage(step) for step in steps if step not in over}
-            except UserError:  # another layout: nothing is deleted until enough are in this one
+                verified = {step: self._damage(step) for step in steps if step not in surplus}
+            except UserError:  # another layout: delete nothing until enough have this one
                 return
-            damaged = {step: why for step, why in found.items() if why}
+            damaged = {step: error for step, error in verified.items() if error}
             if not damaged:
                 break
             if self._config.strict_checkpoints:
@@ -230,18 +240,21 @@ class Checkpoints:
             if at_end and steps[-1] in damaged:
                 way_out = "the same train command continues from the checkpoint before it"
                 raise Damaged(damaged[steps[-1]].what, way_out)
-            for step, why in damaged.items():
-                self._set_aside(step, why.what)
-        for step in over:
+            for step, error in damaged.items():
+                self._set_aside(step, error.what)
+        for step in surplus:
             self._manager.delete(step)
 
     def _damage(self, step: int) -> Damaged | None:
-        """How a checkpoint, read back, differs from its record. It is read in parts, so this needs little memory."""
+        """Verifies a checkpoint. Returns how it differs from its record, or None.
+
+        The checkpoint is read in parts, to save memory.
+        """
         if step in self._intact:
             return None
         try:
             record = self._record(step)
-            for part in _parts(self._abstract, READ_AT_ONCE):
+            for part in _parts(self._abstract, VERIFY_CHUNK_BYTES):
                 self._read(step, record, part)
         except Damaged as e:
             return e
@@ -249,22 +262,22 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: int, why: str) -> None:
-        """Moves a damaged checkpoint out of this folder, and says so."""
-        to = self._workdir / "damaged" / str(step)
-        barrier(f"the damaged checkpoint of step {step} is still there")
+        """Moves a damaged checkpoint out of this folder and reports it."""
+        target = self._workdir / "damaged" / str(step)
+        barrier(f"damaged checkpoint of step {step}")
         if is_first():
-            while to.exists():
-                to = to.with_name(to.name + "+")
-            to.parent.mkdir(exist_ok=True)
-            Path(self.folder / str(step)).rename(to)
-        barrier(f"the damaged checkpoint of step {step} is set aside")
+            while target.exists():
+                target = target.with_name(target.name + "+")
+            target.parent.mkdir(exist_ok=True)
+            Path(self.folder / str(step)).rename(target)
+        barrier(f"moved checkpoint of step {step}")
         self._manager.reload()
-        self._tell(f"{why}; it is now in {to.parent}")
+        self._tell(f"{why}; it is now in {target.parent}")
 
 
 @contextlib.contextmanager
-def _another_to_read() -> Iterator[None]:
-    """Tells those who read a damaged checkpoint, and do not train, what they can do."""
+def _advise_reader() -> Iterator[None]:
+    """Adds a fix to Damaged errors of commands that read a checkpoint and do not train."""
     try:
         yield
     except Damaged as e:
@@ -272,7 +285,7 @@ def _another_to_read() -> Iterator[None]:
 
 
 def size(state: TrainState) -> int:
-    """Bytes of a checkpoint."""
+    """Returns the size of a checkpoint in bytes."""
     return sum(_bytes(x) for x in jax.tree.leaves(state))
 
 
@@ -281,7 +294,7 @@ def _bytes(x) -> int:
 
 
 def _items(state: TrainState) -> dict:
-    """What is saved as an item of its own, so that it can be restored alone."""
+    """Returns the items of a checkpoint, each of which can be restored separately."""
     items = {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state}}
     return items if state.ema is None else items | {"ema": state.ema}
 
@@ -291,16 +304,20 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """The items' arrays, so many bytes at a time, with placeholders where the others are."""
+    """Splits the arrays of the items into parts of at most `limit` bytes.
+
+    Each part has placeholders for the other arrays. An array larger than `limit` is a part of its
+    own.
+    """
     leaves, structure = jax.tree.flatten(dict(items))
     part: list = [...] * len(leaves)
-    held = 0
+    part_bytes = 0
     for i, x in enumerate(leaves):
-        if held and held + _bytes(x) > limit:
+        if part_bytes and part_bytes + _bytes(x) > limit:
             yield _without_empty(structure.unflatten(part))
-            part, held = [...] * len(leaves), 0
+            part, part_bytes = [...] * len(leaves), 0
         part[i] = x
-        held += _bytes(x)
+        part_bytes += _bytes(x)
     yield _without_empty(structure.unflatten(part))
 
 
@@ -314,14 +331,17 @@ def _without_empty(items: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """What a process that could not restore an item gets in its place."""
+    """Stands for an item that this process failed to restore."""
 
     error: Exception
 
 
 def _returning_failures(restore: Callable) -> Callable:
-    """`restore` that returns its error instead of raising it. Orbax's processes wait for each other after they restore; one that
-    raised before would never come."""
+    """Wraps `restore` so that it returns its error instead of raising it.
+
+    Orbax's processes wait for each other after restoring. A process that raised an error before
+    would never arrive.
+    """
 
     @functools.wraps(restore)
     def guarded(*args, **kwargs):
@@ -335,19 +355,22 @@ def _returning_failures(restore: Callable) -> Callable:
 
 
 def _restored(manager: ocp.CheckpointManager, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The items that were asked for. Raises what went wrong in this process."""
-    found = manager.restore(step, args=ocp.args.Composite(**args))
+    """Restores the items. Raises the error of this process if one failed."""
+    items = manager.restore(step, args=ocp.args.Composite(**args))
     for name in args:
-        if isinstance(found.get(name), _Failure):
-            raise found[name].error
-        if found.get(name) is None:
+        if isinstance(items.get(name), _Failure):
+            raise items[name].error
+        if items.get(name) is None:
             raise Damaged(f"{name!r} is missing")
-    return {name: found[name] for name in args}
+    return {name: items[name] for name in args}
 
 
 def _is_no_damage(error: Exception) -> bool:
-    """Whether a failure says nothing of the checkpoint: no right to read, a network that is down, no memory, another model."""
+    """Returns whether a failure does not concern the checkpoint itself.
+
+    Examples are missing permissions, a network failure, lack of memory or another model.
+    """
     if isinstance(error, UserError):
         return not isinstance(error, Damaged)
-    elsewhere = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-    return elsewhere or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+    is_system_error = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    return is_system_error or "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its step, what the loop needs to continue, and a fingerprint of every array it holds."""
+"""The record of a checkpoint: its step, the loop's state and a fingerprint of every array."""
 
 import dataclasses
 import hashlib
@@ -13,11 +13,14 @@ from transformer.parallel.sharding import path_name
 from transformer.runs.fingerprint import fingerprints
 
 FORMAT = 2
-"""Version 0.1.0 wrote checkpoints without records."""
+"""The version of the format. Version 0.1.0 of this package wrote checkpoints without records."""
 
 
 class Damaged(UserError):
-    """A checkpoint does not hold what was saved. `what` is missing or differs; `way_out` is what to do."""
+    """A checkpoint does not hold what was saved.
+
+    `what` describes what is missing or differs. `way_out` describes how to continue.
+    """
 
     def __init__(self, what: str, way_out: str = ""):
         super().__init__(f"{what}; {way_out}" if way_out else what)
@@ -25,21 +28,27 @@ class Damaged(UserError):
 
 
 Arrays = Mapping[str, tuple[str, tuple[int, ...], str]]
-"""The path of each array in an item -> (type, shape, fingerprint)."""
+"""Path of each array in an item -> (dtype, shape, fingerprint)."""
 
 
 def describe(items: Mapping[str, Any]) -> dict[str, Arrays]:
-    """What a record says of each item's arrays. All processes must call it together (see `fingerprints`)."""
+    """Returns the record's entries for the arrays of each item.
+
+    All processes must call this together (see `fingerprints`).
+    """
     described = {}
     for name, tree in items.items():
-        prints = fingerprints(tree)
-        described[name] = {path: (*kind, prints[path]) for path, kind in _kinds(tree).items()}
+        tree_fingerprints = fingerprints(tree)
+        described[name] = {
+            path: (*dtype_and_shape, tree_fingerprints[path])
+            for path, dtype_and_shape in _kinds(tree).items()
+        }
     return described
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Saved as JSON beside the arrays, with its own SHA-256."""
+    """The record. It is saved as JSON beside the arrays, together with its SHA-256."""
 
     step: int
     arrays: Mapping[str, Arrays]  # by item
@@ -47,16 +56,20 @@ class Record:
     layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict:
-        """The record as a JSON object."""
+        """Returns the record as a JSON object."""
         content = {"format": FORMAT, **dataclasses.asdict(self)}
         return content | {"sha256": _sha256(content)}
 
     @classmethod
     def from_json(cls, given: Any, step: int) -> "Record":
-        """The record of the checkpoint of that step. Raises Damaged if it is not the one that was saved."""
+        """Parses the record of the checkpoint of that step.
+
+        Raises Damaged if it differs from what was saved, and UserError if another version wrote it.
+        """
         if isinstance(given, dict) and "data_step" in given:
             raise UserError(
-                f"version 0.1 of this package wrote the checkpoint of step {step:,}; train again, or read it with that version"
+                f"version 0.1 of this package wrote the checkpoint of step {step:,}; train again, "
+                "or read it with that version"
             )
         if not isinstance(given, dict) or "sha256" not in given:
             raise Damaged("its record is incomplete")
@@ -72,48 +85,56 @@ class Record:
         return cls(**content)
 
     def check_same_model(self, where: str, abstract: Mapping[str, Any]) -> None:
-        """Raises UserError, naming the first arrays that differ, unless these items are the checkpoint's in names, types and
-        shapes. Leaves that are a placeholder (`...`) are left out."""
-        wrong = []
+        """Raises UserError unless these items match the checkpoint in names, dtypes and shapes.
+
+        The error lists the first arrays that differ. Placeholders (`...`) are skipped.
+        """
+        mismatches = []
         for item, tree in abstract.items():
-            here = _kinds(tree)
-            there = {
+            expected = _kinds(tree)
+            saved = {
                 path: (kind, tuple(shape))
                 for path, (kind, shape, _) in self.arrays.get(item, {}).items()
             }
-            whole = len(jax.tree.leaves(tree)) == len(here)
-            for path in sorted(here.keys() | there.keys() if whole else here):
-                if here.get(path) != there.get(path):
-                    wrong.append(
-                        f"{path} is {_spell(there.get(path))} there, {_spell(here.get(path))} here"
+            is_complete = len(jax.tree.leaves(tree)) == len(expected)
+            for path in sorted(expected.keys() | saved.keys() if is_complete else expected):
+                if expected.get(path) != saved.get(path):
+                    mismatches.append(
+                        f"{path} is {_format_kind(saved.get(path))} in the checkpoint, "
+                        f"{_format_kind(expected.get(path))} in the model"
                     )
-        if wrong:
-            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        if mismatches:
+            more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
             raise UserError(
-                f"{where} is a checkpoint of another architecture: {'; '.join(wrong[:3])}{more}"
+                f"{where} is a checkpoint of another architecture: "
+                f"{'; '.join(mismatches[:3])}{more}"
             )
 
     def check_values(self, items: Mapping[str, Any]) -> None:
-        """Raises Damaged, naming the first array, if arrays that were read differ from those that were saved."""
-        differ = [
+        """Raises Damaged if arrays that were read differ from the arrays that were saved.
+
+        The error names the first one.
+        """
+        changed = [
             f"{item}/{path}"
             for item, tree in items.items()
-            for path, found in fingerprints(tree).items()
-            if self.arrays[item][path][2] != found
+            for path, fingerprint in fingerprints(tree).items()
+            if self.arrays[item][path][2] != fingerprint
         ]
-        if differ:
+        if changed:
             raise Damaged(
-                f"{len(differ)} of its arrays have changed since they were saved, first {differ[0]}"
+                f"{len(changed)} of its arrays have changed since they were saved, first "
+                f"{changed[0]}"
             )
 
 
 def _kinds(tree: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Path -> (type, shape) of each array."""
+    """Returns path -> (dtype, shape) of each array."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): (str(x.dtype), tuple(x.shape)) for path, x in leaves if x is not ...}
 
 
-def _spell(kind: tuple[str, tuple[int, ...]] | None) -> str:
+def _format_kind(kind: tuple[str, tuple[int, ...]] | None) -> str:
     if kind is None:
         return "absent"
     dtype, shape = kind

@@ -1,4 +1,4 @@
-"""Everything a trained run is judged by, from its directory."""
+"""Evaluation of a trained run, from its directory."""
 
 import dataclasses
 import json
@@ -17,44 +17,48 @@ from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
-from transformer.evaluation.subject import At, Subject
+from transformer.evaluation.subject import Snapshot, Subject
 from transformer.evaluation.translation import exact, score, translate_and_score
-from transformer.files import write_whole
+from transformer.files import write_atomic
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory
-from transformer.runs.fits import check_rows
-from transformer.parallel.processes import first_before_the_others, is_first
+from transformer.parallel.processes import is_first, process_zero_first
 from transformer.parallel.sharding import Share
 from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.fits import check_divisibility
 from transformer.runs.metrics import append_metrics
-from transformer.training.optimizer import build_optimizer
 from transformer.runs.rundir import converted, read_manifest
+from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step
 
 
 @dataclasses.dataclass
 class Trained:
-    """A run's model as it is to be used: averaged, where the config says so."""
+    """A trained model that is ready for use. Its parameters are averaged if the config sets so."""
 
     workdir: Path
     config: Experiment
     params: Any
-    placed: Any  # their shardings
-    tokenizer: Tokenizer | None  # a converted model may have none that can be read
+    placed: Any  # shardings of `params`
+    tokenizer: Tokenizer | None  # None if a converted model has no readable one
     step: int
 
 
 def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained:
-    """The parameters of a run's last checkpoint: their moving average, or the mean over the last few, where the run keeps one."""
+    """Loads the parameters of a run's last checkpoint.
+
+    If the config sets it, returns their moving average or the mean over the last checkpoints.
+    """
     workdir, train = Path(workdir), config.train
     has_any = (workdir / "checkpoints").exists() and (
         checkpoints := Checkpoints(workdir, train)
     ).steps
     if not has_any:
         raise UserError(
-            f"--workdir: {workdir} has no checkpoint yet; go on training it, or set train.checkpoint_every"
+            f"--workdir: {workdir} has no checkpoint yet; continue training, or set "
+            "train.checkpoint_every"
         )
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))
     optimizer = build_optimizer(config.optimizer, train.steps)
@@ -68,15 +72,18 @@ def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained
 
 
 def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
-    """Loss on a held-out side; for translators BLEU and chrF, for synthetic tasks the share of answers that are right, for language models
-    bits per byte and word perplexity.
+    """Evaluates a run on a held-out split and returns the metrics.
 
-    Written to `PART.json`, to `metrics.jsonl` (as `PART/loss` and so on) and, with what the model wrote, to `samples.txt`
-    (`samples.valid.txt`). Raises UserError if the held-out text is not the one this run was trained beside.
+    Computes the loss; for translation also BLEU and chrF, for synthetic tasks the fraction of exact
+    answers, and for language models bits per byte and word perplexity.
+
+    Writes the results to `PART.json` and to `metrics.jsonl` (as `PART/loss` and so on), and
+    generated text to `samples.txt` (`samples.valid.txt` for the validation split). Raises UserError
+    if the held-out text differs from the one that belongs to this run.
     """
     config, workdir = trained.config, trained.workdir
-    check_rows(config, mesh)
-    with first_before_the_others("the text to evaluate on"):
+    check_divisibility(config, mesh)
+    with process_zero_first("the text to evaluate on"):
         data = open_data(config, find_tokenizer(workdir))
     _check_text(workdir, data, part)
     objective = data.objective
@@ -84,40 +91,44 @@ def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
     share = Share(mesh)
     batches, text = (
         data.batches(part, share.rows),
-        data.store.meta[part] if objective.every_token else None,
+        data.store.meta[part] if objective.scores_every_token else None,
     )
-    found = evaluate_loss(eval_step, trained.params, batches, share, text=text)
+    metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
     if objective.writes:
         report["decoding"] = to_mapping(config.decoding)
-    if objective.every_token:
+    if objective.scores_every_token:
         report["eval_overlap"] = config.data.eval_overlap
-    written = Written()
+    generated = Written()
     if objective.writes:
         generate = Generator(config, trained.params, trained.tokenizer)
         write = _translate if objective.columns == ("source", "target") else _continue
-        written = write(generate, data.store.examples(part), config)
-    found |= written.scores
-    at = At(trained.params, translations=written.translations)
-    found |= measure(Subject(config, data, part, mesh), at, during=False)
-    left_out = batches.report | written.left_out
-    report |= found | {"signatures": written.signatures, "left_out": left_out}
+        generated = write(generate, data.store.examples(part), config)
+    metrics |= generated.scores
+    model_state = Snapshot(trained.params, translations=generated.translations)
+    metrics |= measure(Subject(config, data, part, mesh), model_state, in_training=False)
+    left_out = batches.report | generated.left_out
+    report |= metrics | {"signatures": generated.signatures, "left_out": left_out}
     if is_first():
-        if written.samples:
+        if generated.samples:
             samples = "samples.txt" if part == "test" else f"samples.{part}.txt"
-            write_whole(workdir / samples, "\n".join(written.samples))
-        write_whole(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
+            write_atomic(workdir / samples, "\n".join(generated.samples))
+        write_atomic(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
         append_metrics(
-            workdir, trained.step, {f"{part}/{name}": value for name, value in found.items()}
+            workdir, trained.step, {f"{part}/{name}": value for name, value in metrics.items()}
         )
-    return found | {f"{name}_signature": s for name, s in written.signatures.items()} | left_out
+    return (
+        metrics
+        | {f"{name}_signature": signature for name, signature in generated.signatures.items()}
+        | left_out
+    )
 
 
 @dataclasses.dataclass
 class Written:
-    """What a model wrote, and what it is worth."""
+    """The text that a model generated, and its scores."""
 
-    samples: list[str] = dataclasses.field(default_factory=list)  # to be read by a person
+    samples: list[str] = dataclasses.field(default_factory=list)  # for humans
     scores: dict[str, float] = dataclasses.field(default_factory=dict)
     signatures: dict[str, str] = dataclasses.field(default_factory=dict)  # of the scores
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -125,19 +136,19 @@ class Written:
 
 
 def _continue(generate: Generator, examples: Sequence, config: Experiment) -> Written:
-    """The beginnings of ten texts, continued."""
+    """Generates continuations of the first 24 words of ten texts."""
     prompts = [" ".join(document.split()[:24]) for (document,) in examples[:10]]
-    both = zip(prompts, generate(prompts), strict=True)
-    return Written([f"prompt  {p}\nmodel   {a.strip()}\n" for p, a in both])
+    pairs = zip(prompts, generate(prompts), strict=True)
+    return Written([f"prompt  {prompt}\nmodel   {answer.strip()}\n" for prompt, answer in pairs])
 
 
 def _translate(generate: Generator, examples: Sequence, config: Experiment) -> Written:
-    """Every source, translated and scored against all its references."""
-    began = time.perf_counter()
-    by = exact if config.data.format == "probe" else score
-    *texts, scores, signatures = translate_and_score(generate, examples, by, _show_progress)
+    """Translates every source and scores it against all its references."""
+    start = time.perf_counter()
+    scorer = exact if config.data.format == "probe" else score
+    *texts, scores, signatures = translate_and_score(generate, examples, scorer, _show_progress)
     count = len(texts[0])
-    speed = count / (time.perf_counter() - began)
+    speed = count / (time.perf_counter() - start)
     samples = [
         "\n".join(
             [f"source     {source}", f"model      {hypothesis}"]
@@ -158,19 +169,20 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
 def _check_text(workdir: Path, data: Data, part: str) -> None:
     if converted(workdir):
         return
-    found = data.store.meta[part]["sha256"]
+    current = data.store.meta[part]["sha256"]
     try:
-        was = read_manifest(workdir)["data"][part]["sha256"]
+        recorded = read_manifest(workdir)["data"][part]["sha256"]
     except (KeyError, TypeError):
         raise UserError(f"{workdir / 'manifest.json'}: damaged (no data.{part}.sha256)") from None
-    if was != found:
+    if recorded != current:
         raise UserError(
-            f"--workdir: the {part} text has changed since {workdir} was trained; restore it to compare numbers"
+            f"--workdir: the {part} text has changed since {workdir} was trained; restore it to "
+            "get comparable results"
         )
 
 
 def _show_progress(done: int, total: int) -> None:
-    """A line in a terminal, gone when all is done; nothing in a log."""
+    """Shows a line in a terminal and erases it at the end. Writes nothing to a log file."""
     if sys.stderr.isatty() and is_first():
         print(
             "\r\x1b[K" + (f"translating {done:,}/{total:,}" if done < total else ""),

@@ -1,4 +1,7 @@
-"""Hugging Face directories to run directories, and back, with their tokenizers. Nothing holds a model twice."""
+"""Conversion of Hugging Face directories to run directories and back, with their tokenizers.
+
+No step holds two copies of the parameters.
+"""
 
 import contextlib
 import dataclasses
@@ -14,10 +17,15 @@ from transformer.config import DataConfig, Experiment, TokenizerConfig, TrainCon
 from transformer.convert.hf import open_directory, read_params, save_hf
 from transformer.convert.special_tokens import read_id
 from transformer.data.pipeline import check_special_tokens, special_tokens
-from transformer.data.tokenizer import Fast, Pair, Tokenizer, is_sentencepiece, load_tokenizer
+from transformer.data.tokenizer import (
+    Fast,
+    Tokenizer,
+    TokenizerPair,
+    is_sentencepiece,
+    load_tokenizer,
+)
 from transformer.errors import UserError
-from transformer.runs.evaluate import load_trained
-from transformer.files import disk_faults, read_json
+from transformer.files import disk_errors, read_json
 from transformer.mapping import apply_overrides
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten
@@ -26,31 +34,34 @@ from transformer.model.special_tokens import as_tuple
 from transformer.parallel.mesh import check_memory, start, use
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints
+from transformer.runs.evaluate import load_trained
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 
 
 def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Experiment:
-    """Makes `workdir` a run whose parameters are those of a Hugging Face directory: born sharded, one at a time. It can be generated
-    from, evaluated on a text that is named then and, with train.init_from, trained on. Raises UserError, and leaves no run."""
+    """Creates a run in `workdir` with the parameters of a Hugging Face directory.
+
+    Parameters are loaded one at a time and created sharded. The run can generate text, be evaluated
+    on a given text and, with train.init_from, be trained further. Raises UserError and leaves no
+    run behind if the conversion fails.
+    """
     rundir.check_folder(workdir)
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
-        raise UserError(
-            f"--workdir: {workdir} is already there, and not an empty folder; name another"
-        )
-    family, theirs, tensors = open_directory(directory)
-    model = family.our_config(theirs, frozenset(tensors.names))
-    signs = _signs(theirs, model, family.source_begins)
-    tokenizer = _tokenizer(directory, signs)
+        raise UserError(f"--workdir: {workdir} exists and is not an empty folder; choose another")
+    family, hf_config, tensors = open_directory(directory)
+    model = family.our_config(hf_config, frozenset(tensors.names))
+    tokenizer_config = _tokenizer_config(hf_config, model, family.source_begins)
+    tokenizer = _tokenizer(directory, tokenizer_config)
     if tokenizer is not None:
         model = _with_special_tokens(model, tokenizer)
-    config = apply_overrides(_experiment(model, signs), overrides)
+    config = apply_overrides(_experiment(model, tokenizer_config), overrides)
     if tokenizer is not None:
         check_special_tokens(config.model, tokenizer)
     workdir.parent.mkdir(parents=True, exist_ok=True)
     with (
         use(start(config.platform, config.mesh)) as mesh,
-        disk_faults(workdir),
+        disk_errors(workdir),
         tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
     ):
         abstract, placed = abstract_state(
@@ -58,38 +69,43 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         )
         check_memory(abstract.params, mesh, "parameters")
         shardings = flatten(placed.params)
-        place = lambda path, x: jax.make_array_from_callback(
+        put = lambda path, x: jax.make_array_from_callback(
             x.shape, shardings[path], lambda index: x[index]
         )
-        params = read_params(family, config.model, tensors, place)
-        whole = Path(unfinished) / "run"
-        count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+        params = read_params(family, config.model, tensors, put)
+        finished = Path(unfinished) / "run"
+        parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         rundir.claim(
-            whole, config, mesh, count, tokenizer, {"converted_from": str(directory.resolve())}
+            finished,
+            config,
+            mesh,
+            parameters,
+            tokenizer,
+            {"converted_from": str(directory.resolve())},
         )
-        checkpoints = Checkpoints(whole, config.train)
+        checkpoints = Checkpoints(finished, config.train)
         checkpoints.save_params(params)
         checkpoints.close()
         if workdir.exists():
             workdir.rmdir()
-        whole.rename(workdir)
+        finished.rename(workdir)
     return config
 
 
 def to_hf(
     workdir: Path, directory: Path, config: Experiment, mesh: Mesh, family: str | None
 ) -> None:
-    """Writes the model of a run, as it would be evaluated, as a Hugging Face directory."""
+    """Writes a run's model, with its evaluation parameters, as a Hugging Face directory."""
     files, model = {}, config.model
     with use(mesh):
         trained = load_trained(workdir, config, mesh)
         if trained.tokenizer is not None:
             files, model = trained.tokenizer.files, _with_special_tokens(model, trained.tokenizer)
-        save_hf(directory, model, {"params": trained.params}, family, files=files)
+        save_hf(directory, model, trained.params, family, files=files)
 
 
 def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The config with the tokenizer's special tokens where it names none."""
+    """Returns the config with the tokenizer's special tokens where it sets none."""
     unset = {
         field: token
         for field, token in special_tokens(model, tokenizer).items()
@@ -98,17 +114,22 @@ def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfi
     return dataclasses.replace(model, **unset)
 
 
-def _signs(theirs: Mapping, model: ModelConfig, source_begins: bool) -> TokenizerConfig:
-    """The special tokens of a tokenizer, as config.json has them; -1 where it has none and the tokenizer is asked. Of several
-    ends a tokenizer writes the first; without padding, that is the end."""
-    first = lambda ids: next(iter(as_tuple(ids)), -1)
-    pad, bos, eos = first(model.pad_id), first(model.bos_id), first(model.eos_id)
+def _tokenizer_config(
+    hf_config: Mapping, model: ModelConfig, source_begins: bool
+) -> TokenizerConfig:
+    """Returns the special tokens that config.json sets; -1 where the tokenizer's own token is used.
+
+    If there are several end tokens, the tokenizer writes the first. Without a padding token, the
+    end token serves as padding.
+    """
+    first_id = lambda ids: next(iter(as_tuple(ids)), -1)
+    pad, bos, eos = first_id(model.pad_id), first_id(model.bos_id), first_id(model.eos_id)
     if model.family == "encoder":
         names = ("cls_token_id", "sep_token_id")
-        bos, eos = (first(read_id(theirs, name, model.vocab_size)) for name in names)
+        bos, eos = (first_id(read_id(hf_config, name, model.vocab_size)) for name in names)
     source_bos = bos if source_begins else -1
-    if model.two_sides:
-        bos = first(model.decoder_start_id)
+    if model.is_encoder_decoder:
+        bos = first_id(model.decoder_start_id)
     elif model.family == "decoder" and bos < 0:
         bos = eos
     return TokenizerConfig(
@@ -116,11 +137,12 @@ def _signs(theirs: Mapping, model: ModelConfig, source_begins: bool) -> Tokenize
     )
 
 
-def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
-    """What a run's config.json says of a model that was not trained here."""
-    if not model.lm_head and not model.num_labels:  # its objective would come with train.init_from
+def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experiment:
+    """Returns the experiment for the config.json of a converted model."""
+    if not model.lm_head and not model.num_labels:  # its objective would require train.init_from
         raise UserError(
-            f"an {model.family} without a head for words or labels cannot be a run; convert one that has a head"
+            f"an {model.family} without a head for words or labels cannot be a run; convert a "
+            "model with such a head"
         )
     objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[
         model.family
@@ -131,29 +153,27 @@ def _experiment(model: ModelConfig, signs: TokenizerConfig) -> Experiment:
         objective=objective,
         length=min(model.max_length, 512),
         packing=model.lm_head,
-        tokenizer=signs,
+        tokenizer=tokenizer_config,
     )
     return Experiment(model, data, train=TrainConfig(steps=1))
 
 
-def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
-    """Theirs, where it is SentencePiece or `tokenizers` can read it."""
+def _tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> Tokenizer | None:
+    """Loads the model's tokenizer if it is SentencePiece or `tokenizers` can read it."""
     file, content = directory / "tokenizer.json", None
-    for name in (
-        "spiece.model",
-        "tokenizer.model",
-    ):  # where both are there, its ids are the model's without added signs
+    # Preferred to tokenizer.json: SentencePiece ids are the model's, without added tokens.
+    for name in ("spiece.model", "tokenizer.model"):
         if (directory / name).is_file() and (
             is_sentencepiece((directory / name).read_bytes()) or not file.is_file()
         ):
-            return load_tokenizer(directory / name, signs)
+            return load_tokenizer(directory / name, tokenizer_config)
     if file.is_file():
-        return load_tokenizer(file, signs)
+        return load_tokenizer(file, tokenizer_config)
     pair = [directory / name for name in ("source.spm", "target.spm", "vocab.json")]
     if all(part.is_file() for part in pair):
         source, target, vocabulary = pair
-        joined = Pair.join(source.read_bytes(), target.read_bytes(), read_json(vocabulary))
-        return Pair(joined, signs, str(directory))
+        joined = TokenizerPair.join(source.read_bytes(), target.read_bytes(), read_json(vocabulary))
+        return TokenizerPair(joined, tokenizer_config, str(directory))
     with contextlib.suppress(ImportError):
         import tokenizers
 
@@ -162,21 +182,21 @@ def _tokenizer(directory: Path, signs: TokenizerConfig) -> Tokenizer | None:
                 str(directory / "vocab.json"), str(directory / "merges.txt")
             )
         elif (directory / "vocab.txt").is_file():
-            given = (
+            settings = (
                 read_json(directory / "tokenizer_config.json")
                 if (directory / "tokenizer_config.json").is_file()
                 else {}
             )
-            lower = bool(given.get("do_lower_case", True))
+            lower = bool(settings.get("do_lower_case", True))
             content = tokenizers.BertWordPieceTokenizer(
                 str(directory / "vocab.txt"), lowercase=lower
             )
     if content is None:
         return None
-    signs_there = [
-        t
-        for t in ("<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>")
-        if content.token_to_id(t) is not None
+    present = [
+        token
+        for token in ("<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>")
+        if content.token_to_id(token) is not None
     ]
-    content.add_special_tokens(signs_there)
-    return Fast(content.to_str().encode("utf-8"), signs, str(directory))
+    content.add_special_tokens(present)
+    return Fast(content.to_str().encode("utf-8"), tokenizer_config, str(directory))

@@ -1,12 +1,14 @@
-"""Fingerprints of arrays: 64 bits that depend on the values and their places, and not on the mesh.
+"""Fingerprints of arrays: 64 bits that depend on values and positions, but not on the mesh.
 
 With i the flat index of an element and b_i its bits as an unsigned integer,
 
-    w_i = mix(b_i xor mix(i)),        fingerprint = (sum_i w_i mod 2^32, sum_i mix(w_i) mod 2^32).
+    w_i = mix(b_i xor mix(i))
+    fingerprint = (sum_i w_i mod 2^32, sum_i mix(w_i) mod 2^32)
 
-Addition modulo 2^32 is exact and commutes. Each device therefore sums its own elements, the sums are added up on the hosts, and the
-result is the same on every mesh. No array leaves its device. `mix` is a bijection, so a change of a single element always changes
-the fingerprint; two different arrays agree by chance with a probability of about 2^-64.
+Addition modulo 2^32 is exact and commutative. Each device therefore sums its own elements, the
+hosts add up the sums, and the result is the same on every mesh. No array leaves its device. `mix`
+is a bijection, so a change of a single element always changes the fingerprint. Two different arrays
+collide with a probability of about 2^-64.
 """
 
 import functools
@@ -20,22 +22,22 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from transformer.parallel.processes import everyones
+from transformer.parallel.processes import gather_from_all
 from transformer.parallel.sharding import path_name
 
 
 def fingerprints(tree: Any) -> dict[str, str]:
-    """The fingerprint of each array of `tree`, as 16 hexadecimal digits, by the array's path.
+    """Returns the fingerprint of each array of `tree`: path -> 16 hexadecimal digits.
 
-    Each process must call this with the same tree, sharded over a mesh in any way, and gets the same result. Placeholders (`...`) are
-    left out.
+    All processes must call this with the same tree, in any sharding over a mesh, and get the same
+    result. Placeholders (`...`) are skipped.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     leaves = [(path, jnp.asarray(x)) for path, x in leaves if x is not ...]
-    sums = [_program(x.sharding)(x) for _, x in leaves]  # dispatches all before it waits for one
-    mine = jax.device_get([[shard.data for shard in x.addressable_shards] for x in sums])
-    mine_NxW = np.array([np.sum(blocks, axis=(0, 1), dtype=np.uint32) for blocks in mine])
-    sums_NxW = np.sum(everyones(mine_NxW), axis=0, dtype=np.uint32)
+    sums = [_program(x.sharding)(x) for _, x in leaves]  # dispatch all before waiting
+    local_sums = jax.device_get([[shard.data for shard in x.addressable_shards] for x in sums])
+    local_NxW = np.array([np.sum(blocks, axis=(0, 1), dtype=np.uint32) for blocks in local_sums])
+    sums_NxW = np.sum(gather_from_all(local_NxW), axis=0, dtype=np.uint32)
     return {
         path_name(path): "".join(f"{word:08x}" for word in words)
         for (path, _), words in zip(leaves, sums_NxW, strict=True)
@@ -43,17 +45,20 @@ def fingerprints(tree: Any) -> dict[str, str]:
 
 
 def _program(sharding: jax.sharding.Sharding) -> Callable:
-    """array of that sharding -> uint32[devices, 2], the sums of each device."""
+    """Returns a function array -> uint32[devices, 2], the sums of each device."""
     if isinstance(sharding, NamedSharding):
         return _sharded_program(sharding.mesh, sharding.spec)
     if not isinstance(sharding, SingleDeviceSharding):
-        raise TypeError(f"fingerprints are of arrays on a mesh or on one device, not of {sharding}")
+        raise TypeError(f"fingerprints need arrays on a mesh or on one device, not {sharding}")
     return _local_program
 
 
 @functools.cache
 def _sharded_program(mesh: Mesh, spec: P) -> Callable:
-    """Each device sums its block, unless another one has the same block and is before it. Devices exchange nothing."""
+    """Returns a program in which each device sums its own block, without communication.
+
+    Of the devices that hold the same block, only the first counts.
+    """
     axes = [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
     replicas = [name for name in mesh.axis_names if not any(name in names for names in axes)]
 
@@ -79,32 +84,38 @@ def _local_program(x: jax.Array) -> jax.Array:
 
 
 def _sums(x: jax.Array, starts, shape) -> jax.Array:
-    """uint32[2]: both sums over a block that begins at `starts` in an array of that shape, in one pass."""
+    """Returns uint32[2]: both sums over the block at `starts` of an array, in one pass."""
     word = _mix(_bits(x) ^ _mix(_flat_index(x.shape, starts, shape)))
     zero, add = jnp.uint32(0), lambda a, b: (a[0] + b[0], a[1] + b[1])
     return jnp.stack(jax.lax.reduce((word, _mix(word)), (zero, zero), add, tuple(range(x.ndim))))
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """What memory holds for each element, as uint32."""
+    """Returns the bit pattern of each element as uint32."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if x.dtype.itemsize > 4:
-        raise TypeError(f"fingerprints are of numbers of at most 32 bits, not of {x.dtype}")
+        raise TypeError(f"fingerprints need numbers of at most 32 bits, not {x.dtype}")
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
 
 
 def _flat_index(block, starts, shape) -> jax.Array:
-    """uint32 of the block's shape: each element's place in the whole array in row-major order, modulo 2^32."""
+    """Returns uint32 of the block's shape: each element's flat index in the whole array.
+
+    The index is row-major and modulo 2^32.
+    """
     index = jnp.zeros(block, jnp.uint32)
     for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
-        here = jax.lax.broadcasted_iota(jnp.uint32, block, axis) + jnp.uint32(start)
-        index = index * jnp.uint32(size % 2**32) + here
+        axis_index = jax.lax.broadcasted_iota(jnp.uint32, block, axis) + jnp.uint32(start)
+        index = index * jnp.uint32(size % 2**32) + axis_index
     return index
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection on 32-bit words that lets each input bit affect each output bit: MurmurHash3's `fmix32` (Appleby 2011)."""
+    """Applies MurmurHash3's `fmix32` (Appleby 2011), a bijection on 32-bit words.
+
+    Each input bit affects each output bit.
+    """
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -1,7 +1,8 @@
-"""Starting from parameters that another run, or another code, has trained: pre-train, then fine-tune.
+"""Initialization from the trained parameters of a run or of a Hugging Face model.
 
-Parameters are matched by name, in the names of unrolled layers, so that looped and unrolled models start from each other. What
-does not match is an error, unless the config says by name what is to start anew and what is to be left out.
+Parameters are matched by their names in unrolled layers, so scanned and unrolled models can
+initialize each other. A mismatch is an error unless the config lists the parameters to initialize
+anew and to drop.
 """
 
 import dataclasses
@@ -23,25 +24,31 @@ from transformer.errors import UserError
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import build_model
 from transformer.runs.checkpoint import Checkpoints
-from transformer.training.optimizer import build_optimizer
 from transformer.runs.rundir import load_config
+from transformer.training.optimizer import build_optimizer
 from transformer.training.state import TrainState, abstract_state
 
 
 def start_from(config: Experiment, state: TrainState, placed: TrainState, mesh: Mesh) -> TrainState:
-    """`state`, newly initialised, with the parameters of `train.init_from` in place of its own. Raises UserError, listing names."""
-    train, model, ours = config.train, config.model, flatten(state.params)
-    shapes, fetch = _source(Path(train.init_from), mesh)
-    taken, place = _match(train, layer_shapes(model, ours), shapes), where(model, ours)
+    """Returns the newly initialized `state` with the parameters of `train.init_from`.
 
-    def get(name: str) -> jax.Array:
-        path, i = place[name]
-        own = part(ours[path], i)
-        return _fit(train, fetch(name), own).astype(own.dtype) if name in taken else own
+    Raises UserError, which lists parameter names, if they do not match.
+    """
+    train, model, targets = config.train, config.model, flatten(state.params)
+    shapes, fetch = _source(Path(train.init_from), mesh)
+    names, places = _match(train, layer_shapes(model, targets), shapes), where(model, targets)
+
+    def layer_part(name: str) -> jax.Array:
+        path, i = places[name]
+        initial = part(targets[path], i)
+        return _fit(train, fetch(name), initial).astype(initial.dtype) if name in names else initial
 
     shardings = flatten(placed.params)
     params = unflatten(
-        {path: jax.device_put(join(model, path, get, jnp.stack), shardings[path]) for path in ours}
+        {
+            path: jax.device_put(join(model, path, layer_part, jnp.stack), shardings[path])
+            for path in targets
+        }
     )
     return state.replace(
         params=params, ema=None if state.ema is None else jax.tree.map(jnp.copy, params)
@@ -49,27 +56,32 @@ def start_from(config: Experiment, state: TrainState, placed: TrainState, mesh: 
 
 
 def check_source(directory: str) -> None:
-    """Raises UserError if `train.init_from` is no directory that parameters can be read from."""
+    """Raises UserError if `train.init_from` is neither a run nor a Hugging Face directory."""
     path = Path(directory)
     if not ((path / "checkpoints").is_dir() or (path / "config.json").is_file()):
         raise UserError(
-            f"train.init_from: {directory} is neither a run (checkpoints/) nor a Hugging Face directory (config.json)"
+            f"train.init_from: {directory} is neither a run (checkpoints/) nor a Hugging Face "
+            "directory (config.json)"
         )
 
 
 def check_tokenizer(directory: str, sha256: str) -> None:
-    """Raises UserError if a run was trained on other pieces than these: its embeddings would mean nothing here."""
+    """Raises UserError if a run was trained with another tokenizer.
+
+    Its embeddings would belong to other tokens.
+    """
     file = find_tokenizer(directory)
     if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
         raise UserError(
-            f"train.init_from: {directory} was trained with another tokenizer; set data.tokenizer.path={file} to use it here"
+            f"train.init_from: {directory} was trained with another tokenizer; set "
+            f"data.tokenizer.path={file} to use it here"
         )
 
 
 def _source(
     directory: Path, mesh: Mesh
 ) -> tuple[Mapping[str, tuple[int, ...]], Callable[[str], Any]]:
-    """Shapes by unrolled name, and what fetches one."""
+    """Returns the shapes of the source by unrolled name, and a function name -> parameter."""
     if (directory / "checkpoints").is_dir():
         config = load_config(directory)
         checkpoints = Checkpoints(directory, config.train)
@@ -86,65 +98,74 @@ def _source(
             ("ema", 1) if config.train.ema_decay else ("params", config.train.average_checkpoints)
         )
         flat = flatten(checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of))
-        place = where(config.model, flat)
+        places = where(config.model, flat)
         return layer_shapes(config.model, flat), lambda name: part(
-            flat[place[name][0]], place[name][1]
+            flat[places[name][0]], places[name][1]
         )
     check_source(str(directory))
     shapes, read = open_hf(directory)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return shapes, lambda name: _place(read(name), everywhere)
+    return shapes, lambda name: _put(read(name), everywhere)
 
 
-def _place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def _match(train: TrainConfig, ours: Mapping, theirs: Mapping) -> set[str]:
-    """The names that are taken over."""
-    named = lambda name, patterns: any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-    new = {name for name in ours if named(name, train.init_new)}
-    left = {name for name in theirs if named(name, train.init_drop)}
+def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
+    """Returns the names of the parameters to take over. Raises UserError on a mismatch."""
+    matches = lambda name, patterns: any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    new = {name for name in targets if matches(name, train.init_new)}
+    dropped = {name for name in sources if matches(name, train.init_drop)}
     source = train.init_from
-    if missing := sorted(ours.keys() - theirs.keys() - new):
+    if missing := sorted(targets.keys() - sources.keys() - new):
         raise UserError(
-            f"train.init_from: {source} has no {_some(missing)}; name in train.init_new what starts anew"
+            f"train.init_from: {source} has no {_some(missing)}; name in train.init_new what to "
+            "initialize anew"
         )
-    if over := sorted(theirs.keys() - ours.keys() - left):
+    if surplus := sorted(sources.keys() - targets.keys() - dropped):
         raise UserError(
-            f"train.init_from: this model has no place for {_some(over)}; name in train.init_drop what is left out"
+            f"train.init_from: this model has no parameter {_some(surplus)}; name in "
+            "train.init_drop what to drop"
         )
-    taken = set(ours) - new - left
-    if lost := sorted(left & ours.keys() - new):
+    names = set(targets) - new - dropped
+    if unset := sorted(dropped & targets.keys() - new):
         raise UserError(
-            f"train.init_drop: {_some(lost)} would be left empty; name it in train.init_new too"
+            f"train.init_drop: {_some(unset)} would not be initialized; name it in train.init_new "
+            "too"
         )
-    for name in sorted(taken):
-        longer = (
+    for name in sorted(names):
+        skipped_axes = (
             name.split("/")[-1].startswith("position_embedding") and train.init_positions != "same"
         )
-        if tuple(ours[name][longer:]) != tuple(theirs[name][longer:]):
-            spell = lambda shape: "x".join(map(str, shape))
+        if tuple(targets[name][skipped_axes:]) != tuple(sources[name][skipped_axes:]):
+            format_shape = lambda shape: "x".join(map(str, shape))
             way_out = (
                 "; set train.init_positions"
                 if "position_embedding" in name
-                else "; name it in train.init_new and train.init_drop to start it anew"
+                else "; name it in train.init_new and train.init_drop to initialize it anew"
             )
             raise UserError(
-                f"train.init_from: {name} is {spell(theirs[name])} in {source} and {spell(ours[name])} here{way_out}"
+                f"train.init_from: {name} is {format_shape(sources[name])} in {source} and "
+                f"{format_shape(targets[name])} here{way_out}"
             )
-    return taken
+    return names
 
 
-def _fit(train: TrainConfig, x: jax.Array, own: jax.Array) -> jax.Array:
-    """x, or for a table of positions of another length its first rows and new ones behind them, or a stretched one."""
-    if x.shape == own.shape:
+def _fit(train: TrainConfig, x: jax.Array, initial: jax.Array) -> jax.Array:
+    """Returns `x`, adapted if it is a position table of another length than `initial`.
+
+    `train.init_positions` either interpolates it, or keeps `initial` and overwrites its first rows.
+    """
+    if x.shape == initial.shape:
         return x
     if train.init_positions == "interpolate":
-        return jax.image.resize(x, own.shape, "linear")
-    rows = min(len(x), len(own))
-    return own.at[:rows].set(x[:rows].astype(own.dtype))
+        return jax.image.resize(x, initial.shape, "linear")
+    rows = min(len(x), len(initial))
+    return initial.at[:rows].set(x[:rows].astype(initial.dtype))
 
 
-def _some(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _some(names: list[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )

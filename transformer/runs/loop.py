@@ -1,4 +1,4 @@
-"""The loop: read it from top to bottom."""
+"""The training loop."""
 
 import contextlib
 import itertools
@@ -11,36 +11,42 @@ from pathlib import Path
 import jax
 
 from transformer.config import Experiment
-from transformer.files import disk_faults
+from transformer.files import disk_errors
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import stop_agreed
 from transformer.runs import rundir
 from transformer.runs.run import begin
 
 
-def train(config: Experiment, workdir: str | Path) -> int:
-    """Trains in `workdir`, or goes on where a run of the same experiment stopped. Returns the steps done, which are fewer
-    than `train.steps` after SIGTERM or Ctrl-C; the same call goes on from there."""
+def train(config: Experiment, workdir: str | Path, verbose: bool = False) -> int:
+    """Trains in `workdir`, or continues an interrupted run of the same experiment.
+
+    With `verbose`, more details are printed before the first step. Returns the number of completed
+    steps. It is less than `train.steps` after SIGTERM or Ctrl-C;
+    another call continues from there.
+    """
     workdir = Path(workdir)
     with (
-        disk_faults(workdir),
+        disk_errors(workdir),
         use(start(config.platform, config.mesh)) as mesh,
         rundir.alone([workdir]),
     ):
-        run = begin(config, workdir, mesh)
+        run = begin(config, workdir, mesh, verbose=verbose)
         with (
             run,
             stop_signals() as stopped,
             _profile(run.workdir, config.train.profile, run.step) as profile,
         ):
+            first = run.step
             for batch in run.batches.stream(run.step, config.train.steps):
-                run.state, metrics = run.train_step(run.state, run.share.place(batch))
+                batch = run.share.place(batch)
+                with run.progress.compiling() if run.step == first else contextlib.nullcontext():
+                    run.state, metrics = run.train_step(run.state, batch)
                 run.step += 1
                 run.recorder.push(run.step, metrics)
                 profile(run.step)
-                if run.step < config.train.steps and stopped(
-                    run.step
-                ):  # little time is left: an evaluation that is due comes with the resumption
+                if run.step < config.train.steps and stopped(run.step):
+                    # Little time is left. The resumed run performs an evaluation that is due.
                     run.save()
                     break
                 if run.evaluation_due():
@@ -51,46 +57,58 @@ def train(config: Experiment, workdir: str | Path) -> int:
 
 
 _RUNS = itertools.count()
-"""Runs of this process: what was agreed on in one is nothing to the next."""
+"""Numbers the runs of this process, so that an agreed stop applies to one run only."""
 
 heard: list[int] = []
-"""Signals that came while this process trained. One that comes after a run's last step leaves the run whole; who would begin another asks here."""
+"""Signals that this process received while it trained.
+
+A signal after the last step of a run does not affect that run. A caller must check this list before
+it starts another.
+"""
 
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """After SIGTERM (preemption) or Ctrl-C in any process, the function it yields returns True, in all of them at one step; a second
-    Ctrl-C interrupts at once."""
-    seen: list[int] = []
+    """Yields a function step -> whether to stop after SIGTERM (preemption) or Ctrl-C.
+
+    If any process receives a signal, the function returns True in all processes at the same step. A
+    second Ctrl-C interrupts at once.
+    """
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda step: False
         return
 
-    def note(number, frame):
-        if seen and number == signal.SIGINT:
+    def on_signal(signum, frame):
+        if received and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        seen.append(number)
-        heard.append(number)
-        print("\nstopping soon, to save what is done", file=sys.stderr)
+        received.append(signum)
+        heard.append(signum)
+        print("\nstopping soon, after saving a checkpoint", file=sys.stderr)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {
+        signum: signal.signal(signum, on_signal) for signum in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         run = next(_RUNS)
-        yield lambda step: stop_agreed(bool(seen), step, run)
+        yield lambda step: stop_agreed(bool(received), step, run)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
 
 
 @contextlib.contextmanager
 def _profile(workdir: Path, steps: int, start: int) -> Iterator[Callable[[int], None]]:
-    """Traces `steps` steps, from the 10th of this start, into `workdir/profile` (open it with TensorBoard or Perfetto)."""
+    """Traces `steps` steps, after the first 10 of this process, into `workdir/profile`.
+
+    Open the trace with TensorBoard or Perfetto.
+    """
     first = start + 10
 
-    def at(step: int) -> None:
+    def after_step(step: int) -> None:
         if steps and step == first:
             jax.profiler.start_trace(str(workdir / "profile"))
         if steps and step == first + steps:
             jax.profiler.stop_trace()
 
-    yield at
+    yield after_step

@@ -1,20 +1,26 @@
-"""What a run says: a progress line for a person, metrics.jsonl for scripts, TensorBoard, Weights & Biases, loss.png."""
+"""Outputs of a run: progress lines, metrics.jsonl, TensorBoard, Weights & Biases and loss.png."""
 
+import contextlib
 import hashlib
 import importlib.util
 import io
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import read_bytes, write_whole
+from transformer.files import read_bytes, write_atomic
+from transformer.output import elapsed
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one flat JSON object a line, `step` first. On resuming at step n, lines after n are dropped. Of several processes
-    one `writes`; the others know what is there and write nothing."""
+    """The log `metrics.jsonl`, with one flat JSON object per line, `step` first.
+
+    On resuming at step n, lines after step n are removed. If there are several processes, only one
+    `writes`. The others read the existing lines and write nothing.
+    """
 
     def __init__(
         self,
@@ -26,14 +32,14 @@ class MetricsLog:
         wandb: str,
         config: dict,
     ):
-        self._path = workdir / "metrics.jsonl"
-        kept = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
-        self._last = {name: line["step"] for line in kept for name in line}
+        self._path, self._writes = workdir / "metrics.jsonl", writes
+        lines = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
+        self._last = {name: line["step"] for line in lines for name in line}
         self._board = self._wandb = None
         if not writes:
             self._file = io.StringIO()
             return
-        write_whole(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = self._path.open("a")
         if tensorboard:
             from tensorboardX import SummaryWriter
@@ -42,7 +48,7 @@ class MetricsLog:
         self._wandb = _start_wandb(wandb, workdir, config) if wandb else None
 
     def last(self, name: str) -> int | None:
-        """The last step that wrote this value."""
+        """Returns the last step that logged this value."""
         return self._last.get(name)
 
     def write(self, step: int, **values: float) -> None:
@@ -56,6 +62,17 @@ class MetricsLog:
         if self._wandb:
             self._wandb.log(numbers, step=step)
 
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Writes texts for people to samples/STEP.txt and to TensorBoard."""
+        if not texts or not self._writes:
+            return
+        folder = self._path.parent / "samples"
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / f"{step:08d}.txt", "\n".join(texts.values()))
+        if self._board:
+            for name, text in texts.items():
+                self._board.add_text(name, f"```\n{text}```", step)
+
     def close(self) -> None:
         self._file.close()
         if self._board:
@@ -65,7 +82,7 @@ class MetricsLog:
 
 
 def check_wandb(project: str) -> None:
-    """Raises UserError if it is asked for and not installed."""
+    """Raises UserError if a Weights & Biases project is set but wandb is not installed."""
     if project and importlib.util.find_spec("wandb") is None:
         raise UserError("train.wandb needs the extra [wandb]: pip install -e '.[wandb]'")
 
@@ -84,12 +101,12 @@ def _start_wandb(project: str, workdir: Path, config: dict):
 
 
 def read_metrics(workdir: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl. One that was cut off, or damaged, is left out."""
+    """Reads the lines of a run's metrics.jsonl. Truncated or damaged lines are skipped."""
     return [line for line in parse_metrics(workdir) if line is not None]
 
 
 def parse_metrics(workdir: Path) -> list[dict | None]:
-    """The lines of a run's metrics.jsonl; None in place of one that was cut off, or damaged."""
+    """Reads the lines of a run's metrics.jsonl, with None for truncated or damaged ones."""
     path, lines = Path(workdir) / "metrics.jsonl", []
     for text in read_bytes(path).splitlines() if path.exists() else ():
         try:
@@ -101,22 +118,25 @@ def parse_metrics(workdir: Path) -> list[dict | None]:
 
 
 def _is_whole(line) -> bool:
-    """Whether it says a step, and nothing that no run writes: a whole number of more than 64 bits."""
+    """Returns whether a line has a step and no integer beyond 64 bits, which no run writes."""
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         return False
     return all(abs(x) < 2**63 for x in line.values() if isinstance(x, int))
 
 
 def append_metrics(workdir: Path, step: int, values: dict[str, float]) -> None:
-    """One more line for a finished run, unless its last line says the same already."""
-    line, known = {"step": step} | values, read_metrics(workdir)
-    if known[-1:] != [json.loads(json.dumps(line))]:
+    """Appends a line to the log of a finished run unless its last line is equal."""
+    line, logged = {"step": step} | values, read_metrics(workdir)
+    if logged[-1:] != [json.loads(json.dumps(line))]:
         with (workdir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
 class Progress:
-    """One line that a person likes. In a terminal it stays in place; in a log there is one every `log_every` steps."""
+    """The progress line.
+
+    In a terminal, it is updated in place. In a log file, there is one line every `log_every` steps.
+    """
 
     def __init__(self, steps: int, stream=None):
         self._steps = steps
@@ -127,19 +147,30 @@ class Progress:
     def show(
         self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float
     ) -> None:
-        """`seconds_per_step` is of the last interval; the time left follows it, smoothed."""
-        line = f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}  loss {loss:6.3f}  lr {rate:.1e}"
+        """Shows the progress line.
+
+        `seconds_per_step` is the average over the last logging interval. The remaining time is
+        estimated from its moving average.
+        """
+        line = (
+            f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}  "
+            f"loss {loss:6.3f}  lr {rate:.1e}"
+        )
         if tokens_per_second:
-            before = self._seconds_per_step or seconds_per_step
-            self._seconds_per_step = 0.7 * before + 0.3 * seconds_per_step
+            previous = self._seconds_per_step or seconds_per_step
+            self._seconds_per_step = 0.7 * previous + 0.3 * seconds_per_step
             left = human_time(self._seconds_per_step * (self._steps - step))
             line += f"  {human_count(tokens_per_second):>6} tok/s  {left:>7} left"
         self._write(line)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a permanent line."""
         self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
         self._stream.flush()
+
+    def compiling(self) -> contextlib.AbstractContextManager:
+        """Shows the elapsed time while the first step is compiled."""
+        return elapsed("compiling the training step", self._stream)
 
     def close(self) -> None:
         if self._live:
@@ -155,7 +186,7 @@ class Progress:
 
 
 def columns(rows: list[list[str]]) -> list[str]:
-    """Rows of cells as lines whose columns stand under each other."""
+    """Formats rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -164,7 +195,7 @@ def columns(rows: list[list[str]]) -> list[str]:
 
 
 def human_time(seconds: float) -> str:
-    """95 -> '1:35', 4000 -> '1:06 h'."""
+    """Formats a duration: 95 -> '1:35', 4000 -> '1:06 h'."""
     seconds = round(seconds)
     if seconds < 3600:
         return f"{seconds // 60}:{seconds % 60:02d}"
@@ -174,7 +205,7 @@ def human_time(seconds: float) -> str:
 
 
 def human_count(n: float) -> str:
-    """38200 -> '38.2k'."""
+    """Formats a count: 38200 -> '38.2k'."""
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if abs(n) < 1000:
             return f"{n:.3g}{unit}" if unit == "" else f"{n:.1f}{unit}"
@@ -183,12 +214,15 @@ def human_count(n: float) -> str:
 
 
 def human_number(x: float) -> str:
-    """18.807 -> '18.81', of a run that went astray 1.2e+304."""
+    """Formats a number: 18.807 -> '18.81'; after divergence 1.2e304 -> '1.2e+304'."""
     return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"
 
 
 def plot_loss(workdir: Path) -> Path | None:
-    """loss.png: training loss (mean of each logging interval) and validation loss against the step."""
+    """Plots the training loss and the validation loss against the step to loss.png.
+
+    The training loss is the mean of each logging interval. Returns None if there is none.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

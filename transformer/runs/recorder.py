@@ -1,4 +1,4 @@
-"""Between the device and the logs: takes each step's metrics one step late, averages, times, writes."""
+"""Collects the metrics of training steps from the device, averages them and logs them."""
 
 import contextlib
 import math
@@ -14,15 +14,16 @@ from transformer.runs.metrics import MetricsLog, Progress
 
 
 class Diverged(UserError):
-    """The loss is not a number any more. A result, recorded as one."""
+    """The loss is NaN or infinite. This is a result, which the log records."""
 
 
 class Recorder:
-    """Feeds the log and the progress line with token-weighted means over each `every` steps.
+    """Logs token-weighted means and the speed every `every` steps.
 
-    `push(step, metrics)` looks at the metrics of the step before, which the device has finished by then: the host never
-    waits for the step it has just started. `window` holds the sums since the last line; saved with a checkpoint, it makes
-    a resumed curve the same as an uninterrupted one. `together`: so many runs share this one's time.
+    `push(step, metrics)` reads the metrics of the previous step, which the device has finished by
+    then, so the host never waits for the step it has just started. `window` holds the sums since
+    the last log line. It is saved with a checkpoint, so that a resumed run has the same curve as an
+    uninterrupted one. `together` is the number of runs that share the measured time.
     """
 
     def __init__(
@@ -45,19 +46,21 @@ class Recorder:
         self._together = {"time/together": together} if together > 1 else {}
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
-        self._mark: float | None = (
-            None  # when the open interval began; None until the first step, which compiles, is over
-        )
+        # Start of the open interval. None until the first step, which compiles, is done.
+        self._mark: float | None = None
         self._timed_tokens, self._timed_steps = 0.0, 0
         self._aside = False
 
     def push(self, step: int, metrics: dict) -> None:
-        """Metrics of a step just started. Raises Diverged for those of an earlier one."""
+        """Takes the metrics of a step that has just started.
+
+        Raises Diverged if the loss of the previous step is not finite.
+        """
         self.flush()
         self._late = step, metrics
 
     def flush(self) -> None:
-        """Waits for the last step pushed and takes its metrics in."""
+        """Waits for the last step that was pushed and records its metrics."""
         if self._late is None:
             return
         (step, metrics), self._late = self._late, None
@@ -65,8 +68,9 @@ class Recorder:
         if not math.isfinite(values["objective"]):
             self._log.write(step, **{"train/diverged": True})
             raise Diverged(
-                f"training diverged: the loss is {values['objective']} at step {step:,}; lower optimizer.learning_rate, "
-                "lengthen optimizer.warmup_steps or set optimizer.clip_norm"
+                f"training diverged: the loss is {values['objective']} at step {step:,}; lower "
+                "optimizer.learning_rate, lengthen optimizer.warmup_steps or set "
+                "optimizer.clip_norm"
             )
         for name, value in values.items():
             self.window[name] = self.window.get(name, 0.0) + (
@@ -98,21 +102,28 @@ class Recorder:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Evaluation, saving, of this run or of one beside it: time that is no training. One within another counts once."""
+        """Excludes the time of its body from the measured training time.
+
+        Used for evaluations and checkpoints, of this run or of one trained together with it. Nested
+        uses count once.
+        """
         self.flush()
-        began, inner, self._aside = time.perf_counter(), self._aside, True
+        start, was_aside, self._aside = time.perf_counter(), self._aside, True
         yield
-        self._aside = inner
-        if self._mark is not None and not inner:
-            self._mark += time.perf_counter() - began
+        self._aside = was_aside
+        if self._mark is not None and not was_aside:
+            self._mark += time.perf_counter() - start
 
 
 def peak_memory() -> int:
-    """Bytes that the fullest of this process's devices has held at most; where devices do not tell (CPUs), that the process has."""
-    found = [
+    """Returns the peak memory in bytes of the fullest device of this process.
+
+    Where devices do not report it (CPUs), returns the peak memory of the process.
+    """
+    peaks = [
         stats.get("peak_bytes_in_use", 0)
         for device in jax.local_devices()
         if (stats := device.memory_stats())
     ]
     unit = 1 if sys.platform == "darwin" else 1024
-    return max(found) if found else unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(peaks) if peaks else unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""A run: what stands before its first step, and what is done beside its steps: evaluations, checkpoints, logs."""
+"""A run: its preparation before the first step, and its evaluations, checkpoints and logs."""
 
 import dataclasses
 import functools
@@ -15,7 +15,6 @@ import optax
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
@@ -23,34 +22,34 @@ from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
-from transformer.evaluation.subject import At, Subject
-from transformer.files import check_room
+from transformer.evaluation.subject import Snapshot, Subject
+from transformer.files import check_disk_space
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import check_memory
-from transformer.runs.fits import check_batch, check_rounds, check_rows
-from transformer.parallel.processes import agree, barrier, first_before_the_others, is_first
-from transformer.parallel.sharding import Share, describe
+from transformer.parallel.processes import agree, barrier, is_first, process_zero_first
+from transformer.parallel.sharding import Share
 from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
+from transformer.runs.fits import check_batch, check_divisibility, check_rounds
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
 from transformer.runs.metrics import (
     MetricsLog,
     Progress,
     check_wandb,
-    human_count,
     human_number,
     plot_loss,
 )
-from transformer.training.optimizer import build_optimizer, schedule
 from transformer.runs.recorder import Diverged, Recorder
+from transformer.runs.summary import summary
+from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
 from transformer.training.step import attention_backends, make_eval_step, make_train_step
 
 
 @dataclasses.dataclass
 class Run:
-    """What a loop holds while it runs: where the run stands, and all that is done beside its steps."""
+    """The state of a run in the training loop, with its evaluations, checkpoints and logs."""
 
     config: Experiment
     workdir: Path
@@ -68,28 +67,27 @@ class Run:
     data: Data
 
     def __enter__(self) -> "Run":
-        due = (
-            self.evaluation_due() if self.step else self.config.train.evaluators
-        )  # how it looks before the first step
+        # Evaluators also measure the untrained model, before the first step.
+        due = self.evaluation_due() if self.step else self.config.train.evaluators
         if due and self.log.last("eval/loss") != self.step:
             self.evaluate()
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        """Ends the logs in any case, and waits for the last checkpoint."""
+    def __exit__(self, error_type, error, trace) -> None:
+        """Closes the logs in any case and waits for the last checkpoint."""
         try:
-            if kind is None:
+            if error_type is None:
                 self.recorder.flush()
-            together = kind is None or issubclass(kind, Diverged)
-            if together or jax.process_count() == 1:  # else the others may not come to close it
-                self.checkpoints.close(prune=kind is None)
+            all_arrive = error_type is None or issubclass(error_type, Diverged)
+            if all_arrive or jax.process_count() == 1:  # closing needs all processes
+                self.checkpoints.close(prune=error_type is None)
         finally:
             self.progress.close()
             self.log.close()
             if is_first():
                 plot_loss(self.workdir)
-        if kind is None:
-            barrier("the run is over")
+        if error_type is None:
+            barrier("end of the run")
 
     def saving_due(self) -> bool:
         return (
@@ -101,18 +99,26 @@ class Run:
         return _due(self.step, self.config.train.eval_every) or self.step == self.config.train.steps
 
     def evaluate(self) -> None:
-        """Loss on the validation side, into the log and onto a line of its own."""
+        """Logs the validation loss and the evaluators' metrics, and prints a line."""
         with self.recorder.aside():
-            most = self.config.train.eval_batches
-            found = evaluate_loss(
-                self.eval_step, self.state.eval_params, self.valid, self.share, most=most
+            max_batches = self.config.train.eval_batches
+            metrics = evaluate_loss(
+                self.eval_step, self.state.eval_params, self.valid, self.share, most=max_batches
             )
-            found |= measure(
-                self._subject, At(self.state.eval_params, self.state.opt_state), during=True
+            metrics |= measure(
+                self._subject,
+                Snapshot(self.state.eval_params, self.state.opt_state),
+                in_training=True,
             )
-            self.log.write(self.step, **{f"eval/{name}": value for name, value in found.items()})
+            texts = {name: x for name, x in metrics.items() if isinstance(x, str)}
+            numbers = {f"eval/{name}": x for name, x in metrics.items() if name not in texts}
+            self.log.write(self.step, **numbers)
+            self.log.write_texts(self.step, texts)
+            bleu = metrics.get("translation/bleu")
             self.progress.note(
-                f"step {self.step:,}: validation loss {found['loss']:.3f}, perplexity {human_number(found['perplexity'])}, accuracy {found['accuracy']:.1%}"
+                f"step {self.step:,}: validation loss {metrics['loss']:.3f}, perplexity "
+                f"{human_number(metrics['perplexity'])}, accuracy {metrics['accuracy']:.1%}"
+                + ("" if bleu is None else f", BLEU {bleu:.1f}")
             )
 
     @functools.cached_property
@@ -128,7 +134,7 @@ class Run:
         )
 
     def save(self) -> None:
-        """A checkpoint of this step, with the position in the data and the open logging interval."""
+        """Saves a checkpoint with the position in the data and the open logging interval."""
         with self.recorder.aside():
             if is_first():
                 rundir.lock(self.workdir).check()
@@ -145,7 +151,7 @@ def _due(step: int, every: int) -> bool:
 
 
 class Program(NamedTuple):
-    """What is trained, and where its state stands."""
+    """The model, the optimizer, and the shapes and shardings of the train state."""
 
     model: nn.Module
     optimizer: optax.GradientTransformation
@@ -154,7 +160,7 @@ class Program(NamedTuple):
 
 
 class Text(NamedTuple):
-    """What is read."""
+    """The data and its batches."""
 
     data: Data
     train: Batches
@@ -162,46 +168,78 @@ class Text(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a run stands before its first step: new, or as it was left."""
+    """The state from which training starts: new, or resumed."""
 
     state: TrainState
-    checkpoints: Checkpoints | None  # of a run that goes on
+    checkpoints: Checkpoints | None  # None for a new run
     step: int
     window: dict  # the open logging interval
 
 
 def begin(
-    config: Experiment, workdir: Path, mesh: Mesh, *, together: int = 1, speaks: bool = True
+    config: Experiment,
+    workdir: Path,
+    mesh: Mesh,
+    *,
+    together: int = 1,
+    speaks: bool = True,
+    verbose: bool = False,
 ) -> Run:
-    """Everything before the first step. `together`: of so many runs that are trained as one
-    program; one of them `speaks`."""
+    """Prepares everything that a run needs before its first step.
+
+    `together` is the number of runs that are trained as one program. Only one of them `speaks`,
+    that is, prints progress. With `verbose`, it prints more details before the first step.
+    """
     program = check(config, workdir, mesh)
     text = read_text(config, workdir, Share(mesh))
     progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
     start = find_state(config, workdir, mesh, program, text, progress.note)
-    claim_directory(config, workdir, mesh, program, text, start, together, progress.note)
+    claim_directory(config, workdir, mesh, program, text, start, together, progress.note, verbose)
     checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)
     log = MetricsLog(
-        workdir, start.step, writes=is_first(), tensorboard=config.train.tensorboard, wandb=config.train.wandb, config=to_mapping(config)
-    )  # fmt: skip
-    barrier("all have read the metrics so far")
+        workdir,
+        start.step,
+        writes=is_first(),
+        tensorboard=config.train.tensorboard,
+        wandb=config.train.wandb,
+        config=to_mapping(config),
+    )
+    barrier("reading of earlier metrics")
     train = config.train
     recorder = Recorder(
-        log, progress, schedule(config.optimizer, train.steps), train.log_every, train.steps, start.window, together
-    )  # fmt: skip
+        log,
+        progress,
+        schedule(config.optimizer, train.steps),
+        train.log_every,
+        train.steps,
+        start.window,
+        together,
+    )
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.placed)
     eval_step = make_eval_step(config, program.model, mesh, program.placed.params)
     return Run(
-        config, workdir, start.state, start.step, text.train, text.valid, Share(mesh), train_step, eval_step, checkpoints, log,
-        progress, recorder, text.data,
-    )  # fmt: skip
+        config,
+        workdir,
+        start.state,
+        start.step,
+        text.train,
+        text.valid,
+        Share(mesh),
+        train_step,
+        eval_step,
+        checkpoints,
+        log,
+        progress,
+        recorder,
+        text.data,
+    )
 
 
 def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
-    """First: all that can be refused before anything is computed, read or written."""
+    """Step 1: checks all that can be checked before anything is computed, read or written."""
     mapping = json.dumps(to_mapping(config), sort_keys=True)
     agree("the config", hashlib.sha256(mapping.encode()).hexdigest())
-    check_rows(config, mesh)
+    check_divisibility(config, mesh)
     check_rounds(config, mesh)
     check_batch(config, Share(mesh))
     check_wandb(config.train.wandb)
@@ -214,13 +252,13 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     check_memory(
         (abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients"
     )
-    check_room(workdir.absolute(), size(abstract), "a checkpoint")
+    check_disk_space(workdir.absolute(), size(abstract), "a checkpoint")
     return Program(model, optimizer, abstract, placed)
 
 
 def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
-    """Second: the text, tokenized as this run's was if it has begun."""
-    with first_before_the_others("data"):
+    """Step 2: reads and tokenizes the data, with the run's own tokenizer if it resumes."""
+    with process_zero_first("data"):
         data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
     text = Text(data, *(data.batches(part, share.rows) for part in ("train", "valid")))
     agree(
@@ -238,7 +276,7 @@ def find_state(
     text: Text,
     tell: Callable[[str], None],
 ) -> Start:
-    """Third: the state, from the newest checkpoint, from another model, or from the seed."""
+    """Step 3: gets the state from the newest checkpoint, from another model, or from the seed."""
     checkpoints = _existing_checkpoints(workdir, config, tell)
     if checkpoints is None:
         state = init_state(config, program.model, program.optimizer, program.placed)
@@ -249,7 +287,8 @@ def find_state(
     state, loop = _resume(config, checkpoints, program.abstract, program.optimizer, mesh)
     if loop["text_sha256"] != text.data.store.meta["train"]["sha256"]:
         raise UserError(
-            f"--workdir: the training text has changed since {workdir} was trained on it; choose another directory, or restore the text"
+            f"--workdir: the training text has changed since {workdir} was trained on it; choose "
+            "another directory or restore the text"
         )
     return Start(state, checkpoints, loop["data_step"], loop["window"])
 
@@ -263,34 +302,31 @@ def claim_directory(
     start: Start,
     together: int,
     tell: Callable[[str], None],
+    verbose: bool,
 ) -> None:
-    """Fourth: the run directory says what is trained in it, and so does the terminal."""
+    """Step 4: records the run in its directory and prints a summary."""
     params, data = program.abstract.params, text.data
     backends = attention_backends(config, program.model, params, text.train[0], mesh)
     origin = {"data": data.describe(), "attention_backends": backends, "trained_together": together}
     if is_first():
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
         rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
-    barrier("the run directory is there")
+    barrier("writing of the run directory")
     if not (workdir / "config.json").exists():
         raise UserError(
-            f"--workdir: process {jax.process_index()} does not see what process 0 wrote to {workdir}; it must be a shared folder"
+            f"--workdir: process {jax.process_index()} cannot see the files that process 0 wrote "
+            f"to {workdir}; use a shared folder"
         )
-    placed = describe(params, program.placed.params, mesh)
-    tell(placed + "\n" + _describe_data(data, text.train, config))
-    if backends:
-        spelled = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
-        tell(f"attention   {spelled}")
-    for line in _advice(config, data):
-        tell(f"note        {line}")
-    if start.step:
-        tell(f"resumed     at step {start.step:,} from {start.checkpoints.folder}")
+    where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
+    placed = program.placed.params
+    for line in summary(config, mesh, params, placed, data, text.train, backends, where, verbose):
+        tell(line)
 
 
 def _existing_checkpoints(
     workdir: Path, config: Experiment, tell: Callable[[str], None]
 ) -> Checkpoints | None:
-    """Those of a run that is to be continued."""
+    """Returns the checkpoints of a run that is to be resumed; None for a new run."""
     if not (workdir / "checkpoints").exists():
         return None
     checkpoints = Checkpoints(workdir, config.train, tell)
@@ -305,48 +341,16 @@ def _resume(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
 ) -> tuple[TrainState, dict]:
-    """The state of the newest intact checkpoint, in the layout of `config`, and what the loop needs to continue from it."""
+    """Restores the newest intact checkpoint in `config`'s layout: train state and loop state."""
     model_in = lambda layout: dataclasses.replace(config.model, **layout)
 
     def abstract_in(layout: dict) -> TrainState:
         if (model := model_in(layout)) == config.model:
             return abstract
-        own = dataclasses.replace(config, model=model)
-        return abstract_state(own, build_model(model), optimizer, mesh)[0]
+        saved_config = dataclasses.replace(config, model=model)
+        return abstract_state(saved_config, build_model(model), optimizer, mesh)[0]
 
     state, record = checkpoints.newest_intact(lambda step: checkpoints.restore(step, abstract_in))
-    if (was := model_in(record.layout)) != config.model:
-        state = relayout(state, was, config.model, abstract)
+    if (saved := model_in(record.layout)) != config.model:
+        state = relayout(state, saved, config.model, abstract)
     return state, record.loop
-
-
-def _advice(config: Experiment, data: Data) -> list[str]:
-    """What a person should know before waiting for the result."""
-    lines = [
-        f"{count:,} examples of the {part} file share a sentence with training: its scores flatter"
-        for part, count in data.store.meta["overlap"].items()
-        if count
-    ]
-    hint = max(placement.warmup_hint for placement in config.model.placements)
-    if config.optimizer.warmup_steps < hint:
-        lines.append(
-            f"norm_placement {plain(config.model.norm_placement)!r} is known to need about {hint:,} steps of warm-up"
-        )
-    if not config.train.checkpoint_every:
-        lines.append(
-            "saved at the end and when stopped; --config.train.checkpoint_every=N saves every N steps, against crashes"
-        )
-    return lines
-
-
-def _describe_data(data: Data, batches: Batches, config: Experiment) -> str:
-    meta, epochs = data.store.meta, config.train.steps / batches.per_epoch
-    counts = ", ".join(f"{part} {meta[part]['examples']:,}" for part in ("train", "valid", "test"))
-    lines = [
-        f"text        {config.data.corpus or config.data.train}: {counts} examples; {human_count(meta['train']['tokens'])} training tokens",
-        f"tokenizer   {config.data.tokenizer.path or config.data.tokenizer.kind}, {data.tokenizer.vocab_size:,} pieces, sha256 {data.tokenizer.sha256[:12]}",
-        f"batches     of {config.data.batch_size * config.data.length:,} tokens, {batches.per_epoch:,} an epoch, {epochs:.1f} epochs",
-    ]
-    return "\n".join(
-        lines + [f"            {count:,} {what}" for what, count in batches.report.items()]
-    )

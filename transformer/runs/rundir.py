@@ -1,6 +1,7 @@
-"""The run directory: it tells the whole story of a run, and refuses to mix two.
+"""The run directory. It holds one run and records everything about it.
 
-config.json  manifest.json  tokenizer.model  metrics.jsonl  tensorboard/  checkpoints/  samples.txt  loss.png
+Contents: config.json, manifest.json, the tokenizer, metrics.jsonl, tensorboard/, checkpoints/,
+samples.txt, loss.png.
 """
 
 import contextlib
@@ -16,17 +17,18 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from transformer import plugins
 from transformer.claims import Claim, holding
 from transformer.config import Experiment
 from transformer.data.tokenizer import FILES, Tokenizer
 from transformer.errors import UserError
-from transformer.files import read_json, write_whole
+from transformer.files import read_json, write_atomic
 from transformer.mapping import from_mapping, to_mapping
 from transformer.model.special_tokens import SPECIAL_TOKENS
 from transformer.parallel.processes import is_first, worst
 from transformer.version import __version__
 
-WRITTEN_BESIDE = (
+OUTPUT_FIELDS = (
     "platform",
     "train.log_every",
     "train.eval_every",
@@ -36,29 +38,34 @@ WRITTEN_BESIDE = (
     "train.keep_checkpoints",
     "train.strict_checkpoints",
 )
-"""Where a run is trained, what it writes beside its parameters, and how often."""
+"""Fields that set where a run trains, what it writes beside its parameters, and how often."""
 
 FREE = (
-    *WRITTEN_BESIDE,
+    *OUTPUT_FIELDS,
     "mesh",
     "decoding",
     "model.scan_layers",
     "model.pipeline_rounds",
     "model.pipeline_microbatches",
     "model.remat",
-    *(
-        f"model.{field}" for field in SPECIAL_TOKENS
-    ),  # the tokenizer's are decisive; the config's must agree
+    # The tokenizer determines the special tokens. The config must agree with it.
+    *(f"model.{field}" for field in SPECIAL_TOKENS),
     "data.eval_overlap",
     "train.eval_batches",
     "train.evaluators",
 )
-"""What may differ when a run goes on: nothing of this changes a number that training computes, but for rounding, and which numbers
-dropout draws where layers are looped or not."""
+"""Fields that may change when a run resumes.
+
+They do not affect the results of training, except for rounding and, if layers change between
+scanned and unrolled, the dropout masks.
+"""
 
 
 def check(workdir: Path, config: Experiment) -> None:
-    """Raises UserError, listing what differs, if the directory holds another experiment; writes nothing."""
+    """Raises UserError if the directory holds another experiment. Writes nothing.
+
+    The error lists the differences.
+    """
     check_folder(workdir)
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
         raise UserError(
@@ -66,121 +73,142 @@ def check(workdir: Path, config: Experiment) -> None:
         )
     if (workdir / "config.json").exists():
         if not trained(workdir):
-            return  # a mended config may take the place
-        old, new = (flat(to_mapping(c)) for c in (load_config(workdir), config))
-        differ = [
+            return  # nothing has been trained yet, so another config may replace it
+        old, new = (flat(to_mapping(experiment)) for experiment in (load_config(workdir), config))
+        changed = [
             key
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key) and not key.startswith(FREE)
         ]
-        if differ == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
-            differ = []  # these schedules do not know where they end: a run may be extended
-        if differ:
-            what = "; ".join(
-                f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ[:6]
+        if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
+            changed = []  # these schedules do not depend on it, so a run may be extended
+        if changed:
+            changes = "; ".join(
+                f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in changed[:6]
             )
-            more = f"; and {len(differ) - 6} more" if len(differ) > 6 else ""
+            more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
             raise UserError(
-                f"--workdir: {workdir} holds a different experiment: {what}{more}; choose another directory, or the old values"
+                f"--workdir: {workdir} holds a different experiment: {changes}{more}; choose "
+                "another directory or restore the old values"
             )
     elif workdir.exists() and any(
         file.suffix != ".tmp" and file.name != "lock" for file in workdir.iterdir()
     ):
         raise UserError(
-            f"--workdir: {workdir} is not empty and no run of ours (no config.json); choose another directory"
+            f"--workdir: {workdir} is not empty and not a run (no config.json); choose another "
+            "directory"
         )
 
 
 def lock(workdir: Path) -> Claim:
-    """The claim of the process that trains here."""
+    """Returns the claim of the process that trains in this directory."""
     return Claim(workdir / "lock")
 
 
 @contextlib.contextmanager
 def alone(workdirs: Sequence[Path]) -> Iterator[None]:
-    """No other process trains in these directories meanwhile. Raises UserError, with the process that does; all processes of a run
-    must enter together. A directory that is still empty at the end is removed."""
+    """Ensures that no other process trains in these directories while the context is open.
+
+    Raises UserError, which names the other process. All processes of a run must enter together. A
+    directory that is still empty at the end is removed.
+    """
     for workdir in workdirs:
         check_folder(workdir)
-    with contextlib.ExitStack() as held:
-        problem = None
+    with contextlib.ExitStack() as claims:
+        error = None
         if is_first():
             try:
-                held.enter_context(holding([lock(workdir) for workdir in workdirs]))
+                claims.enter_context(holding([lock(workdir) for workdir in workdirs]))
             except UserError as e:
-                problem = e
-        if worst(int(problem is not None)):
-            raise problem or UserError("--workdir: process 0 could not lock it; see its log")
+                error = e
+        if worst(int(error is not None)):
+            raise error or UserError("--workdir: process 0 could not lock it; see its log")
         try:
             yield
         finally:
-            held.close()
+            claims.close()
             for workdir in workdirs if is_first() else ():
                 with contextlib.suppress(OSError):
                     workdir.rmdir()
 
 
 def check_folder(workdir: Path) -> None:
-    """Raises UserError if a run cannot be there."""
+    """Raises UserError if `workdir` cannot be a run directory."""
     if "://" in str(workdir) or str(workdir).startswith("gs:/"):
         raise UserError(
-            f"--workdir: {workdir} is no local folder; a run directory must be one (text may stand on gs://)"
+            f"--workdir: {workdir} is not a local folder; choose a local one for the run (data may "
+            "be on gs://)"
         )
     if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"--workdir: {workdir} is a file; name a folder")
+        raise UserError(f"--workdir: {workdir} is a file; choose a folder")
 
 
 def converted(workdir: Path) -> bool:
-    """Whether the parameters here come from elsewhere, so that there is no text of their own."""
+    """Returns whether the parameters were converted from elsewhere, so that there is no data."""
     return (workdir / "manifest.json").exists() and "converted_from" in read_manifest(workdir)
 
 
 _MANIFEST_KINDS = {
-    "data": dict, "versions": dict, "attention_backends": dict, "mesh": dict, "devices": list, "earlier_starts": list,
-    "parameters": int, "trained_together": int,
-}  # fmt: skip
+    "data": dict,
+    "versions": dict,
+    "attention_backends": dict,
+    "mesh": dict,
+    "devices": list,
+    "earlier_starts": list,
+    "parameters": int,
+    "trained_together": int,
+}
 
 
 def read_manifest(workdir: Path) -> dict:
-    """The manifest of a run. Raises UserError if the file is damaged or an entry is not of its type."""
+    """Returns the manifest of a run.
+
+    Raises UserError if it is damaged or an entry has a wrong type.
+    """
     file = workdir / "manifest.json"
-    found = read_json(file)
-    entries = [(name, found[name], kind) for name, kind in _MANIFEST_KINDS.items() if name in found]
+    manifest = read_json(file)
+    entries = [
+        (name, manifest[name], kind) for name, kind in _MANIFEST_KINDS.items() if name in manifest
+    ]
     entries += [
-        (f"data.{part}", found["data"][part], dict)
+        (f"data.{part}", manifest["data"][part], dict)
         for part in ("train", "valid", "test")
-        if isinstance(found.get("data"), dict) and part in found["data"]
+        if isinstance(manifest.get("data"), dict) and part in manifest["data"]
     ]
     for name, value, kind in entries:
         if not isinstance(value, kind):
             raise UserError(f"{file}: damaged ({name}: expected {kind.__name__}, got {value!r})")
-    return found
+    return manifest
 
 
 def trained(workdir: Path) -> bool:
-    """Whether anything was trained here yet, that is kept."""
+    """Returns whether the directory holds a checkpoint."""
     return any((workdir / "checkpoints").glob("[0-9]*"))
 
 
 def load_config(workdir: Path) -> Experiment:
-    """The experiment of a run directory."""
+    """Loads the experiment of a run directory."""
     file = Path(workdir) / "config.json"
     if not file.exists():
         raise UserError(
-            f"--workdir: no run in {workdir} (no config.json); train one with: python -m transformer train --workdir={workdir} --config=..."
+            f"--workdir: no run in {workdir} (no config.json); train one: python -m transformer "
+            f"train --workdir={workdir} --config=..."
         )
     _check_version(Path(workdir))
+    plugins.load(Path(workdir))
     return from_mapping(Experiment, read_json(file))
 
 
 def _check_version(workdir: Path) -> None:
-    """Raises UserError for a run of another minor version, whose fields may mean something else."""
-    written = read_manifest(workdir).get("transformer") if (workdir / "manifest.json").exists() else None
+    """Raises UserError for a run of another minor version, as its fields may differ in meaning."""
+    written = (
+        read_manifest(workdir).get("transformer") if (workdir / "manifest.json").exists() else None
+    )
     minor = lambda version: version.split(".")[:2]
     if isinstance(written, str) and minor(written) != minor(__version__):
         raise UserError(
-            f"--workdir: version {written} of this package wrote {workdir}, and this is version {__version__}; "
-            f"read it with that version, or train again in another directory"
+            f"--workdir: version {written} of this package wrote {workdir}, but this is "
+            f"{__version__}; read it with that version, or train again in another directory"
         )
 
 
@@ -192,8 +220,12 @@ def claim(
     tokenizer: Tokenizer | None,
     origin: dict,
 ) -> None:
-    """Makes the directory this experiment's own: config.json, the tokenizer and, in manifest.json, what the numbers come from
-    (versions, commit, devices, mesh and, in `origin`, hashes of data, attention backends), one entry for every start."""
+    """Writes config.json, the tokenizer and manifest.json of this experiment to the directory.
+
+    The manifest records what the results depend on: versions, commit, devices and mesh and, in
+    `origin`, data hashes and attention backends. It keeps an entry for every earlier start.
+    """
+    plugins.save(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
     _write(workdir / "config.json", to_mapping(config))
     packages = (
@@ -222,14 +254,14 @@ def claim(
         **origin,
     }
     if tokenizer is not None:
-        for name in FILES.values():  # of a start before, whose config was mended since
+        for name in FILES.values():  # from an earlier start with another config
             (workdir / name).unlink(missing_ok=True)
-        write_whole(workdir / tokenizer.name, tokenizer.content)
+        write_atomic(workdir / tokenizer.name, tokenizer.content)
     file = workdir / "manifest.json"
-    before = read_manifest(workdir) if file.exists() else {}
+    previous = read_manifest(workdir) if file.exists() else {}
     earlier = (
-        [*before.get("earlier_starts", []), {k: before.get(k) for k in _OF_A_START}]
-        if before
+        [*previous.get("earlier_starts", []), {k: previous.get(k) for k in _OF_A_START}]
+        if previous
         else []
     )
     _write(file, manifest | {"earlier_starts": earlier})
@@ -248,14 +280,14 @@ _OF_A_START = (
 
 
 def _commit() -> str:
-    """The commit of the code, with `+` where it was changed since; "" outside a checkout."""
-    here = Path(__file__).parent
+    """Returns the commit of the code, followed by `+` if it was changed; "" outside a checkout."""
+    folder = Path(__file__).parent
     git = lambda *args: subprocess.run(
-        ["git", "-C", str(here), *args], capture_output=True, text=True
+        ["git", "-C", str(folder), *args], capture_output=True, text=True
     )
     try:
         head = git("rev-parse", "HEAD")
-    except OSError:  # no git on this machine
+    except OSError:  # git is not installed
         return ""
     if head.returncode:
         return ""
@@ -265,12 +297,14 @@ def _commit() -> str:
 
 
 def flat(tree: dict, prefix: str = "") -> dict:
-    """Dotted names of fields -> values."""
-    out = {}
+    """Flattens nested dicts: dotted field name -> value."""
+    flattened = {}
     for key, value in tree.items():
-        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
+        flattened |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return flattened
 
 
 def _write(file: Path, content: dict) -> None:
-    write_whole(file, json.dumps(content, indent=2) + "\n")
+    write_atomic(file, json.dumps(content, indent=2) + "\n")

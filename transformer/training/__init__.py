@@ -1,1 +1,1 @@
-"""Optimizer, state, step, loop, checkpoints, metrics."""
+"""Training: optimizers, losses, the train state and the training step."""

@@ -1,4 +1,4 @@
-"""The configs of training: the optimizer, and the loop."""
+"""Configs of the optimizer and of the training loop."""
 
 import dataclasses
 from typing import Protocol
@@ -12,7 +12,7 @@ from transformer.training.optimizers import OPTIMIZERS
 
 
 def _of_optimizers(field: str) -> Effect:
-    """The field has an effect on the optimizers that read it."""
+    """Returns the effect of a field that only some optimizers read."""
     names = [repr(name) for name, cls in OPTIMIZERS.items() if field in cls.fields]
     reads = lambda c: field in OPTIMIZERS[c.name].fields
     return Effect((field,), f"optimizer.name={' or '.join(names)}", reads)
@@ -23,7 +23,7 @@ _OPTIMIZER_EFFECTS = (
     Effect(("decay_fraction",), "optimizer.schedule='wsd'", lambda c: c.schedule == "wsd"),
     Effect(
         ("final_fraction",),
-        "a schedule that decays to a last rate: optimizer.schedule='cosine', 'linear' or 'wsd'",
+        "a schedule with a final rate: optimizer.schedule='cosine', 'linear' or 'wsd'",
         lambda c: c.schedule in ("cosine", "linear", "wsd"),
     ),
 )
@@ -32,20 +32,20 @@ _OPTIMIZER_EFFECTS = (
 @strict("optimizer", _OPTIMIZER_EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The update rule and its learning rate, a function of the step alone."""
+    """The update rule and its learning rate, which depends only on the step."""
 
     name: str = "adamw"  # adamw | adafactor | lion | sgd
     learning_rate: float = 1e-3  # the peak
     schedule: str = "cosine"  # inverse_sqrt | cosine | linear | wsd | constant
     warmup_steps: int = 1000  # linear, from 0
-    decay_fraction: float = 0.2  # wsd: the share of the steps in which it decays, at the end
-    final_fraction: float = 0.0  # cosine, linear, wsd: the last rate, as a share of the peak
+    decay_fraction: float = 0.2  # wsd: fraction of the steps, at the end, in which the rate decays
+    final_fraction: float = 0.0  # cosine, linear, wsd: final rate / peak rate
     b1: float = 0.9
     b2: float = 0.98
     epsilon: float = 1e-9
     momentum: float = 0.9  # sgd
-    weight_decay: float = 0.0  # decoupled; not on norms, biases, positions' tables and gates
-    clip_norm: float = 0.0  # of the global gradient; 0: off
+    weight_decay: float = 0.0  # decoupled; not for norms, biases, position tables and gates
+    clip_norm: float = 0.0  # maximum global norm of the gradient; 0: off
 
     def __post_init__(self):
         one_of("optimizer.name", self.name, OPTIMIZERS)
@@ -71,14 +71,16 @@ class OptimizerConfig:
             raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
             raise UserError(
-                "optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' is measured in warm-ups; set it to 1 or more"
+                "optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' divides by it; set it to 1 "
+                "or more"
             )
 
 
 _TRAIN_EFFECTS = (
     Effect(
         ("average_checkpoints",),
-        "as many checkpoints in train.steps: a smaller train.checkpoint_every (0 saves at the end only)",
+        "as many checkpoints in train.steps: a smaller train.checkpoint_every (0 saves only at the "
+        "end)",
         lambda c: c.checkpoint_every and -(-c.steps // c.checkpoint_every) >= c.average_checkpoints,
     ),
     Effect(
@@ -88,7 +90,7 @@ _TRAIN_EFFECTS = (
     ),
     Effect(
         ("profile",),
-        "a step to trace: train.steps > 10, for tracing begins there",
+        "a step to trace: train.steps > 10, because tracing begins after step 10",
         lambda c: c.steps > 10,
     ),
 )
@@ -97,42 +99,31 @@ _TRAIN_EFFECTS = (
 @strict("train", _TRAIN_EFFECTS)
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The loop: how long, which loss, how often what."""
+    """The training loop: duration, loss, evaluation, checkpoints and logs."""
 
     steps: int = 1000
     label_smoothing: float = 0.0
-    z_loss: float = 0.0  # weight of log(Z)^2, which keeps logits from drifting
-    accumulate: int = (
-        1  # micro-batches a step: less memory, the same loss (dropout draws other masks)
-    )
-    ema_decay: float = (
-        0.0  # exponential moving average of the parameters, used for evaluation; 0: off
-    )
-    average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0: the last alone
-    init_from: str = (
-        ""  # start from the parameters of a run, or of a Hugging Face directory (extra [hf])
-    )
-    init_new: tuple[
-        str, ...
-    ] = ()  # of this model, what starts anew nevertheless: ("classifier/*",)
-    init_drop: tuple[str, ...] = ()  # of that model, what is left out: ("unembedding/*",)
-    init_positions: str = (
-        "same"  # same | extend | interpolate: a learned table of positions of another length
-    )
+    z_loss: float = 0.0  # weight of (log Z)^2, which keeps the logits from drifting
+    # Micro-batches per step. More need less memory; the loss is equal but for the dropout masks.
+    accumulate: int = 1
+    ema_decay: float = 0.0  # moving average of the parameters, used for evaluation; 0: off
+    average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0: only the last
+    init_from: str = ""  # initialize from a run or from a Hugging Face directory (extra [hf])
+    init_new: tuple[str, ...] = ()  # parameters of this model to initialize anew: ("classifier/*",)
+    init_drop: tuple[str, ...] = ()  # parameters of the source to ignore: ("unembedding/*",)
+    init_positions: str = "same"  # position tables of another length: same | extend | interpolate
     log_every: int = 50
-    eval_every: int = 0  # 0: at the end only
-    eval_batches: int = 0  # of the validation side, during training; 0: all
-    evaluators: tuple[
-        Choice, ...
-    ] = ()  # what else is measured (evaluation/evaluators/): loss_by_position | depth_profile | attention | ..., or dict(name=...)
-    checkpoint_every: int = 0  # 0: at the end only
+    eval_every: int = 0  # 0: only at the end
+    eval_batches: int = 0  # validation batches during training; 0: all
+    # Additional evaluators (evaluation/evaluators/): loss_by_position | depth_profile | attention |
+    # ..., or dict(name=..., options).
+    evaluators: tuple[Choice, ...] = ()
+    checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
-    strict_checkpoints: bool = (
-        False  # refuse to resume from an older checkpoint where the newest is damaged
-    )
+    strict_checkpoints: bool = False  # no fallback to an older checkpoint if the newest is damaged
     tensorboard: bool = True
     wandb: str = ""  # a Weights & Biases project; "": off
-    profile: int = 0  # trace so many steps, from the 10th, into the run directory; 0: off
+    profile: int = 0  # trace this many steps, after the 10th, into the run directory; 0: off
 
     def __post_init__(self):
         at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
@@ -151,21 +142,23 @@ class TrainConfig:
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
         if self.average_checkpoints == 1:
             raise UserError(
-                "train.average_checkpoints: the mean of 1 checkpoint is the last alone, as with 0; "
+                "train.average_checkpoints: 1 averages nothing, like 0; "
                 "set it to 0, or to 2 or more"
             )
         if self.average_checkpoints > self.keep_checkpoints:
             raise UserError(
-                f"train.average_checkpoints: {self.average_checkpoints}, but train.keep_checkpoints = {self.keep_checkpoints} are kept; raise it"
+                f"train.average_checkpoints: {self.average_checkpoints}, but "
+                f"train.keep_checkpoints = {self.keep_checkpoints}; raise the latter"
             )
         if self.average_checkpoints > 1 and self.ema_decay:
             raise UserError(
-                "train.average_checkpoints and train.ema_decay: two ways to average; set one of them to 0"
+                "train.average_checkpoints and train.ema_decay: both average the parameters; set "
+                "one of them to 0"
             )
 
 
 class TrainTask(Task, Protocol):
-    """What of an experiment decides how its parameters are trained."""
+    """The parts of an experiment that determine how its parameters are trained."""
 
     objective: Objective
     optimizer: OptimizerConfig

@@ -1,4 +1,7 @@
-"""The update rule and its learning rate; both functions of the step alone, so a run resumes without a memory of its own."""
+"""The update rule and the learning rate schedule.
+
+The learning rate depends only on the step, so a resumed run needs no scheduler state.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +12,23 @@ from transformer.training.config import OptimizerConfig
 from transformer.training.optimizers import OPTIMIZERS
 
 Number = float | jax.Array
-"""A hyperparameter; traced where the runs of one program differ in it (lab/together.py)."""
+"""A hyperparameter. It is traced if it differs between runs of one program (lab/together.py)."""
 
 
 def schedule(
     config: OptimizerConfig, steps: int, learning_rate: Number | None = None
 ) -> optax.Schedule:
-    """Update number (from 0) -> learning rate. All start with a linear warm-up to the peak over
-    `warmup_steps`. The peak is `learning_rate`, by default the config's.
+    """Returns the schedule: update number (from 0) -> learning rate.
 
-    inverse_sqrt   peak * min(n / w, sqrt(w / n)), n = update + 1, w = warm-up: Vaswani et al. 2017, eq. 3, whose peak
-                   is (d_model * w)^(-1/2)
-    cosine, linear from the peak down to final_fraction * peak at the last step
-    wsd            at the peak, then linear over the last decay_fraction of all steps (warmup-stable-decay)
-    constant       at the peak
+    All schedules start with a linear warm-up to the peak over `warmup_steps`. The peak is
+    `learning_rate`, by default the config's.
+
+        inverse_sqrt   peak * min(n / w, sqrt(w / n)) with n = update + 1 and w = warm-up steps:
+                       Vaswani et al. 2017, eq. 3, where the peak is (d_model * w)^(-1/2)
+        cosine, linear from the peak to final_fraction * peak at the last step
+        wsd            at the peak, then linear decay over the last decay_fraction of all steps
+                       (warmup-stable-decay)
+        constant       at the peak
     """
     peak = config.learning_rate if learning_rate is None else learning_rate
     final, warmup = peak * config.final_fraction, config.warmup_steps
@@ -33,18 +39,20 @@ def schedule(
             return peak * jnp.minimum(n / warmup, jnp.sqrt(warmup / n))
 
         return inverse_sqrt
-    rest = max(steps - warmup, 1)
+    remaining = max(steps - warmup, 1)
     decay = max(round(steps * config.decay_fraction), 1)
-    after = {
-        "cosine": optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction),
-        "linear": optax.linear_schedule(peak, final, rest),
-        "wsd": optax.linear_schedule(peak, final, decay, transition_begin=max(rest - decay, 0)),
+    after_warmup = {
+        "cosine": optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction),
+        "linear": optax.linear_schedule(peak, final, remaining),
+        "wsd": optax.linear_schedule(
+            peak, final, decay, transition_begin=max(remaining - decay, 0)
+        ),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
     if not warmup:
-        return after
+        return after_warmup
     return optax.join_schedules(
-        [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup]
+        [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after_warmup], [warmup]
     )
 
 
@@ -55,8 +63,11 @@ def build_optimizer(
     learning_rate: Number | None = None,
     weight_decay: Number | None = None,
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then the rule with decoupled weight decay on matrices (never on
-    norms, biases, positions, gates). `learning_rate` and `weight_decay` are by default the config's."""
+    """Builds the optimizer: global-norm clipping, then the rule with decoupled weight decay.
+
+    Weight decay applies to projections and embeddings (see `decayed`). `learning_rate` and
+    `weight_decay` default to the config's values.
+    """
     rate = schedule(config, steps, learning_rate)
     weight_decay = config.weight_decay if weight_decay is None else weight_decay
     direction = OPTIMIZERS[config.name]().direction(config)
@@ -69,8 +80,10 @@ def build_optimizer(
 
 
 def decayed(params):
-    """True for projections and embeddings."""
+    """Returns a tree that is True for kernels and embeddings, which weight decay applies to."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(getattr(k, "key", None) in ("kernel", "embedding") for k in path[-2:]),
+        lambda path, _: any(
+            getattr(key, "key", None) in ("kernel", "embedding") for key in path[-2:]
+        ),
         params,
     )

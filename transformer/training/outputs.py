@@ -1,6 +1,6 @@
-"""What the model makes of a batch, and the losses that an objective composes from it.
+"""The model's outputs on a batch, and the losses from which objectives are composed.
 
-Shape suffixes: B batch, T length, E width of what the token head reads.
+Shape suffixes: B batch, T length, E width of the token head's input.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,16 @@ from transformer.training.config import TrainTask
 from transformer.training.loss import Sums, auto_chunks, cross_entropy, label_sums
 
 _METHODS = {("tokens",): "features", ("labels",): "classify", ("tokens", "labels"): "both"}
-"""The method of the model (model/network.py) that runs these heads."""
+"""Predicted heads -> the method of the model (model/network.py) that runs them."""
 
 
 @struct.dataclass
-class Outputs:
-    """The last hidden state with the token head, and the logits of labels; None where the
-    objective predicts none of them."""
+class ModelOutputs:
+    """The model's outputs on a batch, as inputs of the losses.
+
+    The last hidden state and the token head are None if the objective predicts no tokens. The label
+    logits are None if it predicts no labels.
+    """
 
     hidden_BxTxE: jax.Array | None
     head: Head | None
@@ -32,12 +35,12 @@ class Outputs:
     chunks: int = struct.field(pytree_node=False, default=1)
 
     def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> Sums:
-        """Cross-entropy of tokens; the logits of all are never held at once (loss.py)."""
-        given = (self.hidden_BxTxE, self.head, targets_BxT, weights_BxT)
-        return cross_entropy(*given, self.smoothing, self.z_loss, self.chunks)
+        """Computes the cross-entropy of tokens without holding all logits at once (loss.py)."""
+        operands = (self.hidden_BxTxE, self.head, targets_BxT, weights_BxT)
+        return cross_entropy(*operands, self.smoothing, self.z_loss, self.chunks)
 
     def label_loss(self, labels: jax.Array, weights: jax.Array) -> Sums:
-        """Cross-entropy of classes, one a row or one a token."""
+        """Computes the cross-entropy of classes, one per sequence or one per token."""
         return label_sums(self.label_logits, labels, weights, self.smoothing)
 
 
@@ -53,34 +56,42 @@ def apply(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     watch: Sequence[str] = (),
-) -> tuple[Outputs, dict, dict]:
-    """The outputs of a batch, the batch in the order in which the mesh reads it, and the
-    collections of `watch` (model/watch.py) where something was sown. With a `dropout_key`, as in
-    training; with a `dropout_rate`, at this rate instead of the config's."""
+) -> tuple[ModelOutputs, dict, dict]:
+    """Runs the model on a batch.
+
+    Returns the outputs, the batch in the mesh's order of positions, and the collections of `watch`
+    (model/watch.py) in which something was sown. A `dropout_key` turns on dropout, as in training.
+    `dropout_rate` overrides the config's rate.
+    """
     order = order_of(task.model, mesh)
     batch = arrange(dict(batch), order, mesh)
     predicts = task.objective.predicts
-    given = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
+    arguments = {"positions": batch["positions"], "segment_ids": batch["segments"], "order": order}
     tokens = (batch["inputs"],)
     if "source" in batch:
         tokens = (batch["source"], batch["inputs"])
-        given |= {
+        arguments |= {
             "source_positions": batch["source_positions"],
             "source_segment_ids": batch["source_segments"],
             "source_order": "rows",
         }
     if "prefix" in batch:
-        given["prefix_mask"] = batch["prefix"]
+        arguments["prefix_mask"] = batch["prefix"]
     if "token_types" in batch:
-        given["token_types"] = batch["token_types"]
+        arguments["token_types"] = batch["token_types"]
     if dropout_rate is not None:
-        given["dropout_rate"] = dropout_rate
-    found, sown = model.apply(
-        {"params": params}, *tokens, **given, deterministic=dropout_key is None, method=_METHODS[predicts],
-        rngs=None if dropout_key is None else {"dropout": dropout_key}, mutable=list(watch),
-    )  # fmt: skip
-    features, labels = found if len(predicts) == 2 else (found, found)
+        arguments["dropout_rate"] = dropout_rate
+    results, sown = model.apply(
+        params,
+        *tokens,
+        **arguments,
+        deterministic=dropout_key is None,
+        method=_METHODS[predicts],
+        rngs=None if dropout_key is None else {"dropout": dropout_key},
+        mutable=list(watch),
+    )
+    features, labels = results if len(predicts) == 2 else (results, results)
     hidden, head = features if "tokens" in predicts else (None, None)
     chunks = auto_chunks(*batch["inputs"].shape, task.model.vocab_size, mesh)
     labels = labels if "labels" in predicts else None
-    return Outputs(hidden, head, labels, smoothing, z_loss, chunks), batch, sown
+    return ModelOutputs(hidden, head, labels, smoothing, z_loss, chunks), batch, sown

@@ -1,4 +1,4 @@
-"""What training changes: the step, the parameters, the optimizer's statistics, perhaps an average of the parameters."""
+"""The train state: step, parameters, optimizer state and, optionally, averaged parameters."""
 
 import re
 from typing import Any
@@ -19,7 +19,10 @@ from transformer.training.config import TrainTask
 
 @struct.dataclass
 class TrainState:
-    """Steps done, and their result. Randomness is no part of it: keys are folded from the seed and the step."""
+    """The state that training updates: step, parameters, optimizer state and moving average.
+
+    It holds no PRNG key. Keys are derived from the seed and the step.
+    """
 
     step: jax.Array
     params: Any
@@ -28,22 +31,16 @@ class TrainState:
 
     @property
     def eval_params(self):
-        """The parameters to evaluate: the moving average where there is one."""
+        """The parameters to evaluate: the moving average if there is one."""
         return self.params if self.ema is None else self.ema
 
 
-def example_inputs(config: TrainTask) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Token arrays of the shape the model is initialised with."""
-    tokens = jax.ShapeDtypeStruct((1, min(8, config.model.max_length)), jnp.int32)
-    return (tokens,) * (2 if config.model.two_sides else 1)
-
-
 def state_maker(config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation):
-    """key -> TrainState with logical names on every parameter."""
+    """Returns a function key -> TrainState, with logical axis names on every parameter."""
 
     def make(key):
-        tokens = [jnp.ones(t.shape, t.dtype) for t in example_inputs(config)]
-        params = model.init(key, *tokens)["params"]
+        tokens = [jnp.ones((1, 1), jnp.int32)] * len(config.model.sides)
+        params = model.init_with_axes(key, *tokens)
         ema = jax.tree.map(jnp.copy, params) if config.train.ema_decay else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema)
 
@@ -53,33 +50,42 @@ def state_maker(config: TrainTask, model: nn.Module, optimizer: optax.GradientTr
 def abstract_state(
     config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, TrainState]:
-    """(shapes with shardings, shardings): what a checkpoint is restored into, nothing allocated."""
+    """Returns the state's shapes (with shardings) and its shardings, without allocating memory.
+
+    A checkpoint is restored into the shapes.
+    """
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     boxed = jax.eval_shape(state_maker(config, model, optimizer), key)
-    placed = shardings(boxed, mesh)
+    state_shardings = shardings(boxed, mesh)
     shapes = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), unbox(boxed), placed
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        unbox(boxed),
+        state_shardings,
     )
-    return shapes, placed
+    return shapes, state_shardings
 
 
 LAYOUT = ("scan_layers", "pipeline_rounds")
-"""The fields of a model that say where its layers' parameters stand, and nothing of what they are."""
+"""The model fields that determine only how the parameters of layers are stored."""
 
 
 def layout(model: ModelConfig) -> dict:
-    """Where this model's layers stand."""
+    """Returns how this model stores the parameters of its layers."""
     return {field: getattr(model, field) for field in LAYOUT}
 
 
 def relayout(
     state: TrainState, old: ModelConfig, new: ModelConfig, abstract: TrainState
 ) -> TrainState:
-    """A state in `old`'s layout as `abstract`, in `new`'s. Raises UserError for a statistic that cannot be moved."""
+    """Converts a state from the layout of `old` to the layout of `new`.
+
+    `abstract` has the shapes and shardings of the result. Raises UserError for an optimizer
+    statistic that cannot be converted.
+    """
     place = where(old, flatten(state.params))
 
-    def moved(leaves):
-        def one(path, target):
+    def converted(leaves):
+        def convert(path, target):
             prefix, param = _STACK.fullmatch(path_name(path)).groups()
             if not param:
                 return leaves[prefix]
@@ -87,18 +93,19 @@ def relayout(
             x = join(new, param, get, jnp.stack)
             if x.shape != target.shape:
                 raise UserError(
-                    f"model.scan_layers, model.pipeline_rounds: {prefix}{param} cannot be moved; keep the old values"
+                    f"model.scan_layers, model.pipeline_rounds: {prefix}{param} cannot be "
+                    "converted; keep the old values"
                 )
             return x
 
-        return jax.tree_util.tree_map_with_path(one, abstract)
+        return jax.tree_util.tree_map_with_path(convert, abstract)
 
     leaves = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
-    return jax.jit(moved, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(leaves)
+    return jax.jit(converted, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(leaves)
 
 
 _STACK = re.compile(r"(.*?)((?:(?:encoder|decoder)/layers.*)?)")
-"""What is before a layer's parameter in the path of a state's leaf, and that parameter's own path."""
+"""Splits the path of a state's leaf into a prefix and the path of a layer's parameter."""
 
 
 def init_state(
@@ -107,6 +114,6 @@ def init_state(
     optimizer: optax.GradientTransformation,
     placed: TrainState,
 ) -> TrainState:
-    """The state of step 0, born sharded."""
+    """Initializes the state of step 0. Every array is created sharded."""
     make = state_maker(config, model, optimizer)
     return jax.jit(lambda key: unbox(make(key)), out_shardings=placed)(jax.random.key(config.seed))

@@ -1,3 +1,5 @@
-"""The verbs of the command line, one a file: what it is about in a line (ABOUT) and at length (DETAIL), its arguments, and `run(args, overrides)`,
-which returns an exit code. What takes long to import is imported when it runs.
+"""The verbs of the command line, one per file.
+
+A file defines ABOUT (one line of help), DETAIL (the full help), `arguments(parser)` and `run()`,
+which takes the arguments and overrides and returns an exit code. Slow imports are inside `run()`.
 """

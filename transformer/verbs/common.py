@@ -1,4 +1,4 @@
-"""What several verbs do."""
+"""Functions that several verbs share."""
 
 import argparse
 import sys
@@ -8,49 +8,31 @@ from transformer.errors import UserError
 
 
 def folder(text: str) -> Path:
-    """An argument that names a folder."""
+    """Parses an argument that names a folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("empty; name a folder")
     return Path(text)
 
 
 def open_run(args, overrides):
-    """The config of a run, with overrides, and its mesh: one device, unless --config.mesh.* says more; of several processes, the run's."""
-    from transformer.config import Experiment, MeshConfig
-    from transformer.mapping import apply_overrides
-    from transformer.runs.rundir import converted, load_config
-
-    free = {"decoding", "mesh", "platform", "seed"} | (
-        {"data"} if converted(args.workdir) else set()
-    )
-    for key in overrides:
-        if key.split(".")[0] not in free and key != "data.eval_overlap":
-            raise UserError(
-                f"--config.{key}: a trained run keeps its config; only decoding, mesh, platform, seed and "
-                f"data.eval_overlap can be set here"
-            )
-    config: Experiment = apply_overrides(load_config(args.workdir), overrides)
-    start_jax()
-    from transformer.parallel.mesh import start
+    """Returns the config of a run, with overrides, and the mesh on which to use it."""
+    from transformer.api import run_config, run_mesh
     from transformer.parallel.processes import start_processes
 
-    together = start_processes()
-    if together and (args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"):
+    config = run_config(args.workdir, overrides)
+    if (
+        args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"
+    ) and start_processes():
         raise UserError(
-            f"{args.verb}: several processes cannot do it; start one, or generate from a file (--input=FILE)"
+            f"{args.verb}: cannot run on several processes; "
+            "start one process, or generate from a file (--input=FILE)"
         )
-    chosen = (
-        config.mesh
-        if together or any(key.startswith("mesh") for key in overrides)
-        else MeshConfig(data=1)
-    )
-    platform = config.platform if "platform" in overrides else "auto"
-    return config.on(chosen), start(platform, chosen)
+    return run_mesh(config, overrides)
 
 
 def read_lines(name: str) -> list[str]:
-    """The lines of a file or a pipe, or of standard input ("-")."""
-    what = "standard input" if name == "-" else name
+    """Returns the lines of a file or a pipe, or of standard input ("-")."""
+    source = "standard input" if name == "-" else name
     if name == "-":
         data = sys.stdin.buffer.read()
     elif Path(name).is_dir() or not Path(name).exists():
@@ -61,17 +43,19 @@ def read_lines(name: str) -> list[str]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
         raise UserError(
-            f"--input: {what} is not UTF-8 (line {data[: e.start].count(10) + 1})"
+            f"--input: {source} is not UTF-8 (line {data[: e.start].count(10) + 1}); convert it"
         ) from None
     if "\0" in text:
         line = data[: data.index(0)].count(10) + 1
-        raise UserError(f"--input: {what} holds a NUL byte (line {line}); is it UTF-16?")
+        raise UserError(
+            f"--input: {source} holds a NUL byte (line {line}); convert UTF-16 to UTF-8"
+        )
     lines = text.removesuffix("\n").split("\n") if text else []
     return [line.removesuffix("\r") for line in lines]
 
 
 def ask(prompt: str) -> str:
-    """A line that is typed at the terminal. Raises EOFError at the end of input."""
+    """Returns a line typed at the terminal. Raises EOFError at the end of input."""
     try:
         return check_text(input(prompt), "standard input")
     except UnicodeDecodeError:
@@ -79,18 +63,10 @@ def ask(prompt: str) -> str:
 
 
 def check_text(text: str, what: str) -> str:
-    """`text`. Raises UserError if it holds bytes that Python could not decode, which it keeps as surrogates."""
+    """Returns `text`. Raises UserError if it holds bytes that are not UTF-8.
+
+    Python keeps bytes that it could not decode as surrogates.
+    """
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(f"{what} is not UTF-8: {text[:60]!r}")
     return text
-
-
-def start_jax() -> None:
-    """Settings that must stand before the first computation: the persistent compilation cache."""
-    import jax
-
-    from transformer.data.corpora import data_home
-
-    if not jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", str(data_home() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,14 +1,15 @@
-"""`compare`: a report of a sweep, or of several runs."""
+"""`compare`: writes a report on a sweep, or on several runs."""
 
 import sys
 
 from transformer.errors import UserError
 from transformer.verbs.common import folder
 
-ABOUT = "a report of a sweep, or of several runs"
+ABOUT = "write a report on a sweep, or on several runs"
 
-DETAIL = """Compare the arms of a sweep, or several runs, and write a report: index.html (one file, opens from disk), report.md, summary.csv, runs.csv,
-curves.csv, profiles.csv, figures/*.png and *.pdf. What it says is what intervals over seeds allow, and no more.
+DETAIL = """Compare the arms of a sweep, or several runs, and write a report: index.html (one file,
+opens from disk), report.md, summary.csv, runs.csv, curves.csv, profiles.csv, figures/*.png and
+*.pdf. The report claims only what the confidence intervals over seeds support.
 
   python -m transformer compare runs/ablation
   python -m transformer compare runs/a runs/b --metric=test/bits_per_byte
@@ -21,26 +22,26 @@ def arguments(parser) -> None:
         nargs="+",
         type=folder,
         metavar="DIR",
-        help="a sweep's directory, or run directories",
+        help="the directory of a sweep, or run directories",
     )
     parser.add_argument(
         "--metric",
         default="",
         metavar="NAME",
-        help="what decides: test/loss, test/bleu, eval/loss, ...",
+        help="the metric to compare: test/loss, test/bleu, eval/loss, ...",
     )
-    way = parser.add_mutually_exclusive_group()
-    way.add_argument(
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument(
         "--higher-is-better",
         action="store_true",
         default=None,
-        help="of a metric whose name does not say",
+        help="for a metric whose name does not imply it",
     )
-    way.add_argument(
+    direction.add_argument(
         "--lower-is-better", dest="higher_is_better", action="store_false", default=None
     )
     parser.add_argument(
-        "--baseline", default="", metavar="ARM", help="what the others are compared with"
+        "--baseline", default="", metavar="ARM", help="the arm to compare the others with"
     )
     parser.add_argument(
         "--output", type=folder, metavar="DIR", help="default: report/ in the first DIR"
@@ -51,12 +52,14 @@ def run(args, overrides) -> int:
     from transformer.lab import report, results, verdict
 
     if overrides:
-        raise UserError("compare: takes no --config.*; it reads what the runs have logged")
-    found = results.read(args.folders, args.metric, args.baseline, args.higher_is_better)
-    judged = verdict.judge(found)
-    page = report.write(judged, args.output or args.folders[0] / "report")
-    for line in found.left_out:
+        raise UserError(
+            "compare: takes no --config.*; leave it out (compare reads the logs of the runs)"
+        )
+    comparison = results.read(args.folders, args.metric, args.baseline, args.higher_is_better)
+    judgment = verdict.judge(comparison)
+    page = report.write(judgment, args.output or args.folders[0] / "report")
+    for line in comparison.left_out:
         print(f"left out: {line}", file=sys.stderr)
-    print("\n".join(judged.sentences))
+    print("\n".join(judgment.sentences))
     print(f"report: {page}", file=sys.stderr)
     return 0

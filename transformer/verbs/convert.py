@@ -1,38 +1,40 @@
-"""`convert`: Hugging Face weights to a run directory, and back."""
+"""`convert`: converts Hugging Face weights to a run directory, and back."""
 
 import sys
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.verbs.common import folder, open_run, start_jax
+from transformer.verbs.common import folder, open_run
 
-ABOUT = "Hugging Face weights to a run directory, and back"
+ABOUT = "convert Hugging Face weights to a run directory, and back"
 
-DETAIL = """Hugging Face weights (config.json and safetensors) to a run directory, and back. The tokenizer comes along.
+DETAIL = """Convert Hugging Face weights (config.json and safetensors) to a run directory, and back.
+The tokenizer is converted, too.
 
   python -m transformer convert --from=DOWNLOADED --workdir=runs/gpt2
   python -m transformer generate --workdir=runs/gpt2
   python -m transformer convert --workdir=runs/gpt2 --to=EXPORTED
 
-  --config.model.scan_layers=False and other --config.model.*, --config.mesh.* change how it is run.
+  --config.model.scan_layers=False and other --config.model.* and --config.mesh.* set how the model
+  runs.
 """
 
 
 def arguments(parser) -> None:
     parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument(
+    direction = parser.add_mutually_exclusive_group(required=True)
+    direction.add_argument(
         "--from",
         dest="source",
         type=Path,
         metavar="HF_DIR",
-        help="make DIR of this (config.json, safetensors)",
+        help="create DIR from this folder (config.json, safetensors)",
     )
-    way.add_argument(
+    direction.add_argument(
         "--to",
         type=Path,
         metavar="HF_DIR",
-        help="write the run DIR there, as Transformers loads it",
+        help="export the run DIR to this folder, in the format of Transformers",
     )
     parser.add_argument(
         "--family",
@@ -48,29 +50,34 @@ def run(args, overrides) -> int:
 
         to_hf(args.workdir, args.to, config, mesh, args.family)
         print(
-            f"{args.to}: written; transformers.AutoModel.from_pretrained({str(args.to)!r}) loads it",
+            f"{args.to}: written; "
+            f"load it with transformers.AutoModel.from_pretrained({str(args.to)!r})",
             file=sys.stderr,
         )
         return 0
     if args.family:
-        raise UserError("--family: goes with --to; --from reads it from config.json")
+        raise UserError("--family: applies to --to only; leave it out (--from reads config.json)")
     for key in overrides:
         if key.split(".")[0] not in ("model", "mesh", "platform"):
             raise UserError(
-                f"--config.{key}: a converted model has no training; only model, mesh and platform can be set"
+                f"--config.{key}: a converted model has no training; "
+                "set only model, mesh and platform"
             )
-    start_jax()
+    from transformer.api import cache_compiled_programs
     from transformer.data.tokenizer import find_tokenizer
     from transformer.parallel.processes import start_processes
     from transformer.runs.exchange import from_hf
 
+    cache_compiled_programs()
     if start_processes():
-        raise UserError("convert: several processes cannot do it; start one")
+        raise UserError("convert: cannot run on several processes; start one process")
     config = from_hf(args.source, args.workdir, overrides)
-    answers = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
-    use = "generate --workdir={}" if answers else "train --config=... --config.train.init_from={}"
+    generates = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
+    next_command = (
+        "generate --workdir={}" if generates else "train --config=... --config.train.init_from={}"
+    )
     print(
-        f"{args.workdir}: made; next: python -m transformer {use.format(args.workdir)}",
+        f"{args.workdir}: created; next: python -m transformer {next_command.format(args.workdir)}",
         file=sys.stderr,
     )
     return 0

@@ -1,6 +1,6 @@
-"""`data`: fetch, verify and cache a known corpus; without a name, list them."""
+"""`data`: fetches, verifies and caches a known corpus; without a name, lists all of them."""
 
-ABOUT = "fetch, verify and cache a known corpus; without a name, list them"
+ABOUT = "fetch, verify and cache a known corpus; without a name, list all of them"
 
 DETAIL = ""
 
@@ -18,7 +18,8 @@ def run(args, overrides) -> int:
         return 0
     corpus, folder = fetch(args.name)
     print(
-        f"{args.name}: {corpus.about}\nlicence      {corpus.licence}\nattribution  {corpus.attribution}"
+        f"{args.name}: {corpus.about}\nlicense      {corpus.licence}\n"
+        f"attribution  {corpus.attribution}"
     )
     for file in sorted(folder.iterdir()):
         print(f"             {file}  {file.stat().st_size:,} bytes")

@@ -1,13 +1,18 @@
-"""`evaluate`: loss, perplexity, BLEU, chrF, bits per byte of a run on its held-out text."""
+"""`evaluate`: computes loss, perplexity, BLEU, chrF and bits per byte on held-out text."""
 
 import argparse
+import sys
 from pathlib import Path
 
+from transformer.output import bold
 from transformer.verbs.common import folder, open_run
 
-ABOUT = "loss, perplexity, BLEU, chrF, bits per byte of a run on its held-out text"
+ABOUT = "evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte"
 
 DETAIL = ""
+
+HEADLINES = ("bleu", "exact", "bits_per_byte", "labels_accuracy", "loss")
+"""The metric that is printed first, in bold: the first of these that the run has."""
 
 
 def arguments(parser) -> None:
@@ -22,19 +27,23 @@ def run(args, overrides) -> int:
 
     config, mesh = open_run(args, overrides)
     with use(mesh):
-        found = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
-    short = {
-        name: value for name, value in found.items() if name.count("/") < 3
-    }  # not of each layer and head
-    for name, value in short.items() if is_first() else ():
-        print(f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}")
-    if len(short) < len(found) and is_first():
-        print(f"and {len(found) - len(short):,} numbers by layer: {args.workdir / args.part}.json")
+        metrics = evaluate(load_trained(args.workdir, config, mesh), mesh, args.part)
+    # Without the values of each layer and head
+    summary = {name: value for name, value in metrics.items() if name.count("/") < 3}
+    headline = next((name for name in HEADLINES if name in summary), "loss")
+    for name in sorted(summary, key=lambda name: name != headline) if is_first() else ():
+        value = summary[name]
+        line = f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}"
+        print(bold(line, sys.stdout) if name == headline else line)
+    if len(summary) < len(metrics) and is_first():
+        print(
+            f"and {len(metrics) - len(summary):,} values by layer: {args.workdir / args.part}.json"
+        )
     return 0
 
 
 def evaluate_run(workdir: Path) -> None:
-    """What `evaluate --workdir=DIR` does."""
+    """Runs `evaluate --workdir=DIR`."""
     from transformer.parallel.mesh import use
     from transformer.runs.evaluate import evaluate, load_trained
 

@@ -1,20 +1,21 @@
-"""`generate`: translate or continue text, a line per line."""
+"""`generate`: translates or continues text, line by line."""
 
 import dataclasses
 import sys
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import write_whole
+from transformer.files import write_atomic
 from transformer.verbs.common import ask, folder, open_run, read_lines
 
-ABOUT = "translate or continue text, a line per line"
+ABOUT = "translate or continue text, line by line"
 
 ONLY_PRINTS = True
 
-DETAIL = """Translate (encoder-decoder) or continue (decoder) text: a line in, a line out.
+DETAIL = """Translate (encoder-decoder) or continue (decoder) text, one line of output per line of
+input.
 
-  --config.decoding.beam_size=4 and other --config.decoding.* change how, for this call.
+  --config.decoding.beam_size=4 and other --config.decoding.* set the decoding of this call.
 """
 
 
@@ -24,11 +25,11 @@ def arguments(parser) -> None:
         "--input",
         default="-",
         metavar="FILE",
-        help="a text file; - (the default) is standard input",
+        help="a text file; default: - (standard input)",
     )
     parser.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
     parser.add_argument(
-        "--interactive", action="store_true", help="type a sentence, read the answer"
+        "--interactive", action="store_true", help="prompt for text at the terminal"
     )
 
 
@@ -41,7 +42,7 @@ def run(args, overrides) -> int:
     config, mesh = open_run(args, overrides)
     if args.interactive and args.input != "-":
         raise UserError(
-            "--interactive and --input: one asks at the terminal, the other reads a file; leave one out"
+            "--interactive and --input: one reads the terminal, the other a file; leave one out"
         )
     if args.output != "-" and not Path(args.output).resolve().parent.is_dir():
         raise UserError(f"--output: no folder {Path(args.output).parent}")
@@ -58,19 +59,23 @@ def run(args, overrides) -> int:
         return 0
     if generate.cut:
         print(
-            f"{generate.cut} of {len(lines)} lines were longer than the model can read and were cut",
+            f"{generate.cut} of {len(lines)} lines exceeded the model's maximum length "
+            "and were cut",
             file=sys.stderr,
         )
     text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)
     if args.output == "-":
         sys.stdout.write(text)
     else:
-        write_whole(Path(args.output), text)
+        write_atomic(Path(args.output), text)
     return 0
 
 
 def _progress(total: int):
-    """Tells how many lines are done, in a terminal that is not also showing the answers."""
+    """Returns a function that prints the number of lines done.
+
+    It prints only in a terminal that does not also show the answers.
+    """
     if not sys.stderr.isatty() or sys.stdout.isatty():
         return lambda done: None
     end = lambda done: "\n" if done == total else ""
@@ -80,18 +85,18 @@ def _progress(total: int):
 
 
 def _converse(trained) -> int:
-    """One line at a time, until an empty one or the end of input."""
+    """Answers lines typed at the terminal, until an empty line or the end of input."""
     import readline  # noqa: F401  (arrow keys and history at the prompt)
 
     from transformer.decoding.generate import Generator
 
-    one = dataclasses.replace(trained.config.decoding, batch_size=1)
-    config = dataclasses.replace(trained.config, decoding=one)
+    decoding = dataclasses.replace(trained.config.decoding, batch_size=1)
+    config = dataclasses.replace(trained.config, decoding=decoding)
     generate = Generator(config, trained.params, trained.tokenizer)
-    does = "translates" if config.model.two_sides else "continues"
-    print("Getting ready ...", end="", flush=True)
-    generate(["."])  # compiles
-    print(f"\rThe model {does} what you type. An empty line or Ctrl-D ends.")
+    action = "translates" if config.model.is_encoder_decoder else "continues"
+    print("Compiling ...", end="", flush=True)
+    generate(["."])
+    print(f"\rThe model {action} what you type. An empty line or Ctrl-D ends.")
     while True:
         try:
             line = ask("\n> ")
@@ -104,4 +109,4 @@ def _converse(trained) -> int:
         answer = generate([line])[0]
         print("  " + answer.strip("\n").replace("\n", "\n  "))
         if generate.cut > cut:
-            print("  (cut: longer than the model can read)")
+            print("  (cut: longer than the model's maximum length)")

@@ -1,21 +1,24 @@
-"""`inspect`: attention maps, logit lens and profiles of a run for a text, as one page."""
+"""`inspect`: writes a page with attention maps, logit lens and profiles of a run for a text."""
 
 import sys
 from pathlib import Path
 
 from transformer.errors import UserError
-from transformer.files import write_whole
+from transformer.files import write_atomic
 from transformer.verbs.common import ask, check_text, folder, open_run, read_lines
 
-ABOUT = "attention maps, logit lens and profiles of a run for a text, as one page"
+ABOUT = "write a page with attention maps, logit lens and profiles of a run for a text"
 
-DETAIL = """Look inside a trained model while it reads a text: what each token cost, what each layer would have said (the logit lens), where each head
-looks, how the stream grows. One page, which opens from disk.
+DETAIL = """Inspect a trained model on a text: the loss of each token, the prediction of each layer
+(the logit lens), where each head attends, and how the residual stream grows. The output is one page
+that opens from disk.
 
   python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?"
-  python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?" --target="¿Dónde está la biblioteca?"
+  python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?" \\
+      --target="¿Dónde está la biblioteca?"
 
-Without --text it asks for one, or reads standard input. A translator reads its own translation, unless --target is given.
+Without --text, it prompts for the text or reads standard input. The decoder of an encoder-decoder
+reads the model's translation unless --target is set.
 """
 
 
@@ -24,13 +27,13 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--text",
         metavar="TEXT",
-        help="what the model is to read; default: asked for, or standard input",
+        help="the input of the model; default: from a prompt or standard input",
     )
     parser.add_argument(
         "--target",
         default="",
         metavar="TEXT",
-        help="what an encoder-decoder's decoder is to read; default: its own translation",
+        help="the input of an encoder-decoder's decoder; default: the model's translation",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: inspect.html in DIR")
 
@@ -43,10 +46,13 @@ def run(args, overrides) -> int:
     config, mesh = open_run(args, overrides)
     output = args.output or args.workdir / "inspect.html"
     if not output.resolve().parent.is_dir() or output.is_dir():
-        raise UserError(f"--output: {output} is a folder, or lies in none; name a file")
-    if args.target and not config.model.two_sides:
         raise UserError(
-            f"--target: model.family = {config.model.family!r} reads one text; put all of it into --text"
+            f"--output: {output} is a folder, or its folder does not exist; name a file"
+        )
+    if args.target and not config.model.is_encoder_decoder:
+        raise UserError(
+            f"--target: model.family = {config.model.family!r} takes one text; "
+            "put all of it into --text"
         )
     for name in ("text", "target"):
         check_text(getattr(args, name) or "", f"--{name}")
@@ -58,8 +64,8 @@ def run(args, overrides) -> int:
             text = ""
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
-        view = inside.look_inside(trained, mesh, text, args.target)
-    write_whole(
+        view = inside.observe_text(trained, mesh, text, args.target)
+    write_atomic(
         output,
         inspect_page.page(
             view, f"Inside {args.workdir}", [f"Step {trained.step:,} of {trained.workdir}."]

@@ -1,27 +1,31 @@
-"""`plan`: memory, time and price on a machine that is not here."""
+"""`plan`: estimates memory, time and price on a machine that is not present."""
 
 import sys
 from pathlib import Path
 
 from transformer.errors import UserError, nearest
-from transformer.files import write_whole
+from transformer.files import write_atomic
 
-ABOUT = "memory, time and price on a machine that is not here"
+ABOUT = "estimate memory, time and price on a machine that is not present"
 
 ONLY_PRINTS = True
 
-DETAIL = """What an experiment needs of a machine, before it is rented: its programs are compiled for it here, by its own compiler, on shapes
-alone. Memory of a device by kind, messages, the least time of a step (each part at the chip's published rate), the run's time and price;
-and if it does not fit, what would help.
+DETAIL = """Estimate what an experiment needs on a machine before it is rented. Its programs are
+compiled here by the machine's compiler, from shapes alone. The plan shows the memory of a device by
+kind, the collectives, the least time of a step (each part at the chip's published rate), and the
+time and price of the run. If the experiment does not fit, the plan shows what would help.
 
-  python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p:4x4x4 --price=4.2
-  python -m transformer plan --config=... --topology=v5e-256 --slices=2 --config.mesh.fsdp=256 --config.mesh.data=2
+  python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p:4x4x4 \\
+      --price=4.2
+  python -m transformer plan --config=... --topology=v5e-256 --slices=2 --config.mesh.fsdp=256 \\
+      --config.mesh.data=2
   python -m transformer plan --config=... --topology=v6e-64 --search
   python -m transformer plan --config=experiments/positions.py --topology=v5e-16 --arms
 
-  TPUs by shape (v5p:4x4x8) or by name (v5p-256): v4, v5e, v5p, v6e, tpu7x; the compiler comes with pip install -e '.[tpu]', no TPU needed.
-  GPUs by number (a100:8, h100:64, h200:8, b200:8) and cpu:8: compiled for simulated devices; messages and what must be held are theirs,
-  temporaries are not.
+  TPUs by shape (v5p:4x4x8) or by name (v5p-256): v4, v5e, v5p, v6e, tpu7x. The compiler comes with
+  pip install -e '.[tpu]'; no TPU is needed.
+  GPUs by number (a100:8, h100:64, h200:8, b200:8), and cpu:8. Their programs are compiled for
+  simulated devices: collectives and held memory are the machine's, temporaries are not.
 """
 
 
@@ -35,16 +39,18 @@ def arguments(parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="so many of them, joined by the data centre's network",
+        help="number of slices, joined by the data center's network",
     )
-    parser.add_argument("--price", type=float, metavar="MONEY", help="of one chip for one hour")
+    parser.add_argument(
+        "--price", type=float, metavar="MONEY", help="price of one chip for one hour"
+    )
     parser.add_argument(
         "--only",
         metavar="NAMES",
-        help="compile these: train, evaluate, prefill, decode; default: all",
+        help="programs to compile: train, evaluate, prefill, decode; default: all",
     )
     parser.add_argument(
-        "--arms", action="store_true", help="every arm of the file's sweep(), side by side"
+        "--arms", action="store_true", help="compare the arms of the file's sweep()"
     )
     parser.add_argument(
         "--search",
@@ -52,9 +58,9 @@ def arguments(parser) -> None:
         type=int,
         const=8,
         metavar="N",
-        help="try N (8) meshes, remat policies and micro-batches; print the best",
+        help="try N (8) meshes, remat policies and micro-batches; print the best first",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
 
 
 def run(args, overrides) -> int:
@@ -74,29 +80,33 @@ def run(args, overrides) -> int:
     from transformer.planning.plan import make_plan
 
     devices = programs.start(machine)
-    tell = lambda line: print(line, file=sys.stderr)
+    log = lambda line: print(line, file=sys.stderr)
     if args.search:
-        found = search.search(configs[""], machine, devices, args.search, tell, args.price)
-        fits, text, numbers = found[0].fits, search.page(found), [plan.to_json() for plan in found]
+        ranked = search.search(configs[""], machine, devices, args.search, log, args.price)
+        fits, text, numbers = (
+            ranked[0].fits,
+            search.page(ranked),
+            [plan.to_json() for plan in ranked],
+        )
     else:
         plans = {}
         for arm, config in configs.items():
-            about = (lambda line, arm=arm: tell(f"{arm}: {line}")) if arm else tell
+            log_arm = (lambda line, arm=arm: log(f"{arm}: {line}")) if arm else log
             plans[arm] = make_plan(
-                config, machine, devices, only=only, price=args.price, tell=about
+                config, machine, devices, only=only, price=args.price, tell=log_arm
             )
         fits = all(plan.fits for plan in plans.values())
         text = page.compare(plans) if args.arms else page.page(plans[""])
         numbers = {arm: plan.to_json() for arm, plan in plans.items()}
         numbers = numbers if args.arms else numbers[""]
     if args.json:
-        write_whole(args.json, json.dumps(numbers, indent=2) + "\n")
+        write_atomic(args.json, json.dumps(numbers, indent=2) + "\n")
     print(text, end="")
     return 0 if fits else 1
 
 
 def _check(args, machine) -> tuple[str, ...]:
-    """The programs to compile. Raises UserError for arguments that do not go together."""
+    """Returns the programs to compile. Raises UserError for arguments that cannot be combined."""
     from transformer.planning.programs import PROGRAMS
 
     chip = machine.chip
@@ -104,24 +114,24 @@ def _check(args, machine) -> tuple[str, ...]:
         raise UserError(f"--json: no folder {args.json.absolute().parent}")
     if args.search is not None and (args.search < 1 or args.arms or args.only):
         raise UserError(
-            f"--search: {args.search}; how many to try, 1 or more, and neither --arms nor --only beside it"
+            f"--search: {args.search} is not valid; set 1 or more, without --arms and --only"
         )
     if args.search and not chip.flops:
-        raise UserError(f"--search: how fast a {chip.title} is, is not known; name a TPU or a GPU")
+        raise UserError(f"--search: the speed of a {chip.title} is unknown; name a TPU or a GPU")
     only = ("train",) if args.arms else tuple(args.only.split(",")) if args.only else PROGRAMS
     for name in only:
         if name not in PROGRAMS:
             raise UserError(f"--only: no program {name!r}; {nearest(name, PROGRAMS)}")
     if args.arms and args.only:
-        raise UserError("--arms: every arm's training step is planned; leave out --only")
+        raise UserError("--arms: plans the training step of every arm; leave out --only")
     if args.price is not None:
-        why = None
+        problem = None
         if args.price <= 0:
-            why = "the price of one chip for one hour"
+            problem = "is not a price; set that of one chip for one hour"
         elif not chip.flops:
-            why = f"the run's time is not known on a {chip.title}"
+            problem = f"has no effect on a {chip.title}, whose speed is unknown; leave it out"
         if "train" not in only:
-            why = "of the run, for which --only must name train"
-        if why:
-            raise UserError(f"--price: {args.price:g}; {why}")
+            problem = "is for the training run; add train to --only"
+        if problem:
+            raise UserError(f"--price: {args.price:g} {problem}")
     return only

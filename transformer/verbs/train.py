@@ -1,48 +1,58 @@
-"""`train`: train an experiment, or go on with it."""
+"""`train`: trains an experiment, or resumes its run."""
 
 import sys
 
-from transformer.verbs.common import folder, start_jax
+from transformer.output import count
+from transformer.verbs.common import folder
 
-ABOUT = "train an experiment, or go on with it"
+ABOUT = "train an experiment, or resume its run"
 
-DETAIL = """Train an experiment; or go on with it: the same command on the same --workdir resumes at the last checkpoint,
-bit for bit, after Ctrl-C, a crash or a preemption.
+DETAIL = """Train an experiment, or resume its run. The same command on the same --workdir resumes
+at the last checkpoint, bit for bit, after Ctrl-C, a crash or a preemption.
 
-  --config=FILE.py            an experiment file; experiments/ holds the shipped ones
-  --config=FILE.py:ARM        an arm of the file's sweep() (norm_placement.py:post); of a file that takes an argument, FILE.py:ARG[:ARM]
-                              (findings/xiong_2020.py:paper:post)
-  --config.a.b=VALUE          change one field: --config.model.d_model=256 --config.optimizer.learning_rate=3e-4
-                              a choice with options: --config.model.position.theta=500000
+  --config=FILE.py            an experiment file; experiments/ holds those of this repository
+  --config=FILE.py:ARM        an arm of the file's sweep() (norm_placement.py:post)
+  --config=FILE.py:ARG[:ARM]  a file that takes an argument (findings/xiong_2020.py:paper:post)
+  --config.a.b=VALUE          sets one field: --config.model.d_model=256
+                              --config.optimizer.learning_rate=3e-4
+                              an option of a choice: --config.model.position.theta=500000
 
-In the run directory: config.json, manifest.json (versions, hashes, devices), metrics.jsonl, tensorboard/, checkpoints/,
-tokenizer.model, loss.png.
+The run directory holds config.json, manifest.json (versions, hashes, devices), metrics.jsonl,
+tensorboard/, checkpoints/, tokenizer.model and loss.png.
 """
 
 
 def arguments(parser) -> None:
     parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
     parser.add_argument(
-        "--workdir", required=True, type=folder, metavar="DIR", help="where the run lives"
+        "--workdir", required=True, type=folder, metavar="DIR", help="the run directory"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="show the largest parameters and other details"
     )
 
 
 def run(args, overrides) -> int:
     from transformer.config_io import load_experiment
 
-    config = load_experiment(args.config, overrides)
-    start_jax()
+    config = load_experiment(args.config, overrides)  # errors first: the next imports take seconds
+    from transformer.api import cache_compiled_programs
     from transformer.runs.loop import train
 
-    done = train(config, args.workdir)
+    cache_compiled_programs()
+
+    done = train(config, args.workdir, args.verbose)
     if done < config.train.steps:
         print(
-            f"stopped at step {done:,} of {config.train.steps:,}; the same command goes on from there",
+            f"stopped at step {done:,} of {config.train.steps:,}; the same command resumes the run",
             file=sys.stderr,
         )
         return 143
     print(
-        f"trained {done:,} steps; next: python -m transformer evaluate --workdir={args.workdir}",
+        f"trained {count(done, 'step')}; next: python -m transformer evaluate "
+        f"--workdir={args.workdir}",
         file=sys.stderr,
     )
+    if config.train.tensorboard:
+        print(f"curves: tensorboard --logdir={args.workdir}/tensorboard", file=sys.stderr)
     return 0

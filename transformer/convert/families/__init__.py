@@ -1,1 +1,1 @@
-"""Families of Transformers, one or several to a file: each module lists its own in FAMILIES."""
+"""Families of Transformers. Each module lists its families in `FAMILIES`."""

@@ -1,4 +1,7 @@
-"""BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018; OPUS-MT): post-norm encoder-decoders with a bias on the logits."""
+"""BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018; OPUS-MT).
+
+Both are post-norm encoder-decoders with a bias on the logits.
+"""
 
 import functools
 
@@ -33,20 +36,22 @@ _FIELDS_OF = {
 
 
 def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
-    pairs = {}
+    shared = {}
     for name in ("ffn_dim", "attention_heads"):
-        pairs[name] = f.get(f"encoder_{name}")
-        f.same(f"decoder_{name}", pairs[name], "both sides share one number")
-    f.must("is_decoder", False, "only the encoder-decoder is read")
+        shared[name] = f.get(f"encoder_{name}")
+        f.same(f"decoder_{name}", shared[name], "encoder and decoder share this setting")
+    f.must("is_decoder", False, "only encoder-decoders can be loaded")
     f.must("add_final_layer_norm", False)
     f.must("normalize_before", False)
     f.must("normalize_embedding", kind == "bart")
-    f.must("add_bias_logits", False, "a second bias on the logits")
+    f.must("add_bias_logits", False, "it adds a second bias to the logits")
     vocab = f.get("vocab_size")
     if kind == "marian":
         if f.get("decoder_vocab_size") is not None:
-            f.same("decoder_vocab_size", vocab, "source and target share a vocabulary")
-        f.must("share_encoder_decoder_embeddings", True, "source and target share a vocabulary")
+            f.same("decoder_vocab_size", vocab, "source and target must share a vocabulary")
+        f.must(
+            "share_encoder_decoder_embeddings", True, "source and target must share a vocabulary"
+        )
     learned, sinusoids = (
         {"name": "learned", "offset": 2},
         {"name": "sinusoidal", "layout": "halves"},
@@ -55,8 +60,8 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
         "family": "encoder_decoder",
         "vocab_size": vocab,
         "d_model": f.get("d_model"),
-        "d_ff": pairs["ffn_dim"],
-        "num_heads": pairs["attention_heads"],
+        "d_ff": shared["ffn_dim"],
+        "num_heads": shared["attention_heads"],
         "num_encoder_layers": f.get("encoder_layers"),
         "num_decoder_layers": f.get("decoder_layers"),
         "max_length": f.get("max_position_embeddings"),
@@ -78,11 +83,19 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
 
 def _write(kind: str, c: ModelConfig) -> dict:
     theirs = {
-        "vocab_size": c.vocab_size, "d_model": c.d_model, "encoder_layers": c.num_encoder_layers, "decoder_layers": c.num_decoder_layers,
-        "encoder_ffn_dim": c.d_ff, "decoder_ffn_dim": c.d_ff, "encoder_attention_heads": c.num_heads, "decoder_attention_heads": c.num_heads,
-        "max_position_embeddings": c.max_length, "activation_function": ACTIVATIONS_BACK[c.activation], "scale_embedding": c.embedding_scale,
+        "vocab_size": c.vocab_size,
+        "d_model": c.d_model,
+        "encoder_layers": c.num_encoder_layers,
+        "decoder_layers": c.num_decoder_layers,
+        "encoder_ffn_dim": c.ff_size,
+        "decoder_ffn_dim": c.ff_size,
+        "encoder_attention_heads": c.num_heads,
+        "decoder_attention_heads": c.num_heads,
+        "max_position_embeddings": c.max_length,
+        "activation_function": ACTIVATIONS_BACK[c.activation],
+        "scale_embedding": c.embedding_scale,
         "tie_word_embeddings": c.tie_embeddings,
-    }  # fmt: skip
+    }
     if kind == "marian":
         theirs |= {"decoder_vocab_size": c.vocab_size, "share_encoder_decoder_embeddings": True}
     return theirs
@@ -111,8 +124,10 @@ def _weights(kind: str, c: ModelConfig):
 
 
 def _copies(c: ModelConfig) -> tuple[Copy, ...]:
-    """Both sides read the shared table. Transformers 5 ties them to it where the output layer is
-    tied, and only there."""
+    """Returns both stacks' embeddings and the tied output layer, as copies of the shared table.
+
+    Transformers 5 ties the two embeddings to the table only if the output layer is tied.
+    """
     sides = [
         Copy(f"model.{side}.embed_tokens.weight", "model.shared.weight", not c.tie_embeddings)
         for side in ("encoder", "decoder")
@@ -121,7 +136,10 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
 
 
 def _sinusoids(shape: Shape) -> np.ndarray | None:
-    """sin(t / 10000^(2i/d)) of all pairs i, then their cosines; None if the shape is no table's."""
+    """Returns sin(t / 10000^(2i/d)) for all pairs i, then their cosines.
+
+    Returns None if the shape is not that of a matrix.
+    """
     if len(shape) != 2:
         return None
     length, d = shape

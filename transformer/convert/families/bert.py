@@ -1,4 +1,7 @@
-"""BERT (Devlin et al. 2019): a post-norm encoder with learned positions and token types, and its two heads."""
+"""BERT (Devlin et al. 2019).
+
+A post-norm encoder with learned positions and token types, and its two heads.
+"""
 
 from transformer.convert.family import Family
 from transformer.convert.fields import (
@@ -35,12 +38,12 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     f.must("position_embedding_type", "absolute")
     f.must("is_decoder", False)
     f.must("add_cross_attention", False)
-    has = lambda part: any(part in name for name in tensors)
-    names, labels = f.get("id2label"), 0
-    if has("classifier."):  # two labels are not written, as they are the default
-        labels = len(names) if names is not None else f.get("num_labels") or 2
+    has = lambda fragment: any(fragment in name for name in tensors)
+    id2label, num_labels = f.get("id2label"), 0
+    if has("classifier."):  # config.json omits the default, two labels
+        num_labels = len(id2label) if id2label is not None else f.get("num_labels") or 2
     elif has("cls.seq_relationship."):
-        labels = 2
+        num_labels = 2
     head = has("cls.predictions.")
     pooler = has("pooler.")
     return {
@@ -62,7 +65,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "logit_bias": head,
         "pooling": "cls" if pooler else "none",
         "pooler": pooler,
-        "num_labels": labels,
+        "num_labels": num_labels,
         "tie_embeddings": f.get("tie_word_embeddings") or not head,
         "dropout": f.get("hidden_dropout_prob"),
         "attention_dropout": f.get("attention_probs_dropout_prob"),
@@ -73,11 +76,18 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 
 def _write(c: ModelConfig) -> dict:
     theirs = {
-        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "num_hidden_layers": c.num_encoder_layers, "num_attention_heads": c.num_heads,
-        "intermediate_size": c.d_ff, "hidden_act": ACTIVATIONS_BACK[c.activation], "max_position_embeddings": c.max_length,
-        "type_vocab_size": c.token_types, "layer_norm_eps": c.norm_epsilon, "tie_word_embeddings": c.tie_embeddings,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "num_hidden_layers": c.num_encoder_layers,
+        "num_attention_heads": c.num_heads,
+        "intermediate_size": c.ff_size,
+        "hidden_act": ACTIVATIONS_BACK[c.activation],
+        "max_position_embeddings": c.max_length,
+        "type_vocab_size": c.token_types,
+        "layer_norm_eps": c.norm_epsilon,
+        "tie_word_embeddings": c.tie_embeddings,
         "architectures": [_architecture(c)],
-    }  # fmt: skip
+    }
     if c.num_labels and not _next_sentence(c):
         theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.num_labels)}
         theirs["label2id"] = {label: int(i) for i, label in theirs["id2label"].items()}
@@ -85,7 +95,7 @@ def _write(c: ModelConfig) -> dict:
 
 
 def _next_sentence(c: ModelConfig) -> bool:
-    """Whether the labels are those of BERT's own pre-training."""
+    """Returns whether the labels are those of BERT's next-sentence prediction."""
     return c.lm_head and c.num_labels == 2 and c.pooler
 
 

@@ -16,8 +16,10 @@ _FIELDS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
-"""BLOOM has no longest sequence, but files on the hub say how long those were that it was trained
-on."""
+"""Fields that BLOOM reads, with their defaults.
+
+BLOOM has no maximum length; `seq_length`, in files on the hub, is the training length.
+"""
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
@@ -25,7 +27,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     f.must(
         "apply_residual_connection_post_layernorm",
         False,
-        "the residual stream would begin after the norm",
+        "the residual stream would start after the norm",
     )
     f.ignore("attention_softmax_in_fp32", "masked_softmax_fusion")
     return {
@@ -51,9 +53,14 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 
 def _write(c: ModelConfig) -> dict:
     return {
-        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "n_layer": c.num_decoder_layers, "n_head": c.num_heads,
-        "layer_norm_epsilon": c.norm_epsilon, "tie_word_embeddings": c.tie_embeddings, "seq_length": c.max_length,
-    }  # fmt: skip
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "n_layer": c.num_decoder_layers,
+        "n_head": c.num_heads,
+        "layer_norm_epsilon": c.norm_epsilon,
+        "tie_word_embeddings": c.tie_embeddings,
+        "seq_length": c.max_length,
+    }
 
 
 def _weights(c: ModelConfig):

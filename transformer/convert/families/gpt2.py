@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) and what shares its code: a pre-norm decoder with learned positions."""
+"""GPT-2 (Radford et al. 2019) and models that share its code: pre-norm, with learned positions."""
 
 from transformer.convert.family import Family
 from transformer.convert.fields import (
@@ -57,10 +57,17 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 
 def _write(c: ModelConfig) -> dict:
     return {
-        "vocab_size": c.vocab_size, "n_positions": c.max_length, "n_embd": c.d_model, "n_layer": c.num_decoder_layers, "n_head": c.num_heads,
-        "n_inner": c.d_ff, "activation_function": ACTIVATIONS_BACK[c.activation], "layer_norm_epsilon": c.norm_epsilon,
-        "scale_attn_weights": c.attention_scale is None, "tie_word_embeddings": c.tie_embeddings,
-    }  # fmt: skip
+        "vocab_size": c.vocab_size,
+        "n_positions": c.max_length,
+        "n_embd": c.d_model,
+        "n_layer": c.num_decoder_layers,
+        "n_head": c.num_heads,
+        "n_inner": c.ff_size,
+        "activation_function": ACTIVATIONS_BACK[c.activation],
+        "layer_norm_epsilon": c.norm_epsilon,
+        "scale_attn_weights": c.attention_scale is None,
+        "tie_word_embeddings": c.tie_embeddings,
+    }
 
 
 def _weights(c: ModelConfig):

@@ -1,9 +1,12 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia: a decoder with partial rotary positions, attention beside the feed-forward."""
+"""GPT-NeoX (Black et al. 2022) and Pythia.
+
+Decoders with partial rotary positions, and with attention and feed-forward in parallel.
+"""
 
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, positive
 from transformer.convert.rope import FIELDS as ROTARY
-from transformer.convert.rope import rotary, rotary_back
+from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import fused_by_head, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
@@ -50,10 +53,18 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 
 def _write(c: ModelConfig) -> dict:
     return {
-        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "num_hidden_layers": c.num_decoder_layers, "num_attention_heads": c.num_heads,
-        "intermediate_size": c.d_ff, "hidden_act": ACTIVATIONS_BACK[c.activation], "layer_norm_eps": c.norm_epsilon, "use_parallel_residual": c.parallel, "attention_bias": c.attention_has_bias,
-        "tie_word_embeddings": c.tie_embeddings, **rotary_back(c, partial_rotary_factor=1.0),
-    }  # fmt: skip
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "num_hidden_layers": c.num_decoder_layers,
+        "num_attention_heads": c.num_heads,
+        "intermediate_size": c.ff_size,
+        "hidden_act": ACTIVATIONS_BACK[c.activation],
+        "layer_norm_eps": c.norm_epsilon,
+        "use_parallel_residual": c.parallel,
+        "attention_bias": c.attention_has_bias,
+        "tie_word_embeddings": c.tie_embeddings,
+        **write_rotary(c, partial_rotary_factor=1.0),
+    }
 
 
 def _weights(c: ModelConfig):
@@ -90,7 +101,7 @@ FAMILIES = [
         prefix="gpt_neox.",
         heads=("embed_out.",),
         copies=lambda c: tied(c, "embed_out.weight", "gpt_neox.embed_in.weight"),
-        # the causal mask; angles, which follow from config.json
+        # the causal mask; angles, which config.json determines
         unused=(r".*\.attention\.(bias|masked_bias)", r".*rotary_emb\.inv_freq"),
     )
 ]

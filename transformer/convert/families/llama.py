@@ -1,4 +1,7 @@
-"""Llama (Touvron et al. 2023) and its kin: Mistral, Qwen 2, Qwen 3, Gemma 2. RMSNorm, rotary, a gated feed-forward."""
+"""Llama (Touvron et al. 2023), Mistral, Qwen 2, Qwen 3 and Gemma 2.
+
+Decoders with RMSNorm, rotary positions and a gated feed-forward.
+"""
 
 import functools
 
@@ -11,12 +14,12 @@ from transformer.convert.fields import (
     count,
     layer_count,
     layer_kinds,
-    one_period,
     optional,
     positive,
+    shortest_period,
 )
 from transformer.convert.rope import FIELDS as ROTARY
-from transformer.convert.rope import rotary, rotary_back
+from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
@@ -104,7 +107,7 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
         "initializer": "normal",
         "embedding_init_std": 0.02,
     }
-    f.ignore("hidden_act")  # Gemma 2 reads the other one
+    f.ignore("hidden_act")  # Gemma 2 reads hidden_activation
     if kind == "llama":
         mlp, attention = f.get("mlp_bias"), f.get("attention_bias")
         fields |= {"use_bias": mlp} | ({} if mlp == attention else {"attention_bias": attention})
@@ -132,7 +135,7 @@ def _gemma(f: Fields) -> dict:
 
 
 def _windows(kind: str, f: Fields, layers: int) -> dict:
-    """Which layers see a window alone."""
+    """Returns the attention windows of the layers."""
     size, local = f.get("sliding_window"), [True] * layers
     if kind in ("qwen2", "qwen3"):
         first = f.get("max_window_layers")
@@ -141,8 +144,8 @@ def _windows(kind: str, f: Fields, layers: int) -> dict:
     if kind == "gemma2":
         local = [i % 2 == 0 for i in range(layers)]
     if kind != "mistral" and (kinds := layer_kinds(f, layers)):
-        local = [one == "sliding_attention" for one in kinds]
-    windows = one_period([size or 0 if one else 0 for one in local])
+        local = [layer_kind == "sliding_attention" for layer_kind in kinds]
+    windows = shortest_period([size or 0 if is_local else 0 for is_local in local])
     if len(windows) == 1:
         return {"window": windows[0]}
     return {"layer_pattern": tuple({"window": w} for w in windows)}
@@ -150,11 +153,18 @@ def _windows(kind: str, f: Fields, layers: int) -> dict:
 
 def _write(kind: str, c: ModelConfig) -> dict:
     theirs = {
-        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.num_decoder_layers,
-        "num_attention_heads": c.num_heads, "num_key_value_heads": c.kv_heads, 
-        "rms_norm_eps": c.norm_epsilon, "tie_word_embeddings": c.tie_embeddings, **rotary_back(c),
-        "head_dim": c.head_size, "hidden_act": ACTIVATIONS_BACK[c.activation],
-    }  # fmt: skip
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "intermediate_size": c.ff_size,
+        "num_hidden_layers": c.num_decoder_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.kv_heads,
+        "rms_norm_eps": c.norm_epsilon,
+        "tie_word_embeddings": c.tie_embeddings,
+        **write_rotary(c),
+        "head_dim": c.head_size,
+        "hidden_act": ACTIVATIONS_BACK[c.activation],
+    }
     windows = [layer.window for layer in c.layers("decoder")]
     types = ["sliding_attention" if w else "full_attention" for w in windows]
     if kind == "llama":
@@ -174,12 +184,16 @@ def _write(kind: str, c: ModelConfig) -> dict:
         theirs["attention_bias"] = c.qkv_has_bias
     if kind == "gemma2":
         theirs |= {
-            "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(c.activation, ACTIVATIONS_BACK[c.activation]),
+            "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(
+                c.activation, ACTIVATIONS_BACK[c.activation]
+            ),
             "query_pre_attn_scalar": (c.attention_scale or c.head_size**-0.5) ** -2,
-            "attn_logit_softcapping": c.attention_soft_cap or None, "final_logit_softcapping": c.logit_soft_cap or None,
-            "layer_types": types, "sliding_window": max(windows) or 4096,
+            "attn_logit_softcapping": c.attention_soft_cap or None,
+            "final_logit_softcapping": c.logit_soft_cap or None,
+            "layer_types": types,
+            "sliding_window": max(windows) or 4096,
             "attention_bias": c.qkv_has_bias,
-        }  # fmt: skip
+        }
         theirs["query_pre_attn_scalar"] = round(theirs["query_pre_attn_scalar"])
         del theirs["hidden_act"]
     return theirs
@@ -244,7 +258,7 @@ FAMILIES = [
         prefix="model.",
         heads=("lm_head.",),
         copies=lambda c: tied(c, "lm_head.weight", "model.embed_tokens.weight"),
-        unused=(r".*rotary_emb\.inv_freq",),  # angles, which follow from config.json
+        unused=(r".*rotary_emb\.inv_freq",),  # angles, which config.json determines
     )
     for kind, architecture in {
         "llama": "LlamaForCausalLM",

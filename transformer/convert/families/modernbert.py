@@ -1,4 +1,8 @@
-"""ModernBERT (Warner et al. 2024): a pre-norm rotary encoder, gated, with two layers of a local window to one of all."""
+"""ModernBERT (Warner et al. 2024).
+
+A pre-norm encoder with rotary positions and gated feed-forwards. By default, every third
+layer attends globally, and the others attend within a local window.
+"""
 
 from transformer.convert.family import Family
 from transformer.convert.fields import (
@@ -8,11 +12,11 @@ from transformer.convert.fields import (
     Fields,
     layer_count,
     layer_kinds,
-    one_period,
     positive,
     printable,
+    shortest_period,
 )
-from transformer.convert.rope import rope, rope_back
+from transformer.convert.rope import rope, write_rope
 from transformer.convert.weights import fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
@@ -48,14 +52,14 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     by_default = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
     kinds = layer_kinds(f, layers) or by_default
     of_kind = {
-        # Theirs counts both sides of a query, ours one, the query's own key included.
+        # Their window covers both sides of a query. Ours covers one side and the query itself.
         "sliding_attention": {"window": f.get("local_attention") // 2 + 1},
         "full_attention": {"window": 0},
     }
     for kind, position in _positions(f, length).items():
         of_kind[kind]["position"] = position
     bias = f.get("mlp_bias")
-    f.same("classifier_bias", bias, "one field says whether feed-forward and head have biases")
+    f.same("classifier_bias", bias, "feed-forward and head share one bias setting")
     activation = f.one_of("hidden_activation", ACTIVATIONS)
     if f.one_of("classifier_activation", ACTIVATIONS) != activation:
         f.same(
@@ -72,7 +76,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "num_heads": f.get("num_attention_heads"),
         "num_encoder_layers": layers,
         "max_length": length,
-        "layer_pattern": tuple(of_kind[kind] for kind in one_period(kinds)),
+        "layer_pattern": tuple(of_kind[kind] for kind in shortest_period(kinds)),
         "norm_placement": "pre",
         "norm_epsilon": f.get("norm_eps"),
         "norm_offset": f.get("norm_bias"),
@@ -93,25 +97,31 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 
 
 def _positions(f: Fields, length: int) -> dict[str, dict]:
-    """Our position of each kind of layer, with angles of its own."""
-    given = dict(f.get("rope_parameters") or {})
+    """Returns layer type -> our position. Each layer type has its own rotary settings."""
+    rope_parameters = dict(f.get("rope_parameters") or {})
     thetas = {
         "full_attention": f.get("global_rope_theta"),
         "sliding_attention": f.get("local_rope_theta"),
     }
-    if unknown := sorted(given.keys() - thetas):
+    if unknown := sorted(rope_parameters.keys() - thetas):
         raise f.error(
-            "rope_parameters", f"has {printable(unknown[0])!r}, which is no kind of layer"
+            "rope_parameters", f"has {printable(unknown[0])!r}, which is not a layer type"
         )
-    if wrong := [kind for kind, one in given.items() if not isinstance(one, dict | None)]:
+    if wrong := [
+        kind for kind, entry in rope_parameters.items() if not isinstance(entry, dict | None)
+    ]:
         raise f.error("rope_parameters", f"must have an object for {wrong[0]!r}")
-    if any((one or {}).get("truncate") is False for one in given.values()):
+    if any((entry or {}).get("truncate") is False for entry in rope_parameters.values()):
         raise f.error(
             "rope_parameters", "is not supported: Transformers ignores truncate in this family"
         )
     return {
         kind: rope(
-            given.get(kind) or {}, f.family, length, theta, inside=f"rope_parameters.{kind}."
+            rope_parameters.get(kind) or {},
+            f.family,
+            length,
+            theta,
+            inside=f"rope_parameters.{kind}.",
         )
         for kind, theta in thetas.items()
     }
@@ -119,17 +129,32 @@ def _positions(f: Fields, length: int) -> dict[str, dict]:
 
 def _write(c: ModelConfig) -> dict:
     layers = c.layers("encoder")
-    named = {bool(layer.window): layer for layer in reversed(layers)}
-    full, local = named.get(False, layers[0]), named.get(True, layers[0])
+    first_layer = {bool(layer.window): layer for layer in reversed(layers)}
+    full, local = first_layer.get(False, layers[0]), first_layer.get(True, layers[0])
     return {
-        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.num_encoder_layers,
-        "num_attention_heads": c.num_heads, "hidden_activation": ACTIVATIONS_BACK[c.activation], "classifier_activation": ACTIVATIONS_BACK[c.activation],
-        "max_position_embeddings": c.max_length, "norm_eps": c.norm_epsilon, "norm_bias": c.norm_offset, "mlp_bias": c.use_bias,
-        "classifier_bias": c.use_bias, "attention_bias": c.attention_has_bias, "tie_word_embeddings": c.tie_embeddings,
-        "layer_types": ["sliding_attention" if layer.window else "full_attention" for layer in layers],
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "intermediate_size": c.ff_size,
+        "num_hidden_layers": c.num_encoder_layers,
+        "num_attention_heads": c.num_heads,
+        "hidden_activation": ACTIVATIONS_BACK[c.activation],
+        "classifier_activation": ACTIVATIONS_BACK[c.activation],
+        "max_position_embeddings": c.max_length,
+        "norm_eps": c.norm_epsilon,
+        "norm_bias": c.norm_offset,
+        "mlp_bias": c.use_bias,
+        "classifier_bias": c.use_bias,
+        "attention_bias": c.attention_has_bias,
+        "tie_word_embeddings": c.tie_embeddings,
+        "layer_types": [
+            "sliding_attention" if layer.window else "full_attention" for layer in layers
+        ],
         "local_attention": 2 * (local.window - 1) if local.window else 128,
-        "rope_parameters": {"full_attention": rope_back(full.position), "sliding_attention": rope_back(local.position)},
-    }  # fmt: skip
+        "rope_parameters": {
+            "full_attention": write_rope(full.position),
+            "sliding_attention": write_rope(local.position),
+        },
+    }
 
 
 def _weights(c: ModelConfig):

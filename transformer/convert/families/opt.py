@@ -1,4 +1,7 @@
-"""OPT (Zhang et al. 2022): a decoder with learned positions, pre-norm; its 350m is post-norm with a narrower embedding."""
+"""OPT (Zhang et al. 2022): a pre-norm decoder with learned positions.
+
+OPT-350m is post-norm, with a narrower embedding.
+"""
 
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, optional
@@ -26,8 +29,8 @@ _FIELDS = {
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     d_model, pre = f.get("hidden_size"), f.get("do_layer_norm_before")
-    narrow = f.get("word_embed_proj_dim") or d_model
-    bare = f.get("_remove_final_layer_norm")
+    d_embedding = f.get("word_embed_proj_dim") or d_model
+    no_final_norm = f.get("_remove_final_layer_norm")
     affine = f.get("layer_norm_elementwise_affine")
     return {
         "family": "decoder",
@@ -37,12 +40,12 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "num_heads": f.get("num_attention_heads"),
         "num_decoder_layers": f.get("num_hidden_layers"),
         "max_length": f.get("max_position_embeddings"),
-        "d_embedding": 0 if narrow == d_model else narrow,
+        "d_embedding": 0 if d_embedding == d_model else d_embedding,
         "position": {"name": "learned", "offset": 2},
         "norm_placement": "post"
         if not pre
         else {"name": "pre", "final_norm": False}
-        if bare
+        if no_final_norm
         else "pre",
         "norm_epsilon": 1e-5,
         "norm_gain": affine,
@@ -60,12 +63,20 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 def _write(c: ModelConfig) -> dict:
     placement = c.placement("decoder")
     return {
-        "vocab_size": c.vocab_size, "hidden_size": c.d_model, "num_hidden_layers": c.num_decoder_layers, "ffn_dim": c.d_ff,
-        "max_position_embeddings": c.max_length, "do_layer_norm_before": placement.in_norm, "word_embed_proj_dim": c.embedding_size,
-        "_remove_final_layer_norm": placement.in_norm and not placement.final_norm, "num_attention_heads": c.num_heads,
-        "activation_function": ACTIVATIONS_BACK[c.activation], "enable_bias": c.use_bias, "layer_norm_elementwise_affine": c.norm_gain,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "num_hidden_layers": c.num_decoder_layers,
+        "ffn_dim": c.ff_size,
+        "max_position_embeddings": c.max_length,
+        "do_layer_norm_before": placement.in_norm,
+        "word_embed_proj_dim": c.embedding_size,
+        "_remove_final_layer_norm": placement.in_norm and not placement.final_norm,
+        "num_attention_heads": c.num_heads,
+        "activation_function": ACTIVATIONS_BACK[c.activation],
+        "enable_bias": c.use_bias,
+        "layer_norm_elementwise_affine": c.norm_gain,
         "tie_word_embeddings": c.tie_embeddings,
-    }  # fmt: skip
+    }
 
 
 def _weights(c: ModelConfig):

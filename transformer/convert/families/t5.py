@@ -1,4 +1,7 @@
-"""T5 (Raffel et al. 2020), v1.0 and v1.1: a pre-norm encoder-decoder with bucketed distances, RMSNorm and no biases."""
+"""T5 (Raffel et al. 2020), v1.0 and v1.1.
+
+A pre-norm encoder-decoder with bucketed relative distances, RMSNorm and no biases.
+"""
 
 from transformer.convert.family import Family
 from transformer.convert.fields import ACTIVATIONS, Field, Fields, layer_count, positive
@@ -8,10 +11,18 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 _PROJECTIONS = {
-    "relu": ("relu", False), "gelu": ("gelu", False), "silu": ("silu", False), "gelu_new": ("gelu_tanh", False),
-    "gated-gelu": ("gelu_tanh", True), "gated-silu": ("silu", True), "gated-relu": ("relu", True),
-}  # fmt: skip
-"""Their feed_forward_proj -> our (activation, glu). Their gated gelu is the tanh form, the ungated one is not."""
+    "relu": ("relu", False),
+    "gelu": ("gelu", False),
+    "silu": ("silu", False),
+    "gelu_new": ("gelu_tanh", False),
+    "gated-gelu": ("gelu_tanh", True),
+    "gated-silu": ("silu", True),
+    "gated-relu": ("relu", True),
+}
+"""Their feed_forward_proj -> our (activation, glu).
+
+In T5, gated gelu is the tanh approximation, and ungated gelu is exact.
+"""
 
 _FIELDS = {
     "vocab_size": 32128,
@@ -37,13 +48,14 @@ _FIELDS = {
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     d_model, layers = f.get("d_model"), f.get("num_layers")
     activation, glu = f.one_of("feed_forward_proj", _PROJECTIONS)
-    # Transformers writes both, which follow from feed_forward_proj, and reads them in its place.
+    # Transformers derives dense_act_fn and is_gated_act from feed_forward_proj, writes both, and
+    # reads them in preference to it.
     if f.has("dense_act_fn"):
         activation = f.one_of("dense_act_fn", ACTIVATIONS)
     glu = f.get("is_gated_act", glu)
     f.ignore("output_past")
-    f.must("is_decoder", False, "only the encoder-decoder is read")
-    buckets = (
+    f.must("is_decoder", False, "only encoder-decoders can be loaded")
+    buckets_and_distance = (
         f.get("relative_attention_num_buckets"),
         f.get("relative_attention_max_distance"),
     )
@@ -58,7 +70,11 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "num_encoder_layers": layers,
         "num_decoder_layers": f.get("num_decoder_layers") or layers,
         "max_length": f.get("n_positions"),
-        "position": {"name": "t5", "num_buckets": buckets[0], "max_distance": buckets[1]},
+        "position": {
+            "name": "t5",
+            "num_buckets": buckets_and_distance[0],
+            "max_distance": buckets_and_distance[1],
+        },
         "norm_placement": "pre",
         "norm": "rmsnorm",
         "norm_epsilon": f.get("layer_norm_epsilon"),
@@ -76,18 +92,28 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 
 
 def _write(c: ModelConfig) -> dict:
-    named = {ours: theirs for theirs, ours in _PROJECTIONS.items()}
-    if (c.activation, c.glu) not in named:
+    projections = {ours: theirs for theirs, ours in _PROJECTIONS.items()}
+    if (c.activation, c.glu) not in projections:
         raise UserError(
-            f"model.activation: {c.activation!r} with glu={c.glu} has no name in T5; it knows {', '.join(_PROJECTIONS)}"
+            f"model.activation: {c.activation!r} with glu={c.glu} has no name in T5; T5 supports "
+            f"{', '.join(_PROJECTIONS)}"
         )
     return {
-        "vocab_size": c.vocab_size, "d_model": c.d_model, "d_kv": c.head_size, "d_ff": c.d_ff, "num_layers": c.num_encoder_layers,
-        "num_decoder_layers": c.num_decoder_layers, "num_heads": c.num_heads, "layer_norm_epsilon": c.norm_epsilon, "n_positions": c.max_length,
-        "relative_attention_num_buckets": options(c.position).get("num_buckets", 32), "relative_attention_max_distance": options(c.position).get("max_distance", 128),
-        "feed_forward_proj": named[c.activation, c.glu], "tie_word_embeddings": c.logit_scale != 1.0,
+        "vocab_size": c.vocab_size,
+        "d_model": c.d_model,
+        "d_kv": c.head_size,
+        "d_ff": c.ff_size,
+        "num_layers": c.num_encoder_layers,
+        "num_decoder_layers": c.num_decoder_layers,
+        "num_heads": c.num_heads,
+        "layer_norm_epsilon": c.norm_epsilon,
+        "n_positions": c.max_length,
+        "relative_attention_num_buckets": options(c.position).get("num_buckets", 32),
+        "relative_attention_max_distance": options(c.position).get("max_distance", 128),
+        "feed_forward_proj": projections[c.activation, c.glu],
+        "tie_word_embeddings": c.logit_scale != 1.0,
         "scale_decoder_outputs": c.logit_scale != 1.0,
-    }  # fmt: skip
+    }
 
 
 def _weights(c: ModelConfig):
@@ -103,8 +129,8 @@ def _weights(c: ModelConfig):
                 "DenseReluDense": "feed_forward",
             }
         for i in range(depth):
-            for at, (name, part) in enumerate(sublayers.items()):
-                theirs, ours = f"{side}.block.{i}.layer.{at}", f"{side}/layers_{i}/{part}"
+            for i_sublayer, (name, part) in enumerate(sublayers.items()):
+                theirs, ours = f"{side}.block.{i}.layer.{i_sublayer}", f"{side}/layers_{i}/{part}"
                 yield from norm(f"{theirs}.layer_norm", f"{ours}_residual/in_norm", offset=False)
                 if part == "feed_forward":
                     inner = (

@@ -1,4 +1,4 @@
-"""What a model is asked to learn: one family of objectives to a file (base.py says what one is)."""
+"""Training objectives, with one family of objectives per file (base.py defines the interface)."""
 
 from transformer.registry import Registry
 

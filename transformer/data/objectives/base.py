@@ -1,7 +1,7 @@
-"""What every objective has in common: how tokenised texts become rows of inputs and targets.
+"""The interface of objectives, which turn tokenized texts into sequences of inputs and targets.
 
-An objective lays out rows (which parts of which texts stand in which row) and yields each row's segments. The rest, from
-rows to batches, is the same for all.
+An objective assigns parts of texts to sequences and returns the segments of each sequence. All
+objectives share the assembly of sequences into batches (data/batching.py).
 """
 
 import dataclasses
@@ -24,16 +24,22 @@ Batch = Mapping[str, jax.Array]
 """The fields of data/batching.py."""
 
 Draw = Callable[[], np.random.Generator]
-"""Gives a row its random numbers: a function of (seed, epoch, row) in training, of the row alone in evaluation."""
+"""Returns the random generator of a sequence.
+
+Its seed is (seed, epoch, sequence index) in training, and the sequence index alone in evaluation.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One document's part of a row: a decoder (or the only stack) reads `inputs` and is asked for `targets`; an encoder reads
-    `source`.
+    """One document's part of a sequence.
 
-    `weights` of the targets are 1 unless given. The first `prefix` inputs see each other both ways. `token_types` of the inputs are
-    0 unless given. `label`: the class of the row, or one for each of `inputs` (-1: not asked for).
+    A decoder (or the only stack) reads `inputs` and predicts `targets`. An encoder reads `source`.
+
+    weights: weights of the targets; 1 by default.
+    prefix: the first `prefix` inputs attend to each other bidirectionally.
+    token_types: types of the inputs; 0 by default.
+    label: the class of the sequence, or an array with the class of each input (-1: no label).
     """
 
     inputs: np.ndarray
@@ -44,8 +50,8 @@ class Segment:
     token_types: np.ndarray | None = None
     label: int | np.ndarray | None = None
 
-    def beside_inputs(self) -> dict[str, np.ndarray]:
-        """The inputs, and all that has one value for each of them, as a batch calls it."""
+    def token_fields(self) -> dict[str, np.ndarray]:
+        """The inputs and all arrays that have one value per input, by batch field."""
         size, out = len(self.inputs), {"inputs": self.inputs}
         if self.targets is not None:
             out |= {
@@ -58,31 +64,31 @@ class Segment:
 
 
 class Rows(Protocol):
-    """The rows of a split. `lengths[i]` is the room that row i needs."""
+    """The sequences of a split. `lengths[i]` is the length that sequence i needs."""
 
     lengths: np.ndarray
-    report: dict[str, int]  # what was dropped or cut
+    report: dict[str, int]  # description -> number of texts or parts dropped or cut
 
     def segments(self, row: int, draw: Draw) -> Sequence[Segment]: ...
 
 
 class Loss(Protocol):
-    """The sums of one loss over a batch (training/loss.py has those of cross-entropy)."""
+    """The sums of one loss over a batch (training/loss.py implements cross-entropy)."""
 
-    loss: jax.Array  # float32[], what is minimized
+    loss: jax.Array  # float32[], the sum that training minimizes
     weight: jax.Array  # float32[]
 
     def means(self) -> dict[str, jax.Array]:
-        """What is reported, per unit of weight."""
+        """The reported metrics, per unit of weight."""
         ...
 
 
 class Outputs(Protocol):
-    """What the model makes of a batch (training/outputs.py)."""
+    """The outputs of the model for a batch (training/outputs.py)."""
 
-    hidden_BxTxE: jax.Array | None  # what the token head reads; None where no token is predicted
+    hidden_BxTxE: jax.Array | None  # input of the token head; None without token targets
     head: Callable[[jax.Array], jax.Array] | None  # [..., E] -> logits [..., V]
-    label_logits: jax.Array | None  # [B, C] or [B, T, C]; None where no label is predicted
+    label_logits: jax.Array | None  # [B, C] or [B, T, C]; None without label targets
 
     def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> Loss:
         """Cross-entropy of tokens, with `train.label_smoothing` and `train.z_loss` in training."""
@@ -95,73 +101,76 @@ class Outputs(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What the model is asked to learn. Fields are the options that a config may set: `dict(name="masked_lm", rate=0.3)`."""
+    """A training objective. A config may set its fields: `dict(name="masked_lm", rate=0.3)`."""
 
-    families: ClassVar[tuple[str, ...]] = ()  # of models that can learn it
-    columns: ClassVar[tuple[str, ...]] = (
-        "text",
-    )  # of the text it reads; "label" and "tags" name classes, all others are texts
-    every_token: ClassVar[bool] = (
-        False  # a held-out text is asked for whole, once: bits per byte have a meaning
+    families: ClassVar[tuple[str, ...]] = ()  # model families that support the objective
+    # Columns of an example. "label" and "tags" contain classes; all others contain text.
+    columns: ClassVar[tuple[str, ...]] = ("text",)
+    # Every token of a held-out text is a target exactly once, so bits per byte are meaningful.
+    scores_every_token: ClassVar[bool] = False
+    packs: ClassVar[bool] = True  # sequences can be packed (`data.packing`)
+    has_variable_length: ClassVar[bool] = (
+        True  # unpacked sequences differ in length (`data.buckets`)
     )
-    packs: ClassVar[bool] = True  # rows are packed or not, as `data.packing` says
-    lengths_differ: ClassVar[bool] = True  # rows that are not packed; `data.buckets` sorts them
-    keeps_whole: ClassVar[bool] = (
-        False  # a text that is too long is treated as `data.too_long` says
+    never_splits: ClassVar[bool] = (
+        False  # texts are never split; `data.too_long` drops or cuts them
     )
-    gives_prefix: ClassVar[bool] = False  # which a decoder reads both ways
-    writes: ClassVar[bool] = True  # the model can be asked for text
+    has_prefix: ClassVar[bool] = False  # a decoder gets a prefix, which it reads bidirectionally
+    writes: ClassVar[bool] = True  # the model can generate text
 
     @property
     def predicts(self) -> tuple[str, ...]:
-        """What the model predicts: "tokens", "labels" or both. These are the heads that are run."""
+        """The prediction targets: "tokens", "labels" or both. Only the heads for these run."""
         return ("labels",) if self.columns[-1] in ("label", "tags") else ("tokens",)
 
     @property
-    def asks_for_tokens(self) -> bool:
-        """And not for classes alone."""
+    def predicts_tokens(self) -> bool:
+        """Whether tokens, and not only classes, are predicted."""
         return "tokens" in self.predicts
 
     @property
     def reserved(self) -> int:
-        """How many ids, behind the tokenizer's pieces, it keeps for signs of its own."""
+        """The number of ids after the tokenizer's pieces that are reserved for special tokens."""
         return 0
 
     def adds(self, tokenizer: Tokenizer) -> int:
-        """How many of them this tokenizer does not bring."""
+        """The number of reserved ids for which this tokenizer has no special token."""
         return self.reserved
 
     def check(self, task: Task) -> str | None:
-        """Why it cannot be learned so, in one line; None if it can."""
+        """Why the task does not support this objective, in one line; None if it does."""
         return None
 
     def rows(self, store: Store, part: str, task: Task) -> Rows:
-        """How the texts of a split stand in rows."""
+        """Assigns the texts of a split to sequences."""
         raise NotImplementedError
 
     def losses(self, outputs: Outputs, batch: Batch) -> dict[str, Loss]:
-        """The losses of a batch by name, each a sum. Training minimizes the sum of
-        `loss / weight` over all of them. A run is judged by "tokens" (or by "labels" where there
-        is none): its mean is reported as `loss`, that of another name as `NAME_loss`.
+        """The losses of a batch by name, each a sum. By default, the cross-entropy of `predicts`.
 
-        Cross-entropy of what is predicted, unless an objective says otherwise.
+        Training minimizes the sum of `loss / weight` over all losses. The main loss of a run is
+        "tokens", or "labels" in its absence. Its mean is reported as `loss`, and the mean of any
+        other loss as `NAME_loss`.
         """
-        found = {}
+        losses = {}
         if "tokens" in self.predicts:
-            found["tokens"] = outputs.token_loss(batch["targets"], batch["weights"])
+            losses["tokens"] = outputs.token_loss(batch["targets"], batch["weights"])
         if "labels" in self.predicts:
-            found["labels"] = outputs.label_loss(batch["labels"], batch["label_weights"])
-        return found
+            losses["labels"] = outputs.label_loss(batch["labels"], batch["label_weights"])
+        return losses
 
     def weights(self, batch: Batch) -> dict[str, jax.Array]:
-        """What each of `losses` is divided by: its weight in the global batch, float32[]. It
-        depends on the batch alone, so that micro-batches can be divided by the weight of all."""
+        """The weight in the global batch, float32[], by which each of `losses` is divided.
+
+        It depends on the batch alone, so the losses of micro-batches can be divided by the weight
+        of the whole batch.
+        """
         fields = {"tokens": "weights", "labels": "label_weights"}
         return {name: jnp.sum(batch[fields[name]]) for name in self.predicts}
 
 
 def parts(texts: Texts, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops) of pieces of at most `most` tokens; none reaches over the end of its text."""
+    """(starts, stops) of pieces of at most `most` tokens. No piece crosses the end of its text."""
     ends = np.asarray(texts.ends)
     counts = -(-texts.lengths // most)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -172,11 +181,15 @@ def parts(texts: Texts, most: int) -> tuple[np.ndarray, np.ndarray]:
 def pack(
     sizes: Sequence[np.ndarray], rooms: Sequence[int], open_rows: int = 16
 ) -> list[np.ndarray]:
-    """Examples in rows in which the sums of each of their `sizes` fit into its room: first fit over a few open rows, in a fixed
-    shuffled order."""
+    """Packs examples into sequences: first fit over a few open ones, in a fixed random order.
+
+    `sizes` and `rooms` have one entry for each side of a sequence (encoder, decoder). In each side,
+    the sizes of the examples in a sequence add up to at most its room. At most `open_rows`
+    sequences are open at once. Returns the indices of the examples in each sequence.
+    """
     order = np.random.Generator(np.random.Philox(0)).permutation(len(sizes[0]))
     needs = np.stack(sizes, axis=1)[order].tolist()
-    full, rows = [], []  # an open row: ([room left on each side], members)
+    full, rows = [], []  # an open sequence: ([room left in each side], members)
     for i, need in zip(order.tolist(), needs, strict=True):
         row = next((row for row in rows if all(map(operator.le, need, row[0]))), None)
         if row is None:
@@ -190,12 +203,12 @@ def pack(
 
 
 def shifted(start: int, targets: np.ndarray) -> np.ndarray:
-    """What a decoder reads to be asked for `targets`: `start`, then each target but the last."""
+    """The decoder inputs for `targets`: `start`, then each target but the last."""
     return np.concatenate([[start], targets[:-1]]).astype(np.int32)
 
 
 def continued(start: int, given: np.ndarray, asked: np.ndarray) -> Segment:
-    """A decoder alone reads `given` as a prefix and is asked for what follows it."""
-    whole = np.concatenate([given, asked]).astype(np.int32)
-    weights = (np.arange(len(whole)) >= len(given)).astype(np.float32)
-    return Segment(shifted(start, whole), whole, weights=weights, prefix=len(given) + 1)
+    """A segment in which a decoder-only model reads `given` as a prefix and predicts `asked`."""
+    targets = np.concatenate([given, asked]).astype(np.int32)
+    weights = (np.arange(len(targets)) >= len(given)).astype(np.float32)
+    return Segment(shifted(start, targets), targets, weights=weights, prefix=len(given) + 1)

@@ -1,4 +1,4 @@
-"""A class for each text, or for each word."""
+"""Classification of texts, and tagging of words."""
 
 import dataclasses
 from typing import ClassVar
@@ -9,55 +9,69 @@ from transformer.data.objectives.base import Draw, Objective, Segment, register
 
 
 class _Labels(Objective):
-    """Classes instead of tokens, one text a row."""
+    """Predicts classes instead of tokens, with one text per sequence."""
 
     families: ClassVar = ("encoder", "decoder")
-    keeps_whole: ClassVar = True
+    never_splits: ClassVar = True
     writes: ClassVar = False
 
     def rows(self, store, part, task):
-        return _LabelledRows(store, part, task.data, whole=self.columns[-1] == "label")
+        return _LabeledRows(store, part, task.data, whole=self.columns[-1] == "label")
 
 
 @register("classification")
 @dataclasses.dataclass(frozen=True)
 class Classification(_Labels):
-    """The label of a text, read as bos, x_1, ..., x_n, eos. Longer ones are dropped or cut, as `data.too_long` says."""
+    """Predicts the label of a text from bos, x_1, ..., x_n, eos.
+
+    Texts that are too long are dropped or cut (`data.too_long`).
+    """
 
     columns: ClassVar = ("text", "label")
 
     def check(self, task):
         if not task.model.num_labels:
-            return "asks for labels; set model.num_labels"
+            return "predicts labels; set model.num_labels"
         if task.model.pooling == "none":
-            return "asks for one label a text; set model.pooling to cls, mean or last"
+            return "predicts one label per text; set model.pooling to cls, mean or last"
         if task.model.pooling == "cls" and task.model.family == "decoder":
-            return "reads all of a text; the first token of a decoder sees none of it: set model.pooling to last or mean"
-        return _one_text_a_row(task)
+            return (
+                "classifies the whole text, but the first token of a decoder attends only to "
+                "itself; set model.pooling to last or mean"
+            )
+        return _check_unpacked(task)
 
 
 @register("tagging")
 @dataclasses.dataclass(frozen=True)
 class Tagging(_Labels):
-    """The tag of each word, asked for at its first piece. In the text both stand with spaces between: "the cat sat", "DT NN VB"."""
+    """Predicts the tag of each word, at its first piece.
+
+    Words and tags are separated by spaces in the data: "the cat sat", "DT NN VB".
+    """
 
     columns: ClassVar = ("text", "tags")
 
     def check(self, task):
         if not task.model.num_labels:
-            return "asks for tags; set model.num_labels"
+            return "predicts tags; set model.num_labels"
         if task.model.pooling != "none":
-            return f"asks for a tag a word; model.pooling = {task.model.pooling!r} leaves one a text: set it to none"
-        return _one_text_a_row(task)
+            return (
+                f"predicts one tag per word, but model.pooling = {task.model.pooling!r} leaves one "
+                "per text; set it to none"
+            )
+        return _check_unpacked(task)
 
 
-def _one_text_a_row(task) -> str | None:
+def _check_unpacked(task) -> str | None:
     if task.data.packing:
-        return "has one text a row; set data.packing=False (data.buckets saves padding)"
+        return (
+            "puts one text in each sequence; set data.packing=False (data.buckets reduces padding)"
+        )
     return None
 
 
-class _LabelledRows:
+class _LabeledRows:
     def __init__(self, store, part: str, data, whole: bool):
         self._texts, self._labels, self._tokenizer = (
             store.texts(part, 0),
@@ -67,9 +81,11 @@ class _LabelledRows:
         self._room, self._whole = data.length - 1, whole
         lengths = self._texts.lengths
         long = lengths > self._room
-        what = "dropped" if data.too_long == "drop" else "cut"
+        outcome = "dropped" if data.too_long == "drop" else "cut"
         self.report = (
-            {f"examples over {data.length} tokens: {what}": int(long.sum())} if long.any() else {}
+            {f"examples over {data.length} tokens: {outcome}": int(long.sum())}
+            if long.any()
+            else {}
         )
         self._rows = np.flatnonzero(~long) if data.too_long == "drop" else np.arange(len(lengths))
         self.lengths = np.minimum(lengths[self._rows], self._room) + 1

@@ -6,61 +6,69 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from transformer.data.objectives.base import Draw, Objective, Segment, continued, register, shifted
-from transformer.data.objectives.language_model import needs_prefix
+from transformer.data.objectives.language_model import check_prefix
 
 
 class Denoiser(NamedTuple):
-    """Spans of `mean_length` tokens on average, a share `rate` of all, are taken out; or, with no length, all from a place on."""
+    """Removes a fraction `rate` of the tokens, in spans of `mean_length` on average.
+
+    With `mean_length=0`, it removes a single span, the end of the text.
+    """
 
     rate: float
     mean_length: float = 0.0
-    sign: int = -1  # which mode sign stands before what is read; -1: none
+    sign: int = -1  # index of the mode token that precedes the inputs; -1: none
 
     def counts(self, tokens: int) -> tuple[int, int]:
-        """(tokens taken out, spans) of so many tokens: at least one, never all."""
+        """(removed tokens, spans) of a piece. At least one token is removed, and never all."""
         noise = min(max(round(tokens * self.rate), 1), tokens - 1)
         spans = max(round(noise / self.mean_length), 1) if self.mean_length else 1
         return noise, min(spans, noise, tokens - noise)
 
     def needs(self, tokens: int) -> tuple[int, int]:
-        """(tokens to read, tokens to write) of so many, with sentinels, end and mode sign."""
+        """(input length, target length) of a piece, with sentinels, eos and mode token."""
         noise, spans = self.counts(tokens)
-        read = tokens - noise + (self.sign >= 0)
-        return (read + spans + 1, noise + spans + 1) if self.mean_length else (read, noise)
+        inputs = tokens - noise + (self.sign >= 0)
+        return (inputs + spans + 1, noise + spans + 1) if self.mean_length else (inputs, noise)
 
     def split(
         self, ids: np.ndarray, sentinel: int, eos: int, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(what is read, what is asked for). Each span is a sentinel in the one and stands behind it in the other; `sentinel` is the
-        first, those after it count down."""
+        """(inputs, targets). A sentinel replaces each span in the inputs, and precedes it in the
+        targets. `sentinel` is the id of the first one; the ids of the others count down from it.
+        """
         noise, spans = self.counts(len(ids))
         if not self.mean_length:
             return ids[: len(ids) - noise], ids[len(ids) - noise :]
-        # As T5's random_spans_noise_mask: kept and taken spans alternate, a kept one first.
-        taken, kept = (_cut_randomly(n, spans, generator) for n in (noise, len(ids) - noise))
-        pieces = np.split(ids, np.cumsum(np.stack([kept, taken], axis=1).ravel())[:-1])
-        signs = [np.array([sentinel - i]) for i in range(spans)]
-        read = [x for i in range(spans) for x in (pieces[2 * i], signs[i])]
-        asked = [x for i in range(spans) for x in (signs[i], pieces[2 * i + 1])]
-        return np.concatenate([*read, [eos]]), np.concatenate([*asked, [eos]])
+        # As in T5's random_spans_noise_mask: remaining and removed spans alternate, starting with a
+        # remaining one.
+        removed, remaining = (_cut_randomly(n, spans, generator) for n in (noise, len(ids) - noise))
+        pieces = np.split(ids, np.cumsum(np.stack([remaining, removed], axis=1).ravel())[:-1])
+        sentinels = [np.array([sentinel - i]) for i in range(spans)]
+        inputs = [x for i in range(spans) for x in (pieces[2 * i], sentinels[i])]
+        targets = [x for i in range(spans) for x in (sentinels[i], pieces[2 * i + 1])]
+        return np.concatenate([*inputs, [eos]]), np.concatenate([*targets, [eos]])
 
 
 def _cut_randomly(total: int, count: int, generator: np.random.Generator) -> np.ndarray:
-    """`total` in `count` positive parts, each such cut as likely as any other."""
+    """Splits `total` into `count` positive parts. All such splits are equally likely."""
     cuts = np.sort(generator.permutation(total - 1)[: count - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Denoising(Objective):
-    """Texts, end to end and cut into pieces of equal length, each denoised by one of `denoisers`, drawn anew in every epoch."""
+    """Concatenates the texts and cuts them into pieces of equal length.
+
+    One of `denoisers`, drawn anew in every epoch, corrupts each piece.
+    """
 
     families: ClassVar = ("encoder_decoder", "decoder")
     packs: ClassVar = False
-    lengths_differ: ClassVar = False
-    gives_prefix: ClassVar = True
-    writes: ClassVar = False  # only what fills the gaps of a text
-    modes: ClassVar[int] = 0  # mode signs
+    has_variable_length: ClassVar = False
+    has_prefix: ClassVar = True
+    writes: ClassVar = False  # the model only fills the gaps of a text
+    modes: ClassVar[int] = 0  # number of mode tokens
 
     @property
     def denoisers(self) -> tuple[Denoiser, ...]:
@@ -74,35 +82,42 @@ class _Denoising(Objective):
         return self.reserved if self._brought(tokenizer) is None else self.modes
 
     def first_sentinel(self, tokenizer) -> int:
-        """Those after it count down: from the tokenizer's own, or from the top, above the modes."""
-        brought = self._brought(tokenizer)
-        return tokenizer.vocab_size + self.reserved - 1 if brought is None else brought
+        """The id of the first sentinel; the ids of the others count down from it.
+
+        If the tokenizer lacks sentinels, it is the highest reserved id: sentinels are above the
+        mode tokens.
+        """
+        first = self._brought(tokenizer)
+        return tokenizer.vocab_size + self.reserved - 1 if first is None else first
 
     def _brought(self, tokenizer) -> int | None:
-        """The first sentinel, of a tokenizer that brings as many as are needed."""
+        """The id of the tokenizer's first sentinel; None if it has fewer than `sentinels`."""
         first, last = (tokenizer.find(f"<extra_id_{i}>") for i in (0, self.sentinels - 1))
         return first if first is not None and last == first - self.sentinels + 1 else None
 
     def check(self, task):
-        if problem := needs_prefix(task):
+        if problem := check_prefix(task):
             return problem
         if any(not 0 < d.rate < 1 for d in self.denoisers):
             return f"has rate = {self.rate}, which must lie between 0 and 1"
         size = self.piece(task)
         if size < 2:
-            return f"does not fit into data.length = {task.data.length}; make it longer"
+            return f"does not fit into data.length = {task.data.length}; increase data.length"
         spans = max(d.counts(size)[1] for d in self.denoisers)
         if spans > self.sentinels:
-            return f"has {self.sentinels} sentinels, but {spans} spans in pieces of {size} tokens; raise sentinels or mean_length"
+            return (
+                f"has {self.sentinels} sentinels, but {spans} spans in pieces of {size} tokens; "
+                "increase sentinels or mean_length"
+            )
         return None
 
     def piece(self, task) -> int:
-        """The longest piece that every denoiser can fit into a row."""
-        data, alone = task.data, task.model.family == "decoder"
-        fits = lambda read, write: (
-            read + write <= data.length
-            if alone
-            else read <= data.length and write <= data.decoder_length
+        """The length of the longest piece that fits into a sequence with every denoiser."""
+        data, decoder_only = task.data, task.model.family == "decoder"
+        fits = lambda inputs, targets: (
+            inputs + targets <= data.length
+            if decoder_only
+            else inputs <= data.length and targets <= data.decoder_length
         )
         size = 2 * (data.length + data.decoder_length)
         while size >= 2 and not all(fits(*d.needs(size)) for d in self.denoisers):
@@ -127,26 +142,29 @@ class _Pieces:
         denoiser = (
             denoisers[generator.integers(len(denoisers))] if len(denoisers) > 1 else denoisers[0]
         )
-        read, asked = denoiser.split(
+        inputs, targets = denoiser.split(
             ids, self._objective.first_sentinel(tokenizer), tokenizer.eos, generator
         )
         if denoiser.sign >= 0:
-            read = np.concatenate([[tokenizer.vocab_size + denoiser.sign], read])
-        read, asked = read.astype(np.int32), asked.astype(np.int32)
+            inputs = np.concatenate([[tokenizer.vocab_size + denoiser.sign], inputs])
+        inputs, targets = inputs.astype(np.int32), targets.astype(np.int32)
         if self._alone:
-            return [continued(tokenizer.bos, read, asked)]
-        return [Segment(shifted(tokenizer.bos, asked), asked, read)]
+            return [continued(tokenizer.bos, inputs, targets)]
+        return [Segment(shifted(tokenizer.bos, targets), targets, inputs)]
 
 
 @register("span_corruption")
 @dataclasses.dataclass(frozen=True)
 class SpanCorruption(_Denoising):
-    """A share `rate` of the tokens is taken out, in spans of `mean_length` on average, each replaced by a sentinel; asked for are the
-    sentinels with what they stand for, and eos (Raffel et al. 2020, sec. 3.1.4).
+    """Replaces spans of tokens by sentinels and predicts them (Raffel et al. 2020, sec. 3.1.4).
 
-    Sentinel i is the i-th id from the top: with 32,000 pieces and 100 sentinels 32,099, 32,098, ... as in T5; of a tokenizer that brings
-    sentinels (`<extra_id_0>`), they are its own. Texts stand end to end,
-    cut into pieces as long as `data.length` and `data.target_length` allow. A decoder alone reads the corrupted text as a prefix.
+    The spans are `mean_length` tokens long on average and contain a fraction `rate` of all tokens.
+    The targets are each sentinel with the tokens that it replaces, then eos.
+
+    Sentinel i is the i-th id from the top: 32,099, 32,098, ... for 32,000 pieces and 100 sentinels,
+    as in T5. If the tokenizer has sentinels (`<extra_id_0>`), these are used instead. Texts are
+    concatenated and cut into pieces as long as `data.length` and `data.target_length` allow. A
+    decoder-only model reads the corrupted text as a prefix.
     """
 
     rate: float = 0.15
@@ -166,9 +184,14 @@ class SpanCorruption(_Denoising):
 @register("ul2")
 @dataclasses.dataclass(frozen=True)
 class UL2(_Denoising):
-    """UL2's mixture of denoisers, each as likely (Tay et al. 2023, table 1): R, short spans (mean 3 and 8, 15 %); X, long ones or many
-    (mean 3, 8 and 64 at 50 %, 64 at 15 %); S, all from three quarters on. A mode sign says which, before what is read: R, X and S are the
-    first three ids behind the tokenizer's pieces.
+    """UL2's mixture of denoisers, which are all equally likely (Tay et al. 2023, table 1).
+
+    R: short spans (mean length 3 or 8, at 15 %).
+    X: long or many spans (mean length 3, 8 or 64 at 50 %, or 64 at 15 %).
+    S: the last quarter of the piece.
+
+    A mode token before the inputs indicates R, X or S. The mode tokens R, X and S are the first
+    three ids after the tokenizer's pieces.
     """
 
     sentinels: int = 256
@@ -186,4 +209,4 @@ class UL2(_Denoising):
             (0.15, 64.0, x),
             (0.5, 64.0, x),
         ]
-        return (*(Denoiser(*given) for given in spans), Denoiser(0.25, sign=s))
+        return (*(Denoiser(*options) for options in spans), Denoiser(0.25, sign=s))

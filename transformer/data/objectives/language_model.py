@@ -1,4 +1,4 @@
-"""Causal and prefix language modelling: each token from those before it."""
+"""Causal and prefix language modeling: predicts each token from those before it."""
 
 import dataclasses
 import itertools
@@ -20,15 +20,18 @@ from transformer.data.objectives.base import (
 @register("causal_lm")
 @dataclasses.dataclass(frozen=True)
 class CausalLM(Objective):
-    """Each token from those before it. A text is read as bos, x_1, ..., x_n and asked for x_1, ..., x_n, eos.
+    """Predicts each token from those before it.
 
-    Packed, the texts of a split stand one after another and are cut into rows of `length`: every token is a target exactly
-    once, and a row's segments never see each other. Unpacked, a row holds one text or, of a longer text, one part.
-    The rows of a held-out split may overlap by `eval_overlap` tokens, which are read again and not asked for again.
+    The inputs of a text are bos, x_1, ..., x_n, and its targets x_1, ..., x_n, eos.
+
+    With packing, the texts of a split are concatenated and cut into sequences of `length` tokens.
+    Every token is a target exactly once, and a sequence's segments do not attend to each other.
+    Without packing, a sequence contains one text or one part of a longer text. The sequences of a
+    held-out split may overlap by `eval_overlap` tokens, which are inputs again but not targets.
     """
 
     families: ClassVar = ("decoder",)
-    every_token: ClassVar = True
+    scores_every_token: ClassVar = True
 
     def rows(self, store, part, task):
         data = task.data
@@ -45,25 +48,25 @@ class _LMRows:
         total, new = len(texts.ids), length - overlap
         self._starts = np.arange(0, total, new) if packing else parts(texts, new)[0]
         self._stops = np.minimum(np.append(self._starts[1:], total), self._starts + new)
-        self._reads = np.maximum(self._starts - overlap, 0)  # where a row begins to read
+        self._reads = np.maximum(self._starts - overlap, 0)  # first input of each sequence
         if not packing:
-            begins = np.concatenate([[0], self._ends[:-1]])
+            text_starts = np.concatenate([[0], self._ends[:-1]])
             self._reads = np.maximum(
-                self._reads, begins[np.searchsorted(self._ends, self._starts, "right")]
+                self._reads, text_starts[np.searchsorted(self._ends, self._starts, "right")]
             )
         self.lengths = self._stops - self._reads
 
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         read, start, stop = (int(x[row]) for x in (self._reads, self._starts, self._stops))
-        inner = self._ends[
+        text_ends = self._ends[
             np.searchsorted(self._ends, read, "right") : np.searchsorted(self._ends, stop, "left")
         ]
-        bounds = [read, *map(int, inner), stop]
+        bounds = [read, *map(int, text_ends), stop]
         out, tokenizer = [], self._tokenizer
         for a, b in itertools.pairwise(bounds):
             targets = np.asarray(self._ids[a:b], np.int32)
-            fresh = a == 0 or self._ids[a - 1] == tokenizer.eos
-            inputs = shifted(tokenizer.bos if fresh else int(self._ids[a - 1]), targets)
+            starts_text = a == 0 or self._ids[a - 1] == tokenizer.eos
+            inputs = shifted(tokenizer.bos if starts_text else int(self._ids[a - 1]), targets)
             out.append(
                 Segment(inputs, targets, weights=(np.arange(a, b) >= start).astype(np.float32))
             )
@@ -73,27 +76,28 @@ class _LMRows:
 @register("prefix_lm")
 @dataclasses.dataclass(frozen=True)
 class PrefixLM(Objective):
-    """The rest of a text from its beginning (Raffel et al. 2020, sec. 3.2.1): cut at a place drawn anew in every epoch.
+    """Predicts the rest of a text from its beginning (Raffel et al. 2020, sec. 3.2.1).
 
-    A decoder reads the beginning both ways (`model.prefix_lm`) and is asked for what follows; in an encoder-decoder the encoder
-    reads the beginning. A row holds one text or, of a longer text, one part.
+    The text is cut at a position drawn anew in every epoch. A decoder-only model reads the
+    beginning bidirectionally (`model.prefix_lm`). In an encoder-decoder, the encoder reads it. A
+    sequence contains one text or one part of a longer text.
     """
 
     families: ClassVar = ("decoder", "encoder_decoder")
     packs: ClassVar = False
-    gives_prefix: ClassVar = True
+    has_prefix: ClassVar = True
 
     def check(self, task):
-        return needs_prefix(task)
+        return check_prefix(task)
 
     def rows(self, store, part, task):
         return _PrefixRows(store, part, task)
 
 
-def needs_prefix(task) -> str | None:
-    """Objectives that give a decoder a prefix want a decoder that reads it whole."""
+def check_prefix(task) -> str | None:
+    """Why a decoder-only model cannot read a prefix bidirectionally; None if it can."""
     if task.model.family == "decoder" and not task.model.prefix_lm:
-        return "gives the decoder a prefix to read whole; set model.prefix_lm=True"
+        return "gives the decoder a prefix to read bidirectionally; set model.prefix_lm=True"
     return None
 
 
@@ -101,9 +105,8 @@ class _PrefixRows:
     def __init__(self, store, part: str, task):
         texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, task.data
         self._ids, self._alone = texts.ids, task.model.family == "decoder"
-        most = (
-            data.length if self._alone else min(data.length - 1, data.decoder_length)
-        )  # an encoder reads eos, too
+        # The inputs of an encoder end in eos, too.
+        most = data.length if self._alone else min(data.length - 1, data.decoder_length)
         starts, stops = parts(texts, most)
         keep = stops - starts >= 2
         self._starts, self._stops = starts[keep], stops[keep]

@@ -1,4 +1,4 @@
-"""Masked language modelling, with and without next-sentence prediction (Devlin et al. 2019)."""
+"""Masked language modeling, with and without next-sentence prediction (Devlin et al. 2019)."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,12 +12,20 @@ from transformer.errors import UserError
 @register("masked_lm")
 @dataclasses.dataclass(frozen=True)
 class MaskedLM(Objective):
-    """A share `rate` of the tokens, drawn anew in every epoch, is asked for; of these `mask` are replaced by the mask sign, `random` by
-    any piece, and the rest stay (BERT: 80, 10, 10 %). `whole_words`: all pieces of a word, or none.
+    """Predicts a fraction `rate` of the tokens, drawn anew in every epoch.
 
-    A text is read as bos, x_1, ..., x_n, eos (bos is BERT's [CLS], eos its [SEP]); longer ones in parts. With `next_sentence` texts are cut
-    into parts of (length - 3) / 2 tokens and a row is bos, A, eos, B, eos: B is the part that follows A (label 0) or, half of the time, a
-    part of another text (label 1); token types 0 and 1 tell them apart. Texts of one part serve as such a B alone. The mask sign is that of a tokenizer.json ([MASK], <mask>) or the first id behind the pieces.
+    Of these, a fraction `mask` is replaced by the mask token and a fraction `random` by random
+    pieces; the others are unchanged (BERT: 80, 10 and 10 %). With `whole_words`, all pieces of a
+    word are predicted or none. The mask token is that of a tokenizer.json ([MASK], <mask>), or else
+    the first id after the pieces.
+
+    A sequence is bos, x_1, ..., x_n, eos (bos is BERT's [CLS], eos its [SEP]). Longer texts are
+    split into parts.
+
+    With `next_sentence`, texts are split into parts of (length - 3) / 2 tokens, and a sequence is
+    bos, A, eos, B, eos. B is the part that follows A (label 0) or, half of the time, a part of
+    another text (label 1). Token types 0 and 1 distinguish A from B. A text with a single part only
+    serves as a B from another text.
     """
 
     rate: float = 0.15
@@ -45,17 +53,29 @@ class MaskedLM(Objective):
         if not 0 < self.rate < 1:
             return f"has rate = {self.rate}, which must lie between 0 and 1"
         if not (self.mask >= 0 and self.random >= 0 and self.mask + self.random <= 1):
-            return f"has mask = {self.mask} and random = {self.random}, shares of one whole"
+            return (
+                f"has mask = {self.mask} and random = {self.random}, which must not be negative or "
+                "add up to more than 1"
+            )
         if self.next_sentence and (model.token_types, model.num_labels, model.pooling) != (
             2,
             2,
             "cls",
         ):
-            return "with next_sentence tells two sentences apart; set model.token_types=2, model.num_labels=2, model.pooling='cls'"
+            return (
+                "with next_sentence distinguishes two sentences; set model.token_types=2, "
+                "model.num_labels=2, model.pooling='cls'"
+            )
         if self.next_sentence and task.data.length < 5:
-            return f"with next_sentence needs rows of 5 tokens at least; data.length = {task.data.length}"
+            return (
+                "with next_sentence needs sequences of at least 5 tokens; increase "
+                f"data.length = {task.data.length}"
+            )
         if self.next_sentence and (task.data.packing or task.data.buckets):
-            return "with next_sentence has one pair a row; set data.packing=False and leave out data.buckets"
+            return (
+                "with next_sentence puts one pair in each sequence; set data.packing=False and "
+                "leave out data.buckets"
+            )
         return None
 
     def rows(self, store, part, task):
@@ -64,31 +84,30 @@ class MaskedLM(Objective):
     def corrupt(
         self, ids: np.ndarray, tokenizer, generator: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(what is read, weight of each token as a target)."""
-        can = np.flatnonzero((ids != tokenizer.bos) & (ids != tokenizer.eos))
-        asked = np.zeros(len(ids), bool)
-        if len(can):
-            wanted = max(1, round(self.rate * len(can)))
-            asked[can[self._choose(ids[can], wanted, tokenizer, generator)]] = True
+        """(inputs, weight of each token as a target)."""
+        candidates = np.flatnonzero((ids != tokenizer.bos) & (ids != tokenizer.eos))
+        is_target = np.zeros(len(ids), bool)
+        if len(candidates):
+            count = max(1, round(self.rate * len(candidates)))
+            is_target[candidates[self._choose(ids[candidates], count, tokenizer, generator)]] = True
         mask = tokenizer.vocab_size if tokenizer.mask is None else tokenizer.mask
-        fate = generator.random(len(ids))
-        read = np.where(asked & (fate < self.mask), mask, ids)
-        swapped = asked & (fate >= self.mask) & (fate < self.mask + self.random)
-        read[swapped] = generator.choice(tokenizer.text_ids, int(swapped.sum()))
-        return read.astype(np.int32), asked.astype(np.float32)
+        uniform = generator.random(len(ids))
+        inputs = np.where(is_target & (uniform < self.mask), mask, ids)
+        replaced = is_target & (uniform >= self.mask) & (uniform < self.mask + self.random)
+        inputs[replaced] = generator.choice(tokenizer.text_ids, int(replaced.sum()))
+        return inputs.astype(np.int32), is_target.astype(np.float32)
 
     def _choose(
-        self, ids: np.ndarray, wanted: int, tokenizer, generator: np.random.Generator
+        self, ids: np.ndarray, count: int, tokenizer, generator: np.random.Generator
     ) -> np.ndarray:
         if not self.whole_words:
-            return generator.permutation(len(ids))[:wanted]
+            return generator.permutation(len(ids))[:count]
         word = np.cumsum(tokenizer.starts_word[ids])
         numbers, sizes = np.unique(word, return_counts=True)
-        chosen, room = [], wanted
+        chosen, room = [], count
         for i in generator.permutation(len(numbers)):
-            if (
-                sizes[i] <= room or not chosen
-            ):  # as BERT's code: a word that would be too much is left out
+            # Like BERT's code, skip a word with more pieces than are left to choose.
+            if sizes[i] <= room or not chosen:
                 chosen.append(numbers[i])
                 room -= sizes[i]
         return np.flatnonzero(np.isin(word, chosen))
@@ -112,30 +131,30 @@ class _MaskedRows:
             ids = np.concatenate(
                 [[self._tokenizer.bos], self._ids[self._starts[i] : self._stops[i]]]
             ).astype(np.int32)
-            read, weights = self._objective.corrupt(ids, self._tokenizer, generator)
-            out.append(Segment(read, ids, weights=weights))
+            inputs, weights = self._objective.corrupt(ids, self._tokenizer, generator)
+            out.append(Segment(inputs, ids, weights=weights))
         return out
 
 
 class _SentencePairs:
-    """Parts of texts, two a row."""
+    """Parts of texts, two in each sequence."""
 
     def __init__(self, objective: MaskedLM, store, part: str, data):
         texts, self._objective, self._tokenizer = store.texts(part, 0), objective, store.tokenizer
         self._ids = texts.ids
         starts, stops = parts(texts, (data.length - 3) // 2)
-        stops = stops - np.isin(stops, texts.ends)  # without the text's own eos
+        stops = stops - np.isin(stops, texts.ends)  # without the eos of the text
         keep = stops > starts
         self._starts, self._stops = starts[keep], stops[keep]
         self._text = np.searchsorted(np.asarray(texts.ends), self._starts, "right")
         self._first = np.flatnonzero(self._text[:-1] == self._text[1:])
         if len(np.unique(self._text)) < 2:
             raise UserError(
-                f"data.objective: next_sentence needs two texts at least; the {part} text has one"
+                f"data.objective: next_sentence needs at least two texts; the {part} split has one"
             )
         alone = len(texts) - len(np.unique(self._text[self._first]))
         self.lengths = np.full(len(self._first), data.length)
-        self.report = {"texts are too short for a pair of their own": alone} if alone else {}
+        self.report = {"texts are too short to form a pair": alone} if alone else {}
 
     def segments(self, row: int, draw: Draw) -> list[Segment]:
         generator, first = draw(), int(self._first[row])
@@ -145,6 +164,6 @@ class _SentencePairs:
         bos, eos = self._tokenizer.bos, self._tokenizer.eos
         a, b = (self._ids[self._starts[i] : self._stops[i]] for i in (first, second))
         ids = np.concatenate([[bos], a, [eos], b, [eos]]).astype(np.int32)
-        read, weights = self._objective.corrupt(ids, self._tokenizer, generator)
+        inputs, weights = self._objective.corrupt(ids, self._tokenizer, generator)
         types = (np.arange(len(ids)) >= len(a) + 2).astype(np.int32)
-        return [Segment(read, ids, weights=weights, token_types=types, label=label)]
+        return [Segment(inputs, ids, weights=weights, token_types=types, label=label)]

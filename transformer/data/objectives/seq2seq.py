@@ -1,4 +1,4 @@
-"""The target from the source: translation and everything like it."""
+"""Sequence-to-sequence learning, such as translation: predicts a target from a source."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,44 +20,50 @@ from transformer.data.objectives.base import (
 @register("seq2seq")
 @dataclasses.dataclass(frozen=True)
 class Seq2Seq(Objective):
-    """The encoder reads x, eos (behind a sign of its own, where `data.tokenizer.source_bos_id` is one); the decoder reads bos, y and is
-    asked for y, eos. A decoder alone reads bos, x, eos, y and is asked for the same; it may read x both ways (`model.prefix_lm`).
+    """Predicts a target y from a source x.
 
-    A pair with a side longer than its row is dropped or, with `too_long="cut"`, cut (its eos is kept). A decoder alone has half of the row
-    for each where it has to be cut.
+    The encoder reads x, eos, preceded by `data.tokenizer.source_bos_id` if that is set. The decoder
+    reads bos, y and predicts y, eos. A decoder-only model reads bos, x, eos, y and also predicts
+    y, eos. It may read x bidirectionally (`model.prefix_lm`).
+
+    A pair that does not fit into its sequence is dropped or, with `too_long="cut"`, cut; each cut
+    text keeps its eos. In a decoder-only model, each text of a cut pair gets half of the sequence.
     """
 
     families: ClassVar = ("encoder_decoder", "decoder")
     columns: ClassVar = ("source", "target")
-    keeps_whole: ClassVar = True
-    gives_prefix: ClassVar = True
+    never_splits: ClassVar = True
+    has_prefix: ClassVar = True
 
     def rows(self, store, part, task):
         return (
-            _OneRow(store, part, task)
+            _DecoderPairs(store, part, task)
             if task.model.family == "decoder"
-            else _TwoRows(store, part, task)
+            else _EncoderDecoderPairs(store, part, task)
         )
 
 
 class _Pairs:
-    """Which pairs stand in which row. `sizes` of pairs and `rooms` of a row are lists: of the two sides, or of the one row that both
-    share."""
+    """Assigns pairs to sequences.
+
+    The lists `sizes` (of the pairs) and `rooms` (of a sequence) have two entries, for source and
+    target, or one entry if both share a sequence.
+    """
 
     def __init__(self, store, part: str, data):
         self._texts, self._tokenizer, self._before = (
             [store.texts(part, side) for side in (0, 1)],
             store.tokenizer,
-            store.tokenizer.before_source,
+            store.tokenizer.source_prefix_ids,
         )
         sizes, rooms = (
             self.sizes(self._texts[0].lengths + len(self._before), self._texts[1].lengths),
             self.rooms(data),
         )
         self.long = np.any([size > room for size, room in zip(sizes, rooms, strict=True)], axis=0)
-        what = "dropped" if data.too_long == "drop" else "cut"
+        outcome = "dropped" if data.too_long == "drop" else "cut"
         self.report = (
-            {f"examples over {data.length} tokens: {what}": int(self.long.sum())}
+            {f"examples over {data.length} tokens: {outcome}": int(self.long.sum())}
             if self.long.any()
             else {}
         )
@@ -66,14 +72,14 @@ class _Pairs:
         self.rows = (
             [pairs[members] for members in pack(sizes, rooms)] if data.packing else pairs[:, None]
         )
-        # A bucket's decoder rows shrink as its encoder rows do.
+        # A bucket scales the lengths of encoder and decoder sequences by the same factor.
         scaled = [-(-size * data.length // room) for size, room in zip(sizes, rooms, strict=True)]
         self.lengths = (
             np.full(len(self.rows), data.length) if data.packing else np.max(scaled, axis=0)
         )
 
     def pair(self, number: int, rooms: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Source and target, cut to these rooms."""
+        """The source and the target of a pair, cut to `rooms`."""
         source, targets = (texts[number] for texts in self._texts)
         return self._cut([*self._before, *source], rooms[0]), self._cut(targets, rooms[1])
 
@@ -83,8 +89,8 @@ class _Pairs:
         return ids
 
 
-class _TwoRows(_Pairs):
-    """The source in an encoder's row, the target in a decoder's."""
+class _EncoderDecoderPairs(_Pairs):
+    """The source in a sequence of the encoder, the target in one of the decoder."""
 
     def __init__(self, store, part: str, task):
         super().__init__(store, part, task.data)
@@ -104,8 +110,8 @@ class _TwoRows(_Pairs):
         ]
 
 
-class _OneRow(_Pairs):
-    """The source and the target in one row of a decoder."""
+class _DecoderPairs(_Pairs):
+    """The source and the target in one sequence of a decoder-only model."""
 
     def __init__(self, store, part: str, task):
         super().__init__(store, part, task.data)
@@ -125,6 +131,6 @@ class _OneRow(_Pairs):
             source, targets = self.pair(
                 number, self._halves if self.long[number] else (self._length, self._length)
             )
-            one = continued(self._tokenizer.bos, source, targets)
-            out.append(one if self._prefix else dataclasses.replace(one, prefix=None))
+            segment = continued(self._tokenizer.bos, source, targets)
+            out.append(segment if self._prefix else dataclasses.replace(segment, prefix=None))
         return out

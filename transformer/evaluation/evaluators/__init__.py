@@ -1,4 +1,4 @@
-"""What a run may be measured by beside its loss: one evaluator to a file (base.py says what one is)."""
+"""Evaluators: measurements of a run beyond its loss, one per file. base.py is their interface."""
 
 from transformer.registry import Registry
 

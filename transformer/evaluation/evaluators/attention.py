@@ -1,4 +1,4 @@
-"""Where each head looks."""
+"""Statistics of each attention head."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,72 +8,79 @@ import jax
 import numpy as np
 
 from transformer.checks import plain
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Found, OneBatch, Subject
-from transformer.evaluation.inside import OF_ONE_SIDE
+from transformer.evaluation.evaluators.base import EVALUATORS, Metrics, OneBatch, Snapshot, Subject
+from transformer.evaluation.inside import SELF_ATTENTION_ONLY
 from transformer.model.config import ModelConfig
-from transformer.model.layout import flatten, in_layer, part, where
+from transformer.model.layout import flatten, part, split_layer_path, where
 
 
 @EVALUATORS.register("attention")
 @dataclasses.dataclass(frozen=True)
-class Attention(OneBatch):
-    """Where each head of each layer looks, on one batch: entropy, weight on the first token, mean distance, weight on the token before,
-    largest logit; and, of a decoder on random tokens said twice, the induction score (Olsson et al. 2022). The model's own attention may be
-    any backend: it is computed once more, from queries and keys."""
+class AttentionStatistics(OneBatch):
+    """Statistics of each attention head, on one batch.
 
-    during: ClassVar[bool] = True
+    These are the entropy, the weight on the first token, the mean distance, the weight on the
+    previous token, and the largest logit. Decoders also have the induction score (Olsson et al.
+    2022), on a random sequence that is repeated once. Weights are recomputed from queries and
+    keys, so the model may use any attention backend.
+    """
+
+    in_training: ClassVar[bool] = True
 
     def why_not(self, task):
         if not task.model.observes("heads"):
-            return (
-                f"is of heads that attend, which model.mixer = {plain(task.model.mixer)!r} has not"
-            )
+            return f"requires attention heads; model.mixer = {plain(task.model.mixer)!r} has none"
 
-    def measure(self, subject: Subject, at: At) -> Found:
-        """attention/WHAT/SIDE/LAYER/SUBLAYER/HEAD, on one batch; WHAT as in model/attention_statistics.py, `induction` being `repeated` on random
-        tokens said twice."""
-        look = subject.program(
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields attention/STATISTIC/SIDE/LAYER/SUBLAYER/HEAD, on one batch.
+
+        model/attention_statistics.py defines the statistics. `induction` is `repeated`, measured on
+        a random sequence that is repeated once.
+        """
+        statistics = subject.program(
             "attention",
             lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"]),
         )
-        of_text = dict(_by_head(subject.config.model, look(at.params, subject.batch)))
-        for (what, here), values in of_text.items():
-            if what != "repeated" and not (
-                what in OF_ONE_SIDE and here.endswith("cross_attention")
+        of_text = dict(_by_head(subject.config.model, statistics(snapshot.params, subject.batch)))
+        for (statistic, location), values in of_text.items():
+            if statistic != "repeated" and not (
+                statistic in SELF_ATTENTION_ONLY and location.endswith("cross_attention")
             ):
                 yield from (
-                    (f"attention/{what}/{here}/{head:02d}", float(value))
+                    (f"attention/{statistic}/{location}/{head:02d}", float(value))
                     for head, value in enumerate(values)
                 )
         if subject.config.model.family == "decoder":
-            for (what, here), values in _by_head(
-                subject.config.model, look(at.params, _said_twice(subject))
+            for (statistic, location), values in _by_head(
+                subject.config.model, statistics(snapshot.params, _repeated_tokens(subject))
             ):
-                if what == "repeated":
+                if statistic == "repeated":
                     yield from (
-                        (f"attention/induction/{here}/{head:02d}", float(value))
+                        (f"attention/induction/{location}/{head:02d}", float(value))
                         for head, value in enumerate(values)
                     )
 
 
-def _by_head(config: ModelConfig, told: dict) -> Iterator[tuple[tuple[str, str], np.ndarray]]:
-    """((WHAT, SIDE/LAYER/SUBLAYER), a number a head)."""
-    for name, (path, place) in where(config, told).items():
-        side, layer, rest = in_layer(name)
-        for what, values in told[path][0].items():
+def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[tuple[str, str], np.ndarray]]:
+    """Yields ((STATISTIC, SIDE/LAYER/SUBLAYER), one value per head)."""
+    for name, (path, index) in where(config, heads).items():
+        side, layer, path_in_layer = split_layer_path(name)
+        for statistic, values in heads[path][0].items():
             yield (
-                (what, f"{side}/{layer:02d}/{rest.removesuffix('/heads')}"),
-                np.asarray(part(values, place)),
+                (statistic, f"{side}/{layer:02d}/{path_in_layer.removesuffix('/heads')}"),
+                np.asarray(part(values, index)),
             )
 
 
-def _said_twice(subject: Subject) -> dict[str, jax.Array]:
-    """The batch with random pieces of text, the second half of each row being the first once more."""
-    whole = {name: np.array(x) for name, x in subject.data.batches(subject.part)[0].items()}
-    rows, length = whole["inputs"].shape
+def _repeated_tokens(subject: Subject) -> dict[str, jax.Array]:
+    """Returns a batch of random text tokens. The second half of each sequence repeats the first."""
+    batch = {name: np.array(x) for name, x in subject.data.batches(subject.part)[0].items()}
+    rows, length = batch["inputs"].shape
     half = np.random.default_rng(0).choice(subject.data.tokenizer.text_ids, (rows, length // 2))
-    whole["inputs"][:, : 2 * (length // 2)] = np.tile(half, 2)
-    whole["segments"][:] = 1
-    whole["positions"][:] = np.arange(length)
-    here = subject.share.rows(rows)
-    return subject.share.place({name: x[here] for name, x in whole.items() if name != "prefix"})
+    batch["inputs"][:, : 2 * (length // 2)] = np.tile(half, 2)
+    batch["segments"][:] = 1
+    batch["positions"][:] = np.arange(length)
+    local_rows = subject.share.rows(rows)
+    return subject.share.place(
+        {name: x[local_rows] for name, x in batch.items() if name != "prefix"}
+    )

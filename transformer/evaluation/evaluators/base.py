@@ -1,44 +1,50 @@
-"""What every evaluator has in common. A new one is a class in a file of this package."""
+"""The interface of evaluators. A new evaluator is a class in a file of this package."""
 
 from typing import ClassVar
 
 from transformer.evaluation.evaluators import EVALUATORS
-from transformer.evaluation.subject import At, Found, Subject
+from transformer.evaluation.subject import Metrics, Snapshot, Subject
 from transformer.training.config import TrainTask
 
-__all__ = ["EVALUATORS", "NO_TOKENS", "At", "Evaluator", "Found", "OneBatch", "Subject"]
+__all__ = ["EVALUATORS", "NEEDS_TOKENS", "Evaluator", "Metrics", "OneBatch", "Snapshot", "Subject"]
 
-NO_TOKENS = "is of models that are asked for tokens, and data.objective asks for classes"
+NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes"
 
 
 class Evaluator:
-    """What may be measured. Fields are the options that `train.evaluators` may set:
-    `dict(name="extrapolation", times=8)`."""
+    """A measurement of a model.
+
+    Its fields are the options that `train.evaluators` may set:
+    `dict(name="extrapolation", times=8)`.
+    """
 
     name: ClassVar[str]
-    """By which a config chooses it, as it is registered."""
+    """The registered name, by which a config selects the evaluator."""
 
-    during: ClassVar[bool]
-    """Whether it is measured at every evaluation in training, and not in `evaluate` alone."""
+    in_training: ClassVar[bool]
+    """Whether to measure at every evaluation during training, in addition to `evaluate`."""
 
-    others: ClassVar[tuple[str, ...]] = ()
-    """What its metrics are called beside `name`: eval/depth/..., test/context/..."""
+    metric_prefixes: ClassVar[tuple[str, ...]] = ()
+    """First parts of metric names in addition to `name`: eval/depth/..., test/context/..."""
 
     def why_not(self, task: TrainTask) -> str | None:
-        """Why it says nothing of such an experiment, to be read behind its name; None if it does."""
+        """Returns why the evaluator does not apply to an experiment, or None if it applies.
+
+        In the error message, the text follows the evaluator's name.
+        """
         return None
 
     def reads(self, task: TrainTask) -> str:
-        """How much of the text it is measured on; "": all."""
+        """Returns the part of the text that is measured, in words, or "" for all."""
         return ""
 
-    def measure(self, subject: Subject, at: At) -> Found:
-        """Yields (name, number). Names begin with `name` or with one of `others`."""
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields (name, value). Names begin with `name` or with one of `metric_prefixes`."""
         raise NotImplementedError
 
 
 class OneBatch(Evaluator):
-    """What is measured on one batch."""
+    """An evaluator that measures one batch."""
 
     def reads(self, task):
-        return f"one batch of {task.data.batch_size} rows"
+        return f"one batch of {task.data.batch_size} sequences"

@@ -5,7 +5,7 @@ import itertools
 from typing import ClassVar
 
 from transformer.checks import at_least
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Evaluator, Found, Subject
+from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.translation import score
 
 
@@ -14,9 +14,9 @@ from transformer.evaluation.translation import score
 class BleuByLength(Evaluator):
     """BLEU of translations by the number of words in the source."""
 
-    during: ClassVar[bool] = False
+    in_training: ClassVar[bool] = False
 
-    words: int = 5  # in each group so many more than in the one before
+    words: int = 5  # width of each group of lengths
 
     def __post_init__(self):
         at_least("train.evaluators", self, 1, "words")
@@ -25,17 +25,20 @@ class BleuByLength(Evaluator):
         return (
             None
             if task.objective.columns == ("source", "target")
-            else "is of what translates a source; data.objective = 'seq2seq' learns that"
+            else "requires translations of a source; set data.objective = 'seq2seq'"
         )
 
-    def measure(self, subject: Subject, at: At) -> Found:
-        """bleu_by_length/WORDS: BLEU of the sources of so many words (whitespace apart) or more, up to the next; groups of under ten are left
-        out."""
-        if at.translations is None:
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields bleu_by_length/WORDS: BLEU by the length of the source.
+
+        Each group has the sources with WORDS to WORDS + `words` - 1 whitespace-separated words.
+        Groups with fewer than ten sources are omitted.
+        """
+        if snapshot.translations is None:
             return
-        group_of = lambda one: (len(one[0].split()) - 1) // self.words
+        group_of = lambda translation: max(len(translation[0].split()) - 1, 0) // self.words
         for group_number, members in itertools.groupby(
-            sorted(zip(*at.translations, strict=True), key=group_of), key=group_of
+            sorted(zip(*snapshot.translations, strict=True), key=group_of), key=group_of
         ):
             _, hypotheses, references = zip(*members, strict=True)
             if len(hypotheses) >= 10:

@@ -1,4 +1,4 @@
-"""Loss in longer rows than those of training."""
+"""Loss in sequences longer than those of training."""
 
 import dataclasses
 from typing import ClassVar
@@ -6,30 +6,37 @@ from typing import ClassVar
 from transformer.checks import at_least, plain
 from transformer.errors import UserError
 from transformer.evaluation import losses
-from transformer.evaluation.evaluators.base import EVALUATORS, At, Evaluator, Found, Subject
+from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 
 
 @EVALUATORS.register("extrapolation")
 @dataclasses.dataclass(frozen=True)
 class Extrapolation(Evaluator):
-    """Loss of a language model in rows of the training length, twice, four times, ... `times` as long (Press et al. 2022): in rows that
-    do not overlap, and, `sliding`, of the last tokens of each row alone, which have the row before them as context."""
+    """Loss of a language model in sequences of 1, 2, 4, ..., `times` training lengths.
 
-    during: ClassVar[bool] = False
-    others: ClassVar[tuple[str, ...]] = ("extrapolation_sliding", "context")
+    The sequences do not overlap. With `sliding`, the loss is also measured in overlapping
+    sequences, whose last tokens alone count; the tokens before them are context. See Press et al.
+    (2022).
+    """
+
+    in_training: ClassVar[bool] = False
+    metric_prefixes: ClassVar[tuple[str, ...]] = ("extrapolation_sliding", "context")
 
     times: int = 16  # a power of two
-    tokens: int = 65536  # of each length, from the beginning of the text; 0: all
+    tokens: int = 65536  # per length, from the start of the text; 0: all
     sliding: bool = True
 
     def __post_init__(self):
         at_least("train.evaluators", self, 1, "times")
         at_least("train.evaluators", self, 0, "tokens")
         if self.times & (self.times - 1):
-            raise UserError(f"train.evaluators: extrapolation: times: {self.times}; a power of two")
+            raise UserError(
+                f"train.evaluators: extrapolation: times: {self.times} must be a power of two"
+            )
         if self.times == 1 and not self.sliding:
             raise UserError(
-                "train.evaluators: extrapolation: sliding: False has no effect with times=1; leave it out"
+                "train.evaluators: extrapolation: sliding: False has no effect with times=1; "
+                "leave it out"
             )
 
     @property
@@ -38,28 +45,36 @@ class Extrapolation(Evaluator):
         return tuple(2**n for n in range(self.times.bit_length()))
 
     def why_not(self, task):
-        if task.model.family != "decoder" or not task.objective.every_token:
-            return "is of decoders that are asked for every token (causal_lm)"
+        if task.model.family != "decoder" or not task.objective.scores_every_token:
+            return "requires a decoder that predicts every token (causal_lm)"
         model, longest = task.model, task.data.length * self.times
         if longest > model.max_length and model.has_position_table:
             return (
-                f"reads rows of data.length * times = {longest} tokens, but the table of model.position = {plain(model.position)!r} "
-                f"ends at model.max_length = {model.max_length}; lower times, or raise model.max_length"
+                f"reads sequences of data.length * times = {longest} tokens, but the table of "
+                f"model.position = {plain(model.position)!r} ends at model.max_length = "
+                f"{model.max_length}; lower times, or raise model.max_length"
             )
 
     def reads(self, task):
         return f"the first {self.tokens:,} tokens" if self.tokens else ""
 
-    def measure(self, subject: Subject, at: At) -> Found:
-        """extrapolation/LENGTH: nats per token in rows of that length that do not overlap; context/LENGTH: how many tokens are before one in them
-        on average, half the length where texts are as long, less where several share a row. extrapolation_sliding/LENGTH: of the last
-        training length of tokens of such rows, each row beginning a training length after the one before (those at the text's beginning have
-        less before them)."""
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields three metrics for each LENGTH.
+
+        extrapolation/LENGTH: nats per token in sequences of this length that do not overlap.
+
+        context/LENGTH: mean number of tokens before each token in them. It is half the length if
+        texts are that long, and less if several texts share a sequence.
+
+        extrapolation_sliding/LENGTH: nats per token in overlapping sequences, which start one
+        training length apart. Only the last training length of each counts. Tokens at the start of
+        the text have less context.
+        """
         config, length = subject.config, subject.config.data.length
         for times in self.multiples:
             longer = length * times
             if (model := losses.reading(config.model, longer)) is None:
-                break  # the model has a parameter for each position, and none beyond its max_length
+                break  # the model has a parameter per position, up to max_length
             for name, overlap in (
                 ("extrapolation", 0),
                 *(
@@ -76,10 +91,10 @@ class Extrapolation(Evaluator):
                 )
                 most = -(-self.tokens // (rows * (longer - overlap))) if self.tokens else 0
                 train = dataclasses.replace(config.train, accumulate=1, evaluators=())
-                there = subject.changed(
+                longer_subject = subject.changed(
                     dataclasses.replace(config, data=data, model=model, train=train)
                 )
-                mean, before = losses.mean(there, at, most)
+                mean, context = losses.mean(longer_subject, snapshot, most)
                 yield f"{name}/{longer:06d}", mean
                 if not overlap:
-                    yield f"context/{longer:06d}", before
+                    yield f"context/{longer:06d}", context

@@ -1,4 +1,4 @@
-"""What the head would say of the stream behind each layer."""
+"""The logit lens: predictions from the residual stream after each layer."""
 
 import dataclasses
 from typing import ClassVar
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from transformer.evaluation.evaluators.base import (
     EVALUATORS,
-    NO_TOKENS,
-    At,
-    Found,
+    NEEDS_TOKENS,
+    Metrics,
     OneBatch,
+    Snapshot,
     Subject,
 )
 from transformer.evaluation.inside import streams
@@ -20,42 +20,50 @@ from transformer.evaluation.subject import token_losses
 @EVALUATORS.register("logit_lens")
 @dataclasses.dataclass(frozen=True)
 class LogitLens(OneBatch):
-    """What the head would say if the stack ended behind each layer (nostalgebraist 2020), on one batch: its loss, and how often it says what
-    the last layer says."""
+    """Predictions as if the stack ended after each layer (nostalgebraist 2020), on one batch.
 
-    during: ClassVar[bool] = True
-    others: ClassVar[tuple[str, ...]] = ("lens",)
+    Measures their loss, and how often they agree with the predictions of the last layer.
+    """
+
+    in_training: ClassVar[bool] = True
+    metric_prefixes: ClassVar[tuple[str, ...]] = ("lens",)
 
     def why_not(self, task):
-        return None if task.objective.asks_for_tokens else NO_TOKENS
+        return None if task.objective.predicts_tokens else NEEDS_TOKENS
 
-    def measure(self, subject: Subject, at: At) -> Found:
-        """lens/loss/LAYER, nats per token of one batch read from the stream behind that layer by the model's own last norm and head;
-        lens/agrees/LAYER, the share of tokens of which it says what the model says."""
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields lens/loss/LAYER and lens/agrees/LAYER.
 
-        def look(params, batch):
-            (h_BxTxE, head), told, batch = subject.watch(params, batch, "streams")
-            asked = batch["weights"]
+        The model's final norm and head predict tokens from the residual stream after this layer.
+        `loss` is the loss of these predictions in nats per token, on one batch. `agrees` is the
+        share of tokens for which the most likely token is that of the model.
+        """
 
-            def says(h_BxTxE, head):
-                """(loss of each token, what is said of it)."""
+        def lens(params, batch):
+            (h_BxTxE, head), sown, batch = subject.watch(params, batch, "streams")
+            weights = batch["weights"]
 
-                def one(h, targets):
+            def predict(h_BxTxE, head):
+                """Returns (loss of each token, most likely token)."""
+
+                def of_chunk(h, targets):
                     logits_BxTxV = head(h)
                     return token_losses(logits_BxTxV, targets), jnp.argmax(logits_BxTxV, axis=-1)
 
-                return subject.in_chunks(one, h_BxTxE, batch["targets"])
+                return subject.in_chunks(of_chunk, h_BxTxE, batch["targets"])
 
-            last, out = says(h_BxTxE, head)[1], {}
-            for layer, read in enumerate(streams(subject, params, told["streams"])):
-                losses, said = says(*read)
-                total = jnp.maximum(jnp.sum(asked), 1.0)
+            final, out = predict(h_BxTxE, head)[1], {}
+            for layer, h_and_head in enumerate(streams(subject, params, sown["streams"])):
+                losses, predicted = predict(*h_and_head)
+                total = jnp.maximum(jnp.sum(weights), 1.0)
                 out[layer] = (
-                    jnp.sum(losses * asked) / total,
-                    jnp.sum((said == last) * asked) / total,
+                    jnp.sum(losses * weights) / total,
+                    jnp.sum((predicted == final) * weights) / total,
                 )
             return out
 
-        for layer, (loss, agrees) in subject.program(self, look)(at.params, subject.batch).items():
+        for layer, (loss, agrees) in subject.program(self, lens)(
+            snapshot.params, subject.batch
+        ).items():
             yield f"lens/loss/{layer:02d}", float(loss)
             yield f"lens/agrees/{layer:02d}", float(agrees)

@@ -1,4 +1,4 @@
-"""Loss by the place in the row."""
+"""Loss by position in the sequence."""
 
 import dataclasses
 import itertools
@@ -10,10 +10,10 @@ from transformer.checks import at_least
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators.base import (
     EVALUATORS,
-    NO_TOKENS,
-    At,
+    NEEDS_TOKENS,
     Evaluator,
-    Found,
+    Metrics,
+    Snapshot,
     Subject,
 )
 
@@ -21,9 +21,9 @@ from transformer.evaluation.evaluators.base import (
 @EVALUATORS.register("loss_by_position")
 @dataclasses.dataclass(frozen=True)
 class LossByPosition(Evaluator):
-    """Loss by the place in the row, in so many parts of equal length: what context is worth."""
+    """Loss by position in the sequence, in `parts` equal parts. It shows the value of context."""
 
-    during: ClassVar[bool] = True
+    in_training: ClassVar[bool] = True
 
     parts: int = 8
 
@@ -31,19 +31,21 @@ class LossByPosition(Evaluator):
         at_least("train.evaluators", self, 1, "parts")
 
     def why_not(self, task):
-        return None if task.objective.asks_for_tokens else NO_TOKENS
+        return None if task.objective.predicts_tokens else NEEDS_TOKENS
 
-    def measure(self, subject: Subject, at: At) -> Found:
-        """loss_by_position/PLACE: nats per token from that place of the row to the next. Where several documents share a row, of the place
-        in the document."""
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields loss_by_position/POSITION: nats per token from here to the next POSITION.
+
+        Where several documents share a sequence, positions count within the document.
+        """
         length = (
             subject.config.data.decoder_length
-            if subject.config.model.two_sides
+            if subject.config.model.is_encoder_decoder
             else subject.config.data.length
         )
         edges = np.linspace(0, length, self.parts + 1).astype(int)
         sums = np.zeros((2, length))
-        for losses_BxT, positions_BxT, weights_BxT in losses.by_token(subject, at):
+        for losses_BxT, positions_BxT, weights_BxT in losses.by_token(subject, snapshot):
             np.add.at(sums[0], positions_BxT, losses_BxT)
             np.add.at(sums[1], positions_BxT, weights_BxT)
         for first, last in itertools.pairwise(edges):

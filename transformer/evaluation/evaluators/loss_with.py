@@ -8,10 +8,10 @@ from transformer.errors import UserError, nearest
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators.base import (
     EVALUATORS,
-    NO_TOKENS,
-    At,
+    NEEDS_TOKENS,
     Evaluator,
-    Found,
+    Metrics,
+    Snapshot,
     Subject,
 )
 from transformer.mapping import apply_overrides
@@ -20,31 +20,36 @@ from transformer.mapping import apply_overrides
 @EVALUATORS.register("loss_with")
 @dataclasses.dataclass(frozen=True)
 class LossWith(Evaluator):
-    """Loss of the same parameters with one field of the model changed: `dict(name="loss_with", change="model.causal=True")`."""
+    """Loss of the same parameters with one field of the model changed.
 
-    during: ClassVar[bool] = True
+    Example: `dict(name="loss_with", change="model.causal=True")`.
+    """
+
+    in_training: ClassVar[bool] = True
 
     change: str = ""
 
     def __post_init__(self):
         if not re.fullmatch(r"model\.[\w.]+=.+", self.change):
             raise UserError(
-                f"train.evaluators: loss_with: change: {self.change!r}; a field of the model and its value: 'model.window=16'"
+                f"train.evaluators: loss_with: change: {self.change!r} must be a field of the "
+                "model and its value: 'model.window=16'"
             )
 
     def why_not(self, task):
         field = self.change.removeprefix("model.").partition("=")[0].partition(".")[0]
-        names = [one.name for one in dataclasses.fields(task.model)]
+        names = [f.name for f in dataclasses.fields(task.model)]
         if field not in names:
             return f"changes {self.change}: no such field; {nearest(field, names)}"
-        return None if task.objective.asks_for_tokens else NO_TOKENS
+        return None if task.objective.predicts_tokens else NEEDS_TOKENS
 
-    def measure(self, subject: Subject, at: At) -> Found:
-        """loss_with/FIELD=VALUE: nats per token of the same parameters in a model one field of which is changed."""
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields loss_with/FIELD=VALUE: nats per token with this field changed."""
         field, _, value = self.change.partition("=")
         changed = apply_overrides(subject.config, {field: value})
         if losses.shapes(changed.model) != losses.shapes(subject.config.model):
             raise UserError(
-                f"train.evaluators: loss_with: {self.change} changes the model's parameters, so these cannot be put into it"
+                f"train.evaluators: loss_with: {self.change} changes the shapes of parameters; "
+                "choose a field that keeps them"
             )
-        yield f"loss_with/{self.change}", losses.mean(subject.changed(changed), at)[0]
+        yield f"loss_with/{self.change}", losses.mean(subject.changed(changed), snapshot)[0]

@@ -1,7 +1,7 @@
-"""The inner attention: from queries, keys, values, a mask and a position scheme to outputs.
+"""Inner attention: from queries, keys, values, a mask and a position scheme to outputs.
 
-A backend is a function `attend(q, k, v, given)` and a line in BACKENDS that says what it cannot do. `reference` can do
-everything and is always there.
+A backend is a function `attend(q, k, v, inputs)`. Its entry in BACKENDS also has a function that
+checks whether it supports inputs inputs. `reference` supports all inputs.
 """
 
 import contextlib
@@ -18,10 +18,14 @@ __all__ = ["BACKENDS", "Backend", "Inputs", "choose", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One way to compute it, and what it cannot do: `why_not(q, k, v, given)` is a few words, or None."""
+    """One implementation of inner attention.
+
+    `why_not(q, k, v, inputs)` returns why the backend does not support these inputs, in a few
+    words, or None if it does.
+    """
 
     attend: Attend
-    why_not: Callable[..., str | None] = lambda q, k, v, given: None
+    why_not: Callable[..., str | None] = lambda q, k, v, inputs: None
 
 
 BACKENDS: dict[str, Backend] = {
@@ -33,45 +37,50 @@ BACKENDS: dict[str, Backend] = {
 }
 
 LONG = 1024
-"""From so many queries and keys on, logits are not held all at once. (On two CPU cores blocks are faster from 512 on; see
-experiments/benchmarks/attention.py.)"""
+"""From this number of queries and keys, `blockwise` is preferred to `reference`, which stores all
+logits at once. On two CPU cores, it is faster from 512 (experiments/benchmarks/attention.py)."""
 
 
-def choose(name: str, q, k, v, given: Inputs) -> Attend:
-    """The backend of a config, for these arrays; "auto" is the first that serves them and does not waste memory.
+def choose(name: str, q, k, v, inputs: Inputs) -> Attend:
+    """Returns the backend for these inputs, where `name` is the config's `attention_backend`.
 
-    One that cannot serve them is replaced by the next, in the end by the plain path, and says so.
+    "auto" prefers `ring` where sequences are sharded, then `splash` on TPUs. If the preferred
+    backends do not support the inputs, long inputs fall back to `blockwise`, and all inputs finally
+    to `reference`. `record` collects the reasons.
     """
-    spread, size = axis_of("length")[1] > 1, min(q.shape[1], k.shape[1])
-    wanted = [name] if name != "auto" else ["ring"] if spread and q.shape[1] > 1 else []
+    sharded, size = axis_of("length")[1] > 1, min(q.shape[1], k.shape[1])
+    preferred = [name] if name != "auto" else ["ring"] if sharded and q.shape[1] > 1 else []
     if name == "auto" and platform() == "tpu" and size >= splash.LANES:
-        wanted.append("splash")
+        preferred.append("splash")
     if size >= LONG and name not in ("reference", "blockwise"):
-        wanted.append("blockwise")
+        preferred.append("blockwise")
     problems = {}
-    for chosen in (*wanted, "reference"):
-        why_not = BACKENDS[chosen].why_not(q, k, v, given)
+    for chosen in (*preferred, "reference"):
+        why_not = BACKENDS[chosen].why_not(q, k, v, inputs)
         if not why_not:
             break
         problems[chosen] = why_not
-    _note(chosen, "; ".join(f"{other}: {why_not}" for other, why_not in problems.items()))
+    _note(chosen, "; ".join(f"{backend}: {why_not}" for backend, why_not in problems.items()))
     return BACKENDS[chosen].attend
 
 
 _LISTENERS: list[dict[str, str]] = []
 
 
-def _note(chosen: str, fallen_back: str) -> None:
+def _note(chosen: str, reason: str) -> None:
     for listener in _LISTENERS:
-        listener.setdefault(chosen, fallen_back)
+        listener.setdefault(chosen, reason)
 
 
 @contextlib.contextmanager
 def record() -> Iterator[dict[str, str]]:
-    """What was chosen by the programs that are traced inside: backend -> why another that was wanted is not used (or "")."""
-    found: dict[str, str] = {}
-    _LISTENERS.append(found)
+    """Records the backends of all programs that are traced in this context.
+
+    Yields a dictionary: name of a chosen backend -> why preferred backends were not used, or "".
+    """
+    chosen: dict[str, str] = {}
+    _LISTENERS.append(chosen)
     try:
-        yield found
+        yield chosen
     finally:
-        _LISTENERS[:] = [listener for listener in _LISTENERS if listener is not found]
+        _LISTENERS[:] = [listener for listener in _LISTENERS if listener is not chosen]

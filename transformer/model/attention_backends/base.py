@@ -1,6 +1,8 @@
-"""What every inner attention is given, and the two steps that all plain ones share: logits, and reading by weights.
+"""The inputs of attention backends, and the steps that all plain-JAX backends share: the logits,
+and the product of weights and values.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K, H head size.
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, G = N / K,
+H head size.
 """
 
 import dataclasses
@@ -17,14 +19,17 @@ from transformer.model.positions import Pair, Position
 
 
 def static(default=dataclasses.MISSING):
-    """A field that is part of the program."""
-    given = {} if default is dataclasses.MISSING else {"default": default}
-    return struct.field(pytree_node=False, **given)
+    """Declares a static field: part of the program, not an array."""
+    default_argument = {} if default is dataclasses.MISSING else {"default": default}
+    return struct.field(pytree_node=False, **default_argument)
 
 
 @struct.dataclass
 class Inputs:
-    """What every backend is given. `position` is None in cross-attention, `dropout_key` None without dropout."""
+    """The inputs of a backend, besides queries, keys and values.
+
+    `position` is None in cross-attention. `dropout_key` is None without dropout.
+    """
 
     mask: Mask = static()
     q_tokens: Tokens
@@ -38,27 +43,34 @@ class Inputs:
 
     @property
     def logits_position(self) -> Position | None:
-        """The scheme, where it has something to say about logits or about what is read."""
+        """The position scheme if it acts on the logits or on the attention output, else None."""
         return self.position if self.position is not None and self.position.acts_on_logits else None
 
     def by_place(self) -> "Inputs":
-        """The same with tokens' places in the row for their positions, alike in all rows, where that changes nothing: what is said of a
-        query and a key of one document depends on their distance alone, and no others meet. Then a bias is one for all rows."""
+        """Replaces positions by indices in the sequence, if this does not change results.
+
+        All sequences then have the same positions, so that one bias array serves the whole batch.
+        Results do not change if the tokens of a document are contiguous, queries attend only to
+        keys of their document, and the position scheme depends on distances alone.
+        """
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
-        alike = (
+        same_order = (
             q.order == k.order == "rows"
             and q.positions_BxT.shape == k.positions_BxT.shape
             and q.until_BxT is None
         )
-        if not alike or not self.mask.within or position is None or not position.by_distance:
+        if not same_order or not self.mask.within or position is None or not position.by_distance:
             return self
-        places = jnp.arange(q.positions_BxT.shape[1], dtype=q.positions_BxT.dtype)[None]
+        indices = jnp.arange(q.positions_BxT.shape[1], dtype=q.positions_BxT.dtype)[None]
         return self.replace(
-            q_tokens=q.replace(positions_BxT=places), k_tokens=k.replace(positions_BxT=places)
+            q_tokens=q.replace(positions_BxT=indices), k_tokens=k.replace(positions_BxT=indices)
         )
 
     def split(self) -> tuple[tuple, tuple, Callable[[tuple, tuple], "Inputs"]]:
-        """(what has a gradient, what has none, how they make the whole again): for attention with a gradient of its own."""
+        """Splits the inputs for attention with a custom gradient.
+
+        Returns (inputs with gradients, inputs without gradients, function that joins the two).
+        """
         learned, fixed = (
             (self.position, self.sink_N),
             (self.q_tokens, self.k_tokens, self.dropout_key),
@@ -67,7 +79,7 @@ class Inputs:
             position=None, sink_N=None, q_tokens=None, k_tokens=None, dropout_key=None
         )
 
-        def whole(learned: tuple, fixed: tuple) -> "Inputs":
+        def merge(learned: tuple, fixed: tuple) -> "Inputs":
             (position, sink_N), (q_tokens, k_tokens, key) = learned, fixed
             return program.replace(
                 position=position,
@@ -77,54 +89,60 @@ class Inputs:
                 dropout_key=key,
             )
 
-        return learned, fixed, whole
+        return learned, fixed, merge
 
 
 PAIRS = "pairs"
-"""The name scope of the products that a mask can forbid: of a query and a key, of a weight and a value."""
+"""The name scope of the products that a mask can exclude: q k^T, and weights v."""
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
-"""attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, given) -> out_BxTxNxH."""
+"""attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs) -> out_BxTxNxH."""
 
 
 def logits(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array]:
-    """(float32[B, N, T, S], bool[B, T, S]): scale q k^T with position in it, capped where there is a cap; and which of them count."""
+    """Returns the logits, float32[B, N, T, S], and the mask, bool[B, T, S].
+
+    The logits are scale q k^T with the position scheme applied, and soft-capped if there is a cap.
+    """
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
     with jax.named_scope(PAIRS):
-        logits_BxKxGxTxS = given.scale * jnp.einsum(
+        logits_BxKxGxTxS = inputs.scale * jnp.einsum(
             "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
         )
     logits_BxNxTxS = logits_BxKxGxTxS.reshape(-1, heads, *logits_BxKxGxTxS.shape[3:])
-    mask_BxTxS, position = given.mask(given.q_tokens, given.k_tokens), given.logits_position
+    mask_BxTxS, position = inputs.mask(inputs.q_tokens, inputs.k_tokens), inputs.logits_position
     if position is not None:
-        pair = _pair(given, mask_BxTxS)
+        pair = _pair(inputs, mask_BxTxS)
         bias_BxNxTxS = position.bias(pair.q_positions_BxT, pair.k_positions_BxS)
         if bias_BxNxTxS is not None:
             logits_BxNxTxS += bias_BxNxTxS
         if position.reads_content:
             k_BxSxNxH = jnp.repeat(k_BxSxKxH, heads // kv_heads, axis=2)
             logits_BxNxTxS = position.score(logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair)
-    if given.soft_cap:
-        logits_BxNxTxS = soft_cap(logits_BxNxTxS, given.soft_cap)
+    if inputs.soft_cap:
+        logits_BxNxTxS = soft_cap(logits_BxNxTxS, inputs.soft_cap)
     return logits_BxNxTxS, mask_BxTxS
 
 
 def read(
     weights_BxNxTxS: jax.Array,
     v_BxSxKxH: jax.Array,
-    given: Inputs,
+    inputs: Inputs,
     mask_BxTxS: jax.Array,
     dtype=None,
 ) -> jax.Array:
-    """weights v, with dropout on the weights and what the position scheme adds: [B, T, N, H] of `dtype`. Linear in the weights."""
+    """Returns weights v, [B, T, N, H] of `dtype`, with dropout and the position scheme applied.
+
+    The result is linear in the weights.
+    """
     batch, heads, queries, keys = weights_BxNxTxS.shape
     kv_heads = v_BxSxKxH.shape[2]
-    if given.dropout_key is not None:
-        keep = keep_mask(given.dropout_key, given.dropout, weights_BxNxTxS.shape)
-        weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - given.dropout), 0.0)
+    if inputs.dropout_key is not None:
+        keep = keep_mask(inputs.dropout_key, inputs.dropout, weights_BxNxTxS.shape)
+        weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - inputs.dropout), 0.0)
     weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
     weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
     with jax.named_scope(PAIRS):
@@ -132,11 +150,13 @@ def read(
             "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype
         )
     out_BxTxNxH = out_BxTxKxGxH.reshape(batch, queries, heads, v_BxSxKxH.shape[-1])
-    position = given.logits_position
+    position = inputs.logits_position
     if position is not None and position.reads_content:
-        out_BxTxNxH = position.value(out_BxTxNxH, weights_BxNxTxS, _pair(given, mask_BxTxS))
+        out_BxTxNxH = position.value(out_BxTxNxH, weights_BxNxTxS, _pair(inputs, mask_BxTxS))
     return out_BxTxNxH
 
 
-def _pair(given: Inputs, mask_BxTxS: jax.Array) -> Pair:
-    return Pair(given.q_tokens.positions_BxT, given.k_tokens.positions_BxT, mask_BxTxS, given.scale)
+def _pair(inputs: Inputs, mask_BxTxS: jax.Array) -> Pair:
+    return Pair(
+        inputs.q_tokens.positions_BxT, inputs.k_tokens.positions_BxT, mask_BxTxS, inputs.scale
+    )

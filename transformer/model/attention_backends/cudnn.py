@@ -1,9 +1,13 @@
-"""GPUs' fused attention: cuDNN's, through `jax.nn.dot_product_attention`. Elsewhere that function's plain path, for tests.
+"""GPUs' fused attention: cuDNN's, through `jax.nn.dot_product_attention`.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size.
+CPUs use that function's XLA implementation, for tests.
 
-It is given every mask as an array, so that documents that share a row stay apart; a causal one is named
-too, and what lies above the diagonal is not computed. ALiBi under a causal mask becomes features of queries and keys, as in splash.py.
+Every mask is passed as an array, so that documents in one sequence do not attend to each other. A
+causal mask is also declared as causal, so that products above the diagonal are skipped. ALiBi with
+a causal mask becomes features of queries and keys, as in splash.py.
+
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads,
+H head size.
 """
 
 import jax
@@ -13,52 +17,65 @@ from transformer.model.attention_backends.base import Inputs
 from transformer.model.attention_backends.splash import FARTHEST, too_far, with_slopes
 from transformer.model.sharding import axis_of, fitting, platform
 
-MOST_PAIRS = 8192**2
-"""Of tokens, a row: the mask, the bias that it becomes and that bias's gradient take 5 bytes each, 320 MB then."""
+MAX_PAIRS = 8192**2
+"""The largest T * S. In each sequence, the mask, the bias made from it and the bias's gradient take
+5 bytes per pair of tokens, 320 MiB at this size."""
 
 
-def why_not(q, k, v, given: Inputs) -> str | None:
-    """What it cannot do, in a few words."""
-    T, S, position = q.shape[1], k.shape[1], given.logits_position
+def why_not(q, k, v, inputs: Inputs) -> str | None:
+    """Returns why the backend does not support these inputs, in a few words, or None."""
+    T, S, position = q.shape[1], k.shape[1], inputs.logits_position
     size = q.shape[-1] + (0 if position is None else 8)
     problems = {
-        "it is a GPU's": platform() == "tpu",
-        "it takes bfloat16": platform() == "gpu" and q.dtype.itemsize != 2,
-        "tokens are spread over devices": axis_of("length")[1] > 1 and T > 1,
-        "it has no dropout on attention weights": given.dropout_key is not None,
-        "it has no soft cap": bool(given.soft_cap),
-        "it has no sinks": given.sink_N is not None,
-        "the position scheme changes logits": position is not None and (position.past_slopes_N is None or not given.mask.causal),
-        f"positions may be {FARTHEST:,} or more": position is not None and too_far(given, S),
-        "fewer key heads than devices for heads": fitting("activation_heads", q.shape[2]) != fitting("activation_heads", k.shape[2]),
-        f"a head size of {size} for queries and keys and {v.shape[-1]} for values": size % 8 or size > 128 or v.shape[-1] != q.shape[-1],
-        f"{T} and {S} tokens are no even numbers": T % 2 or S % 2,
-        f"the mask of {T} and {S} tokens would be too large": T * S > MOST_PAIRS,
-    }  # fmt: skip
-    return next((words for words, holds in problems.items() if holds), None)
+        "it does not run on TPUs": platform() == "tpu",
+        "it requires bfloat16": platform() == "gpu" and q.dtype.itemsize != 2,
+        "sequences are sharded over devices": axis_of("length")[1] > 1 and T > 1,
+        "it does not support dropout on attention weights": inputs.dropout_key is not None,
+        "it does not support soft caps": bool(inputs.soft_cap),
+        "it does not support sinks": inputs.sink_N is not None,
+        "the position scheme changes logits": (
+            position is not None and (position.past_slopes_N is None or not inputs.mask.causal)
+        ),
+        f"positions may be {FARTHEST:,} or more": position is not None and too_far(inputs, S),
+        "there are fewer key heads than devices for heads": (
+            fitting("activation_heads", q.shape[2]) != fitting("activation_heads", k.shape[2])
+        ),
+        f"it does not support head sizes {size} for queries and keys, {v.shape[-1]} for values": (
+            size % 8 or size > 128 or v.shape[-1] != q.shape[-1]
+        ),
+        f"lengths {T} and {S} are not even": T % 2 or S % 2,
+        f"a mask of {T} x {S} tokens is too large": T * S > MAX_PAIRS,
+    }
+    return next((reason for reason, holds in problems.items() if holds), None)
 
 
 def cudnn(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
 ) -> jax.Array:
-    """What `reference` computes."""
-    d_value, position = v_BxSxKxH.shape[-1], given.logits_position
-    mask_BxTxS = given.mask(given.q_tokens, given.k_tokens)
+    """Returns what `reference` returns."""
+    d_value, position = v_BxSxKxH.shape[-1], inputs.logits_position
+    mask_BxTxS = inputs.mask(inputs.q_tokens, inputs.k_tokens)
     if position is not None:
         q_BxTxNxH, k_BxSxKxH = with_slopes(
-            q_BxTxNxH, k_BxSxKxH, position.past_slopes_N / given.scale, given.k_tokens.positions_BxT
+            q_BxTxNxH,
+            k_BxSxKxH,
+            position.past_slopes_N / inputs.scale,
+            inputs.k_tokens.positions_BxT,
         )
-        widen = lambda x: jnp.pad(
-            x, ((0, 0),) * 3 + ((0, d_value + 8 - x.shape[-1]),)
-        )  # to one head size for all three
+        # cuDNN needs one head size for queries, keys and values.
+        widen = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, d_value + 8 - x.shape[-1]),))
         q_BxTxNxH, k_BxSxKxH, v_BxSxKxH = map(widen, (q_BxTxNxH, k_BxSxKxH, v_BxSxKxH))
-    by_place = (
-        given.q_tokens.order == given.k_tokens.order in ("rows", "growing")
-        and given.q_tokens.until_BxT is None
+    in_order = (
+        inputs.q_tokens.order == inputs.k_tokens.order in ("rows", "growing")
+        and inputs.q_tokens.until_BxT is None
     )
     out_BxTxNxH = jax.nn.dot_product_attention(
-        q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, mask=jnp.broadcast_to(mask_BxTxS[:, None], (len(q_BxTxNxH), 1, *mask_BxTxS.shape[1:])), scale=given.scale,
-        is_causal=given.mask.causal and by_place and q_BxTxNxH.shape[1] == k_BxSxKxH.shape[1],
+        q_BxTxNxH,
+        k_BxSxKxH,
+        v_BxSxKxH,
+        mask=jnp.broadcast_to(mask_BxTxS[:, None], (len(q_BxTxNxH), 1, *mask_BxTxS.shape[1:])),
+        scale=inputs.scale,
+        is_causal=inputs.mask.causal and in_order and q_BxTxNxH.shape[1] == k_BxSxKxH.shape[1],
         implementation="cudnn" if platform() == "gpu" else "xla",
-    )[..., :d_value]  # fmt: skip
+    )[..., :d_value]
     return jnp.where(jnp.any(mask_BxTxS, axis=-1)[..., None, None], out_BxTxNxH, 0)

@@ -1,6 +1,7 @@
-"""The plain inner attention: it can do everything, and everything else is compared with it.
+"""The reference backend, which supports all inputs. Tests compare the other backends with it.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size.
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads,
+H head size.
 """
 
 import jax
@@ -10,21 +11,27 @@ from transformer.model.attention_backends.base import Inputs, logits, read
 
 
 def reference(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, given: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
 ) -> jax.Array:
-    """softmax(scale q k^T + bias) v over the keys the mask allows, softmax in float32 (Vaswani et al. 2017, eq. 1).
+    """Returns softmax(scale q k^T + bias) v over unmasked keys (Vaswani et al. 2017, eq. 1).
 
-    With `soft_cap` c the logits become c tanh(logits / c); with `sink_N` each head has one logit more, whose value is zero.
-    Masked keys weigh exactly zero; a query with no key at all yields zeros, with finite gradients. Memory: B N T S numbers.
+    The softmax is in float32. With `soft_cap` c, the logits become c tanh(logits / c). With
+    `sink_N`, each head has an additional logit, whose value vector is zero. Masked keys have
+    exactly zero weight. The output of a query without keys is zero, with finite gradients.
+
+    Memory: B N T S numbers.
     """
-    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, given)
-    return read(softmax(logits_BxNxTxS, mask_BxTxS, given.sink_N), v_BxSxKxH, given, mask_BxTxS)
+    logits_BxNxTxS, mask_BxTxS = logits(q_BxTxNxH, k_BxSxKxH, inputs)
+    return read(softmax(logits_BxNxTxS, mask_BxTxS, inputs.sink_N), v_BxSxKxH, inputs, mask_BxTxS)
 
 
 def softmax(
     logits_BxNxTxS: jax.Array, mask_BxTxS: jax.Array, sink_N: jax.Array | None
 ) -> jax.Array:
-    """Weights over the keys that the mask allows, zero elsewhere; with a sink they add up to less than one."""
+    """Returns weights over the unmasked keys, and zero elsewhere.
+
+    With a sink, the weights of a query sum to less than one.
+    """
     mask_Bx1xTxS = mask_BxTxS[:, None]
     logits_BxNxTxS = jnp.where(mask_Bx1xTxS, logits_BxNxTxS, jnp.finfo(jnp.float32).min)
     return jnp.where(mask_Bx1xTxS, _softmax(logits_BxNxTxS, sink_N), 0.0)

@@ -1,6 +1,7 @@
-"""Feed-forwards: the sublayer that acts on each token alone. One object each, as the mixers of mixers/.
+"""Feed-forwards: the sublayer that acts on each token separately.
 
-A new one is a new file in this folder.
+The rest of the code uses a feed-forward only through the interface of `FeedForward`. To add a
+feed-forward, add a file to this package.
 """
 
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward

@@ -1,4 +1,4 @@
-"""What a feed-forward is. A new one is a class in a file of this package."""
+"""The interface of feed-forwards."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,20 +11,24 @@ from transformer.registry import Registry
 FEED_FORWARDS = Registry("model.feed_forward", __package__)
 
 Config = Any
-"""The layer's ModelConfig, whose module imports this one."""
+"""The layer's ModelConfig. Its module imports this one, so it cannot be imported here."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """The base of every feed-forward; its fields are the options that a config may set. Register a subclass with
-    `@FEED_FORWARDS.register("name")`."""
+    """The base class of feed-forwards.
+
+    Register a subclass with `@FEED_FORWARDS.register("name")`. Its fields are the options that a
+    config may set.
+    """
 
     def build(
         self, config: Config, gain: float, out_gain: float
     ) -> Callable[..., nn.Module] | None:
-        """Makes the module, given its `name`; or None, where the layer has no such sublayer.
+        """Returns a function that constructs the module from its `name`, or None for no sublayer.
 
-        The module is called with (x_BxTxD, tokens: Tokens, deterministic: bool) and returns out_BxTxD. `gain` scales the initial
-        values of its matrices, `out_gain` those of the last one on top.
+        The module is called with (x_BxTxD, tokens: Tokens, deterministic: bool) and returns
+        out_BxTxD. `gain` scales the initial values of its matrices. `out_gain` additionally scales
+        those of the last one.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The position-wise feed-forward: one for all tokens.
+"""The position-wise feed-forward.
 
 Shape suffixes: B batch, T length, D d_model, F d_ff.
 """
@@ -21,29 +21,32 @@ from transformer.model.sharding import constrain
 @FEED_FORWARDS.register("dense")
 @dataclasses.dataclass(frozen=True)
 class Dense(FeedForward):
-    """One feed-forward for every token."""
+    """The same MLP for every token."""
 
     def build(self, config, gain, out_gain):
         return functools.partial(MLP, config, gain, out_gain)
 
 
 class MLP(nn.Module):
-    """act(x W_in + b_in) W_out + b_out; with `glu`, (act(x W_gate + b) * (x W_in + b)) W_out + b (Shazeer 2020)."""
+    """act(x W_in + b_in) W_out + b_out.
+
+    With `glu`, (act(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out (Shazeer 2020).
+    """
 
     config: ModelConfig
-    gain: float  # of the initial W_in, W_gate, W_out
-    out_gain: float  # of the initial W_out, on top
+    gain: float  # scales the initial W_in, W_gate and W_out
+    out_gain: float  # additionally scales the initial W_out
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
         cfg = self.config
         act = ACTIVATIONS[cfg.activation]
-        h_BxTxF = Linear(cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(
+        h_BxTxF = Linear(cfg, (cfg.ff_size,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(
             x_BxTxD
         )
         if cfg.glu:
             gate_BxTxF = Linear(
-                cfg, (cfg.d_ff,), ("embed", "ff"), cfg.use_bias, self.gain, name="gate"
+                cfg, (cfg.ff_size,), ("embed", "ff"), cfg.use_bias, self.gain, name="gate"
             )(x_BxTxD)
             h_BxTxF = act(gate_BxTxF) * h_BxTxF
         else:

@@ -1,17 +1,24 @@
-"""A feed-forward that is a mixture of experts: a router sends every token to a few of many (Shazeer et al. 2017).
+"""Mixtures of experts: a router sends each token to a few feed-forwards (Shazeer et al. 2017).
 
-Shape suffixes: B batch, T length, D d_model, F d_ff (of one expert), E experts, K experts that a token goes to, C places of an expert
-in a row, n pairs of a token and one of its experts.
+With router probabilities p = softmax(x W_r), the output is y = sum of w_e FF_e(x) over the K
+experts with the largest p. The weights w are p, normalized to sum to one over these experts if
+`normalize` is set (Mixtral), and unchanged otherwise (Switch).
 
-With router probabilities p = softmax(x W_r) and the K largest of them, y = sum over these of w_e FF_e(x), where w is p, made to sum to
-one if `normalize` (Mixtral) or as it is (Switch). Two ways to bring tokens to experts:
+Tokens are dispatched to experts in one of two ways:
 
-dropless (`capacity_factor` 0): pairs are sorted by expert and multiplied group by group (grouped.py). Nothing is lost. Where experts are
-    spread over devices, each gathers the tokens of all and answers for its own experts: as it cannot know how many will ask for them, its
-    rows have room for all.
-capacity: in a row of T tokens each expert has C = ceil(capacity_factor T K / E) places; who comes too late is passed over, its stream
-    goes on as it is (Lepikhin et al. 2021; Fedus et al. 2022). Places are given out in the order of tokens, so that no token depends
-    on a later one. Tokens move to their experts' devices and back (all-to-all).
+dropless (`capacity_factor` 0): Pairs of a token and one of its experts are sorted by expert and
+    multiplied group by group (model/grouped.py). No pair is dropped. Where experts are spread over
+    devices, each device gathers the tokens of all of them and computes its own experts. Buffers
+    have room for all pairs, because the number of tokens per expert is not known in advance.
+capacity (`capacity_factor` > 0): In a sequence of T tokens, each expert has
+    C = ceil(capacity_factor T K / E) capacity slots. Tokens beyond the capacity skip the expert, so
+    that only the residual connection carries them (Lepikhin et al. 2021; Fedus et al. 2022). Slots
+    are assigned in the order of tokens, so that no token depends on a later one. All-to-all
+    collectives move tokens to their experts' devices and back.
+
+Shape suffixes: B batch, T length, D d_model, F d_ff (of one expert), E experts, K experts per
+token, C capacity slots per expert and sequence, n pairs of a token and one of its experts, I and O
+the input and output sizes of a matrix.
 """
 
 import dataclasses
@@ -37,8 +44,8 @@ from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
 from transformer.model.sharding import constrain, fitting, gathered
 
-MOST_EXPERTS = 4096
-"""Tracing and compiling a model takes longer with each of them."""
+MAX_EXPERTS = 4096
+"""The largest `num_experts`. Each expert makes tracing and compiling slower."""
 
 
 @FEED_FORWARDS.register("experts")
@@ -47,15 +54,11 @@ class Mixture(FeedForward):
     """A mixture of experts, each a feed-forward of `d_ff`."""
 
     num_experts: int = 8
-    top_k: int = 2  # experts that a token goes to
-    capacity_factor: float = 0.0  # places of an expert, as a multiple of its even share; 0: as many as it takes (dropless)
-    normalize: bool = True  # the weights of a token's experts add up to 1 (Mixtral); False: they are its probabilities (Switch)
-    load_balance: float = (
-        0.01  # weight of the loss that keeps experts equally busy (Fedus et al. 2022)
-    )
-    router_z_loss: float = (
-        0.001  # weight of the loss that keeps the router's logits small (Zoph et al. 2022)
-    )
+    top_k: int = 2  # experts per token
+    capacity_factor: float = 0.0  # slots per expert, as a multiple of an even share; 0: dropless
+    normalize: bool = True  # normalize a token's K weights to sum to 1 (Mixtral; False: Switch)
+    load_balance: float = 0.01  # weight of the load-balancing loss (Fedus et al. 2022)
+    router_z_loss: float = 0.001  # weight of the loss on large router logits (Zoph et al. 2022)
 
     def __post_init__(self):
         at_least("model.feed_forward", self, 1, "num_experts", "top_k")
@@ -63,12 +66,13 @@ class Mixture(FeedForward):
         at_most(
             "model.feed_forward",
             self,
-            MOST_EXPERTS,
+            MAX_EXPERTS,
             num_experts="the largest published model has 2,048 (Switch-C)",
         )
         if self.top_k > self.num_experts:
             raise UserError(
-                f"model.feed_forward.top_k: {self.top_k} of {self.num_experts} experts (num_experts)"
+                f"model.feed_forward.top_k: {self.top_k} is more than num_experts = "
+                f"{self.num_experts}; lower top_k or raise num_experts"
             )
 
     def build(self, config, gain, out_gain):
@@ -77,22 +81,25 @@ class Mixture(FeedForward):
 
 @struct.dataclass
 class Matrix:
-    """An affine map of every expert: W_ExIxO, and perhaps b_ExO."""
+    """One affine map per expert. The bias is optional."""
 
     kernel_ExIxO: jax.Array
     bias_ExO: jax.Array | None
 
 
 Product = Callable[[jax.Array, Matrix], jax.Array]
-"""Rows, each of some expert, times that expert's matrix."""
+"""product(x, matrix) applies to each row of x the affine map of the row's expert."""
 
 
 class Experts(nn.Module):
-    """y = sum over a token's K experts of w_e FF_e(x). What the router costs is sown into "losses"."""
+    """y = sum over a token's K experts of w_e FF_e(x).
+
+    Sows the router's losses into the collection "losses".
+    """
 
     config: ModelConfig
-    gain: float  # of the initial matrices
-    out_gain: float  # of the initial W_out, on top
+    gain: float  # scales the initial matrices
+    out_gain: float  # additionally scales the initial W_out
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
@@ -122,13 +129,15 @@ class Experts(nn.Module):
         key = self.make_rng("dropout") if rate else None
 
         def apply(x, matrices: dict[str, Matrix], product: Product, key):
-            """FF_e of rows of which `product` knows the experts."""
+            """Returns FF_e(x) for each row of x, whose expert `product` determines."""
             act, h = ACTIVATIONS[cfg.activation], product(x, matrices["in"])
             h = act(product(x, matrices["gate"])) * h if cfg.glu else act(h)
             return product(drop(key, rate, h) if rate else h, matrices["out"])
 
-        bring = by_place(kind.capacity_factor) if kind.capacity_factor else dropless
-        y_BxTxD, lost = bring(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key)
+        dispatch = by_place(kind.capacity_factor) if kind.capacity_factor else dropless
+        y_BxTxD, lost = dispatch(
+            x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key
+        )
         if not self.is_initializing():
             self.sow(
                 "losses",
@@ -139,7 +148,11 @@ class Experts(nn.Module):
 
 
 class Matrices(nn.Module):
-    """W_in, W_gate or, `outwards`, W_out of every expert, each initialised as the matrix that it is; spread over devices as it is kept."""
+    """W_in or W_gate of all experts, or W_out if `outwards`.
+
+    The initializer is applied to each expert's matrix separately. The result is sharded as the
+    parameter is; the dispatch functions gather it.
+    """
 
     config: ModelConfig
     outwards: bool
@@ -148,15 +161,17 @@ class Matrices(nn.Module):
     @nn.compact
     def __call__(self) -> Matrix:
         cfg, count = self.config, self.config.feed_forward_kind.num_experts
-        sizes, names = (cfg.d_model, cfg.d_ff), ("embed", "ff")
+        sizes, names = (cfg.d_model, cfg.ff_size), ("embed", "ff")
         if self.outwards:
             sizes, names = sizes[::-1], names[::-1]
-        one = matrix_init(cfg.initializer, cfg.init_std, self.gain)
-        init = lambda key, shape, dtype: jax.vmap(lambda key: one(key, sizes, dtype))(
+        init_expert = matrix_init(cfg.initializer, cfg.init_std, self.gain)
+        init = lambda key, shape, dtype: jax.vmap(lambda key: init_expert(key, sizes, dtype))(
             jax.random.split(key, count)
         )
-        boxed = nn.with_logical_partitioning(init, ("expert", *names))
-        kernel = self.param("kernel", boxed, (count, *sizes), cfg.param_dtype).astype(cfg.dtype)
+        partitioned = nn.with_logical_partitioning(init, ("expert", *names))
+        kernel = self.param("kernel", partitioned, (count, *sizes), cfg.param_dtype).astype(
+            cfg.dtype
+        )
         if not cfg.use_bias:
             return Matrix(kernel, None)
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("expert", names[1]))
@@ -166,12 +181,13 @@ class Matrices(nn.Module):
 
 
 def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[str, jax.Array]:
-    """loss, what is added to the objective; and of what it is made, as means over the real tokens of all devices:
+    """Returns the router's loss and its parts, as means over the real tokens of all devices:
 
-    balance  E sum over e of f_e P_e, f_e being the share of choices that e got and P_e its mean probability; 1 at best
-             (Fedus et al. 2022, eq. 4)
+    loss     the weighted sum of `balance` and `z`, which is added to the objective
+    balance  E sum over e of f_e P_e, where f_e is the share of choices that expert e received and
+             P_e its mean probability; 1 if balanced (Fedus et al. 2022, eq. 4)
     z        (log sum exp logits)^2 (Zoph et al. 2022, eq. 5)
-    lost     the share of choices for which there was no place
+    lost     the share of choices that were dropped because no slot was free
     """
     count = jnp.maximum(jnp.sum(real_BxT), 1)
     mean = lambda x: (
@@ -188,9 +204,12 @@ def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[s
 
 
 def by_place(factor: float):
-    """`bring` for a capacity: tokens gathered into places, multiplied, and given back."""
+    """Returns the dispatch function for a capacity factor.
 
-    def bring(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
+    It moves tokens into capacity slots, applies the experts, and moves the outputs back.
+    """
+
+    def dispatch(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
         (B, T, D), K, E = (
             x_BxTxD.shape,
             experts_BxTxK.shape[2],
@@ -205,19 +224,20 @@ def by_place(factor: float):
             for name, m in matrices.items()
         }
         C = min(T, math.ceil(factor * T * K / E))
-        wants_BxTKxE = jax.nn.one_hot(
+        chosen_BxTKxE = jax.nn.one_hot(
             jnp.where(real_BxT[..., None], experts_BxTxK, E), E, dtype=jnp.int32
         ).reshape(B, T * K, E)
-        before_BxTKxE = jnp.cumsum(wants_BxTKxE, axis=1) - wants_BxTKxE
-        place_BxTK = jnp.sum(before_BxTKxE * wants_BxTKxE, axis=2)
-        kept_BxTK = (place_BxTK < C) & jnp.any(wants_BxTKxE > 0, axis=2)
-        at_BxTK = jnp.where(
-            kept_BxTK, experts_BxTxK.reshape(B, T * K) * C + place_BxTK, E * C
-        )  # E C: nowhere
+        earlier_BxTKxE = jnp.cumsum(chosen_BxTKxE, axis=1) - chosen_BxTKxE
+        rank_BxTK = jnp.sum(earlier_BxTKxE * chosen_BxTKxE, axis=2)
+        has_slot_BxTK = (rank_BxTK < C) & jnp.any(chosen_BxTKxE > 0, axis=2)
+        # Pairs without a slot have index E C; empty slots have token T.
+        slot_BxTK = jnp.where(has_slot_BxTK, experts_BxTxK.reshape(B, T * K) * C + rank_BxTK, E * C)
         token_TK = jnp.arange(T * K, dtype=jnp.int32) // K
-        fill = lambda at_TK: jnp.full((E * C + 1,), T, jnp.int32).at[at_TK].set(token_TK)[: E * C]
-        token_BxEC = jax.vmap(fill)(at_BxTK)  # T: an empty place
-        x_BxECxD = _rows(jnp.pad(x_BxTxD, ((0, 0), (0, 1), (0, 0))), token_BxEC)
+        fill = lambda slot_TK: (
+            jnp.full((E * C + 1,), T, jnp.int32).at[slot_TK].set(token_TK)[: E * C]
+        )
+        token_BxEC = jax.vmap(fill)(slot_BxTK)
+        x_BxECxD = _take(jnp.pad(x_BxTxD, ((0, 0), (0, 1), (0, 0))), token_BxEC)
         to_experts = lambda x_BxExCxD: constrain(
             x_BxExCxD, ("expert_batch", "expert", "places", "activation_embed")
         )
@@ -232,23 +252,25 @@ def by_place(factor: float):
         y_BxECxD = constrain(
             y_BxExCxD.reshape(B, E * C, D), ("batch", "places", "activation_embed")
         )
-        own_BxTKxD = _rows(jnp.pad(y_BxECxD, ((0, 0), (0, 1), (0, 0))), at_BxTK)
+        y_BxTKxD = _take(jnp.pad(y_BxECxD, ((0, 0), (0, 1), (0, 0))), slot_BxTK)
         y_BxTxD = jnp.einsum(
-            "BTK,BTKD->BTD", weights_BxTxK.astype(x_BxTxD.dtype), own_BxTKxD.reshape(B, T, K, D)
+            "BTK,BTKD->BTD", weights_BxTxK.astype(x_BxTxD.dtype), y_BxTKxD.reshape(B, T, K, D)
         )
-        return y_BxTxD, jnp.sum(wants_BxTKxE) - jnp.sum(kept_BxTK)
+        return y_BxTxD, jnp.sum(chosen_BxTKxE) - jnp.sum(has_slot_BxTK)
 
-    return bring
+    return dispatch
 
 
-def _rows(x_BxSxD, index_BxT) -> jax.Array:
-    """x[b, index[b, t]]."""
+def _take(x_BxSxD, index_BxT) -> jax.Array:
+    """Returns x[b, index[b, t]]."""
     return jax.vmap(lambda x, index: x[index])(x_BxSxD, index_BxT)
 
 
 def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
-    """`bring` without a bound: sorted by expert, group after group. By hand over every axis of the mesh: what is sorted is what a device
-    has."""
+    """The dispatch function without a capacity: sorts pairs by expert and computes group by group.
+
+    All mesh axes are manual (shard_map), so that each device sorts the pairs that it holds.
+    """
     E, D, F = matrices["in"].kernel_ExIxO.shape
     sizes = {
         "batch": x_BxTxD.shape[0],
@@ -257,79 +279,99 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
         "embed": D,
         "activation_ff": F,
     }
-    batch, length, expert, kept, ff = (fitting(name, size) for name, size in sizes.items())
-    given = (x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key)
+    batch, length, expert, embed, ff = (fitting(name, size) for name, size in sizes.items())
+    arguments = (x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key)
     axes = tuple(dict.fromkeys((*batch, *length, *expert, *ff)))
     local = functools.partial(
         _sorted,
         axes=axes,
         expert=expert,
-        kept=kept,
+        embed=embed,
         ff=ff,
-        apart=expert and expert[0] in batch,
+        gather_tokens=expert and expert[0] in batch,
         apply=apply,
     )
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and (by_hand := set(mesh.axis_names) - set(mesh.manual_axes)):
-        rows = P(batch or None, length or None)
-        spec = {
-            "in": P(expert or None, kept or None, ff or None),
-            "out": P(expert or None, ff or None, kept or None),
+    if not mesh.empty and (manual := set(mesh.axis_names) - set(mesh.manual_axes)):
+        by_token = P(batch or None, length or None)
+        kernel_spec = {
+            "in": P(expert or None, embed or None, ff or None),
+            "out": P(expert or None, ff or None, embed or None),
         }
-        bias = {"in": P(expert or None, ff or None), "out": P(expert or None)}
-        side = lambda name: "out" if name == "out" else "in"
-        places = {
-            name: Matrix(spec[side(name)], None if m.bias_ExO is None else bias[side(name)])
+        bias_spec = {"in": P(expert or None, ff or None), "out": P(expert or None)}
+        direction = lambda name: "out" if name == "out" else "in"
+        by_matrix = {
+            name: Matrix(
+                kernel_spec[direction(name)],
+                None if m.bias_ExO is None else bias_spec[direction(name)],
+            )
             for name, m in matrices.items()
         }
         local = jax.shard_map(
             local,
-            in_specs=(rows, rows, rows, places, P()),
-            out_specs=rows,
-            axis_names=by_hand,
+            in_specs=(by_token, by_token, by_token, by_matrix, P()),
+            out_specs=by_token,
+            axis_names=manual,
             check_vma=False,
         )
-    return local(*given), jnp.zeros(())
+    return local(*arguments), jnp.zeros(())
 
 
 def _sorted(
-    x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key, *, axes, expert, kept, ff, apart, apply
+    x_BxTxD,
+    experts_BxTxK,
+    weights_BxTxK,
+    matrices,
+    key,
+    *,
+    axes,
+    expert,
+    embed,
+    ff,
+    gather_tokens,
+    apply,
 ):
-    """On one device. `axes`: all that tokens or experts are spread on; `expert`, `ff`: those of experts, and of their d_ff; `kept`: those
-    over which matrices are kept in parts along d_model (ZeRO-3); `apart`: tokens are spread on `expert` too."""
-    if kept:
-        whole = lambda name, x: jax.lax.all_gather(
-            x, kept, axis=2 if name == "out" else 1, tiled=True
+    """Computes the dropless mixture on one device.
+
+    axes: all mesh axes over which tokens or experts are spread.
+    expert, ff: the mesh axes of the experts and of their d_ff.
+    embed: the mesh axes over which matrices are sharded along d_model (ZeRO-3).
+    gather_tokens: whether tokens are spread over `expert` too.
+    """
+    if embed:
+        gather_embed = lambda name, x: jax.lax.all_gather(
+            x, embed, axis=2 if name == "out" else 1, tiled=True
         )
         matrices = {
-            name: m.replace(kernel_ExIxO=whole(name, m.kernel_ExIxO))
+            name: m.replace(kernel_ExIxO=gather_embed(name, m.kernel_ExIxO))
             for name, m in matrices.items()
         }
     if key is not None and axes:
         key = jax.random.fold_in(key, jax.lax.axis_index(axes))
-    if apart:
+    if gather_tokens:
         gather = lambda x: jax.lax.all_gather(x, expert, axis=0, tiled=True)
         x_BxTxD, experts_BxTxK, weights_BxTxK = map(gather, (x_BxTxD, experts_BxTxK, weights_BxTxK))
-    here, K = matrices["in"].kernel_ExIxO.shape[0], experts_BxTxK.shape[2]
-    own_n = experts_BxTxK.reshape(-1) - (jax.lax.axis_index(expert) * here if expert else 0)
-    own_n = jnp.where((own_n >= 0) & (own_n < here), own_n, here)  # here: someone else's
-    order_n = jnp.argsort(own_n, stable=True)
-    expert_n, sizes_E = own_n[order_n], jnp.bincount(own_n, length=here)
+    num_local, K = matrices["in"].kernel_ExIxO.shape[0], experts_BxTxK.shape[2]
+    local_n = experts_BxTxK.reshape(-1) - (jax.lax.axis_index(expert) * num_local if expert else 0)
+    # Index `num_local` stands for an expert of another device.
+    local_n = jnp.where((local_n >= 0) & (local_n < num_local), local_n, num_local)
+    order_n = jnp.argsort(local_n, stable=True)
+    expert_n, sizes_E = local_n[order_n], jnp.bincount(local_n, length=num_local)
 
     def product(x_nxI, m: Matrix):
         y_nxO = grouped_product(x_nxI, m.kernel_ExIxO, sizes_E)
         if m.bias_ExO is None:
             return y_nxO
         bias_ExO = m.bias_ExO
-        if ff and m is matrices["out"]:  # one of those who add up a token's output
+        if ff and m is matrices["out"]:  # one device adds the bias, as outputs are summed over `ff`
             bias_ExO = jnp.where(jax.lax.axis_index(ff) == 0, bias_ExO, 0)
-        return y_nxO + bias_ExO[jnp.minimum(expert_n, here - 1)]
+        return y_nxO + bias_ExO[jnp.minimum(expert_n, num_local - 1)]
 
     y_nxD = apply(x_BxTxD.reshape(-1, x_BxTxD.shape[-1])[order_n // K], matrices, product, key)
-    y_nxD = jnp.where((expert_n < here)[:, None], y_nxD, 0)[jnp.argsort(order_n)]
+    y_nxD = jnp.where((expert_n < num_local)[:, None], y_nxD, 0)[jnp.argsort(order_n)]
     y_BxTxKxD = y_nxD.reshape(*experts_BxTxK.shape, -1)
     y_BxTxD = jnp.einsum("BTK,BTKD->BTD", weights_BxTxK.astype(y_BxTxKxD.dtype), y_BxTxKxD)
     y_BxTxD = jax.lax.psum(y_BxTxD, ff) if ff else y_BxTxD
-    if apart:
+    if gather_tokens:
         return jax.lax.psum_scatter(y_BxTxD, expert, scatter_dimension=0, tiled=True)
     return jax.lax.psum(y_BxTxD, expert) if expert else y_BxTxD

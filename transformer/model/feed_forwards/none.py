@@ -1,4 +1,4 @@
-"""No feed-forward."""
+"""Layers without a feed-forward."""
 
 import dataclasses
 
@@ -7,8 +7,8 @@ from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 
 @FEED_FORWARDS.register("none")
 @dataclasses.dataclass(frozen=True)
-class Nothing(FeedForward):
-    """The layer has no feed-forward sublayer, like those of an attention-only model or of stacked LSTMs."""
+class NoFeedForward(FeedForward):
+    """No feed-forward sublayer, as in attention-only models and stacked LSTMs."""
 
     def build(self, config, gain, out_gain):
         return None

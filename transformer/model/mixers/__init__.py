@@ -1,6 +1,7 @@
-"""Token mixers: the sublayer in which tokens read each other. One object each, known to the rest of the code only by its hooks.
+"""Token mixers: the sublayer that moves information between tokens.
 
-A new mixer is a new file in this folder.
+The rest of the code uses a mixer only through the interface of `Mixer`. To add a mixer, add a file
+to this package.
 """
 
 from transformer.model.mixers.base import MIXERS, Context, Mixer

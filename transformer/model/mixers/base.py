@@ -1,11 +1,12 @@
-"""What a token mixer is, and what it is given.
+"""The interface of token mixers, and the inputs that every layer receives.
 
 A mixer owns its options (the fields of its dataclass), its parameters and forward pass (the module
-that `build` returns), and its decoding state. Nothing else in the code knows what a state holds.
+that `build` constructs), and its decoding state. The rest of the code treats the state as opaque.
 
 The sizes that most mixers share (`num_heads`, `num_kv_heads`, `d_head`, `d_value`, `window`) are
-fields of the model, not options: experiment files vary them beside `d_model`, and cross-attention
-has them too. A mixer names those that it reads in `fields`; the config refuses the others.
+fields of ModelConfig, not options: experiment files vary them together with `d_model`, and
+cross-attention uses them too. A mixer lists the fields that it reads in `fields`. The config
+rejects the others.
 
 Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model.
 """
@@ -25,28 +26,41 @@ from transformer.registry import Registry
 MIXERS = Registry("model.mixer", __package__)
 
 SHARED_FIELDS = (
-    "num_heads", "num_kv_heads", "d_head", "d_value", "window", "attention_bias", "qkv_bias", "qk_norm", "attention_scale",
-    "attention_soft_cap", "attention_sink", "attention_backend", "attention_dropout",
-)  # fmt: skip
-"""The fields of ModelConfig that belong to mixers. Each mixer names those that it reads."""
+    "num_heads",
+    "num_kv_heads",
+    "d_head",
+    "d_value",
+    "window",
+    "attention_bias",
+    "qkv_bias",
+    "qk_norm",
+    "attention_scale",
+    "attention_soft_cap",
+    "attention_sink",
+    "attention_backend",
+    "attention_dropout",
+)
+"""The fields of ModelConfig that configure mixers; each mixer lists those that it reads."""
 
 Config = Any
-"""The layer's ModelConfig, whose module imports this one."""
+"""The layer's ModelConfig. Its module imports this one, so it cannot be imported here."""
 
 State = Any
-"""A tree of arrays with the batch on axis 0, or None outside decoding."""
+"""A pytree of arrays with the batch on axis 0; None outside decoding."""
 
 
 @struct.dataclass
 class Context:
-    """What every layer of a stack is given beside the residual stream.
+    """The inputs of every layer of a stack, apart from the residual stream.
 
-    tokens: where the stack's tokens stand.
-    key_tokens: the same; in decoding, the tokens of all cache slots, these included.
-    source_BxSxD, source_tokens: what the encoder wrote, in a decoder that reads one. In decoding the
-        output is given once, and None after that: each state keeps what it needs of it.
+    tokens: positions and segments of the stack's tokens.
+    key_tokens: positions and segments of the tokens that can be attended to. In decoding these are
+        the tokens of all cache slots, including `tokens`; otherwise they are `tokens`.
+    source_BxSxD, source_tokens: the encoder's output and its tokens, in a decoder with an encoder.
+        In decoding, the output is passed once and is None afterwards, because each state keeps
+        what it needs from it.
     index: int32[], the cache slot of the first of `tokens`; None outside decoding.
-    dropout_rate: float32[], in place of the config's; None: the config's.
+    dropout_rate: float32[], overrides the config's dropout rate; None keeps it.
     """
 
     tokens: Tokens
@@ -59,53 +73,58 @@ class Context:
 
 @dataclasses.dataclass(frozen=True)
 class Mixer:
-    """The base of every mixer. Register a subclass with `@MIXERS.register("name")`."""
+    """The base class of mixers. Register a subclass with `@MIXERS.register("name")`."""
 
     scope: ClassVar[str] = "mixer"
-    """The name of the sublayer: in parameter paths, and in what evaluators report."""
+    """The sublayer's name in parameter paths and in the results of evaluators."""
 
     fields: ClassVar[frozenset[str]] = frozenset()
-    """Those of SHARED_FIELDS that it reads, and "use_bias" if its projections have biases by that field."""
+    """The SHARED_FIELDS that the mixer reads, and "use_bias" if that field adds its biases."""
 
     hooks: ClassVar[frozenset[str]] = frozenset({"embed"})
-    """The hooks of a position scheme that act on it (model/positions/base.py)."""
+    """The hooks of position schemes (model/positions/base.py) that the mixer supports."""
 
     observes: ClassVar[frozenset[str]] = frozenset()
-    """What it tells to those who watch (model/watch.py)."""
+    """The statistics that the mixer can record (model/watch.py)."""
 
     source: ClassVar[str] = "cross_attention"
-    """How the layers of a decoder read the encoder. "cross_attention": in a sublayer beside the mixer. "none":
-    not at all. Any other value: the mixer reads the encoder itself. A mixer may make this an option."""
+    """How a decoder layer reads the encoder. "cross_attention": in a separate sublayer. "none": not
+    at all. Any other value: inside the mixer. A mixer may make this an option."""
 
     in_order: ClassVar[bool] = False
-    """Whether a token's output is computed from the state after the token before it. Then the tokens of
-    a sequence stay in order and on one device: no context parallelism."""
+    """Whether each output is computed from the state after the previous token. Then the tokens of a
+    sequence stay in order on one device, which rules out context parallelism."""
 
     pairs: ClassVar[bool] = False
-    """Whether it computes products of pairs of tokens, which a mask can forbid. Only the share that is
-    allowed counts as work (planning/model_flops.py)."""
+    """Whether the mixer computes products of token pairs, which a mask can exclude. Only the
+    unmasked share counts as FLOPs (planning/model_flops.py)."""
 
     def check(self, config: Config, side: str) -> str | None:
-        """Why it cannot serve the layers of this side, in one line; None if it can."""
+        """Returns why the mixer cannot serve the layers of this stack, in one line, or None.
+
+        `side` is "encoder" or "decoder". The config raises the returned text as an error.
+        """
         return None
 
     def facts(self, config: Config, facts: StackFacts) -> StackFacts:
-        """What a position scheme is told of the heads that it acts on."""
+        """Returns the stack's facts, adapted to the heads that a position scheme acts on."""
         return facts
 
     def build(
         self, config: Config, side: str, gain: float, out_gain: float
     ) -> Callable[..., nn.Module]:
-        """Makes the module, given its `name`.
+        """Returns a function that constructs the module from its `name`.
 
         The module is called with (x_BxTxD, context: Context, position: Position, state: State,
-        deterministic: bool) and returns (out_BxTxD, state), the state with these tokens read.
-        Outside decoding the state is None, and what is returned for it is dropped. `gain` scales the initial
-        values of the matrices that carry values, `out_gain` the last one on top. What a state keeps of
-        the source is a `Shared` (model/cache.py): the beams of a sentence share it.
+        deterministic: bool). It returns (out_BxTxD, state), where the new state includes these
+        tokens. Outside decoding, `state` is None and the returned state is ignored.
+
+        `gain` scales the initial values of the matrices that carry values. `out_gain` additionally
+        scales the last of them. A state wraps the parts that come from the source in `Shared`
+        (model/cache.py), because the beams of a sentence share them.
         """
         raise NotImplementedError
 
     def empty_state(self, config: Config, batch: int, slots: int) -> State:
-        """The state of a layer that has read nothing, for `slots` tokens a sequence."""
+        """Returns a layer's state before the first token, with `slots` slots per sequence."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""LSTMs: the recurrent networks that attention replaced, with and without attention to a source.
+"""LSTMs, the recurrent networks that attention replaced, with and without attention to a source.
 
-Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model, G units of a direction,
-E sequences that share a source, K sequences to one source (the beams of a sentence; else 1), B = E K.
+Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model, G units
+per direction, E sources, K sequences per source (the beams of a sentence; otherwise 1), B = E K.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from transformer.model.positions import Position
 SOURCES = ("cross_attention", "attention", "last", "none")
 
 
-class Memory(NamedTuple):
-    """The state: h and c, which document they belong to, and what the layer keeps of the source."""
+class LSTMState(NamedTuple):
+    """The decoding state: h and c, the document they belong to, and what is kept of the source."""
 
     h_BxG: jax.Array  # float32
     c_BxG: jax.Array  # float32
@@ -33,10 +33,10 @@ class Memory(NamedTuple):
     source: Shared | None = None
 
 
-def empty_memory(batch: int, units: int) -> Memory:
-    """h and c are zero."""
+def empty_lstm_state(batch: int, units: int) -> LSTMState:
+    """Returns the state before the first token, h = c = 0."""
     zeros = jnp.zeros((batch, units), jnp.float32)
-    return Memory(zeros, zeros, jnp.zeros((batch,), jnp.int32))
+    return LSTMState(zeros, zeros, jnp.zeros((batch,), jnp.int32))
 
 
 @MIXERS.register("lstm")
@@ -44,40 +44,45 @@ def empty_memory(batch: int, units: int) -> Memory:
 class LSTM(Mixer):
     """Long short-term memory (Hochreiter & Schmidhuber 1997; Gers et al. 2000).
 
-    With i, f, o and g the four parts of x W + h U + b,
+    x W + h U + b is split into i, f, o and g. Then
 
         c' = sigmoid(f + 1) c + sigmoid(i) tanh(g),   h' = sigmoid(o) tanh(c')
 
-    and h' is the output. In a decoder one direction has d_model units. In an encoder two directions have d_model / 2
-    units each, side by side. A document begins with h = c = 0, and padding leaves both as they are. A sequence takes as many
-    steps, one after another, as it has tokens.
+    and h' is the output. A decoder layer has one direction of d_model units. An encoder layer has
+    two directions of d_model / 2 units each, whose outputs are concatenated. A document starts with
+    h = c = 0, and padding leaves both unchanged. A sequence takes one sequential step per token.
     """
 
     scope = "lstm"
     fields = frozenset({"use_bias"})
     in_order = True
 
-    source: str = "cross_attention"  # how the layers of a decoder read the encoder:
-    # cross_attention  in a sublayer of their own, like other layers
-    # attention        before each step, by additive attention (Bahdanau et al. 2015)
-    # last             the encoder's output at its last token, at each step (after Sutskever et al. 2014)
-    # none             not at all
+    # How the layers of a decoder read the encoder:
+    # "cross_attention": in a separate sublayer, as layers with other mixers do
+    # "attention": by additive attention before each step (Bahdanau et al. 2015)
+    # "last": each step also reads the encoder's output at the source's last token (after Sutskever
+    #     et al. 2014)
+    # "none": not at all
+    source: str = "cross_attention"
 
     def __post_init__(self):
         one_of("model.mixer.source", self.source, SOURCES)
 
     def check(self, config, side):
         if side == "encoder" and config.d_model % 2:
-            return f"model.d_model: {config.d_model} must be even: model.mixer = 'lstm' has two directions in an encoder"
+            return (
+                f"model.d_model: {config.d_model} must be even: "
+                "model.mixer = 'lstm' has two directions in an encoder"
+            )
         if side == "decoder" and (not config.causal or config.prefix_lm):
             return (
-                "model.mixer: 'lstm' reads each token after those before it; a decoder needs model.causal=True and "
-                "model.prefix_lm=False"
+                "model.mixer: 'lstm' is causal in a decoder; "
+                "set model.causal=True and model.prefix_lm=False"
             )
-        if not config.two_sides and self.source != "cross_attention":
+        if not config.is_encoder_decoder and self.source != "cross_attention":
             return (
-                f"model.mixer.source: {self.source!r} needs an encoder to read, but model.family = {config.family!r}; "
-                "leave it at 'cross_attention'"
+                f"model.mixer.source: {self.source!r} needs an encoder, but model.family = "
+                f"{config.family!r}; leave it at 'cross_attention'"
             )
         return None
 
@@ -89,15 +94,15 @@ class LSTM(Mixer):
         return functools.partial(Unidirectional, config, gain * out_gain)
 
     def empty_state(self, config, batch, slots):
-        return empty_memory(batch, config.d_model)
+        return empty_lstm_state(batch, config.d_model)
 
 
 class Recurrence(nn.Module):
-    """The matrices of one direction, and the loop over its tokens."""
+    """One direction: its matrices, and the loop over the tokens."""
 
     config: ModelConfig
     units: int
-    gain: float  # of the initial W: the output is about linear in g, as long as it is small
+    gain: float  # scales the initial W; the output is roughly linear in g while g is small
     reverse: bool = False
 
     @nn.compact
@@ -105,14 +110,17 @@ class Recurrence(nn.Module):
         self,
         x_BxTxD: jax.Array,
         tokens: Tokens,
-        state: Memory | None,
+        state: LSTMState | None,
         context_BxTxD: jax.Array | None = None,
         read: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-        may_BxTxS: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array | None, Memory]:
-        """h of each token, [B, T, G], what was read for it, and the last state. A context takes part in the gates by a matrix of
-        its own; it is given, or it is `read(h before the token, may_BxS)`."""
-        cfg, rows, units = self.config, len(x_BxTxD), self.units
+        source_mask_BxTxS: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, LSTMState]:
+        """Returns h of each token, [B, T, G], the context of each token, and the last state.
+
+        The context, if any, enters the gates through a third matrix. It is either `context_BxTxD`,
+        or computed at each step as `read(h before the token, source_mask_BxS)`.
+        """
+        cfg, batch, units = self.config, len(x_BxTxD), self.units
         names = ("embed", None, None)
         z = Linear(cfg, (4, units), names, cfg.use_bias, self.gain, name="input")(x_BxTxD)
         w_hidden = Kernel(cfg, (units,), (4, units), names, name="hidden")()
@@ -121,41 +129,46 @@ class Recurrence(nn.Module):
         if read is not None:
             w_context = Kernel(cfg, (cfg.d_model,), (4, units), names, name="context")()
 
-        def step(old: Memory, token):
-            z_Bx4xG, segment_B, may_BxS = token
+        def step(previous: LSTMState, token):
+            z_Bx4xG, segment_B, source_mask_BxS = token
             real_Bx1 = (segment_B > 0)[:, None]
-            continues_Bx1 = (segment_B == old.segment_B)[:, None]
-            h, c = (jnp.where(continues_Bx1, x, 0.0) for x in old[:2])
+            continues_Bx1 = (segment_B == previous.segment_B)[:, None]
+            h, c = (jnp.where(continues_Bx1, x, 0.0) for x in previous[:2])
             z_Bx4xG += jnp.einsum("BG,GFH->BFH", h.astype(cfg.dtype), w_hidden)
             context_BxD = None
             if read is not None:
-                context_BxD = read(h.astype(cfg.dtype), may_BxS)
+                context_BxD = read(h.astype(cfg.dtype), source_mask_BxS)
                 z_Bx4xG += jnp.einsum("BD,DFH->BFH", context_BxD, w_context)
             h, c = cell(z_Bx4xG, c)
             out_BxG = jnp.where(real_Bx1, h, 0.0).astype(cfg.dtype)
-            kept = (jnp.where(real_Bx1, new, x) for new, x in zip((h, c), old[:2], strict=True))
-            segment_B = jnp.where(real_Bx1[:, 0], segment_B, old.segment_B)
-            return Memory(*kept, segment_B), (out_BxG, context_BxD)
+            carried = (
+                jnp.where(real_Bx1, new, x) for new, x in zip((h, c), previous[:2], strict=True)
+            )
+            segment_B = jnp.where(real_Bx1[:, 0], segment_B, previous.segment_B)
+            return LSTMState(*carried, segment_B), (out_BxG, context_BxD)
 
         segments_BxT = jnp.broadcast_to(tokens.segments_BxT, x_BxTxD.shape[:2])
-        by_token = lambda x: jnp.moveaxis(x, 1, 0)
-        start = Memory(*state[:3]) if state else empty_memory(rows, units)
+        time_major = lambda x: jnp.moveaxis(x, 1, 0)
+        initial = LSTMState(*state[:3]) if state else empty_lstm_state(batch, units)
         state, out = jax.lax.scan(
-            step, start, jax.tree.map(by_token, (z, segments_BxT, may_BxTxS)), reverse=self.reverse
+            step,
+            initial,
+            jax.tree.map(time_major, (z, segments_BxT, source_mask_BxTxS)),
+            reverse=self.reverse,
         )
         h_BxTxG, read_BxTxD = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
         return h_BxTxG, context_BxTxD if read is None else read_BxTxD, state
 
 
 def cell(z_Bx4xG: jax.Array, c_BxG: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """h' and c', float32[B, G]."""
+    """Returns h' and c', float32[B, G]."""
     i, f, o, g = (z_Bx4xG[:, n].astype(jnp.float32) for n in range(4))
     c_BxG = jax.nn.sigmoid(f + 1.0) * c_BxG + jax.nn.sigmoid(i) * jnp.tanh(g)
     return jax.nn.sigmoid(o) * jnp.tanh(c_BxG), c_BxG
 
 
 class Unidirectional(nn.Module):
-    """An LSTM that reads the tokens before each token, and no source."""
+    """An LSTM from the first token to the last, without a source."""
 
     config: ModelConfig
     gain: float
@@ -166,16 +179,16 @@ class Unidirectional(nn.Module):
         x_BxTxD: jax.Array,
         context: Context,
         position: Position,
-        state: Memory | None,
+        state: LSTMState | None,
         deterministic: bool,
-    ) -> tuple[jax.Array, Memory]:
+    ) -> tuple[jax.Array, LSTMState]:
         lstm = Recurrence(self.config, self.config.d_model, self.gain, name="forward")
         h_BxTxD, _, state = lstm(x_BxTxD, context.tokens, state)
         return h_BxTxD, state
 
 
 class Bidirectional(nn.Module):
-    """Two LSTMs, one from the first token and one from the last, side by side (Schuster & Paliwal 1997)."""
+    """Two LSTMs, one from each end, with concatenated outputs (Schuster & Paliwal 1997)."""
 
     config: ModelConfig
     gain: float
@@ -189,29 +202,36 @@ class Bidirectional(nn.Module):
         state: Any,
         deterministic: bool,
     ) -> tuple[jax.Array, None]:
-        sides = []
-        for way in ("forward", "backward"):
+        outputs = []
+        for direction in ("forward", "backward"):
             lstm = Recurrence(
-                self.config, self.config.d_model // 2, self.gain, way == "backward", name=way
+                self.config,
+                self.config.d_model // 2,
+                self.gain,
+                direction == "backward",
+                name=direction,
             )
-            sides.append(lstm(x_BxTxD, context.tokens, None)[0])
-        return jnp.concatenate(sides, axis=-1), None
+            outputs.append(lstm(x_BxTxD, context.tokens, None)[0])
+        return jnp.concatenate(outputs, axis=-1), None
 
 
 class Attentive(nn.Module):
-    """An LSTM that reads the source before each step. With h the last state and y_j the encoder's outputs,
+    """An LSTM that attends to the source before each step.
+
+    With h the previous state and y_j the encoder's outputs,
 
         e_j = v . tanh(h W_q + y_j W_k),   a = softmax(e),   context = sum_j a_j y_j
         h' = LSTM([x, context], h),        output = tanh([h', context, x] W_o + b_o)
 
-    after Bahdanau et al. (2015, sec. 3.1 and appendix A.2), who have a GRU that starts from the encoder's first backward state,
-    and a maxout; here an LSTM that starts from zero, and a tanh. With `last`, the context is y of the source's last token.
+    This follows Bahdanau et al. (2015, sec. 3.1 and appendix A.2). They use a GRU that starts from
+    the encoder's first backward state, and a maxout output; this is an LSTM that starts from zero,
+    with a tanh output. With `last`, the context is y at the source's last token instead.
     """
 
     config: ModelConfig
-    gain: float
-    out_gain: float  # of the initial W_o, on top
-    last: bool
+    gain: float  # scales the initial W (see Recurrence) and W_o
+    out_gain: float  # additionally scales the initial W_o
+    last: bool  # no attention: read the source's last token
 
     @nn.compact
     def __call__(
@@ -219,61 +239,67 @@ class Attentive(nn.Module):
         x_BxTxD: jax.Array,
         context: Context,
         position: Position,
-        state: Memory | None,
+        state: LSTMState | None,
         deterministic: bool,
-    ) -> tuple[jax.Array, Memory]:
-        cfg, (rows, length) = self.config, x_BxTxD.shape[:2]
-        kept = state.source if context.source_BxSxD is None else self._keep(context.source_BxSxD)
-        y_ExSxD = kept.value[0]
+    ) -> tuple[jax.Array, LSTMState]:
+        cfg, (batch, length) = self.config, x_BxTxD.shape[:2]
+        source = (
+            state.source
+            if context.source_BxSxD is None
+            else self._source_state(context.source_BxSxD)
+        )
+        y_ExSxD = source.value[0]
         lstm = Recurrence(cfg, cfg.d_model, self.gain, name="forward")
-        may_BxTxS = self._may(context, rows, length, len(y_ExSxD))
+        source_mask_BxTxS = self._source_mask(context, batch, length, len(y_ExSxD))
         if self.last:
-            may_ExKTxS = may_BxTxS.reshape(len(y_ExSxD), -1, may_BxTxS.shape[-1])
-            read = jnp.einsum("EQS,ESD->EQD", may_ExKTxS.astype(cfg.dtype), y_ExSxD)
-            read_BxTxD = read.reshape(x_BxTxD.shape)
-            h_BxTxD, read_BxTxD, after = lstm(x_BxTxD, context.tokens, state, read_BxTxD)
-        else:
-            read = self._attention(*kept.value)
-            h_BxTxD, read_BxTxD, after = lstm(
-                x_BxTxD, context.tokens, state, read=read, may_BxTxS=may_BxTxS
+            source_mask_ExKTxS = source_mask_BxTxS.reshape(
+                len(y_ExSxD), -1, source_mask_BxTxS.shape[-1]
             )
-        both = jnp.concatenate([h_BxTxD, read_BxTxD, x_BxTxD], axis=-1)
+            read = jnp.einsum("EQS,ESD->EQD", source_mask_ExKTxS.astype(cfg.dtype), y_ExSxD)
+            read_BxTxD = read.reshape(x_BxTxD.shape)
+            h_BxTxD, read_BxTxD, new_state = lstm(x_BxTxD, context.tokens, state, read_BxTxD)
+        else:
+            read = self._attention(*source.value)
+            h_BxTxD, read_BxTxD, new_state = lstm(
+                x_BxTxD, context.tokens, state, read=read, source_mask_BxTxS=source_mask_BxTxS
+            )
+        features = jnp.concatenate([h_BxTxD, read_BxTxD, x_BxTxD], axis=-1)
         gain = self.gain * self.out_gain
         out = Linear(cfg, (cfg.d_model,), ("embed", None), cfg.use_bias, gain, name="out")
-        return jnp.tanh(out(both)), after._replace(source=kept)
+        return jnp.tanh(out(features)), new_state._replace(source=source)
 
-    def _keep(self, y_ExSxD: jax.Array) -> Shared:
-        """What every step reads: the encoder's output and, for attention, y W_k."""
+    def _source_state(self, y_ExSxD: jax.Array) -> Shared:
+        """Returns what every step reads: the encoder's output and, for attention, y W_k."""
         cfg = self.config
         if self.last:
             return Shared((y_ExSxD,))
         keys = Linear(cfg, (cfg.d_model,), ("embed", None), False, name="keys")
         return Shared((y_ExSxD, keys(y_ExSxD)))
 
-    def _may(self, context: Context, rows: int, length: int, sources: int) -> jax.Array:
-        """bool[B, T, S]: which tokens of the source each token may read."""
-        by_source = lambda x: jnp.broadcast_to(x, (rows, length)).reshape(sources, -1)
+    def _source_mask(self, context: Context, batch: int, length: int, sources: int) -> jax.Array:
+        """Returns bool[B, T, S]: the source tokens that each token may read."""
+        by_source = lambda x: jnp.broadcast_to(x, (batch, length)).reshape(sources, -1)
         tokens = jax.tree.map(by_source, context.tokens.replace(until_BxT=None))
-        may_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
+        source_mask_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
         if self.last:
             ends_ExS = jnp.diff(context.source_tokens.segments_BxT, axis=1, append=0) != 0
-            may_ExKTxS &= ends_ExS[:, None]
-        return may_ExKTxS.reshape(rows, length, -1)
+            source_mask_ExKTxS &= ends_ExS[:, None]
+        return source_mask_ExKTxS.reshape(batch, length, -1)
 
     def _attention(self, y_ExSxD: jax.Array, keys_ExSxD: jax.Array):
-        """(h_BxD, may_BxS) -> context_BxD."""
+        """Returns the function `read(h_BxD, source_mask_BxS) -> context_BxD`."""
         cfg, names, sources = self.config, ("embed", None), len(y_ExSxD)
         kernel = functools.partial(Kernel, cfg, (cfg.d_model,), names=names)
         w_query = kernel((cfg.d_model,), name="query")()
         w_score = kernel((1,), name="score")()[:, 0]
         by_source = lambda x: x.reshape(sources, -1, x.shape[-1])
 
-        def read(h_BxD, may_BxS):
+        def read(h_BxD, source_mask_BxS):
             q_ExKx1xD = by_source(h_BxD @ w_query)[:, :, None]
             e_ExKxS = jnp.tanh(keys_ExSxD[:, None] + q_ExKx1xD) @ w_score
-            may_ExKxS = by_source(may_BxS)
-            e_ExKxS = jnp.where(may_ExKxS, e_ExKxS.astype(jnp.float32), -1e30)
-            a_ExKxS = jnp.where(may_ExKxS, jax.nn.softmax(e_ExKxS, axis=-1), 0.0)
+            source_mask_ExKxS = by_source(source_mask_BxS)
+            e_ExKxS = jnp.where(source_mask_ExKxS, e_ExKxS.astype(jnp.float32), -1e30)
+            a_ExKxS = jnp.where(source_mask_ExKxS, jax.nn.softmax(e_ExKxS, axis=-1), 0.0)
             context = jnp.einsum("EKS,ESD->EKD", a_ExKxS.astype(cfg.dtype), y_ExSxD)
             return context.reshape(h_BxD.shape)
 

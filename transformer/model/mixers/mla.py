@@ -1,7 +1,8 @@
-"""Multi-head latent attention: keys and values of all heads from one small vector for each token (DeepSeek-AI 2024, "DeepSeek-V2").
+"""Multi-head latent attention: the keys and values of all heads come from one small vector per
+token (DeepSeek-AI 2024, "DeepSeek-V2").
 
-Shape suffixes: B batch, T query length, S key length, D d_model, N heads, H d_head, V d_value, R kv_rank, P rotary size
-(as the position scheme leaves it).
+Shape suffixes: B batch, T query length, S key length, D d_model, N heads, H d_head, V d_value,
+R kv_rank, P size of the rotated part (d_rope, unless the position scheme widens it).
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from transformer.model.sharding import constrain
 
 
 class Latent(NamedTuple):
-    """The state: what keys and values are made from, R + P numbers for each token in its slots."""
+    """The decoding state: R + P numbers per token, from which keys and values are computed."""
 
     c_BxSxR: jax.Array
     k_BxSx1xP: jax.Array
@@ -31,34 +32,45 @@ class Latent(NamedTuple):
 
 @MIXERS.register("mla")
 @dataclasses.dataclass(frozen=True)
-class LatentMixer(Mixer):
-    """c = norm(x W_c), k^R = rotate(x W_r); a head's key is [c W_k, k^R], its value c W_v, its query [q, rotate(q^R)].
+class MLA(Mixer):
+    """Multi-head latent attention.
 
-    The scale is 1 / sqrt(d_head + d_rope). Only the parts of size `d_rope` are rotated, and all heads share that of the key,
-    because a rotation between c and W_k would keep W_k from being absorbed into the queries. Projections have no biases.
-    Position schemes: those that are added to embeddings, that rotate, or that add a bias; and none.
+        c = norm(x W_c),   k^R = rotate(x W_r)                             shared by all heads
+        query = [q, rotate(q^R)],   key = [c W_k, k^R],   value = c W_v    for each head
+
+    The scale is 1 / sqrt(d_head + d_rope). Only the parts of size `d_rope` are rotated: a rotation
+    between c and W_k would prevent absorbing W_k into the queries. Projections have no biases.
+
+    Supported position schemes: none, and those that add to embeddings, rotate, or add a bias.
     """
 
     scope = "self_attention"
     fields = frozenset(
         {
-            "num_heads", "d_head", "d_value", "window", "attention_scale", "attention_soft_cap", "attention_sink",
-            "attention_backend", "attention_dropout",
+            "num_heads",
+            "d_head",
+            "d_value",
+            "window",
+            "attention_scale",
+            "attention_soft_cap",
+            "attention_sink",
+            "attention_backend",
+            "attention_dropout",
         }
-    )  # fmt: skip
+    )
     hooks = frozenset({"embed", "rotate", "bias"})
     observes = frozenset({"heads", "maps"})
     pairs = True
 
-    kv_rank: int = 0  # size of c; 0: 4 d_head
-    q_rank: int = 0  # queries too come from a vector of this size; 0: from x
-    d_rope: int = 0  # of each head's query and of the shared key; 0: d_head / 2
+    kv_rank: int = 0  # size of c; 0: 4 * d_head
+    q_rank: int = 0  # size of a latent vector for queries; 0: project queries from x
+    d_rope: int = 0  # rotated size of each head's query and of the shared key; 0: d_head / 2
 
     def __post_init__(self):
         at_least("model.mixer", self, 0, "kv_rank", "q_rank", "d_rope")
 
     def sizes(self, config: ModelConfig) -> tuple[int, int]:
-        """kv_rank and d_rope."""
+        """Returns kv_rank and d_rope, with defaults filled in."""
         return self.kv_rank or 4 * config.head_size, self.d_rope or config.head_size // 2
 
     def facts(self, config, facts):
@@ -79,12 +91,12 @@ class LatentMixer(Mixer):
 
 
 class LatentAttention(nn.Module):
-    """See LatentMixer."""
+    """The module of MLA, which has the equations."""
 
     config: ModelConfig
     side: str
-    gain: float  # of the initial W_v and W_O
-    out_gain: float  # of the initial W_O, on top
+    gain: float  # scales the initial W_v and W_O
+    out_gain: float  # additionally scales the initial W_O
     kv_rank: int
     q_rank: int
     d_rope: int
@@ -107,8 +119,8 @@ class LatentAttention(nn.Module):
         up = functools.partial(Kernel, cfg, (self.kv_rank,), names=(None, "heads", "head"))
         w_k_RxNxH = up((cfg.num_heads, cfg.head_size), name="key_up")()
         w_v_RxNxV = up((cfg.num_heads, cfg.value_size), gain=self.gain, name="value_up")()
-        # One new token: W_k goes into the query and W_v behind the read, and attention has one key of
-        # size R + P for all heads. For many tokens that is more work than to expand the keys.
+        # For one new token, absorb W_k into the query and apply W_v to the output. Then all
+        # heads share one key of size R + P. For many tokens, expanding the keys is less work.
         absorbed = state is not None and x_BxTxD.shape[1] == 1
         if absorbed:
             q_BxTxNxH = jnp.einsum("BTNH,RNH->BTNR", q_BxTxNxH, w_k_RxNxH)
@@ -116,9 +128,9 @@ class LatentAttention(nn.Module):
         else:
             k_BxSxKxH = jnp.einsum("BSR,RNH->BSNH", latent.c_BxSxR, w_k_RxNxH)
             v_BxSxKxV = jnp.einsum("BSR,RNV->BSNV", latent.c_BxSxR, w_v_RxNxV)
-        shared = (*k_BxSxKxH.shape[:3], latent.k_BxSx1xP.shape[-1])
+        shape = (*k_BxSxKxH.shape[:3], latent.k_BxSx1xP.shape[-1])
         q = jnp.concatenate([q_BxTxNxH, q_BxTxNxP], axis=-1)
-        k = jnp.concatenate([k_BxSxKxH, jnp.broadcast_to(latent.k_BxSx1xP, shared)], axis=-1)
+        k = jnp.concatenate([k_BxSxKxH, jnp.broadcast_to(latent.k_BxSx1xP, shape)], axis=-1)
         out = inner_attention(
             self, (q, k, v_BxSxKxV), self_mask(cfg, self.side), context.tokens, k_tokens,
             position, cfg.head_size + self.d_rope, deterministic,
@@ -127,25 +139,26 @@ class LatentAttention(nn.Module):
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
         out = constrain(out, ("batch", "length", "activation_heads", "head"))
         project = Linear(
-            cfg, (cfg.d_model,), ("heads", "head", "embed"), False, self.gain * self.out_gain, name="out"
+            cfg, (cfg.d_model,), ("heads", "head", "embed"), False, self.gain * self.out_gain,
+            name="out",
         )  # fmt: skip
         return project(out), state
 
     def _project(
         self, x_BxTxD: jax.Array, position: Position
     ) -> tuple[jax.Array, jax.Array, Latent]:
-        """Queries, their rotated parts, and what keys and values are made from."""
-        cfg, h, width = self.config, x_BxTxD, "embed"
+        """Returns the queries, their rotated parts, and the latent state of these tokens."""
+        cfg, q_input, q_axis = self.config, x_BxTxD, "embed"
         if self.q_rank:
             down = Linear(cfg, (self.q_rank,), ("embed", None), False, name="query_down")
-            h, width = cfg.norm_module(name="query_norm")(down(x_BxTxD)), None
+            q_input, q_axis = cfg.norm_module(name="query_norm")(down(x_BxTxD)), None
         shape = (cfg.num_heads, cfg.head_size + self.d_rope)
-        q = Linear(cfg, shape, (width, "heads", "head"), False, name="query")(h)
+        q = Linear(cfg, shape, (q_axis, "heads", "head"), False, name="query")(q_input)
         q = constrain(q, ("batch", "length", "activation_heads", "head"))
         q_BxTxNxH, q_BxTxNxP = jnp.split(q, [cfg.head_size], axis=-1)
         shape = (self.kv_rank + self.d_rope,)
-        both = Linear(cfg, shape, ("embed", None), False, name="key_value_down")(x_BxTxD)
-        c_BxTxR, k_BxTxP = jnp.split(both, [self.kv_rank], axis=-1)
+        latent_and_key = Linear(cfg, shape, ("embed", None), False, name="key_value_down")(x_BxTxD)
+        c_BxTxR, k_BxTxP = jnp.split(latent_and_key, [self.kv_rank], axis=-1)
         c_BxTxR = cfg.norm_module(name="key_value_norm")(c_BxTxR)
         q_BxTxNxP, k_BxTx1xP = position.rotate(q_BxTxNxP, k_BxTxP[:, :, None])
         return q_BxTxNxH, q_BxTxNxP, Latent(c_BxTxR, k_BxTx1xP)

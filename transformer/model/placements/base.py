@@ -1,9 +1,10 @@
 """The parts of the residual formula, which every placement fills in.
 
-    y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )        an absent norm is the identity
+    y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )
 
-A placement says which norms there are, whether the stack ends in one, how branches are initialized
-and how long to warm up. A config may change each part. model/residual.py applies the formula.
+An absent norm is the identity. A placement says which norms there are, whether the stack ends in
+one, how branches are initialized and how long to warm up. A config may change each part.
+model/residual.py applies the formula.
 """
 
 import dataclasses

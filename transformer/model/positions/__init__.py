@@ -1,4 +1,8 @@
-"""Position schemes: one object each, known to the rest of the code only by its hooks. A new scheme is a new small file."""
+"""Position schemes: how a model represents the order of tokens.
+
+The rest of the code uses a scheme only through the hooks of `Position`. To add a scheme, add a file
+to this package.
+"""
 
 from transformer.model.positions.base import SCHEMES, Pair, Position, StackFacts, build
 

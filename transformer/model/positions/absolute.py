@@ -1,4 +1,4 @@
-"""Positions added to the token embeddings: learned, sinusoidal."""
+"""Positions that are added to the token embeddings: learned and sinusoidal."""
 
 from typing import ClassVar
 
@@ -13,10 +13,14 @@ from transformer.model.positions.base import Param, Position, StackFacts, option
 @register("learned")
 @struct.dataclass
 class Learned(Position):
-    """x_t + P[t + offset], with P: [max_length + offset, d_model] learned (Gehring et al. 2017; GPT-2, BERT, BART).
+    """Learned position embeddings: x_t + P[t + offset] (Gehring et al. 2017; GPT-2, BERT, BART).
 
-    Parameters: max_length * d_model a stack. Cross-attention: nothing. Cache: the new token's own position is looked up.
-    Beyond the training length: there is no row for it; lengths over `max_length` are refused.
+    P: [max_length + offset, d_model] is learned.
+
+    Parameters: (max_length + offset) * d_model per stack.
+    Cross-attention: not applied.
+    Cache: the embedding of the new token's position is looked up.
+    Beyond the training length: undefined; lengths over `max_length` raise an error.
     """
 
     bounded: ClassVar[bool] = True
@@ -47,11 +51,18 @@ class Learned(Position):
 @register("sinusoidal")
 @struct.dataclass
 class Sinusoidal(Position):
-    """x_t + PE(t), PE(t)_{2i} = sin(t / base^(2i/d)), PE(t)_{2i+1} = cos(t / base^(2i/d))  (Vaswani et al. 2017, sec. 3.5).
+    """Sinusoidal position embeddings: x_t + PE(t) (Vaswani et al. 2017, sec. 3.5).
 
-    `layout="halves"` puts all sines before all cosines, as tensor2tensor and Marian do: the same numbers, permuted.
-    Parameters: none. Cross-attention: nothing. Cache: the phase of the new token's position.
-    Beyond the training length: defined, but models do not follow (perplexity rises at once; Press et al. 2022).
+        PE(t)_{2i} = sin(t / base^(2i/d)),   PE(t)_{2i+1} = cos(t / base^(2i/d))
+
+    `layout="halves"` permutes the values: all sines come before all cosines, as in tensor2tensor
+    and Marian.
+
+    Parameters: none.
+    Cross-attention: not applied.
+    Cache: PE is computed at the new token's position.
+    Beyond the training length: defined, but models do not extrapolate; perplexity rises at once
+        (Press et al. 2022).
     """
 
     base: float = option(10_000.0)
@@ -63,7 +74,9 @@ class Sinusoidal(Position):
         if self.base <= 0:
             return f"model.position.base: {self.base} must be more than 0"
         return (
-            "model.position 'sinusoidal' needs an even model.d_model" if facts.d_model % 2 else None
+            "model.position: 'sinusoidal' needs an even model.d_model; change one of them"
+            if facts.d_model % 2
+            else None
         )
 
     def embed(self, x_BxTxD, positions_BxT):
@@ -76,10 +89,10 @@ class Sinusoidal(Position):
 def sinusoids(
     positions_BxT: jax.Array, d_model: int, base: float, layout: str = "interleaved"
 ) -> jax.Array:
-    """float32[B, T, d_model]: the sines and cosines of Vaswani et al. 2017, section 3.5."""
+    """Returns float32[B, T, d_model], the sines and cosines of Vaswani et al. (2017, sec. 3.5)."""
     frequency_D2 = base ** (-jnp.arange(0, d_model, 2, dtype=jnp.float32) / d_model)
     phase = positions_BxT[..., None].astype(jnp.float32) * frequency_D2
-    parts = jnp.sin(phase), jnp.cos(phase)
+    sin_and_cos = jnp.sin(phase), jnp.cos(phase)
     if layout == "halves":
-        return jnp.concatenate(parts, axis=-1)
-    return jnp.stack(parts, axis=-1).reshape(*phase.shape[:-1], d_model)
+        return jnp.concatenate(sin_and_cos, axis=-1)
+    return jnp.stack(sin_and_cos, axis=-1).reshape(*phase.shape[:-1], d_model)

@@ -1,10 +1,11 @@
-"""What a position scheme may do: optional hooks, each the identity unless the scheme overrides it.
+"""The interface of position schemes: optional hooks, which default to the identity.
 
-Shape suffixes: B batch (or 1: the same for all rows), T query length, S key length, D d_model, N heads, H head size.
+Absolute positions are always passed in, as int32, one per token. They are never recomputed from a
+length, so one scheme serves padded, packed and cached batches alike. Phases, slopes and distances
+are computed in float32, because bfloat16 has only 769 distinct values among the positions 0..4095.
 
-Absolute positions are always passed in, int32, one per token. They are never recomputed from a length, so one scheme
-serves padded, packed and cached batches alike. Phases, slopes and distances are computed in float32: bfloat16 knows
-only 769 distinct values among the positions 0..4095.
+Shape suffixes: B batch (or 1, if positions are the same in all sequences), T query length, S key
+length, D d_model, N query heads, K key/value heads, H head size.
 """
 
 import dataclasses
@@ -27,18 +28,18 @@ Param = Callable[..., jax.Array]
 
 
 def option(default):
-    """A field that a config may set. Static: it is part of the program, not of the parameters."""
+    """Declares a static field that a config may set: part of the program, not a parameter."""
     return struct.field(pytree_node=False, default=default, metadata={"option": True})
 
 
 def fact(default=None):
-    """A static field that `bind` fills in from the stack."""
+    """Declares a static field that `bind` fills in from the stack."""
     return struct.field(pytree_node=False, default=default)
 
 
 @dataclasses.dataclass(frozen=True)
 class StackFacts:
-    """What a scheme may know of the stack (encoder or decoder) it serves."""
+    """The properties of a stack (encoder or decoder) that its position scheme may use."""
 
     d_model: int
     num_heads: int
@@ -52,7 +53,7 @@ class StackFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Queries and keys that meet: where both stand, which of them may, and what their products are multiplied by."""
+    """The positions of queries and keys, the mask between them, and the scale of their products."""
 
     q_positions_BxT: jax.Array
     k_positions_BxS: jax.Array
@@ -61,81 +62,97 @@ class Pair:
 
     @property
     def distance_BxTxS(self) -> jax.Array:
-        """Query minus key: positive for keys of the past."""
+        """Query position minus key position; positive for keys before the query."""
         return self.q_positions_BxT[:, :, None] - self.k_positions_BxS[:, None, :]
 
 
 @struct.dataclass
 class Position:
-    """No position at all ("NoPE"; Haviv et al. 2022, Kazemnejad et al. 2023). The base of every scheme.
+    """No positions ("NoPE"; Haviv et al. 2022, Kazemnejad et al. 2023). The base class of schemes.
 
-    With a causal mask a decoder can still count (a token sees how many come before it); without one, attention is
-    blind to order: permuting the tokens permutes the outputs. Parameters: none. Cross-attention: nothing.
-    Cache: nothing to do. Beyond the training length: nothing breaks by itself.
+    With a causal mask, a decoder can still infer positions from the number of tokens that each
+    token attends to. Without one, attention ignores order: permuting tokens permutes outputs.
+
+    Parameters: none.
+    Cross-attention: not applied.
+    Cache: unaffected.
+    Beyond the training length: well defined.
     """
 
     def check(self, facts: StackFacts) -> str | None:
-        """Why this scheme cannot serve that stack, in one line; None if it can."""
+        """Returns why the scheme cannot serve this stack, in one line, or None."""
         return None
 
     def bind(self, param: Param, facts: StackFacts) -> "Position":
-        """The scheme with its parameters, declared by `param` (once a stack, shared by its layers)."""
+        """Returns the scheme with its parameters, which `param` declares once per stack."""
         return self
 
     def bind_layer(self, param: Param, facts: StackFacts) -> "Position":
-        """The scheme with parameters that each layer has for itself, declared in its self-attention."""
+        """Returns the scheme with one layer's parameters, declared in its self-attention."""
         return self
 
     def at(self, positions_BxT: jax.Array) -> "Position":
-        """The scheme with what depends on the tokens' positions alone: computed once a stack, not in every layer."""
+        """Returns the scheme with all values that depend on positions alone.
+
+        They are computed once per stack instead of once per layer.
+        """
         return self
 
     def embed(self, x_BxTxD: jax.Array, positions_BxT: jax.Array) -> jax.Array:
-        """The token embeddings with position added."""
+        """Returns the token embeddings with positions added."""
         return x_BxTxD
 
     def rotate(self, q_BxTxNxH: jax.Array, k_BxTxKxH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries and keys of the stack's tokens, turned by their position."""
+        """Returns the queries and keys of the stack's tokens, rotated by their positions."""
         return q_BxTxNxH, k_BxTxKxH
 
     def key_size(self, facts: StackFacts) -> int:
-        """The head size of the queries and keys that `rotate` returns."""
+        """Returns the head size of the queries and keys that `rotate` returns."""
         return facts.d_head
 
     def bias(self, q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array | None:
-        """float32[B, N, T, S] added to the scaled logits, or None."""
+        """Returns float32[B, N, T, S], to be added to the scaled logits, or None."""
         return None
 
     def score(
         self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair"
     ) -> jax.Array:
-        """The scaled logits with position in them, where that depends on queries and keys. No fused kernel's."""
+        """Returns the scaled logits with position terms that depend on queries and keys.
+
+        No fused kernel supports this hook.
+        """
         return logits_BxNxTxS
 
     def value(self, out_BxTxNxH: jax.Array, weights_BxNxTxS: jax.Array, pair: "Pair") -> jax.Array:
-        """What attention read, with position added to it. No fused kernel's."""
+        """Returns the attention output with position terms added.
+
+        No fused kernel supports this hook.
+        """
         return out_BxTxNxH
 
     @property
     def past_slopes_N(self) -> jax.Array | None:
-        """float32[N]: m, where `bias` is -m_n (t - s) for a key of the past and there is nothing else; then a kernel needs no bias."""
+        """float32[N], the slopes m_n, if `bias` is -m_n (t - s) for past keys; otherwise None.
+
+        With slopes, a fused kernel needs no bias array. The scheme must not use `score` or `value`.
+        """
         return None
 
     pairwise: ClassVar[bool] = True
-    """Whether what `bias`, `score` and `value` say of a query and a key depends on these two alone."""
+    """Whether `bias`, `score` and `value` at a query and a key depend on this pair alone."""
 
     by_distance: ClassVar[bool] = False
-    """Whether what `bias`, `score` and `value` say of a query and a key depends on how far apart they are, and not on where."""
+    """Whether `bias`, `score` and `value` depend on positions only through the distance t - s."""
 
     bounded: ClassVar[bool] = False
-    """Whether it has a parameter for each position up to `max_length`, and none beyond."""
+    """Whether the scheme has one parameter vector for each position below `max_length`."""
 
     ends: ClassVar[bool] = False
-    """Whether positions of `max_length` and beyond have no meaning for it."""
+    """Whether the scheme is undefined at positions of `max_length` and beyond."""
 
     @property
     def hooks(self) -> frozenset[str]:
-        """The hooks that change something, of embed, rotate, bias, score and value."""
+        """The hooks that the scheme overrides, among embed, rotate, bias, score and value."""
         names = ("embed", "rotate", "bias", "score", "value")
         return frozenset(
             hook for hook in names if getattr(type(self), hook) is not getattr(Position, hook)
@@ -143,17 +160,17 @@ class Position:
 
     @property
     def reads_positions(self) -> bool:
-        """Whether anything depends on where tokens stand."""
+        """Whether the scheme depends on the positions of tokens."""
         return bool(self.hooks)
 
     @property
     def reads_content(self) -> bool:
-        """Whether `score` or `value` do anything: then no fused backend will do."""
+        """Whether the scheme overrides `score` or `value`, which no fused backend supports."""
         return bool(self.hooks & {"score", "value"})
 
     @property
     def acts_on_logits(self) -> bool:
-        """Whether there is anything to do where queries meet keys."""
+        """Whether the scheme overrides `bias`, `score` or `value`."""
         return bool(self.hooks & {"bias", "score", "value"})
 
 

@@ -1,6 +1,8 @@
 """Positions added to the attention logits as a smooth function of distance: KERPLE, Sandwich, FIRE.
 
-Shape suffixes: B batch, T query length, S key length, N heads, W width of a small network, d distance |t - s|.
+In equations, d = |t - s| is the distance between query and key.
+
+Shape suffixes: B batch, T query length, S key length, N heads.
 """
 
 from typing import ClassVar
@@ -16,18 +18,23 @@ _PER_HEAD = ("heads",)
 
 
 def _distance(q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array:
-    """float32[B, T, S], |t - s|."""
+    """Returns |t - s|, float32[B, T, S]."""
     return jnp.abs(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
 
 
 @register("kerple")
 @struct.dataclass
 class Kerple(Position):
-    """logits - r_n log(1 + a_n d), with r_n, a_n > 0 learned per head: the logarithmic kernel of Chi et al. (2022, "KERPLE").
+    """logits - r_n log(1 + a_n d), the logarithmic kernel of Chi et al. (2022, "KERPLE").
 
-    One pair a head and stack, shared by its layers (the authors' code learns one a layer).
-    Parameters: 2 * num_heads a stack. Cross-attention: nothing. Cache: distances come from the stored positions.
-    Beyond the training length: holds, the logarithm flattens. Cost: a float32[N, T, S] bias.
+    r_n, a_n > 0 are learned for each head. The layers of a stack share them; in the authors' code,
+    each layer has its own.
+
+    Parameters: 2 * num_heads per stack.
+    Cross-attention: not applied.
+    Cache: distances come from the positions that are stored with the keys.
+    Beyond the training length: extrapolates; the logarithm flattens.
+    Cost: a float32[N, T, S] bias.
     """
 
     by_distance: ClassVar = True
@@ -48,7 +55,7 @@ class Kerple(Position):
         return self.replace(r_N=learned("kernel_r", 2.0), a_N=learned("kernel_a", 1.0))
 
     def bias(self, q_positions_BxT, k_positions_BxS):
-        # At least 0.01, as in the authors' code: positive, with a gradient that is never infinite.
+        # The minimum of 0.01, as in the authors' code, keeps them positive and gradients finite.
         r, a = (
             jnp.maximum(x_N.astype(jnp.float32), 1e-2)[:, None, None]
             for x_N in (self.r_N, self.a_N)
@@ -59,15 +66,18 @@ class Kerple(Position):
 @register("sandwich")
 @struct.dataclass
 class Sandwich(Position):
-    """logits + (sum_i cos(d / 10000^(2i/w)) - w/2) / (8 n / N), w/2 indices i from `first_index`, n
-    = 1..N (Chi et al. 2023, "Dissecting Transformer Length Extrapolation via the Lens of Receptive
-    Field Analysis").
+    """logits + (sum_i cos(d / 10000^(2i/w)) - w/2) / (8 n / N) for heads n = 1..N (Chi et al. 2023,
+    "Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis").
 
-    With i from 0 the sum is the inner product of two sinusoidal embeddings of `width` w. Public
-    code disagrees about the first index: attention-gym has 0, NeMo 1. Parameters: none.
-    Cross-attention: nothing. Cache: distances come from the stored positions. Beyond the training
-    length: holds; near keys weigh most, as in ALiBi. Cost: a float32[N, T, S] bias and w/2 cosines
-    a pair.
+    The sum is over w/2 indices i from `first_index`, where w is `width`. From 0, it is the inner
+    product of two sinusoidal embeddings of size w. Public code disagrees about the first index:
+    attention-gym uses 0, NeMo uses 1.
+
+    Parameters: none.
+    Cross-attention: not applied.
+    Cache: distances come from the positions that are stored with the keys.
+    Beyond the training length: extrapolates; near keys have the largest weights, as in ALiBi.
+    Cost: a float32[N, T, S] bias, and w/2 cosines per pair of tokens.
     """
 
     by_distance: ClassVar = True
@@ -93,20 +103,25 @@ class Sandwich(Position):
         )
         add = lambda i, total: total + jnp.cos(d * frequencies[i])
         total = jax.lax.fori_loop(0, self.width // 2, add, jnp.zeros_like(d))
-        flatness_N = 8.0 * jnp.arange(1, self.num_heads + 1, dtype=jnp.float32) / self.num_heads
-        return (total - self.width / 2)[:, None] / flatness_N[:, None, None]
+        divisor_N = 8.0 * jnp.arange(1, self.num_heads + 1, dtype=jnp.float32) / self.num_heads
+        return (total - self.width / 2)[:, None] / divisor_N[:, None, None]
 
 
 @register("fire")
 @struct.dataclass
 class Fire(Position):
-    """logits + f_n(psi(t - s) / psi(max(t, L))), psi(x) = log(1 + c x): a small network of a normalised distance (Li et al. 2024,
-    "Functional Interpolation for Relative Positions"). c and the threshold L are learned; f has two ReLU layers of `width`.
+    """logits + f_n(psi(t - s) / psi(max(t, L))), psi(x) = log(1 + c x) (Li et al. 2024, "Functional
+    Interpolation for Relative Positions").
 
-    For keys to the right of the query (no causal mask) the distance keeps its sign.
-    Parameters: width * (3 + width + N) + N + 2 a stack, shared by its layers ("FIRE-S"). Cross-attention: nothing. Cache: distances come from
-    the stored positions. Beyond the training length: holds; the network only ever sees numbers in [-1, 1].
-    Cost: a network of width^2 multiplications a pair of tokens.
+    f is a small network with two ReLU layers of `width` units and one output per head. Its input is
+    a normalized distance, in which c and the threshold L are learned. For keys after the query
+    (without a causal mask), the distance keeps its sign.
+
+    Parameters: width * (3 + width + N) + N + 2 per stack, shared by its layers ("FIRE-S").
+    Cross-attention: not applied.
+    Cache: distances come from the positions that are stored with the keys.
+    Beyond the training length: extrapolates; the network's inputs stay in [-1, 1].
+    Cost: a network of width^2 multiplications per pair of tokens.
     """
 
     width: int = option(32)
@@ -130,8 +145,8 @@ class Fire(Position):
                 param(f"fire_bias_{i}", bias, (outputs,), facts.param_dtype),
             )
 
-        number = lambda name, start: param(
-            name, nn.initializers.constant(start), (), facts.param_dtype
+        scalar = lambda name, value: param(
+            name, nn.initializers.constant(value), (), facts.param_dtype
         )
         layers = (
             layer(0, 1, self.width, (None, None)),
@@ -139,17 +154,17 @@ class Fire(Position):
             layer(2, self.width, facts.num_heads, (None, "heads")),
         )
         return self.replace(
-            c=number("fire_c", 0.1), length=number("fire_threshold", self.threshold), layers=layers
+            c=scalar("fire_c", 0.1), length=scalar("fire_threshold", self.threshold), layers=layers
         )
 
     def bias(self, q_positions_BxT, k_positions_BxS):
         c = jnp.maximum(self.c.astype(jnp.float32), 1e-6)
         psi = lambda x: jnp.log1p(c * x)
-        signed = (q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
-        most = jnp.maximum(
+        distance = (q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
+        longest = jnp.maximum(
             q_positions_BxT.astype(jnp.float32), jnp.maximum(self.length.astype(jnp.float32), 1.0)
         )
-        h = (jnp.sign(signed) * psi(jnp.abs(signed)) / psi(most)[:, :, None])[..., None]
+        h = (jnp.sign(distance) * psi(jnp.abs(distance)) / psi(longest)[:, :, None])[..., None]
         for i, (kernel, bias) in enumerate(self.layers):
             h = h @ kernel.astype(jnp.float32) + bias.astype(jnp.float32)
             h = jax.nn.relu(h) if i < len(self.layers) - 1 else h

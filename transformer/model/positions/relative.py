@@ -1,4 +1,7 @@
-"""Positions added to the attention logits, as a function of distance: ALiBi, T5's buckets."""
+"""Positions added to the attention logits as a function of distance: ALiBi and T5's buckets.
+
+Shape suffixes: B batch, T query length, S key length, N heads, R buckets.
+"""
 
 import math
 from typing import ClassVar
@@ -14,14 +17,19 @@ from transformer.model.positions.base import Param, Position, StackFacts, fact, 
 @register("alibi")
 @struct.dataclass
 class ALiBi(Position):
-    """logits - m_n * |t - s|, with head n's slope m_n = 2^(-8 n / N), n = 1..N  (Press et al. 2022).
+    """logits - m_n |t - s|, with slopes m_n = 2^(-8 n / N) for heads n = 1..N (Press et al. 2022).
 
-    Under a causal mask this is the paper's; without one it is the symmetric form (Hewitt's notes, eq. 13).
-    A number of heads that is no power of two takes the slopes of the next lower power, then every other slope of the
-    next higher one, as in the authors' code.
-    Parameters: none. Cross-attention: nothing. Cache: distances come from the positions that are stored with the keys.
-    Beyond the training length: holds. Cost: a float32[N, T, S] bias where the backend wants one; under a
-    causal mask TPUs' fused attention wants six features more instead.
+    With a causal mask, this is the paper's bias. Without one, it is the symmetric form (Hewitt's
+    notes, eq. 13). If the number of heads is not a power of two, the first heads take the slopes of
+    the next lower power. The others take every other slope of the next higher power, as in the
+    authors' code.
+
+    Parameters: none.
+    Cross-attention: not applied.
+    Cache: distances come from the positions that are stored with the keys.
+    Beyond the training length: extrapolates.
+    Cost: a float32[N, T, S] bias, if the backend uses one. With a causal mask, fused kernels use
+        six additional features of queries and keys instead.
     """
 
     by_distance: ClassVar = True
@@ -43,22 +51,27 @@ class ALiBi(Position):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head, largest first for a power of two."""
+    """Returns the slope of each head, in descending order if their number is a power of two."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (n + 1) / power) for n in range(power)]
-    between = [2.0 ** (-4.0 * (n + 1) / power) for n in range(0, 2 * (num_heads - power), 2)]
-    return slopes + between
+    remaining = [2.0 ** (-4.0 * (n + 1) / power) for n in range(0, 2 * (num_heads - power), 2)]
+    return slopes + remaining
 
 
 @register("t5")
 @struct.dataclass
 class T5Bias(Position):
-    """logits + b[n, bucket(s - t)]: one learned number per head and bucket of distance (Raffel et al. 2020).
+    """logits + b[n, bucket(s - t)], one learned scalar per head and bucket (Raffel et al. 2020).
 
-    Half the buckets are exact, the rest widen logarithmically up to `max_distance`; all longer distances share the last one.
-    Without a causal mask half of them are for keys that come after the query. One table a stack, shared by its layers.
-    Parameters: num_buckets * num_heads a stack. Cross-attention: nothing. Cache: distances come from the stored positions.
-    Beyond the training length: distances over `max_distance` are one bucket; holds for a while.
+    Half of the buckets hold one distance each. The others widen logarithmically up to
+    `max_distance`; all longer distances share the last bucket. Without a causal mask, half of all
+    buckets are for keys after the query. The layers of a stack share the table.
+
+    Parameters: num_buckets * num_heads per stack.
+    Cross-attention: not applied.
+    Cache: distances come from the positions that are stored with the keys.
+    Beyond the training length: extrapolates for a while; all distances over `max_distance` share a
+        bucket.
     """
 
     by_distance: ClassVar = True
@@ -75,8 +88,8 @@ class T5Bias(Position):
             or self.max_distance <= self.num_buckets // 2
         ):
             return (
-                f"model.position 't5' needs num_buckets a multiple of 4 and max_distance over half of it, "
-                f"got {self.num_buckets} and {self.max_distance}"
+                "model.position: 't5' needs num_buckets to be a multiple of 4 and max_distance to "
+                f"be more than num_buckets / 2, got {self.num_buckets} and {self.max_distance}"
             )
         return None
 
@@ -94,15 +107,18 @@ class T5Bias(Position):
 
 
 def t5_bucket(distance: jax.Array, num_buckets: int, max_distance: int, causal: bool) -> jax.Array:
-    """The bucket of a distance (key minus query), int32 of the same shape, as in T5's `_relative_position_bucket`."""
+    """Returns the bucket of each distance (key minus query), int32, of the same shape.
+
+    This is T5's `_relative_position_bucket`.
+    """
     if causal:
         offset, distance = 0, jnp.maximum(-distance, 0)
     else:
         num_buckets //= 2
         offset, distance = jnp.where(distance > 0, num_buckets, 0), jnp.abs(distance)
     exact = num_buckets // 2
-    far = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(
+    wide = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(
         max_distance / exact
     )
-    far = exact + (far * (num_buckets - exact)).astype(jnp.int32)
-    return offset + jnp.where(distance < exact, distance, jnp.minimum(far, num_buckets - 1))
+    wide = exact + (wide * (num_buckets - exact)).astype(jnp.int32)
+    return offset + jnp.where(distance < exact, distance, jnp.minimum(wide, num_buckets - 1))

@@ -1,6 +1,7 @@
-"""Rotary position embedding: queries and keys turned by an angle proportional to their position.
+"""Rotary positions: rotates queries and keys by angles proportional to their positions.
 
-Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs of a head that are turned.
+Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P rotated pairs of
+dimensions per head.
 """
 
 import jax
@@ -15,13 +16,21 @@ from transformer.model.positions.rotary_scaling import SCALINGS, Scaling
 @register("rotary")
 @struct.dataclass
 class Rotary(Position):
-    """R_t q_t . R_s k_s depends on t - s alone (Su et al. 2021, "RoFormer"). R_t turns pair i by t / theta^(2i/d).
+    """Rotary position embedding: R_t q_t . R_s k_s (Su et al. 2021, "RoFormer").
 
-    `fraction` < 1 turns only the first part of each head (GPT-NeoX). `layout`: a pair is (i, i + d/2) for "halves"
-    (GPT-NeoX, Llama in Transformers), (2i, 2i + 1) for "interleaved" (RoFormer's paper, GPT-J): the same function
-    under a permutation of the head, but weights do not carry over. `scaling` changes the angles to read further than the
-    model was trained to (rotary_scaling.py): none, or dict(name="linear" | "ntk" | "dynamic" | "yarn" | "llama3", factor=...).
-    Parameters: none. Cross-attention: nothing. Cache: keys are stored turned.
+    R_t rotates the i-th pair of dimensions by the angle t / theta^(2i/d), so that the product
+    depends on positions only through t - s.
+
+    fraction: the part of each head, from its start, that is rotated (below 1 in GPT-NeoX).
+    layout: "halves" pairs dimensions (i, i + d/2), as GPT-NeoX and Llama in Transformers do.
+        "interleaved" pairs (2i, 2i + 1), as RoFormer's paper and GPT-J do. The two are equal up to
+        a permutation of the dimensions, but weights do not carry over.
+    scaling: changes the angles for contexts longer than the training length (rotary_scaling.py).
+        "none", or dict(name="linear" | "ntk" | "dynamic" | "yarn" | "llama3", factor=...).
+
+    Parameters: none.
+    Cross-attention: not applied.
+    Cache: keys are stored after rotation.
     Beyond the training length: degrades soon (Press et al. 2022; Kazemnejad et al. 2023).
     """
 
@@ -38,10 +47,13 @@ class Rotary(Position):
             return f"model.position.layout: no {self.layout!r}; there is: halves, interleaved"
         if self.theta <= 0:
             return f"model.position.theta: {self.theta} must be more than 0"
-        turned = int(facts.d_head * self.fraction)
-        if not 0 < self.fraction <= 1 or turned % 2 or turned == 0:
-            return f"model.position 'rotary' turns pairs: d_head * fraction = {facts.d_head} * {self.fraction} must be even and positive"
-        if problem := self._scaling.check():
+        rotated = int(facts.d_head * self.fraction)
+        if not 0 < self.fraction <= 1 or rotated % 2 or rotated == 0:
+            return (
+                "model.position: rotation needs pairs of dimensions; d_head * fraction = "
+                f"{facts.d_head} * {self.fraction} must be even and positive"
+            )
+        if problem := self._scaling.check(self.theta, rotated):
             return f"model.position.scaling.{problem}"
         return None
 
@@ -53,29 +65,30 @@ class Rotary(Position):
         return self.replace(d_head=facts.d_head)
 
     def at(self, positions_BxT):
-        turned = int(self.d_head * self.fraction)
+        rotated = int(self.d_head * self.fraction)
         frequency_BxP = self._scaling.frequencies(
-            self.theta, turned, jnp.max(positions_BxT, axis=1) + 1
+            self.theta, rotated, jnp.max(positions_BxT, axis=1) + 1
         )
-        frequency_BxP = jnp.broadcast_to(frequency_BxP, (positions_BxT.shape[0], turned // 2))
+        frequency_BxP = jnp.broadcast_to(frequency_BxP, (positions_BxT.shape[0], rotated // 2))
         phase_BxTx1xP = (positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None])[
             :, :, None
         ]
-        m = self._scaling.magnitude
+        magnitude = self._scaling.magnitude
         return self.replace(
-            sin_BxTx1xP=m * jnp.sin(phase_BxTx1xP), cos_BxTx1xP=m * jnp.cos(phase_BxTx1xP)
+            sin_BxTx1xP=magnitude * jnp.sin(phase_BxTx1xP),
+            cos_BxTx1xP=magnitude * jnp.cos(phase_BxTx1xP),
         )
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):
-        return self._turn(q_BxTxNxH), self._turn(k_BxTxKxH)
+        return self._rotated(q_BxTxNxH), self._rotated(k_BxTxKxH)
 
-    def _turn(self, x_BxTxNxH):
+    def _rotated(self, x_BxTxNxH):
         sin, cos = self.sin_BxTx1xP, self.cos_BxTx1xP
-        x, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [2 * sin.shape[-1]], axis=-1)
+        x, unrotated = jnp.split(x_BxTxNxH.astype(jnp.float32), [2 * sin.shape[-1]], axis=-1)
         if self.layout == "halves":
             a, b = jnp.split(x, 2, axis=-1)
             x = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
         else:
             a, b = x[..., 0::2], x[..., 1::2]
             x = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
-        return jnp.concatenate([x, rest], axis=-1).astype(x_BxTxNxH.dtype)
+        return jnp.concatenate([x, unrotated], axis=-1).astype(x_BxTxNxH.dtype)

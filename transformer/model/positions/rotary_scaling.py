@@ -1,9 +1,10 @@
-"""Longer contexts for rotary positions: other angles a step, so that a trained model reads further than it was trained to.
+"""Scaling of rotary positions: adapts a trained model to longer contexts.
 
-Shape suffixes: B batch, P pairs of a head that are turned.
+A scaling changes the frequencies (angles per position) f_i = theta^(-2i/d), i < d/2. `factor` is
+the ratio of the new context length to the original one, and `original_length` is the length that
+the model was trained on. The wavelength of pair i is 2 pi / f_i.
 
-A scaling turns the angles a step f_i = theta^(-2i/d), i < P = d/2, into others; `factor` is how much further the model is to
-read, `original_length` how far it was trained to. The wavelength of pair i is 2 pi / f_i.
+Shape suffixes: B batch, P = d/2 rotated pairs of dimensions per head.
 """
 
 import dataclasses
@@ -20,37 +21,51 @@ SCALINGS = Registry("model.position.scaling", __package__)
 @SCALINGS.register("none")
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """No scaling: f_i as it is."""
+    """No scaling: f_i is unchanged. The base class of scalings."""
 
-    def check(self) -> str | None:
-        """Why these numbers make no sense, in one line; None if they do."""
+    def check(self, theta: float, d: int) -> str | None:
+        """Returns why the options are invalid for `d` rotated dimensions, in one line, or None.
+
+        The line starts with an option.
+        """
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
-        if self.does_nothing:
-            return "factor: 1.0 has no effect; a number over 1, or leave model.position.scaling at 'none'"
+        if self.has_no_effect:
+            return (
+                "factor: 1.0 has no effect; set a number over 1, "
+                "or leave model.position.scaling at 'none'"
+            )
         if getattr(self, "original_length", 1) < 1:
-            return "original_length: must be set, the length that the model was trained to read"
+            return "original_length: must be set to the length that the model was trained on"
         return None
 
     @property
-    def does_nothing(self) -> bool:
-        """Whether options were chosen with which no angle changes."""
+    def has_no_effect(self) -> bool:
+        """Whether the chosen options have no effect."""
         return getattr(self, "factor", 2.0) == 1.0 and not getattr(self, "attention_factor", 0.0)
 
     def frequencies(self, theta: float, d: int, length_B: jax.Array) -> jax.Array:
-        """float32[P], or float32[B, P] where they depend on `length_B`, how many tokens each row has so far."""
+        """Returns the frequencies, float32[P].
+
+        They are float32[B, P] if they depend on `length_B`, the current length of each sequence.
+        """
         return theta ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
 
     @property
     def magnitude(self) -> float:
-        """What turned queries and keys are multiplied by."""
+        """The factor by which rotated queries and keys are multiplied."""
         return 1.0
+
+
+def _needs_two_pairs(scaling: Scaling, d: int) -> str | None:
+    """Returns a message if the exponent d / (d - 2) is not defined."""
+    return f"name: {scaling.name!r} needs at least 4 rotated dimensions, not {d}" if d < 4 else None
 
 
 @SCALINGS.register("linear")
 @dataclasses.dataclass(frozen=True)
-class Linear(Scaling):
-    """f_i / factor: "position interpolation" (Chen et al. 2023)."""
+class LinearScaling(Scaling):
+    """f_i / factor, or "position interpolation" (Chen et al. 2023)."""
 
     factor: float = 1.0
 
@@ -60,10 +75,16 @@ class Linear(Scaling):
 
 @SCALINGS.register("ntk")
 @dataclasses.dataclass(frozen=True)
-class NTK(Scaling):
-    """theta * factor^(d / (d - 2)) for theta: the fastest pair keeps its angle, the slowest is divided by `factor` ("NTK-aware")."""
+class NTKScaling(Scaling):
+    """Replaces theta by theta * factor^(d / (d - 2)) ("NTK-aware" scaling).
+
+    The frequency of the fastest pair is unchanged; that of the slowest is divided by `factor`.
+    """
 
     factor: float = 1.0
+
+    def check(self, theta, d):
+        return _needs_two_pairs(self, d) or super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         return super().frequencies(theta * self.factor ** (d / (d - 2)), d, length_B)
@@ -71,17 +92,22 @@ class NTK(Scaling):
 
 @SCALINGS.register("dynamic")
 @dataclasses.dataclass(frozen=True)
-class Dynamic(Scaling):
-    """NTK by as much as each row needs: factor * length / original_length - (factor - 1), and none up to `original_length`.
+class DynamicScaling(Scaling):
+    """NTK with a factor that grows with the sequence length.
 
-    With a cache, keys stay as they were turned when their row was shorter, as in Transformers: beyond `original_length`
-    decoding step by step is not the same as reading at once.
+    The factor is factor * length / original_length - (factor - 1), and 1 up to `original_length`.
+    With a cache, keys keep the rotation that they had when their sequence was shorter, as in
+    Transformers. Beyond `original_length`, decoding token by token therefore differs from one
+    forward pass over the whole sequence.
     """
 
     factor: float = 1.0
     original_length: int = 0
 
-    does_nothing = False  # with a factor of 1, angles still follow the length
+    has_no_effect = False  # even with a factor of 1, angles depend on the length
+
+    def check(self, theta, d):
+        return _needs_two_pairs(self, d) or super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         length_B = jnp.maximum(length_B, self.original_length).astype(jnp.float32)
@@ -92,28 +118,37 @@ class Dynamic(Scaling):
 
 @SCALINGS.register("yarn")
 @dataclasses.dataclass(frozen=True)
-class YaRN(Scaling):
-    """Pairs that turn more than `beta_fast` times in `original_length` keep f_i, those that turn less than `beta_slow` times get
-    f_i / factor, a ramp between; queries and keys times 0.1 ln(factor) + 1 (Peng et al. 2023)."""
+class YaRNScaling(Scaling):
+    """Scales only slow pairs (Peng et al. 2023, "YaRN").
+
+    Pairs that rotate more than `beta_fast` times in `original_length` positions keep f_i. Pairs
+    that rotate less than `beta_slow` times get f_i / factor. A linear ramp connects the two.
+    Rotated queries and keys are multiplied by `attention_factor`.
+    """
 
     factor: float = 1.0
     original_length: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 0.0  # 0: 0.1 ln(factor) + 1
-    truncate: bool = True  # the ramp begins and ends at whole pairs
+    truncate: bool = True  # start and end the ramp at integer pair indices
 
-    def check(self):
+    def check(self, theta, d):
+        if theta <= 1.0:
+            return f"name: 'yarn' needs model.position.theta over 1, not {theta}"
         if not 0 < self.beta_slow < self.beta_fast:
-            return f"beta_fast: {self.beta_fast} must be more than beta_slow = {self.beta_slow}, and both more than 0"
-        return super().check()
+            return (
+                f"beta_fast: {self.beta_fast} must be more than beta_slow = {self.beta_slow}, "
+                "and both more than 0"
+            )
+        return super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         f_P = super().frequencies(theta, d, length_B)
-        pair = lambda turns: (
-            d * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        pair_at = lambda rotations: (
+            d * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
         )
-        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        low, high = pair_at(self.beta_fast), pair_at(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, d - 1)
@@ -129,24 +164,31 @@ class YaRN(Scaling):
 
 @SCALINGS.register("llama3")
 @dataclasses.dataclass(frozen=True)
-class Llama3(Scaling):
-    """Wavelengths over original_length / low_frequency_factor get f_i / factor, those under original_length / high_frequency_factor
-    keep f_i, and between them it is interpolated in 1 / wavelength (Llama 3.1)."""
+class Llama3Scaling(Scaling):
+    """Scales only long wavelengths (Llama 3.1).
+
+    Wavelengths over original_length / low_frequency_factor get f_i / factor. Wavelengths under
+    original_length / high_frequency_factor keep f_i. Between the two, frequencies are interpolated
+    linearly in 1 / wavelength.
+    """
 
     factor: float = 8.0
     original_length: int = 8192
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
 
-    def check(self):
+    def check(self, theta, d):
         low, high = self.low_frequency_factor, self.high_frequency_factor
         if not 0 < low < high:
-            return f"high_frequency_factor: {high} must be more than low_frequency_factor = {low}, and both more than 0"
-        return super().check()
+            return (
+                f"high_frequency_factor: {high} must be more than low_frequency_factor = {low}, "
+                "and both more than 0"
+            )
+        return super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         f_P = super().frequencies(theta, d, length_B)
-        turns_P = self.original_length * f_P / (2 * math.pi)
+        rotations_P = self.original_length * f_P / (2 * math.pi)
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        kept_P = jnp.clip((turns_P - low) / (high - low), 0.0, 1.0)
-        return f_P / self.factor * (1.0 - kept_P) + f_P * kept_P
+        unscaled_P = jnp.clip((rotations_P - low) / (high - low), 0.0, 1.0)
+        return f_P / self.factor * (1.0 - unscaled_P) + f_P * unscaled_P

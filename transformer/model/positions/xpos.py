@@ -1,7 +1,7 @@
 """xPos: rotary positions with decay.
 
-Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs of a head,
-C blocks of positions, A rows of a table, one for every 512 positions.
+Shape suffixes: B batch, T length, N query heads, K key/value heads, H head size, P pairs of
+dimensions per head, C blocks of positions, A table rows, one for every 512 positions.
 """
 
 import math
@@ -16,39 +16,42 @@ from transformer.model.positions.base import Position, StackFacts, fact, option,
 from transformer.model.positions.rotary import Rotary
 
 _ROW = 512
-"""Positions t = 512 a + b. A power z^t is the product of z^(512 a) and z^b, each from a table
-computed in float64."""
+"""The number of positions per table row. With t = 512 a + b, z^t = z^(512 a) z^b, and both factors
+come from tables that are computed in float64."""
 
 _BITS = 100
-"""Factors stay within 2^-100 and 2^100: float32 reaches 2^-126, so that entries of 2^-26 of a query
-or key are kept."""
+"""Factors stay between 2^-100 and 2^100. As float32 reaches down to 2^-126, elements of a query or
+key as small as 2^-26 do not underflow."""
 
 _MOST_BLOCKS = 16
 
 
-def _look_up(table_AxP: np.ndarray, at_BxT: jax.Array) -> jax.Array:
-    """float32[B, T, 1, P]; NaN for a position that is beyond `max_length`."""
-    return jnp.take(jnp.asarray(table_AxP, jnp.float32), at_BxT, axis=0, mode="fill")[:, :, None]
+def _look_up(table_AxP: np.ndarray, index_BxT: jax.Array) -> jax.Array:
+    """Returns table rows, float32[B, T, 1, P]; NaN for positions beyond `max_length`."""
+    return jnp.take(jnp.asarray(table_AxP, jnp.float32), index_BxT, axis=0, mode="fill")[:, :, None]
 
 
 @register("xpos")
 @struct.dataclass
 class XPos(Position):
-    """Rotary with decay: q_t R_t zeta^t . k_s R_s zeta^-s, so that a pair counts less the further
-    away (Sun et al. 2023, "xPos").
+    """Rotary positions with decay, R_t q_t zeta^t . R_s k_s zeta^-s (Sun et al. 2023, "xPos").
 
-    zeta_i = ((2i/d + gamma) / (1 + gamma))^(1 / scale_base): fast pairs decay, slow ones keep what
-    is far.
+    The factor of pair i is zeta_i = ((2i/d + gamma) / (1 + gamma))^(1 / scale_base). Fast pairs
+    decay with the distance t - s; slow pairs keep distant information.
 
-    zeta^-s alone overflows float32 at s = 36,000. Only zeta^(t - s) counts, so positions are cut
-    into blocks of equal length, and the factors of a key are powers of s - c, where c is the centre
-    of its block. A query has one factor, a power of t - c, for the keys of each block; a key holds
-    zeros in the place of the other blocks. One block, and no extra cost, suffices up to 56,320
-    positions (with the default options); up to twice as many, queries and keys are twice as wide,
-    and so on. Blocks depend on `max_length` alone, so that cached keys stay valid.
+    zeta^-s alone overflows float32 at s = 36,000. Only zeta^(t - s) matters, so positions are
+    divided into blocks of equal length. The factor of a key is a power of s - c, where c is the
+    center of its block. A query has one factor per block, a power of t - c. Queries and keys are
+    concatenated over blocks, and a key is zero in all blocks but its own. With the default options,
+    one block suffices for up to 56,320 positions, at no extra cost. For up to twice as many
+    positions, queries and keys are twice as wide, and so on. Blocks depend on `max_length` alone,
+    so that cached keys stay valid.
 
-    Parameters: none. Needs a causal mask (the decay has a direction). Cross-attention: nothing.
-    Cache: keys are stored turned. Beyond the training length: degrades later than rotary.
+    Parameters: none.
+    Mask: must be causal, because the decay has a direction.
+    Cross-attention: not applied.
+    Cache: keys are stored after rotation and scaling.
+    Beyond the training length: degrades later than rotary.
     """
 
     ends: ClassVar[bool] = True
@@ -65,31 +68,29 @@ class XPos(Position):
     def check(self, facts: StackFacts) -> str | None:
         if not facts.causal:
             return (
-                "model.position 'xpos' decays towards the past; an encoder has no past, "
+                "model.position: 'xpos' decays toward the past and needs a causal mask; "
                 "choose 'rotary'"
             )
         for name in ("gamma", "scale_base"):
             if getattr(self, name) <= 0:
                 return f"model.position.{name}: {getattr(self, name)} must be more than 0"
-        if self._block_length < 2 * _ROW:  # the factors of one row must fit into float32, too
+        if self._block_length < 2 * _ROW:  # factors within one row must fit float32
             return (
                 f"model.position.scale_base: {self.scale_base} with gamma = {self.gamma} decays "
-                f"by more than 2^{_BITS} within {_ROW} "
-                "positions, which float32 cannot represent; raise one of them"
+                f"by more than 2^{_BITS} within {_ROW} positions, which float32 cannot represent; "
+                "raise one of them"
             )
         if self._blocks(facts.max_length) > _MOST_BLOCKS:
             return (
-                f"model.max_length: {facts.max_length} is too long for model.position 'xpos'; at "
-                "most "
-                f"{_MOST_BLOCKS * self._block_length} with scale_base = {self.scale_base} and "
-                f"gamma = {self.gamma}"
+                f"model.max_length: {facts.max_length} is too large for model.position 'xpos'; "
+                f"at most {_MOST_BLOCKS * self._block_length} with scale_base = {self.scale_base} "
+                f"and gamma = {self.gamma}"
             )
         return Rotary(theta=self.theta).check(facts)
 
     @property
     def _block_length(self) -> int:
-        """How many positions the fastest pair takes to decay from 2^100 to 2^-100, in whole
-        rows."""
+        """The positions over which the fastest pair decays from 2^100 to 2^-100, in whole rows."""
         bits = math.log2((1.0 + self.gamma) / self.gamma) / self.scale_base
         return int(min(2 * _BITS / bits, 2**31) / _ROW) * _ROW
 
@@ -105,44 +106,50 @@ class XPos(Position):
     def at(self, positions_BxT):
         length, blocks = self._block_length, self._blocks(self.max_length)
         rows = -(-self.max_length // _ROW)
-        start_A = _ROW * np.arange(rows)  # the first position of a row
-        centre_C = length * np.arange(blocks) + min(self.max_length, length) // 2
+        start_A = _ROW * np.arange(rows)  # the first position of each row
+        center_C = length * np.arange(blocks) + min(self.max_length, length) // 2
         pairs_P = 2.0 * np.arange(self.d_head // 2) / self.d_head
         decay_P = np.log((pairs_P + self.gamma) / (1.0 + self.gamma)) / self.scale_base
         angle_P = self.theta**-pairs_P
 
-        row_BxT, rest_BxT = positions_BxT // _ROW, positions_BxT % _ROW
-        # exp(decay (t - c)) for the keys of each block; a block that comes later is never read
-        from_C = start_A // length - np.arange(blocks)[:, None]
-        exponent_CxAxP = (start_A - centre_C[:, None])[..., None] * decay_P
-        q_CxAxP = np.where(from_C[..., None] >= 0, np.exp(np.minimum(exponent_CxAxP, 80.0)), 0.0)
-        k_CxAxP = np.where(from_C[..., None] == 0, np.exp(np.clip(-exponent_CxAxP, -80, 80)), 0.0)
-        within_P = np.arange(_ROW)[:, None] * decay_P
-        sin, cos = self._turns(positions_BxT, start_A, angle_P)
+        row_BxT, offset_BxT = positions_BxT // _ROW, positions_BxT % _ROW
+        # Queries have exp(decay (t - c)) for each block, and 0 for blocks of later keys.
+        block_difference_CxA = start_A // length - np.arange(blocks)[:, None]
+        exponent_CxAxP = (start_A - center_C[:, None])[..., None] * decay_P
+        q_CxAxP = np.where(
+            block_difference_CxA[..., None] >= 0, np.exp(np.minimum(exponent_CxAxP, 80.0)), 0.0
+        )
+        k_CxAxP = np.where(
+            block_difference_CxA[..., None] == 0, np.exp(np.clip(-exponent_CxAxP, -80, 80)), 0.0
+        )
+        offset_exponents = np.arange(_ROW)[:, None] * decay_P
+        sin, cos = self._sin_cos(positions_BxT, start_A, angle_P)
         return self.replace(
             rotary=Rotary(d_head=self.d_head, sin_BxTx1xP=sin, cos_BxTx1xP=cos),
             q_zeta_CxBxTx1xP=jnp.stack([_look_up(x, row_BxT) for x in q_CxAxP])
-            * _look_up(np.exp(within_P), rest_BxT),
+            * _look_up(np.exp(offset_exponents), offset_BxT),
             k_zeta_CxBxTx1xP=jnp.stack([_look_up(x, row_BxT) for x in k_CxAxP])
-            * _look_up(np.exp(-within_P), rest_BxT),
+            * _look_up(np.exp(-offset_exponents), offset_BxT),
         )
 
-    def _turns(self, positions_BxT, start_A, angle_P):
-        """sin and cos of t times the angles, by the addition theorem: a phase of 65,536 in float32
-        is off by 0.004."""
-        row_BxT, rest_BxT = positions_BxT // _ROW, positions_BxT % _ROW
+    def _sin_cos(self, positions_BxT, start_A, angle_P):
+        """Returns the sine and cosine of t times the angles, by the angle addition formulas.
+
+        A phase of 65,536 in float32 would be off by 0.004.
+        """
+        row_BxT, offset_BxT = positions_BxT // _ROW, positions_BxT % _ROW
         phases = (
             (start_A[:, None] * angle_P, row_BxT),
-            (np.arange(_ROW)[:, None] * angle_P, rest_BxT),
+            (np.arange(_ROW)[:, None] * angle_P, offset_BxT),
         )
         (sin_a, cos_a), (sin_b, cos_b) = (
-            (_look_up(np.sin(x), at), _look_up(np.cos(x), at)) for x, at in phases
+            (_look_up(np.sin(x), index), _look_up(np.cos(x), index)) for x, index in phases
         )
         return sin_a * cos_b + cos_a * sin_b, cos_a * cos_b - sin_a * sin_b
 
     def rotate(self, q_BxTxNxH, k_BxTxKxH):
         twice = lambda zeta: jnp.concatenate([zeta] * 2, axis=-1)
-        scaled = lambda x, by: (x.astype(jnp.float32) * by).astype(x.dtype)
+        scaled = lambda x, factor: (x.astype(jnp.float32) * factor).astype(x.dtype)
         q, k = self.rotary.rotate(q_BxTxNxH, k_BxTxKxH)
         q = [scaled(q, twice(zeta)) for zeta in self.q_zeta_CxBxTx1xP]
         k = [scaled(k, twice(zeta)) for zeta in self.k_zeta_CxBxTx1xP]

@@ -1,4 +1,4 @@
-"""Update rules, one to a file: what turns a gradient into the direction of a step (base.py says what one is)."""
+"""Update rules, which turn a gradient into the direction of a step. One file each (see base.py)."""
 
 from transformer.registry import Registry
 

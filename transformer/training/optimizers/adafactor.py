@@ -7,7 +7,7 @@ from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 @OPTIMIZERS.register("adafactor")
 class Adafactor(Optimizer):
-    """Factored second moments and clipped updates (Shazeer & Stern 2018)."""
+    """Adafactor: factored second moments and clipped updates (Shazeer & Stern 2018)."""
 
     def direction(self, config):
         return optax.chain(

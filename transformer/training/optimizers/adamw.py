@@ -7,7 +7,10 @@ from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 @OPTIMIZERS.register("adamw")
 class AdamW(Optimizer):
-    """Running means of the gradient and of its square (Kingma & Ba 2015; decay apart: Loshchilov & Hutter 2019)."""
+    """AdamW: bias-corrected running means of the gradient and of its square.
+
+    Adam: Kingma & Ba 2015. Decoupled weight decay: Loshchilov & Hutter 2019.
+    """
 
     fields = frozenset({"b1", "b2", "epsilon"})
 

@@ -1,4 +1,4 @@
-"""What an optimizer is. A new one is a class in a file of this package."""
+"""The interface of optimizers. A new optimizer is a class in a file of this package."""
 
 from typing import Any, ClassVar
 
@@ -9,18 +9,21 @@ from transformer.training.optimizers import OPTIMIZERS
 __all__ = ["OPTIMIZERS", "Config", "Optimizer"]
 
 Config = Any
-"""An OptimizerConfig, whose module imports this one."""
+"""An OptimizerConfig. Its module imports this one, so it cannot be imported here."""
 
 
 class Optimizer:
-    """The base of every optimizer. Register a subclass with `@OPTIMIZERS.register("name")`."""
+    """The base class of optimizers. Register a subclass with `@OPTIMIZERS.register("name")`."""
 
     name: ClassVar[str]
-    """By which a config chooses it, as it is registered."""
+    """The name by which a config chooses the optimizer. `register` sets it."""
 
     fields: ClassVar[frozenset[str]] = frozenset()
-    """Those of `b1`, `b2`, `epsilon` and `momentum` that it reads; the config refuses the others."""
+    """Those of `b1`, `b2`, `epsilon`, `momentum` that it reads. The config rejects the others."""
 
     def direction(self, config: Config) -> optax.GradientTransformation:
-        """Gradient -> direction. Weight decay, the learning rate and the sign come after it (training/optimizer.py)."""
+        """Returns the transformation from gradient to update direction.
+
+        Weight decay, the learning rate and the negation follow it (training/optimizer.py).
+        """
         raise NotImplementedError

@@ -7,7 +7,7 @@ from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 @OPTIMIZERS.register("lion")
 class Lion(Optimizer):
-    """The sign of an interpolated momentum (Chen et al. 2023)."""
+    """Lion: the sign of an interpolated momentum (Chen et al. 2023)."""
 
     fields = frozenset({"b1", "b2"})
 

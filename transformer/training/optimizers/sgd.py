@@ -7,7 +7,7 @@ from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 @OPTIMIZERS.register("sgd")
 class SGD(Optimizer):
-    """The gradient, or its running sum."""
+    """The gradient, or with momentum its decayed sum."""
 
     fields = frozenset({"momentum"})
 

@@ -1,0 +1,180 @@
+"""The Python functions behind the command line: train, load_run, evaluate and generate."""
+
+import dataclasses
+import os
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jax.sharding import Mesh
+
+from transformer.config import Experiment, MeshConfig
+from transformer.config_io import load_experiment
+from transformer.data.corpora import data_home
+from transformer.data.tokenizer_base import Tokenizer
+from transformer.decoding.generate import Generator
+from transformer.errors import UserError
+from transformer.mapping import apply_overrides, build, thaw
+from transformer.model.network import build_model
+from transformer.parallel.mesh import start, use
+from transformer.parallel.processes import start_processes
+from transformer.runs.evaluate import Trained, load_trained
+from transformer.runs.evaluate import evaluate as evaluate_trained
+from transformer.runs.loop import train as train_in
+from transformer.runs.rundir import converted, load_config
+
+NO_OVERRIDES: Mapping[str, Any] = types.MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """A trained run, ready for use.
+
+        run = transformer.load_run("runs/quickstart")
+        logits = run.model.apply(run.params, source, target)
+        print(transformer.generate(run, ["Where is the library?"]))
+
+    `params` are the moving average, or the mean of the last checkpoints, if the run keeps one.
+    """
+
+    config: Experiment
+    model: nn.Module
+    params: Any
+    tokenizer: Tokenizer | None  # None for a converted model without a tokenizer
+    step: int
+    workdir: Path
+    mesh: Mesh
+    trained: Trained = dataclasses.field(repr=False)
+
+
+def train(
+    experiment: str | Mapping | Experiment,
+    workdir: str | os.PathLike,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+) -> LoadedRun:
+    """Trains an experiment in `workdir`, or resumes its run, and loads the result.
+
+    Args:
+      experiment: an experiment file (`"experiments/quickstart.py"`, `"FILE.py:ARM"`), a ConfigDict
+        or nested dict, or an `Experiment`.
+      workdir: the run directory.
+      overrides: fields to change, such as `{"model.d_model": 256}`.
+
+    Returns:
+      The run. Its `step` is less than `config.train.steps` if SIGTERM or Ctrl-C stopped it. Call
+      `train` again to resume.
+
+    Raises:
+      UserError (a ValueError): the experiment is invalid, or `workdir` has another one.
+    """
+    if isinstance(experiment, str | os.PathLike):
+        config = load_experiment(os.fspath(experiment), overrides)
+    else:
+        config = build(Experiment, thaw(experiment), overrides)
+    cache_compiled_programs()
+    train_in(config, workdir)
+    mesh_fields = {f"mesh.{name}": size for name, size in thaw(config.mesh).items()}
+    return load_run(workdir, mesh_fields)
+
+
+def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NO_OVERRIDES) -> LoadedRun:
+    """Loads the last checkpoint of a run.
+
+    Args:
+      workdir: the run directory.
+      overrides: fields of `decoding`, `mesh`, `platform` and `seed` to change, such as
+        `{"decoding.beam_size": 4, "mesh.data": 8}`. By default, the mesh is one device.
+
+    Raises:
+      UserError (a ValueError): there is no run, no checkpoint, or no undamaged one.
+    """
+    config, mesh = run_mesh(run_config(workdir, overrides), overrides)
+    with use(mesh):
+        trained = load_trained(workdir, config, mesh)
+    return LoadedRun(
+        trained.config,
+        build_model(trained.config.model),
+        trained.params,
+        trained.tokenizer,
+        trained.step,
+        Path(workdir),
+        mesh,
+        trained,
+    )
+
+
+def evaluate(run: LoadedRun | str | os.PathLike, part: str = "test") -> dict[str, Any]:
+    """Evaluates a run on its held-out text and returns the metrics by name.
+
+    Args:
+      run: from `load_run`, or a run directory.
+      part: "test" or "valid".
+
+    The metrics are also written to the run directory, as by `python -m transformer evaluate`.
+    """
+    if part not in ("test", "valid"):
+        raise UserError(f"part: {part!r} is neither 'test' nor 'valid'")
+    run = run if isinstance(run, LoadedRun) else load_run(run)
+    with use(run.mesh):
+        return evaluate_trained(run.trained, run.mesh, part)
+
+
+def generate(
+    run: LoadedRun | str | os.PathLike, texts: Sequence[str], **decoding: Any
+) -> list[str]:
+    """Translates texts (encoder-decoder) or continues them (decoder).
+
+    Args:
+      run: from `load_run`, or a run directory.
+      texts: the inputs. Those that exceed `model.max_length` are cut.
+      **decoding: fields of `config.decoding` to change, such as `beam_size=4` or
+        `temperature=0.8`.
+
+    Returns:
+      One output per text.
+    """
+    if isinstance(texts, str):
+        raise UserError("texts: one string; pass a list of strings")
+    run = run if isinstance(run, LoadedRun) else load_run(run)
+    changes = {f"decoding.{name}": value for name, value in decoding.items()}
+    config = apply_overrides(run.config, changes) if changes else run.config
+    with use(run.mesh):
+        return Generator(config, run.params, run.tokenizer)(texts)
+
+
+def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Experiment:
+    """Returns the config of a run, with overrides. Raises UserError for a field that is fixed."""
+    settable = {"decoding", "mesh", "platform", "seed"}
+    if converted(Path(workdir)):
+        settable.add("data")
+    for key in overrides:
+        if key.split(".")[0] not in settable and key != "data.eval_overlap":
+            raise UserError(
+                f"--config.{key}: a trained run keeps its config; "
+                "set only decoding, mesh, platform, seed and data.eval_overlap"
+            )
+    return apply_overrides(load_config(Path(workdir)), overrides)
+
+
+def run_mesh(config: Experiment, overrides: Mapping[str, Any]) -> tuple[Experiment, Mesh]:
+    """Returns the config and the mesh on which to use a trained run.
+
+    The mesh has one device unless an override sets another. With several processes, it is the
+    run's.
+    """
+    cache_compiled_programs()
+    distributed = start_processes()
+    is_set = distributed or any(key.startswith("mesh") for key in overrides)
+    mesh_config = config.mesh if is_set else MeshConfig(data=1)
+    platform = config.platform if "platform" in overrides else "auto"
+    return config.on(mesh_config), start(platform, mesh_config)
+
+
+def cache_compiled_programs() -> None:
+    """Enables JAX's persistent compilation cache, unless it is already configured."""
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(data_home() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

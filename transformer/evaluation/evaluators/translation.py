@@ -1,0 +1,62 @@
+"""BLEU and sample outputs during training."""
+
+import dataclasses
+from typing import ClassVar
+
+from transformer.checks import at_least
+from transformer.decoding.generate import Generator
+from transformer.evaluation.evaluators.base import (
+    EVALUATORS,
+    Evaluator,
+    Metrics,
+    Snapshot,
+    Subject,
+)
+from transformer.evaluation.translation import group, score
+
+
+@EVALUATORS.register("translation")
+@dataclasses.dataclass(frozen=True)
+class Translation(Evaluator):
+    """BLEU and chrF of the first validation sentences at every evaluation, and some translations.
+
+    Decodes as `config.decoding` sets. `evaluate` decodes the whole split, so there it adds nothing.
+    """
+
+    in_training: ClassVar[bool] = True
+
+    sentences: int = 100  # validation sentences to translate
+    samples: int = 3  # translations to record as text
+
+    def __post_init__(self):
+        at_least("train.evaluators", self, 1, "sentences")
+        at_least("train.evaluators", self, 0, "samples")
+
+    def why_not(self, task):
+        return (
+            None
+            if task.objective.columns == ("source", "target")
+            else "requires translations of a source; set data.objective = 'seq2seq'"
+        )
+
+    def reads(self, task):
+        return f"{self.sentences} sentences"
+
+    def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
+        """Yields translation/bleu, translation/chrf and texts translation/sample/N."""
+        if snapshot.translations is not None:
+            return
+        generate = subject.programs.setdefault(
+            self, Generator(subject.config, snapshot.params, subject.data.tokenizer)
+        )
+        generate.params = snapshot.params
+        sources, references = group(subject.data.store.examples(subject.part))
+        sources, references = sources[: self.sentences], references[: self.sentences]
+        hypotheses = generate(sources)
+        scores, _ = score(hypotheses, references)
+        yield "translation/bleu", scores["bleu"]
+        yield "translation/chrf", scores["chrf"]
+        shown = zip(sources, hypotheses, references, strict=True)
+        for n, (source, hypothesis, accepted) in zip(range(self.samples), shown, strict=False):
+            text = f"source     {source}\nmodel      {hypothesis}\nreference  {accepted[0]}\n"
+            yield f"translation/sample/{n}", text

@@ -1,0 +1,54 @@
+"""Formats means, intervals and p values as text."""
+
+import math
+
+from transformer.lab.statistics import Mean
+
+
+def digits(half: float, x: float = 1.0) -> int:
+    """Returns the number of decimals that show two significant digits of the half-width.
+
+    Without an interval: three decimals, or two significant digits of a small x.
+    """
+    scale = (
+        half if math.isfinite(half) and half > 0 else 0.01 if abs(x) >= 0.01 or not x else abs(x)
+    )
+    return max(0, 1 - math.floor(math.log10(scale)))
+
+
+def number(x: float, half: float = math.nan) -> str:
+    """Formats a number with the decimals of `digits`."""
+    return "-" if math.isnan(x) else f"{x:,.{digits(half, x)}f}"
+
+
+def signed(x: float, half: float = math.nan) -> str:
+    """Formats a number like `number`, with a sign."""
+    return "-" if math.isnan(x) else f"{x:+,.{digits(half, x)}f}"
+
+
+def spell(one: Mean) -> str:
+    """Formats `mean ± half-width of the 95 % interval`. The mean has about six digits at most."""
+    if one.count < 2:
+        return f"{number(one.mean)} (one seed)" if one.count else "-"
+    shown = max(one.half, abs(one.mean) / 10**4) if one.half else 0.0
+    return f"{number(one.mean, shown)} ± {number(one.half, shown)}"
+
+
+def p_value(p: float) -> str:
+    """Formats a p value: `p = 0.012`, for example."""
+    return (
+        "p undefined"
+        if math.isnan(p)
+        else "p < 0.001"
+        if p < 0.001
+        else f"p = {p:.3f}"
+        if p < 0.1
+        else f"p = {p:.2f}"
+    )
+
+
+def spell_range(value: Mean, abs_value: bool = False) -> str:
+    """Formats the bounds of an interval, with signs or as absolute values."""
+    low, high = sorted((abs(value.low), abs(value.high))) if abs_value else (value.low, value.high)
+    spell_number = number if abs_value else signed
+    return f"{spell_number(low, value.half)}, {spell_number(high, value.half)}"

@@ -1,0 +1,104 @@
+"""Code outside this package that registers choices: position schemes, mixers, objectives, ...
+
+An experiment file, or a module that it imports, registers a class with the same decorator as this
+package does, for example `@transformer.SCHEMES.register("name")`. A run directory keeps a copy of
+that file in `plugins/`, so that every later command on the directory finds the class.
+
+An installed package lists a module that registers its classes as an entry point:
+
+    [project.entry-points."transformer.plugins"]
+    my_package = "my_package.schemes"
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from transformer.errors import UserError
+from transformer.files import write_atomic
+
+GROUP = "transformer.plugins"
+
+_files: dict[str, tuple[Path, set[str]]] = {}
+"""Hash -> (file, names), of the files outside this package that registered classes."""
+
+
+def record(file: str | None, name: str) -> str:
+    """Records that `file` registers a class as `name`. Returns the hash of the file.
+
+    Returns "" for a file of an installed package, and for a class that is typed into an
+    interpreter. The latter is known in this process only.
+    """
+    if not file or not Path(file).is_file() or "site-packages" in Path(file).parts:
+        return ""
+    sha256 = _hash(Path(file))
+    _files.setdefault(sha256, (Path(file), set()))[1].add(name)
+    return sha256
+
+
+@functools.cache
+def load_installed() -> None:
+    """Imports the entry points of installed packages, once."""
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        try:
+            entry.load()
+        except Exception as e:
+            name = entry.dist.name if entry.dist else entry.name
+            raise UserError(
+                f"plugin {entry.value!r} of package {name!r} cannot be imported "
+                f"({type(e).__name__}: {e}); repair it, or uninstall the package"
+            ) from e
+
+
+def save(folder: Path, settings) -> None:
+    """Copies the files that `settings`, nested dicts and lists, refer to into `folder/plugins`.
+
+    Raises UserError if another version of one is already there.
+    """
+    used = set(_strings(settings))
+    for file, names in _files.values():
+        if not names & used:
+            continue
+        copy = folder / "plugins" / file.name
+        if copy.exists() and copy.read_bytes() != file.read_bytes():
+            raise UserError(
+                f"--workdir: {file} has changed since it was copied to {copy}; "
+                "restore it, or choose another directory"
+            )
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(copy, file.read_bytes())
+
+
+def load(folder: Path) -> None:
+    """Imports the files in `folder/plugins`, unless this process has already imported them."""
+    for file in sorted((folder / "plugins").glob("*.py")):
+        if _hash(file) in _files:
+            continue
+        spec = importlib.util.spec_from_file_location(f"plugin_{_hash(file)[:12]}", file)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except UserError:
+            raise
+        except Exception as e:
+            raise UserError(
+                f"{file}: cannot be imported ({type(e).__name__}: {e}); install what it imports, "
+                "or make it a package with an entry point (transformer/plugins.py)"
+            ) from e
+
+
+def _strings(value) -> Iterator[str]:
+    """Yields all strings in nested dicts and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(item)
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
