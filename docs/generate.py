@@ -6,9 +6,11 @@
 A page marks the place of a table with `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import io
+import os
 import re
 import sys
 import tokenize
@@ -23,7 +25,8 @@ MARKED = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOT
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
     lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def summary(item) -> str:
@@ -61,7 +64,7 @@ def comments(cls: type) -> dict[str, str]:
                 break
             last += 1
         after = last
-        while after + 1 in own_line and after + 1 <= len(lines) and lines[after].startswith("     "):
+        while after + 1 in own_line and lines[after].startswith("     "):
             after += 1
         text = [notes[n] for n in range(above, after + 1) if n in notes]
         found[field.name] = " ".join(text)
@@ -78,8 +81,7 @@ def default_of(field: dataclasses.Field) -> str:
 
 
 def fields(cls: type) -> str:
-    notes, hints = comments(cls), typing.get_type_hints(cls)
-    del hints
+    notes = comments(cls)
     return table(
         ("field", "default", "meaning"),
         ((f"`{f.name}`", default_of(f), notes.get(f.name, "")) for f in dataclasses.fields(cls)),
@@ -91,7 +93,9 @@ def options(cls: type, is_option: Callable = lambda field: True) -> str:
     return ", ".join(f"`{f.name}={f.default!r}`" for f in dataclasses.fields(cls) if is_option(f))
 
 
-def choices(registry: Mapping[str, type], *extra: tuple[str, Callable], is_option=lambda f: True) -> str:
+def choices(
+    registry: Mapping[str, type], *extra: tuple[str, Callable], is_option=lambda f: True
+) -> str:
     """A table of a registry: name, summary, further columns, options."""
     return table(
         ("name", "what it is", *(title for title, _ in extra), "options"),
@@ -105,18 +109,17 @@ def choices(registry: Mapping[str, type], *extra: tuple[str, Callable], is_optio
 def _positions() -> str:
     from transformer.model.positions import SCHEMES
 
-    hooks = lambda cls: ", ".join(f"`{hook}`" for hook in sorted(cls.hooks)) or "nothing"
-    return choices(
-        SCHEMES, ("hooks", hooks), is_option=lambda f: f.metadata.get("option", False)
-    )
+    hooks = lambda cls: ", ".join(f"`{hook}`" for hook in sorted(cls().hooks)) or "nothing"
+    return choices(SCHEMES, ("hooks", hooks), is_option=lambda f: f.metadata.get("option", False))
 
 
 def _placements() -> str:
     from transformer.model.placements import PLACEMENTS, Placement
 
     plain = {f.name: f.default for f in dataclasses.fields(Placement)}
+    options = [f for f in dataclasses.fields(Placement) if f.name != "warmup_hint"]
     parts = lambda cls: ", ".join(
-        f"`{f.name}`" for f in dataclasses.fields(cls) if f.default != plain[f.name] and f.name != "warmup_hint"
+        f"`{f.name}`" for f in options if getattr(cls, f.name) != plain[f.name]
     )
     presets = table(
         ("name", "formula", "parts"),
@@ -125,7 +128,7 @@ def _placements() -> str:
     notes = comments(Placement)
     every = table(
         ("part", "default", "meaning"),
-        ((f"`{f.name}`", default_of(f), notes[f.name]) for f in dataclasses.fields(Placement) if f.name != "warmup_hint"),
+        ((f"`{f.name}`", default_of(f), notes[f.name]) for f in options),
     )
     return f"{presets}\nThe parts:\n\n{every}"
 
@@ -160,7 +163,8 @@ def _config_fields() -> str:
 
     parts = []
     hints = typing.get_type_hints(Experiment)
-    plain = [f for f in dataclasses.fields(Experiment) if not dataclasses.is_dataclass(hints[f.name])]
+    is_section = lambda f: dataclasses.is_dataclass(hints[f.name])
+    plain = [f for f in dataclasses.fields(Experiment) if not is_section(f)]
     for field in dataclasses.fields(Experiment):
         cls = hints[field.name]
         if not dataclasses.is_dataclass(cls):
@@ -185,23 +189,24 @@ def _architectures() -> str:
 
 
 def _hf() -> str:
-    from transformer.convert.families import FAMILIES
+    from transformer.convert import FAMILIES
 
-    return table(("model type", "class in Transformers"), ((f"`{name}`", "") for name in FAMILIES))
+    return table(
+        ("model type", "class in Transformers", "model.family"),
+        ((f"`{name}`", f"`{f.architecture}`", f"`{f.ours}`") for name, f in FAMILIES.items()),
+    )
 
 
 def _command_line() -> str:
-    import subprocess
+    from transformer.cli import VERBS, main
 
-    from transformer.cli import VERBS
-
+    os.environ["COLUMNS"] = "100"  # the width of help texts
     parts = []
     for verb in VERBS:
-        shown = subprocess.run(
-            [sys.executable, "-m", "transformer", verb, "--help"],
-            capture_output=True, text=True, check=True, env={"COLUMNS": "100", "PATH": ""},
-        ).stdout  # fmt: skip
-        parts.append(f"## {verb}\n\n```text\n{shown.rstrip()}\n```\n")
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            main([verb, "--help"])
+        parts.append(f"## {verb}\n\n```text\n{shown.getvalue().rstrip()}\n```\n")
     return "\n".join(parts)
 
 

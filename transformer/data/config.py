@@ -42,6 +42,7 @@ class TokenizerConfig:
     eos_id: int = -1  # ends a text
     source_bos_id: int = -1  # begins a source (BART); -1: none
     byte_fallback: bool = True  # encode unknown characters as bytes, so that no text is lost
+    # The share of characters that get pieces; the others are encoded as bytes.
     character_coverage: float = 0.9995
     max_sentences: int = 1_000_000  # maximum number of lines that training reads
 
@@ -117,7 +118,7 @@ class DataConfig:
     # probe: "reverse:1-20".
     train: str = ""
     valid: str = ""  # "": held out from train
-    test: str = ""
+    test: str = ""  # test text, like valid
     # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers.
     fields: tuple[str, ...] = ()
     reverse: bool = False  # swap source and target
@@ -137,7 +138,7 @@ class DataConfig:
     eval_overlap: int = 0
     held_out: int = 1000  # sources in each of valid and test for which no file is given
     max_examples: int = 0  # maximum number of training examples; 0: all
-    tokenizer: TokenizerConfig = TokenizerConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()  # trained on the text, or an existing file
 
     def __post_init__(self):
         if self.corpus and self.train:

@@ -23,10 +23,10 @@ class DecodingConfig:
     length_penalty: float = 0.6  # alpha of ((5 + |y|) / 6)^alpha
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
-    top_p: float = 1.0
+    top_p: float = 1.0  # sample from the smallest set with this probability (Holtzman et al. 2020)
     # Maximum number of generated tokens; in an encoder-decoder, plus the length of the source.
     max_extra: int = 50
-    batch_size: int = 64
+    batch_size: int = 64  # sequences that are decoded at a time
 
     def __post_init__(self):
         at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")

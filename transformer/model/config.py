@@ -22,22 +22,22 @@ class ModelConfig:
     """The config of a model of any family. Field names follow the papers."""
 
     family: str  # encoder | decoder | encoder_decoder
-    vocab_size: int
-    d_model: int = 512
+    vocab_size: int  # number of token ids
+    d_model: int = 512  # width of the residual stream
     d_ff: int = 0  # width of the feed-forward; 0: 4 d_model
-    num_heads: int = 8
+    num_heads: int = 8  # number of query heads
     num_kv_heads: int = 0  # 0: num_heads; 1: multi-query; in between: grouped-query
     d_head: int = 0  # of queries and keys; 0: d_model / num_heads
     d_value: int = 0  # of values; 0: d_head
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
+    num_encoder_layers: int = 6  # layers of the encoder
+    num_decoder_layers: int = 6  # layers of the decoder
     max_length: int = 512  # longest source or target sequence, in tokens
     # Width of the embedding table. 0: d_model; another width adds a projection (ALBERT, OPT-350m).
     d_embedding: int = 0
     token_types: int = 0  # number of token types (BERT has two), each with an embedding; 0: none
 
     mixer: Choice = "attention"  # a token mixer of model/mixers/, or dict(name=..., options)
-    # A scheme of model/positions/ (the README has a table), or dict(name=..., options).
+    # A scheme of model/positions/ (docs/position_schemes.md), or dict(name=..., options).
     position: Choice = "sinusoidal"
     # Train at sorted random positions below this bound (Ruoss et al. 2023). 0: at 0, 1, 2, ...
     random_positions: int = 0
@@ -47,11 +47,11 @@ class ModelConfig:
     # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
     norm_placement: Choice = "pre"
     norm: str = "layernorm"  # layernorm | rmsnorm
-    norm_gain: bool = True
+    norm_gain: bool = True  # norms have a learned gain
     norm_offset: bool = True  # layernorm only
     # The gain is 1 + w; w starts at 0, and weight decay pulls it to 0 (Gemma).
     norm_zero_centered: bool = False
-    norm_epsilon: float = 1e-6
+    norm_epsilon: float = 1e-6  # added to the variance, or to the mean square
     embedding_norm: bool = False  # normalize the sum of embeddings and positions
     # False: the first sublayer of a stack has no in_norm (ModernBERT).
     first_norm: bool = True
@@ -83,7 +83,7 @@ class ModelConfig:
 
     tie_embeddings: bool = True  # the unembedding is the transposed (target) embedding
     share_embeddings: bool = True  # encoder_decoder: source and target share one embedding
-    logit_bias: bool = False
+    logit_bias: bool = False  # the unembedding has a bias
     logit_scale: float = 1.0  # multiplies the last hidden state (T5: d_model^-0.5)
     logit_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
     # norm(act(h W + b)) before the unembedding (BERT's masked-language-model head).
@@ -113,7 +113,7 @@ class ModelConfig:
     pipeline_rounds: int = 1
     remat: str = "none"  # none | full | dots: what the backward pass recomputes
     dtype: str = "float32"  # of activations; parameters and optimizer state are in param_dtype
-    param_dtype: str = "float32"
+    param_dtype: str = "float32"  # of parameters and optimizer state
     # Special tokens of the vocabulary; None: it has no such token. They never affect what the model
     # computes (special_tokens.py).
     pad_id: int | None = None  # fills a sequence after its end

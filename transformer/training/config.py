@@ -40,9 +40,9 @@ class OptimizerConfig:
     warmup_steps: int = 1000  # linear, from 0
     decay_fraction: float = 0.2  # wsd: fraction of the steps, at the end, in which the rate decays
     final_fraction: float = 0.0  # cosine, linear, wsd: final rate / peak rate
-    b1: float = 0.9
-    b2: float = 0.98
-    epsilon: float = 1e-9
+    b1: float = 0.9  # decay of the first moment
+    b2: float = 0.98  # decay of the second moment
+    epsilon: float = 1e-9  # added to the denominator
     momentum: float = 0.9  # sgd
     weight_decay: float = 0.0  # decoupled; not for norms, biases, position tables and gates
     clip_norm: float = 0.0  # maximum global norm of the gradient; 0: off
@@ -101,8 +101,8 @@ _TRAIN_EFFECTS = (
 class TrainConfig:
     """The training loop: duration, loss, evaluation, checkpoints and logs."""
 
-    steps: int = 1000
-    label_smoothing: float = 0.0
+    steps: int = 1000  # updates of the parameters
+    label_smoothing: float = 0.0  # probability that targets spread over the vocabulary
     z_loss: float = 0.0  # weight of (log Z)^2, which keeps the logits from drifting
     # Micro-batches per step. More need less memory; the loss is equal but for the dropout masks.
     accumulate: int = 1
@@ -112,16 +112,16 @@ class TrainConfig:
     init_new: tuple[str, ...] = ()  # parameters of this model to initialize anew: ("classifier/*",)
     init_drop: tuple[str, ...] = ()  # parameters of the source to ignore: ("unembedding/*",)
     init_positions: str = "same"  # position tables of another length: same | extend | interpolate
-    log_every: int = 50
+    log_every: int = 50  # steps between lines of metrics
     eval_every: int = 0  # 0: only at the end
     eval_batches: int = 0  # validation batches during training; 0: all
     # Additional evaluators (evaluation/evaluators/): loss_by_position | depth_profile | attention |
     # ..., or dict(name=..., options).
     evaluators: tuple[Choice, ...] = ()
     checkpoint_every: int = 0  # 0: only at the end
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # older ones are deleted
     strict_checkpoints: bool = False  # no fallback to an older checkpoint if the newest is damaged
-    tensorboard: bool = True
+    tensorboard: bool = True  # write metrics for TensorBoard, too
     wandb: str = ""  # a Weights & Biases project; "": off
     profile: int = 0  # trace this many steps, after the 10th, into the run directory; 0: off
 

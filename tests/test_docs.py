@@ -1,0 +1,121 @@
+"""The manual: its tables are current, and its code blocks run."""
+
+import importlib.util
+import io
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from transformer.cli import main
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+
+BLOCK = re.compile(r"(?:^% test: (?P<how>[^\n]*)\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+
+OUTPUT = ("text", "toctree", "diff")
+"""Kinds of blocks that are not code."""
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_current():
+    """`python docs/generate.py` would change nothing. Spaces differ between versions of Python."""
+    generate, marked = generator(), 0
+    plain = lambda text: re.sub(r"[ -]+", " ", text)
+    for name, path in PAGES.items():
+        page = path.read_text()
+        assert plain(generate.generated(page)) == plain(page), name
+        marked += len(generate.MARKED.findall(page))
+    assert marked >= len(generate.TABLES)
+
+
+def test_every_field_has_a_meaning():
+    assert not re.findall(
+        r"^\| `\w+` \| [^|]* \|  \|$", PAGES["config_fields.md"].read_text(), re.M
+    )
+
+
+def test_pages_link_to_each_other():
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*") if path.is_file()}
+    index = PAGES["index.md"].read_text()
+    for name, path in PAGES.items():
+        for target in re.findall(r"\]\(([\w/.]+\.(?:md|ipynb))\)", path.read_text()):
+            assert (Path(name).parent / target).as_posix() in pages, (name, target)
+        listed = re.search(rf"^{re.escape(name.removesuffix('.md'))}$", index, re.M)
+        assert listed or name == "index.md" or name.startswith("extending/"), name
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("extending/")])
+def test_code_runs(name, tmp_path, monkeypatch):
+    """Python blocks share a namespace. Commands run with the changes of a comment above them."""
+    blocks = list(BLOCK.finditer(PAGES[name].read_text()))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of some text\n" for n in range(200)))
+    (tmp_path / "pairs.tsv").write_text("".join(f"pair {n}\tpaar {n}\n" for n in range(200)))
+    namespace, printed = {}, None
+    for block in blocks:
+        how, kind, text = block["how"] or "", block["kind"], block["text"]
+        if printed is not None and kind == "text":
+            assert printed.strip() == text.strip()
+        printed = None
+        if kind == "python":
+            if how.startswith("file "):
+                (tmp_path / how.removeprefix("file ")).write_text(text)
+            output = io.StringIO()
+            with redirect_stdout(output):
+                exec(compile(text, name, "exec"), namespace)
+            printed = output.getvalue() or None
+        elif kind == "bash":
+            run_commands(text, how, monkeypatch)
+        else:
+            assert kind in OUTPUT, f"{name}: a block of {kind!r} is neither run nor output"
+
+
+def run_commands(text: str, how: str, monkeypatch) -> None:
+    """Runs the commands of a block.
+
+    `how` is "skip (why)"; "parse", which only parses the arguments; "dry-run", which appends
+    --dry-run; or "with ARGUMENTS", which are appended to commands that train.
+    """
+    if how.startswith("skip"):
+        return
+    for line in text.replace("\\\n", " ").splitlines():
+        line = line.split("#")[0].strip()
+        *piped, command = line.split(" | ")
+        words = [word for word in shlex.split(command) if not word.startswith("XLA_FLAGS")]
+        if words[:3] == ["python", "-m", "transformer"]:
+            run_verb(words[3:], how, " ".join(piped).removeprefix("echo "), monkeypatch)
+        elif words[:1] == ["python"] and how == "dry-run":
+            assert words[1].startswith("launch/")
+            script = [sys.executable, str(ROOT / words[1]), *words[2:]]
+            cut = script.index("--")
+            subprocess.run([*script[:cut], "--dry-run", *script[cut:]], cwd=ROOT, check=True)
+        else:
+            assert words[:2] in ([], ["pip", "install"]), f"{line!r} cannot be run"
+
+
+def run_verb(words: list[str], how: str, stdin: str, monkeypatch) -> None:
+    verb = words[0]
+    if how == "parse":
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0
+        return
+    if how.startswith("with ") and verb in ("train", "sweep"):
+        words = [*words, *shlex.split(how.removeprefix("with "))]
+    text = shlex.split(stdin)[0] + "\n" if stdin else "Hello\n\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main(words) == 0, words
