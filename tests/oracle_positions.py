@@ -1,4 +1,4 @@
-"""Position schemes, slowly: one query, one key, one head at a time."""
+"""Slow and obvious position schemes: one query, one key and one head at a time."""
 
 import math
 
@@ -17,8 +17,8 @@ def sinusoid(t, d, base=1e4, layout="interleaved"):
     out = np.zeros(d)
     for i in range(d // 2):
         angle = t / base ** (2 * i / d)
-        at = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, i + d // 2)
-        out[at[0]], out[at[1]] = math.sin(angle), math.cos(angle)
+        pair = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, i + d // 2)
+        out[pair[0]], out[pair[1]] = math.sin(angle), math.cos(angle)
     return out
 
 
@@ -27,16 +27,16 @@ def clip(d, most):
 
 
 def turn(name, given, x, t, length, direction):
-    """R_t x; for xPos also times zeta^t (queries) or zeta^-t (keys)."""
+    """Returns R_t x; for xPos, also scaled by zeta^t (queries) or zeta^-t (keys)."""
     x, theta = x.copy(), given.get("theta", 1e4)
     d = int(len(x) * given.get("fraction", 1.0))
-    scaling, more = choose(given.get("scaling", "none"))
-    old, factor = more.get("original_length"), more.get("factor", 1.0)
+    scaling, options = choose(given.get("scaling", "none"))
+    original, factor = options.get("original_length"), options.get("factor", 1.0)
     magnitude = 1.0
     if scaling == "ntk":
         theta = theta * factor ** (d / (d - 2))
     if scaling == "dynamic":
-        theta = theta * (factor * max(length, old) / old - (factor - 1)) ** (d / (d - 2))
+        theta = theta * (factor * max(length, original) / original - (factor - 1)) ** (d / (d - 2))
     for i in range(d // 2):
         f = theta ** (-2 * i / d)
         if scaling == "linear":
@@ -44,23 +44,25 @@ def turn(name, given, x, t, length, direction):
         if scaling == "llama3":
             wavelength, low, high = (
                 2 * math.pi / f,
-                more.get("low_frequency_factor", 1.0),
-                more.get("high_frequency_factor", 4.0),
+                options.get("low_frequency_factor", 1.0),
+                options.get("high_frequency_factor", 4.0),
             )
-            if wavelength > old / low:
+            if wavelength > original / low:
                 f = f / factor
-            elif wavelength > old / high:
-                smooth = (old / wavelength - low) / (high - low)
+            elif wavelength > original / high:
+                smooth = (original / wavelength - low) / (high - low)
                 f = (1 - smooth) * f / factor + smooth * f
         if scaling == "yarn":
-            pair = lambda turns: d * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta))
-            low, high = pair(more.get("beta_fast", 32)), pair(more.get("beta_slow", 1))
-            if more.get("truncate", True):
+            index = lambda turns: (
+                d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            )
+            low, high = index(options.get("beta_fast", 32)), index(options.get("beta_slow", 1))
+            if options.get("truncate", True):
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, d - 1)
             ramp = min(max((i - low) / max(high - low, 1e-3), 0), 1)
             f = f / factor * ramp + f * (1 - ramp)
-            magnitude = more.get("attention_factor") or 0.1 * math.log(factor) + 1
+            magnitude = options.get("attention_factor") or 0.1 * math.log(factor) + 1
         a, b = (i, i + d // 2) if given.get("layout", "halves") == "halves" else (2 * i, 2 * i + 1)
         zeta = 1.0
         if name == "xpos":
@@ -74,37 +76,37 @@ def turn(name, given, x, t, length, direction):
 
 
 def positioned(c, name, given, p, shared, n, e, q, k, t, positions, may, scale, causal):
-    """The logits of one query and head with position in them."""
+    """Returns the logits of one query and head with the position scheme applied."""
     e = e.copy()
     if name == "cope":
-        most, table = given.get("max_positions", 64), p["contextual_positions"]
+        limit, table = given.get("max_positions", 64), p["contextual_positions"]
         gates = np.where(may, 1 / (1 + np.exp(-e)), 0.0)
         for s in range(len(k)):
-            count = min(gates[s:].sum(), most - 1)
+            count = min(gates[s:].sum(), limit - 1)
             low, high = math.floor(count), math.ceil(count)
             vector = (1 - (count - low)) * table[low] + (count - low) * table[high]
             e[s] += q @ vector
         return e
-    for s, at in enumerate(positions):
-        d = int(t - at)
+    for s, s_position in enumerate(positions):
+        d = int(t - s_position)
         e[s] += of_distance(name, given, shared, n, d, t, c.num_heads, causal)
         if name == "shaw":
-            most = given.get("max_distance", 16)
-            e[s] += scale * (q @ p["relative_keys"][clip(-d, most) + most])
+            limit = given.get("max_distance", 16)
+            e[s] += scale * (q @ p["relative_keys"][clip(-d, limit) + limit])
         elif name == "transformer_xl":
             distance = sinusoid(d, c.d_model, layout="halves")
             r = distance @ p["relative_kernel"][:, n]
             e[s] += scale * (p["content_bias"][n] @ k[s] + (q + p["position_bias"][n]) @ r)
         elif name == "deberta":
-            most = given.get("max_distance", 128)
-            vector = shared["relative_embedding"][max(0, min(2 * most - 1, d + most))]
-            to, of = vector @ p["relative_key"][:, n], vector @ p["relative_query"][:, n]
-            e[s] = (e[s] + scale * (q @ to + k[s] @ of)) / math.sqrt(3)
+            limit = given.get("max_distance", 128)
+            vector = shared["relative_embedding"][max(0, min(2 * limit - 1, d + limit))]
+            r_k, r_q = vector @ p["relative_key"][:, n], vector @ p["relative_query"][:, n]
+            e[s] = (e[s] + scale * (q @ r_k + k[s] @ r_q)) / math.sqrt(3)
     return e
 
 
 def of_distance(name, given, shared, n, d, t, heads, causal):
-    """What head n adds to a logit for the distance d = t - s alone."""
+    """Returns what head n adds to a logit as a function of the distance d = t - s alone."""
     if name == "alibi":
         power = 2 ** int(math.log2(heads))
         slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -135,7 +137,7 @@ def of_distance(name, given, shared, n, d, t, heads, causal):
 
 
 def t5_bucket(d, buckets, most, causal):
-    """Of a distance key minus query."""
+    """Returns the bucket of the distance d = s - t (key minus query)."""
     offset = 0
     if causal:
         d = max(-d, 0)
