@@ -48,7 +48,8 @@ def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
 def test_a_number_that_the_sweep_goes_through(tmp_path):
     """One of two placements fails from some learning rate on, and is more sensitive to the rate.
 
-    At one rate its seeds diverge; at the next their final loss is above that of a uniform prediction.
+    At one rate its seeds diverge; at the next, their final loss exceeds that of a uniform
+    prediction.
     """
     sweep = Sweep(
         product(
