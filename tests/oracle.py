@@ -68,8 +68,8 @@ def _both(c, p, source, target, **where):
         k.removeprefix("source_"): v for k, v in where.items() if k.startswith("source_")
     }
     table = p["embedding"] if c.share_embeddings else p["target_embedding"]
-    source_tokens = stands(c, source, **source_where)
-    encoded = stack(c, p["encoder"], "encoder", embed(c, p["embedding"], source), source_tokens)
+    source_info = stands(c, source, **source_where)
+    encoded = stack(c, p["encoder"], "encoder", embed(c, p["embedding"], source), source_info)
     h = stack(
         c,
         p["decoder"],
@@ -77,7 +77,7 @@ def _both(c, p, source, target, **where):
         embed(c, table, target),
         stands(c, target, **target_where),
         encoded,
-        source_tokens,
+        source_info,
     )
     return unembed(c, p, h, table)
 
@@ -117,8 +117,8 @@ def unembed(c, p, h, table):
     return cap(logits, c.logit_soft_cap)
 
 
-def cap(x, most):
-    return most * np.tanh(x / most) if most else x
+def cap(x, limit):
+    return limit * np.tanh(x / limit) if limit else x
 
 
 def linear(p, x):
@@ -170,15 +170,15 @@ def placement(c, side):
     )
 
 
-def embed_positions(c, p, x, here, specs, suffix):
+def embed_positions(c, p, x, info, specs, suffix):
     """Adds the position embeddings that precede the first layer to the residual stream."""
     for spec in specs:
         name, options = choose(spec)
         if name == "learned":
-            x = x + p["position_embedding" + suffix(spec)][here[0] + options.get("offset", 0)]
+            x = x + p["position_embedding" + suffix(spec)][info[0] + options.get("offset", 0)]
         if name == "sinusoidal":
             base, layout = options.get("base", 1e4), options.get("layout", "interleaved")
-            x = x + np.stack([sinusoid(t, c.d_model, base, layout) for t in here[0]])
+            x = x + np.stack([sinusoid(t, c.d_model, base, layout) for t in info[0]])
     return x
 
 
@@ -194,14 +194,14 @@ def residual(c, r, x, fs, parts, bare):
     return norm(c, r.get("out_norm", {}), y) if out_norm else y
 
 
-def stack(c, p, side, x, here, encoded=None, there=None):
+def stack(c, p, side, x, info, encoded=None, source=None):
     parts = placement(c, side)
     depth = c.num_layers(side)
     pattern = c.layer_pattern or ({},)
     entries = [pattern[i % len(pattern)] for i in range(depth)]
     specs = list(dict.fromkeys(entry.get("position", c.position) for entry in entries))
     suffix = lambda spec: f"_{specs.index(spec)}" if specs.index(spec) else ""
-    x = embed_positions(c, p, x, here, specs, suffix)
+    x = embed_positions(c, p, x, info, specs, suffix)
     if c.embedding_norm:
         x = norm(c, p.get("embedding_norm", {}), x)
     for i, entry in enumerate(entries):
@@ -210,13 +210,13 @@ def stack(c, p, side, x, here, encoded=None, there=None):
         shared = {
             k.removesuffix(suffix(spec)): v for k, v in p.items() if not k.startswith("layers_")
         }
-        self_arguments = here, here, side == "decoder", window, choose(spec), shared
+        self_arguments = info, info, side == "decoder", window, choose(spec), shared
         sublayers = {
             "self_attention": lambda h: attention(c, layer["self_attention"], h, h, *self_arguments)
         }
         if encoded is not None:
             sublayers["cross_attention"] = lambda h: attention(
-                c, layer["cross_attention"], h, encoded, here, there, False, 0, ("none", {}), {}
+                c, layer["cross_attention"], h, encoded, info, source, False, 0, ("none", {}), {}
             )
         sublayers["feed_forward"] = lambda h: feed_forward(c, layer["feed_forward"], h)
         if c.parallel:
@@ -253,8 +253,8 @@ def mixture(c, p, x):
     return y
 
 
-def attention(c, p, x, y, here, there, causal, window, position, shared):
-    """Computes attention of queries x on keys y; `here` and `there` are their `stands`."""
+def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
+    """Computes attention from x to y; `q_info` and `k_info` are the results of `stands`."""
     name, options = position
     per_kv = c.num_heads // c.kv_heads
     scale = c.head_size**-0.5 if c.attention_scale is None else c.attention_scale
@@ -267,16 +267,18 @@ def attention(c, p, x, y, here, there, causal, window, position, shared):
         if c.qk_norm:
             q, k = norm(c, p.get("query_norm", {}), q), norm(c, p.get("key_norm", {}), k)
         if name in ("rotary", "xpos"):
-            length = int(here[0].max()) + 1
-            q = np.stack([turn(name, options, q[t], here[0][t], length, 1) for t in range(len(q))])
+            length = int(q_info[0].max()) + 1
+            q = np.stack(
+                [turn(name, options, q[t], q_info[0][t], length, 1) for t in range(len(q))]
+            )
             k = np.stack(
-                [turn(name, options, k[s], there[0][s], length, -1) for s in range(len(k))]
+                [turn(name, options, k[s], k_info[0][s], length, -1) for s in range(len(k))]
             )
         for t in range(len(q)):
             mask = np.array([
-                here[1][t] == there[1][s] and there[1][s] > 0
-                and (not causal or there[0][s] <= here[0][t] or there[2][s])
-                and (not window or abs(here[0][t] - there[0][s]) < window)
+                q_info[1][t] == k_info[1][s] and k_info[1][s] > 0
+                and (not causal or k_info[0][s] <= q_info[0][t] or k_info[2][s])
+                and (not window or abs(q_info[0][t] - k_info[0][s]) < window)
                 for s in range(len(k))
             ])  # fmt: skip
             if not mask.any():
@@ -292,8 +294,8 @@ def attention(c, p, x, y, here, there, causal, window, position, shared):
                 e,
                 q[t],
                 k,
-                here[0][t],
-                there[0],
+                q_info[0][t],
+                k_info[0],
                 mask,
                 scale,
                 causal and not c.prefix_lm,
@@ -306,7 +308,7 @@ def attention(c, p, x, y, here, there, causal, window, position, shared):
             if name == "shaw" and options.get("values", True):
                 limit = options.get("max_distance", 16)
                 value = value + sum(
-                    w[s] * p["relative_values"][clip(there[0][s] - here[0][t], limit) + limit]
+                    w[s] * p["relative_values"][clip(k_info[0][s] - q_info[0][t], limit) + limit]
                     for s in range(len(k))
                 )
             out[t] += value @ p["out"]["kernel"][n]

@@ -96,7 +96,7 @@ TABLE = {
 }  # fmt: skip
 """Architectures -> field values that their configs must have.
 
-The tests below check its equations against the oracle and its number of parameters. For
+The tests below check their equations against the oracle, and their numbers of parameters. For
 architectures with published weights, test_convert.py compares the logits with PyTorch's.
 """
 

@@ -1,4 +1,4 @@
-"""Two arms must build different programs: the check compares the programs, not the configs."""
+"""Two arms must build different programs; the check compares programs, not configs."""
 
 import pytest
 from studies import experiment, facts_of

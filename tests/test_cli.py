@@ -108,10 +108,12 @@ def test_evaluate_and_generate(folder):
     assert result.stdout.count("\n") == 4
     assert "1 of 4 lines exceeded the model's maximum length and were cut" in result.stderr
     (folder / "input.txt").write_text(text)
-    again = run(folder, "generate", "--workdir=run", "--input=input.txt", "--output=out.txt")
-    assert (folder / "out.txt").read_text() == result.stdout and again.stdout == ""
-    talk = run(folder, "generate", "--workdir=run", "--interactive", stdin="the cat sleeps 3\n")
-    assert talk.returncode == 0 and "The model translates" in talk.stdout
+    from_file = run(folder, "generate", "--workdir=run", "--input=input.txt", "--output=out.txt")
+    assert (folder / "out.txt").read_text() == result.stdout and from_file.stdout == ""
+    interactive = run(
+        folder, "generate", "--workdir=run", "--interactive", stdin="the cat sleeps 3\n"
+    )
+    assert interactive.returncode == 0 and "The model translates" in interactive.stdout
 
 
 def test_the_same_command_again_has_nothing_to_do(folder):

@@ -10,9 +10,9 @@ from transformer import UserError
 from transformer.lab import figures, report, results, verdict
 
 
-def compare(folder, **given):
+def compare(folder, **options):
     runs = sorted(path.parent for path in folder.glob("*/*/config.json"))
-    return verdict.judge(results.read(runs, **given))
+    return verdict.judge(results.read(runs, **options))
 
 
 def test_a_verdict_claims_what_the_interval_does(tmp_path):
@@ -44,7 +44,7 @@ def test_a_verdict_claims_what_the_interval_does(tmp_path):
 
 
 def test_what_cannot_be_told_shares_a_sentence(tmp_path):
-    """The sentence lists two arms by name but only counts ten; the table contains all of them."""
+    """The sentence names two arms but only counts ten; the table contains them all."""
     for count in (2, 10):
         for arm in range(count + 1):
             for seed in range(3):

@@ -57,7 +57,7 @@ def test_of_equal_arms_one_is_seldom_told_from_the_best(arms):
 
 
 def test_holm_holds_the_family():
-    """With many comparisons of equal arms, one study in twenty finds a difference, not most."""
+    """With many comparisons of equal arms, about one study in twenty detects a difference."""
     differences = {
         name: dataclasses.replace(difference({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.5}), p=p)
         for name, p in zip("abcd", (0.01, 0.04, 0.03, math.nan), strict=True)
@@ -96,7 +96,7 @@ def test_too_few_to_tell():
 
 
 @pytest.mark.parametrize(
-    ("value", "half", "said"),
+    ("value", "half", "text"),
     [
         (5.2694, 0.0273, "5.269 ± 0.027"),
         (0.99999968, 8.5e-8, "1.000000 ± 0.000000"),
@@ -106,5 +106,5 @@ def test_too_few_to_tell():
         (0.0, 0.02, "0.000 ± 0.020"),
     ],
 )
-def test_numbers_have_the_digits_that_their_interval_allows(value, half, said):
-    assert verdict.spell(verdict.Mean(value, value - half, value + half, 3)) == said
+def test_numbers_have_the_digits_that_their_interval_allows(value, half, text):
+    assert verdict.spell(verdict.Mean(value, value - half, value + half, 3)) == text

@@ -38,7 +38,7 @@ def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
 def test_what_the_sweep_asks_about_may_differ(tmp_path):
     """Arms with different test texts are compared if the varied field sets the text.
 
-    data.held_out does. data.length changes the length of sequences, so its arms are not compared.
+    `data.held_out` does. `data.length` changes the sequence length, so its arms are not compared.
     """
     for field, values, counts in (
         ("data.held_out", (4, 5), [2, 2]),

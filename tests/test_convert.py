@@ -301,7 +301,7 @@ def test_what_they_cannot_express_is_refused_by_name(saved, tmp_path, family, ch
 
 
 def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
-    """The config.json of the first Llama sets it."""
+    """The config.json of the first Llama sets it to -1."""
     _, folder = saved(*CASES["llama"][0])
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -313,14 +313,14 @@ def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "said"),
+    ("family", "generation"),
     [
         ("llama", {"eos_token_id": [2, 5], "pad_token_id": 4}),
         ("t5", {"decoder_start_token_id": 3, "bos_token_id": 6}),
         ("bart", {"bos_token_id": None, "eos_token_id": 7}),
     ],
 )
-def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family, said):
+def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family, generation):
     """Its token ids override those of config.json and add those that config.json lacks."""
     _, folder = saved(*CASES[family][0])
     before, _ = load_hf(folder)
@@ -329,16 +329,16 @@ def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family
     config = json.loads((folder / "config.json").read_text())
     config.pop("decoder_start_token_id", None)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     converted, theirs = (
         load_hf(tmp_path)[0],
         transformers.GenerationConfig.from_pretrained(tmp_path),
     )
     for ours, name in NAMES.items():
         value, our_value = getattr(theirs, name), getattr(converted, ours)
-        if name in said:
+        if name in generation:
             assert our_value == (tuple(value) if isinstance(value, list) else value)
-        assert (our_value != getattr(before, ours)) == (name in said)
+        assert (our_value != getattr(before, ours)) == (name in generation)
     (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": [3]}))
     with pytest.raises(UserError, match=r"generation_config\.json: pad_token_id = \[3\] must be"):
         load_hf(tmp_path)

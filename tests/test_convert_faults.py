@@ -263,14 +263,14 @@ def test_sinusoids_in_a_file_must_be_those_of_the_formula(saved, tmp_path):
     table = marian(40, 32).create_weight()
     same = copied(folder, tmp_path / "same", alter=lambda tensors: tensors.update({name: table}))
     assert load_hf(same)[0] == load_hf(folder)[0]
-    half = copied(
+    rounded = copied(
         folder, tmp_path / "half", alter=lambda tensors: tensors.update({name: table.half()})
     )
-    load_hf(half)
-    other = copied(
+    load_hf(rounded)
+    different = copied(
         folder, tmp_path / "other", alter=lambda tensors: tensors.update({name: table + 0.01})
     )
-    assert refusal(other) == f"{name}: differs from the values its formula gives"
+    assert refusal(different) == f"{name}: differs from the values its formula gives"
 
 
 @pytest.mark.parametrize(

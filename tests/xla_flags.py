@@ -11,9 +11,9 @@ FLAGS = (
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
     # Run operations on each device one after another as far as possible. When several run at once,
-    # a waiting collective can block the loop that another device waits for, and one step in a
-    # thousand hangs. After four minutes XLA then terminates the process, and `make test` restarts
-    # it.
+    # a waiting collective can block the loop that another device waits for, and about one step in
+    # a thousand hangs. XLA then terminates the process after four minutes, and `make test` starts
+    # it again.
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
@@ -24,8 +24,8 @@ FLAGS = (
 def known_flags() -> str:
     """Returns the flags of FLAGS that the installed XLA accepts.
 
-    Separate processes test them, because XLA terminates a process that sets an unknown flag. The
-    first test process runs these; its workers inherit the result.
+    They are tested in separate processes, because XLA terminates a process that sets an unknown
+    flag. Only the first test process tests them; its workers inherit the result.
     """
     if "TRANSFORMER_TEST_FLAGS" not in os.environ:
         program = "import jax; jax.devices()"
