@@ -28,7 +28,7 @@ from transformer.runs.metrics import read_metrics
 def test_runs_together_equal_runs_alone(tmp_path):
     """Each run has its own seed, learning rate, weight decay and dropout.
 
-    A run that diverges does not affect the others. Three devices train two runs each.
+    A run that diverges does not affect the others. Each of six devices trains one run.
     """
     numbers = [
         (0, 1e-3, 0.1, 0.1),
