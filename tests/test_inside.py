@@ -48,7 +48,7 @@ def test_heads_that_are_known_to_look_somewhere():
         axis=1,
     )
     stats = {name: np.asarray(x) for name, x in told(q, np.repeat(eye[:, None], 4, axis=1)).items()}
-    queries = np.arange(1, T)  # the first can only attend to itself
+    queries = np.arange(1, T)  # the first query only attends to itself
     assert stats["entropy"] == pytest.approx([np.mean(np.log(queries + 1)), 0, 0, 0], abs=1e-4)
     assert stats["sink"] == pytest.approx([np.mean(1 / (queries + 1)), 1 / 11, 1, 5 / 11], abs=1e-4)
     assert stats["distance"] == pytest.approx(

@@ -108,7 +108,9 @@ esac
     options = ["up", "t", "--zone=z", "--type=v4-8", "--wait=0"]
     launch("tpu_vm.py", *options, *TRAIN, path=path)
     log = (tmp_path / "log").read_text()
-    assert log.count(" create ") == 2 and log.count(" delete ") == 1  # replaced when preempted
+    assert (
+        log.count(" create ") == 2 and log.count(" delete ") == 1
+    )  # the preempted TPU is replaced
     assert log.count("setsid") == 3
     path = tools("gcloud", f'echo "$@" >> {tmp_path}/log2\ncase "$*" in *"exit "*) exit 2;; esac\n')
     launch("tpu_vm.py", *options, *TRAIN, path=path, code=2)
