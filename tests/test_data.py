@@ -281,8 +281,7 @@ def test_a_source_begins_with_its_sign_within_its_room(pairs, tmp_path, packing)
             segments != np.roll(segments, 1, axis=1) * (np.arange(longest) > 0)
         )
         np.testing.assert_array_equal(starts, source == BOS)
-        assert (source[starts] == BOS).all()
-        assert (source == BOS).sum() == (source == EOS).sum() > 0
+        assert (source[starts] == BOS).all() and (source == BOS).sum() == (source == EOS).sum() > 0
 
 
 def test_max_examples_and_reverse(pairs):
@@ -298,8 +297,14 @@ def test_max_examples_and_reverse(pairs):
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_the_tokenizer_is_lossless_and_has_its_ids(kind):
     tokenizer = train_tokenizer(TokenizerConfig(kind=kind), 300, ENGLISH + SPANISH)
-    unusual = [" two  spaces ", "línea\nnueva", "日本語 🙂", "", " \n = Title = \n"]
-    for text in [*ENGLISH, *unusual]:
+    for text in [
+        *ENGLISH,
+        " two  spaces ",
+        "línea\nnueva",
+        "日本語 🙂",
+        "",
+        " \n = Title = \n",
+    ]:
         assert tokenizer.decode([*tokenizer.encode([text])[0], EOS, 7, 7]) == text
     assert tokenizer.vocab_size == 300
     assert SentencePiece(tokenizer.content).sha256 == tokenizer.sha256
