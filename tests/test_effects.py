@@ -254,7 +254,7 @@ def test_types_that_say_the_same_are_taken():
 
 
 def test_a_family_keeps_what_it_decides_itself():
-    """Values that the family sets do not count as set by the user, so that a config can be copied."""
+    """Values that the family sets do not count as user settings, so that a config can be copied."""
     for family in ("encoder", "decoder", "encoder_decoder"):
         config = small(family)
         assert dataclasses.replace(config) == config
