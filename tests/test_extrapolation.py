@@ -33,9 +33,9 @@ def test_losses_in_longer_rows():
 
 
 def test_what_sees_no_further_than_a_window_is_the_same_in_longer_rows():
-    """Tests two layers with a window of 4 and no positions, where a token depends on 7 tokens.
+    """Tests two layers with a window of 4 and no positions: an output depends on 7 tokens.
 
-    Tokens in the second half of a sequence therefore have the same loss at every length.
+    The loss of the last tokens, which alone count with `sliding`, is the same at every length.
     """
     metrics, *_ = measured(
         experiment({"name": "extrapolation", "times": 4, "tokens": 0}, position="none", window=4),
