@@ -77,7 +77,7 @@ def test_whole_words_are_asked_for_at_the_same_rate(text):
 
 
 def test_two_sentences_follow_each_other_or_not(text, tmp_path):
-    """Each text repeats its number and counts, so that a part of it identifies the text."""
+    """Each text repeats its number and counts, so that a long enough part identifies the text."""
     (tmp_path / "text.txt").write_text(
         "".join(" ".join(f"{i:03d} {j}" for j in range(9)) + "\n" for i in range(150))
     )

@@ -55,7 +55,7 @@ def initial_state(config, optimizer, mesh):
 
 
 def measured(config, most=3, in_training=False, like=None):
-    """Measures an initialized model, which has the parameters of `like` if it is set.
+    """Measures a model at the start of training. If `like` is set, its initial state is used.
 
     Returns (metrics, loss of the same batches, parameters, first batch).
     """

@@ -36,7 +36,7 @@ CAMPAIGNS = {
 """Module -> description. Slow campaigns come first."""
 
 SHARES = {"kills": 3, "combinations": 2}
-"""Campaign -> its share of the time; 1 for all others. A case of these takes 30 seconds or more."""
+"""Campaign -> share of the time (default: 1). Cases of these campaigns take 30 seconds or more."""
 
 SHOWN = 20
 """Maximum number of failures printed per campaign."""

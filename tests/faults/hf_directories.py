@@ -1,9 +1,9 @@
 """Damaged and altered Hugging Face directories.
 
-`mutate` writes a copy of a directory with one or two random faults in config.json, the tensors or
-the files. `judge` asserts that `load_hf` either refuses the directory with a `UserError` of one
-line, or returns a model whose logits equal those of Transformers. It compares the logits only if
-Transformers loads every tensor of the directory.
+`mutate` writes a copy of a directory with one or two faults in config.json, the tensors or the
+files, drawn from a seed. `judge` asserts that `load_hf` either refuses the directory with a
+`UserError` of one line, or returns a model whose logits equal those of Transformers. It compares
+the logits only if Transformers loads every tensor of the directory.
 
     sources = {name: save(name, root / name) for name in MODELS}
     for seed in range(500):
@@ -64,7 +64,7 @@ def mutate_any(sources: Mapping[str, Path], target: Path, seed: int) -> tuple[st
 
 
 def mutate(source: Path, target: Path, seed: int) -> str:
-    """Copies `source` to `target` with one or two random faults. Returns their description."""
+    """Copies `source` with one or two faults drawn from `seed`. Returns their description."""
     rng = np.random.default_rng(seed)
     shutil.copytree(source, target)
     descriptions = []

@@ -109,11 +109,11 @@ def check(case: Case) -> str:
     return f"{case.kind}: killed {killed} times, equal"
 
 
-def _difference(found, expected) -> str:
-    if isinstance(expected, list) and isinstance(found, list):
-        pairs = [(a, b) for a, b in itertools.zip_longest(found, expected) if a != b]
-        return f"{len(found)} lines for {len(expected)}; first {pairs[:1]}"
-    return f"{str(found)[:200]} for {str(expected)[:200]}"
+def _difference(results, expected) -> str:
+    if isinstance(expected, list) and isinstance(results, list):
+        pairs = [(a, b) for a, b in itertools.zip_longest(results, expected) if a != b]
+        return f"{len(results)} lines for {len(expected)}; first {pairs[:1]}"
+    return f"{str(results)[:200]} for {str(expected)[:200]}"
 
 
 def _start(kind: str, work: Path) -> list[subprocess.Popen]:

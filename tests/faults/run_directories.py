@@ -147,7 +147,10 @@ READERS = {
 
 @functools.cache
 def run_directory() -> Path:
-    """Returns a tiny trained run. Beside it, `other` is a copy with another seed."""
+    """Returns a tiny run, trained once per process.
+
+    The folder `other` beside it is a copy with another seed.
+    """
     folder = Path(tempfile.mkdtemp(prefix="faults-")) / "run"
     with use(_mesh()):
         train(_config(), folder)

@@ -1,4 +1,4 @@
-"""The first cases of three fuzzers. `make faults` runs all fuzzers for longer."""
+"""The first cases of three fuzzers, with a fixed seed. `make faults` runs all fuzzers."""
 
 import itertools
 
