@@ -115,7 +115,7 @@ def test_prompts_and_caches_that_do_not_fit():
 
 @pytest.mark.parametrize("position", ["learned", "xpos"])
 def test_no_cache_is_longer_than_the_positions(position):
-    """Beyond its end, a table would repeat its last row, and xPos has no factor."""
+    """Past its last position, a table would repeat its last row, and xPos has no factor."""
     model, params = make(small("decoder", position=position))
     x = tokens(0, 1, 4)
     assert prefill(model, params["params"], x, 24)[0].shape == (1, 37)

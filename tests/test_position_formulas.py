@@ -125,11 +125,11 @@ def test_xpos_decodes_from_a_cache_across_blocks():
     assert config.key_size("decoder") > config.head_size
     model, params = make(config)
     text = tokens(1, 2, 7)
-    whole = jax.jit(model.apply)(params, text)
+    full_logits = jax.jit(model.apply)(params, text)
     logits, memory = start_decoding(model, params, text[:, :2], 9)
     step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
     for t in range(2, 7):
-        np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
+        np.testing.assert_allclose(logits, full_logits[:, t - 1], atol=3e-5)
         logits, memory = step(text[:, t], memory)
 
 

@@ -41,10 +41,10 @@ def judged(task: str, question: str, answer: str) -> bool:
         case "needle":
             return question[:-1].count(question[-1]) == 1 and f"{question[-1]}{answer}" in question
         case "dyck":
-            whole = question + answer
-            while (shorter := re.sub(r"\(\)|\[\]|\{\}", "", whole)) != whole:
-                whole = shorter
-            return not whole and not re.search(r"[(\[{]", answer) and bool(answer)
+            brackets = question + answer
+            while (shorter := re.sub(r"\(\)|\[\]|\{\}", "", brackets)) != brackets:
+                brackets = shorter
+            return not brackets and not re.search(r"[(\[{]", answer) and bool(answer)
 
 
 @pytest.mark.parametrize("task", probes.TASKS)

@@ -64,8 +64,8 @@ def slow(params, source, target, last=False):
     return y @ table.T
 
 
-def pair(rows=2):
-    return tokens(0, rows, 7), tokens(1, rows, 5)
+def pair(batch=2):
+    return tokens(0, batch, 7), tokens(1, batch, 5)
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +182,13 @@ def test_step_by_step_is_all_at_once(model):
     module, params, apply = model
     source, target = pair()
     source = source.at[1, 5:].set(0)
-    whole = apply(params, source, target, **masks(source, target))
+    full_logits = apply(params, source, target, **masks(source, target))
     logits, memory = start_decoding(module, params, target[:, :2], 6, source)
     step = jax.jit(lambda t, m: advance(module, params["params"], t, m))
     for t in range(2, 5):
-        np.testing.assert_allclose(logits, whole[:, t - 1], atol=2e-5)
+        np.testing.assert_allclose(logits, full_logits[:, t - 1], atol=2e-5)
         logits, memory = step(target[:, t], memory)
-    np.testing.assert_allclose(logits, whole[:, -1], atol=2e-5)
+    np.testing.assert_allclose(logits, full_logits[:, -1], atol=2e-5)
 
 
 def test_a_beams_score_is_that_of_its_text(model):
