@@ -292,9 +292,8 @@ def test_the_end_is_said_or_in_the_config():
     with pytest.raises(UserError, match="suppress_tokens: 5 is not in a vocabulary of 5 tokens"):
         run(plain, eos_id=0, suppress_tokens=(5,))
     free = np.asarray(run(plain, eos_id=4, suppress_tokens=(4,)))
-    assert (free[1, 3:] == 4).all() and (
-        free[0] != 4
-    ).all()  # without a pad token, EOS pads the end
+    # Without a pad token, EOS pads the end.
+    assert (free[1, 3:] == 4).all() and (free[0] != 4).all()
     end = int(free[0, 1])
     ended = np.asarray(run(with_fields(eos_id=(4, end), pad_id=3), suppress_tokens=(4,)))
     stop = int(np.flatnonzero(free[0] == end)[0])
