@@ -112,7 +112,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
 
 
 def slices(count):
-    """Returns TPU devices as JAX reports them: `count` slices of 2 x 2 x 2 chips on two hosts."""
+    """Returns TPUs as JAX reports them: `count` slices of 2 x 2 x 2 chips, two hosts per slice."""
     corners = itertools.product(range(count), range(2), range(2), range(2))
     return [
         SimpleNamespace(
