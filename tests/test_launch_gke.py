@@ -56,7 +56,7 @@ def test_local_tells_a_stop_from_a_failure():
     assert {running.stdout.readline(), running.stdout.readline()} == {"ready\n", "[1] ready\n"}
     running.send_signal(signal.SIGINT)
     assert re.fullmatch(
-        r"process [01] of 2 was stopped \(exit code 143\); the same command goes on from there\n",
+        r"process [01] of 2 was stopped \(exit code 143\); the same command resumes the run\n",
         running.communicate()[0],
     )
     assert running.returncode == 143
@@ -108,44 +108,44 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
     ("script", "options", "message"),
     [
         ("gke.py", [*GKE, "--topology=v9:2x2", *TRAIN], "--topology: no chip 'v9'"),
-        ("gke.py", [*GKE, "--topology=v5e:3x5", *TRAIN], f"--topology: no 'v5e:3x5'; {SHAPES}"),
-        ("gke.py", [*GKE, "--topology=v5e:1x3", *TRAIN], f"--topology: no 'v5e:1x3'; {SHAPES}"),
-        ("gke.py", [*GKE, "--topology=h100:8", *TRAIN], "--topology: no 'h100:8' here; one of v4,"),
-        ("gke.py", [*GKE, "--topology=v5p:3x5x7", *TRAIN], "--topology: no 'v5p:3x5x7'; a TPU v5p slice is made of hosts"),
+        ("gke.py", [*GKE, "--topology=v5e:3x5", *TRAIN], f"--topology: 'v5e:3x5' does not exist; {SHAPES}"),
+        ("gke.py", [*GKE, "--topology=v5e:1x3", *TRAIN], f"--topology: 'v5e:1x3' does not exist; {SHAPES}"),
+        ("gke.py", [*GKE, "--topology=h100:8", *TRAIN], "--topology: 'h100:8' is not available here; choose one of v4,"),
+        ("gke.py", [*GKE, "--topology=v5p:3x5x7", *TRAIN], "--topology: 'v5p:3x5x7' does not exist; a TPU v5p slice consists of hosts"),
         ("gke.py", [*GKE, V5P, "--slices=0", *TRAIN], "--slices: 0 is too small; set 1 or more"),
-        ("gke.py", [*GKE, V5P, "--restarts=-1", *TRAIN], "--restarts: -1; 0 or more"),
-        ("gke.py", ["n_1", "--image=i", V5P, *TRAIN], "NAME: 'n_1'; lowercase letters"),
-        ("gke.py", ["n", "--image=i", V5P, *TRAIN], "--workdir: 'runs/a b' would go with the machine; keep runs/ in a bucket"),
-        ("gke.py", [*GKE, V5P, "--", "train", "--workdir", "out/a"], "--workdir: 'out/a' would go with the machine; write runs/"),
-        ("gke.py", [*GKE, V5P, "--", "train", "--workdir=runs/../a"], "--workdir: 'runs/../a' would go with the machine"),
-        ("gke.py", [*GKE, V5P, "--", "trian"], "no verb 'trian' behind --; there is: train, "),
-        ("tpu_vm.py", ["up", "n", "--zone=z", *TRAIN], "--type: what kind of TPU"),
+        ("gke.py", [*GKE, V5P, "--restarts=-1", *TRAIN], "--restarts: -1 is too small; set 0 or more"),
+        ("gke.py", ["n_1", "--image=i", V5P, *TRAIN], "NAME: 'n_1' is not a valid name; write at most 40 lowercase letters"),
+        ("gke.py", ["n", "--image=i", V5P, *TRAIN], "--workdir: 'runs/a b' would be lost with the machine; keep runs/ in a bucket"),
+        ("gke.py", [*GKE, V5P, "--", "train", "--workdir", "out/a"], "--workdir: 'out/a' would be lost with the machine; write runs/"),
+        ("gke.py", [*GKE, V5P, "--", "train", "--workdir=runs/../a"], "--workdir: 'runs/../a' would be lost with the machine"),
+        ("gke.py", [*GKE, V5P, "--", "trian"], "no verb 'trian' after --; there is: train, "),
+        ("tpu_vm.py", ["up", "n", "--zone=z", *TRAIN], "--type: missing; set the kind of TPU"),
         ("tpu_vm.py", ["up", "n"], "the following arguments are required: --zone; see tpu_vm.py --help"),
         ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v9-8"], "--type: no chip 'v9'"),
-        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=tpu7x-8"], "--type: no 'tpu7x-8' here; one of v4, v5e, v5p, v6e"),
-        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v5p:2x2x16"], "--type: 'v5p:2x2x16'; a TPU VM with so many chips is v5p:4x4x4"),
-        ("tpu_vm.py", ["create", "My-tpu", "--zone=z", "--type=v4-8"], "NAME: 'My-tpu'; lowercase letters"),
-        ("tpu_vm.py", ["create", "a" * 41, "--zone=z", "--type=v4-8"], "40 characters at most"),
-        ("tpu_vm.py", ["create", "a-", "--zone=z", "--type=v4-8"], "NAME: 'a-'; lowercase letters"),
-        ("tpu_vm.py", [*UP, "--spot", *TRAIN], "--spot: the run's checkpoints go when the TPU is taken away"),
-        ("tpu_vm.py", [*UP, "--spot", "--bucket=b", "--", "train", "--workdir=out"], "--workdir: 'out' would go with the machine"),
-        ("tpu_vm.py", [*UP, "--restarts=-1", *TRAIN], "--restarts: -1; 0 or more"),
+        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=tpu7x-8"], "--type: 'tpu7x-8' is not available here; choose one of v4, v5e, v5p, v6e"),
+        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v5p:2x2x16"], "--type: 'v5p:2x2x16' is not available; a TPU VM with this many chips is v5p:4x4x4"),
+        ("tpu_vm.py", ["create", "My-tpu", "--zone=z", "--type=v4-8"], "NAME: 'My-tpu' is not a valid name; write at most 40 lowercase letters"),
+        ("tpu_vm.py", ["create", "a" * 41, "--zone=z", "--type=v4-8"], "write at most 40 lowercase letters"),
+        ("tpu_vm.py", ["create", "a-", "--zone=z", "--type=v4-8"], "NAME: 'a-' is not a valid name; write at most 40 lowercase letters"),
+        ("tpu_vm.py", [*UP, "--spot", *TRAIN], "--spot: the run's checkpoints would be lost when the TPU is preempted"),
+        ("tpu_vm.py", [*UP, "--spot", "--bucket=b", "--", "train", "--workdir=out"], "--workdir: 'out' would be lost with the machine"),
+        ("tpu_vm.py", [*UP, "--restarts=-1", *TRAIN], "--restarts: -1 is too small; set 0 or more"),
         ("tpu_vm.py", [*UP, "--", "train", "--config=experiments/no.py:post"], "experiments/no.py'"),
-        ("tpu_vm.py", [*UP, "--", "train", f"--config={ROOT / 'experiments/smoke.py'}"], "is not there where the run is"),
-        ("tpu_vm.py", [*UP, "--", "train", "--config=../smoke.py"], "--config: '../smoke.py' is not there where the run is"),
-        ("slurm.py", [], "name what to run behind --"),
-        ("slurm.py", ["--nodes=0", *TRAIN], "--nodes: 0; 1 or more"),
-        ("slurm.py", ["--time=24h", *TRAIN], "--time: '24h'; minutes, MM:SS"),
-        ("slurm.py", ["--time=1:2:3:4", *TRAIN], "--time: '1:2:3:4'; minutes"),
-        ("slurm.py", ["--array=3", *TRAIN], "--array: 3; it shares out a sweep, not train"),
-        ("slurm.py", ["--array=-1", "--", "sweep"], "--array: -1; 0 or more"),
-        ("slurm.py", ["--array=3", "--", "sweep", "--shard=1/2"], "--shard: every task of --array=3 has its own"),
-        ("slurm.py", ["--", "train", "--config=/smoke.py"], "--config: '/smoke.py' is not there where the run is"),
+        ("tpu_vm.py", [*UP, "--", "train", f"--config={ROOT / 'experiments/smoke.py'}"], "does not exist where the run is"),
+        ("tpu_vm.py", [*UP, "--", "train", "--config=../smoke.py"], "--config: '../smoke.py' does not exist where the run is"),
+        ("slurm.py", [], "no command to run; put it after --"),
+        ("slurm.py", ["--nodes=0", *TRAIN], "--nodes: 0 is too small; set 1 or more"),
+        ("slurm.py", ["--time=24h", *TRAIN], "--time: '24h' is not a time; write minutes, MM:SS"),
+        ("slurm.py", ["--time=1:2:3:4", *TRAIN], "--time: '1:2:3:4' is not a time; write minutes"),
+        ("slurm.py", ["--array=3", *TRAIN], "--array: 3 splits a sweep, not train"),
+        ("slurm.py", ["--array=-1", "--", "sweep"], "--array: -1 is too small; set 0 or more"),
+        ("slurm.py", ["--array=3", "--", "sweep", "--shard=1/2"], "--shard: is set for every task by --array=3"),
+        ("slurm.py", ["--", "train", "--config=/smoke.py"], "--config: '/smoke.py' does not exist where the run is"),
         ("local.py", ["--", "train", "--config", "experiments/no.py"], "experiments/no.py'"),
         ("local.py", ["--", "trian"], "no verb 'trian'"),
         ("local.py", TRAIN[1:], "put -- before the verb: local.py ... -- train ..."),
-        ("local.py", ["--procs=2", *TRAIN], "no option '--procs=2'; what python -m transformer is given stands behind --"),
-        ("local.py", ["--processes=0", *TRAIN], "--processes: 0; 1 or more"),
+        ("local.py", ["--procs=2", *TRAIN], "no option '--procs=2'; put options of python -m transformer after --"),
+        ("local.py", ["--processes=0", *TRAIN], "--processes: 0 is too small; set 1 or more"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_anything_runs(script, options, message):
@@ -166,7 +166,7 @@ def test_a_tool_that_is_missing_is_named():
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 2 and done.stderr.endswith(
-            f"launch: {tool} is not installed here\n"
+            f"launch: {tool} is not installed on this machine\n"
         )
 
 
