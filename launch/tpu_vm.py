@@ -14,9 +14,9 @@ also a verb:
 
 The bucket is mounted as ~/transformer/runs on every worker (gcsfuse), so all workers share one
 --workdir, and it outlives the TPU. Ctrl-C stops following the output; the run continues. The exit
-code is that of the run. Exit code 2, a mistake, is not retried. The TPU stays up, unless --delete is
-given and the run succeeds. Each run of a sweep uses the whole TPU, one run after another. To split
-a sweep instead, start several TPUs with --shard=1/4, --shard=2/4, ...
+code is that of the run. Exit code 2, a mistake, is not retried. The TPU stays up, unless --delete
+is given and the run succeeds. Each run of a sweep uses the whole TPU, one run after another. To
+split a sweep instead, start several TPUs with --shard=1/4, --shard=2/4, ...
 """
 
 import re
