@@ -6,7 +6,7 @@
 #                model, evaluate it, generate, plan
 # make lint      check style and imports, which `make test` also does
 
-# The first supported Python.
+# The first Python on the PATH with a supported version.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
 		2>/dev/null && echo $$p && break; done)
@@ -49,7 +49,7 @@ lint: .venv/installed-test
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11, 3.12 or 3.13 found;" \
-		"set one with make PYTHON=/path/to/python3"; exit 1; }
+		"give its path with make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt

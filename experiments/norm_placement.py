@@ -67,7 +67,7 @@ def sweep():
         vary(
             "model.norm_placement", "pre", "post", "peri", "res_post", "deepnorm", "none", "rezero"
         ),
-        question="Which norm placement translates best after 1,000 steps with six layers per stack?",
+        question="Which norm placement translates best after 1,000 steps, six layers per stack?",
         declared={
             "parameters": "placements differ in their number of norms; none has no norms, and "
             "rezero has one gate per sublayer"

@@ -8,9 +8,9 @@ three environment variables (see transformer/parallel/processes.py). Lines of pr
 unchanged, and lines of the others with their index in front. Gloo's messages about connections, and
 XLA's stack trace when process 0 is lost, are omitted unless TRANSFORMER_TRACEBACKS=1.
 
-If one process dies, the others end within seconds. After a death, or when all processes stopped in
-order to resume (a preemption: exit code 143), the command is restarted, at most `--restarts` times.
-Ctrl-C and SIGTERM are passed on to all processes, and nothing is restarted.
+If one process dies, the others end within seconds. After a death or a preemption (exit code 143),
+the command is restarted, at most `--restarts` times. Ctrl-C and SIGTERM are passed on to all
+processes, and nothing is restarted after them.
 """
 
 import contextlib

@@ -66,7 +66,7 @@ def script(args) -> str:
 
 
 def check(args) -> None:
-    """Exits with code 2 if SLURM would reject an option, or read it as something else."""
+    """Exits with code 2 if SLURM would reject or misread an option. Warns if .venv is missing."""
     check_command(args.command, Path(args.folder))
     check_numbers(args, nodes=1, gpus_per_node=0, cpus_per_task=0, array=0, restarts=0)
     if not re.fullmatch(r"(\d+-)?\d+(:[0-5]?\d){,2}", args.time):
@@ -90,7 +90,7 @@ def check(args) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus-per-node", type=int, default=0, help="0: only CPUs")
+    parser.add_argument("--gpus-per-node", type=int, default=0, help="0: CPUs only")
     parser.add_argument("--cpus-per-task", type=int, default=0)
     parser.add_argument(
         "--array",

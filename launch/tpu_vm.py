@@ -87,6 +87,7 @@ class Tpu:
         )
 
     def gcloud(self, verb: str, *options: str, said: list[str] | None = None) -> int:
+        """Runs a gcloud command for this TPU VM."""
         return run([*GCLOUD, verb, *self.where, *options], self.dry, said=said)
 
     def on(self, worker: str, command: str) -> int:
@@ -94,7 +95,7 @@ class Tpu:
         return self.gcloud("ssh", f"--worker={worker}", f"--command={command}")
 
     def create(self) -> int:
-        """Returns 0, MISTAKE if a second try would also fail, or otherwise gcloud's exit code."""
+        """Creates the TPU. Returns MISTAKE if a second try would also fail."""
         kind, image = product(self.args.type)
         spot = ["--spot"] if self.args.spot else []
         lines: list[str] = []
@@ -105,6 +106,7 @@ class Tpu:
         return MISTAKE if code and (STAYS.search(errors) or not PASSES.search(errors)) else code
 
     def install(self) -> int:
+        """Copies the committed code to all workers, installs it, and mounts the bucket."""
         steps = (
             f"mkdir -p transformer/runs && tar xzf {ARCHIVE} -C transformer && "
             "cd transformer && python3 -m venv .venv && "
@@ -173,9 +175,11 @@ class Tpu:
         return self.on("all", "pkill -TERM -f '^[^ ]*python -m transformer' || true")
 
     def status(self) -> int:
+        """Prints the state of the TPU."""
         return self.gcloud("describe", "--format=value(state)")
 
     def delete(self) -> int:
+        """Deletes the TPU."""
         return self.gcloud("delete", "--quiet")
 
     def state(self) -> str:
@@ -187,7 +191,7 @@ class Tpu:
         return subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
 
     def up(self) -> int:
-        """Creates, installs, starts and follows. Retries unless the exit code is 0 or MISTAKE."""
+        """Creates, installs, starts and follows. Retries after any exit code but 0 and MISTAKE."""
         for attempt in range(self.args.restarts + 1):
             if attempt:
                 print(f"launch: restarting ({attempt} of {self.args.restarts})", file=sys.stderr)

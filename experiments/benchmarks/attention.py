@@ -1,4 +1,4 @@
-"""Measures time and memory of blockwise attention against the reference backend, with gradients.
+"""Compares the time and memory of blockwise and reference attention, forward and backward.
 
     python experiments/benchmarks/attention.py [--lengths=512,1024,2048,4096] [--longest=32768]
 

@@ -3,8 +3,8 @@
     python experiments/benchmarks/host_memory.py [--rounds=6]
 
 One process keeps freed memory and one does not. They take 10 steps in turn. Prints the median
-milliseconds per step, the page faults per step, and the ratio of times in each round. See
-transformer/parallel/host.py.
+milliseconds and page faults per step, and the ratio of times over the rounds (median, min, max).
+See transformer/parallel/host.py.
 """
 
 import json

@@ -1,9 +1,9 @@
 r"""How deep can a stack be under each norm placement? Wang et al. (2022), Kim et al. (2025).
 
-Wang et al., "DeepNet: Scaling Transformers to 1,000 Layers", claim that post-norm trains 6 layers
-but fails with 24 and more, and that a larger residual scale and a smaller initialization (DeepNorm)
-train at any depth. Pre-norm does too, and so does a norm before and after the branch (peri-norm;
-Kim et al., "Peri-LN").
+The papers are "DeepNet: Scaling Transformers to 1,000 Layers" and "Peri-LN". They claim that
+post-norm trains 6 layers but fails with 24 and more. With a larger residual scale and a smaller
+initialization (DeepNorm), it trains at any depth. So do pre-norm, and norms on both sides of the
+branch (peri-norm).
 
     python -m transformer sweep --config=experiments/findings/deep_stacks.py \
         --workdir=runs/deep_stacks

@@ -21,10 +21,10 @@ per token; perplexity in parentheses):
     unmasked     8.340 +- 0.084   (4,187)      0.149 +- 0.029     (1.2)
 
 The results confirm the exercise. Without the mask, the model reads the target: its perplexity is
-1.2 of 2,048 tokens. With the mask restored, its loss is higher by 3.556 [3.526, 3.585] nats than
-that of the model trained with the mask, and higher than that of uniform predictions (log 2,048 =
-7.62). The model trained with the mask loses little when it is evaluated without: it has not learned
-to use later tokens.
+1.2, with a vocabulary of 2,048 tokens. With the mask restored, its loss is 3.556 [3.526, 3.585]
+nats higher than that of the model trained with the mask, and higher than that of uniform
+predictions (log 2,048 = 7.62). The model trained with the mask loses little when it is evaluated
+without, because it has not learned to use later tokens.
 """
 
 import ml_collections

@@ -40,9 +40,9 @@ split):
 
 The results confirm the papers. ALiBi stays flat, and even improves by 0.02, since fewer tokens are
 at the beginning of a sequence. The others lose, at twice and at sixteen times the length: T5's bias
-0.05 and 0.32, rotary 0.04 and 0.54. Sinusoids lose 0.32 at twice the length. Apart from ALiBi, no
-positions lose least (0.17); they extrapolate better than rotary, though from a higher loss. At the
-training length, rotary is best, 0.088 [0.078, 0.098] ahead of ALiBi.
+0.05 and 0.32, rotary 0.04 and 0.54. Sinusoids lose 0.32 at twice the length. Apart from ALiBi,
+the model without positions loses least (0.17). It extrapolates better than rotary, though from a
+higher loss. At the training length, rotary is best, 0.088 [0.078, 0.098] ahead of ALiBi.
 
 Unlike in Press et al., ALiBi's loss does not fall further with more context: a model of 1.1 M
 parameters does not use context beyond 64 tokens.

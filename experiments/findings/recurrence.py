@@ -35,9 +35,9 @@ where they are not zero):
     64    1.000    1.000   0                 0.749 +- 0.175     0                 0.086 +- 0.019
 
 The results confirm the papers. A network with a single state (64 numbers, 1,000 steps) remembers
-only a few letters. Attention has every letter one step away, and the distance makes no difference
-to it. LSTMs with attention are in between: they match Transformers up to 32 letters, but do not
-learn 64 in the same number of steps (their loss was still falling).
+only a few letters. Attention reaches every letter in one step, so the distance makes no difference.
+LSTMs with attention are in between: they match Transformers up to 32 letters, but do not learn 64
+in the same number of steps (their loss was still falling).
 """
 
 import ml_collections
@@ -81,7 +81,7 @@ ATTENTION = {
     | {"model.d_ff": 128, "model.num_heads": 4, "model.attention_backend": "reference"},
     "large": ATTENTION,
 }
-"""Scale -> overrides of the attention arm. At the large scale, d_ff is 2,048 and num_heads 8."""
+"""Scale -> overrides of the attention arm. "large" has the default d_ff, 2,048, and 8 heads."""
 
 
 def get_config(scale="small"):
