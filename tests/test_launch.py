@@ -177,7 +177,7 @@ def test_tpu_vm_waits_for_capacity_and_for_nothing_else(tools, tmp_path, said, t
         "tpu_vm.py", *UP, "--restarts=2", *TRAIN, path=path, code=2 if tried == 1 else 1
     )
     assert (tmp_path / "log").read_text().count("x") == tried == errors.count(said)
-    assert "stays up" not in errors and errors.count("beginning again") == tried - 1
+    assert "stays up" not in errors and errors.count("restarting") == tried - 1
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_tpu_that_stays_up_is_told_last(tools, code, delete, stays):
     )  # fmt: skip
     assert result.returncode == code
     reminder = (
-        "launch: my-tpu stays up, and is paid for, until it is deleted: "
+        "launch: my-tpu stays up and is billed until it is deleted: "
         "python launch/tpu_vm.py delete my-tpu --zone=z --project=p\n"
     )
     assert (

@@ -185,7 +185,7 @@ def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path
     assert time.monotonic() - killed_at < 60
     _, errors = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, errors
-    assert "process 1 of 2 was killed by SIGKILL" in errors and "starting again (1 of 1)" in errors
+    assert "process 1 of 2 was killed by SIGKILL" in errors and "restarting (1 of 1)" in errors
     assert "error: process 1 of this run ended or cannot be reached; see its log" in errors
     assert "Traceback" not in errors and "stack trace" not in errors
     assert "resumed     at step" in errors
