@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import meta
 
 from transformer import ModelConfig, UserError, build_model
 from transformer.config import Experiment
 from transformer.decoding.prefill import prefill
 from transformer.mapping import from_mapping
 from transformer.model.attention_backends import BACKENDS
+from transformer.model.network import abstract_params
 from transformer.model.positions import SCHEMES
 
 jax.config.update(
@@ -80,27 +80,20 @@ def make(config: ModelConfig, seed: int = 0, noise: float = 0.3):
     With these values gains, offsets, biases, gates and tables affect the results. Nothing is
     compiled: compiling the initialization takes longer than the rest of a test.
     """
-    model, args = (
-        build_model(config),
-        (jnp.zeros((1, 1), jnp.int32),) * (1 + config.is_encoder_decoder),
-    )
-    abstract = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), *args))
+    abstract = abstract_params(config)
     generator = np.random.default_rng(seed)
 
     def draw(path, x):
         mean = 1.0 if path[-1].key == "gain" and not config.norm_zero_centered else 0.0
         return jnp.asarray(mean + noise * generator.standard_normal(x.shape), x.dtype)
 
-    return model, jax.tree_util.tree_map_with_path(draw, abstract)
+    return build_model(config), jax.tree_util.tree_map_with_path(draw, abstract)
 
 
 def initialised(config: ModelConfig, seed: int = 0):
     """Returns (model, params) with the parameters that training starts from."""
-    model, args = (
-        build_model(config),
-        (jnp.zeros((1, 1), jnp.int32),) * (1 + config.is_encoder_decoder),
-    )
-    return model, meta.unbox(jax.jit(model.init)(jax.random.key(seed), *args))
+    model, args = build_model(config), [jnp.zeros((1, 1), jnp.int32)] * len(config.sides)
+    return model, jax.jit(model.init)(jax.random.key(seed), *args)
 
 
 def masks(*sides) -> dict:
@@ -119,7 +112,7 @@ def start_decoding(model, params, prompt, slots: int, source=None):
         return prefill(model, params, prompt, slots, source, *(x != 0 for x in padded))
 
     padded = (prompt,) if source is None else (prompt, source)
-    return jax.jit(run)(params["params"], prompt, source)
+    return jax.jit(run)(params, prompt, source)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -29,7 +29,7 @@ def forward(config, params, *sides, **where):
 
     `where` contains the keyword arguments of `model.apply` (segments, positions).
     """
-    p = _float64(params["params"])
+    p = _float64(params)
     run = {"encoder": _encoder_only, "decoder": _decoder_only, "encoder_decoder": _both}[
         config.family
     ]

@@ -23,7 +23,10 @@ def get_config():
     )
     config.data = dict(train="pairs.tsv", objective="seq2seq", length=64, batch_size=4, held_out=10)
     config.optimizer = dict(warmup_steps=2)
-    config.train = dict(steps=6, log_every=2, eval_every=3, checkpoint_every=3)
+    samples = dict(name="translation", sentences=4, samples=2)
+    config.train = dict(
+        steps=6, log_every=2, eval_every=3, checkpoint_every=3, evaluators=[samples],
+    )
     config.mesh = dict(data=1)
     config.decoding = dict(beam_size=2, max_extra=4, batch_size=8)
     return config
@@ -88,16 +91,24 @@ def test_a_run_directory_tells_the_whole_story(folder):
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6]
-    assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
+    evaluations = {line["step"]: line for line in lines if "eval/loss" in line}
+    assert list(evaluations) == [0, 3, 6]  # with evaluators, also before the first step
+    assert all(0 <= line["eval/translation/bleu"] <= 100 for line in evaluations.values())
+    samples = sorted((folder / "run" / "samples").iterdir())
+    assert [file.name for file in samples] == ["00000000.txt", "00000003.txt", "00000006.txt"]
+    assert samples[-1].read_text().count("source  ") == 2
     log = (folder / "train.log").read_text()
     assert "step 6/6  100%  loss" in log
-    assert "mesh        one device" in log
+    before = log[: log.index("step ")].splitlines()
+    assert len(before) <= 5 and before[0].startswith("model       encoder_decoder, ")
+    assert "(" in before[0] and before[0].endswith("per device), 1 cpu device")
 
 
 def test_evaluate_and_generate(folder):
     result = run(folder, "evaluate", "--workdir=run")
     assert result.returncode == 0, result.stderr
     assert "bleu_signature         nrefs:" in result.stdout
+    assert result.stdout.startswith("bleu ")  # the headline
     report = json.loads((folder / "run" / "test.json").read_text())
     assert report["step"] == 6 and report["sentences"] >= 10 and 0 <= report["bleu"] <= 100
     assert (folder / "run" / "samples.txt").read_text().count("source  ") == report["sentences"]

@@ -221,9 +221,9 @@ def test_bfloat16_and_shards(saved, tmp_path, monkeypatch):
     config, params = load_hf(tmp_path / "sharded")
     expected = {key: x.float().numpy() for key, x in half.state_dict().items()}
     np.testing.assert_array_equal(
-        params["params"]["embedding"]["embedding"], expected["model.embed_tokens.weight"]
+        params["embedding"]["embedding"], expected["model.embed_tokens.weight"]
     )
-    assert params["params"]["embedding"]["embedding"].dtype == np.float32
+    assert params["embedding"]["embedding"].dtype == np.float32
     monkeypatch.setattr("transformer.convert.hf.SHARD_BYTES", 20_000)
     save_hf(tmp_path / "ours", config, params)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
@@ -296,7 +296,7 @@ def test_what_they_cannot_express_is_refused_by_name(saved, tmp_path, family, ch
     config, _ = load_hf(folder)
     config = dataclasses.replace(config, **change)
     with pytest.raises(UserError, match=f"model.{field}: .* cannot be expressed by {family}"):
-        save_hf(tmp_path / "out", config, {"params": {}}, family=family)
+        save_hf(tmp_path / "out", config, {}, family=family)
     assert not list(tmp_path.iterdir())
 
 

@@ -33,7 +33,7 @@ def test_cached_decoding_equals_teacher_forcing(family, position):
     prompt = jnp.stack([jnp.pad(target[i, :n], (3 - n, 0)) for i, n in enumerate(lengths)])
     assert bool((prompt == 0).any())
     logits, memory = start_decoding(model, params, prompt, 10, *sources)
-    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(model, params, t, m))
     for k in range(6):
         expected = jnp.stack(
             [teacher_forced[i, n - 1 + k] for i, n in enumerate(lengths) if n - 1 + k < 8]
@@ -70,7 +70,7 @@ def searcher(model, params, source, limits, beam_size: int, max_new: int, eos=EO
     return jax.jit(
         lambda alpha: beam_search(
             model,
-            params["params"],
+            params,
             start,
             limits,
             beam_size=beam_size,
@@ -173,7 +173,7 @@ def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
         return jax.jit(
             lambda prompt, limits, source: beam_search(
                 model,
-                params["params"],
+                params,
                 prompt,
                 limits,
                 beam_size=k,
@@ -185,7 +185,7 @@ def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
 
     keys = jax.random.split(jax.random.key(0), 3)
     greedy = jax.jit(
-        lambda s: sample(model, params["params"], prompt, limits, keys, source_BxS=s, **options)
+        lambda s: sample(model, params, prompt, limits, keys, source_BxS=s, **options)
     )(source)
     np.testing.assert_array_equal(search(1)(prompt, limits, source)[0][:, 0], greedy)
     wide = search(4)
@@ -201,7 +201,7 @@ def test_greedy_decoding_takes_the_likeliest_token_of_the_whole_model():
     model, params = make(small("decoder"))
     prompt, keys = tokens(3, 2, 3), jax.random.split(jax.random.key(0), 2)
     greedy = jax.jit(
-        lambda x: sample(model, params["params"], x, jnp.array([6, 2]), keys, max_new=6, **ENDING)
+        lambda x: sample(model, params, x, jnp.array([6, 2]), keys, max_new=6, **ENDING)
     )
     out, apply = np.asarray(greedy(prompt)), jax.jit(model.apply)
     assert (out[1, 2:] == 0).all()
@@ -220,9 +220,7 @@ def test_sampling_draws_from_the_distribution_and_each_row_by_its_own_key():
     prompt = jnp.broadcast_to(tokens(3, 1, 3), (rows, 3))
     keys = jax.random.split(jax.random.key(1), rows)
     draw = jax.jit(
-        lambda p, k, n: sample(
-            model, params["params"], p, n, k, max_new=1, temperature=0.7, **ENDING
-        )
+        lambda p, k, n: sample(model, params, p, n, k, max_new=1, temperature=0.7, **ENDING)
     )
     out = np.asarray(draw(prompt, keys, jnp.ones(rows, jnp.int32)))[:, 0]
     # Padding is never generated.

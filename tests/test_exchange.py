@@ -341,7 +341,7 @@ def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
     with use(make_mesh(MeshConfig(data=2))) as mesh:
         trained = load_trained(tmp_path / "run", load_config(tmp_path / "run"), mesh)
     assert trained.config.model.d_model == config.d_model
-    jax.tree.map(np.testing.assert_array_equal, trained.params, params["params"])
+    jax.tree.map(np.testing.assert_array_equal, trained.params, params)
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["converted_from"] == str(
         gpt2
     )

@@ -53,7 +53,7 @@ def test_the_costs_are_their_equations():
 def test_a_router_that_favours_nobody_costs_one():
     config = small("decoder", feed_forward=EXPERTS)
     _, params = make(config)
-    router = params["params"]["decoder"]["layers"]["feed_forward"]["router"]
+    router = params["decoder"]["layers"]["feed_forward"]["router"]
     router["kernel"] = jnp.zeros_like(router["kernel"])
     np.testing.assert_allclose(sown(config, tokens(0, 2, 6), params)[1]["balance"], 1.0, rtol=1e-5)
 
@@ -144,7 +144,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
 def test_every_other_layer_may_be_a_mixture():
     config = small("decoder", layer_pattern=({}, {"feed_forward": EXPERTS}), num_decoder_layers=4)
     _, params = make(config)
-    layers = params["params"]["decoder"]["layers"]
+    layers = params["decoder"]["layers"]
     assert (
         "router" in layers["layer_1"]["feed_forward"]
         and "router" not in layers["layer_0"]["feed_forward"]

@@ -148,7 +148,7 @@ def test_every_special_token():
             max_new=2,
             source_BxS=source,
         )
-        return traced(generate, params["params"])
+        return traced(generate, params)
 
     assert walked(SPECIAL_TOKENS, generated, base) == ["bos_id"]
     assert not walked(SPECIAL_TOKENS, lambda tree: str(write(ModelConfig(**tree), {})), base)

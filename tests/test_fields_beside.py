@@ -288,7 +288,7 @@ def test_every_field_of_decoding():
     special_tokens = types.SimpleNamespace(pad=0, bos=1, eos=2, source_prefix_ids=[])
     params = jax.eval_shape(
         build_model(ModelConfig(**DECODER)).init, jax.random.key(0), jnp.ones((1, 4), jnp.int32)
-    )["params"]
+    )
 
     def of_decoding(tree):
         config = from_mapping(

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ALONE
-from flax.core import meta
 
 from transformer import ModelConfig, build_model
 from transformer.model.attention_backends import BACKENDS, Inputs
@@ -71,8 +70,8 @@ def test_shapes(d_model, heads, length, d_k):
     )  # fmt: skip
     x = jax.ShapeDtypeStruct((1, length), jnp.int32)
     model = build_model(config)
-    params = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), x))
-    attention = params["params"]["decoder"]["layers_0"]["self_attention"]
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    attention = params["decoder"]["layers_0"]["self_attention"]
     assert config.head_size == d_k
     for part in ("query", "key", "value"):
         assert attention[part]["kernel"].shape == (d_model, heads, d_k)
@@ -120,8 +119,8 @@ def test_disentangled_attention_is_that_of_the_authors():
     )
     _, params = make(config)
     weights, table = (
-        params["params"]["encoder"]["layers_0"]["self_attention"],
-        params["params"]["encoder"]["relative_embedding"],
+        params["encoder"]["layers_0"]["self_attention"],
+        params["encoder"]["relative_embedding"],
     )
     reference = deberta.DisentangledSelfAttention(deberta.DebertaConfig(
         hidden_size=d, num_attention_heads=n, relative_attention=True, pos_att_type=["c2p", "p2c"],

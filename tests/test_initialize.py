@@ -148,7 +148,7 @@ def test_a_hugging_face_directory(tmp_path):
     save_hf(tmp_path / "hf", config, params, family="gpt2")
     model = {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}
     _, initialized = started(experiment(model, {"init_from": str(tmp_path / "hf")}))
-    for name, x in unstack(config, params["params"]).items():
+    for name, x in unstack(config, params).items():
         np.testing.assert_array_equal(initialized[name], x, err_msg=name)
 
 

@@ -108,9 +108,9 @@ def test_prompts_and_caches_that_do_not_fit():
     with pytest.raises(
         UserError, match="prompt_mask: padding after a real token; pad prompts on the left"
     ):
-        prefill(model, params["params"], x, 8, None, x[:, ::-1] != x[:, :1])
+        prefill(model, params, x, 8, None, x[:, ::-1] != x[:, :1])
     with pytest.raises(UserError, match=r"cache: 3 slots cannot hold 0 \+ 4 tokens"):
-        prefill(model, params["params"], x, 3)
+        prefill(model, params, x, 3)
 
 
 @pytest.mark.parametrize("position", ["learned", "xpos"])
@@ -118,8 +118,8 @@ def test_no_cache_is_longer_than_the_positions(position):
     """Past its last position, a table would repeat its last row, and xPos has no factor."""
     model, params = make(small("decoder", position=position))
     x = tokens(0, 1, 4)
-    assert prefill(model, params["params"], x, 24)[0].shape == (1, 37)
+    assert prefill(model, params, x, 24)[0].shape == (1, 37)
     with pytest.raises(UserError, match=r"take 25 tokens, but the positions .* end at 23"):
-        prefill(model, params["params"], x, 25)
+        prefill(model, params, x, 25)
     model, params = make(small("decoder", position="rotary"))
-    assert prefill(model, params["params"], x, 25)[0].shape == (1, 37)
+    assert prefill(model, params, x, 25)[0].shape == (1, 37)

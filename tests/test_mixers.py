@@ -59,7 +59,7 @@ def made(name: str):
 
 
 def sublayer(params, scope):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), params["params"]["decoder"])[scope]
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), params["decoder"])[scope]
 
 
 def alone(config, params, x, segments, position=None):
@@ -85,7 +85,7 @@ def test_mla_is_its_equations(window):
         num_kv_heads=0, d_value=5,
     )  # fmt: skip
     _, params = make(config)
-    mixer_params = params["params"]["decoder"]["layers_0"]["self_attention"]
+    mixer_params = params["decoder"]["layers_0"]["self_attention"]
     x = np.random.default_rng(0).standard_normal((2, 9, 16)).astype(np.float32)
 
     def rotate(vector, t):
@@ -119,7 +119,7 @@ def test_gated_delta_is_its_recurrence(twice):
             "decoder", mixer=mixer, position="none", scan_layers=False, num_kv_heads=0, d_value=6
         )
         _, params = make(config)
-        mixer_params = params["params"]["decoder"]["layers_0"]["gated_delta"]
+        mixer_params = params["decoder"]["layers_0"]["gated_delta"]
         params64 = jax.tree.map(lambda a: np.asarray(a, np.float64), mixer_params)
         expected = np.stack(
             [
@@ -141,7 +141,7 @@ def test_decoding_in_parts_equals_reading_at_once(name):
     padding_mask = jnp.asarray(np.arange(16) >= start)
     positions = jnp.maximum(jnp.arange(16) - start, 0)
     whole = apply(params, x, padding_mask=padding_mask, positions=positions)
-    logits, memory = prefill(model, params["params"], x[:, :7], 16, None, padding_mask[:, :7])
+    logits, memory = prefill(model, params, x[:, :7], 16, None, padding_mask[:, :7])
     np.testing.assert_allclose(logits, whole[:, 6], atol=1e-4)
     cache = memory.cache
     for part in ((7, 8), (8, 11), (11, 12), (12, 16)):
@@ -205,7 +205,7 @@ def test_states_are_as_large_as_they_must_be():
 def test_beams_share_what_was_read_of_the_source():
     model, params = make(small("encoder_decoder", position="t5"))
     source, prompt = tokens(3, 2, 6), tokens(4, 2, 1)
-    _, memory = prefill(model, params["params"], prompt, 8, source)
+    _, memory = prefill(model, params, prompt, 8, source)
     cache = memory.cache.reorder(lambda x: jnp.repeat(x, 3, axis=0), scanned=True)
     memory = memory.replace(cache=cache)
     assert isinstance(cache.layers, LayerState)
@@ -214,7 +214,7 @@ def test_beams_share_what_was_read_of_the_source():
         and cache.layers.source.value.k_BxSxKxH.shape[1] == 2
     )
     next_tokens = tokens(5, 6, 1)[:, 0]
-    logits, _ = advance(model, params["params"], next_tokens, memory)
+    logits, _ = advance(model, params, next_tokens, memory)
     for beam in range(3):
         rows = jnp.arange(2) * 3 + beam
         target = jnp.concatenate([prompt, next_tokens[rows, None]], axis=1)

@@ -29,10 +29,10 @@ def influence(config):
 
     def out(table):
         patched = jax.tree.map(lambda a: a, params)
-        patched["params"]["embedding"]["embedding"] = table
+        patched["embedding"]["embedding"] = table
         return model.apply(patched, x, method="features")[0][0].sum(-1)
 
-    table = params["params"]["embedding"]["embedding"]
+    table = params["embedding"]["embedding"]
     assert len(set(np.asarray(x[0]).tolist())) == x.shape[1], (
         "tokens must differ, so that each row of the table has one position"
     )
@@ -188,7 +188,7 @@ def test_relative_schemes_alone_do_not_move_when_all_positions_shift(position):
     model, params = make(small("decoder", position=position))
     if position == "fire":
         # Beyond its threshold, it normalizes distances by the query position.
-        params["params"]["decoder"]["fire_threshold"] = jnp.float32(64.0)
+        params["decoder"]["fire_threshold"] = jnp.float32(64.0)
     (x,) = inputs(model.config)
     index = jnp.arange(x.shape[1])[None]
     apply = jax.jit(model.apply)
@@ -218,7 +218,7 @@ def test_a_placement_has_exactly_its_norms(placement):
     assert set(expected) == set(PLACEMENTS)
     _, params = make(small("encoder_decoder", norm_placement=placement))
     for side in ("encoder", "decoder"):
-        stack = params["params"][side]
+        stack = params[side]
         parts = {
             part
             for name, tree in stack["layers"].items()
@@ -241,9 +241,9 @@ def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
         pytest.approx(40**-0.25),
     )
     plain, scaled = (
-        initialised(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["params"][
-            "decoder"
-        ]["layers"]
+        initialised(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["decoder"][
+            "layers"
+        ]
         for p in ("post", "deepnorm")
     )
     for part, gain in {
@@ -308,9 +308,7 @@ def test_whatever_stands_in_a_padded_position_reaches_nothing():
     x = jnp.pad(tokens(0, 1, 5), ((0, 0), (0, 2)))
     base = model.apply(params, x, **masks(x))
     poisoned = jax.tree.map(lambda a: a, params)
-    poisoned["params"]["embedding"]["embedding"] = (
-        params["params"]["embedding"]["embedding"].at[0].set(1e30)
-    )
+    poisoned["embedding"]["embedding"] = params["embedding"]["embedding"].at[0].set(1e30)
     np.testing.assert_array_equal(
         model.apply(poisoned, x, **masks(x), method="features")[0][:, :5],
         model.apply(params, x, **masks(x), method="features")[0][:, :5],

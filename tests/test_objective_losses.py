@@ -13,7 +13,6 @@ from transformer.data.objectives.language_model import CausalLM
 from transformer.data.pipeline import open_data
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.parallel.sharding import unbox
 from transformer.training.loss import Sums
 from transformer.training.state import TrainState
 from transformer.training.step import training_step
@@ -47,8 +46,7 @@ def test_an_objective_with_a_loss_of_its_own(text, monkeypatch):
     model, optimizer = build_model(config.model), optax.sgd(1.0)
     batch = open_data(config).batches("train")[0]
     with use(make_mesh(config.mesh)) as mesh:
-        params = jax.jit(model.init)(jax.random.key(0), batch["inputs"][:1, :8])["params"]
-        params = unbox(params)
+        params = jax.jit(model.init)(jax.random.key(0), batch["inputs"][:1, :8])
 
         def update(config):
             state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
@@ -64,7 +62,7 @@ def test_an_objective_with_a_loss_of_its_own(text, monkeypatch):
 
         def loss(params):
             apply = lambda method: model.apply(
-                {"params": params},
+                params,
                 batch["inputs"],
                 positions=batch["positions"],
                 segment_ids=batch["segments"],

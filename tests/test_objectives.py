@@ -145,7 +145,7 @@ def test_decoding_after_a_prefix_equals_reading_all_at_once(position):
     causal = jax.jit(model.apply)(params, x)
     assert np.abs(np.asarray(whole - causal))[:, :3].max() > 1e-2
     logits, memory = start_decoding(model, params, x[:, :4], 8)
-    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(model, params, t, m))
     for t in range(4, 8):
         np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
         logits, memory = step(x[:, t], memory)

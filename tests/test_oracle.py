@@ -105,12 +105,8 @@ def given(config, batch=2):
 
 def each_layer(config, params):
     """Returns the parameters with one subtree per layer, the layout that the oracle reads."""
-    flat = flatten(params["params"])
-    return {
-        "params": unflatten(
-            {name: part(flat[path], i) for name, (path, i) in where(config, flat).items()}
-        )
-    }
+    flat = flatten(params)
+    return unflatten({name: part(flat[path], i) for name, (path, i) in where(config, flat).items()})
 
 
 def compare(config):
@@ -213,7 +209,7 @@ def test_cached_decoding(variant, scan):
     x = tokens(0, 2, 8)
     expected = oracle.forward(config, each_layer(config, params), x)
     logits, memory = start_decoding(model, params, x[:, :3], 8)
-    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(model, params, t, m))
     for t in range(3, 8):
         np.testing.assert_allclose(logits, expected[:, t - 1], atol=3e-5)
         logits, memory = step(x[:, t], memory)

@@ -140,7 +140,7 @@ def test_zero_can_be_written(made, name, beams):
         run = lambda p, x: beam_search(
             module, p, x, limits, beam_size=beams, alpha=0.0, max_new=max_new
         )[0][:, 0]
-    generated = np.asarray(jax.jit(run)(params["params"], x))
+    generated = np.asarray(jax.jit(run)(params, x))
     np.testing.assert_array_equal(generated[:, : expected.shape[1]], expected)
     assert (generated[:, expected.shape[1] :] == 8).all()
 
@@ -166,11 +166,11 @@ def test_generation_begins_with_the_start_token(made):
             0, 1:
         ]
     keys, limits = jax.random.split(jax.random.key(0), 1), jnp.full(1, 5)
-    generated = sample(module, params["params"], None, limits, keys, max_new=5, source_BxS=source)
+    generated = sample(module, params, None, limits, keys, max_new=5, source_BxS=source)
     np.testing.assert_array_equal(np.asarray(generated)[0, : len(expected)], expected)
     without_start = build_model(dataclasses.replace(config, decoder_start_id=None))
     with pytest.raises(UserError, match=r"prompt: None.* set model\.decoder_start_id"):
-        sample(without_start, params["params"], None, limits, keys, max_new=5, source_BxS=source)
+        sample(without_start, params, None, limits, keys, max_new=5, source_BxS=source)
 
 
 SAID = [
@@ -283,9 +283,7 @@ def test_the_end_is_said_or_in_the_config():
     plain, params = make(small("decoder", vocab_size=5, scan_layers=False))
     keys, limits, x = jax.random.split(jax.random.key(0), 2), jnp.array([6, 3]), tokens(0, 2, 3, 5)
     with_fields = lambda **fields: build_model(dataclasses.replace(plain.config, **fields))
-    run = lambda model, **kwargs: sample(
-        model, params["params"], x, limits, keys, max_new=6, **kwargs
-    )
+    run = lambda model, **kwargs: sample(model, params, x, limits, keys, max_new=6, **kwargs)
     for model, kwargs in ((plain, {}), (with_fields(pad_id=1), {"pad_id": 0})):
         with pytest.raises(UserError, match=r"eos_id: neither given nor in the config"):
             run(model, **kwargs)
@@ -304,7 +302,7 @@ def test_a_beam_has_no_room_beyond_max_new():
     model, params = make(small("decoder", vocab_size=9, eos_id=2, scan_layers=False), noise=0.5)
     search = jax.jit(
         lambda limits: beam_search(
-            model, params["params"], tokens(0, 2, 3, 9), limits, beam_size=3, alpha=0.6, max_new=4
+            model, params, tokens(0, 2, 3, 9), limits, beam_size=3, alpha=0.6, max_new=4
         )
     )
     for actual, expected in zip(search(jnp.array([9, 4])), search(jnp.array([4, 4])), strict=True):

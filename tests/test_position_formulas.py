@@ -127,7 +127,7 @@ def test_xpos_decodes_from_a_cache_across_blocks():
     text = tokens(1, 2, 7)
     full_logits = jax.jit(model.apply)(params, text)
     logits, memory = start_decoding(model, params, text[:, :2], 9)
-    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(model, params, t, m))
     for t in range(2, 7):
         np.testing.assert_allclose(logits, full_logits[:, t - 1], atol=3e-5)
         logits, memory = step(text[:, t], memory)

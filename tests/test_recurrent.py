@@ -48,7 +48,7 @@ def recurrent(source: str = "attention", sizes: dict = SMALL, **fields) -> dict:
 
 def slow(params, source, target, last=False):
     """Computes the float64 logits of one pair, token by token, from the equations."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params["params"])
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     table = p["embedding"]["embedding"]
     layer = lambda side, i: jax.tree.map(lambda x: x[0], p[side]["layers"][f"layer_{i}"])["lstm"]
     x, y, source_mask, target_mask = (
@@ -91,7 +91,7 @@ def test_without_attention_it_reads_the_last_state(model):
     padding = masks(source, target)
     last_model, last_params = make(ModelConfig(**recurrent("last")), noise=0.4)
     ablated = jax.tree.map(lambda x, _: x, params, params)
-    lstm_params = ablated["params"]["decoder"]["layers"]["layer_0"]["lstm"]
+    lstm_params = ablated["decoder"]["layers"]["layer_0"]["lstm"]
     for name in ("query", "score", "keys"):
         del lstm_params[name]
     assert jax.tree.structure(ablated) == jax.tree.structure(last_params), (
@@ -184,7 +184,7 @@ def test_step_by_step_is_all_at_once(model):
     source = source.at[1, 5:].set(0)
     full_logits = apply(params, source, target, **masks(source, target))
     logits, memory = start_decoding(module, params, target[:, :2], 6, source)
-    step = jax.jit(lambda t, m: advance(module, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(module, params, t, m))
     for t in range(2, 5):
         np.testing.assert_allclose(logits, full_logits[:, t - 1], atol=2e-5)
         logits, memory = step(target[:, t], memory)
@@ -198,7 +198,7 @@ def test_a_beams_score_is_that_of_its_text(model):
     search = jax.jit(
         lambda source: beam_search(
             module,
-            params["params"],
+            params,
             start,
             jnp.full(2, 5),
             beam_size=3,
@@ -253,7 +253,7 @@ def test_it_learns_on_any_mesh(dtype):
 def test_its_matrices_decay_like_those_of_attention(model):
     from transformer.training.optimizer import decayed
 
-    flags = jax.tree_util.tree_leaves_with_path(decayed(model[1]["params"]))
+    flags = jax.tree_util.tree_leaves_with_path(decayed(model[1]))
     not_decayed = {path[-1].key for path, flag in flags if not flag}
     assert not_decayed == {"bias"} and len(flags) > 10
 

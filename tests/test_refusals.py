@@ -309,9 +309,7 @@ def test_hugging_face(tmp_path):
     llama_config = lambda **fields: ModelConfig(
         **{**MODEL, "position": "rotary", **llama_fields, **fields}
     )
-    save = lambda config, family=None: save_hf(
-        tmp_path / "out", config, {"params": {}}, family=family
-    )
+    save = lambda config, family=None: save_hf(tmp_path / "out", config, {}, family=family)
     with refused(
         "model.position.scaling: 'ntk' has no counterpart in Transformers; "
         "use one of none, linear, dynamic"

@@ -54,7 +54,7 @@ def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
         plain_logits = jax.jit(plain.apply)(params, source, target, **padding)
         assert np.abs(np.asarray(plain_logits - full_logits)).max() > 1e-3
     logits, memory = start_decoding(model, params, target[:, :2], 10, source)
-    step = jax.jit(lambda t, memory: advance(model, params["params"], t, memory))
+    step = jax.jit(lambda t, memory: advance(model, params, t, memory))
     for t in range(2, 7):
         np.testing.assert_allclose(logits, full_logits[:, t - 1], atol=3e-5)
         logits, memory = step(target[:, t], memory)
@@ -69,10 +69,10 @@ def test_nan_in_padding_reaches_no_logit_and_no_gradient(family):
     ]
 
     def loss(table):
-        p = {"params": params["params"] | {"embedding": {"embedding": table}}}
+        p = params | {"embedding": {"embedding": table}}
         return jnp.square(model.apply(p, *inputs, **masks(*inputs))[:, :4]).mean()
 
-    table = params["params"]["embedding"]["embedding"]
+    table = params["embedding"]["embedding"]
     value, gradient = jax.value_and_grad(loss)(table)
     nan_value, nan_gradient = jax.value_and_grad(loss)(table.at[0].set(jnp.nan))
     assert float(value) == float(nan_value)
@@ -170,13 +170,13 @@ def test_a_classifier_reads_tokens_and_no_padding(family, pooling):
     np.testing.assert_allclose(padded[:, :5] if pooling == "none" else padded, labels, atol=1e-5)
     h = np.asarray(model.apply(params, x, method="hidden")[0])
     pooled = {"cls": h[:, 0], "mean": h.mean(1), "last": h[:, -1], "none": h}[pooling]
-    head = params["params"]["classifier"]
+    head = params["classifier"]
     if pooling == "cls":
         pooled = np.tanh(pooled @ head["pooler"]["kernel"] + head["pooler"]["bias"])
     np.testing.assert_allclose(
         labels, pooled @ head["labels"]["kernel"] + head["labels"]["bias"], atol=1e-5
     )
-    assert "unembedding" not in params["params"]
+    assert "unembedding" not in params
 
 
 def test_a_language_model_may_have_labels_too():
@@ -204,7 +204,7 @@ def test_a_pattern_over_layers_is_looped_by_its_period():
         == 1
     )
     _, params = make(config)
-    layers = params["params"]["decoder"]["layers"]
+    layers = params["decoder"]["layers"]
     assert layers.keys() == {"layer_0", "layer_1"}
     assert layers["layer_1"]["feed_forward"]["in"]["kernel"].shape[0] == 3
     with pytest.raises(
@@ -293,7 +293,7 @@ def _start(config):
     return {
         name: np.asarray(x)
         for name, x in flatten(
-            initialised(dataclasses.replace(config, scan_layers=False))[1]["params"]
+            initialised(dataclasses.replace(config, scan_layers=False))[1]
         ).items()
     }
 

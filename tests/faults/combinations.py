@@ -177,7 +177,7 @@ def check(case: Case) -> str:
         assert all(math.isfinite(x) and 0 < x < 100 for x in losses), f"{case}: losses {losses}"
         with use(make_mesh(config.mesh)) as mesh:
             params = jax.device_get(load_trained(run, config, mesh).params)
-    _check_outputs(case, config.model, {"params": params})
+    _check_outputs(case, config.model, params)
     return f"{config.model.family}: trained"
 
 
