@@ -1,15 +1,20 @@
-# make run    install, fetch the text, train a small translator, evaluate it, translate
-# make test   install what tests need, run them
-# make ablation   train a small grid of norm placements and position schemes with three seeds, and write the report
-# make faults  an hour of random faults (kills, flipped bits, damaged files, odd configs), and what held
-# make slice  on the newest promised Python at hand: install, import, train a small model, evaluate it, generate, plan
-# make lint   what the tests also check: style and imports
+# make run       install, download the text, train a small translator, evaluate it, translate
+# make test      install the test dependencies and run the tests
+# make ablation  train norm placements and position schemes with three seeds, and write the report
+# make faults    inject random faults for an hour (kills, flipped bits, damaged files, odd configs)
+# make slice     with the newest supported Python that is installed: install, import, train a small
+#                model, evaluate it, generate, plan
+# make lint      check style and imports, which `make test` also does
 
+# The first Python on the PATH with a supported version.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
-# The newest, by its own name or among those that pyenv has installed.
-NEWEST ?= $(shell for v in 13 12 11; do for p in python3.$$v $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$v.*/bin/python3; do \
-	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, '$$v'))' 2>/dev/null && echo $$p && exit; done; done)
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+		2>/dev/null && echo $$p && break; done)
+# The newest supported Python, on the PATH or installed by pyenv.
+NEWEST ?= $(shell for v in 13 12 11; do \
+	for p in python3.$$v $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$v.*/bin/python3; do \
+		$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, '$$v'))' \
+			2>/dev/null && echo $$p && exit; done; done)
 BIN := .venv/bin
 WORKDIR ?= runs/quickstart
 
@@ -17,7 +22,8 @@ run: .venv/installed
 	$(BIN)/python -m transformer data tatoeba_en_es
 	$(BIN)/python -m transformer train --config=experiments/quickstart.py --workdir=$(WORKDIR)
 	$(BIN)/python -m transformer evaluate --workdir=$(WORKDIR)
-	@printf 'Where is the library?\nI have never seen such a beautiful house.\nShe told me that she was going to buy a new car.\n' > $(WORKDIR)/examples.txt
+	@printf '%s\n' 'Where is the library?' 'I have never seen such a beautiful house.' \
+		'She told me that she was going to buy a new car.' > $(WORKDIR)/examples.txt
 	$(BIN)/python -m transformer generate --workdir=$(WORKDIR) --input=$(WORKDIR)/examples.txt
 
 ablation: .venv/installed
@@ -27,7 +33,8 @@ ablation: .venv/installed
 test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@# A worker that XLA ends (tests/conftest.py says why it may) is started again, with the test it was at; a test that fails is not.
+	@# XLA may end a worker. The worker is then restarted and repeats its test. A test that fails is
+	@# not repeated.
 	$(BIN)/python -m pytest -n 2 --reruns 1 --only-rerun 'crashed while running'
 
 faults: .venv/installed-test
@@ -41,15 +48,18 @@ lint: .venv/installed-test
 	$(BIN)/ruff format --check .
 
 .venv/bin/python:
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.11, 3.12 or 3.13 found; name one with make PYTHON=/path/to/python3"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11, 3.12 or 3.13 found;" \
+		"give its path with make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable .
 	@touch $@
 
 .venv/installed-test: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[test]'
 	@touch $@ .venv/installed
 
 .PHONY: run ablation test faults slice lint

@@ -1,23 +1,27 @@
-"""Post-norm or pre-norm, and does the answer depend on the position scheme?
+"""Is post-norm or pre-norm better, and does the answer depend on the position scheme?
 
     python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
     python -m transformer compare runs/ablation
 
-or `make ablation`. One arm: --config=experiments/ablation.py:post-alibi. Small on purpose: what holds for four layers and 0.8 M tokens need
-not hold for more of either (Xiong et al. 2020 find post-norm harder to train the deeper it is).
+`make ablation` runs both commands. To train one arm: --config=experiments/ablation.py:post-alibi.
+
+The study is small on purpose. A result for four layers and 0.8 M tokens need not hold for more of
+either: Xiong et al. (2020) find that post-norm becomes harder to train with depth.
 
 Hardware  two CPU cores, about 10 minutes
 
-Seen (two cores of an AMD EPYC 9005; test side, three seeds, mean and 95 % interval; p of paired t-tests, corrected by Holm):
+Measured (two cores of an AMD EPYC 9005; test split, mean and 95 % interval over three seeds, p of
+paired t-tests with Holm's correction):
 
-    arm          test/loss        less pre-rotary        p
+    arm          test/loss        difference from pre-rotary      p
     pre-rotary   4.840 +- 0.037
-    pre-alibi    4.747 +- 0.018   -0.093 -0.129 to -0.058   0.009
-    post-rotary  4.609 +- 0.041   -0.231 -0.299 to -0.164   0.009
-    post-alibi   4.596 +- 0.005   -0.244 -0.280 to -0.208   0.003
+    pre-alibi    4.747 +- 0.018   -0.093 [-0.129, -0.058]     0.009
+    post-rotary  4.609 +- 0.041   -0.231 [-0.299, -0.164]     0.009
+    post-alibi   4.596 +- 0.005   -0.244 [-0.280, -0.208]     0.003
 
-So post-norm is better here, by 0.191 [0.159, 0.223] over both schemes, and ALiBi by 0.053 [0.041, 0.065] over both placements. post-rotary and
-post-alibi cannot be told apart.
+Post-norm is better here, by 0.191 [0.159, 0.223] nats over both position schemes. ALiBi is better
+than rotary positions, by 0.053 [0.041, 0.065] nats over both placements. There is no detectable
+difference between post-rotary and post-alibi.
 """
 
 import ml_collections
@@ -58,7 +62,8 @@ def sweep():
         product(
             vary("model.norm_placement", "pre", "post"), vary("model.position", "rotary", "alibi")
         ),
-        question="Is post-norm as good as pre-norm in four layers, and does the answer depend on the position scheme?",
-        declared={"parameters": "post-norm has no norm behind the last layer: 128 numbers fewer"},
+        question="Is post-norm as good as pre-norm in four layers, and does the answer depend on "
+        "the position scheme?",
+        declared={"parameters": "post-norm has no final norm, so 128 parameters fewer"},
         seeds=3,
     )

@@ -1,19 +1,22 @@
-"""Post-norm or pre-norm, and what else? One small translator, its norms placed in every way.
+r"""Which norm placement is best? The same small translator with seven norm placements.
 
     for arm in pre post peri res_post deepnorm none rezero; do
-        python -m transformer train    --config=experiments/norm_placement.py:$arm --workdir=runs/norm_placement/$arm
+        python -m transformer train    --config=experiments/norm_placement.py:$arm \
+            --workdir=runs/norm_placement/$arm
         python -m transformer evaluate --workdir=runs/norm_placement/$arm
     done
 
 One arm: --config=experiments/norm_placement.py:post
 
-Arms differ in `model.norm_placement` alone: same text, same order, same initial seed, same schedule. Six layers a side, deep
-enough for placement to matter (Xiong et al. 2020 used 6 + 6): post-norm is expected to need the warm-up, pre-norm not
-(--config.optimizer.warmup_steps=1 shows it).
+The arms differ only in `model.norm_placement`: text, order, initial seed and schedule are the same.
+With six layers per stack, as in Xiong et al. (2020), the model is deep enough for the placement to
+matter. Post-norm is expected to need the warm-up, and pre-norm is not. To test this, set
+--config.optimizer.warmup_steps=1.
 
-Hardware  two CPU cores, about 4 minutes an arm
+Hardware  two CPU cores, about 4 minutes per arm
 
-Seen after 1,000 steps (two cores of an AMD EPYC 9005; test side, 1,000 sentences, beam 1; one seed):
+Measured after 1,000 steps (two cores of an AMD EPYC 9005; test split, 1,000 sentences, beam 1; one
+seed):
 
     arm       loss   perplexity  BLEU  chrF
     pre       2.934       18.8   13.7  30.9
@@ -24,8 +27,9 @@ Seen after 1,000 steps (two cores of an AMD EPYC 9005; test side, 1,000 sentence
     post      3.871       48.0    1.2  14.7
     none      diverged (loss 891)
 
-Twelve layers deep, post-norm has hardly begun when pre-norm already translates; with its residual scaled (deepnorm) it is level with
-pre-norm. One seed tells apart 2.9 from 3.3, not pre from deepnorm and peri.
+In a model of twelve layers, post-norm has hardly begun to learn when pre-norm already translates.
+With a scaled residual (deepnorm), post-norm is level with pre-norm. One seed is enough to
+distinguish a loss of 2.9 from 3.3, but not pre from deepnorm and peri.
 """
 
 import ml_collections
@@ -63,8 +67,9 @@ def sweep():
         vary(
             "model.norm_placement", "pre", "post", "peri", "res_post", "deepnorm", "none", "rezero"
         ),
-        question="Which norm placement translates best after a thousand steps, six layers a side?",
+        question="Which norm placement translates best after 1,000 steps, six layers per stack?",
         declared={
-            "parameters": "placements have other numbers of norms, none has none, rezero a gate a sublayer"
+            "parameters": "placements differ in their number of norms; none has no norms, and "
+            "rezero has one gate per sublayer"
         },
     )

@@ -1,8 +1,8 @@
-"""How good a translator do a few minutes give? English to Spanish.
+"""How good is an English-Spanish translator after a few minutes of training?
 
-python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
-python -m transformer evaluate --workdir=runs/quickstart
-python -m transformer generate --workdir=runs/quickstart --interactive
+    python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
+    python -m transformer evaluate --workdir=runs/quickstart
+    python -m transformer generate --workdir=runs/quickstart --interactive
 
 Hardware  two CPU cores, about 6 minutes
 """
@@ -26,7 +26,7 @@ def get_config():
         activation="relu",
         embedding_scale=True,
         dropout=0.1,
-        scan_layers=False,  # two layers: unrolled is a little faster on a CPU
+        scan_layers=False,  # with two layers, unrolled is a little faster on a CPU
     )
     config.data = dict(
         corpus="tatoeba_en_es",

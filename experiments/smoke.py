@@ -1,4 +1,4 @@
-"""Does everything work, with no network at all? A tiny language model on the help texts that Python itself brings.
+"""Does everything work without a network? A tiny language model of Python's built-in help texts.
 
     python -m transformer train    --config=experiments/smoke.py --workdir=runs/smoke
     python -m transformer evaluate --workdir=runs/smoke

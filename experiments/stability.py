@@ -1,16 +1,20 @@
-"""How large a learning rate does each norm placement stand, and how much does the rate matter? (:rate) How short a warm-up? (:warmup)
+"""How large a learning rate, and how short a warm-up, does each norm placement tolerate?
 
     python -m transformer sweep --config=experiments/stability.py:rate --workdir=runs/stability_rate
     python -m transformer compare runs/stability_rate
 
-and the same with --config=experiments/stability.py:warmup.
+The argument `rate` scans the learning rate. The argument `warmup` scans the warm-up steps; use
+--config=experiments/stability.py:warmup.
 
-Wortsman et al. (2023), "Small-scale proxies for large-scale Transformer training instabilities": what becomes unstable in large models at a small rate
-does so in small ones at a large one. Their sensitivity, the mean loss over all rates less the loss at the best, is in the report.
+Wortsman et al. (2023), "Small-scale proxies for large-scale Transformer training instabilities":
+instabilities of large models at small learning rates also occur in small models, at large learning
+rates. The report includes their sensitivity: the mean loss over all rates minus the loss at the
+best rate.
 
-Hardware  two CPU cores, 72 runs in 26 minutes and 45 in 14 while other work ran beside them
+Hardware  two CPU cores, beside other work: 72 runs in 26 minutes (rate), 45 in 14 (warmup)
 
-Seen (two cores of an AMD EPYC 9005; three seeds, mean test/loss; 95 % intervals of +- 0.05 to 0.15, +- 0.5 at a rate of 1):
+Measured (two cores of an AMD EPYC 9005; mean test/loss over three seeds; 95 % intervals of +- 0.05
+to 0.15, +- 0.5 at a rate of 1):
 
     learning rate     0.0003   0.001   0.003    0.01    0.03     0.1     0.3       1    sensitivity
     pre                 5.88    5.56    5.18    4.90    5.01    5.41    5.75    6.65           0.65
@@ -22,9 +26,11 @@ Seen (two cores of an AMD EPYC 9005; three seeds, mean test/loss; 95 % intervals
     post                5.85    5.85    5.85    5.57    4.80           0.79
     peri                4.87    4.88    4.85    4.81    4.79           0.05
 
-No run diverges: post-norm, where it becomes unstable, ends at 5.85, where only the frequencies of tokens are known, and stays. It does so from a rate on that is
-best for the others (0.01, with 50 steps of warm-up), unless the warm-up is 200 steps of 300 (of 100 steps one seed of three comes through); then
-it is as good as they are. Within 5 % of the best loss are, for pre-norm, rates over a factor of 3, for peri-norm over one of 30.
+No run diverges. Where post-norm is unstable, its loss stays at 5.85, that of a model that has
+learned only the token frequencies. With 50 steps of warm-up, this happens from a rate of 0.01 on,
+the best rate for the other placements. With a warm-up of 200 of the 300 steps, post-norm is as good
+as the others; with 100 steps, one seed of three trains. The rates within 5 % of the best loss span
+a factor of 3 for pre-norm, and of 30 for peri-norm.
 """
 
 import ml_collections
@@ -62,9 +68,9 @@ def sweep(what="rate"):
     return Sweep(
         product(vary("model.norm_placement", "pre", "post", "peri"), numbers[what]),
         question={
-            "rate": "How large a learning rate does each norm placement stand?",
-            "warmup": "How short a warm-up does each norm placement stand?",
+            "rate": "How large a learning rate does each norm placement tolerate?",
+            "warmup": "How short a warm-up does each norm placement tolerate?",
         }[what],
-        declared={"parameters": "placements have other numbers of norms"},
+        declared={"parameters": "placements differ in their number of norms"},
         seeds=3,
     )

@@ -1,19 +1,23 @@
-"""The base Transformer of Vaswani et al. (2017) on WMT 2014 English-German, with all of its hyperparameters.
+"""The base Transformer of Vaswani et al. (2017), with all hyperparameters: WMT 2014 English-German.
 
-What does the paper's model reach with the paper's recipe?
+What BLEU does the paper's model reach with the paper's recipe?
 
     python -m transformer train    --config=experiments/vaswani_base.py --workdir=runs/vaswani_base
     python -m transformer evaluate --workdir=runs/vaswani_base
 
-Text      put WMT 2014 English-German where `data.train` and the others point (4.5 M pairs; newstest2013 to validate, newstest2014
-          to test): tab-separated files, local or gs://, or set data.format=paired
-Hardware  an accelerator: 65 M parameters, 25,000 source and 25,000 target tokens a step; the paper took 0.4 s a step on 8 P100
-Expected  the paper reports 27.3 BLEU (tokenised, compound-split) after 100,000 steps. On detokenised text sacreBLEU is about
-          0.7 lower for the same output (fairseq's big model: 29.29 and 28.6)
-Seen      not run yet: no accelerator was at hand. It builds and shards in the tests.
+Data      WMT 2014 English-German (4.5 M pairs; newstest2013 for validation, newstest2014 for
+          testing) at the paths of `data.train`, `data.valid` and `data.test`: tab-separated files,
+          local or gs://; for pairs of files, set data.format=paired
+Hardware  an accelerator: 65 M parameters, 25,000 source and 25,000 target tokens per step; the
+          paper took 0.4 s per step on 8 P100
+Expected  the paper reports 27.3 BLEU (tokenized, compound-split) after 100,000 steps. On
+          detokenized text, sacreBLEU is about 0.7 lower for the same output (fairseq's big model:
+          29.29 and 28.6)
+Measured  not run yet, for lack of an accelerator. The tests build and shard the model.
 
-Where the paper leaves a choice: label smoothing spreads over the whole vocabulary (Szegedy et al. 2016); dropout also on
-attention weights, as in the authors' tensor2tensor; sentences are packed into rows of 256 tokens instead of grouped by length.
+Choices that the paper leaves open: label smoothing is spread over the whole vocabulary (Szegedy et
+al. 2016); dropout is also applied to attention weights, as in the authors' tensor2tensor; sentences
+are packed into sequences of 256 tokens instead of grouped by length.
 """
 
 import ml_collections
@@ -35,9 +39,10 @@ def get_config():
         norm="layernorm",
         activation="relu",
         use_bias=True,
-        share_embeddings=True,  # one matrix: both embeddings and the pre-softmax projection, section 3.4
+        # Section 3.4: one matrix serves both embeddings and the pre-softmax projection.
+        share_embeddings=True,
         tie_embeddings=True,
-        embedding_scale=True,  # times sqrt(d_model)
+        embedding_scale=True,  # multiplies embeddings by sqrt(d_model)
         dropout=0.1,  # P_drop
         attention_dropout=0.1,
         dtype="bfloat16",
@@ -49,7 +54,8 @@ def get_config():
         test="data/wmt14_en_de/newstest2014.tsv",
         objective="seq2seq",
         length=256,
-        batch_size=96,  # 24,576 tokens on each side: "approximately 25,000", section 5.1
+        # 24,576 source and 24,576 target tokens; section 5.1: "approximately 25,000"
+        batch_size=96,
         tokenizer=dict(kind="bpe"),
     )
     config.optimizer = dict(
@@ -59,12 +65,13 @@ def get_config():
         epsilon=1e-9,
         schedule="inverse_sqrt",  # equation 3
         warmup_steps=4000,
-        learning_rate=(512 * 4000) ** -0.5,  # where equation 3 peaks
+        learning_rate=(512 * 4000) ** -0.5,  # the peak of equation 3
     )
     config.train = dict(
         steps=100_000,
         label_smoothing=0.1,
-        average_checkpoints=5,  # section 6.1: the last 5, written every 10 minutes, which were 1,500 steps
+        # Section 6.1: the last 5 checkpoints, one every 10 minutes, that is every 1,500 steps.
+        average_checkpoints=5,
         checkpoint_every=1500,
         keep_checkpoints=5,
         eval_every=5000,

@@ -1,14 +1,16 @@
-"""The big Transformer of Vaswani et al. (2017) on WMT 2014 English-German, with all of its hyperparameters.
+"""The big Transformer of Vaswani et al. (2017), with all hyperparameters: WMT 2014 English-German.
 
-What does three times the parameters buy over experiments/vaswani_base.py, by the paper's recipe?
+How much better is it than experiments/vaswani_base.py, with three times the parameters?
 
     python -m transformer train    --config=experiments/vaswani_big.py --workdir=runs/vaswani_big
     python -m transformer evaluate --workdir=runs/vaswani_big
 
-Text, and where the paper leaves a choice: as in vaswani_base.py.
-Hardware  an accelerator: 213 M parameters; the paper took 1.0 s a step on 8 P100, 3.5 days
-Expected  the paper reports 28.4 BLEU (tokenised, compound-split) after 300,000 steps; En-Fr takes dropout 0.1: --config.model.dropout=0.1
-Seen      not run yet: no accelerator was at hand. It builds and shards in the tests.
+The data, and the choices that the paper leaves open, are those of vaswani_base.py.
+
+Hardware  an accelerator: 213 M parameters; the paper took 1.0 s per step on 8 P100, 3.5 days
+Expected  the paper reports 28.4 BLEU (tokenized, compound-split) after 300,000 steps; for
+          English-French, it uses dropout 0.1: --config.model.dropout=0.1
+Measured  not run yet, for lack of an accelerator. The tests build and shard the model.
 """
 
 import importlib.util
@@ -31,7 +33,8 @@ def get_config():
     config.optimizer.learning_rate = (1024 * 4000) ** -0.5
     config.train.update(
         steps=300_000,
-        average_checkpoints=20,  # section 6.1: the last 20, written every 10 minutes, which were 600 steps
+        # Section 6.1: the last 20 checkpoints, one every 10 minutes, that is every 600 steps.
+        average_checkpoints=20,
         keep_checkpoints=20,
         checkpoint_every=600,
     )

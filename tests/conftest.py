@@ -1,4 +1,4 @@
-"""Eight simulated devices, a shared compilation cache, and small models."""
+"""Test setup: eight simulated devices, a shared compilation cache, and small models."""
 
 import contextlib
 import os
@@ -7,19 +7,19 @@ from xla_flags import known_flags
 
 os.environ["XLA_FLAGS"] = f"{known_flags()} {os.environ.get('XLA_FLAGS', '')}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["HF_HUB_OFFLINE"] = "1"  # models are made here, none is fetched
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests create their models; none is downloaded
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import meta
 
 from transformer import ModelConfig, UserError, build_model
 from transformer.config import Experiment
 from transformer.decoding.prefill import prefill
 from transformer.mapping import from_mapping
 from transformer.model.attention_backends import BACKENDS
+from transformer.model.network import abstract_params
 from transformer.model.positions import SCHEMES
 
 jax.config.update(
@@ -30,92 +30,96 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 jax.config.update("jax_numpy_rank_promotion", "allow")
 
 SMALL = {
-    "vocab_size": 37, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_kv_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 24,
+    "vocab_size": 37, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_kv_heads": 2,
+    "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 24,
 }  # fmt: skip
 
 TINY = {
-    "vocab_size": 40, "d_model": 16, "d_ff": 32, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 16,
+    "vocab_size": 40, "d_model": 16, "d_ff": 32, "num_heads": 4,
+    "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 16,
 }  # fmt: skip
-"""The sizes of models that tests train: divisible by every mesh of eight devices."""
+"""Sizes of the models that tests train; divisible by every mesh of eight devices."""
 
 
 ALONE = [name for name in BACKENDS if name not in ("ring", "splash", "cudnn")]
-"""Attention backends that need no mesh, and serve tokens and heads of any size."""
+"""Attention backends that need no mesh and support any sequence length and head size."""
 
 
 def sized(family: str, sizes: dict = TINY, **fields) -> dict:
-    """The fields of a small model: those of `sizes` that have an effect in its family, and `fields`."""
+    """Returns the fields of a small model: the `sizes` that affect its family, and `fields`."""
     sides = [side for side in ("encoder", "decoder") if side in family]
     absent = {"num_encoder_layers", "num_decoder_layers"} - {f"num_{s}_layers" for s in sides}
-    kept = {name: value for name, value in sizes.items() if name not in absent}
-    return {"family": family, **kept, **fields}
+    effective = {name: value for name, value in sizes.items() if name not in absent}
+    return {"family": family, **effective, **fields}
 
 
 def small(family: str, **fields) -> ModelConfig:
-    """A model of a few thousand parameters."""
+    """Returns the config of a model of a few thousand parameters."""
     return ModelConfig(**sized(family, SMALL, **fields))
 
 
 def schemes(*families: str) -> list[tuple[str, str]]:
-    """(family, position) for every scheme that serves it: some need a causal mask."""
-    served = []
+    """Returns (family, position) for each scheme a family supports; some need a causal mask."""
+    supported = []
     for family in families:
-        for name in SCHEMES:
+        for position in SCHEMES:
             with contextlib.suppress(UserError):
-                small(family, position=name)
-                served.append((family, name))
-    return served
+                small(family, position=position)
+                supported.append((family, position))
+    return supported
 
 
 def tokens(seed: int, batch: int, length: int, vocab: int = 37) -> jax.Array:
-    """Random ids, none of them special."""
+    """Returns random token ids, none of them a special token."""
     return jnp.asarray(np.random.default_rng(seed).integers(4, vocab, (batch, length)), jnp.int32)
 
 
 def make(config: ModelConfig, seed: int = 0, noise: float = 0.3):
-    """(model, params) of random numbers: gains near 1, everything else near 0, so that gains, offsets, biases, gates and tables
-    matter. Nothing is compiled: an initialisation takes longer to compile than all the rest of a test."""
-    model, args = (
-        build_model(config),
-        (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.is_encoder_decoder)),
-    )
-    abstract = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), *args))
+    """Returns (model, params) with random parameters: gains near 1, all others near 0.
+
+    With these values gains, offsets, biases, gates and tables affect the results. Nothing is
+    compiled: compiling the initialization takes longer than the rest of a test.
+    """
+    abstract = abstract_params(config)
     generator = np.random.default_rng(seed)
 
     def draw(path, x):
-        start = 1.0 if path[-1].key == "gain" and not config.norm_zero_centered else 0.0
-        return jnp.asarray(start + noise * generator.standard_normal(x.shape), x.dtype)
+        mean = 1.0 if path[-1].key == "gain" and not config.norm_zero_centered else 0.0
+        return jnp.asarray(mean + noise * generator.standard_normal(x.shape), x.dtype)
 
-    return model, jax.tree_util.tree_map_with_path(draw, abstract)
+    return build_model(config), jax.tree_util.tree_map_with_path(draw, abstract)
 
 
 def initialised(config: ModelConfig, seed: int = 0):
-    """(model, params) as training starts with them."""
-    model, args = (
-        build_model(config),
-        (jnp.zeros((1, 1), jnp.int32),) * (1 + (config.is_encoder_decoder)),
-    )
-    return model, meta.unbox(jax.jit(model.init)(jax.random.key(seed), *args))
+    """Returns (model, params) with the parameters that training starts from."""
+    model, args = build_model(config), [jnp.zeros((1, 1), jnp.int32)] * len(config.sides)
+    return model, jax.jit(model.init)(jax.random.key(seed), *args)
 
 
 def masks(*sides) -> dict:
-    """The padding masks of tokens, or of source and target, that a test has padded with 0."""
+    """Returns the padding masks of tokens, or of source and target, whose padding is 0."""
     names = ("source_padding_mask", "padding_mask")[-len(sides) :]
     return {name: x != 0 for name, x in zip(names, sides, strict=True)}
 
 
 def start_decoding(model, params, prompt, slots: int, source=None):
-    """(logits, memory) after the prompt, as `prefill` gives them, compiled as one program. What was padded, was with 0."""
+    """Returns (logits, memory) after the prompt, from `prefill` compiled as one program.
+
+    Padding in the prompt and the source is 0.
+    """
 
     def run(params, prompt, source):
-        return prefill(model, params, prompt, slots, source, *(x != 0 for x in given))
+        return prefill(model, params, prompt, slots, source, *(x != 0 for x in padded))
 
-    given = (prompt,) if source is None else (prompt, source)
-    return jax.jit(run)(params["params"], prompt, source)
+    padded = (prompt,) if source is None else (prompt, source)
+    return jax.jit(run)(params, prompt, source)
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """A run in which no test was executed has failed, whatever ended it (a worker that XLA ends says nothing)."""
+    """Fails a run in which no test was executed, whatever ended it.
+
+    A worker that XLA terminates reports nothing.
+    """
     is_worker = hasattr(session.config, "workerinput")
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if is_worker or reporter is None or session.config.option.collectonly:
@@ -127,19 +131,19 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.fixture(autouse=True)
 def own_data_home(tmp_path_factory, monkeypatch):
-    """Token stores of tests stay out of the user's cache, and are shared between tests of one session."""
+    """Keeps token stores out of the user's cache; the tests of a session share them."""
     monkeypatch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """Texts, each with a label (does it speak of a cat?) and tags (is the word an animal?)."""
+    """Texts, each with a label (does it mention a cat?) and a tag per word (is it an animal?)."""
     folder = tmp_path_factory.mktemp("text")
-    words, draw = (
+    words, rng = (
         ["cat", "dog", "house", "runs", "sleeps", "wonderful", "the", "under", "seldom"],
         np.random.default_rng(0),
     )
-    texts = {" ".join(draw.choice(words, draw.integers(3, 14))) for _ in range(900)}
+    texts = {" ".join(rng.choice(words, rng.integers(3, 14))) for _ in range(900)}
     texts = [f"{text} {i % 7}{i // 7}" for i, text in enumerate(sorted(texts))]
     (folder / "text.txt").write_text("\n".join(texts))
     (folder / "label.tsv").write_text(
@@ -154,10 +158,16 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def run_config():
-    """A small language model, to be trained for 12 steps on two devices."""
+    """The experiment of a small language model, trained for 12 steps on two devices."""
     return from_mapping(Experiment, {
         "model": sized("decoder", vocab_size=512, dropout=0.1, max_length=32),
-        "data": {"corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "data": {
+            "corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4,
+            "tokenizer": {"kind": "bpe"},
+        },
         "optimizer": {"warmup_steps": 5}, "mesh": {"data": 2},
-        "train": {"steps": 12, "log_every": 4, "eval_every": 6, "eval_batches": 3, "checkpoint_every": 5, "keep_checkpoints": 4, "tensorboard": False, "ema_decay": 0.9},
+        "train": {
+            "steps": 12, "log_every": 4, "eval_every": 6, "eval_batches": 3,
+            "checkpoint_every": 5, "keep_checkpoints": 4, "tensorboard": False, "ema_decay": 0.9,
+        },
     })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fixtures: directories of models as Transformers writes them, with tokenizers."""
+"""Fixtures: model directories as Transformers writes them, with tokenizers."""
 
 import json
 from pathlib import Path
@@ -23,16 +23,18 @@ def save(model_class: str, config, folder: Path, seed: int = 0) -> None:
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config).eval()
     with torch.no_grad():
-        for p in (
-            model.parameters()
-        ):  # far from their initial values, so that the model has something to say
+        # Far from their initial values, so that the logits vary.
+        for p in model.parameters():
             p += 0.3 * torch.randn_like(p)
     model.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """With vocab.json and merges.txt, as on the hub; one sign begins, ends and pads."""
+    """GPT-2 with vocab.json and merges.txt, as on the hub.
+
+    One special token is BOS, EOS and padding.
+    """
     folder = tmp_path_factory.mktemp("hf") / "gpt2"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
@@ -55,18 +57,20 @@ def gpt2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
-    """With spiece.model; padding begins what the decoder writes, and there is no bos."""
+    """T5 with spiece.model; the decoder's start token is the padding token, and there is no BOS."""
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("hf") / "t5"
     folder.mkdir()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_prefix=str(folder / "spiece"), vocab_size=60, hard_vocab_limit=False,
+        sentence_iterator=iter(TEXTS), model_prefix=str(folder / "spiece"), vocab_size=60,
+        hard_vocab_limit=False,
         pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
     )  # fmt: skip
     (folder / "spiece.vocab").unlink()
     config = transformers.T5Config(
-        vocab_size=70, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1
+        vocab_size=70, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     save("T5ForConditionalGeneration", config, folder, seed=3)
     return folder
@@ -74,13 +78,13 @@ def t5(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
-    """With tokenizer.json, whose words BERT's own signs stand for."""
+    """BERT with tokenizer.json, whose special tokens are BERT's."""
     folder = tmp_path_factory.mktemp("hf") / "bert"
     tokenizer = tokenizers.BertWordPieceTokenizer(lowercase=True)
     tokenizer.train_from_iterator(TEXTS, vocab_size=120, show_progress=False)
     config = transformers.BertConfig(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=64,
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=4, intermediate_size=48, max_position_embeddings=64,
     )  # fmt: skip
     save("BertForMaskedLM", config, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -89,7 +93,7 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def marian(tmp_path_factory):
-    """With two SentencePiece models and one vocabulary in an order of its own, as OPUS-MT has them."""
+    """Marian with two SentencePiece models and one separately ordered vocabulary, as in OPUS-MT."""
     import sentencepiece
 
     folder = tmp_path_factory.mktemp("hf") / "marian"
@@ -97,7 +101,8 @@ def marian(tmp_path_factory):
     pieces = {">>deu<<"}
     for name, texts in {"source": TEXTS, "target": [text.upper() for text in TEXTS]}.items():
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_prefix=str(folder / name), vocab_size=40, hard_vocab_limit=False, minloglevel=2,
+            sentence_iterator=iter(texts), model_prefix=str(folder / name), vocab_size=40,
+            hard_vocab_limit=False, minloglevel=2,
         )  # fmt: skip
         (folder / f"{name}.model").rename(folder / f"{name}.spm")
         lines = (folder / f"{name}.vocab").read_text().splitlines()
@@ -107,8 +112,10 @@ def marian(tmp_path_factory):
     (folder / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(names)}))
     pad = len(names) - 1
     config = transformers.MarianConfig(
-        vocab_size=len(names), d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4,
-        decoder_attention_heads=4, max_position_embeddings=64, pad_token_id=pad, eos_token_id=0, forced_eos_token_id=None, decoder_start_token_id=pad,
+        vocab_size=len(names), d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_ffn_dim=48, decoder_ffn_dim=48,
+        encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=64,
+        pad_token_id=pad, eos_token_id=0, forced_eos_token_id=None, decoder_start_token_id=pad,
     )  # fmt: skip
     save("MarianMTModel", config, folder)
     return folder
@@ -116,14 +123,18 @@ def marian(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory):
-    """Whose sources begin with a sign."""
+    """BART, whose sources begin with a special token."""
     folder = tmp_path_factory.mktemp("hf") / "bart"
     tokenizer = tokenizers.ByteLevelBPETokenizer()
-    signs = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    tokenizer.train_from_iterator(TEXTS, vocab_size=300, special_tokens=signs, show_progress=False)
+    special_tokens = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer.train_from_iterator(
+        TEXTS, vocab_size=300, special_tokens=special_tokens, show_progress=False
+    )
     config = transformers.BartConfig(
-        vocab_size=300, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_attention_heads=4,
-        decoder_attention_heads=4, max_position_embeddings=64, forced_eos_token_id=None,
+        vocab_size=300, d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_ffn_dim=48, decoder_ffn_dim=48,
+        encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=64,
+        forced_eos_token_id=None,
     )  # fmt: skip
     save("BartForConditionalGeneration", config, folder)
     tokenizer.save_model(str(folder))

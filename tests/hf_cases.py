@@ -1,4 +1,4 @@
-"""Models of Transformers that are converted, in the tests."""
+"""Models of Transformers that the tests convert."""
 
 import pytest
 
@@ -35,8 +35,10 @@ LLAMA = ENCODERS_AND_DECODERS | {
 
 
 BART = {
-    "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "max_position_embeddings": 40, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 3,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 40,
+    "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2,
     "forced_eos_token_id": 2,
 }  # fmt: skip
 
@@ -65,10 +67,14 @@ T5 = {
 CASES = {
     "bert": [
         ("BertForPreTraining", ENCODERS_AND_DECODERS),
-        ("BertForMaskedLM", ENCODERS_AND_DECODERS | {"hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3}),
-        ("BertForMaskedLM", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False, "hidden_act": "gelu_new"}),
+        ("BertForMaskedLM", ENCODERS_AND_DECODERS | {
+            "hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3,
+        }),
+        ("BertForMaskedLM", ENCODERS_AND_DECODERS | {
+            "tie_word_embeddings": False, "hidden_act": "gelu_new",
+        }),
         ("BertForSequenceClassification", ENCODERS_AND_DECODERS | {"num_labels": 5}),
-        ("BertForSequenceClassification", ENCODERS_AND_DECODERS),  # two labels: not in config.json
+        ("BertForSequenceClassification", ENCODERS_AND_DECODERS),  # config.json omits 2 labels
         ("BertForTokenClassification", ENCODERS_AND_DECODERS | {"num_labels": 5}),
         ("BertModel", ENCODERS_AND_DECODERS),
         ("BertModel", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False}),
@@ -77,67 +83,118 @@ CASES = {
     "modernbert": [
         ("ModernBertForMaskedLM", MODERN | {"local_attention": 6, "num_hidden_layers": 7}),
         ("ModernBertForMaskedLM", MODERN | {
-            "local_attention": 4, "norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True,
-            "hidden_activation": "silu", "classifier_activation": "silu", "tie_word_embeddings": False, "norm_eps": 1e-3,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "local_attention": 4, "norm_bias": True, "attention_bias": True, "mlp_bias": True,
+            "classifier_bias": True, "hidden_activation": "silu", "classifier_activation": "silu",
+            "tie_word_embeddings": False, "norm_eps": 1e-3,
+            "layer_types": [
+                "sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+            ],
         }),
     ],
     "gpt2": [
         ("GPT2LMHeadModel", GPT2),
-        ("GPT2LMHeadModel", GPT2 | {"n_inner": 40, "activation_function": "relu", "scale_attn_weights": False, "layer_norm_epsilon": 1e-3}),
+        ("GPT2LMHeadModel", GPT2 | {
+            "n_inner": 40, "activation_function": "relu", "scale_attn_weights": False,
+            "layer_norm_epsilon": 1e-3,
+        }),
         ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
     ],
     "bloom": [
         ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 3}),
-        ("BloomForCausalLM", {"hidden_size": 36, "n_layer": 2, "n_head": 6, "pad_token_id": 3, "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}),
+        ("BloomForCausalLM", {
+            "hidden_size": 36, "n_layer": 2, "n_head": 6, "pad_token_id": 3,
+            "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False,
+        }),
     ],
     "t5": [
         ("T5ForConditionalGeneration", T5),
-        ("T5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
         ("T5ForConditionalGeneration", T5 | {
-            "feed_forward_proj": "gated-silu", "num_decoder_layers": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "layer_norm_epsilon": 1e-3,
+            "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+        }),
+        ("T5ForConditionalGeneration", T5 | {
+            "feed_forward_proj": "gated-silu", "num_decoder_layers": 2,
+            "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+            "layer_norm_epsilon": 1e-3,
         }),
     ],
     "bart": [
         ("BartForConditionalGeneration", BART),
-        ("BartForConditionalGeneration", BART | {"scale_embedding": True, "activation_function": "relu"}),
+        ("BartForConditionalGeneration", BART | {
+            "scale_embedding": True, "activation_function": "relu",
+        }),
         ("BartForConditionalGeneration", BART | {"tie_word_embeddings": False}),
     ],
     "marian": [
-        ("MarianMTModel", BART | {"activation_function": "swish", "scale_embedding": True, "pad_token_id": 60, "decoder_start_token_id": 60}),
+        ("MarianMTModel", BART | {
+            "activation_function": "swish", "scale_embedding": True, "pad_token_id": 60,
+            "decoder_start_token_id": 60,
+        }),
         ("MarianMTModel", BART | {"activation_function": "relu", "decoder_layers": 1}),
         ("MarianMTModel", BART | {"tie_word_embeddings": False}),
     ],
     "opt": [
-        ("OPTForCausalLM", {"hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48, "num_attention_heads": 4, "max_position_embeddings": 40, "word_embed_proj_dim": 32}),
-        ("OPTForCausalLM", {"hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48, "num_attention_heads": 4, "max_position_embeddings": 40,
-                            "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
-        ("OPTForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 2, "max_position_embeddings": 40,
-                            "word_embed_proj_dim": 32, "enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"}),
-        ("OPTForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 2, "max_position_embeddings": 40,
-                            "word_embed_proj_dim": 32, "_remove_final_layer_norm": True}),
+        ("OPTForCausalLM", {
+            "hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48, "num_attention_heads": 4,
+            "max_position_embeddings": 40, "word_embed_proj_dim": 32,
+        }),
+        ("OPTForCausalLM", {
+            "hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48, "num_attention_heads": 4,
+            "max_position_embeddings": 40, "word_embed_proj_dim": 20,
+            "do_layer_norm_before": False,
+        }),
+        ("OPTForCausalLM", {
+            "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 2,
+            "max_position_embeddings": 40, "word_embed_proj_dim": 32, "enable_bias": False,
+            "layer_norm_elementwise_affine": False, "activation_function": "gelu",
+        }),
+        ("OPTForCausalLM", {
+            "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 2,
+            "max_position_embeddings": 40, "word_embed_proj_dim": 32,
+            "_remove_final_layer_norm": True,
+        }),
     ],
     "gpt_neox": [
         ("GPTNeoXForCausalLM", ENCODERS_AND_DECODERS),
         ("GPTNeoXForCausalLM", ENCODERS_AND_DECODERS | {
             "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_new",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5,
+            },
         }),
         ("GPTNeoXForCausalLM", ENCODERS_AND_DECODERS | {
-            "tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0, "partial_rotary_factor": 1.0},
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "linear", "factor": 3.0, "rope_theta": 300.0,
+                "partial_rotary_factor": 1.0,
+            },
         }),
     ],
     "llama": [
         ("LlamaForCausalLM", LLAMA),
-        ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1, "head_dim": 12, "hidden_act": "gelu"}),
-        ("LlamaForCausalLM", LLAMA | {"mlp_bias": True, "rms_norm_eps": 1e-3, "rope_parameters": ROPE | {
-            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        ("LlamaForCausalLM", LLAMA | {
+            "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1,
+            "head_dim": 12, "hidden_act": "gelu",
+        }),
+        ("LlamaForCausalLM", LLAMA | {
+            "mlp_bias": True, "rms_norm_eps": 1e-3,
+            "rope_parameters": ROPE | {
+                "rope_type": "llama3", "factor": 4.0,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            },
+        }),
+        ("LlamaForCausalLM", LLAMA | {"rope_parameters": ROPE | {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0,
         }}),
-        ("LlamaForCausalLM", LLAMA | {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}}),
-        ("LlamaForCausalLM", LLAMA | {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0, "beta_slow": 2.0,
-                                                                 "attention_factor": 1.3, "truncate": False, "rope_theta": 50.0}}),
-        ("LlamaForCausalLM", LLAMA | {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 2.5}}),
-        ("LlamaForCausalLM", LLAMA | {"max_position_embeddings": 12, "rope_parameters": {"rope_theta": 100.0, "rope_type": "dynamic", "factor": 2.0}}),
+        ("LlamaForCausalLM", LLAMA | {"rope_parameters": ROPE | {
+            "rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0, "beta_slow": 2.0,
+            "attention_factor": 1.3, "truncate": False, "rope_theta": 50.0,
+        }}),
+        ("LlamaForCausalLM", LLAMA | {"rope_parameters": {
+            "rope_theta": 5000.0, "rope_type": "linear", "factor": 2.5,
+        }}),
+        ("LlamaForCausalLM", LLAMA | {"max_position_embeddings": 12, "rope_parameters": {
+            "rope_theta": 100.0, "rope_type": "dynamic", "factor": 2.0,
+        }}),
     ],
     "mistral": [
         ("MistralForCausalLM", LLAMA | {"sliding_window": 5, "head_dim": 10}),
@@ -145,22 +202,33 @@ CASES = {
     ],
     "qwen2": [
         ("Qwen2ForCausalLM", LLAMA),
-        ("Qwen2ForCausalLM", LLAMA | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "tie_word_embeddings": True}),
+        ("Qwen2ForCausalLM", LLAMA | {
+            "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3,
+            "tie_word_embeddings": True,
+        }),
     ],
     "qwen3": [
         ("Qwen3ForCausalLM", LLAMA | {"head_dim": 12}),
-        ("Qwen3ForCausalLM", LLAMA | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+        ("Qwen3ForCausalLM", LLAMA | {
+            "attention_bias": True, "use_sliding_window": True, "sliding_window": 4,
+            "max_window_layers": 2,
+        }),
     ],
     "gemma2": [
         ("Gemma2ForCausalLM", LLAMA | {"head_dim": 12, "sliding_window": 5}),
         ("Gemma2ForCausalLM", LLAMA | {
-            "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 30, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 30,
+            "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5,
+            "layer_types": [
+                "full_attention", "sliding_attention", "sliding_attention", "full_attention",
+            ],
         }),
-        ("Gemma2ForCausalLM", LLAMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+        ("Gemma2ForCausalLM", LLAMA | {
+            "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True,
+        }),
     ],
 }  # fmt: skip
-"""Family -> (class, options that are not its defaults)."""
+"""Family -> (class, options that differ from its defaults)."""
 
 
 FLAT = [
@@ -171,13 +239,14 @@ FLAT = [
 
 
 def theirs(name: str, options: dict, seed: int = 0):
-    """A model of Transformers with every parameter and buffer of its file moved off its initial value."""
+    """Returns a model of Transformers; all parameters and buffers that it saves are perturbed."""
     cls = getattr(transformers, name)
     config = cls.config_class(vocab_size=VOCAB, **options)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = cls(config).eval().float()
-    # Marian's sinusoids are a buffer of its own. T5 does not scale its attention: with large weights it is ill-conditioned.
+    # Marian's sinusoids are a fixed buffer. T5 does not scale its attention logits, so large
+    # weights make it ill-conditioned.
     fixed, noise = (
         ("embed_positions" if name.startswith("Marian") else None),
         0.1 if name.startswith("T5") else 0.3,
@@ -186,11 +255,10 @@ def theirs(name: str, options: dict, seed: int = 0):
         for key, x in model.state_dict().items():
             if x.is_floating_point() and not (fixed and fixed in key):
                 x.add_(noise * torch.randn_like(x))
-        if name.startswith(("Bart", "Marian")):  # both sides read one table, tied or not
+        if name.startswith(("Bart", "Marian")):  # encoder and decoder share one table, tied or not
             for side in (model.model.encoder, model.model.decoder):
                 side.embed_tokens.weight.copy_(model.model.shared.weight)
         if name.startswith("BertFor") and hasattr(model, "cls"):
-            model.cls.predictions.bias.copy_(
-                model.cls.predictions.decoder.bias
-            )  # one of two is unused when they are not tied
+            # One of the two biases is unused when they are not tied.
+            model.cls.predictions.bias.copy_(model.cls.predictions.decoder.bias)
     return model

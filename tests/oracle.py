@@ -1,7 +1,8 @@
-"""A slow and obvious forward pass: NumPy, float64, one row, one head, one query at a time, from the papers' equations.
+"""A slow and obvious forward pass in NumPy and float64, written from the papers' equations.
 
-It shares no code with the package: it reads the numbers of a config and the parameters of an unrolled model, nothing else.
-Lower-case letters are vectors of one token; tokens are counted by t (queries) and s (keys), heads by n.
+It computes one sequence, one head and one query at a time. It shares no code with the package: it
+reads only the fields of a config and the parameters of an unrolled model. Lower-case letters are
+vectors of one token. Tokens are indexed by t (queries) and s (keys), heads by n.
 """
 
 import math
@@ -11,7 +12,8 @@ from oracle_positions import choose, clip, positioned, sinusoid, turn
 
 erf = np.vectorize(math.erf)
 
-PLACEMENTS = {  # name -> (norm of the input, of the branch, of the sum; final norm; learned gate)
+# name -> (norm of the input, norm of the branch, norm of the sum, final norm, learned gate)
+PLACEMENTS = {
     "pre": (1, 0, 0, 1, 0),
     "post": (0, 0, 1, 0, 0),
     "peri": (1, 1, 0, 1, 0),
@@ -23,16 +25,19 @@ PLACEMENTS = {  # name -> (norm of the input, of the branch, of the sum; final n
 
 
 def forward(config, params, *sides, **where):
-    """Logits float64[B, T, V] of tokens [B, T], or of source and target; `where` as for `model.apply` (segments, positions)."""
-    p = _float64(params["params"])
-    one = {"encoder": _encoder_only, "decoder": _decoder_only, "encoder_decoder": _both}[
+    """Returns the logits float64[B, T, V] of tokens [B, T], or of source and target.
+
+    `where` contains the keyword arguments of `model.apply` (segments, positions).
+    """
+    p = _float64(params)
+    run = {"encoder": _encoder_only, "decoder": _decoder_only, "encoder_decoder": _both}[
         config.family
     ]
-    rows = []
+    logits = []
     for b in range(len(sides[0])):
-        own = {k: np.asarray(v)[b if len(v) > 1 else 0] for k, v in where.items()}
-        rows.append(one(config, p, *(np.asarray(side)[b] for side in sides), **own))
-    return np.stack(rows)
+        sequence_where = {k: np.asarray(v)[b if len(v) > 1 else 0] for k, v in where.items()}
+        logits.append(run(config, p, *(np.asarray(side)[b] for side in sides), **sequence_where))
+    return np.stack(logits)
 
 
 def _float64(tree):
@@ -58,25 +63,27 @@ def _decoder_only(c, p, tokens, **where):
 
 
 def _both(c, p, source, target, **where):
-    here = {k: v for k, v in where.items() if not k.startswith("source_")}
-    there = {k.removeprefix("source_"): v for k, v in where.items() if k.startswith("source_")}
+    target_where = {k: v for k, v in where.items() if not k.startswith("source_")}
+    source_where = {
+        k.removeprefix("source_"): v for k, v in where.items() if k.startswith("source_")
+    }
     table = p["embedding"] if c.share_embeddings else p["target_embedding"]
-    read = stands(c, source, **there)
-    encoded = stack(c, p["encoder"], "encoder", embed(c, p["embedding"], source), read)
+    source_info = stands(c, source, **source_where)
+    encoded = stack(c, p["encoder"], "encoder", embed(c, p["embedding"], source), source_info)
     h = stack(
         c,
         p["decoder"],
         "decoder",
         embed(c, table, target),
-        stands(c, target, **here),
+        stands(c, target, **target_where),
         encoded,
-        read,
+        source_info,
     )
     return unembed(c, p, h, table)
 
 
 def stands(c, tokens, positions=None, segment_ids=None, padding_mask=None, prefix_mask=None):
-    """(position, document, is it of a prefix?) of every token; document 0 is padding."""
+    """Returns (position, document, in a prefix?) for each token; document 0 is padding."""
     if positions is None:
         positions = np.arange(len(tokens))
     if segment_ids is None:
@@ -97,21 +104,21 @@ def embed(c, p, tokens, token_types=None):
 
 
 def unembed(c, p, h, table):
-    own = p.get("unembedding", {})
+    unembedding = p.get("unembedding", {})
     if c.head_transform:
-        h = linear(own["transform"], h)
-        h = norm(c, own["norm"], activate(c, h))
+        h = linear(unembedding["transform"], h)
+        h = norm(c, unembedding["norm"], activate(c, h))
     if c.d_embedding:
-        h = linear(own["project"], h)
-    matrix = table["embedding"].T if c.tie_embeddings else own["kernel"]
+        h = linear(unembedding["project"], h)
+    matrix = table["embedding"].T if c.tie_embeddings else unembedding["kernel"]
     logits = (c.logit_scale * h) @ matrix
     if c.logit_bias:
-        logits = logits + own["bias"]
+        logits = logits + unembedding["bias"]
     return cap(logits, c.logit_soft_cap)
 
 
-def cap(x, most):
-    return most * np.tanh(x / most) if most else x
+def cap(x, limit):
+    return limit * np.tanh(x / limit) if limit else x
 
 
 def linear(p, x):
@@ -129,7 +136,7 @@ def activate(c, x):
 
 
 def norm(c, p, x):
-    """Over the last axis."""
+    """Normalizes over the last axis."""
     if c.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_epsilon)
@@ -138,9 +145,9 @@ def norm(c, p, x):
 
 
 def placement(c, side):
-    """(in, res, out, final, gate, a): the parts of the residual formula."""
+    """Returns (in, res, out, final, gate, a), the parts of the residual formula."""
     spec = c.norm_placement
-    name, given = (spec, {}) if isinstance(spec, str) else (spec["name"], dict(spec))
+    name, overrides = (spec, {}) if isinstance(spec, str) else (spec["name"], dict(spec))
     parts = dict(
         zip(
             ("in_norm", "res_norm", "out_norm", "final_norm", "gate"), PLACEMENTS[name], strict=True
@@ -156,65 +163,65 @@ def placement(c, side):
             if side == "decoder"
             else 0.81 * (n**4 * m) ** (1 / 16)
         )
-    parts = parts | {"residual_scale": a} | given
+    parts = parts | {"residual_scale": a} | overrides
     return tuple(
         parts[k]
         for k in ("in_norm", "res_norm", "out_norm", "final_norm", "gate", "residual_scale")
     )
 
 
-def embed_positions(c, p, x, here, specs, suffix):
-    """The stream with what schemes add to it before the first layer."""
+def embed_positions(c, p, x, info, specs, suffix):
+    """Adds the position embeddings that precede the first layer to the residual stream."""
     for spec in specs:
-        name, given = choose(spec)
+        name, options = choose(spec)
         if name == "learned":
-            x = x + p["position_embedding" + suffix(spec)][here[0] + given.get("offset", 0)]
+            x = x + p["position_embedding" + suffix(spec)][info[0] + options.get("offset", 0)]
         if name == "sinusoidal":
-            base, layout = given.get("base", 1e4), given.get("layout", "interleaved")
-            x = x + np.stack([sinusoid(t, c.d_model, base, layout) for t in here[0]])
+            base, layout = options.get("base", 1e4), options.get("layout", "interleaved")
+            x = x + np.stack([sinusoid(t, c.d_model, base, layout) for t in info[0]])
     return x
 
 
 def residual(c, r, x, fs, parts, bare):
-    """out_norm(a x + sum over f of gate res_norm(f(in_norm(x)))); `bare`: without in_norm."""
+    """out_norm(a x + sum over f of gate res_norm(f(in_norm(x)))); `bare` omits in_norm."""
     in_norm, res_norm, out_norm, _, gate, a = parts
     y = a * x
     for j, f in enumerate(fs):
-        at = f"_{j}" if j else ""
-        h = f(norm(c, r.get("in_norm" + at, {}), x) if in_norm and not bare else x)
-        h = norm(c, r.get("res_norm" + at, {}), h) if res_norm else h
-        y = y + (r["gate" + at] * h if gate else h)
+        suffix = f"_{j}" if j else ""
+        h = f(norm(c, r.get("in_norm" + suffix, {}), x) if in_norm and not bare else x)
+        h = norm(c, r.get("res_norm" + suffix, {}), h) if res_norm else h
+        y = y + (r["gate" + suffix] * h if gate else h)
     return norm(c, r.get("out_norm", {}), y) if out_norm else y
 
 
-def stack(c, p, side, x, here, encoded=None, there=None):
+def stack(c, p, side, x, info, encoded=None, source=None):
     parts = placement(c, side)
     depth = c.num_layers(side)
     pattern = c.layer_pattern or ({},)
-    of_layer = [pattern[i % len(pattern)] for i in range(depth)]
-    specs = list(dict.fromkeys(own.get("position", c.position) for own in of_layer))
+    entries = [pattern[i % len(pattern)] for i in range(depth)]
+    specs = list(dict.fromkeys(entry.get("position", c.position) for entry in entries))
     suffix = lambda spec: f"_{specs.index(spec)}" if specs.index(spec) else ""
-    x = embed_positions(c, p, x, here, specs, suffix)
+    x = embed_positions(c, p, x, info, specs, suffix)
     if c.embedding_norm:
         x = norm(c, p.get("embedding_norm", {}), x)
-    for i, own in enumerate(of_layer):
-        layer, spec = p[f"layers_{i}"], own.get("position", c.position)
-        window = own.get("window", c.window)
+    for i, entry in enumerate(entries):
+        layer, spec = p[f"layers_{i}"], entry.get("position", c.position)
+        window = entry.get("window", c.window)
         shared = {
             k.removesuffix(suffix(spec)): v for k, v in p.items() if not k.startswith("layers_")
         }
-        given = here, here, side == "decoder", window, choose(spec), shared
+        self_arguments = info, info, side == "decoder", window, choose(spec), shared
         sublayers = {
-            "self_attention": lambda h: attention(c, layer["self_attention"], h, h, *given)
+            "self_attention": lambda h: attention(c, layer["self_attention"], h, h, *self_arguments)
         }
         if encoded is not None:
             sublayers["cross_attention"] = lambda h: attention(
-                c, layer["cross_attention"], h, encoded, here, there, False, 0, ("none", {}), {}
+                c, layer["cross_attention"], h, encoded, info, source, False, 0, ("none", {}), {}
             )
         sublayers["feed_forward"] = lambda h: feed_forward(c, layer["feed_forward"], h)
         if c.parallel:
-            together, bare = tuple(sublayers.values()), not c.first_norm and i == 0
-            x = residual(c, layer.get("residual", {}), x, together, parts, bare)
+            branches, bare = tuple(sublayers.values()), not c.first_norm and i == 0
+            x = residual(c, layer.get("residual", {}), x, branches, parts, bare)
             continue
         for j, (name, f) in enumerate(sublayers.items()):
             r = layer.get(f"{name}_residual", {})
@@ -231,7 +238,7 @@ def feed_forward(c, p, x):
 
 
 def mixture(c, p, x):
-    """One token, its `top_k` best experts, one after another; nothing is dropped."""
+    """Computes one token with its `top_k` best experts, one after another; drops no token."""
     options = dict(c.feed_forward)
     p_e = np.exp(x @ p["router"]["kernel"])
     p_e = p_e / p_e.sum()
@@ -239,66 +246,70 @@ def mixture(c, p, x):
     total = p_e[best].sum() if options.get("normalize", True) else 1.0
     y = 0.0
     for e in best:
-        own = lambda name: {field: x[e] for field, x in p[name].items()}
-        h = linear(own("in"), x)
-        h = activate(c, linear(own("gate"), x)) * h if c.glu else activate(c, h)
-        y = y + p_e[e] / total * linear(own("out"), h)
+        expert = lambda name: {field: x[e] for field, x in p[name].items()}
+        h = linear(expert("in"), x)
+        h = activate(c, linear(expert("gate"), x)) * h if c.glu else activate(c, h)
+        y = y + p_e[e] / total * linear(expert("out"), h)
     return y
 
 
-def attention(c, p, x, y, here, there, causal, window, position, shared):
-    """One head, one query at a time."""
-    name, given = position
+def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
+    """Computes attention from x to y; `q_info` and `k_info` are the results of `stands`."""
+    name, options = position
     per_kv = c.num_heads // c.kv_heads
     scale = c.head_size**-0.5 if c.attention_scale is None else c.attention_scale
     out = np.zeros(x.shape)
     for n in range(c.num_heads):
-        part = lambda which, inputs, h: (
-            inputs @ p[which]["kernel"][:, h] + (p[which]["bias"][h] if "bias" in p[which] else 0.0)
+        head = lambda kind, inputs, h: (
+            inputs @ p[kind]["kernel"][:, h] + (p[kind]["bias"][h] if "bias" in p[kind] else 0.0)
         )
-        q, k, v = part("query", x, n), part("key", y, n // per_kv), part("value", y, n // per_kv)
+        q, k, v = head("query", x, n), head("key", y, n // per_kv), head("value", y, n // per_kv)
         if c.qk_norm:
             q, k = norm(c, p.get("query_norm", {}), q), norm(c, p.get("key_norm", {}), k)
         if name in ("rotary", "xpos"):
-            length = int(here[0].max()) + 1
-            q = np.stack([turn(name, given, q[t], here[0][t], length, 1) for t in range(len(q))])
-            k = np.stack([turn(name, given, k[s], there[0][s], length, -1) for s in range(len(k))])
+            length = int(q_info[0].max()) + 1
+            q = np.stack(
+                [turn(name, options, q[t], q_info[0][t], length, 1) for t in range(len(q))]
+            )
+            k = np.stack(
+                [turn(name, options, k[s], k_info[0][s], length, -1) for s in range(len(k))]
+            )
         for t in range(len(q)):
-            may = np.array([
-                here[1][t] == there[1][s] and there[1][s] > 0
-                and (not causal or there[0][s] <= here[0][t] or there[2][s])
-                and (not window or abs(here[0][t] - there[0][s]) < window)
+            mask = np.array([
+                q_info[1][t] == k_info[1][s] and k_info[1][s] > 0
+                and (not causal or k_info[0][s] <= q_info[0][t] or k_info[2][s])
+                and (not window or abs(q_info[0][t] - k_info[0][s]) < window)
                 for s in range(len(k))
             ])  # fmt: skip
-            if not may.any():
+            if not mask.any():
                 continue
             e = np.array([scale * (q[t] @ k[s]) for s in range(len(k))])
             e = positioned(
                 c,
                 name,
-                given,
+                options,
                 p,
                 shared,
                 n,
                 e,
                 q[t],
                 k,
-                here[0][t],
-                there[0],
-                may,
+                q_info[0][t],
+                k_info[0],
+                mask,
                 scale,
                 causal and not c.prefix_lm,
             )
             e = cap(e, c.attention_soft_cap)
-            w = np.where(may, np.exp(e - e[may].max()), 0.0)
-            total = w.sum() + (math.exp(p["sink"][n] - e[may].max()) if c.attention_sink else 0.0)
+            w = np.where(mask, np.exp(e - e[mask].max()), 0.0)
+            total = w.sum() + (math.exp(p["sink"][n] - e[mask].max()) if c.attention_sink else 0.0)
             w = w / total
-            read = w @ v
-            if name == "shaw" and given.get("values", True):
-                most = given.get("max_distance", 16)
-                read = read + sum(
-                    w[s] * p["relative_values"][clip(there[0][s] - here[0][t], most) + most]
+            value = w @ v
+            if name == "shaw" and options.get("values", True):
+                limit = options.get("max_distance", 16)
+                value = value + sum(
+                    w[s] * p["relative_values"][clip(k_info[0][s] - q_info[0][t], limit) + limit]
                     for s in range(len(k))
                 )
-            out[t] += read @ p["out"]["kernel"][n]
+            out[t] += value @ p["out"]["kernel"][n]
     return out + p["out"].get("bias", 0.0)

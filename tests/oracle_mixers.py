@@ -1,13 +1,17 @@
-"""Slow and obvious token mixers: NumPy, float64, one sequence, one head and one token at a time, from the papers' equations.
+"""Slow and obvious token mixers in NumPy and float64, written from the papers' equations.
 
-They share no code with the package: they read the numbers of a config and the parameters of one sublayer.
+They compute one sequence, one head and one token at a time. They share no code with the package:
+they read the fields of a config and the parameters of one sublayer.
 """
 
 import numpy as np
 
 
 def mla(c, p, x, rank, rope, rotate=lambda vector, t: vector, window=0):
-    """DeepSeek-V2, sec. 2.1, on one sequence x [T, D], causal; `rotate(vector of the rotated size, position)`. [T, D]."""
+    """Causal multi-head latent attention (DeepSeek-V2, sec. 2.1) on one sequence x [T, D].
+
+    `rotate(vector, position)` rotates a vector of size `rope`. Returns [T, D].
+    """
     q = rms(c, p["query_norm"], x @ p["query_down"]["kernel"]) if "query_down" in p else x
     q = np.einsum("td,dnh->tnh", q, p["query"]["kernel"])
     down = x @ p["key_value_down"]["kernel"]
@@ -30,19 +34,22 @@ def mla(c, p, x, rank, rope, rotate=lambda vector, t: vector, window=0):
 
 
 def gated_delta(c, p, x, segments, width=4, twice=False):
-    """Gated DeltaNet (arXiv:2412.06464, eq. 10) on one sequence x [T, D] with the documents `segments`, 0 being padding. [T, D]."""
+    """Gated DeltaNet (arXiv:2412.06464, eq. 10) on one sequence x [T, D].
+
+    `segments` are the documents of the tokens; 0 is padding. Returns [T, D].
+    """
     n_heads, size = c.num_heads, c.head_size
     kinds = ("query", "key", "value")
     raw = np.concatenate(
         [np.einsum("td,dnf->tnf", x, p[kind]["kernel"]) for kind in kinds], axis=-1
     )
     out = np.zeros((len(x), n_heads, c.d_value or size))
-    state, last = None, 0
+    state, previous = None, 0
     for t, segment in enumerate(segments):
         if not segment:
             continue
-        if segment != last:
-            state, last = np.zeros((n_heads, size, out.shape[-1])), segment
+        if segment != previous:
+            state, previous = np.zeros((n_heads, size, out.shape[-1])), segment
         mixed = sum(
             p["convolution"][i] * raw[t - i]
             for i in range(width)
@@ -57,8 +64,8 @@ def gated_delta(c, p, x, segments, width=4, twice=False):
             q, k, v = np.split(mixed[n], [size, 2 * size])
             q = q / np.sqrt(q @ q + 1e-6) / np.sqrt(size)
             k = k / np.sqrt(k @ k + 1e-6)
-            kept = a[n] * state[n]
-            state[n] = kept + np.outer(k, b[n] * (v - kept.T @ k))
+            decayed = a[n] * state[n]
+            state[n] = decayed + np.outer(k, b[n] * (v - decayed.T @ k))
             read = state[n].T @ q
             read = read / np.sqrt((read**2).mean() + c.norm_epsilon) * p["norm"]["gain"]
             out[t, n] = read * gate[n] * sigmoid(gate[n])
@@ -66,16 +73,19 @@ def gated_delta(c, p, x, segments, width=4, twice=False):
 
 
 def lstm(p, x, segments, reverse=False, read=None):
-    """An LSTM (Gers et al. 2000; 1 is added to the forget gate) on one sequence x [T, D] with the documents `segments`, 0 being
-    padding. `read(h, document)` gives the context of a step. (h [T, G], contexts [T, D] or None)."""
+    """An LSTM (Gers et al. 2000) on one sequence x [T, D]; 1 is added to the forget gate.
+
+    `segments` are the documents of the tokens; 0 is padding. `read(h, document)` returns the
+    context of a step. Returns (h [T, G], contexts [T, D]); without `read`, contexts are 0.
+    """
     units = p["hidden"]["kernel"].shape[0]
     out, contexts = np.zeros((len(x), units)), np.zeros_like(x)
-    h, c, last = np.zeros(units), np.zeros(units), None
+    h, c, previous = np.zeros(units), np.zeros(units), None
     for t in range(len(x))[:: -1 if reverse else 1]:
         if not segments[t]:
             continue
-        if segments[t] != last:
-            h, c, last = np.zeros(units), np.zeros(units), segments[t]
+        if segments[t] != previous:
+            h, c, previous = np.zeros(units), np.zeros(units), segments[t]
         z = np.einsum("d,dfg->fg", x[t], p["input"]["kernel"]) + p["input"]["bias"]
         z += np.einsum("g,gfh->fh", h, p["hidden"]["kernel"])
         if read is not None:
@@ -89,25 +99,31 @@ def lstm(p, x, segments, reverse=False, read=None):
 
 
 def both_ways(p, x, segments):
-    """The encoder's layer."""
-    ways = [lstm(p[way], x, segments, way == "backward")[0] for way in ("forward", "backward")]
-    return np.concatenate(ways, axis=-1)
+    """The bidirectional LSTM layer of the encoder."""
+    outputs = [
+        lstm(p[direction], x, segments, direction == "backward")[0]
+        for direction in ("forward", "backward")
+    ]
+    return np.concatenate(outputs, axis=-1)
 
 
 def attentive_lstm(p, x, segments, source, source_segments, last=False):
-    """An LSTM that reads a source [S, D] before each step (Bahdanau et al. 2015, appendix A.2), or its last state alone."""
+    """An LSTM that attends to a source [S, D] before each step (Bahdanau et al. 2015, app. A.2).
+
+    With `last`, it reads only the last state of the source.
+    """
 
     def read(h, document):
-        here = np.flatnonzero(np.asarray(source_segments) == document)
+        source_steps = np.flatnonzero(np.asarray(source_segments) == document)
         if last:
-            return source[here[-1]]
+            return source[source_steps[-1]]
         e = [
             np.tanh(h @ p["query"]["kernel"] + source[j] @ p["keys"]["kernel"])
             @ p["score"]["kernel"][:, 0]
-            for j in here
+            for j in source_steps
         ]
         a = np.exp(np.array(e) - max(e))
-        return a / a.sum() @ source[here]
+        return a / a.sum() @ source[source_steps]
 
     h, contexts = lstm(p["forward"], x, segments, read=read)
     return np.tanh(np.concatenate([h, contexts, x], -1) @ p["out"]["kernel"] + p["out"]["bias"])

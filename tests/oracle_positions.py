@@ -1,4 +1,4 @@
-"""Position schemes, slowly: one query, one key, one head at a time."""
+"""Slow and obvious position schemes: one query, one key and one head at a time."""
 
 import math
 
@@ -17,26 +17,26 @@ def sinusoid(t, d, base=1e4, layout="interleaved"):
     out = np.zeros(d)
     for i in range(d // 2):
         angle = t / base ** (2 * i / d)
-        at = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, i + d // 2)
-        out[at[0]], out[at[1]] = math.sin(angle), math.cos(angle)
+        pair = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, i + d // 2)
+        out[pair[0]], out[pair[1]] = math.sin(angle), math.cos(angle)
     return out
 
 
-def clip(d, most):
-    return int(max(-most, min(most, d)))
+def clip(d, limit):
+    return int(max(-limit, min(limit, d)))
 
 
-def turn(name, given, x, t, length, direction):
-    """R_t x; for xPos also times zeta^t (queries) or zeta^-t (keys)."""
-    x, theta = x.copy(), given.get("theta", 1e4)
-    d = int(len(x) * given.get("fraction", 1.0))
-    scaling, more = choose(given.get("scaling", "none"))
-    old, factor = more.get("original_length"), more.get("factor", 1.0)
+def turn(name, options, x, t, length, direction):
+    """Returns R_t x; for xPos, also scaled by zeta^t (queries) or zeta^-t (keys)."""
+    x, theta = x.copy(), options.get("theta", 1e4)
+    d = int(len(x) * options.get("fraction", 1.0))
+    scaling, scaling_options = choose(options.get("scaling", "none"))
+    original, factor = scaling_options.get("original_length"), scaling_options.get("factor", 1.0)
     magnitude = 1.0
     if scaling == "ntk":
         theta = theta * factor ** (d / (d - 2))
     if scaling == "dynamic":
-        theta = theta * (factor * max(length, old) / old - (factor - 1)) ** (d / (d - 2))
+        theta = theta * (factor * max(length, original) / original - (factor - 1)) ** (d / (d - 2))
     for i in range(d // 2):
         f = theta ** (-2 * i / d)
         if scaling == "linear":
@@ -44,80 +44,87 @@ def turn(name, given, x, t, length, direction):
         if scaling == "llama3":
             wavelength, low, high = (
                 2 * math.pi / f,
-                more.get("low_frequency_factor", 1.0),
-                more.get("high_frequency_factor", 4.0),
+                scaling_options.get("low_frequency_factor", 1.0),
+                scaling_options.get("high_frequency_factor", 4.0),
             )
-            if wavelength > old / low:
+            if wavelength > original / low:
                 f = f / factor
-            elif wavelength > old / high:
-                smooth = (old / wavelength - low) / (high - low)
+            elif wavelength > original / high:
+                smooth = (original / wavelength - low) / (high - low)
                 f = (1 - smooth) * f / factor + smooth * f
         if scaling == "yarn":
-            pair = lambda turns: d * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(theta))
-            low, high = pair(more.get("beta_fast", 32)), pair(more.get("beta_slow", 1))
-            if more.get("truncate", True):
+            index = lambda turns: (
+                d * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            )
+            low, high = (
+                index(scaling_options.get("beta_fast", 32)),
+                index(scaling_options.get("beta_slow", 1)),
+            )
+            if scaling_options.get("truncate", True):
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, d - 1)
             ramp = min(max((i - low) / max(high - low, 1e-3), 0), 1)
             f = f / factor * ramp + f * (1 - ramp)
-            magnitude = more.get("attention_factor") or 0.1 * math.log(factor) + 1
-        a, b = (i, i + d // 2) if given.get("layout", "halves") == "halves" else (2 * i, 2 * i + 1)
+            magnitude = scaling_options.get("attention_factor") or 0.1 * math.log(factor) + 1
+        a, b = (
+            (i, i + d // 2) if options.get("layout", "halves") == "halves" else (2 * i, 2 * i + 1)
+        )
         zeta = 1.0
         if name == "xpos":
-            gamma = given.get("gamma", 0.4)
+            gamma = options.get("gamma", 0.4)
             zeta = ((2 * i / d + gamma) / (1 + gamma)) ** (
-                direction * t / given.get("scale_base", 512.0)
+                direction * t / options.get("scale_base", 512.0)
             )
         cos, sin = magnitude * zeta * math.cos(t * f), magnitude * zeta * math.sin(t * f)
         x[a], x[b] = x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin
     return x
 
 
-def positioned(c, name, given, p, shared, n, e, q, k, t, positions, may, scale, causal):
-    """The logits of one query and head with position in them."""
+def positioned(c, name, options, p, shared, n, e, q, k, t, positions, mask, scale, causal):
+    """Returns the logits of one query and head with the position scheme applied."""
     e = e.copy()
     if name == "cope":
-        most, table = given.get("max_positions", 64), p["contextual_positions"]
-        gates = np.where(may, 1 / (1 + np.exp(-e)), 0.0)
+        limit, table = options.get("max_positions", 64), p["contextual_positions"]
+        gates = np.where(mask, 1 / (1 + np.exp(-e)), 0.0)
         for s in range(len(k)):
-            count = min(gates[s:].sum(), most - 1)
+            count = min(gates[s:].sum(), limit - 1)
             low, high = math.floor(count), math.ceil(count)
             vector = (1 - (count - low)) * table[low] + (count - low) * table[high]
             e[s] += q @ vector
         return e
-    for s, at in enumerate(positions):
-        d = int(t - at)
-        e[s] += of_distance(name, given, shared, n, d, t, c.num_heads, causal)
+    for s, s_position in enumerate(positions):
+        d = int(t - s_position)
+        e[s] += of_distance(name, options, shared, n, d, t, c.num_heads, causal)
         if name == "shaw":
-            most = given.get("max_distance", 16)
-            e[s] += scale * (q @ p["relative_keys"][clip(-d, most) + most])
+            limit = options.get("max_distance", 16)
+            e[s] += scale * (q @ p["relative_keys"][clip(-d, limit) + limit])
         elif name == "transformer_xl":
             distance = sinusoid(d, c.d_model, layout="halves")
             r = distance @ p["relative_kernel"][:, n]
             e[s] += scale * (p["content_bias"][n] @ k[s] + (q + p["position_bias"][n]) @ r)
         elif name == "deberta":
-            most = given.get("max_distance", 128)
-            vector = shared["relative_embedding"][max(0, min(2 * most - 1, d + most))]
-            to, of = vector @ p["relative_key"][:, n], vector @ p["relative_query"][:, n]
-            e[s] = (e[s] + scale * (q @ to + k[s] @ of)) / math.sqrt(3)
+            limit = options.get("max_distance", 128)
+            vector = shared["relative_embedding"][max(0, min(2 * limit - 1, d + limit))]
+            r_k, r_q = vector @ p["relative_key"][:, n], vector @ p["relative_query"][:, n]
+            e[s] = (e[s] + scale * (q @ r_k + k[s] @ r_q)) / math.sqrt(3)
     return e
 
 
-def of_distance(name, given, shared, n, d, t, heads, causal):
-    """What head n adds to a logit for the distance d = t - s alone."""
+def of_distance(name, options, shared, n, d, t, heads, causal):
+    """Returns what head n adds to a logit as a function of the distance d = t - s alone."""
     if name == "alibi":
         power = 2 ** int(math.log2(heads))
         slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
         slopes += [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * (heads - power), 2)]
         return -slopes[n] * abs(d)
     if name == "t5":
-        sizes = given.get("num_buckets", 32), given.get("max_distance", 128)
+        sizes = options.get("num_buckets", 32), options.get("max_distance", 128)
         return shared["relative_bias"][t5_bucket(-d, *sizes, causal), n]
     if name == "kerple":
         r, a = (max(shared[f"kernel_{x}"][n], 0.01) for x in "ra")
         return -r * math.log(1 + a * abs(d))
     if name == "sandwich":
-        width, first = given.get("width", 128), given.get("first_index", 0)
+        width, first = options.get("width", 128), options.get("first_index", 0)
         indices = range(first, first + width // 2)
         total = sum(math.cos(abs(d) / 1e4 ** (2 * i / width)) for i in indices)
         return (total - width / 2) / (8 * (n + 1) / heads)
@@ -134,8 +141,8 @@ def of_distance(name, given, shared, n, d, t, heads, causal):
     return 0.0
 
 
-def t5_bucket(d, buckets, most, causal):
-    """Of a distance key minus query."""
+def t5_bucket(d, buckets, max_distance, causal):
+    """Returns the bucket of the distance d = s - t (key minus query)."""
     offset = 0
     if causal:
         d = max(-d, 0)
@@ -146,5 +153,6 @@ def t5_bucket(d, buckets, most, causal):
     if d < exact:
         return offset + d
     return offset + min(
-        exact + int(math.log(d / exact) / math.log(most / exact) * (buckets - exact)), buckets - 1
+        exact + int(math.log(d / exact) / math.log(max_distance / exact) * (buckets - exact)),
+        buckets - 1,
     )

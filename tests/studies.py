@@ -1,4 +1,4 @@
-"""Experiments, studies and runs that are made up, for the tests of the laboratory."""
+"""Synthetic experiments, studies and runs for the tests of `transformer.lab`."""
 
 import json
 
@@ -12,11 +12,17 @@ from transformer.mapping import from_mapping, override, to_mapping
 
 
 def experiment(**changes) -> Experiment:
+    """Returns a small experiment; in the names of `changes`, `__` stands for a dot."""
     tree = {
         "model": sized("decoder", vocab_size=512, max_length=32, position="rotary"),
-        "data": {"corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "data": {
+            "corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4,
+            "tokenizer": {"kind": "bpe"},
+        },
         "optimizer": {"warmup_steps": 4, "learning_rate": 1e-3},
-        "train": {"steps": 8, "log_every": 2, "eval_every": 4, "eval_batches": 2, "tensorboard": False},
+        "train": {
+            "steps": 8, "log_every": 2, "eval_every": 4, "eval_batches": 2, "tensorboard": False,
+        },
     }  # fmt: skip
     for field, value in changes.items():
         override(tree, field.replace("__", "."), value, Experiment)
@@ -24,6 +30,7 @@ def experiment(**changes) -> Experiment:
 
 
 def facts_of(sweep, **base):
+    """Returns (arm -> config, arm -> facts) for the arms of a sweep."""
     configs = {
         arm: experiment(**base | {k.replace(".", "__"): v for k, v in changes.items()})
         for arm, changes in sweep.arms.items()
@@ -33,8 +40,8 @@ def facts_of(sweep, **base):
 
 def make_study(folder, seeds=2):
     sweep = Sweep(vary("model.position", "rotary", "alibi"), seeds=seeds)
-    configs, found = facts_of(sweep)
-    return Study(folder, sweep, configs, found)
+    configs, facts = facts_of(sweep)
+    return Study(folder, sweep, configs, facts)
 
 
 def made_up(
@@ -52,15 +59,16 @@ def made_up(
     test_beauty=None,
     **changes,
 ):
-    where = folder / arm / f"seed-{seed}"
-    where.mkdir(parents=True)
-    (where / "config.json").write_text(json.dumps(to_mapping(experiment(seed=seed, **changes))))
+    """Writes a run directory with made-up results and returns its path."""
+    run = folder / arm / f"seed-{seed}"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(to_mapping(experiment(seed=seed, **changes))))
     data = {
         "objective": "CausalLM",
         "tokenizer_sha256": tokenizer,
         "test": {"sha256": test, "examples": 4},
     }
-    (where / "manifest.json").write_text(
+    (run / "manifest.json").write_text(
         json.dumps(
             {
                 "data": data,
@@ -85,5 +93,5 @@ def made_up(
         for name, x in {"bleu": test_bleu, "beauty": test_beauty}.items()
         if x is not None
     ]
-    (where / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return where
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run

@@ -1,4 +1,4 @@
-"""The named architectures: their published sizes, and their small likenesses against implementations that nobody here wrote."""
+"""The named architectures: their published sizes, and scaled-down versions against the oracle."""
 
 import math
 
@@ -8,7 +8,6 @@ import numpy as np
 import oracle
 import pytest
 from conftest import make, tokens
-from flax.core import meta
 from test_oracle import each_layer
 
 from transformer import UserError, architecture, build_model
@@ -16,70 +15,110 @@ from transformer.convert import FAMILIES
 from transformer.model.architectures import ARCHITECTURES
 
 OF_HF = {
-    "bert": "bert", "modernbert": "modernbert", "gpt2": "gpt2", "gpt3": "gpt2", "bloom": "bloom", "t5": "t5", "bart": "bart", "marian": "marian",
-    "opt": "opt", "gpt_neox": "gpt_neox", "pythia": "gpt_neox", "llama2": "llama", "llama3": "llama", "llama3.1": "llama", "mistral": "mistral",
-    "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
+    "bert": "bert", "modernbert": "modernbert", "gpt2": "gpt2", "gpt3": "gpt2", "bloom": "bloom",
+    "t5": "t5", "bart": "bart", "marian": "marian", "opt": "opt", "gpt_neox": "gpt_neox",
+    "pythia": "gpt_neox", "llama2": "llama", "llama3": "llama", "llama3.1": "llama",
+    "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
 }  # fmt: skip
-"""Architecture -> the family of Transformers that can say it."""
+"""Architecture -> the family of Transformers that can express it."""
 
 PUBLISHED = {
-    "transformer_base": 65e6, "transformer_big": 213e6, "bert_base": 110e6, "bert_large": 340e6, "gpt2": 124e6, "gpt2_medium": 355e6,
-    "gpt2_large": 774e6, "gpt2_xl": 1558e6, "gpt3_small": 125e6, "gpt3_175b": 175e9, "bloom_560m": 559e6, "bloom_176b": 176.2e9, "t5_small": 60e6,
-    "t5_base": 220e6, "t5_11b": 11.3e9, "t5_v1_1_small": 77e6, "t5_v1_1_xxl": 11.1e9, "bart_large": 406e6, "opt_350m": 331e6, "opt_175b": 175e9,
-    "gpt_neox_20b": 20.55e9, "pythia_70m": 70.4e6, "pythia_12b": 11.85e9, "llama2_7b": 6.74e9, "llama3_8b": 8.03e9, "llama3.1_405b": 405.8e9,
-    "mistral_7b": 7.24e9, "qwen2_0.5b": 494e6, "qwen2_72b": 72.7e9, "qwen3_0.6b": 596e6, "qwen3_32b": 32.76e9, "gemma2_2b": 2.61e9,
+    "transformer_base": 65e6, "transformer_big": 213e6, "bert_base": 110e6, "bert_large": 340e6,
+    "gpt2": 124e6, "gpt2_medium": 355e6, "gpt2_large": 774e6, "gpt2_xl": 1558e6,
+    "gpt3_small": 125e6, "gpt3_175b": 175e9, "bloom_560m": 559e6, "bloom_176b": 176.2e9,
+    "t5_small": 60e6, "t5_base": 220e6, "t5_11b": 11.3e9, "t5_v1_1_small": 77e6,
+    "t5_v1_1_xxl": 11.1e9, "bart_large": 406e6, "opt_350m": 331e6, "opt_175b": 175e9,
+    "gpt_neox_20b": 20.55e9, "pythia_70m": 70.4e6, "pythia_12b": 11.85e9, "llama2_7b": 6.74e9,
+    "llama3_8b": 8.03e9, "llama3.1_405b": 405.8e9, "mistral_7b": 7.24e9, "qwen2_0.5b": 494e6,
+    "qwen2_72b": 72.7e9, "qwen3_0.6b": 596e6, "qwen3_32b": 32.76e9, "gemma2_2b": 2.61e9,
     "gemma2_27b": 27.2e9, "modernbert_base": 149e6, "modernbert_large": 395e6,
 }  # fmt: skip
-"""Parameters as their authors count them."""
+"""Architecture -> its number of parameters as the authors report it."""
 
 POST, RMS = {"norm_placement": "post", "norm": "layernorm"}, {"norm": "rmsnorm", "use_bias": False}
 LLAMA = {"family": "decoder", "norm_placement": "pre", **RMS, "activation": "silu", "glu": True}
 TABLE = {
-    "transformer_base transformer_big": {"family": "encoder_decoder", **POST, "position": "sinusoidal", "activation": "relu", "share_embeddings": True,
-                                         "tie_embeddings": True, "embedding_scale": True},
-    "minimal": {"family": "decoder", "norm_placement": {"name": "none", "residual_scale": 0.0}, "activation": "relu"},
+    "transformer_base transformer_big": {
+        "family": "encoder_decoder", **POST, "position": "sinusoidal", "activation": "relu",
+        "share_embeddings": True, "tie_embeddings": True, "embedding_scale": True,
+    },
+    "minimal": {
+        "family": "decoder", "norm_placement": {"name": "none", "residual_scale": 0.0},
+        "activation": "relu",
+    },
     "mit_6390": {**POST, "use_bias": False},
     "jurafsky_martin": {"norm_placement": "pre", "tie_embeddings": True, "attention_bias": False},
-    "bert_base bert_large": {"family": "encoder", **POST, "position": "learned", "token_types": 2, "embedding_norm": True, "head_transform": True,
-                             "pooler": True, "num_labels": 2},
-    "gpt2 gpt2_medium gpt2_large gpt2_xl gpt3_small gpt3_175b": {"family": "decoder", "norm_placement": "pre", "activation": "gelu_tanh",
-                                                                 "residual_init_scale": True},
+    "bert_base bert_large": {
+        "family": "encoder", **POST, "position": "learned", "token_types": 2,
+        "embedding_norm": True, "head_transform": True, "pooler": True, "num_labels": 2,
+    },
+    "gpt2 gpt2_medium gpt2_large gpt2_xl gpt3_small gpt3_175b": {
+        "family": "decoder", "norm_placement": "pre", "activation": "gelu_tanh",
+        "residual_init_scale": True,
+    },
     "bloom_560m bloom_176b": {"position": "alibi", "embedding_norm": True},
-    "t5_small t5_11b": {**RMS, "position": "t5", "attention_scale": 1.0, "glu": False, "tie_embeddings": True},
-    "t5_v1_1_small t5_v1_1_xxl": {**RMS, "position": "t5", "attention_scale": 1.0, "glu": True, "activation": "gelu_tanh", "tie_embeddings": False},
-    "bart_base bart_large": {"family": "encoder_decoder", **POST, "position": {"name": "learned", "offset": 2}, "logit_bias": True},
-    "marian": {"family": "encoder_decoder", **POST, "position": {"name": "sinusoidal", "layout": "halves"}, "logit_bias": True},
-    "opt_125m opt_175b": {"norm_placement": "pre", "position": {"name": "learned", "offset": 2}, "activation": "relu"},
-    "gpt_neox_20b pythia_12b": {"parallel": True, "position": {"name": "rotary", "fraction": 0.25}},
+    "t5_small t5_11b": {
+        **RMS, "position": "t5", "attention_scale": 1.0, "glu": False, "tie_embeddings": True,
+    },
+    "t5_v1_1_small t5_v1_1_xxl": {
+        **RMS, "position": "t5", "attention_scale": 1.0, "glu": True, "activation": "gelu_tanh",
+        "tie_embeddings": False,
+    },
+    "bart_base bart_large": {
+        "family": "encoder_decoder", **POST, "position": {"name": "learned", "offset": 2},
+        "logit_bias": True,
+    },
+    "marian": {
+        "family": "encoder_decoder", **POST, "position": {"name": "sinusoidal", "layout": "halves"},
+        "logit_bias": True,
+    },
+    "opt_125m opt_175b": {
+        "norm_placement": "pre", "position": {"name": "learned", "offset": 2}, "activation": "relu",
+    },
+    "gpt_neox_20b pythia_12b": {
+        "parallel": True, "position": {"name": "rotary", "fraction": 0.25},
+    },
     "llama2_7b": {**LLAMA, "position": "rotary", "num_kv_heads": 32},
-    "llama3_8b": {**LLAMA, "position": {"name": "rotary", "theta": 500_000.0}, "num_kv_heads": 8},
+    "llama3_8b": {
+        **LLAMA, "position": {"name": "rotary", "theta": 500_000.0}, "num_kv_heads": 8,
+    },
     "mistral_7b": {**LLAMA, "window": 4096, "num_kv_heads": 8},
     "qwen2_0.5b": {**LLAMA, "qkv_bias": True, "num_kv_heads": 2},
     "qwen3_0.6b": {**LLAMA, "qk_norm": True, "num_kv_heads": 8},
-    "gemma2_2b gemma2_27b": {**RMS, "norm_placement": "peri", "attention_soft_cap": 50.0, "logit_soft_cap": 30.0, "embedding_scale": True},
-    "modernbert_base modernbert_large": {"family": "encoder", "first_norm": False, "glu": True, "norm_offset": False},
+    "gemma2_2b gemma2_27b": {
+        **RMS, "norm_placement": "peri", "attention_soft_cap": 50.0, "logit_soft_cap": 30.0,
+        "embedding_scale": True,
+    },
+    "modernbert_base modernbert_large": {
+        "family": "encoder", "first_norm": False, "glu": True, "norm_offset": False,
+    },
 }  # fmt: skip
-"""What each must exercise. That it computes what its authors say is shown below: by the oracle, by the numbers of parameters and, for
-those that have weights, by PyTorch's logits (test_convert.py)."""
+"""Architectures -> field values that their configs must have.
+
+The tests below check their equations against the oracle, and their numbers of parameters. For
+architectures with published weights, test_convert.py compares the logits with PyTorch's.
+"""
 
 SMALL = {"d_model": 32, "num_heads": 4, "d_ff": 48, "vocab_size": 61, "max_length": 40}
 
 
 def of_hf(name: str) -> str | None:
-    found = [
-        family for known, family in OF_HF.items() if name == known or name.startswith(known + "_")
+    families = [
+        family
+        for prefix, family in OF_HF.items()
+        if name == prefix or name.startswith(prefix + "_")
     ]
-    return found[0] if found else None
+    return families[0] if families else None
 
 
 def parameters(config) -> int:
     sides = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.family == "encoder_decoder"))
-    abstract = meta.unbox(jax.eval_shape(build_model(config).init, jax.random.key(0), *sides))
+    abstract = jax.eval_shape(build_model(config).init, jax.random.key(0), *sides)
     return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract))
 
 
 def small(name: str):
-    """An architecture with few and narrow layers."""
+    """Returns the config of an architecture with few and narrow layers."""
     published = architecture(name)
     depth = {f"num_{side}_layers": min(published.num_layers(side), 3) for side in published.sides}
     fields = SMALL | depth | {"num_kv_heads": 2 if published.kv_heads < published.num_heads else 0}
@@ -96,11 +135,11 @@ def test_the_table_of_architectures(names):
     for name in names.split():
         config = architecture(name)
         assert {field: getattr(config, field) for field in TABLE[names]} == TABLE[names]
-    assert set(OF_HF.values()) <= set(FAMILIES), "every family of the table has a table of weights"
+    assert set(OF_HF.values()) <= set(FAMILIES), "every family of the table has a weight mapping"
 
 
 def test_layers_that_differ():
-    """Local and global attention in turn; Llama 3.1's scaling of rotary."""
+    """Alternating local and global attention; the rotary scaling of Llama 3.1."""
     gemma, modern = architecture("gemma2_2b"), architecture("modernbert_base")
     assert [layer.window for layer in gemma.layers("decoder")][:4] == [4096, 0, 4096, 0]
     assert [layer.window for layer in modern.layers("encoder")][:6] == [0, 65, 65] * 2
@@ -118,61 +157,68 @@ def test_it_has_as_many_parameters_as_its_authors_say(name):
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if of_hf(name)])
 def test_it_has_exactly_the_parameters_of_transformers(name):
-    """Their model on no device at all, made from our config in their words: every tensor has its counterpart, of its size."""
+    """Builds the model of Transformers on the meta device from our config, converted to theirs.
+
+    The number of parameters must be the same.
+    """
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     if name in ("gpt3_13b", "gpt3_xl"):
         pytest.skip(
-            "heads of 128 are not d_model there: the paper's table cannot be said in GPT-2's config"
+            "GPT-2's config cannot express these heads: 128 times their number is not d_model"
         )
     config, family = architecture(name), FAMILIES[of_hf(name)]
-    theirs = family.their_config(config)
-    cls = getattr(transformers, theirs["architectures"][0])
+    hf_config = family.their_config(config)
+    cls = getattr(transformers, hf_config["architectures"][0])
     with torch.device("meta"):
-        model = cls(cls.config_class(**{k: v for k, v in theirs.items() if k != "architectures"}))
+        model = cls(
+            cls.config_class(**{k: v for k, v in hf_config.items() if k != "architectures"})
+        )
     tied = {name for name in model.state_dict() if model.state_dict()[name].device.type != "meta"}
     assert not tied
     unique = sum(math.prod(x.shape) for x in model.parameters())
     ours = parameters(config)
-    if theirs["model_type"] == "t5" and not config.tie_embeddings:
-        unique += (
-            config.vocab_size * config.d_model
-        )  # Transformers 5 unties when it loads two, not when it is built
-    if theirs["model_type"] in ("bart", "marian"):
-        ours -= config.vocab_size  # the bias on the logits is a buffer there
+    if hf_config["model_type"] == "t5" and not config.tie_embeddings:
+        # Transformers 5 unties when it loads two matrices, not when it builds the model.
+        unique += config.vocab_size * config.d_model
+    if hf_config["model_type"] in ("bart", "marian"):
+        ours -= config.vocab_size  # the bias on the logits is a buffer in Transformers
         unique -= sum(
             math.prod(x.shape)
             for key, x in model.named_parameters()
-            if theirs["model_type"] == "marian" and "embed_positions" in key
+            if hf_config["model_type"] == "marian" and "embed_positions" in key
         )
     assert ours == unique
 
 
-@pytest.mark.parametrize("name", ["transformer_base", "minimal", "mit_6390", "jurafsky_martin", "bert_base", "gpt2", "gpt3_small", "bloom_560m", "t5_small",
-                                  "t5_v1_1_small", "bart_base", "marian", "opt_125m", "opt_350m", "pythia_70m", "llama2_7b", "llama3.1_8b", "mistral_7b",
-                                  "qwen2_0.5b", "qwen3_0.6b", "gemma2_2b", "modernbert_base"])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "transformer_base", "minimal", "mit_6390", "jurafsky_martin", "bert_base", "gpt2", "gpt3_small",
+    "bloom_560m", "t5_small", "t5_v1_1_small", "bart_base", "marian", "opt_125m", "opt_350m",
+    "pythia_70m", "llama2_7b", "llama3.1_8b", "mistral_7b", "qwen2_0.5b", "qwen3_0.6b", "gemma2_2b",
+    "modernbert_base",
+])  # fmt: skip
 def test_its_equations(name):
-    """A small likeness against the oracle."""
+    """Compares a scaled-down version with the oracle."""
     config = small(name)
     sides = (tokens(0, 2, 9), tokens(1, 2, 7))[: 1 + (config.family == "encoder_decoder")]
     model, params = make(config, noise=0.2)
-    wanted = oracle.forward(config, each_layer(config, params), *sides)
-    np.testing.assert_allclose(jax.jit(model.apply)(params, *sides), wanted, atol=1e-4)
+    expected = oracle.forward(config, each_layer(config, params), *sides)
+    np.testing.assert_allclose(jax.jit(model.apply)(params, *sides), expected, atol=1e-4)
 
 
 def test_the_minimal_architecture_has_no_norm_and_no_residual():
     config = small("minimal")
     model, params = make(config)
     assert not [
-        p
-        for p, _ in jax.tree_util.tree_leaves_with_path(params)
-        if "norm" in jax.tree_util.keystr(p)
+        path
+        for path, _ in jax.tree_util.tree_leaves_with_path(params)
+        if "norm" in jax.tree_util.keystr(path)
     ]
-    cut = jax.tree_util.tree_map_with_path(
-        lambda p, x: x * 0 if "feed_forward" in jax.tree_util.keystr(p) else x, params
+    zeroed = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * 0 if "feed_forward" in jax.tree_util.keystr(path) else x, params
     )
     x = tokens(0, 1, 5)
     assert np.ptp(model.apply(params, x)) > 1e-3
-    assert np.ptp(model.apply(cut, x)) == 0  # nothing goes around the feed-forward
+    assert np.ptp(model.apply(zeroed, x)) == 0  # nothing bypasses the feed-forward
     assert architecture("minimal").d_ff == 5 * architecture("minimal").d_model
 
 

@@ -1,4 +1,4 @@
-"""Every backend computes what the plain one computes: values and gradients, for every scheme and mask."""
+"""Every backend matches the reference: values and gradients, for every scheme and mask."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def arrays(d_value=H, dtype=jnp.float32):
 
 
 def bound(position, side, where, d_value=H):
-    """A scheme with random parameters, as one layer has it."""
+    """Returns a scheme bound to one layer, with random parameters."""
     facts = small(side, position=position, d_value=d_value).stack_facts(side)
     draw = np.random.default_rng(0)
     param = lambda name, init, shape, dtype: jnp.asarray(0.5 * draw.standard_normal(shape), dtype)
@@ -60,16 +60,19 @@ def bound(position, side, where, d_value=H):
     )
 
 
-def value_and_gradients(attend, q, k, v, given):
-    """Of a random weighting of the outputs, by queries, keys, values, the scheme's parameters and the sink."""
+def value_and_gradients(attend, q, k, v, inputs):
+    """Returns the output, and the gradients of a randomly weighted sum of it.
+
+    The gradients are with respect to queries, keys, values, the scheme's parameters and the sink.
+    """
     weight = jax.random.normal(jax.random.key(2), (*q.shape[:3], v.shape[-1]))
 
     def loss(q, k, v, position, sink_N):
-        out = attend(q, k, v, given.replace(position=position, sink_N=sink_N))
+        out = attend(q, k, v, inputs.replace(position=position, sink_N=sink_N))
         return jnp.sum(out * weight), out
 
     (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True))(
-        q, k, v, given.position, given.sink_N
+        q, k, v, inputs.position, inputs.sink_N
     )
     return out, grads
 
@@ -79,33 +82,37 @@ def compare(a, b, rtol=2e-5, atol=2e-5):
 
 
 def cases():
-    """Every mask with a scheme that adds to the logits and one that meets the content; every scheme with both directions."""
+    """Returns (mask, position) pairs.
+
+    They combine each mask with a scheme that adds to the logits (t5) and with one that depends on
+    the content (shaw), and each other pairwise scheme with the usual mask of its families.
+    """
     masks = {"encoder": "both ways", "decoder": "causal"}
-    found = [(mask, position) for mask in MASKS for position in ("t5", "shaw")]
-    return found + [
-        (masks[side], p)
-        for side, p in schemes("encoder", "decoder")
-        if SCHEMES[p].pairwise and p not in ("t5", "shaw")
+    pairs = [(mask, position) for mask in MASKS for position in ("t5", "shaw")]
+    return pairs + [
+        (masks[side], position)
+        for side, position in schemes("encoder", "decoder")
+        if SCHEMES[position].pairwise and position not in ("t5", "shaw")
     ]
 
 
 @pytest.mark.parametrize(("mask", "position"), cases())
 def test_blockwise_is_the_plain_attention(mask, position):
-    rule, where, more = MASKS[mask]
+    rule, where, options = MASKS[mask]
     side = "decoder" if rule.causal else "encoder"
-    given = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **more)
-    inputs = (*arrays(3), given)
-    plain = value_and_gradients(BACKENDS["reference"].attend, *inputs)
-    assert all(np.abs(g).max() > 1e-3 for g in plain[1][:3])
-    compare(value_and_gradients(BACKENDS["blockwise"].attend, *inputs), plain)
+    inputs = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **options)
+    arguments = (*arrays(3), inputs)
+    expected = value_and_gradients(BACKENDS["reference"].attend, *arguments)
+    assert all(np.abs(g).max() > 1e-3 for g in expected[1][:3])
+    compare(value_and_gradients(BACKENDS["blockwise"].attend, *arguments), expected)
 
 
 @pytest.mark.parametrize("position", SCHEMES)
 def test_places_for_positions_where_distance_is_all_that_counts(position):
-    given = Inputs(
+    inputs = Inputs(
         SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound(position, "decoder", ORDERED, 3), 0.4
     )
-    moved = given.by_place()
+    by_index = inputs.by_place()
     by_distance = SCHEMES[position].by_distance
     assert by_distance or position not in (
         "alibi",
@@ -117,27 +124,27 @@ def test_places_for_positions_where_distance_is_all_that_counts(position):
         "sandwich",
     )
     if by_distance:
-        assert moved.q_tokens.positions_BxT.shape == (1, T)
+        assert by_index.q_tokens.positions_BxT.shape == (1, T)
         out = [
-            BACKENDS["reference"].attend(*arrays(3), one)
-            for one in (moved, given, given.replace(position=None))
+            BACKENDS["reference"].attend(*arrays(3), variant)
+            for variant in (by_index, inputs, inputs.replace(position=None))
         ]
         assert np.abs(out[1] - out[2]).max() > 1e-3
         compare(*out[:2])
     else:
-        assert moved is given
-    for other in (
-        given.replace(mask=CAUSAL),
-        given.replace(q_tokens=PREFIX, k_tokens=PREFIX),
-        given.replace(q_tokens=SHUFFLED, k_tokens=SHUFFLED),
+        assert by_index is inputs
+    for unchanged in (
+        inputs.replace(mask=CAUSAL),
+        inputs.replace(q_tokens=PREFIX, k_tokens=PREFIX),
+        inputs.replace(q_tokens=SHUFFLED, k_tokens=SHUFFLED),
     ):
-        assert other.by_place() is other
+        assert unchanged.by_place() is unchanged
 
 
 def test_blocks_that_are_filled_up_let_nothing_in():
-    """Whatever the mask: the last block of eleven keys holds one that is none."""
+    """Every mask excludes the padded slots of a block; 11 keys leave one in the last block."""
     q, k, v = arrays()
-    given = Inputs(
+    inputs = Inputs(
         CAUSAL,
         ORDERED.replace(segments_BxT=jnp.ones_like(PACKED)),
         ORDERED.replace(segments_BxT=jnp.ones_like(PACKED)),
@@ -145,7 +152,7 @@ def test_blocks_that_are_filled_up_let_nothing_in():
         0.4,
     )
     compare(
-        BACKENDS["blockwise"].attend(q, k, v, given), BACKENDS["reference"].attend(q, k, v, given)
+        BACKENDS["blockwise"].attend(q, k, v, inputs), BACKENDS["reference"].attend(q, k, v, inputs)
     )
 
 
@@ -163,14 +170,16 @@ def test_blocks_that_are_known_to_be_empty_are_not_looked_at():
 
 def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_its_mask():
     q, k, v = arrays()
-    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.5)
+    inputs = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.5)
     attend = jax.jit(
         lambda q, key: BACKENDS["blockwise"].attend(
-            q, k, v, given.replace(dropout=0.4, dropout_key=key)
+            q, k, v, inputs.replace(dropout=0.4, dropout_key=key)
         )
     )
-    many = jnp.mean(jax.lax.map(lambda i: attend(q, jax.random.key(i)), jnp.arange(3000)), axis=0)
-    np.testing.assert_allclose(many, BACKENDS["blockwise"].attend(q, k, v, given), atol=0.15)
+    average = jnp.mean(
+        jax.lax.map(lambda i: attend(q, jax.random.key(i)), jnp.arange(3000)), axis=0
+    )
+    np.testing.assert_allclose(average, BACKENDS["blockwise"].attend(q, k, v, inputs), atol=0.15)
     key, direction = jax.random.key(5), jax.random.normal(jax.random.key(6), q.shape)
     assert np.abs(attend(q, key) - attend(q, jax.random.key(7))).max() > 0.1
     loss = lambda q: jnp.sum(attend(q, key) ** 2)
@@ -183,13 +192,15 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_its_mask():
 
 def test_bfloat16_stays_near():
     q, k, v = arrays(dtype=jnp.bfloat16)
-    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.4)
-    ours, plain = (
-        value_and_gradients(BACKENDS[b].attend, q, k, v, given) for b in ("blockwise", "reference")
+    inputs = Inputs(
+        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.4
+    )
+    ours, expected = (
+        value_and_gradients(BACKENDS[b].attend, q, k, v, inputs) for b in ("blockwise", "reference")
     )
     assert ours[0].dtype == jnp.bfloat16
     compare(
-        *(jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (ours, plain)),
+        *(jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (ours, expected)),
         rtol=0.1,
         atol=0.06,
     )
@@ -197,7 +208,7 @@ def test_bfloat16_stays_near():
 
 @pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
 def test_a_model_computes_the_same_on_every_backend(family):
-    """Cross-attention too, whose two sides differ in length."""
+    """Includes cross-attention, where source and target differ in length."""
     inputs = (tokens(0, 2, 13),) + ((tokens(1, 2, 9),) if family == "encoder_decoder" else ())
     results = {}
     for backend in ("reference", "blockwise"):
@@ -217,20 +228,23 @@ def test_a_model_computes_the_same_on_every_backend(family):
 
 def test_what_a_backend_cannot_do_falls_back_and_says_so():
     q, k, v = arrays()
-    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("cope", "decoder", ORDERED), 0.4)
+    inputs = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("cope", "decoder", ORDERED), 0.4)
     with record() as used:
-        assert choose("blockwise", q, k, v, given) is BACKENDS["reference"].attend
+        assert choose("blockwise", q, k, v, inputs) is BACKENDS["reference"].attend
     assert used == {"reference": "blockwise: the position scheme needs all keys of a query at once"}
 
 
 def test_long_sequences_are_taken_in_blocks_by_themselves():
     where = Tokens(jnp.arange(4096)[None], jnp.ones((1, 4096), jnp.int32), order="rows")
     shape = lambda n: jax.ShapeDtypeStruct((1, n, 4, 8), jnp.float32)
-    given = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0)
+    inputs = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0)
     assert (
-        choose("auto", shape(4096), shape(4096), shape(4096), given) is BACKENDS["blockwise"].attend
+        choose("auto", shape(4096), shape(4096), shape(4096), inputs)
+        is BACKENDS["blockwise"].attend
     )
-    assert choose("auto", shape(1), shape(4096), shape(4096), given) is BACKENDS["reference"].attend
+    assert (
+        choose("auto", shape(1), shape(4096), shape(4096), inputs) is BACKENDS["reference"].attend
+    )
 
 
 SPREAD_T = 24
@@ -254,8 +268,11 @@ SPREAD = Tokens(
     ],
 )
 def test_a_ring_is_the_plain_attention(mask, position, order):
-    """Tokens over three devices, heads over two: values and gradients by everything, the scheme's parameters and the sink included."""
-    rule, where, more = MASKS[mask]
+    """Shards tokens over three devices and heads over two.
+
+    Compares values and all gradients, including those of the scheme's parameters and the sink.
+    """
+    rule, where, options = MASKS[mask]
     side = "decoder" if rule.causal else "encoder"
     where = SPREAD.replace(
         order="" if where is SHUFFLED else "rows",
@@ -266,39 +283,41 @@ def test_a_ring_is_the_plain_attention(mask, position, order):
         jax.random.normal(key, (2, SPREAD_T, n, h))
         for key, n, h in zip(keys, (N, K, K), (H, H, 3), strict=True)
     )
-    given = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **more)
-    out, grads = value_and_gradients(BACKENDS["reference"].attend, q, k, v, given)
-    move = (lambda x: zigzag(x, 3)) if order == "zigzag" else (lambda x: x)
-    unmove = lambda x: (
+    inputs = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **options)
+    out, grads = value_and_gradients(BACKENDS["reference"].attend, q, k, v, inputs)
+    to_order = (lambda x: zigzag(x, 3)) if order == "zigzag" else (lambda x: x)
+    from_order = lambda x: (
         jnp.zeros_like(x).at[:, zigzag(jnp.arange(SPREAD_T)[None], 3)[0]].set(x)
         if order == "zigzag"
         else x
     )
-    moved = jax.tree.map(move, where).replace(order=order if where.order else "")
-    given = given.replace(q_tokens=moved, k_tokens=moved)
-    move_all = lambda x: jnp.stack(
-        [move(x[:, :, n, h]) for n in range(x.shape[2]) for h in range(x.shape[3])], -1
+    reordered = jax.tree.map(to_order, where).replace(order=order if where.order else "")
+    inputs = inputs.replace(q_tokens=reordered, k_tokens=reordered)
+    to_order_with_heads = lambda x: jnp.stack(
+        [to_order(x[:, :, n, h]) for n in range(x.shape[2]) for h in range(x.shape[3])], -1
     ).reshape(x.shape)
-    ring = lambda q, k, v, given: unmove(BACKENDS["ring"].attend(*map(move_all, (q, k, v)), given))
+    ring = lambda q, k, v, inputs: from_order(
+        BACKENDS["ring"].attend(*map(to_order_with_heads, (q, k, v)), inputs)
+    )
     with use(make_mesh(MeshConfig(data=1, context=3, tensor=2))):
-        assert BACKENDS["ring"].why_not(q, k, v, given) is None
-        compare(value_and_gradients(ring, q, k, v, given), (out, grads))
+        assert BACKENDS["ring"].why_not(q, k, v, inputs) is None
+        compare(value_and_gradients(ring, q, k, v, inputs), (out, grads))
 
 
 def test_a_ring_passes_keys_on_and_gathers_nothing():
-    """And what cannot be asked pair by pair is gathered, by the plain path."""
+    """A scheme that is not pairwise falls back to the reference path, which gathers the keys."""
     where = jax.tree.map(lambda x: zigzag(x, 4), SPREAD).replace(order="zigzag")
     q, k, v = (jnp.ones((2, SPREAD_T, n, H)) for n in (N, K, K))
     with use(make_mesh(MeshConfig(data=1, context=4))) as mesh:
         spread = NamedSharding(mesh, PartitionSpec(None, "context"))
 
         def compiled(position, backend):
-            given = Inputs(
+            inputs = Inputs(
                 SAME_SEGMENT & CAUSAL, where, where, bound(position, "decoder", where), 0.4
             )
-            attend = choose("auto", q, k, v, given)
+            attend = choose("auto", q, k, v, inputs)
             assert attend is BACKENDS[backend].attend
-            loss = lambda q, k, v: jnp.sum(attend(q, k, v, given) ** 2)
+            loss = lambda q, k, v: jnp.sum(attend(q, k, v, inputs) ** 2)
             return (
                 jax.jit(jax.grad(loss, (0, 1, 2)), in_shardings=spread)
                 .lower(q, k, v)

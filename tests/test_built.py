@@ -1,4 +1,4 @@
-"""Two arms must be two models: what is built of them is compared, not what their configs say."""
+"""Two arms must build different programs; the check compares programs, not configs."""
 
 import pytest
 from studies import experiment, facts_of
@@ -11,8 +11,8 @@ ROTARY = {"name": "rotary", "theta": 10_000.0}
 
 
 def checked(sweep, **base):
-    configs, found = facts_of(sweep, **base)
-    guard.check(sweep, configs, found)
+    configs, facts = facts_of(sweep, **base)
+    guard.check(sweep, configs, facts)
 
 
 def test_arms_of_which_the_same_is_built_are_refused():
@@ -25,7 +25,7 @@ def test_arms_of_which_the_same_is_built_are_refused():
         r".* or declare it a control: Sweep\(..., controls=\{'spelled': \"why\"\}\)",
     ):
         checked(Sweep(spelled))
-    checked(Sweep(spelled, controls={"spelled": "a default, spelled out"}))
+    checked(Sweep(spelled, controls={"spelled": "spells out a default"}))
 
 
 def test_a_control_must_be_one():
@@ -40,7 +40,7 @@ def test_a_control_must_be_one():
         )
     with pytest.raises(UserError, match="controls: 'wid' is not an arm; did you mean 'wide'"):
         Sweep(arms(plain={}, wide={}), controls={"wid": "x"})
-    checked(Sweep(arms(plain={}, again={}), controls={"again": "the noise of the machine"}))
+    checked(Sweep(arms(plain={}, again={}), controls={"again": "measures machine noise"}))
 
 
 CHANGES = {
@@ -66,7 +66,7 @@ CHANGES = {
 
 
 def test_a_number_that_a_program_takes_makes_another_arm():
-    """Numbers are constants of the lowered programs, or among the fields that are compared beside them."""
+    """Numbers are constants of the lowered programs, or the check compares them separately."""
     base = experiment()
     configs = {"base": base} | {
         field: experiment(**{field.replace(".", "__"): value}) for field, value in CHANGES.items()

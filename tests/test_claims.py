@@ -1,4 +1,4 @@
-"""One process trains in a run directory; what it prints to may be closed."""
+"""Claims: one process at a time trains in a run directory. Output: its streams may be closed."""
 
 import dataclasses
 import errno
@@ -20,7 +20,7 @@ from transformer.runs import rundir
 
 @pytest.fixture
 def other():
-    """A living process beside this one."""
+    """Another living process."""
     child = subprocess.Popen(["sleep", "60"])
     yield child
     child.kill()
@@ -36,26 +36,26 @@ def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path, other):
             pytest.raises(UserError, match=f"run is in use by process {other.pid} on .*; wait"),
             rundir.alone([tmp_path / "run"]),
         ):
-            raise AssertionError("two at once")
+            raise AssertionError("two processes hold the claim")
         with pytest.raises(UserError, match=f"process {other.pid} on .* took over this run; this"):
             claim.check()
-    assert claim.is_held_by(other.pid), "what was taken over is not given back"
+    assert claim.is_held_by(other.pid), "a holder does not release a claim that was taken over"
     other.kill()
     other.wait()
     with rundir.alone([tmp_path / "run"]):
         claim.check()
-    assert not (tmp_path / "run").exists(), "nothing is left where nothing was done"
+    assert not (tmp_path / "run").exists(), "a released claim leaves no directory behind"
 
 
 def test_of_two_starts_a_moment_apart_one_is_refused(tmp_path):
-    refused, began = [], threading.Barrier(8)
+    refused, barrier = [], threading.Barrier(8)
 
     def start():
-        began.wait()
+        barrier.wait()
         try:
             with holding([Claim(tmp_path / "lock")]):
-                until = time.monotonic() + 60
-                while len(refused) < 7 and time.monotonic() < until:
+                deadline = time.monotonic() + 60
+                while len(refused) < 7 and time.monotonic() < deadline:
                     time.sleep(0.05)
         except UserError as e:
             refused.append(str(e))
@@ -85,26 +85,26 @@ def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkey
     ):
         pass
     thread.join()
-    waits = (
+    message = (
         f"{tmp_path} was in use by process 17 on elsewhere, "
         "which is not visible from this machine; waiting up to 3 s"
     )
-    assert (said := capsys.readouterr().err).startswith(waits) and said.count("\n") == 1
-    with holding([Claim(file)]):  # nobody renews it any more
+    assert (error := capsys.readouterr().err).startswith(message) and error.count("\n") == 1
+    with holding([Claim(file)]):  # the holder no longer renews it
         assert Claim(file).is_held_by(os.getpid())
 
 
 def test_a_process_of_the_same_number_in_another_container_is_another(tmp_path):
-    here = Process.here(os.getpid())
-    assert here.is_visible() and here.runs() and Process.parse(str(here)) == here
-    assert not dataclasses.replace(here, began="1:2").is_visible()
-    assert not dataclasses.replace(here, host="elsewhere").is_visible()
+    process = Process.here(os.getpid())
+    assert process.is_visible() and process.runs() and Process.parse(str(process)) == process
+    assert not dataclasses.replace(process, began="1:2").is_visible()
+    assert not dataclasses.replace(process, host="elsewhere").is_visible()
     assert not Process.here(999_999_999).runs()
     assert not Process.parse("").is_visible()
 
 
 def test_a_process_that_the_system_hides_lives(other, monkeypatch):
-    """/proc that is mounted with hidepid shows nothing of other users' processes."""
+    """/proc mounted with hidepid does not show the processes of other users."""
     hidden = Process.here(other.pid)
 
     def kill(pid, number):
@@ -113,17 +113,17 @@ def test_a_process_that_the_system_hides_lives(other, monkeypatch):
     def read_text(path, **options):
         raise FileNotFoundError
 
-    with monkeypatch.context() as system:
-        system.setattr(os, "kill", kill)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", kill)
         assert hidden.runs() and not dataclasses.replace(hidden, began=hidden.began + "0").runs()
-        system.setattr(Path, "read_text", read_text)
+        patch.setattr(Path, "read_text", read_text)
         assert hidden.runs()
 
 
 @pytest.mark.parametrize("digits", [21, 9000])
 def test_a_number_that_no_process_has_is_of_none(tmp_path, digits):
-    file, here = tmp_path / "lock", Process.here(os.getpid())
-    file.write_text(str(dataclasses.replace(here, pid="9" * digits)))
+    file, process = tmp_path / "lock", Process.here(os.getpid())
+    file.write_text(str(dataclasses.replace(process, pid="9" * digits)))
     assert not Claim(file).alive() and Claim(file).take()
 
 
@@ -158,8 +158,8 @@ def test_a_claim_whose_file_is_gone_is_taken_again(tmp_path):
 
 
 def test_a_claim_that_was_not_renewed_in_time_is_lost(tmp_path, other, monkeypatch):
-    """Also where its file is gone: another may have taken the run over, and ended it."""
-    monkeypatch.setattr(claims, "start_renewing", lambda taken: lambda: None)  # it stands still
+    """Also if its file is gone: another process may have taken over the run and finished it."""
+    monkeypatch.setattr(claims, "start_renewing", lambda taken: lambda: None)  # never renews
     monkeypatch.setattr(claims, "STALE", 0.2)
     late = f"took over this run after process {os.getpid()} had not responded for 0 s; this process"
     claim = Claim(tmp_path / "lock")
@@ -195,10 +195,10 @@ def test_a_closed_output_ends_no_work(tmp_path, lasting):
         repr(str(tmp_path / "done")), f'"{tmp_path / "done"}"'
     )
     root = Path(__file__).parent.parent
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=root)
-    assert done.stdout.splitlines()[0] == "step 0"
-    assert (done.returncode == 0) == lasting and (tmp_path / "done").exists() == lasting
-    assert not done.stderr
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=root)
+    assert result.stdout.splitlines()[0] == "step 0"
+    assert (result.returncode == 0) == lasting and (tmp_path / "done").exists() == lasting
+    assert not result.stderr
 
 
 def test_streams_are_as_they_were(capsys):
@@ -212,7 +212,7 @@ def test_streams_are_as_they_were(capsys):
 
 
 def test_a_stream_may_be_none(monkeypatch):
-    """As Python has it in place of one that was closed, for a script that calls main()."""
+    """Python sets a stream that is closed at startup to None; a script may then call main()."""
     monkeypatch.setattr(sys, "stdout", None)
     with survive_closed_readers():
         print("to nobody")
@@ -230,10 +230,10 @@ CLOSED = {
 
 @pytest.mark.parametrize("command", CLOSED)
 def test_a_command_may_begin_with_closed_streams(command):
-    done = transformer(command)
+    result = transformer(command)
     code, error = CLOSED[command]
-    assert (done.returncode, done.stderr.count("\n")) == (code, bool(error)), done.stderr
-    assert done.stderr.startswith(error)
+    assert (result.returncode, result.stderr.count("\n")) == (code, bool(error)), result.stderr
+    assert result.stderr.startswith(error)
 
 
 @pytest.mark.parametrize(
@@ -245,16 +245,16 @@ def test_a_command_may_begin_with_closed_streams(command):
     ],
 )
 def test_nobody_need_read_what_a_command_prints(command, stream, code):
-    """Little is printed, so that standard output is written when the process ends."""
+    """The output is short, so it is written only when the process ends."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = transformer(command, **{stream: writer})
+    result = transformer(command, **{stream: writer})
     os.close(writer)
-    assert done.returncode == code and not done.stdout and not done.stderr
+    assert result.returncode == code and not result.stdout and not result.stderr
 
 
 def transformer(command: str, **streams) -> subprocess.CompletedProcess:
-    """`python -m transformer` with these arguments and redirections of a shell."""
+    """Runs `python -m transformer` in a shell with these arguments and redirections."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     command = f"exec {sys.executable} -m transformer {command}"
@@ -264,8 +264,11 @@ def transformer(command: str, **streams) -> subprocess.CompletedProcess:
 
 
 def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path):
-    """Else what C++ prints would be written into it."""
-    code = "from transformer.output import open_closed_streams; open_closed_streams(); import sys; sys.exit(10 + open(sys.argv[1], 'w').fileno())"
+    """Otherwise the output of C++ code would be written into the file."""
+    code = (
+        "from transformer.output import open_closed_streams; open_closed_streams(); "
+        "import sys; sys.exit(10 + open(sys.argv[1], 'w').fileno())"
+    )
     command = f'{sys.executable} -c "{code}" {tmp_path}/file <&- >&- 2>&-'
     root = Path(__file__).parent.parent
     assert subprocess.run(["bash", "-c", command], cwd=root).returncode > 12

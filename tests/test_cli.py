@@ -1,4 +1,4 @@
-"""The command line from end to end, in processes of their own; and what it says to mistakes."""
+"""The command line from end to end, in separate processes; and its errors."""
 
 import json
 import os
@@ -17,10 +17,16 @@ import ml_collections
 
 def get_config():
     config = ml_collections.ConfigDict()
-    config.model = dict(family="encoder_decoder", vocab_size=300, d_model=16, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, max_length=64)
+    config.model = dict(
+        family="encoder_decoder", vocab_size=300, d_model=16, d_ff=32, num_heads=2,
+        num_encoder_layers=1, num_decoder_layers=1, max_length=64,
+    )
     config.data = dict(train="pairs.tsv", objective="seq2seq", length=64, batch_size=4, held_out=10)
     config.optimizer = dict(warmup_steps=2)
-    config.train = dict(steps=6, log_every=2, eval_every=3, checkpoint_every=3)
+    samples = dict(name="translation", sentences=4, samples=2)
+    config.train = dict(
+        steps=6, log_every=2, eval_every=3, checkpoint_every=3, evaluators=[samples],
+    )
     config.mesh = dict(data=1)
     config.decoding = dict(beam_size=2, max_extra=4, batch_size=8)
     return config
@@ -29,7 +35,7 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A trained translator, made through the command line alone."""
+    """A translator trained through the command line alone."""
     folder = tmp_path_factory.mktemp("cli")
     subjects, verbs = (
         ["the cat", "a dog", "the bird", "my friend"],
@@ -40,9 +46,9 @@ def folder(tmp_path_factory):
     ]
     (folder / "pairs.tsv").write_text("\n".join(lines) + "\n")
     (folder / "config.py").write_text(TRANSLATOR)
-    done = run(folder, "train", "--config=config.py", "--workdir=run")
-    assert done.returncode == 0, done.stderr
-    (folder / "train.log").write_text(done.stderr)
+    result = run(folder, "train", "--config=config.py", "--workdir=run")
+    assert result.returncode == 0, result.stderr
+    (folder / "train.log").write_text(result.stderr)
     return folder
 
 
@@ -85,38 +91,51 @@ def test_a_run_directory_tells_the_whole_story(folder):
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in lines if "train/loss" in line] == [2, 4, 6]
-    assert [line["step"] for line in lines if "eval/loss" in line] == [3, 6]
+    evaluations = {line["step"]: line for line in lines if "eval/loss" in line}
+    assert list(evaluations) == [0, 3, 6]  # with evaluators, also before the first step
+    assert all(0 <= line["eval/translation/bleu"] <= 100 for line in evaluations.values())
+    samples = sorted((folder / "run" / "samples").iterdir())
+    assert [file.name for file in samples] == ["00000000.txt", "00000003.txt", "00000006.txt"]
+    assert samples[-1].read_text().count("source  ") == 2
     log = (folder / "train.log").read_text()
     assert "step 6/6  100%  loss" in log
-    assert "mesh        one device" in log
+    before = log[: log.index("step ")].splitlines()
+    assert len(before) <= 5 and before[0].startswith("model       encoder_decoder, ")
+    assert "(" in before[0] and before[0].endswith("per device), 1 cpu device")
 
 
 def test_evaluate_and_generate(folder):
-    done = run(folder, "evaluate", "--workdir=run")
-    assert done.returncode == 0, done.stderr
-    assert "bleu_signature         nrefs:" in done.stdout
-    found = json.loads((folder / "run" / "test.json").read_text())
-    assert found["step"] == 6 and found["sentences"] >= 10 and 0 <= found["bleu"] <= 100
-    assert (folder / "run" / "samples.txt").read_text().count("source  ") == found["sentences"]
+    result = run(folder, "evaluate", "--workdir=run")
+    assert result.returncode == 0, result.stderr
+    assert "bleu_signature         nrefs:" in result.stdout
+    assert result.stdout.startswith("bleu ")  # the headline
+    report = json.loads((folder / "run" / "test.json").read_text())
+    assert report["step"] == 6 and report["sentences"] >= 10 and 0 <= report["bleu"] <= 100
+    assert (folder / "run" / "samples.txt").read_text().count("source  ") == report["sentences"]
 
     text = "the cat sleeps 3\n\na dog\u2028runs 1 and eats 2\r\n" + "long " * 100 + "\n"
-    done = run(folder, "generate", "--workdir=run", stdin=text)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 4
-    assert "1 of 4 lines exceeded the model's maximum length and were cut" in done.stderr
+    result = run(folder, "generate", "--workdir=run", stdin=text)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == 4
+    assert "1 of 4 lines exceeded the model's maximum length and were cut" in result.stderr
     (folder / "input.txt").write_text(text)
-    again = run(folder, "generate", "--workdir=run", "--input=input.txt", "--output=out.txt")
-    assert (folder / "out.txt").read_text() == done.stdout and again.stdout == ""
-    talk = run(folder, "generate", "--workdir=run", "--interactive", stdin="the cat sleeps 3\n")
-    assert talk.returncode == 0 and "The model translates" in talk.stdout
+    from_file = run(folder, "generate", "--workdir=run", "--input=input.txt", "--output=out.txt")
+    assert (folder / "out.txt").read_text() == result.stdout and from_file.stdout == ""
+    interactive = run(
+        folder, "generate", "--workdir=run", "--interactive", stdin="the cat sleeps 3\n"
+    )
+    assert interactive.returncode == 0 and "The model translates" in interactive.stdout
 
 
 def test_the_same_command_again_has_nothing_to_do(folder):
     before = (folder / "run" / "metrics.jsonl").read_text()
-    done = run(folder, "train", "--config=config.py", "--workdir=run")
-    assert done.returncode == 0, done.stderr
-    assert "resumed     at step 6" in done.stderr
+    result = run(folder, "train", "--config=config.py", "--workdir=run")
+    assert result.returncode == 0, result.stderr
+    assert "resumed     at step 6" in result.stderr
     assert (folder / "run" / "metrics.jsonl").read_text() == before
+
+
+TRAIN = ["train", "--config=config.py", "--workdir=x"]
 
 
 @pytest.mark.parametrize(
@@ -124,25 +143,43 @@ def test_the_same_command_again_has_nothing_to_do(folder):
     [
         (["trian"], "no verb 'trian'; did you mean 'train'?"),
         (["train", "--config=none.py", "--workdir=x"], "no file 'none.py'"),
-        (["train", "--config=config.py", "--workdir=x", "--config.model.d_modle=3"], "config.model.d_modle: no such field; did you mean 'd_model'?"),
-        (["train", "--config=config.py", "--workdir=x", "--steps=3"], "no argument '--steps=3'"),
-        (["train", "--config=config.py", "--workdir=x", "--config.model.num_heads=3"], "model.d_model: 16 is not divisible by model.num_heads = 3"),
-        (["train", "--config=config.py", "--workdir=x", "--config.mesh.data=64"], "mesh: mesh.data=64 needs 64 devices"),
-        (["train", "--config=config.py", "--workdir=x", "--config.platform=tpu"], "platform: the config sets 'tpu', but JAX runs on 'cpu'"),
-        (["train", "--config=config.py", "--workdir=x", "--config.platform=accelerator"], "JAX runs on 'cpu'"),
-        (["train", "--config=config.py", "--workdir=x", "--config.data.train=no.tsv"], "data: no file no.tsv"),
-        (["train", "--config=config.py", "--workdir=run", "--config.seed=4"], "holds a different experiment: seed was 0, is 4"),
+        (
+            [*TRAIN, "--config.model.d_modle=3"],
+            "config.model.d_modle: no such field; did you mean 'd_model'?",
+        ),
+        ([*TRAIN, "--steps=3"], "no argument '--steps=3'"),
+        (
+            [*TRAIN, "--config.model.num_heads=3"],
+            "model.d_model: 16 is not divisible by model.num_heads = 3",
+        ),
+        ([*TRAIN, "--config.mesh.data=64"], "mesh: mesh.data=64 needs 64 devices"),
+        (
+            [*TRAIN, "--config.platform=tpu"],
+            "platform: the config sets 'tpu', but JAX runs on 'cpu'",
+        ),
+        ([*TRAIN, "--config.platform=accelerator"], "JAX runs on 'cpu'"),
+        ([*TRAIN, "--config.data.train=no.tsv"], "data: no file no.tsv"),
+        (
+            ["train", "--config=config.py", "--workdir=run", "--config.seed=4"],
+            "holds a different experiment: seed was 0, is 4",
+        ),
         (["train", "--config=config.py", "--workdir="], "argument --workdir: empty; name a folder"),
-        (["train", "--config=config.py"], "required: --workdir; see python -m transformer train --help"),
+        (
+            ["train", "--config=config.py"],
+            "required: --workdir; see python -m transformer train --help",
+        ),
         (["evaluate", "--workdir=run", "--part=tset"], "argument --part: invalid choice: 'tset'"),
-        (["train", "--config=config.py", "--workdir=x", "--config.train.wandb=p"], "train.wandb needs the extra [wandb]"),
+        ([*TRAIN, "--config.train.wandb=p"], "train.wandb needs the extra [wandb]"),
         (["generate", "--workdir=run", "--output=run"], "--output: run is a folder; name a file"),
         (["evaluate", "--workdir=nothing"], "no run in nothing"),
         (["generate", "--workdir=run", "--input=no.txt"], "--input: no file 'no.txt'"),
-        (["generate", "--workdir=run", "--config.model.d_model=8"], "a trained run keeps its config"),
+        (
+            ["generate", "--workdir=run", "--config.model.d_model=8"],
+            "a trained run keeps its config",
+        ),
         (["data", "wikitext"], "data.corpus: no 'wikitext'; did you mean 'wikitext2'?"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(
     folder, args, message, monkeypatch, capsys
 ):

@@ -1,4 +1,7 @@
-"""Small mistakes at the command line and in the data: one line on standard error, exit code 2 (130 for Ctrl-C), no traceback."""
+"""Small mistakes at the command line and in the data.
+
+Each prints one line on standard error and no traceback. The exit code is 2, or 130 for Ctrl-C.
+"""
 
 import functools
 import gzip
@@ -32,7 +35,7 @@ SMOKE = str(ROOT / "experiments" / "smoke.py")
 
 @pytest.fixture
 def written(tmp_path):
-    """Writes a file of this content; gives its path."""
+    """A function that writes a file with the given content and returns its path."""
 
     def write(name: str, content: bytes) -> str:
         (tmp_path / name).write_bytes(content)
@@ -43,12 +46,21 @@ def written(tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    ["-" * 3000 + "1", "[" * 3000, "(" * 300 + "1" + ")" * 300, "9" * 5000, "0x" + "f" * 5000, "'\\d'", "1if", "{[]: 1}"],
-)  # fmt: skip
+    [
+        "-" * 3000 + "1",
+        "[" * 3000,
+        "(" * 300 + "1" + ")" * 300,
+        "9" * 5000,
+        "0x" + "f" * 5000,
+        "'\\d'",
+        "1if",
+        "{[]: 1}",
+    ],
+)
 def test_a_value_that_python_cannot_read_is_no_number(value, recwarn):
-    with pytest.raises(UserError, match="^seed: ") as refused:
+    with pytest.raises(UserError, match="^seed: ") as error:
         load_experiment(SMOKE, {"seed": value})
-    assert len(str(refused.value)) <= LONGEST and not recwarn.list
+    assert len(str(error.value)) <= LONGEST and not recwarn.list
 
 
 def test_an_integer_beyond_every_float_is_refused_where_a_float_is_asked_for():
@@ -102,16 +114,16 @@ def test_a_byte_order_mark_is_no_text(written):
     assert read("tsv", written("a.tsv", BOM + b"a\tb\r\n")) == [("a", "b")]
     assert read("jsonl", written("a.jsonl", BOM + record)) == [("a", "b")]
     assert read("jsonl", written("a.jsonl.gz", gzip.compress(BOM + record))) == [("a", "b")]
-    both = written("x.en", BOM + b"a\n"), written("x.es", BOM + b"b\n")
-    assert read("paired", ",".join(both)) == [("a", "b")]
+    files = written("x.en", BOM + b"a\n"), written("x.es", BOM + b"b\n")
+    assert read("paired", ",".join(files)) == [("a", "b")]
 
 
 def test_blank_texts_are_no_examples(written):
     rows = [("a", "b"), ("", "b"), ("a", " \u3000"), ("\t", "")]
     records = "".join(json.dumps(dict(zip(PAIRS, row, strict=True))) + "\n" for row in rows)
     assert read("jsonl", written("a.jsonl", records.encode())) == rows[:1]
-    pairs = ("\n".join(side).replace("\t", "").encode() for side in zip(*rows, strict=True))
-    files = (written(name, side) for name, side in zip(("x.en", "x.es"), pairs, strict=True))
+    texts = ("\n".join(side).replace("\t", "").encode() for side in zip(*rows, strict=True))
+    files = (written(name, side) for name, side in zip(("x.en", "x.es"), texts, strict=True))
     assert read("paired", ",".join(files)) == rows[:1]
     with pytest.raises(UserError, match="contains no text"):
         read("jsonl", written("b.jsonl", b'{"source": " ", "target": ""}\n'))
@@ -149,11 +161,14 @@ def test_pairs_of_globs_are_read_file_by_file(written, tmp_path):
 
 def test_input_may_be_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # opens without a reader
+    writer = os.open(tmp_path / "pipe", os.O_RDWR)  # does not wait for a reader
     os.write(writer, BOM + b"one\r\ntwo\n")
-    command = f"from transformer.verbs.common import read_lines; print(read_lines({str(tmp_path / 'pipe')!r}))"
+    command = (
+        "from transformer.verbs.common import read_lines; "
+        f"print(read_lines({str(tmp_path / 'pipe')!r}))"
+    )
     reader = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
-    opened = lambda: (
+    is_opened = lambda: (
         str(tmp_path / "pipe")
         in {
             os.readlink(link)
@@ -161,7 +176,7 @@ def test_input_may_be_a_pipe(tmp_path):
             if link.is_symlink()
         }
     )
-    while reader.poll() is None and not opened():
+    while reader.poll() is None and not is_opened():
         time.sleep(0.01)
     os.close(writer)
     out, _ = reader.communicate(timeout=60)
@@ -182,47 +197,56 @@ def test_bytes_that_are_no_text_at_the_prompt(monkeypatch, errors):
 
 def test_a_file_beyond_its_limit(tmp_path):
     for message in ("[Errno 27] File too large", "OUT_OF_RANGE: Failed writing: File too large"):
-        refused = pytest.raises(UserError, match=r"run: a file is larger .* \(ulimit -f\)")
-        with refused, disk_errors("run"):
+        raises = pytest.raises(UserError, match=r"run: a file is larger .* \(ulimit -f\)")
+        with raises, disk_errors("run"):
             raise ValueError(message)
 
 
 def test_help_imports_no_jax():
-    code = "import sys; from transformer.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'jax' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "train an experiment" in done.stdout
+    code = (
+        "import sys; from transformer.cli import main\ntry: main(['--help'])\n"
+        "except SystemExit: pass\nassert 'jax' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert "train an experiment" in result.stdout
 
 
 def test_an_interrupt_while_modules_are_imported_prints_one_line(tmp_path):
-    """The process tells that it imports the first module of JAX, and is interrupted there."""
+    """The process reports that it imports the first module of JAX, and is interrupted there."""
     (tmp_path / "jax.py").write_text(
-        "import time\nprint('importing', flush=True)\ntry: time.sleep(60)\nexcept BaseException: raise ImportError\n"
+        "import time\nprint('importing', flush=True)\ntry: time.sleep(60)\n"
+        "except BaseException: raise ImportError\n"
     )
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "transformer", "evaluate", f"--workdir={tmp_path}"]
-    # A shell starts what runs in the background with SIGINT ignored, and so would the tests start this.
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    started = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard
-    )  # fmt: skip
-    assert started.stdout.readline() == "importing\n"
-    started.send_signal(signal.SIGINT)
-    _, error = started.communicate(timeout=60)
-    assert (started.returncode, error) == (130, "\ninterrupted\n")
+    # A shell starts background jobs with SIGINT ignored; the child would inherit this.
+    restore_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    child = subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=restore_sigint,
+    )
+    assert child.stdout.readline() == "importing\n"
+    child.send_signal(signal.SIGINT)
+    _, error = child.communicate(timeout=60)
+    assert (child.returncode, error) == (130, "\ninterrupted\n")
 
 
 def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
-    again = []
-    monkeypatch.setattr(signal, "raise_signal", again.append)
-    other = []
-    process._interrupt_again(other.append, types.SimpleNamespace(exc_type=ValueError))
-    assert len(other) == 1 and not again
-    process._interrupt_again(other.append, types.SimpleNamespace(exc_type=KeyboardInterrupt))
-    end = time.monotonic() + 5
-    while not again and time.monotonic() < end:
+    raised = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    handled = []
+    process._interrupt_again(handled.append, types.SimpleNamespace(exc_type=ValueError))
+    assert len(handled) == 1 and not raised
+    process._interrupt_again(handled.append, types.SimpleNamespace(exc_type=KeyboardInterrupt))
+    deadline = time.monotonic() + 5
+    while not raised and time.monotonic() < deadline:
         pass
-    assert again == [signal.SIGINT] and len(other) == 1
+    assert raised == [signal.SIGINT] and len(handled) == 1
 
 
 BESIDE = """
@@ -244,16 +268,19 @@ Lost("another exception")
 
 
 def test_what_is_printed_beside_a_fault_is_left_out():
-    said = {
+    stderr = {
         quiet: subprocess.run(
-            [sys.executable, "-c", BESIDE.format(quiet=quiet)], stderr=subprocess.PIPE, text=True, cwd=ROOT
+            [sys.executable, "-c", BESIDE.format(quiet=quiet)],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         ).stderr
         for quiet in (True, False)
-    }  # fmt: skip
-    for kept in ("a warning\n", "another error\n", "ValueError: another exception\n"):
-        assert kept in said[True] and kept in said[False]
-    for dropped in ("a write failed", "never retrieved", "loop is closed", "array index"):
-        assert dropped not in said[True] and dropped in said[False]
+    }
+    for printed in ("a warning\n", "another error\n", "ValueError: another exception\n"):
+        assert printed in stderr[True] and printed in stderr[False]
+    for suppressed in ("a write failed", "never retrieved", "loop is closed", "array index"):
+        assert suppressed not in stderr[True] and suppressed in stderr[False]
 
 
 def test_a_lost_process_is_told_from_another_error():

@@ -1,4 +1,4 @@
-"""The statistics of a comparison: means, differences, and what may be claimed of them."""
+"""The statistics of a comparison: means, paired differences, and corrected p values."""
 
 import dataclasses
 import math
@@ -15,30 +15,37 @@ def test_means_and_differences_are_students():
     rng = np.random.default_rng(0)
     a, b = rng.normal(3, 1, 6), rng.normal(3.5, 1, 6)
     low, high = stats.t.interval(0.95, 5, loc=a.mean(), scale=stats.sem(a))
-    found = mean(a)
-    np.testing.assert_allclose([found.mean, found.low, found.high], [a.mean(), low, high])
-    pairs = stats.ttest_rel(a, b)
-    one = difference(dict(enumerate(a)), dict(enumerate(b)) | {9: 100.0})
-    assert one.p == pytest.approx(pairs.pvalue) and one.mean.count == 6
-    np.testing.assert_allclose([one.mean.low, one.mean.high], pairs.confidence_interval(0.95))
+    estimate = mean(a)
+    np.testing.assert_allclose([estimate.mean, estimate.low, estimate.high], [a.mean(), low, high])
+    expected = stats.ttest_rel(a, b)
+    versus = difference(dict(enumerate(a)), dict(enumerate(b)) | {9: 100.0})
+    assert versus.p == pytest.approx(expected.pvalue) and versus.mean.count == 6
+    np.testing.assert_allclose(
+        [versus.mean.low, versus.mean.high], expected.confidence_interval(0.95)
+    )
 
 
 def test_an_interval_covers_as_often_as_it_says():
     rng = np.random.default_rng(1)
-    covered = [(one := mean(rng.normal(size=3))).low <= 0 <= one.high for _ in range(4000)]
+    covered = [
+        (estimate := mean(rng.normal(size=3))).low <= 0 <= estimate.high for _ in range(4000)
+    ]
     assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
 
 
 @pytest.mark.parametrize("arms", [4, 12])
 def test_of_equal_arms_one_is_seldom_told_from_the_best(arms):
-    """The best is chosen by the same numbers, which the report's note says: it is more than 5 studies of 100, but not many more."""
-    rng, told = np.random.default_rng(2), 0
+    """The false positive rate against the best arm is somewhat above 5%.
+
+    The best arm is chosen by the same numbers, as the note of the report explains.
+    """
+    rng, detected = np.random.default_rng(2), 0
     for _ in range(600):
         values = rng.normal(size=(arms, 3))
         best = values.mean(axis=1).argmin()
-        told += any(
-            one.tells
-            for one in corrected(
+        detected += any(
+            versus.tells
+            for versus in corrected(
                 {
                     n: difference(dict(enumerate(values[n])), dict(enumerate(values[best])))
                     for n in range(arms)
@@ -46,31 +53,33 @@ def test_of_equal_arms_one_is_seldom_told_from_the_best(arms):
                 }
             ).values()
         )
-    assert 0.04 < told / 600 < 0.125
+    assert 0.04 < detected / 600 < 0.125
 
 
 def test_holm_holds_the_family():
-    """Of many comparisons of nothing, something is found in one study of twenty, and not in most."""
-    found = {
+    """With many comparisons of equal arms, about one study in twenty detects a difference."""
+    differences = {
         name: dataclasses.replace(difference({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.5}), p=p)
         for name, p in zip("abcd", (0.01, 0.04, 0.03, math.nan), strict=True)
     }
-    assert {name: one.p for name, one in corrected(found).items() if name != "d"} == {
+    assert {name: versus.p for name, versus in corrected(differences).items() if name != "d"} == {
         "a": 0.03,
         "b": 0.06,
         "c": 0.06,
     }
-    rng, wrong = np.random.default_rng(2), []
+    rng, detected = np.random.default_rng(2), []
     draw = lambda: dict(enumerate(rng.normal(size=5)))
     for _ in range(400):
         base = draw()
-        wrong.append(
+        detected.append(
             any(
-                one.tells
-                for one in corrected({str(i): difference(draw(), base) for i in range(6)}).values()
+                versus.tells
+                for versus in corrected(
+                    {str(i): difference(draw(), base) for i in range(6)}
+                ).values()
             )
         )
-    assert 0 < np.mean(wrong) < 0.08
+    assert 0 < np.mean(detected) < 0.08
 
 
 def test_too_few_to_tell():
@@ -78,17 +87,24 @@ def test_too_few_to_tell():
     assert math.isnan(difference({0: 1.0}, {0: 2.0}).p) and not difference({0: 1.0}, {0: 2.0}).tells
     same = {0: 1.0, 1: 2.0}
     assert difference(same, same).p == 1.0 and not difference(same, same).tells
-    for shift in (
-        1.0,
-        0.1,
-    ):  # the same in every seed, to the last bit or but for rounding: no spread, no evidence
-        one = difference({seed: x + shift for seed, x in same.items()}, same)
-        assert math.isnan(one.p) and not one.tells and one.mean.mean == pytest.approx(shift)
+    # The difference is the same in every seed, exactly or up to rounding: no spread, no evidence.
+    for shift in (1.0, 0.1):
+        versus = difference({seed: x + shift for seed, x in same.items()}, same)
+        assert (
+            math.isnan(versus.p) and not versus.tells and versus.mean.mean == pytest.approx(shift)
+        )
 
 
-@pytest.mark.parametrize(("value", "half", "said"), [
-    (5.2694, 0.0273, "5.269 ± 0.027"), (0.99999968, 8.5e-8, "1.000000 ± 0.000000"), (1234.5678, 8.5e-8, "1,234.57 ± 0.00"),
-    (9.2e-6, 1.2e-5, "0.000009 ± 0.000012"), (0.5, 0.0, "0.500 ± 0.000"), (0.0, 0.02, "0.000 ± 0.020"),
-])  # fmt: skip
-def test_numbers_have_the_digits_that_their_interval_allows(value, half, said):
-    assert verdict.spell(verdict.Mean(value, value - half, value + half, 3)) == said
+@pytest.mark.parametrize(
+    ("value", "half", "text"),
+    [
+        (5.2694, 0.0273, "5.269 ± 0.027"),
+        (0.99999968, 8.5e-8, "1.000000 ± 0.000000"),
+        (1234.5678, 8.5e-8, "1,234.57 ± 0.00"),
+        (9.2e-6, 1.2e-5, "0.000009 ± 0.000012"),
+        (0.5, 0.0, "0.500 ± 0.000"),
+        (0.0, 0.02, "0.000 ± 0.020"),
+    ],
+)
+def test_numbers_have_the_digits_that_their_interval_allows(value, half, text):
+    assert verdict.spell(verdict.Mean(value, value - half, value + half, 3)) == text

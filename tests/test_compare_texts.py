@@ -1,4 +1,4 @@
-"""What of runs can be compared: texts, tokenizers, labels, and what is left out."""
+"""Which runs can be compared: texts, tokenizers, labels, and exclusions."""
 
 import dataclasses
 import json
@@ -20,8 +20,8 @@ def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
         made_up(tmp_path, "d", seed, float("nan") if seed else None, model__d_ff=72)
         made_up(tmp_path, "e", seed, 4.3 + seed, model__d_ff=80)
     (tmp_path / "e" / "seed-1" / "metrics.jsonl").write_text('{"step": 8, "test/lo')
-    found = compare(tmp_path)
-    told = "\n".join(found.results.left_out)
+    judged = compare(tmp_path)
+    exclusions = "\n".join(judged.results.left_out)
     for words in (
         "was tested on another text",
         "has another tokenizer",
@@ -29,24 +29,29 @@ def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
         "test/loss is not logged yet",
         "has logged nothing yet",
     ):
-        assert words in told
-    assert next(iter(found.rows.values())).value.count == 2
-    page = report.write(found, tmp_path / "report")
+        assert words in exclusions
+    assert next(iter(judged.rows.values())).value.count == 2
+    page = report.write(judged, tmp_path / "report")
     assert "was tested on another text" in page.read_text()
 
 
 def test_what_the_sweep_asks_about_may_differ(tmp_path):
-    """Arms of another text are compared where what varies says which text they are judged on; rows of another length do not."""
+    """Arms with different test texts are compared if the varied field sets the text.
+
+    `data.held_out` does. `data.length` changes the sequence length, so its arms are not compared.
+    """
     for field, values, counts in (
         ("data.held_out", (4, 5), [2, 2]),
         ("data.length", (8, 16), [2, 0]),
     ):
         folder = tmp_path / field
         sweep = Sweep(
-            vary(field, *values), seeds=2, declared=dict.fromkeys(("parameters", "flops"), "of it")
+            vary(field, *values),
+            seeds=2,
+            declared=dict.fromkeys(("parameters", "flops"), "follows from the fields"),
         )
-        configs, found = facts_of(sweep)
-        Study(folder, sweep, configs, found).write()
+        configs, facts = facts_of(sweep)
+        Study(folder, sweep, configs, facts).write()
         for name in configs:
             for seed in range(2):
                 made_up(folder, name, seed, 4.0 + seed, test=name)
@@ -61,28 +66,33 @@ def test_what_the_sweep_asks_about_may_differ(tmp_path):
 
 
 def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
-    """Neither before nor after: nats per token of 300 pieces are less than of 512, whatever the model knows. Answers and bytes are the same."""
-    by = lambda metric: Sweep(
+    """Neither the check before training nor the report compares them.
+
+    Nats per token are lower with 300 pieces than with 512, whatever the quality of the model.
+    Answers and bytes do not depend on the tokenizer.
+    """
+    sweep_by = lambda metric: Sweep(
         vary("model.vocab_size", 512, 300),
         seeds=2,
         metric=metric,
-        declared=dict.fromkeys(("parameters", "flops"), "of it"),
+        declared=dict.fromkeys(("parameters", "flops"), "follows from the fields"),
     )
-    configs, found = facts_of(by("test/loss"))
+    configs, facts = facts_of(sweep_by("test/loss"))
     with pytest.raises(
         UserError,
-        match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has another tokenizer than 'vocab_size=512'.*test/bits_per_byte",
+        match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has another "
+        r"tokenizer than 'vocab_size=512'.*test/bits_per_byte",
     ):
-        guard.check(by("test/loss"), configs, found)
+        guard.check(sweep_by("test/loss"), configs, facts)
     for allowed in (
-        by("test/bits_per_byte"),
+        sweep_by("test/bits_per_byte"),
         dataclasses.replace(
-            by("test/loss"),
-            declared=dict.fromkeys(("parameters", "flops", "tokenizer"), "one id is kept"),
+            sweep_by("test/loss"),
+            declared=dict.fromkeys(("parameters", "flops", "tokenizer"), "varied on purpose"),
         ),
     ):
-        guard.check(allowed, configs, found)
-    Study(tmp_path, by("test/bleu"), configs, found).write()
+        guard.check(allowed, configs, facts)
+    Study(tmp_path, sweep_by("test/bleu"), configs, facts).write()
     for name in configs:
         for seed in range(2):
             made_up(tmp_path, name, seed, 4.0 + seed, tokenizer=name, test_bleu=4.0 + seed)
@@ -97,13 +107,22 @@ def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
 
 
 def test_a_classifiers_loss_is_of_labels(tmp_path):
-    """So it has their unit, and another tokenizer is no matter."""
-    labels = dict(model__family="encoder", model__num_encoder_layers=2, model__num_decoder_layers=0, model__pooling="mean", model__num_labels=3, model__lm_head=False, data__objective="classification", data__packing=False)  # fmt: skip
+    """Its unit is nats per label, so arms with different tokenizers are comparable."""
+    labels = dict(
+        model__family="encoder",
+        model__num_encoder_layers=2,
+        model__num_decoder_layers=0,
+        model__pooling="mean",
+        model__num_labels=3,
+        model__lm_head=False,
+        data__objective="classification",
+        data__packing=False,
+    )
     sweep = Sweep(
         vary("model.vocab_size", 512, 300),
         seeds=2,
         metric="test/loss",
-        declared=dict.fromkeys(("parameters", "flops"), "of it"),
+        declared=dict.fromkeys(("parameters", "flops"), "follows from the fields"),
     )
     guard.check(sweep, *facts_of(sweep, **labels))
     for arm, vocab in (("a", 512), ("b", 300)):
@@ -142,15 +161,15 @@ def test_validation_is_of_the_same_text_and_as_much_of_it(tmp_path):
         (run / "manifest.json").write_text(
             json.dumps(manifest | {"data": manifest["data"] | {"valid": {"sha256": text}}})
         )
-    found = results.read([tmp_path / arm / "seed-0" for arm in "abc"], metric="eval/loss")
-    assert [bool(arm.runs) for arm in found.arms.values()] == [True, False, False]
+    compared = results.read([tmp_path / arm / "seed-0" for arm in "abc"], metric="eval/loss")
+    assert [bool(arm.runs) for arm in compared.arms.values()] == [True, False, False]
     assert (
-        "was validated on 4 batches" in found.left_out[0]
-        and "was validated on another text" in found.left_out[1]
+        "was validated on 4 batches" in compared.left_out[0]
+        and "was validated on another text" in compared.left_out[1]
     )
     assert all(
         arm.runs for arm in results.read([tmp_path / arm / "seed-0" for arm in "abc"]).arms.values()
-    ), "of the test nothing differs"
+    ), "the test texts do not differ"
 
 
 def test_what_the_test_leaves_out_is_told(tmp_path):

@@ -1,4 +1,4 @@
-"""Configs: unknown keys, wrong types, combinations that make no sense; experiment files; overrides."""
+"""Configs: unknown keys, wrong types, invalid combinations; experiment files; overrides."""
 
 import dataclasses
 import json
@@ -28,7 +28,8 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ({"family": "decodr"}, r"model.family: no 'decodr'; did you mean 'decoder'"),
         (
             {"d_model": 100, "num_heads": 8},
-            r"model.d_model: 100 is not divisible by model.num_heads = 8; change one, or set model.d_head",
+            r"model.d_model: 100 is not divisible by model.num_heads = 8; "
+            r"change one, or set model.d_head",
         ),
         ({"num_heads": 8, "num_kv_heads": 3}, r"model.num_kv_heads: 3 does not divide"),
         ({"position": "rotory"}, r"model.position: no 'rotory'; did you mean 'rotary'"),
@@ -196,10 +197,18 @@ def test_overrides_change_one_field_and_keep_their_types():
     config = from_mapping(
         Experiment, {"model": {**MODEL, "position": "rotary"}, "data": {"corpus": "pydoc"}}
     )
-    changed = apply_overrides(config, {
-        "model.d_model": "256", "model.position.theta": "5e5", "model.use_bias": "false", "optimizer.learning_rate": "3e-4", "train.wandb": "007",
-        "data.tokenizer.kind": "bpe", "model.attention_scale": "none",
-    })  # fmt: skip
+    changed = apply_overrides(
+        config,
+        {
+            "model.d_model": "256",
+            "model.position.theta": "5e5",
+            "model.use_bias": "false",
+            "optimizer.learning_rate": "3e-4",
+            "train.wandb": "007",
+            "data.tokenizer.kind": "bpe",
+            "model.attention_scale": "none",
+        },
+    )
     assert (changed.model.head_size, changed.model.kv_heads) == (32, 8)
     assert (changed.model.d_model, changed.model.use_bias, changed.optimizer.learning_rate) == (
         256,
@@ -283,7 +292,7 @@ def test_a_broken_config_file_names_its_line(tmp_path, monkeypatch, name, conten
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.stem)
 def test_every_experiment_file_builds_in_every_arm(file):
-    """And opens with its question, its command, and what to expect."""
+    """Its docstring also contains a question, its command and the hardware."""
     import importlib.util
 
     import jax
@@ -303,9 +312,8 @@ def test_every_experiment_file_builds_in_every_arm(file):
         if hasattr(module, "sweep")
         else [load_experiment(str(file))]
     )
-    for scale in getattr(module, "ARGUMENTS", ())[
-        1:
-    ]:  # as the paper has it: every arm is read, one is built
+    # At the scale of the paper, every arm is loaded but only one is built.
+    for scale in getattr(module, "ARGUMENTS", ())[1:]:
         assert f"--config={file.relative_to(ROOT)}:{scale}" in module.__doc__
         configs += list(load_arms(f"{file}:{scale}")[1].values())[:1]
     for config in configs:
@@ -328,15 +336,18 @@ def test_a_config_file_that_is_none(tmp_path):
 
 
 def test_a_pattern_over_layers_survives_json_and_the_command_line(tmp_path):
-
     pattern = ({"window": 3, "position": {"name": "rotary", "theta": 50.0}}, {"position": "none"})
     config = from_mapping(Experiment, {
-        "model": {"family": "decoder", "vocab_size": 40, "d_model": 16, "num_heads": 4, "layer_pattern": pattern}, "data": {"corpus": "pydoc"},
+        "model": {
+            "family": "decoder", "vocab_size": 40, "d_model": 16, "num_heads": 4,
+            "layer_pattern": pattern,
+        },
+        "data": {"corpus": "pydoc"},
     })  # fmt: skip
     assert from_mapping(Experiment, json.loads(json.dumps(to_mapping(config)))) == config
     changed = apply_overrides(config, {"model.layer_pattern": "[{'window': 5}, {}]"})
     assert [layer.window for layer in changed.model.layers("decoder")] == [5, 0] * 3
-    for bad, message in {
+    for invalid, message in {
         "[{'position': 3}]": "position = 3; a window is a number",
         "[{'window': 2.5}]": "window = 2.5",
         "[{'window': True}]": "window = True",
@@ -344,7 +355,7 @@ def test_a_pattern_over_layers_survives_json_and_the_command_line(tmp_path):
         "abc": "model.layer_pattern: expected a mapping",
     }.items():
         with pytest.raises(UserError, match=re.escape(message)):
-            apply_overrides(config, {"model.layer_pattern": bad})
+            apply_overrides(config, {"model.layer_pattern": invalid})
 
 
 def test_a_replaced_field_is_followed_by_what_is_derived_from_it():
@@ -352,9 +363,9 @@ def test_a_replaced_field_is_followed_by_what_is_derived_from_it():
     assert (config.head_size, config.kv_heads, config.num_layers("encoder")) == (64, 8, 0)
     wider = dataclasses.replace(config, d_model=1024)
     assert wider.head_size == wider.value_size == 128 and wider.stack_facts("decoder").d_head == 128
-    more = dataclasses.replace(config, num_heads=16)
-    assert (more.head_size, more.kv_heads) == (32, 16)
-    both = dataclasses.replace(config, family="encoder_decoder")
-    assert both.num_layers("encoder") == 6
-    for one in (config, wider, more, both):
-        assert from_mapping(ModelConfig, to_mapping(one)) == one
+    more_heads = dataclasses.replace(config, num_heads=16)
+    assert (more_heads.head_size, more_heads.kv_heads) == (32, 16)
+    encoder_decoder = dataclasses.replace(config, family="encoder_decoder")
+    assert encoder_decoder.num_layers("encoder") == 6
+    for variant in (config, wider, more_heads, encoder_decoder):
+        assert from_mapping(ModelConfig, to_mapping(variant)) == variant

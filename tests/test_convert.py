@@ -1,4 +1,7 @@
-"""Weights in and out: our logits against those of PyTorch, on models that Transformers creates here; and back, exactly."""
+"""Conversion of weights to and from Transformers.
+
+Our logits must equal PyTorch's for models that Transformers creates; round trips must be exact.
+"""
 
 import copy
 import dataclasses
@@ -23,22 +26,22 @@ transformers = pytest.importorskip("transformers", reason="the test extra brings
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(family, case) -> (their model, its folder), made once."""
-    made = {}
+    """A function from (class, options) to (their model, its folder); it creates each once."""
+    cases = {}
 
     def get(name, options):
         key = json.dumps([name, options], sort_keys=True)
-        if key not in made:
+        if key not in cases:
             folder, model = tmp_path_factory.mktemp("hf"), theirs(name, options)
             model.save_pretrained(folder)
-            made[key] = model, folder
-        return made[key]
+            cases[key] = model, folder
+        return cases[key]
 
     return get
 
 
 def rows(pad_id: int | None, batch: int = 3, length: int = 21, seed: int = 0):
-    """Tokens of unequal lengths, padded on the right, and their mask."""
+    """Returns sequences of unequal lengths, padded on the right, and their mask."""
     generator = np.random.default_rng(seed)
     ids = generator.integers(4, VOCAB - 2, (batch, length))
     lengths = [length, length - 5, 7][:batch]
@@ -47,9 +50,9 @@ def rows(pad_id: int | None, batch: int = 3, length: int = 21, seed: int = 0):
 
 
 def both_logits(model, config, params, name):
-    """(ours, theirs, which of them are of real tokens)."""
+    """Returns (our logits, their logits, mask of the logits of real tokens)."""
     ids, mask = rows(config.pad_id)
-    given, ours = {"padding_mask": mask}, build_model(config)
+    our_inputs, our_model = {"padding_mask": mask}, build_model(config)
     tensor = lambda x: torch.tensor(np.asarray(x))
     with torch.no_grad():
         if config.is_encoder_decoder:
@@ -61,35 +64,43 @@ def both_logits(model, config, params, name):
                 decoder_input_ids=tensor(target),
                 decoder_attention_mask=tensor(target_mask).long(),
             )
-            found = ours.apply(
+            our_logits = our_model.apply(
                 params, ids, target, source_padding_mask=mask, padding_mask=target_mask
             )
-            return found, out.logits.numpy(), target_mask
-        more = {}
+            return our_logits, out.logits.numpy(), target_mask
+        their_inputs = {}
         if config.token_types:
             types = np.random.default_rng(3).integers(0, config.token_types, ids.shape)
-            more, given = {"token_type_ids": tensor(types)}, given | {"token_types": types}
-        out = model(tensor(ids), attention_mask=tensor(mask).long(), **more)
+            their_inputs, our_inputs = (
+                {"token_type_ids": tensor(types)},
+                our_inputs | {"token_types": types},
+            )
+        out = model(tensor(ids), attention_mask=tensor(mask).long(), **their_inputs)
     if name == "BertModel":
-        return ours.apply(params, ids, **given), out.pooler_output.numpy(), np.ones(len(ids), bool)
+        return (
+            our_model.apply(params, ids, **our_inputs),
+            out.pooler_output.numpy(),
+            np.ones(len(ids), bool),
+        )
     if name == "BertForPreTraining":
-        labels = ours.apply(params, ids, **given, method="classify")
+        labels = our_model.apply(params, ids, **our_inputs, method="classify")
         np.testing.assert_allclose(labels, out.seq_relationship_logits.numpy(), atol=1e-4)
-        return ours.apply(params, ids, **given), out.prediction_logits.numpy(), mask
-    found = ours.apply(params, ids, **given)
-    return found, out.logits.numpy(), mask if found.ndim == 3 else np.ones(len(ids), bool)
+        return our_model.apply(params, ids, **our_inputs), out.prediction_logits.numpy(), mask
+    our_logits = our_model.apply(params, ids, **our_inputs)
+    return our_logits, out.logits.numpy(), mask if our_logits.ndim == 3 else np.ones(len(ids), bool)
 
 
 @pytest.mark.parametrize(("family", "name", "options"), FLAT)
 def test_logits_equal_theirs(saved, family, name, options, record_property):
     model, folder = saved(name, options)
     config, params = load_hf(folder)
-    found, wanted, real = both_logits(model, config, params, name)
-    assert np.abs(wanted[real]).max() > 0.1
-    difference = float(np.abs(np.asarray(found)[real] - wanted[real]).max())
+    ours, expected, real = both_logits(model, config, params, name)
+    assert np.abs(expected[real]).max() > 0.1
+    difference = float(np.abs(np.asarray(ours)[real] - expected[real]).max())
     record_property("difference", difference)
     print(
-        f"\n{family:<12} {name:<32} largest difference {difference:.1e} of logits up to {np.abs(wanted).max():.1f}"
+        f"\n{family:<12} {name:<32} largest difference {difference:.1e} "
+        f"of logits up to {np.abs(expected).max():.1f}"
     )
     assert difference < 1e-4
 
@@ -99,9 +110,9 @@ def test_round_trip_is_exact(saved, tmp_path, family, name, options):
     model, folder = saved(name, options)
     config, params = load_hf(folder)
     save_hf(tmp_path / "out", config, params, family=family)
-    again, back = load_hf(tmp_path / "out")
-    assert meaning(again) == meaning(config)
-    jax.tree.map(np.testing.assert_array_equal, params, back)
+    new_config, new_params = load_hf(tmp_path / "out")
+    assert meaning(new_config) == meaning(config)
+    jax.tree.map(np.testing.assert_array_equal, params, new_params)
     loaded = type(model).from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     for key, x in model.state_dict().items():
         np.testing.assert_array_equal(loaded.state_dict()[key].numpy(), x.numpy(), err_msg=key)
@@ -124,18 +135,17 @@ def test_round_trip_is_exact(saved, tmp_path, family, name, options):
     ],
 )
 def test_decoding_with_a_cache_equals_theirs(saved, family):
-    """Greedy, from prompts of unequal length, padded on the left (or sources, padded on the right)."""
-    model, folder = saved(
-        *CASES[family][-1 if family == "t5" else 0]
-    )  # their T5 caches as many layers as its encoder has
+    """Greedy decoding of prompts of unequal length, padded left (or of sources, padded right)."""
+    # Their T5 caches as many layers as the encoder has, so this case has equal depths.
+    model, folder = saved(*CASES[family][-1 if family == "t5" else 0])
     config, params = load_hf(folder)
-    ours, new = build_model(config), 9
+    our_model, new = build_model(config), 9
     ids, mask = rows(config.pad_id, length=11)
-    both = config.is_encoder_decoder
-    if not both:
+    seq2seq = config.is_encoder_decoder
+    if not seq2seq:
         ids, mask = ids[:, ::-1], mask[:, ::-1]
     tensor = lambda x: torch.tensor(np.ascontiguousarray(x))
-    keep = {
+    options = {
         "do_sample": False,
         "num_beams": 1,
         "eos_token_id": None,
@@ -144,31 +154,43 @@ def test_decoding_with_a_cache_equals_theirs(saved, family):
     }
     with torch.no_grad():
         out = model.generate(
-            tensor(ids), attention_mask=tensor(mask).long(), max_new_tokens=new, pad_token_id=config.pad_id or 0,
-            return_dict_in_generate=True, output_logits=True, **keep,
-        )  # fmt: skip
-    written, wanted = out.sequences.numpy()[:, -new:], np.stack([x.numpy() for x in out.logits], 1)
-    start = np.full((len(ids), 1), model.config.decoder_start_token_id) if both else ids
-    encoder = (
-        build_model(config).apply(params, ids, padding_mask=mask, method="encode") if both else ()
+            tensor(ids),
+            attention_mask=tensor(mask).long(),
+            max_new_tokens=new,
+            pad_token_id=config.pad_id or 0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
+    generated, expected = (
+        out.sequences.numpy()[:, -new:],
+        np.stack([x.numpy() for x in out.logits], 1),
     )
-    where = np.ones_like(start, bool) if both else mask
+    start = np.full((len(ids), 1), model.config.decoder_start_token_id) if seq2seq else ids
+    encoder = (
+        build_model(config).apply(params, ids, padding_mask=mask, method="encode")
+        if seq2seq
+        else ()
+    )
+    start_mask = np.ones_like(start, bool) if seq2seq else mask
     cache = empty_cache(config, len(ids), start.shape[1] + new)
-    at = np.maximum(np.cumsum(where, 1) - 1, 0)
+    positions = np.maximum(np.cumsum(start_mask, 1) - 1, 0)
     step = jax.jit(
-        lambda x, cache, at, real, encoder: ours.apply(
-            params, x, cache, *encoder, positions=at, padding_mask=real, method="decode"
+        lambda x, cache, positions, real, encoder: our_model.apply(
+            params, x, cache, *encoder, positions=positions, padding_mask=real, method="decode"
         )
     )
-    logits, cache = step(start, cache, at, where, encoder)
-    found = []
+    logits, cache = step(start, cache, positions, start_mask, encoder)
+    ours = []
     for i in range(new):
-        found.append(np.asarray(logits[:, -1]))
-        at = at[:, -1:] + 1
-        encoder = (None, encoder[1]) if both else ()
-        logits, cache = step(written[:, i : i + 1], cache, at, np.ones_like(at, bool), encoder)
-    assert np.abs(wanted[:, 1:] - wanted[:, :-1]).max() > 1e-2
-    np.testing.assert_allclose(np.stack(found, 1), wanted, atol=1e-4)
+        ours.append(np.asarray(logits[:, -1]))
+        positions = positions[:, -1:] + 1
+        encoder = (None, encoder[1]) if seq2seq else ()
+        logits, cache = step(
+            generated[:, i : i + 1], cache, positions, np.ones_like(positions, bool), encoder
+        )
+    assert np.abs(expected[:, 1:] - expected[:, :-1]).max() > 1e-2
+    np.testing.assert_allclose(np.stack(ours, 1), expected, atol=1e-4)
 
 
 def test_every_family_is_tested():
@@ -179,12 +201,15 @@ def test_every_family_is_tested():
 def test_any_layout_reads_the_same(saved, name):
     _, folder = saved(*CASES[name][0])
     config, params = load_hf(folder)
-    other, unrolled = load_hf(folder, scan_layers=False)
+    unrolled_config, unrolled_params = load_hf(folder, scan_layers=False)
     assert config.scan_layers
-    assert not other.scan_layers
-    assert jax.tree.structure(params) != jax.tree.structure(unrolled)
+    assert not unrolled_config.scan_layers
+    assert jax.tree.structure(params) != jax.tree.structure(unrolled_params)
     ids = (rows(0)[0],) * (1 + (config.is_encoder_decoder))
-    a, b = (build_model(c).apply(p, *ids) for c, p in ((config, params), (other, unrolled)))
+    a, b = (
+        build_model(c).apply(p, *ids)
+        for c, p in ((config, params), (unrolled_config, unrolled_params))
+    )
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -194,43 +219,55 @@ def test_bfloat16_and_shards(saved, tmp_path, monkeypatch):
     half.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     config, params = load_hf(tmp_path / "sharded")
-    want = {key: x.float().numpy() for key, x in half.state_dict().items()}
+    expected = {key: x.float().numpy() for key, x in half.state_dict().items()}
     np.testing.assert_array_equal(
-        params["params"]["embedding"]["embedding"], want["model.embed_tokens.weight"]
+        params["embedding"]["embedding"], expected["model.embed_tokens.weight"]
     )
-    assert params["params"]["embedding"]["embedding"].dtype == np.float32
+    assert params["embedding"]["embedding"].dtype == np.float32
     monkeypatch.setattr("transformer.convert.hf.SHARD_BYTES", 20_000)
     save_hf(tmp_path / "ours", config, params)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
-    again = type(model).from_pretrained(tmp_path / "ours")
-    for key, x in want.items():
-        np.testing.assert_array_equal(again.state_dict()[key].numpy(), x)
-    kept, _ = load_hf(tmp_path / "sharded", param_dtype="bfloat16")
-    assert kept.param_dtype == "bfloat16"
+    loaded = type(model).from_pretrained(tmp_path / "ours")
+    for key, x in expected.items():
+        np.testing.assert_array_equal(loaded.state_dict()[key].numpy(), x)
+    half_config, _ = load_hf(tmp_path / "sharded", param_dtype="bfloat16")
+    assert half_config.param_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported; it must be False"),
-        ("gpt2", {"activation_function": "mish"}, "activation_function = 'mish' is not supported; use one of 'relu', 'gelu'"),
-        ("gpt2", {"some_new_switch": 3}, "some_new_switch = 3 is not a known field of a gpt2 model"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True},
+         "scale_attn_by_inverse_layer_idx = True is not supported; it must be False"),
+        ("gpt2", {"activation_function": "mish"},
+         "activation_function = 'mish' is not supported; use one of 'relu', 'gelu'"),
+        ("gpt2", {"some_new_switch": 3},
+         "some_new_switch = 3 is not a known field of a gpt2 model"),
         ("gpt2", {"model_type": "gpt3"}, "model_type: no 'gpt3'; did you mean 'gpt2'"),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
-        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
-        ("bart", {"decoder_ffn_dim": 64}, "decoder_ffn_dim = 64 is not supported: encoder and decoder share this setting; it must be 48"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True},
+         "apply_residual_connection_post_layernorm"),
+        ("bert", {"position_embedding_type": "relative_key"},
+         "position_embedding_type = 'relative_key'"),
+        ("bart", {"decoder_ffn_dim": 64},
+         "decoder_ffn_dim = 64 is not supported: encoder and decoder share this setting; "
+         "it must be 48"),
         ("marian", {"decoder_vocab_size": 99}, "decoder_vocab_size = 99"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope'"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "rope_parameters.mscale = 0.7"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+         "rope_type = 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}},
+         "rope_parameters.mscale = 0.7"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention"] * 2},
+         "chunked_attention"),
         ("modernbert", {"classifier_bias": True}, "classifier_bias = True"),
         ("t5", {"feed_forward_proj": "gated-tanh"}, "feed_forward_proj = 'gated-tanh'"),
         ("gpt_neox", {"hidden_act": "relu6"}, "hidden_act = 'relu6'"),
         ("opt", {"activation_function": "tanh"}, "activation_function = 'tanh'"),
         ("llama", {"intermediate_size": 50}, "gate_proj.weight: its shape is 48 x 32, .* 50 x 32"),
-        ("llama", {"num_hidden_layers": 5}, r"missing tensors of a llama model: model\.layers\.4\.input_layernorm\.weight"),
-        ("llama", {"num_hidden_layers": 3}, r"unexpected tensors.*model\.layers\.3\.input_layernorm\.weight"),
+        ("llama", {"num_hidden_layers": 5},
+         r"missing tensors of a llama model: model\.layers\.4\.input_layernorm\.weight"),
+        ("llama", {"num_hidden_layers": 3},
+         r"unexpected tensors.*model\.layers\.3\.input_layernorm\.weight"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_expressed_is_refused_by_name(saved, tmp_path, family, change, message):
@@ -259,12 +296,12 @@ def test_what_they_cannot_express_is_refused_by_name(saved, tmp_path, family, ch
     config, _ = load_hf(folder)
     config = dataclasses.replace(config, **change)
     with pytest.raises(UserError, match=f"model.{field}: .* cannot be expressed by {family}"):
-        save_hf(tmp_path / "out", config, {"params": {}}, family=family)
+        save_hf(tmp_path / "out", config, {}, family=family)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
-    """As the first Llama's config.json has it."""
+    """The config.json of the first Llama sets it to -1."""
     _, folder = saved(*CASES["llama"][0])
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -276,15 +313,15 @@ def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "said"),
+    ("family", "generation"),
     [
         ("llama", {"eos_token_id": [2, 5], "pad_token_id": 4}),
         ("t5", {"decoder_start_token_id": 3, "bos_token_id": 6}),
         ("bart", {"bos_token_id": None, "eos_token_id": 7}),
     ],
 )
-def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family, said):
-    """Those that it says: before those of config.json, and where config.json has none."""
+def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family, generation):
+    """Its token ids override those of config.json and add those that config.json lacks."""
     _, folder = saved(*CASES[family][0])
     before, _ = load_hf(folder)
     for file in folder.iterdir():
@@ -292,13 +329,16 @@ def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family
     config = json.loads((folder / "config.json").read_text())
     config.pop("decoder_start_token_id", None)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "generation_config.json").write_text(json.dumps(said))
-    found, theirs = load_hf(tmp_path)[0], transformers.GenerationConfig.from_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    converted, theirs = (
+        load_hf(tmp_path)[0],
+        transformers.GenerationConfig.from_pretrained(tmp_path),
+    )
     for ours, name in NAMES.items():
-        value, own = getattr(theirs, name), getattr(found, ours)
-        if name in said:
-            assert own == (tuple(value) if isinstance(value, list) else value)
-        assert (own != getattr(before, ours)) == (name in said)
+        value, our_value = getattr(theirs, name), getattr(converted, ours)
+        if name in generation:
+            assert our_value == (tuple(value) if isinstance(value, list) else value)
+        assert (our_value != getattr(before, ours)) == (name in generation)
     (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": [3]}))
     with pytest.raises(UserError, match=r"generation_config\.json: pad_token_id = \[3\] must be"):
         load_hf(tmp_path)

@@ -1,5 +1,7 @@
-"""Outside weights and configs that are damaged, altered or incomplete: refused in one line, or
-read as Transformers reads them."""
+"""Damaged, altered or incomplete weights and configs of Transformers.
+
+They raise an error of one line, or are read as Transformers reads them.
+"""
 
 import dataclasses
 import json
@@ -27,7 +29,7 @@ CASES, saved = test_convert.CASES, test_convert.saved
 
 
 def copied(folder, target, change=lambda config: None, alter=lambda tensors: None):
-    """A copy of a directory with another config.json and other tensors."""
+    """Copies a directory; `change` edits its config.json, `alter` its tensors."""
     target.mkdir()
     config = json.loads((folder / "config.json").read_text())
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
@@ -40,7 +42,7 @@ def copied(folder, target, change=lambda config: None, alter=lambda tensors: Non
 
 
 def refusal(folder, **fields):
-    """The message with which a directory is refused: one line."""
+    """Returns the error message of a directory, and checks that it is one line."""
     with pytest.raises(UserError) as error:
         load_hf(folder, **fields)
     assert "\n" not in str(error.value)
@@ -163,15 +165,17 @@ def test_a_field_that_would_be_misread_is_refused(saved, tmp_path, family, chang
 )
 def test_a_transposed_tensor_is_refused(saved, tmp_path, family, name, shapes):
     _, folder = saved(*CASES[family][0])
-    turned = copied(
+    transposed = copied(
         folder, tmp_path / "x", alter=lambda tensors: tensors.update({name: tensors[name].T})
     )
-    found, asked = shapes
-    assert refusal(turned) == f"{name}: its shape is {found}, but config.json implies {asked}"
+    actual, expected = shapes
+    assert (
+        refusal(transposed) == f"{name}: its shape is {actual}, but config.json implies {expected}"
+    )
 
 
 def test_a_square_matrix_in_more_axes_is_refused(saved, tmp_path):
-    """The right number of elements, which numpy would reshape without a word."""
+    """The number of elements is right, so NumPy would reshape the tensor silently."""
     _, folder = saved(*CASES["llama"][0])
     name = "model.layers.0.self_attn.q_proj.weight"
     for i, shape in enumerate([(1024,), (1, 32, 32), (16, 64)]):
@@ -200,29 +204,31 @@ def test_a_square_matrix_in_more_axes_is_refused(saved, tmp_path):
     ],
 )
 def test_a_copy_is_dropped_if_it_is_one(saved, tmp_path, family, case):
-    """Tied output layers, tables that two sides share: tensors that may be in a file, and are not
-    read."""
+    """Copies are tied output layers, and tables that encoder and decoder share.
+
+    A file may contain them, but they are not read.
+    """
     _, folder = saved(*CASES[family][case])
     config, _ = load_hf(folder)
-    copies = [one for one in FAMILIES[family].copies(config) if one.compared]
+    copies = [tensor for tensor in FAMILIES[family].copies(config) if tensor.compared]
     assert copies
 
-    def added(x):
-        x.update({one.theirs: x[one.of].clone() for one in copies})
+    def add_copies(tensors):
+        tensors.update({tensor.theirs: tensors[tensor.of].clone() for tensor in copies})
 
-    assert load_hf(copied(folder, tmp_path / "equal", alter=added))[0] == config
-    for i, one in enumerate(copies):
+    assert load_hf(copied(folder, tmp_path / "equal", alter=add_copies))[0] == config
+    for i, tensor in enumerate(copies):
 
-        def other(x, one=one):
-            x[one.theirs] = x[one.of].clone()
-            x[one.theirs].reshape(-1)[-1] += 1e-3
+        def perturb(tensors, tensor=tensor):
+            tensors[tensor.theirs] = tensors[tensor.of].clone()
+            tensors[tensor.theirs].reshape(-1)[-1] += 1e-3
 
-        def cut(x, one=one):
-            x[one.theirs] = x[one.of][:-1].clone()
+        def truncate(tensors, tensor=tensor):
+            tensors[tensor.theirs] = tensors[tensor.of][:-1].clone()
 
-        for alter in (other, cut)[: 2 - (i > 0)]:
+        for alter in (perturb, truncate)[: 2 - (i > 0)]:
             message = refusal(copied(folder, tmp_path / f"{alter.__name__}{i}", alter=alter))
-            assert message.startswith(f"{one.theirs} and {one.of} hold different numbers")
+            assert message.startswith(f"{tensor.theirs} and {tensor.of} hold different numbers")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +245,7 @@ def test_a_copy_is_dropped_if_it_is_one(saved, tmp_path, family, case):
     ],
 )
 def test_names_may_do_without_the_prefix(saved, tmp_path, family, case):
-    """As some files on the hub. The names of heads have none."""
+    """Some files on the hub omit the prefix. The names of heads have none."""
     _, folder = saved(*CASES[family][case])
 
     def alter(tensors):
@@ -255,12 +261,16 @@ def test_sinusoids_in_a_file_must_be_those_of_the_formula(saved, tmp_path):
     name = "model.encoder.embed_positions.weight"
     marian = transformers.models.marian.modeling_marian.MarianSinusoidalPositionalEmbedding
     table = marian(40, 32).create_weight()
-    same = copied(folder, tmp_path / "same", alter=lambda x: x.update({name: table}))
+    same = copied(folder, tmp_path / "same", alter=lambda tensors: tensors.update({name: table}))
     assert load_hf(same)[0] == load_hf(folder)[0]
-    half = copied(folder, tmp_path / "half", alter=lambda x: x.update({name: table.half()}))
-    load_hf(half)
-    other = copied(folder, tmp_path / "other", alter=lambda x: x.update({name: table + 0.01}))
-    assert refusal(other) == f"{name}: differs from the values its formula gives"
+    rounded = copied(
+        folder, tmp_path / "half", alter=lambda tensors: tensors.update({name: table.half()})
+    )
+    load_hf(rounded)
+    different = copied(
+        folder, tmp_path / "other", alter=lambda tensors: tensors.update({name: table + 0.01})
+    )
+    assert refusal(different) == f"{name}: differs from the values its formula gives"
 
 
 @pytest.mark.parametrize(
@@ -271,7 +281,7 @@ def test_sinusoids_in_a_file_must_be_those_of_the_formula(saved, tmp_path):
         (torch.int64, "holds numbers of type I64"),
         (torch.int8, "holds numbers of type I8"),
         (torch.bool, "holds numbers of type BOOL"),
-        (1e300, "holds a NaN or an infinite number"),  # of a float64, which float32 does not hold
+        (1e300, "holds a NaN or an infinite number"),  # a float64 that overflows float32
     ],
 )
 def test_numbers_that_are_no_parameters_are_refused(saved, tmp_path, value, message):
@@ -293,15 +303,17 @@ def test_numbers_that_are_no_parameters_are_refused(saved, tmp_path, value, mess
 )
 def test_a_weight_map_stays_in_its_directory(saved, tmp_path, entry):
     _, folder = saved(*CASES["gpt2"][0])
-    here = copied(folder, tmp_path / "here")
-    (here / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    directory = copied(folder, tmp_path / "here")
+    (directory / "model.safetensors").rename(tmp_path / "outside.safetensors")
     index = {"weight_map": {"transformer.wte.weight": entry}}
-    (here / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert f"weight_map names {entry!r}, which is not a file of this directory" in refusal(here)
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"weight_map names {entry!r}, which is not a file of this directory" in refusal(
+        directory
+    )
 
 
 def test_shards_that_are_links_and_shards_that_disagree(saved, tmp_path):
-    """The hub's cache keeps files elsewhere, under the names of their hashes."""
+    """The cache of the hub stores files elsewhere, under their hashes, and links to them."""
     model, folder = saved(*CASES["llama"][0])
     model.save_pretrained(tmp_path / "blobs", max_shard_size="20KB")
     cache, index = tmp_path / "snapshot", "model.safetensors.index.json"
@@ -312,60 +324,64 @@ def test_shards_that_are_links_and_shards_that_disagree(saved, tmp_path):
     (cache / "model.safetensors").symlink_to(folder / "model.safetensors")
     assert f"contains both model.safetensors and {index}; delete the outdated one" in refusal(cache)
     (cache / "model.safetensors").unlink()
-    table = json.loads((cache / index).read_text())
-    files = sorted(set(table["weight_map"].values()))
-    table["weight_map"]["model.norm.weight"] = files[0]
+    index_content = json.loads((cache / index).read_text())
+    files = sorted(set(index_content["weight_map"].values()))
+    index_content["weight_map"]["model.norm.weight"] = files[0]
     (cache / index).unlink()
-    (cache / index).write_text(json.dumps(table))
+    (cache / index).write_text(json.dumps(index_content))
     assert "disagree about model.norm.weight" in refusal(cache)
-    table["weight_map"] = {}
-    (cache / index).write_text(json.dumps(table))
+    index_content["weight_map"] = {}
+    (cache / index).write_text(json.dumps(index_content))
     assert "weight_map names no tensor" in refusal(cache)
-    table["weight_map"] = {"model.norm.weight": "absent.safetensors"}
-    (cache / index).write_text(json.dumps(table))
+    index_content["weight_map"] = {"model.norm.weight": "absent.safetensors"}
+    (cache / index).write_text(json.dumps(index_content))
     assert "no absent.safetensors, which" in refusal(cache)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_field_that_is_left_out_has_the_default_of_their_class(family):
-    one, cls = FAMILIES[family], transformers.CONFIG_MAPPING[family]
+    mapping, cls = FAMILIES[family], transformers.CONFIG_MAPPING[family]
     tensors = frozenset({"cls.predictions.bias"})
-    ours = lambda given: one.our_config(given, tensors)
-    theirs = {f.name: f.default for f in dataclasses.fields(cls)}
+    ours = lambda fields: mapping.our_config(fields, tensors)
+    their_defaults = {f.name: f.default for f in dataclasses.fields(cls)}
     empty = ours({})
-    for name, default in theirs.items():
+    for name, default in their_defaults.items():
         if isinstance(default, bool | int | float | str | None):
             assert ours({name: default}) == empty, name
-    read = {name: field(default).default for name, default in one.fields.items()}
-    for name in (read.keys() & theirs.keys()) - {"num_decoder_layers"}:
-        assert read[name] == theirs[name], name
-    for name in ("rope_theta", "rotary_emb_base") if "rope_scaling" in read else ():
-        assert read.get(name, cls.default_theta) == cls.default_theta
+    our_defaults = {name: field(default).default for name, default in mapping.fields.items()}
+    for name in (our_defaults.keys() & their_defaults.keys()) - {"num_decoder_layers"}:
+        assert our_defaults[name] == their_defaults[name], name
+    for name in ("rope_theta", "rotary_emb_base") if "rope_scaling" in our_defaults else ():
+        assert our_defaults.get(name, cls.default_theta) == cls.default_theta
     assert ours({"vocab_size": 70_000}) != empty
 
 
 def test_gemma_caps_its_logits_unless_told_not_to(saved, tmp_path):
     _, folder = saved(*CASES["gemma2"][0])
     caps = ("final_logit_softcapping", "attn_logit_softcapping")
-    bare = copied(folder, tmp_path / "bare", change=lambda c: [c.pop(name) for name in caps])
+    bare = copied(
+        folder, tmp_path / "bare", change=lambda fields: [fields.pop(name) for name in caps]
+    )
     config, _ = load_hf(bare)
     assert (config.logit_soft_cap, config.attention_soft_cap) == (30.0, 50.0)
     assert config == load_hf(folder)[0]
-    nulls = lambda c: c.update(dict.fromkeys(caps))
-    config, _ = load_hf(copied(folder, tmp_path / "nulls", change=nulls))
+    set_null = lambda fields: fields.update(dict.fromkeys(caps))
+    config, _ = load_hf(copied(folder, tmp_path / "nulls", change=set_null))
     assert (config.logit_soft_cap, config.attention_soft_cap) == (0.0, 0.0)
 
 
 def test_damaged_directories(tmp_path):
-    """A seeded slice of the faults of `faults.hf_directories`: each is refused in one line, or
-    gives the logits of Transformers."""
+    """A seeded sample of the faults of `faults.hf_directories`.
+
+    Each raises an error of one line or gives the logits of Transformers.
+    """
     names = ("bert-labels", "gpt2")
     sources = {name: hf_directories.save(name, tmp_path / name) for name in names}
-    told = []
+    outcomes = []
     for seed in range(50):
         target = tmp_path / str(seed)
         name, _ = hf_directories.mutate_any(sources, target, seed)
-        told.append(hf_directories.judge(name, target, compare=seed % 5 == 4))
-    kinds = [one.partition(":")[0] for one in told]
+        outcomes.append(hf_directories.judge(name, target, compare=seed % 5 == 4))
+    kinds = [outcome.partition(":")[0] for outcome in outcomes]
     assert kinds.count("refused") > 20
     assert kinds.count("equal") > 1

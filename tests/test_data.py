@@ -1,4 +1,4 @@
-"""From text to batches: every token where it belongs, once."""
+"""From text to batches: every token occurs once, at its correct position."""
 
 import numpy as np
 import pytest
@@ -39,9 +39,8 @@ def pairs(tmp_path):
         for i in range(50)
         for e, s in zip(ENGLISH, SPANISH, strict=True)
     ]
-    lines += [
-        f"{ENGLISH[0]} number {i}!\tel gato {i}" for i in range(20)
-    ]  # the same source but for punctuation
+    # The sources differ from those above only in punctuation.
+    lines += [f"{ENGLISH[0]} number {i}!\tel gato {i}" for i in range(20)]
     file = tmp_path / "pairs.tsv"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
@@ -86,60 +85,61 @@ def test_an_epoch_of_pairs_holds_every_pair_once(pairs, packing):
         )
     )
     batches, tokenizer = data.batches("train"), data.tokenizer
-    seen = []
+    pairs_in_batches = []
     for step in range(batches.per_epoch):
         batch = batches[step]
         source, target = (
             texts_of(batch, tokenizer, "source", "source_segments"),
             texts_of(batch, tokenizer),
         )
-        seen += list(zip(source, target, strict=True))
+        pairs_in_batches += list(zip(source, target, strict=True))
         assert (batch["weights"] == (batch["segments"] > 0)).all()
         for row in range(len(batch["inputs"])):
             for n in range(1, batch["segments"][row].max() + 1):
-                here = batch["segments"][row] == n
-                assert batch["inputs"][row][here][0] == BOS
+                in_segment = batch["segments"][row] == n
+                assert batch["inputs"][row][in_segment][0] == BOS
                 np.testing.assert_array_equal(
-                    batch["inputs"][row][here][1:], batch["targets"][row][here][:-1]
+                    batch["inputs"][row][in_segment][1:], batch["targets"][row][in_segment][:-1]
                 )
-                assert batch["targets"][row][here][-1] == EOS
-                np.testing.assert_array_equal(batch["positions"][row][here], np.arange(here.sum()))
+                assert batch["targets"][row][in_segment][-1] == EOS
+                np.testing.assert_array_equal(
+                    batch["positions"][row][in_segment], np.arange(in_segment.sum())
+                )
     store = data.store
-    ids = (
+    texts = (
         [tokenizer.decode(i) for i in store.texts("train", 0)],
         [tokenizer.decode(i) for i in store.texts("train", 1)],
     )
-    expected = list(zip(*ids, strict=True))
-    assert sorted(seen) == sorted(expected)
+    expected = list(zip(*texts, strict=True))
+    assert sorted(pairs_in_batches) == sorted(expected)
 
 
 def test_the_held_out_side_shares_no_sentence_with_training(pairs):
     data = open_data(experiment(pairs))
     lines = [tuple(line.split("\t")) for line in pairs.read_text(encoding="utf-8").splitlines()]
-    held = set(data.store.examples("valid")) | set(data.store.examples("test"))
-    train = [line for line in lines if line not in held]
-    assert len(train) + len(held) == len(lines)
+    held_out = set(data.store.examples("valid")) | set(data.store.examples("test"))
+    train = [line for line in lines if line not in held_out]
+    assert len(train) + len(held_out) == len(lines)
     assert len({s for s, _ in data.store.examples("test")}) >= 20
     for side in (0, 1):
-        assert not {split.normalize(p[side]) for p in held} & {
+        assert not {split.normalize(p[side]) for p in held_out} & {
             split.normalize(p[side]) for p in train
         }
-    together = [e for e in data.store.examples("test") if "mat number" in e[0]] + [
+    with_mat = [e for e in data.store.examples("test") if "mat number" in e[0]] + [
         e for e in data.store.examples("valid") if "mat number" in e[0]
     ]
-    numbers = [e[0].rstrip("!.") for e in together]
-    assert all(
-        numbers.count(n) == 2 for n in numbers if int(n.split()[-1]) < 20
-    )  # "..." and "...!" stay together
+    numbers = [e[0].rstrip("!.") for e in with_mat]
+    # Sources that differ only in punctuation stay in the same split.
+    assert all(numbers.count(n) == 2 for n in numbers if int(n.split()[-1]) < 20)
 
 
 def test_the_split_depends_on_the_text_alone():
     examples = [(f"a {i}", f"b {i % 40}") for i in range(60)]
-    one, components = split.assign(examples, 8)
-    two, _ = split.assign(examples[::-1], 8)
+    splits, components = split.assign(examples, 8)
+    reversed_splits, _ = split.assign(examples[::-1], 8)
     assert components == 40
-    assert one == two[::-1]
-    assert set(one) == {"train", "valid", "test"}
+    assert splits == reversed_splits[::-1]
+    assert set(splits) == {"train", "valid", "test"}
 
 
 def test_a_component_larger_than_what_is_held_out_stays_in_training():
@@ -171,48 +171,47 @@ def test_a_language_model_is_asked_for_every_token_once(tmp_path, packing):
         )
     )
     store, batches = data.store, data.batches("test")
-    stream = store.texts("test", 0)
-    asked = []
+    texts = store.texts("test", 0)
+    targets_in_batches = []
     for batch in batches.stream():
         assert batch["inputs"].shape == (3, 16)
         for row in range(3):
-            here = batch["weights"][row] > 0
-            inputs, targets = batch["inputs"][row][here], batch["targets"][row][here]
-            first = np.flatnonzero(np.diff(batch["segments"][row][here], prepend=0))
-            inner = np.setdiff1d(np.arange(len(inputs)), first)
-            np.testing.assert_array_equal(inputs[inner], targets[inner - 1])
-            asked += targets.tolist()
-    assert asked == stream.ids.tolist()
-    assert len(asked) == store.meta["test"]["tokens"]
+            is_target = batch["weights"][row] > 0
+            inputs, targets = batch["inputs"][row][is_target], batch["targets"][row][is_target]
+            first = np.flatnonzero(np.diff(batch["segments"][row][is_target], prepend=0))
+            after_first = np.setdiff1d(np.arange(len(inputs)), first)
+            np.testing.assert_array_equal(inputs[after_first], targets[after_first - 1])
+            targets_in_batches += targets.tolist()
+    assert targets_in_batches == texts.ids.tolist()
+    assert len(targets_in_batches) == store.meta["test"]["tokens"]
     starts = sum((b["inputs"] == BOS).sum() for b in batches.stream())
-    assert starts == len(stream)
+    assert starts == len(texts)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_overlapping_windows_ask_once_and_give_context(tmp_path, packing):
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"{e} number {i}" * (1 + i % 9) for i in range(30) for e in ENGLISH))
-    given = dict(objective="causal_lm", format="text", packing=packing, batch_size=3, length=16)
+    options = dict(objective="causal_lm", format="text", packing=packing, batch_size=3, length=16)
     data, plain = (
-        open_data(experiment(file, **given, **more)) for more in ({"eval_overlap": 10}, {})
+        open_data(experiment(file, **options, **more)) for more in ({"eval_overlap": 10}, {})
     )
-    stream, asked, least = data.store.texts("test", 0), [], {}
+    texts, targets, least_context = data.store.texts("test", 0), [], {}
     for name, batches in {"overlap": data.batches("test"), "plain": plain.batches("test")}.items():
         contexts = []
         for batch in batches.stream():
-            scored = batch["weights"] > 0
+            is_target = batch["weights"] > 0
             if name == "overlap":
-                asked += batch["targets"][scored].tolist()
+                targets += batch["targets"][is_target].tolist()
             begins_inside = (
                 (batch["positions"] == 0) & (batch["segments"] == 1) & (batch["inputs"] != BOS)
             )
-            inside = begins_inside.any(1)[:, None] & (
-                batch["segments"] == 1
-            )  # the rest of a text begun in a row before
-            contexts += batch["positions"][scored & inside].tolist()
-        least[name] = min(contexts)
-    assert asked == stream.ids.tolist()
-    assert least == {"overlap": 10, "plain": 0}
+            # The tokens that continue a text from an earlier sequence.
+            inside = begins_inside.any(1)[:, None] & (batch["segments"] == 1)
+            contexts += batch["positions"][is_target & inside].tolist()
+        least_context[name] = min(contexts)
+    assert targets == texts.ids.tolist()
+    assert least_context == {"overlap": 10, "plain": 0}
     np.testing.assert_array_equal(
         data.batches("train")[0]["weights"], plain.batches("train")[0]["weights"]
     )
@@ -257,45 +256,55 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(pairs):
         assert len(batches._rows.lengths) == (
             len(lengths) if policy == "cut" else (lengths <= 40).sum()
         )
-        assert all(
-            (batches[i]["targets"] == EOS).sum() == 4 for i in range(5)
-        )  # a cut text keeps its end
+        # A cut text keeps its end.
+        assert all((batches[i]["targets"] == EOS).sum() == 4 for i in range(5))
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_source_begins_with_its_sign_within_its_room(pairs, tmp_path, packing):
     plain = open_data(experiment(pairs))
     (tmp_path / "own.model").write_bytes(plain.tokenizer.content)
-    given = {"path": str(tmp_path / "own.model"), "source_bos_id": BOS}
+    tokenizer_fields = {"path": str(tmp_path / "own.model"), "source_bos_id": BOS}
     longest = int(plain.store.texts("train", 0).lengths.max())
     data = open_data(
-        experiment(pairs, length=longest, too_long="cut", packing=packing, tokenizer=given)
+        experiment(
+            pairs, length=longest, too_long="cut", packing=packing, tokenizer=tokenizer_fields
+        )
     )
     batches = data.batches("train")
-    assert sum(batches.report.values()) > 0  # it takes a place: what just fitted does no more
+    # BOS takes a position, so texts that only just fit without BOS are cut.
+    assert sum(batches.report.values()) > 0
     for step in range(batches.per_epoch):
         batch = batches[step]
         source, segments = batch["source"], batch["source_segments"]
-        begins = (segments > 0) & (
+        starts = (segments > 0) & (
             segments != np.roll(segments, 1, axis=1) * (np.arange(longest) > 0)
         )
-        np.testing.assert_array_equal(begins, source == BOS)
-        assert (source[begins] == BOS).all() and (source == BOS).sum() == (source == EOS).sum() > 0
+        np.testing.assert_array_equal(starts, source == BOS)
+        assert (source[starts] == BOS).all() and (source == BOS).sum() == (source == EOS).sum() > 0
 
 
 def test_max_examples_and_reverse(pairs):
-    plain, turned = (
-        open_data(experiment(pairs, max_examples=100, reverse=r)).store for r in (False, True)
+    plain, reversed_store = (
+        open_data(experiment(pairs, max_examples=100, reverse=reverse)).store
+        for reverse in (False, True)
     )
-    assert plain.meta["train"]["examples"] == turned.meta["train"]["examples"] == 100
+    assert plain.meta["train"]["examples"] == reversed_store.meta["train"]["examples"] == 100
     assert all("number" in source for source, _ in plain.examples("test"))
-    assert not any("number" in source for source, _ in turned.examples("test"))
+    assert not any("number" in source for source, _ in reversed_store.examples("test"))
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_the_tokenizer_is_lossless_and_has_its_ids(kind):
     tokenizer = train_tokenizer(TokenizerConfig(kind=kind), 300, ENGLISH + SPANISH)
-    for text in [*ENGLISH, " two  spaces ", "línea\nnueva", "日本語 🙂", "", " \n = Title = \n"]:
+    for text in [
+        *ENGLISH,
+        " two  spaces ",
+        "línea\nnueva",
+        "日本語 🙂",
+        "",
+        " \n = Title = \n",
+    ]:
         assert tokenizer.decode([*tokenizer.encode([text])[0], EOS, 7, 7]) == text
     assert tokenizer.vocab_size == 300
     assert SentencePiece(tokenizer.content).sha256 == tokenizer.sha256

@@ -1,4 +1,4 @@
-"""Files of text in every format, and what is wrong with them."""
+"""Reading text files of every format, and the errors for malformed files."""
 
 import gzip
 import json
@@ -17,29 +17,31 @@ from transformer.errors import UserError
 def test_every_format_reads_the_same_pairs(tmp_path):
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    rows = list(zip(ENGLISH, SPANISH, strict=True))
+    pairs = list(zip(ENGLISH, SPANISH, strict=True))
     (tmp_path / "a.tsv").write_text(
-        "".join(f"{a}\t{b}\textra\n" for a, b in rows[:3]), encoding="utf-8"
+        "".join(f"{a}\t{b}\textra\n" for a, b in pairs[:3]), encoding="utf-8"
     )
-    (tmp_path / "b.tsv").write_text("".join(f"{a}\t{b}\r\n" for a, b in rows[3:]), encoding="utf-8")
+    (tmp_path / "b.tsv").write_text(
+        "".join(f"{a}\t{b}\r\n" for a, b in pairs[3:]), encoding="utf-8"
+    )
     (tmp_path / "x.en").write_text("\n".join(ENGLISH), encoding="utf-8")
     (tmp_path / "x.es").write_text("\n".join(SPANISH), encoding="utf-8")
     (tmp_path / "x.jsonl").write_text(
-        "".join(json.dumps({"en": a, "es": b, "n": 1}) + "\n" for a, b in rows), encoding="utf-8"
+        "".join(json.dumps({"en": a, "es": b, "n": 1}) + "\n" for a, b in pairs), encoding="utf-8"
     )
     writer = ArrayRecordWriter(str(tmp_path / "x.array_record"), "group_size:1")
-    for a, b in rows:
+    for a, b in pairs:
         writer.write(json.dumps({"en": a, "es": b}).encode())
     writer.close()
     read = lambda format, path, *fields: list(sources.read(format, path, fields, PAIR))
-    assert read("tsv", f"{tmp_path}/*.tsv") == rows
-    assert read("tsv", f"{tmp_path}/*.tsv", "1", "0") == [r[::-1] for r in rows]
-    assert read("paired", f"{tmp_path}/x.en,{tmp_path}/x.es") == rows
-    assert read("jsonl", f"{tmp_path}/x.jsonl", "en", "es") == rows
-    assert read("arrayrecord", f"{tmp_path}/x.array_record", "en", "es") == rows
+    assert read("tsv", f"{tmp_path}/*.tsv") == pairs
+    assert read("tsv", f"{tmp_path}/*.tsv", "1", "0") == [pair[::-1] for pair in pairs]
+    assert read("paired", f"{tmp_path}/x.en,{tmp_path}/x.es") == pairs
+    assert read("jsonl", f"{tmp_path}/x.jsonl", "en", "es") == pairs
+    assert read("arrayrecord", f"{tmp_path}/x.array_record", "en", "es") == pairs
     assert list(sources.read("text", f"{tmp_path}/x.en")) == [(e,) for e in ENGLISH]
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress((tmp_path / "x.jsonl").read_bytes()))
-    assert read("jsonl", f"{tmp_path}/*.jsonl.gz", "en", "es") == rows
+    assert read("jsonl", f"{tmp_path}/*.jsonl.gz", "en", "es") == pairs
 
 
 @pytest.mark.parametrize(
@@ -122,11 +124,11 @@ def test_paired_globs_pair_files_by_what_the_wildcards_stand_for(tmp_path):
     for name in ("a.en", "aB.en", "a_es", "aB_es"):  # sorted, aB_es comes before a_es
         (tmp_path / name).write_text(f"{name} of {name[:-3]}\n")
     read = lambda *globs: list(
-        sources.read("paired", ",".join(f"{tmp_path}/{one}" for one in globs), columns=PAIR)
+        sources.read("paired", ",".join(f"{tmp_path}/{pattern}" for pattern in globs), columns=PAIR)
     )
-    both = [("a.en of a", "a_es of a"), ("aB.en of aB", "aB_es of aB")]
-    assert read("*.en", "*_es") == read("a*[.]en", "a*[_]es") == read("a*.?n", "a*_?s") == both
-    assert read("a.en", "a_e?") == both[:1]  # two files, whatever their names
+    all_pairs = [("a.en of a", "a_es of a"), ("aB.en of aB", "aB_es of aB")]
+    assert read("*.en", "*_es") == read("a*[.]en", "a*[_]es") == read("a*.?n", "a*_?s") == all_pairs
+    assert read("a.en", "a_e?") == all_pairs[:1]  # two single files may have any names
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_paired_globs_pair_files_by_what_the_wildcards_stand_for(tmp_path):
 def test_paired_globs_that_do_not_fit(tmp_path, globs, message):
     for name in ("a.en", "b.en", "c.en", "a.es", "b.es", "d.es"):
         (tmp_path / name).write_text("x\n")
-    path = ",".join(f"{tmp_path}/{one}" for one in globs)
+    path = ",".join(f"{tmp_path}/{pattern}" for pattern in globs)
     with pytest.raises(UserError, match=re.escape(message)):
         list(sources.read("paired", path, columns=PAIR))
 
@@ -163,13 +165,13 @@ def test_a_missing_file_and_a_glob_without_a_match(tmp_path):
 
 
 def test_other_text_is_another_version(tmp_path):
-    """Where this fails because the readers changed: raise VERSION in data/store.py with them."""
-    mark, both = "\N{BYTE ORDER MARK}", '{"source": "%s", "target": " e "}\n'
+    """If a change of the readers makes this test fail, increase VERSION in data/store.py."""
+    bom, json_line = "\N{BYTE ORDER MARK}", '{"source": "%s", "target": " e "}\n'
     files = {
-        "x.tsv": f"{mark}a\tb\r\n\t\n \tc\n d \t e \tf\n",
-        "x.txt": f"{mark}a \n \n\n b\r\n",
-        "x.jsonl": mark + both % "a" + "\n" + both % " " + both % "b",
-        "1.en": "a\n\nb\n", "1.es": "c\nd\n\n", "2.en": "e", "2.es": f"{mark}f",
+        "x.tsv": f"{bom}a\tb\r\n\t\n \tc\n d \t e \tf\n",
+        "x.txt": f"{bom}a \n \n\n b\r\n",
+        "x.jsonl": bom + json_line % "a" + "\n" + json_line % " " + json_line % "b",
+        "1.en": "a\n\nb\n", "1.es": "c\nd\n\n", "2.en": "e", "2.es": f"{bom}f",
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).write_bytes(text.encode())

@@ -1,4 +1,4 @@
-"""What is refused when a config is built: fields without effect, wrong types, numbers out of range."""
+"""Errors of configs: fields without effect, wrong types, and numbers out of range."""
 
 import dataclasses
 import re
@@ -39,16 +39,22 @@ def experiment(model=(), **sections) -> Experiment:
 ALL = ({"position": "alibi"}, {"position": "rotary"})
 
 LSTMS = {
-    "family": "decoder", "vocab_size": 37, "d_model": 16, "num_decoder_layers": 2, "max_length": 24, "mixer": "lstm", "position": "none",
-    "feed_forward": "none",
+    "family": "decoder", "vocab_size": 37, "d_model": 16, "num_decoder_layers": 2,
+    "max_length": 24, "mixer": "lstm", "position": "none", "feed_forward": "none",
 }  # fmt: skip
 
 WITHOUT_EFFECT = {
-    # A layer_pattern that says a field in every layer, and entries that no layer has.
+    # Fields that layer_pattern sets in every layer, and entries that no layer uses.
     "model.position": lambda: small("decoder", position="t5", layer_pattern=ALL),
-    "model.window": lambda: small("decoder", window=3, layer_pattern=({"window": 2}, {"window": 4})),
-    "model.feed_forward": lambda: small("decoder", feed_forward="experts", layer_pattern=({"feed_forward": "dense"},)),
-    "model.layer_pattern": lambda: small("decoder", layer_pattern=({"window": 2}, {}, {"window": 3})),
+    "model.window": lambda: small(
+        "decoder", window=3, layer_pattern=({"window": 2}, {"window": 4})
+    ),
+    "model.feed_forward": lambda: small(
+        "decoder", feed_forward="experts", layer_pattern=({"feed_forward": "dense"},)
+    ),
+    "model.layer_pattern": lambda: small(
+        "decoder", layer_pattern=({"window": 2}, {}, {"window": 3})
+    ),
     "model.layer_pattern ": lambda: small("decoder", layer_pattern=({}, {})),
     # Families.
     "model.num_encoder_layers": lambda: small("decoder", num_encoder_layers=2),
@@ -57,7 +63,9 @@ WITHOUT_EFFECT = {
     # Layers without attention, or without a feed-forward.
     "model.window ": lambda: ModelConfig(**LSTMS, window=3),
     "model.num_heads": lambda: ModelConfig(**LSTMS, num_heads=4),
-    "model.residual_init_scale": lambda: ModelConfig(**LSTMS | {"num_decoder_layers": 1}, residual_init_scale=True),
+    "model.residual_init_scale": lambda: ModelConfig(
+        **LSTMS | {"num_decoder_layers": 1}, residual_init_scale=True
+    ),
     "model.attention_bias": lambda: ModelConfig(**LSTMS, attention_bias=True),
     "model.norm": lambda: ModelConfig(**LSTMS, norm_placement="none", norm="rmsnorm"),
     "model.d_ff": lambda: ModelConfig(**LSTMS, d_ff=32),
@@ -65,7 +73,9 @@ WITHOUT_EFFECT = {
     "model.activation": lambda: ModelConfig(**LSTMS, activation="gelu"),
     "model.activation_dropout": lambda: ModelConfig(**LSTMS, activation_dropout=0.1),
     "model.parallel": lambda: ModelConfig(**LSTMS, parallel=True),
-    "model.use_bias": lambda: ModelConfig(**LSTMS | {"mixer": "attention"}, attention_bias=True, use_bias=False),
+    "model.use_bias": lambda: ModelConfig(
+        **LSTMS | {"mixer": "attention"}, attention_bias=True, use_bias=False
+    ),
     # Norms, initial values, heads.
     "model.norm ": lambda: small("decoder", norm_placement="none", norm="rmsnorm"),
     "model.norm_offset": lambda: small("decoder", norm="rmsnorm", norm_offset=False),
@@ -83,7 +93,9 @@ WITHOUT_EFFECT = {
     "data.reverse": lambda: DataConfig(corpus="pydoc", reverse=True),
     "data.packing": lambda: DataConfig(objective="span_corruption", packing=False),
     "data.buckets": lambda: DataConfig(packing=False, length=32, buckets=(32,)),
-    "data.buckets ": lambda: DataConfig(objective="ul2", packing=False, length=32, buckets=(16, 32)),
+    "data.buckets ": lambda: DataConfig(
+        objective="ul2", packing=False, length=32, buckets=(16, 32)
+    ),
     "data.too_long": lambda: DataConfig(too_long="cut"),
     "data.eval_overlap": lambda: DataConfig(objective="seq2seq", eval_overlap=4),
     "data.held_out": lambda: DataConfig(corpus="wikitext2", held_out=5),
@@ -98,16 +110,22 @@ WITHOUT_EFFECT = {
     "optimizer.final_fraction": lambda: OptimizerConfig(schedule="constant", final_fraction=0.1),
     "train.init_positions": lambda: TrainConfig(init_positions="extend"),
     "train.average_checkpoints": lambda: TrainConfig(average_checkpoints=2),
-    "train.average_checkpoints ": lambda: TrainConfig(steps=100, checkpoint_every=60, keep_checkpoints=3, average_checkpoints=3),
+    "train.average_checkpoints ": lambda: TrainConfig(
+        steps=100, checkpoint_every=60, keep_checkpoints=3, average_checkpoints=3
+    ),
     "train.profile": lambda: TrainConfig(steps=8, profile=3),
     "decoding.top_k": lambda: DecodingConfig(top_k=4),
     "decoding.length_penalty": lambda: DecodingConfig(length_penalty=1.0),
     "mesh.slices": lambda: MeshConfig(slices="fsdp"),
     "train.z_loss": lambda: experiment(
-        {"family": "encoder", "num_labels": 2, "pooling": "cls"}, data={"objective": "classification", "packing": False}, train={"z_loss": 0.1}
+        {"family": "encoder", "num_labels": 2, "pooling": "cls"},
+        data={"objective": "classification", "packing": False},
+        train={"z_loss": 0.1},
     ),
-    "decoding.beam_size": lambda: experiment({"family": "encoder"}, data={"objective": "masked_lm"}, decoding={"beam_size": 4}),
-}  # fmt: skip
+    "decoding.beam_size": lambda: experiment(
+        {"family": "encoder"}, data={"objective": "masked_lm"}, decoding={"beam_size": 4}
+    ),
+}
 
 
 def test_a_dynamic_scaling_acts_with_a_factor_of_one():
@@ -115,7 +133,9 @@ def test_a_dynamic_scaling_acts_with_a_factor_of_one():
     scheme = positions.build(FrozenDict({"name": "rotary", "scaling": FrozenDict(scaling)}))
     frequencies = scheme._scaling.frequencies(10_000.0, 8, jnp.array([8, 32]))
     assert scheme._scaling.check(10_000.0, 8) is None
-    assert np.all(frequencies[0, 1:] > frequencies[1, 1:]), "a longer sequence turns more slowly"
+    assert np.all(frequencies[0, 1:] > frequencies[1, 1:]), (
+        "frequencies must be lower for longer sequences"
+    )
 
 
 @pytest.mark.parametrize("field", WITHOUT_EFFECT)
@@ -127,13 +147,40 @@ def test_a_field_without_effect_is_refused(field):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: small("decoder", position={"name": "rotary", "scaling": {"name": "linear"}}), "scaling.factor: 1.0 has no effect"),
-        (lambda: small("decoder", position={"name": "rotary", "scaling": {"name": "llama3", "high_frequency_factor": 1.0}}), "high_frequency_factor: 1.0 must be more"),
-        (lambda: small("decoder", position={"name": "sinusoidal", "base": -1.0}), "model.position.base: -1.0 must be more than 0"),
-        (lambda: small("decoder", position={"name": "xpos", "scale_base": 0.0}), "model.position.scale_base: 0.0 must be more than 0"),
-        (lambda: small("decoder", position={"name": "learned", "offset": -1}), "model.position.offset: -1 is too small"),
-        (lambda: experiment(decoding={"beam_size": 41}), "decoding.beam_size: 41 is too large for model.vocab_size = 40"),
-        (lambda: experiment(decoding={"temperature": 1.0, "top_k": 40}), "decoding.top_k: 40 is too large for model.vocab_size = 40; at most 39"),
+        (
+            lambda: small("decoder", position={"name": "rotary", "scaling": {"name": "linear"}}),
+            "scaling.factor: 1.0 has no effect",
+        ),
+        (
+            lambda: small(
+                "decoder",
+                position={
+                    "name": "rotary",
+                    "scaling": {"name": "llama3", "high_frequency_factor": 1.0},
+                },
+            ),
+            "high_frequency_factor: 1.0 must be more",
+        ),
+        (
+            lambda: small("decoder", position={"name": "sinusoidal", "base": -1.0}),
+            "model.position.base: -1.0 must be more than 0",
+        ),
+        (
+            lambda: small("decoder", position={"name": "xpos", "scale_base": 0.0}),
+            "model.position.scale_base: 0.0 must be more than 0",
+        ),
+        (
+            lambda: small("decoder", position={"name": "learned", "offset": -1}),
+            "model.position.offset: -1 is too small",
+        ),
+        (
+            lambda: experiment(decoding={"beam_size": 41}),
+            "decoding.beam_size: 41 is too large for model.vocab_size = 40",
+        ),
+        (
+            lambda: experiment(decoding={"temperature": 1.0, "top_k": 40}),
+            "decoding.top_k: 40 is too large for model.vocab_size = 40; at most 39",
+        ),
         (lambda: DataConfig(packing="x"), "data.packing: expected bool, got 'x'"),
         (lambda: DataConfig(length=True), "data.length: expected int, got True"),
         (lambda: DataConfig(buckets=(8, "x")), "data.buckets: expected int, got 'x'"),
@@ -144,19 +191,54 @@ def test_a_field_without_effect_is_refused(field):
         (lambda: Experiment(small("decoder"), data=3), "data: expected a mapping of fields"),
         (lambda: Experiment(small("decoder")), "data: must be set"),
         (lambda: small("decoder", logit_scale=1e-300), "model.logit_scale: 1e-300 is 0 in float32"),
-        (lambda: OptimizerConfig(learning_rate=1e39), "learning_rate: 1e+39 is infinite in float32"),
-        (lambda: small("decoder", position={"name": "rotary", "theta": 1e-300}), "model.position.theta: 1e-300 is 0"),
-        (lambda: OptimizerConfig(final_fraction=2), "optimizer.final_fraction: 2.0 must lie in [0, 1]"),
-        (lambda: DecodingConfig(temperature=1e30), "decoding.temperature: 1e+30 is too large; at most 100"),
-        (lambda: DataConfig(packing=False, length=32, buckets=(-1, 32)), "data.buckets: (-1, 32); a sequence has at least 1"),
-        (lambda: DataConfig(packing=False, length=32, buckets=(0, 32)), "data.buckets: (0, 32); a sequence has at least 1"),
-        (lambda: small("decoder", feed_forward={"name": "experts", "num_experts": 100_000}), "num_experts: 100,000 is too large; at most 4,096"),
-        (lambda: small("decoder", norm_placement={"name": "pre", "warmup_hint": 3}), "no option 'warmup_hint'"),
-        (lambda: small("decoder", norm_placement={"name": "pre", "branch_gain": -1.0}), "branch_gain: -1.0 must be more than 0"),
-        (lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}), "reads sequences of data.length * times = 256 tokens, but the table"),
-        (lambda: experiment(train={"evaluators": [{"name": "extrapolation", "times": 1, "sliding": False}]}), "sliding: False has no effect with times=1"),
+        (
+            lambda: OptimizerConfig(learning_rate=1e39),
+            "learning_rate: 1e+39 is infinite in float32",
+        ),
+        (
+            lambda: small("decoder", position={"name": "rotary", "theta": 1e-300}),
+            "model.position.theta: 1e-300 is 0",
+        ),
+        (
+            lambda: OptimizerConfig(final_fraction=2),
+            "optimizer.final_fraction: 2.0 must lie in [0, 1]",
+        ),
+        (
+            lambda: DecodingConfig(temperature=1e30),
+            "decoding.temperature: 1e+30 is too large; at most 100",
+        ),
+        (
+            lambda: DataConfig(packing=False, length=32, buckets=(-1, 32)),
+            "data.buckets: (-1, 32); a sequence has at least 1",
+        ),
+        (
+            lambda: DataConfig(packing=False, length=32, buckets=(0, 32)),
+            "data.buckets: (0, 32); a sequence has at least 1",
+        ),
+        (
+            lambda: small("decoder", feed_forward={"name": "experts", "num_experts": 100_000}),
+            "num_experts: 100,000 is too large; at most 4,096",
+        ),
+        (
+            lambda: small("decoder", norm_placement={"name": "pre", "warmup_hint": 3}),
+            "no option 'warmup_hint'",
+        ),
+        (
+            lambda: small("decoder", norm_placement={"name": "pre", "branch_gain": -1.0}),
+            "branch_gain: -1.0 must be more than 0",
+        ),
+        (
+            lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}),
+            "reads sequences of data.length * times = 256 tokens, but the table",
+        ),
+        (
+            lambda: experiment(
+                train={"evaluators": [{"name": "extrapolation", "times": 1, "sliding": False}]}
+            ),
+            "sliding: False has no effect with times=1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_types_and_ranges_are_refused(build, message):
     with pytest.raises(UserError, match=re.escape(message)):
         build()
@@ -165,13 +247,14 @@ def test_wrong_types_and_ranges_are_refused(build, message):
 def test_types_that_say_the_same_are_taken():
     data = DataConfig(corpus="pydoc", packing=False, length=np.int64(8), buckets=[4, 8])
     assert data.buckets == (4, 8) and type(data.length) is int
-    assert DataConfig(objective={"name": "causal_lm"}) == DataConfig()  # a choice without options
+    # A choice without options equals its name.
+    assert DataConfig(objective={"name": "causal_lm"}) == DataConfig()
     assert isinstance(OptimizerConfig(learning_rate=1).learning_rate, float)
     assert DecodingConfig(temperature=100) == DecodingConfig(temperature=100.0)
 
 
 def test_a_family_keeps_what_it_decides_itself():
-    """A config can be changed and read back: values that the family resolves are no values that are given."""
+    """Values that the family sets do not count as user settings, so that a config can be copied."""
     for family in ("encoder", "decoder", "encoder_decoder"):
         config = small(family)
         assert dataclasses.replace(config) == config
@@ -188,21 +271,24 @@ def test_the_mechanism():
     assert Mine(b=1) == Mine() and Mine(a=True, b=2).b == 2.0
     with pytest.raises(
         UserError,
-        match=r"mine\.b: 2\.0 has no effect without mine\.a=True; set that, or leave mine\.b at 1\.0",
+        match=(
+            r"mine\.b: 2\.0 has no effect without mine\.a=True; "
+            r"set that, or leave mine\.b at 1\.0"
+        ),
     ):
         Mine(b=2)
 
 
 def test_what_cannot_be_begun_is_refused_before_any_work(tmp_path):
-    one = meshes.make_mesh(MeshConfig(data=1))
+    single_device = meshes.make_mesh(MeshConfig(data=1))
     with pytest.raises(
         UserError,
         match="data.batch_size: 1,000,000,000 sequences of 16 tokens take .* lower data.batch_size",
     ):
-        fits.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(one))
-    fits.check_batch(experiment(), Share(one))
+        fits.check_batch(experiment(data={"batch_size": 1_000_000_000}), Share(single_device))
+    fits.check_batch(experiment(), Share(single_device))
     with pytest.raises(UserError, match="model.pipeline_rounds: 2 has no effect without stages"):
-        fits.check_rounds(experiment({"pipeline_rounds": 2}), one)
+        fits.check_rounds(experiment({"pipeline_rounds": 2}), single_device)
     with pytest.raises(
         UserError, match=r"train.init_from: .* is neither a run \(checkpoints/\) nor a Hugging Face"
     ):

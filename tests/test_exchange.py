@@ -1,4 +1,7 @@
-"""A Hugging Face directory becomes a run, says what PyTorch says, is trained on, and goes back."""
+"""Conversion of Hugging Face directories to runs and back.
+
+A converted run generates what PyTorch generates, and can initialize training.
+"""
 
 import dataclasses
 import json
@@ -43,18 +46,18 @@ def answers(workdir: Path, texts: list[str], **decoding) -> tuple[list[str], Gen
 def test_a_decoder_continues_as_pytorch_does(gpt2, tmp_path):
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     prompts = ["the cat", "my friend sings", "!a dog"]
-    ours, trained = answers(tmp_path / "run", prompts)
+    continuations, trained = answers(tmp_path / "run", prompts)
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2).eval()
-    end = model.config.eos_token_id
-    assert (trained.tokenizer.pad, trained.tokenizer.bos, trained.tokenizer.eos) == (end, end, end)
-    for prompt, answer in zip(prompts, ours, strict=True):
-        ids = [end, *trained.tokenizer.encode([prompt])[0]]
+    eos = model.config.eos_token_id
+    assert (trained.tokenizer.pad, trained.tokenizer.bos, trained.tokenizer.eos) == (eos, eos, eos)
+    for prompt, answer in zip(prompts, continuations, strict=True):
+        ids = [eos, *trained.tokenizer.encode([prompt])[0]]
         with torch.no_grad():
             out = model.generate(
-                torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=end
+                torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=eos
             )[0, len(ids) :]
         assert answer == trained.tokenizer.decode([*ids[1:], *out.tolist()])[len(prompt) :]
-    assert len(set(ours)) == 3 and all(ours)
+    assert len(set(continuations)) == 3 and all(continuations)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -70,44 +73,45 @@ def test_an_encoder_decoder_writes_as_pytorch_does(t5, tmp_path, beams):
         ids = [*trained.tokenizer.encode([source])[0], 1]
         with torch.no_grad():
             out = model.generate(
-                torch.tensor([ids]), max_new_tokens=len(ids) + 8, do_sample=False, num_beams=beams, length_penalty=0.0, bad_words_ids=[[0]],
+                torch.tensor([ids]), max_new_tokens=len(ids) + 8, do_sample=False,
+                num_beams=beams, length_penalty=0.0, bad_words_ids=[[0]],
             )[0, 1:]  # fmt: skip
         assert answer == trained.tokenizer.decode(out.tolist())
     assert all(ours)
 
 
 def write(model, ids: list[int], pad: int, extra: int = 8) -> list[int]:
-    """What PyTorch writes, greedily, after the sign that its decoder begins with."""
+    """Returns the greedy output of PyTorch, without the start token of the decoder."""
     with torch.no_grad():
-        given = {
+        options = {
             "max_new_tokens": len(ids) + extra,
             "do_sample": False,
             "num_beams": 1,
             "bad_words_ids": [[pad]],
         }
-        return model.generate(torch.tensor([ids]), **given)[0, 1:].tolist()
+        return model.generate(torch.tensor([ids]), **options)[0, 1:].tolist()
 
 
 def test_a_pair_of_tokenizers_comes_along_and_goes_back(marian, tmp_path):
     convert(f"--from={marian}", f"--workdir={tmp_path / 'run'}")
     sources = ["the cat sleeps", ">>deu<< a dog runs at home", "zebra"]
     ours, trained = answers(tmp_path / "run", sources)
-    theirs = transformers.MarianTokenizer.from_pretrained(marian)
-    assert trained.tokenizer.encode(sources) == [theirs(s)["input_ids"][:-1] for s in sources]
+    reference = transformers.MarianTokenizer.from_pretrained(marian)
+    assert trained.tokenizer.encode(sources) == [reference(s)["input_ids"][:-1] for s in sources]
     assert trained.tokenizer.encode(sources) != trained.tokenizer.encode_targets(sources)
     targets = ["THE CAT SLEEPS", "A DOG"]
     assert trained.tokenizer.encode_targets(targets) == [
-        theirs(text_target=t)["input_ids"][:-1] for t in targets
+        reference(text_target=t)["input_ids"][:-1] for t in targets
     ]
-    model, pad = transformers.MarianMTModel.from_pretrained(marian).eval(), theirs.pad_token_id
+    model, pad = transformers.MarianMTModel.from_pretrained(marian).eval(), reference.pad_token_id
     for source, answer in zip(sources, ours, strict=True):
-        assert answer == theirs.decode(
-            write(model, theirs(source)["input_ids"], pad), skip_special_tokens=True
+        assert answer == reference.decode(
+            write(model, reference(source)["input_ids"], pad), skip_special_tokens=True
         )
     assert any(ours)
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
-    back = transformers.MarianTokenizer.from_pretrained(tmp_path / "back")
-    assert back(sources)["input_ids"] == theirs(sources)["input_ids"]
+    exported = transformers.MarianTokenizer.from_pretrained(tmp_path / "back")
+    assert exported(sources)["input_ids"] == reference(sources)["input_ids"]
 
 
 def test_a_source_begins_with_its_sign(bart, tmp_path):
@@ -133,7 +137,7 @@ def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
     run, mesh = tmp_path / "run", ("--config.mesh.fsdp=2", "--config.mesh.data=1")
     convert(f"--from={bert}", f"--workdir={run}", *mesh)
     source = load_config(run)
-    pieces = json.loads((bert / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = json.loads((bert / "tokenizer.json").read_text())["model"]["vocab"]
     (tmp_path / "text.txt").write_text("".join(f"{t} {i}\n" for i in range(8) for t in TEXTS))
     (tmp_path / "label.tsv").write_text(
         "".join(f"{t} {i}\t{t.split()[1]}\n" for i in range(8) for t in TEXTS)
@@ -141,12 +145,14 @@ def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
 
     def experiment(objective, file, format, model, **train_fields):
         data = {
-            "objective": objective, "train": str(tmp_path / file), "format": format, "length": 32, "batch_size": 8, "held_out": 10,
-            "packing": False, "tokenizer": {"path": str(run / "tokenizer.json")},
+            "objective": objective, "train": str(tmp_path / file), "format": format,
+            "length": 32, "batch_size": 8, "held_out": 10, "packing": False,
+            "tokenizer": {"path": str(run / "tokenizer.json")},
         }  # fmt: skip
         return from_mapping(Experiment, {
             "model": {**vars(source.model), **model}, "data": data, "mesh": {"data": 1},
-            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 1}, "train": {"steps": 4, "tensorboard": False, "init_from": str(run), **train_fields},
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 1},
+            "train": {"steps": 4, "tensorboard": False, "init_from": str(run), **train_fields},
         })  # fmt: skip
 
     masked = experiment("masked_lm", "text.txt", "text", {})
@@ -154,15 +160,15 @@ def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
     from transformer.data.pipeline import open_data
 
     data = open_data(masked)
-    assert data.tokenizer.mask == pieces["[MASK]"]
-    assert (data.batches("train")[0]["inputs"] == pieces["[MASK]"]).any()
+    assert data.tokenizer.mask == vocabulary["[MASK]"]
+    assert (data.batches("train")[0]["inputs"] == vocabulary["[MASK]"]).any()
     assert (data.tokenizer.bos, data.tokenizer.eos, data.tokenizer.pad) == (
-        pieces["[CLS]"],
-        pieces["[SEP]"],
-        pieces["[PAD]"],
+        vocabulary["[CLS]"],
+        vocabulary["[SEP]"],
+        vocabulary["[PAD]"],
     )
     classes = len({t.split()[1] for t in TEXTS})
-    heads = {
+    head_fields = {
         "num_labels": classes,
         "pooling": "cls",
         "lm_head": False,
@@ -173,20 +179,20 @@ def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
         "classification",
         "label.tsv",
         "tsv",
-        heads,
+        head_fields,
         init_new=("classifier/*",),
         init_drop=("unembedding/*",),
     )
     assert train(labels, tmp_path / "labels") == 4
     with use(make_mesh(MeshConfig(data=1))) as mesh:
         assert 0 <= evaluate(load_trained(tmp_path / "labels", labels, mesh), mesh)["accuracy"] <= 1
-    again = dataclasses.replace(
+    in_same_directory = dataclasses.replace(
         source,
         data=dataclasses.replace(source.data, train=str(tmp_path / "text.txt"), format="text"),
     )
     (run / "config.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match=r"model: must be set"):
-        train(again, run)
+        train(in_same_directory, run)
 
 
 def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
@@ -198,7 +204,8 @@ def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
 
     config = load_config(run)
     data = dataclasses.replace(
-        config.data, corpus="pydoc", held_out=8, length=32, tokenizer=dataclasses.replace(config.data.tokenizer, path=str(run / "tokenizer.json")),
+        config.data, corpus="pydoc", held_out=8, length=32,
+        tokenizer=dataclasses.replace(config.data.tokenizer, path=str(run / "tokenizer.json")),
     )  # fmt: skip
     config = dataclasses.replace(config, data=data, mesh=MeshConfig(data=1))
     (run / "config.json").write_text(json.dumps(to_mapping(config)))
@@ -212,12 +219,12 @@ def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
 def test_there_and_back_is_the_same(t5, tmp_path):
     convert(f"--from={t5}", f"--workdir={tmp_path / 'run'}")
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
-    theirs, back = (
-        transformers.T5ForConditionalGeneration.from_pretrained(f).state_dict()
-        for f in (t5, tmp_path / "back")
+    original, exported = (
+        transformers.T5ForConditionalGeneration.from_pretrained(folder).state_dict()
+        for folder in (t5, tmp_path / "back")
     )
-    assert theirs.keys() == back.keys()
-    assert all(torch.equal(theirs[name], back[name]) for name in theirs)
+    assert original.keys() == exported.keys()
+    assert all(torch.equal(original[name], exported[name]) for name in original)
     assert (tmp_path / "back" / "tokenizer.model").read_bytes() == (
         t5 / "spiece.model"
     ).read_bytes()
@@ -230,7 +237,7 @@ def test_there_and_back_is_the_same(t5, tmp_path):
 
 
 def test_a_file_size_limit_leaves_nothing_behind(gpt2, tmp_path, capsys):
-    """safetensors has an exception of its own for what the system refuses."""
+    """Tests an OS error in safetensors, which raises an exception class of safetensors."""
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     capsys.readouterr()
     before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -251,55 +258,56 @@ def test_a_decoder_comes_back_with_its_padding(gpt2, tmp_path, pad):
     source.mkdir()
     for file in gpt2.iterdir():
         (source / file.name).write_bytes(file.read_bytes())
-    theirs = json.loads((source / "config.json").read_text())
+    original = json.loads((source / "config.json").read_text())
     if pad:
         (source / "config.json").write_text(
-            json.dumps(theirs | {"pad_token_id": theirs["eos_token_id"]})
+            json.dumps(original | {"pad_token_id": original["eos_token_id"]})
         )
     convert(f"--from={source}", f"--workdir={tmp_path / 'run'}")
-    assert load_config(tmp_path / "run").model.pad_id == theirs["eos_token_id"]
+    assert load_config(tmp_path / "run").model.pad_id == original["eos_token_id"]
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
-    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    exported = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (
-        back["model_type"] == "gpt2"
-        and back["pad_token_id"] == back["bos_token_id"] == theirs["eos_token_id"]
+        exported["model_type"] == "gpt2"
+        and exported["pad_token_id"] == exported["bos_token_id"] == original["eos_token_id"]
     )
 
 
 def test_a_decoder_may_have_several_ends(gpt2, tmp_path):
-    """As Llama 3.1: generation stops at any of them, and all of them come back."""
+    """As in Llama 3.1: generation stops at any end token, and a converted config keeps them all."""
     source = tmp_path / "source"
     source.mkdir()
     for file in gpt2.iterdir():
         (source / file.name).write_bytes(file.read_bytes())
-    (source / "generation_config.json").unlink()  # it would say the end before config.json
-    theirs = json.loads((source / "config.json").read_text())
-    end = theirs["eos_token_id"]
+    # Its end token takes precedence over that of config.json.
+    (source / "generation_config.json").unlink()
+    original = json.loads((source / "config.json").read_text())
+    eos_id = original["eos_token_id"]
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     (text,), trained = answers(tmp_path / "run", ["the cat"])
-    ids = [end, *trained.tokenizer.encode(["the cat"])[0]]
+    ids = [eos_id, *trained.tokenizer.encode(["the cat"])[0]]
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2).eval()
     with torch.no_grad():
         out = model.generate(
-            torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=end
+            torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=eos_id
         )
-    written = out[0, len(ids) :].tolist()
-    ends = [end, written[2]]
-    (source / "config.json").write_text(json.dumps(theirs | {"eos_token_id": ends}))
+    generated_ids = out[0, len(ids) :].tolist()
+    eos_ids = [eos_id, generated_ids[2]]
+    (source / "config.json").write_text(json.dumps(original | {"eos_token_id": eos_ids}))
     convert(f"--from={source}", f"--workdir={tmp_path / 'again'}")
-    assert load_config(tmp_path / "again").model.eos_id == tuple(ends)
+    assert load_config(tmp_path / "again").model.eos_id == tuple(eos_ids)
     (shorter,), _ = answers(tmp_path / "again", ["the cat"])
-    stop = written.index(ends[1])
-    whole = trained.tokenizer.decode([*ids[1:], *written[: stop + 1]])
-    assert shorter == whole[len("the cat") :] and shorter != text
+    stop_index = generated_ids.index(eos_ids[1])
+    expected = trained.tokenizer.decode([*ids[1:], *generated_ids[: stop_index + 1]])
+    assert shorter == expected[len("the cat") :] and shorter != text
     convert(f"--workdir={tmp_path / 'again'}", f"--to={tmp_path / 'back'}")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == ends
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == eos_ids
 
 
 def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, monkeypatch):
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     (tmp_path / "text.txt").write_text("".join(f"{t} {i}\n" for i in range(4) for t in TEXTS))
-    given = [
+    flags = [
         f"--config.data.train={tmp_path / 'text.txt'}",
         "--config.data.format=text",
         "--config.data.held_out=10",
@@ -307,7 +315,7 @@ def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, mon
     ]
     assert (
         cli.main(
-            ["evaluate", f"--workdir={tmp_path / 'run'}", *given, "--config.decoding.max_extra=2"]
+            ["evaluate", f"--workdir={tmp_path / 'run'}", *flags, "--config.decoding.max_extra=2"]
         )
         == 0
     )
@@ -315,10 +323,10 @@ def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, mon
 
 
 def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
-    made = []
+    arrays = []
     original = jax.make_array_from_callback
     monkeypatch.setattr(
-        jax, "make_array_from_callback", lambda *a: made.append(original(*a)) or made[-1]
+        jax, "make_array_from_callback", lambda *a: arrays.append(original(*a)) or arrays[-1]
     )
     convert(
         f"--from={gpt2}",
@@ -326,12 +334,14 @@ def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
         "--config.mesh.data=1",
         "--config.mesh.fsdp=4",
     )
-    assert any(len(x.sharding.device_set) == 4 and not x.sharding.is_fully_replicated for x in made)
+    assert any(
+        len(x.sharding.device_set) == 4 and not x.sharding.is_fully_replicated for x in arrays
+    )
     config, params = load_hf(gpt2)
     with use(make_mesh(MeshConfig(data=2))) as mesh:
         trained = load_trained(tmp_path / "run", load_config(tmp_path / "run"), mesh)
     assert trained.config.model.d_model == config.d_model
-    jax.tree.map(np.testing.assert_array_equal, trained.params, params["params"])
+    jax.tree.map(np.testing.assert_array_equal, trained.params, params)
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["converted_from"] == str(
         gpt2
     )
@@ -382,6 +392,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, gpt2, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"needs the extra \[hf\]"):
         load_tokenizer(tmp_path / "tokenizer.json")
-    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")  # without it: the weights alone
+    # Without the tokenizers package, only the weights are converted.
+    convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     with pytest.raises(UserError, match="this run has no tokenizer"):
         answers(tmp_path / "run", ["a"])

@@ -1,4 +1,7 @@
-"""Mixtures of experts: what the router costs, who finds a place; numbers against a slow and obvious one stand in test_oracle.py."""
+"""Mixtures of experts: router losses, capacity slots, padding and dropout.
+
+test_oracle.py compares the outputs with a slow reference.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +20,24 @@ EXPERTS = {"name": "experts", "num_experts": 4, "top_k": 2}
 
 
 def sown(config, x, params, **given):
-    """(logits, what the layers' routers sowed)."""
+    """(logits, costs of the routers by name)."""
     model, _ = make(config)
-    logits, found = jax.jit(lambda p: model.apply(p, x, mutable=["losses"], **given))(params)
-    (costs,) = found["losses"]["decoder"]["layers"]["feed_forward"]["costs"]
+    logits, sown_values = jax.jit(lambda p: model.apply(p, x, mutable=["losses"], **given))(params)
+    (costs,) = sown_values["losses"]["decoder"]["layers"]["feed_forward"]["costs"]
     return np.asarray(logits), {name: np.asarray(value) for name, value in costs.items()}
 
 
 def test_the_costs_are_their_equations():
-    """Against the papers' sums, one token at a time; padding counts for nothing."""
+    """Compares with the equations of the papers, one token at a time, without padding."""
     config = small("decoder", feed_forward=EXPERTS | {"load_balance": 0.3, "router_z_loss": 0.2})
     real, x = (
         np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]),
         jax.random.normal(jax.random.key(0), (2, 5, config.d_model)),
     )
-    module, where = Experts(config, 1.0, 1.0), Tokens(jnp.arange(5)[None], jnp.asarray(real))
-    params = meta.unbox(module.init(jax.random.key(1), x, where, True))["params"]
-    _, found = module.apply({"params": params}, x, where, True, mutable=["losses"])
-    (costs,) = found["losses"]["costs"]
+    module, info = Experts(config, 1.0, 1.0), Tokens(jnp.arange(5)[None], jnp.asarray(real))
+    params = meta.unbox(module.init(jax.random.key(1), x, info, True))["params"]
+    _, sown_values = module.apply({"params": params}, x, info, True, mutable=["losses"])
+    (costs,) = sown_values["losses"]["costs"]
     logits = np.asarray(x, np.float64) @ np.asarray(params["router"]["kernel"], np.float64)
     share, mean, z = np.zeros(4), np.zeros(4), 0.0
     for p in np.exp(logits[real > 0]):
@@ -50,13 +53,13 @@ def test_the_costs_are_their_equations():
 def test_a_router_that_favours_nobody_costs_one():
     config = small("decoder", feed_forward=EXPERTS)
     _, params = make(config)
-    router = params["params"]["decoder"]["layers"]["feed_forward"]["router"]
+    router = params["decoder"]["layers"]["feed_forward"]["router"]
     router["kernel"] = jnp.zeros_like(router["kernel"])
     np.testing.assert_allclose(sown(config, tokens(0, 2, 6), params)[1]["balance"], 1.0, rtol=1e-5)
 
 
 def bring(how, experts, x=None):
-    """How tokens that ask for these experts are served: expert e multiplies by e + 1."""
+    """(outputs, dropped choices) for inputs of 1. Expert e multiplies its inputs by e + 1."""
     experts = jnp.asarray(experts)[None, :, None]
     x = jnp.ones((1, experts.shape[1], 1)) if x is None else x
     matrices = {"in": Matrix(jnp.arange(1.0, 5.0)[:, None, None], None)}
@@ -74,20 +77,12 @@ def bring(how, experts, x=None):
 
 
 def test_who_comes_too_late_is_passed_over():
-    asked = [
-        0,
-        1,
-        0,
-        0,
-        3,
-        0,
-        1,
-        2,
-    ]  # of 8 tokens and 4 experts, each has room for 2, times the factor
-    assert bring(dropless, asked) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
-    assert bring(by_place(2.0), asked) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
-    assert bring(by_place(1.0), asked) == ([1, 2, 1, 0, 4, 0, 2, 3], 2)
-    assert bring(by_place(0.5), asked) == ([1, 2, 0, 0, 4, 0, 0, 3], 4)
+    # With 8 tokens and 4 experts, each expert has 2 capacity slots, times the factor.
+    experts = [0, 1, 0, 0, 3, 0, 1, 2]
+    assert bring(dropless, experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
+    assert bring(by_place(2.0), experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
+    assert bring(by_place(1.0), experts) == ([1, 2, 1, 0, 4, 0, 2, 3], 2)
+    assert bring(by_place(0.5), experts) == ([1, 2, 0, 0, 4, 0, 0, 3], 4)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5])
@@ -104,9 +99,8 @@ def test_lost_choices_are_reported():
     config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": 0.5})
     _, params = make(config)
     _, costs = sown(config, tokens(0, 2, 8), params)
-    assert (costs["lost"] >= 0.5).all() and (
-        costs["lost"] < 1
-    ).all()  # places for half of the choices
+    # There are capacity slots for at most half of the choices.
+    assert (costs["lost"] >= 0.5).all() and (costs["lost"] < 1).all()
     assert not sown(small("decoder", feed_forward=EXPERTS), tokens(0, 2, 8), params)[1][
         "lost"
     ].any()
@@ -114,19 +108,19 @@ def test_lost_choices_are_reported():
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
 def test_padding_takes_no_place_and_gets_nothing(factor):
-    """Rows of padding change no real token, not even by taking room."""
+    """Padding does not change real tokens: it takes none of their capacity slots."""
     config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": factor}, max_length=32)
     model, params = make(config)
     x = tokens(0, 1, 8)
-    given = {
+    inputs = {
         "segment_ids": jnp.array([[0] * 4 + [1] * 8]),
         "positions": jnp.array([[0] * 4 + list(range(8))]),
     }
-    found = model.apply(params, jnp.pad(x, ((0, 0), (4, 0))), **given)[:, 4:]
-    if factor:  # in a row of 12, an expert has places for 6 of them
+    padded = model.apply(params, jnp.pad(x, ((0, 0), (4, 0))), **inputs)[:, 4:]
+    if factor:  # 6 slots per expert, as many as in the padded sequence of 12 tokens
         config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": 1.5}, max_length=32)
         model, _ = make(config)
-    np.testing.assert_allclose(found, model.apply(params, x), atol=1e-5)
+    np.testing.assert_allclose(padded, model.apply(params, x), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +130,8 @@ def test_padding_takes_no_place_and_gets_nothing(factor):
         ({"num_experts": 0}, "model.feed_forward.num_experts: 0 is too small"),
         (
             {"capacity": 1.0},
-            "model.feed_forward: 'experts' has no option 'capacity'; did you mean 'capacity_factor'",
+            "model.feed_forward: 'experts' has no option 'capacity'; "
+            "did you mean 'capacity_factor'",
         ),
         ({"capacity_factor": -1.0}, "model.feed_forward.capacity_factor"),
     ],
@@ -149,7 +144,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
 def test_every_other_layer_may_be_a_mixture():
     config = small("decoder", layer_pattern=({}, {"feed_forward": EXPERTS}), num_decoder_layers=4)
     _, params = make(config)
-    layers = params["params"]["decoder"]["layers"]
+    layers = params["decoder"]["layers"]
     assert (
         "router" in layers["layer_1"]["feed_forward"]
         and "router" not in layers["layer_0"]["feed_forward"]
@@ -167,5 +162,5 @@ def test_dropout_inside_of_experts_draws_on_every_mesh(mesh):
         run = jax.jit(lambda p, x: model.apply(p, x, deterministic=False, rngs=key))
         logits = np.asarray(run(params, x))
     assert len({row.tobytes() for row in logits}) == 8, (
-        "the same text, other numbers dropped in every row"
+        "each row must have a different dropout mask"
     )

@@ -1,7 +1,7 @@
-"""Every field of every config has an effect: another value changes a program or a number, or is refused.
+"""Every config field has an effect: another value changes a program or a number, or is rejected.
 
-The walk is over the fields and options that there are; one that no table here mentions fails the
-test, by name. A program is a traced one: nothing is compiled.
+The tests iterate over all existing fields and options. A field that no table lists fails a test,
+which reports its name. Programs are only traced, not compiled.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from transformer.model.positions import SCHEMES
 from transformer.model.positions.rotary_scaling import SCALINGS
 
 DECODER = {
-    "family": "decoder", "vocab_size": 11, "d_model": 8, "d_ff": 12, "num_heads": 2, "num_decoder_layers": 1, "max_length": 8, "position": "rotary",
-    "scan_layers": False,
+    "family": "decoder", "vocab_size": 11, "d_model": 8, "d_ff": 12, "num_heads": 2,
+    "num_decoder_layers": 1, "max_length": 8, "position": "rotary", "scan_layers": False,
 }  # fmt: skip
 ENCODER = {k: v for k, v in DECODER.items() if "decoder" not in k} | {
     "family": "encoder",
@@ -32,37 +32,45 @@ ENCODER = {k: v for k, v in DECODER.items() if "decoder" not in k} | {
 BOTH = DECODER | {"family": "encoder_decoder", "num_encoder_layers": 1}
 LOOPED = DECODER | {"num_decoder_layers": 2, "scan_layers": True}
 RECURRENT = {
-    "family": "encoder_decoder", "vocab_size": 11, "d_model": 8, "num_encoder_layers": 2, "num_decoder_layers": 2, "max_length": 8,
-    "mixer": {"name": "lstm", "source": "attention"}, "feed_forward": "none", "position": "none", "norm_placement": "none",
+    "family": "encoder_decoder", "vocab_size": 11, "d_model": 8, "num_encoder_layers": 2,
+    "num_decoder_layers": 2, "max_length": 8, "mixer": {"name": "lstm", "source": "attention"},
+    "feed_forward": "none", "position": "none", "norm_placement": "none",
 }  # fmt: skip
 LABELS = DECODER | {"num_labels": 2}
 
 MODEL = {
-    "family": ("encoder", LOOPED | {"num_decoder_layers": 6}), "vocab_size": 13, "d_model": 16, "d_ff": 16, "num_heads": 1, "num_kv_heads": 1,
-    "d_head": 2, "d_value": 3, "num_encoder_layers": (3, BOTH), "num_decoder_layers": 3, "max_length": (9, DECODER | {"position": "learned"}),
-    "d_embedding": 6, "mixer": "mla", "token_types": (2, ENCODER), "position": "alibi", "random_positions": 20, "layer_pattern": ({"window": 2},),
-    "norm_placement": "post", "norm": "rmsnorm", "norm_gain": False, "norm_offset": False, "norm_zero_centered": True, "norm_epsilon": 1e-3,
-    "embedding_norm": True, "first_norm": False, "parallel": True, "feed_forward": "experts", "activation": "gelu", "glu": True,
-    "use_bias": False, "attention_bias": False, "qkv_bias": False, "qk_norm": True, "attention_scale": 0.3, "attention_soft_cap": 5.0,
-    "attention_sink": True, "causal": False, "prefix_lm": (True, DECODER | {"position": "t5"}), "window": 2, "attention_backend": "blockwise",
-    "tie_embeddings": False, "share_embeddings": (False, BOTH), "logit_bias": True, "logit_scale": 0.5, "logit_soft_cap": 5.0,
-    "head_transform": True, "lm_head": (False, LABELS), "pooling": ("mean", LABELS), "pooler": (True, LABELS), "num_labels": 3,
-    "embedding_scale": True, "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "initializer": "normal",
-    "init_std": (0.5, DECODER | {"initializer": "normal"}), "embedding_init_std": 0.5, "residual_init_scale": True, "scan_layers": True,
-    "pipeline_rounds": (2, LOOPED), "remat": "full", "dtype": "bfloat16", "param_dtype": "bfloat16",
+    "family": ("encoder", LOOPED | {"num_decoder_layers": 6}), "vocab_size": 13, "d_model": 16,
+    "d_ff": 16, "num_heads": 1, "num_kv_heads": 1, "d_head": 2, "d_value": 3,
+    "num_encoder_layers": (3, BOTH), "num_decoder_layers": 3,
+    "max_length": (9, DECODER | {"position": "learned"}), "d_embedding": 6, "mixer": "mla",
+    "token_types": (2, ENCODER), "position": "alibi", "random_positions": 20,
+    "layer_pattern": ({"window": 2},), "norm_placement": "post", "norm": "rmsnorm",
+    "norm_gain": False, "norm_offset": False, "norm_zero_centered": True, "norm_epsilon": 1e-3,
+    "embedding_norm": True, "first_norm": False, "parallel": True, "feed_forward": "experts",
+    "activation": "gelu", "glu": True, "use_bias": False, "attention_bias": False,
+    "qkv_bias": False, "qk_norm": True, "attention_scale": 0.3, "attention_soft_cap": 5.0,
+    "attention_sink": True, "causal": False, "prefix_lm": (True, DECODER | {"position": "t5"}),
+    "window": 2, "attention_backend": "blockwise", "tie_embeddings": False,
+    "share_embeddings": (False, BOTH), "logit_bias": True, "logit_scale": 0.5,
+    "logit_soft_cap": 5.0, "head_transform": True, "lm_head": (False, LABELS),
+    "pooling": ("mean", LABELS), "pooler": (True, LABELS), "num_labels": 3, "embedding_scale": True,
+    "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "initializer": "normal",
+    "init_std": (0.5, DECODER | {"initializer": "normal"}), "embedding_init_std": 0.5,
+    "residual_init_scale": True, "scan_layers": True, "pipeline_rounds": (2, LOOPED),
+    "remat": "full", "dtype": "bfloat16", "param_dtype": "bfloat16",
 }  # fmt: skip
-"""Another value of each field, and a model in which it matters, where that is not DECODER."""
+"""Another value of each field, or (value, model) if the field has no effect on DECODER."""
 
 
 def traced(function, *shapes) -> str:
-    """A program as text, with the constants in it."""
+    """Returns the traced program as text, including its constants."""
     program = jax.make_jaxpr(function)(*shapes)
     text = re.sub(r" at 0x[0-9a-f]+", "", str(program))
     return text + str([np.asarray(x).tobytes() for x in program.consts if hasattr(x, "dtype")])
 
 
 def of_model(tree: dict) -> str:
-    """Initial values and a training forward pass."""
+    """Returns the program that initializes a model and runs a training forward pass."""
     config = ModelConfig(**tree)
     model, ids = (
         build_model(config),
@@ -76,18 +84,21 @@ def of_model(tree: dict) -> str:
 
 
 def walked(table: dict, observe, base: dict) -> list[str]:
-    """The fields of a table that change nothing and are not refused, each in the base in which it matters."""
-    seen, silent = {}, []
-    of = lambda tree: seen.get(repr(tree)) or seen.setdefault(repr(tree), observe(tree))
-    for field, said in table.items():
-        value, own = (
-            said
-            if isinstance(said, tuple) and isinstance(said[-1], dict) and len(said) == 2
-            else (said, base)
+    """Returns the fields of `table` whose other value does not change the result of `observe`.
+
+    An entry is a value, or (value, fields) to test the value with `fields` instead of `base`.
+    """
+    cache, unused = {}, []
+    cached = lambda tree: cache.get(repr(tree)) or cache.setdefault(repr(tree), observe(tree))
+    for field, entry in table.items():
+        value, fields = (
+            entry
+            if isinstance(entry, tuple) and isinstance(entry[-1], dict) and len(entry) == 2
+            else (entry, base)
         )
-        if of(own | {field: value}) == of(own):
-            silent.append(field)
-    return silent
+        if cached(fields | {field: value}) == cached(fields):
+            unused.append(field)
+    return unused
 
 
 def test_every_field_of_a_model():
@@ -97,33 +108,33 @@ def test_every_field_of_a_model():
 
 @pytest.mark.parametrize("base", [RECURRENT], ids=["recurrent"])
 def test_every_field_changes_a_family_or_is_refused_by_it(base):
-    plain, silent, refused = of_model(base), [], 0
-    decided = ModelConfig(**base).resolved
-    for field, said in MODEL.items():
+    baseline, unused, refused = of_model(base), [], 0
+    resolved = ModelConfig(**base).resolved
+    for field, entry in MODEL.items():
         value = (
-            said[0]
-            if isinstance(said, tuple) and isinstance(said[-1], dict) and len(said) == 2
-            else said
+            entry[0]
+            if isinstance(entry, tuple) and isinstance(entry[-1], dict) and len(entry) == 2
+            else entry
         )
-        if value in (decided.get(field), ModelConfig.__dataclass_fields__[field].default):
-            continue  # says nothing that the family does not say itself
+        if value in (resolved.get(field), ModelConfig.__dataclass_fields__[field].default):
+            continue  # already the value of this family, or the default
         try:
             changed = of_model({**base, field: value})
         except UserError as error:
             refused += str(error).startswith("model.")
             continue
-        silent += [field] if changed == plain and field != "max_length" else []
-    assert not silent and 20 < refused < len(MODEL)
+        unused += [field] if changed == baseline and field != "max_length" else []
+    assert not unused and 20 < refused < len(MODEL)
 
 
 SPECIAL_TOKENS = {"pad_id": 3, "bos_id": 4, "eos_id": 5, "decoder_start_id": 6}
-"""They change no pass through a model, but what is generated, or what is exported."""
+"""Special tokens affect generation or export, but not the forward pass."""
 
 
 def test_every_special_token():
     base = {**BOTH, "pad_id": 0, "eos_id": 2, "decoder_start_id": 1}
     model = build_model(ModelConfig(**base))
-    source, one = jnp.ones((1, 4), jnp.int32), jnp.ones((1,), jnp.int32)
+    source, limits_B = jnp.ones((1, 4), jnp.int32), jnp.ones((1,), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), source, source)
 
     def generated(tree):
@@ -132,19 +143,19 @@ def test_every_special_token():
             model,
             params,
             None,
-            one,
+            limits_B,
             jax.random.split(jax.random.key(0), 1),
             max_new=2,
             source_BxS=source,
         )
-        return traced(generate, params["params"])
+        return traced(generate, params)
 
     assert walked(SPECIAL_TOKENS, generated, base) == ["bos_id"]
     assert not walked(SPECIAL_TOKENS, lambda tree: str(write(ModelConfig(**tree), {})), base)
 
 
 def other(value):
-    """Another value of the same type."""
+    """Returns another value of the same type."""
     if isinstance(value, bool):
         return not value
     return value * 2 or 2 if isinstance(value, int) else value / 2 or 0.5
@@ -155,7 +166,7 @@ def of_position(spec) -> str:
 
 
 def test_every_option_of_a_position_scheme():
-    silent, names = (
+    unused, alternatives = (
         [],
         {
             "layout": {"halves": "interleaved", "interleaved": "halves"},
@@ -165,55 +176,57 @@ def test_every_option_of_a_position_scheme():
     )
     for name, cls in SCHEMES.items():
         options = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get("option")}
-        plain = of_position(name) if options else ""
+        baseline = of_position(name) if options else ""
         for option, default in options.items():
-            value = names.get(option, {}).get(default, None) or other(default)
-            silent += (
-                [f"{name}.{option}"] if of_position({"name": name, option: value}) == plain else []
+            value = alternatives.get(option, {}).get(default, None) or other(default)
+            unused += (
+                [f"{name}.{option}"]
+                if of_position({"name": name, option: value}) == baseline
+                else []
             )
     for name, cls in SCALINGS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
         base = {"name": name} | {"factor": 2.0, "original_length": 4096}
         base = {key: value for key, value in base.items() if key in ("name", *options)}
-        plain = of_position({"name": "rotary", "scaling": base})
+        baseline = of_position({"name": "rotary", "scaling": base})
         for option, default in options.items():
             value = 4.0 if option == "factor" else other(base.get(option, default))
             changed = of_position({"name": "rotary", "scaling": base | {option: value}})
-            silent += [f"{name}.{option}"] if changed == plain else []
-    assert not silent
+            unused += [f"{name}.{option}"] if changed == baseline else []
+    assert not unused
 
 
 def test_every_part_of_a_placement():
     assert "pre" in PLACEMENTS
     parts = {f.name: f.default for f in dataclasses.fields(Placement) if f.name != "warmup_hint"}
     pre = {"in_norm": True, "final_norm": True}
-    small, silent = DECODER | {"num_decoder_layers": 1}, []
-    plain = of_model(small)
+    small, unused = DECODER | {"num_decoder_layers": 1}, []
+    baseline = of_model(small)
     for part, default in parts.items():
-        changed = {"name": "pre", part: other(pre.get(part, default))}
-        silent += [part] if of_model(small | {"norm_placement": changed}) == plain else []
-    assert not silent
+        placement = {"name": "pre", part: other(pre.get(part, default))}
+        unused += [part] if of_model(small | {"norm_placement": placement}) == baseline else []
+    assert not unused
 
 
 def test_every_option_of_a_mixer():
     small = DECODER | {"num_decoder_layers": 1, "d_head": 8, "position": "none"}
-    silent = []
+    unused = []
     for name, cls in MIXERS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
-        plain = of_model(small | {"mixer": name}) if options and "source" not in options else ""
+        baseline = of_model(small | {"mixer": name}) if options and "source" not in options else ""
         for option, default in options.items():
-            values = {"chunk": 1, "source": "attention"}  # a chunk of a few tokens
+            values = {"chunk": 1, "source": "attention"}  # a chunk shorter than the sequence
             base = small
-            if option == "source":  # of a decoder that reads an encoder
+            if option == "source":  # needs a decoder with cross-attention
                 base = RECURRENT
-                plain = of_model(base | {"mixer": name})
-            changed = {"name": name, option: values.get(option) or other(default)}
-            silent += [f"{name}.{option}"] if of_model(base | {"mixer": changed}) == plain else []
-    assert {"mla", "gated_delta"} <= set(MIXERS) and not silent
+                baseline = of_model(base | {"mixer": name})
+            mixer = {"name": name, option: values.get(option) or other(default)}
+            unused += [f"{name}.{option}"] if of_model(base | {"mixer": mixer}) == baseline else []
+    assert {"mla", "gated_delta"} <= set(MIXERS) and not unused
 
 
 def test_every_option_of_a_feed_forward():
-    def costs(spec):
+    def program(spec):
         config = ModelConfig(**DECODER | {"num_decoder_layers": 1, "feed_forward": spec})
         model, ids = build_model(config), jnp.ones((1, 4), jnp.int32)
         params = jax.eval_shape(model.init, jax.random.key(0), ids)
@@ -221,5 +234,9 @@ def test_every_option_of_a_feed_forward():
 
     for name, cls in FEED_FORWARDS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
-        plain = costs(name) if options else ""
-        assert not [o for o, x in options.items() if costs({"name": name, o: other(x)}) == plain]
+        baseline = program(name) if options else ""
+        assert not [
+            option
+            for option, default in options.items()
+            if program({"name": name, option: other(default)}) == baseline
+        ]

@@ -1,4 +1,7 @@
-"""Every field of an experiment beside the model, and every option of objectives and evaluators, has an effect (see test_fields.py)."""
+"""Every field outside the model, and every option of objectives and evaluators, has an effect.
+
+test_fields.py describes the method.
+"""
 
 import dataclasses
 import hashlib
@@ -36,34 +39,41 @@ from transformer.training.state import abstract_state
 from transformer.training.step import training_step
 
 IN_A_RUN = {
-    "model.pipeline_microbatches": "refused without stages below; with them, tests/test_sharding.py",
-    "data.corpus": "names other files: transformer/data/corpora.py",
-    "data.tokenizer": "a table of its own",
-    "mesh.slices": "several slices of TPUs are needed: transformer/parallel/mesh.py, arrange",
-    "train.average_checkpoints": "what is evaluated: tests/test_training.py",
-    "train.init_from": "where parameters come from: tests/test_initialize.py",
-    "train.init_new": "which start anew: tests/test_initialize.py",
-    "train.init_drop": "which are left out: tests/test_initialize.py",
-    "train.init_positions": "how a table is stretched: tests/test_initialize.py",
-    "train.log_every": "which lines metrics.jsonl has",
-    "train.eval_every": "which lines metrics.jsonl has",
-    "train.eval_batches": "how much text eval/loss is of",
-    "train.evaluators": "a table of its own",
+    "model.pipeline_microbatches": "rejected without pipeline stages; see tests/test_sharding.py",
+    "data.corpus": "selects other files: transformer/data/corpora.py",
+    "data.tokenizer": "has its own table",
+    "mesh.slices": "needs several TPU slices: transformer/parallel/mesh.py, arrange",
+    "train.average_checkpoints": "which parameters are evaluated: tests/test_training.py",
+    "train.init_from": "the source of the parameters: tests/test_initialize.py",
+    "train.init_new": "which parameters are newly initialized: tests/test_initialize.py",
+    "train.init_drop": "which parameters are left out: tests/test_initialize.py",
+    "train.init_positions": "how a position table is resized: tests/test_initialize.py",
+    "train.log_every": "which lines metrics.jsonl contains",
+    "train.eval_every": "which lines metrics.jsonl contains",
+    "train.eval_batches": "how many batches eval/loss covers",
+    "train.evaluators": "has its own table",
     "train.checkpoint_every": "which checkpoints are written",
     "train.keep_checkpoints": "which checkpoints are kept",
-    "train.strict_checkpoints": "whether a damaged checkpoint ends the run: tests/faults/test_checkpoints.py",
+    "train.strict_checkpoints": "whether a damaged checkpoint is an error: "
+    "tests/faults/test_checkpoints.py",
     "train.tensorboard": "whether event files are written",
     "train.wandb": "where metrics are sent",
     "train.profile": "whether a trace is written",
-    "platform": "where the run is refused to start",
-    "seed": "the key of the first parameters, of dropout and of the order: tests/test_training.py",
-    **{name: "a table of its own" for name in ("model", "data", "optimizer", "train", "decoding", "mesh")},
-}  # fmt: skip
-"""Fields whose effect is on what a run writes or where it begins, and no program or batch shows it."""
+    "platform": "on which platform the run may start",
+    "seed": "the key of initialization, dropout and data order: tests/test_training.py",
+    **{
+        name: "has its own table"
+        for name in ("model", "data", "optimizer", "train", "decoding", "mesh")
+    },
+}
+"""Fields that affect the files or the start of a run, and their effects.
+
+Programs and batches do not depend on them.
+"""
 
 
 def named(section: str, cls, table: dict) -> set[str]:
-    """The fields of a config that neither its table nor IN_A_RUN has an entry for."""
+    """Returns the fields of a config that are neither in its table nor in IN_A_RUN."""
     path = section and section + "."
     return {
         f.name
@@ -73,15 +83,19 @@ def named(section: str, cls, table: dict) -> set[str]:
 
 
 def test_every_field_has_an_entry():
-    tables = {"model": (ModelConfig, MODEL | SPECIAL_TOKENS), "data": (DataConfig, DATA), "data.tokenizer": (TokenizerConfig, TOKENIZER), "optimizer": (OptimizerConfig, OPTIMIZER),
-              "mesh": (MeshConfig, MESH), "train": (TrainConfig, TRAIN), "decoding": (DecodingConfig, DECODING), "": (Experiment, {})}  # fmt: skip
-    assert {section: named(section, *of) for section, of in tables.items()} == {
+    tables = {
+        "model": (ModelConfig, MODEL | SPECIAL_TOKENS), "data": (DataConfig, DATA),
+        "data.tokenizer": (TokenizerConfig, TOKENIZER), "optimizer": (OptimizerConfig, OPTIMIZER),
+        "mesh": (MeshConfig, MESH), "train": (TrainConfig, TRAIN),
+        "decoding": (DecodingConfig, DECODING), "": (Experiment, {}),
+    }  # fmt: skip
+    assert {section: named(section, *entry) for section, entry in tables.items()} == {
         section: set() for section in tables
     }
     assert OBJECTIVE.keys() <= OBJECTIVES.keys() and EVALUATORS.keys() == KINDS.keys()
 
 
-# ---- Data: the batches that are read
+# ---- Data: the batches
 
 
 FILES = {"train": "text.tsv", "valid": "", "test": "", "format": "tsv"}
@@ -89,30 +103,32 @@ LM = {"length": 12, "batch_size": 2, "held_out": 5}
 PAIRS = LM | {"objective": "seq2seq", "length": 24}
 
 DATA = {
-    "format": ("text", LM | {"fields": ()}), "train": "more.tsv", "valid": "more.tsv", "test": "more.tsv", "fields": (("1",), LM),
-    "reverse": (True, PAIRS), "objective": ("prefix_lm", LM), "length": 16, "target_length": (12, PAIRS), "batch_size": 3, "packing": False,
-    "buckets": ((6, 12), LM | {"packing": False}), "too_long": ("cut", PAIRS), "eval_overlap": 4, "held_out": 7, "max_examples": 9,
+    "format": ("text", LM | {"fields": ()}), "train": "more.tsv", "valid": "more.tsv",
+    "test": "more.tsv", "fields": (("1",), LM), "reverse": (True, PAIRS),
+    "objective": ("prefix_lm", LM), "length": 16, "target_length": (12, PAIRS), "batch_size": 3,
+    "packing": False, "buckets": ((6, 12), LM | {"packing": False}), "too_long": ("cut", PAIRS),
+    "eval_overlap": 4, "held_out": 7, "max_examples": 9,
 }  # fmt: skip
 
 
 class Shelf:
-    """A store of ids that are characters."""
+    """A text store with one id per character."""
 
     def __init__(self, config):
         self.text = _Text(config.data, config.objective.columns)
         self.tokenizer = types.SimpleNamespace(
-            vocab_size=60, bos=1, eos=2, pad=0, mask=None, source_prefix_ids=[], text_ids=np.arange(4, 60), starts_word=np.arange(60) % 3 == 0,
-            find=lambda piece: None,
+            vocab_size=60, bos=1, eos=2, pad=0, mask=None, source_prefix_ids=[],
+            text_ids=np.arange(4, 60), starts_word=np.arange(60) % 3 == 0, find=lambda piece: None,
         )  # fmt: skip
 
     def texts(self, part, side):
         examples = self.text.train() if part == "train" else self.text.read(part)
         ids = [[*(4 + ord(c) % 50 for c in example[side]), 2] for example in examples]
-        return Texts(np.concatenate(ids).astype(np.int32), np.cumsum([len(one) for one in ids]))
+        return Texts(np.concatenate(ids).astype(np.int32), np.cumsum([len(text) for text in ids]))
 
 
 def of_data(tree: dict) -> str:
-    """The first batches of each side, and how many there are."""
+    """Returns the first batches of each split, and the number of batches."""
     objective = tree.get("objective", "causal_lm")
     name = objective if isinstance(objective, str) else objective["name"]
     model = {
@@ -130,24 +146,24 @@ def of_data(tree: dict) -> str:
         {"model": model | {"max_length": 64, "vocab_size": 400} | pairs, "data": FILES | tree},
     )
     data = Data(config, config.objective, Shelf(config))
-    found = [config.objective.reserved]
+    values = [config.objective.reserved]
     for part in ("train", "valid", "test"):
         batches = data.batches(part)
-        found += [len(batches), batches.per_epoch] + [
+        values += [len(batches), batches.per_epoch] + [
             (name, x.shape, x.tobytes())
             for n in range(min(3, len(batches)))
             for name, x in batches[n].items()
         ]
-    return repr(found)
+    return repr(values)
 
 
 @pytest.fixture
 def text_files(tmp_path, monkeypatch):
-    """Pairs of words, in a folder of their own."""
+    """Writes two files of word pairs to a new folder, and changes to this folder."""
 
     def write(name: str, seed: int) -> None:
-        draw = np.random.default_rng(seed)
-        word = lambda: "".join(draw.choice(list("abcdefghij"), draw.integers(3, 16)))
+        generator = np.random.default_rng(seed)
+        word = lambda: "".join(generator.choice(list("abcdefghij"), generator.integers(3, 16)))
         lines = [f"{word()} {word()}\t{word()}" for _ in range(60)]
         (tmp_path / name).write_text("\n".join(lines))
 
@@ -166,37 +182,41 @@ def test_every_field_of_the_data(text_files):
 
 
 OBJECTIVE = {
-    "masked_lm": {"rate": 0.5, "mask": 0.2, "random": 0.2, "whole_words": True, "next_sentence": True},
-    "span_corruption": {"rate": 0.5, "mean_length": 1.5, "sentinels": 50}, "ul2": {"sentinels": 300},
+    "masked_lm": {
+        "rate": 0.5, "mask": 0.2, "random": 0.2, "whole_words": True, "next_sentence": True,
+    },
+    "span_corruption": {"rate": 0.5, "mean_length": 1.5, "sentinels": 50},
+    "ul2": {"sentinels": 300},
 }  # fmt: skip
 
 
 def test_every_option_of_an_objective(text_files):
-    silent = []
+    unused = []
     for name, cls in OBJECTIVES.items():
         options = [f.name for f in dataclasses.fields(cls)]
         assert options == list(OBJECTIVE.get(name, ())), name
         base = LM | {"length": 32, "packing": name != "masked_lm" or True}
         for option, value in OBJECTIVE.get(name, {}).items():
-            own = base | ({"packing": False} if option == "next_sentence" else {})
-            changed = of_data(own | {"objective": {"name": name, option: value}})
-            silent += [f"{name}.{option}"] if changed == of_data(own | {"objective": name}) else []
-    assert not silent
+            tree = base | ({"packing": False} if option == "next_sentence" else {})
+            batches = of_data(tree | {"objective": {"name": name, option: value}})
+            unused += [f"{name}.{option}"] if batches == of_data(tree | {"objective": name}) else []
+    assert not unused
 
 
 TOKENIZER = {
-    "kind": "bpe", "path": "other.model", "pad_id": (5, {"path": "some.model"}), "bos_id": (5, {"path": "some.model"}),
-    "eos_id": (5, {"path": "some.model"}), "source_bos_id": (5, {"path": "some.model"}), "byte_fallback": False, "character_coverage": 0.99,
-    "max_sentences": 40,
+    "kind": "bpe", "path": "other.model", "pad_id": (5, {"path": "some.model"}),
+    "bos_id": (5, {"path": "some.model"}), "eos_id": (5, {"path": "some.model"}),
+    "source_bos_id": (5, {"path": "some.model"}), "byte_fallback": False,
+    "character_coverage": 0.99, "max_sentences": 40,
 }  # fmt: skip
 
 
 def test_every_field_of_the_tokenizer():
-    draw = np.random.default_rng(0)
-    words = ["".join(draw.choice(list("abcdefghé"), 6)) for _ in range(80)] + ["ñandú"]
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list("abcdefghé"), 6)) for _ in range(80)] + ["ñandú"]
     trained = {
-        name: train_tokenizer(TokenizerConfig(), n, words).content
-        for name, n in (("some.model", 300), ("other.model", 310))
+        name: train_tokenizer(TokenizerConfig(), size, words).content
+        for name, size in (("some.model", 300), ("other.model", 310))
     }
 
     def of_tokenizer(tree):
@@ -212,12 +232,13 @@ def test_every_field_of_the_tokenizer():
     assert not walked(TOKENIZER, of_tokenizer, {})
 
 
-# ---- Programs beside the model's
+# ---- Programs other than the forward pass
 
 
 OPTIMIZER = {
-    "name": "lion", "learning_rate": 2e-3, "schedule": "linear", "warmup_steps": 7, "decay_fraction": (0.5, {"schedule": "wsd"}),
-    "final_fraction": 0.5, "b1": 0.8, "b2": 0.9, "epsilon": 1e-6, "momentum": (0.5, {"name": "sgd"}), "weight_decay": 0.1, "clip_norm": 1.0,
+    "name": "lion", "learning_rate": 2e-3, "schedule": "linear", "warmup_steps": 7,
+    "decay_fraction": (0.5, {"schedule": "wsd"}), "final_fraction": 0.5, "b1": 0.8, "b2": 0.9,
+    "epsilon": 1e-6, "momentum": (0.5, {"name": "sgd"}), "weight_decay": 0.1, "clip_norm": 1.0,
 }  # fmt: skip
 
 
@@ -225,8 +246,8 @@ def test_every_field_of_the_optimizer():
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
 
     def of_update(tree):
-        rule = build_optimizer(OptimizerConfig(**tree), 2000)
-        return traced(rule.update, params, jax.eval_shape(rule.init, params), params)
+        optimizer = build_optimizer(OptimizerConfig(**tree), 2000)
+        return traced(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
 
     assert not walked(OPTIMIZER, of_update, {})
 
@@ -243,30 +264,31 @@ def test_every_field_of_training_that_a_step_reads():
             "train": tree,
         }
         config = from_mapping(Experiment, tree)
-        model, rule = (
+        model, optimizer = (
             build_model(config.model),
             build_optimizer(config.optimizer, config.train.steps),
         )
         with use(make_mesh(MeshConfig(data=1))) as mesh:
-            state, _ = abstract_state(config, model, rule, mesh)
+            state, _ = abstract_state(config, model, optimizer, mesh)
             return traced(
-                training_step(config, model, rule, mesh), state, batch_shapes(config, mesh)
+                training_step(config, model, optimizer, mesh), state, batch_shapes(config, mesh)
             )
 
     assert not walked(TRAIN, of_step, {})
 
 
 DECODING = {
-    "beam_size": 2, "length_penalty": (1.0, {"beam_size": 2}), "temperature": 0.5, "top_k": (3, {"temperature": 1.0}), "top_p": (0.5, {"temperature": 1.0}),
-    "max_extra": 3, "batch_size": 2,
+    "beam_size": 2, "length_penalty": (1.0, {"beam_size": 2}), "temperature": 0.5,
+    "top_k": (3, {"temperature": 1.0}), "top_p": (0.5, {"temperature": 1.0}), "max_extra": 3,
+    "batch_size": 2,
 }  # fmt: skip
 
 
 def test_every_field_of_decoding():
-    signs = types.SimpleNamespace(pad=0, bos=1, eos=2, source_prefix_ids=[])
+    special_tokens = types.SimpleNamespace(pad=0, bos=1, eos=2, source_prefix_ids=[])
     params = jax.eval_shape(
         build_model(ModelConfig(**DECODER)).init, jax.random.key(0), jnp.ones((1, 4), jnp.int32)
-    )["params"]
+    )
 
     def of_decoding(tree):
         config = from_mapping(
@@ -277,11 +299,11 @@ def test_every_field_of_decoding():
                 "decoding": {"max_extra": 4, "batch_size": 1} | tree,
             },
         )
-        generate = Generator(config, params, signs)
-        rows, new = config.decoding.batch_size, generate._max_new(4)
-        shape = lambda dtype, *more: jax.ShapeDtypeStruct((rows, *more), dtype)
-        given = shape(jnp.int32, 4), shape(bool, 4), shape(jnp.int32), shape(jnp.uint32)
-        return traced(lambda *x: generate._decode(*x, max_new=new), params, *given)
+        generate = Generator(config, params, special_tokens)
+        batch, max_new = config.decoding.batch_size, generate._max_new(4)
+        shape = lambda dtype, *length: jax.ShapeDtypeStruct((batch, *length), dtype)
+        inputs = shape(jnp.int32, 4), shape(bool, 4), shape(jnp.int32), shape(jnp.uint32)
+        return traced(lambda *args: generate._decode(*args, max_new=max_new), params, *inputs)
 
     assert not walked(DECODING, of_decoding, {})
 
@@ -293,11 +315,13 @@ def test_every_axis_of_the_mesh():
     assert not walked(MESH, lambda tree: repr(make_mesh(MeshConfig(**tree)).shape), {"data": 1})
 
 
-# ---- Evaluators: the names and numbers that they yield
+# ---- Evaluators: the names and values that they yield
 
 
 EVALUATORS = {
-    "loss_by_position": {"parts": 4}, "extrapolation": {"times": 2, "tokens": 100, "sliding": False}, "loss_with": {"change": "model.window=3"},
+    "loss_by_position": {"parts": 4},
+    "extrapolation": {"times": 2, "tokens": 100, "sliding": False},
+    "loss_with": {"change": "model.window=3"},
     "probe": {"task": "copy", "lengths": (3,), "examples": 8}, "bleu_by_length": {"words": 1},
     "depth_profile": {}, "attention": {}, "logit_lens": {}, "order": {},
 }  # fmt: skip
@@ -305,7 +329,7 @@ BESIDE = {"loss_with": {"change": "model.window=2"}, "extrapolation": {"times": 
 
 
 def test_every_option_of_an_evaluator(monkeypatch):
-    """What is measured stands still: only what an evaluator asks to be measured, and how it sums up, is seen."""
+    """Measurements are stubs, so a result shows only what is measured and how it is summarized."""
     config = from_mapping(
         Experiment,
         {
@@ -318,7 +342,7 @@ def test_every_option_of_an_evaluator(monkeypatch):
             },
         },
     )
-    alone = from_mapping(
+    decoder_config = from_mapping(
         Experiment,
         {
             "model": DECODER | {"max_length": 16},
@@ -326,37 +350,41 @@ def test_every_option_of_an_evaluator(monkeypatch):
         },
     )
     texts = ["a b c d"] * 12 + ["a"] * 12
-    subject = lambda config: types.SimpleNamespace(config=config, mesh=types.SimpleNamespace(size=1), changed=lambda there: subject(there),
-                                                   data=types.SimpleNamespace(store=types.SimpleNamespace(tokenizer=Letters)))  # fmt: skip
+    make_subject = lambda config: types.SimpleNamespace(
+        config=config,
+        mesh=types.SimpleNamespace(size=1),
+        changed=lambda config: make_subject(config),
+        data=types.SimpleNamespace(store=types.SimpleNamespace(tokenizer=Letters)),
+    )
     monkeypatch.setattr(
         losses,
         "mean",
-        lambda there, at, most=0: (hash((there.config.model, there.config.data, most)), 0.0),
+        lambda subject, _, most=0: (hash((subject.config.model, subject.config.data, most)), 0.0),
     )
     monkeypatch.setattr(
         losses,
         "by_token",
-        lambda *given: [(np.ones((1, 16)), np.arange(16)[None], np.ones((1, 16)))],
+        lambda *args: [(np.ones((1, 16)), np.arange(16)[None], np.ones((1, 16)))],
     )
-    monkeypatch.setattr(probe, "_right", lambda there, store, at: (hash(store.wanted), 0.0))
-    at = types.SimpleNamespace(translations=(texts, texts, [[t] for t in texts]))
-    answers = subject(config)
+    monkeypatch.setattr(probe, "_right", lambda subject, store, snapshot: (hash(store.wanted), 0.0))
+    snapshot = types.SimpleNamespace(translations=(texts, texts, [[text] for text in texts]))
+    seq2seq = make_subject(config)
 
-    def found(name, option=None, value=None):
-        given = BESIDE.get(name, {}) | ({option: value} if option else {})
-        of = answers if name in ("probe", "bleu_by_length") else subject(alone)
-        return repr(list(KINDS.build({"name": name} | given).measure(of, at)))
+    def result(name, option=None, value=None):
+        options = BESIDE.get(name, {}) | ({option: value} if option else {})
+        subject = seq2seq if name in ("probe", "bleu_by_length") else make_subject(decoder_config)
+        return repr(list(KINDS.build({"name": name} | options).measure(subject, snapshot)))
 
-    silent = []
+    unused = []
     for name, cls in KINDS.items():
         assert [f.name for f in dataclasses.fields(cls)] == list(EVALUATORS[name]), name
         for option, value in EVALUATORS[name].items():
-            silent += [f"{name}.{option}"] if found(name) == found(name, option, value) else []
-    assert not silent
+            unused += [f"{name}.{option}"] if result(name) == result(name, option, value) else []
+    assert not unused
 
 
 class Letters:
-    """A tokenizer of letters."""
+    """A tokenizer with one token per character."""
 
     eos, source_prefix_ids = 2, ()
 

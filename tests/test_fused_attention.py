@@ -1,4 +1,7 @@
-"""The fused attention of TPUs (interpreted here) and of GPUs (its plain path here) against the plain one; what they refuse."""
+"""Fused attention equals `reference`, and reports the inputs that it does not support.
+
+On CPUs, the kernel for TPUs is interpreted, and the backend for GPUs uses XLA's implementation.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +26,12 @@ AT = jnp.stack(
 ORDERED = Tokens(AT, PACKED, order="rows")
 OTHERS = Tokens(
     AT[:, :128], jnp.where(jnp.arange(128) < 100, 1, 0)[None].repeat(2, 0), order="rows"
-)  # the first row's second document has none
+)  # without keys for the second document of the first sequence
 
 CASES = {
     "both ways": (SAME_SEGMENT, None, {}),
     "causal": (SAME_SEGMENT & CAUSAL, None, {}),
-    "rotary": (SAME_SEGMENT & CAUSAL, "rotary", {}),  # turns queries and keys before
+    "rotary": (SAME_SEGMENT & CAUSAL, "rotary", {}),  # rotates queries and keys beforehand
     "alibi": (SAME_SEGMENT & CAUSAL, "alibi", {}),
     "alibi in a window": (SAME_SEGMENT & CAUSAL & window(70), "alibi", {}),
     "window": (SAME_SEGMENT & CAUSAL & window(130), None, {}),
@@ -46,32 +49,34 @@ def inputs(keys=T, kv_heads=2, d_value=24, batch=2):
 
 def both(q, k, v, given, backend="splash"):
     assert BACKENDS[backend].why_not(q, k, v, given) is None
-    ours, plain = (
+    actual, expected = (
         value_and_gradients(BACKENDS[name].attend, q, k, v, given)
         for name in (backend, "reference")
     )
-    assert all(np.abs(g).max() > 1e-2 for g in plain[1][:3])
-    compare(ours, plain, atol=1e-4)
+    assert all(np.abs(grad).max() > 1e-2 for grad in expected[1][:3])
+    compare(actual, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_plain_attention(case):
-    mask, position, more = CASES[case]
+    mask, position, options = CASES[case]
     position = position and bound(position, "decoder", ORDERED)
-    both(*inputs(), Inputs(mask, ORDERED, ORDERED, position, 0.3, **more))
+    both(*inputs(), Inputs(mask, ORDERED, ORDERED, position, 0.3, **options))
 
 
-@pytest.mark.parametrize("case", [case for case, (_, _, more) in CASES.items() if not more])
+@pytest.mark.parametrize("case", [case for case, (_, _, options) in CASES.items() if not options])
 def test_a_gpus_is_the_plain_attention(case):
-    mask, position, more = CASES[case]
+    mask, position, options = CASES[case]
     position = position and bound(position, "decoder", ORDERED)
     both(
-        *inputs(d_value=16), Inputs(mask, ORDERED, ORDERED, position, 0.3, **more), backend="cudnn"
+        *inputs(d_value=16),
+        Inputs(mask, ORDERED, ORDERED, position, 0.3, **options),
+        backend="cudnn",
     )
 
 
 def test_what_a_gpus_is_asked_for(monkeypatch):
-    """The call that reaches cuDNN, which is not here; and what does not reach it."""
+    """Checks the arguments of the cuDNN call, which is mocked, and the inputs without support."""
     from transformer.model.attention_backends import cudnn
 
     calls = []
@@ -79,32 +84,39 @@ def test_what_a_gpus_is_asked_for(monkeypatch):
     monkeypatch.setattr(
         jax.nn,
         "dot_product_attention",
-        lambda q, k, v, **given: calls.append((q.shape, v.shape, given)) or jnp.zeros_like(q),
+        lambda q, k, v, **options: calls.append((q.shape, v.shape, options)) or jnp.zeros_like(q),
     )
     q, k, v = (x.astype(jnp.bfloat16) for x in inputs(d_value=16))
-    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.3)
-    assert BACKENDS["cudnn"].why_not(q, k, v, given) is None
-    assert BACKENDS["cudnn"].attend(q, k, v, given).shape == q.shape
-    ((queries, values, asked),) = calls
-    assert queries[-1] == values[-1] == 24 and asked["mask"].shape == (2, 1, T, T)
-    assert asked["implementation"] == "cudnn" and asked["is_causal"] and asked["scale"] == 0.3
-    plain = given.replace(position=None)
-    refused = {
-        "bfloat16": (inputs(d_value=16), plain), "does not support soft caps": ((q, k, v), plain.replace(soft_cap=1.0)), "does not support sinks": ((q, k, v), plain.replace(sink_N=jnp.zeros(4))),
-        "does not support dropout": ((q, k, v), plain.replace(dropout=0.1, dropout_key=jax.random.key(0))), "head sizes 16 for queries and keys, 8 for values": ((q, k, v[..., :8]), plain),
-        "are not even": ((q[:, :-1], k, v), plain), "changes logits": ((q, k, v), given.replace(mask=SAME_SEGMENT)),
-    }  # fmt: skip
-    for words, (arrays, one) in refused.items():
-        assert words in BACKENDS["cudnn"].why_not(*arrays, one), words
+    alibi = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.3)
+    assert BACKENDS["cudnn"].why_not(q, k, v, alibi) is None
+    assert BACKENDS["cudnn"].attend(q, k, v, alibi).shape == q.shape
+    ((q_shape, v_shape, options),) = calls
+    assert q_shape[-1] == v_shape[-1] == 24 and options["mask"].shape == (2, 1, T, T)
+    assert options["implementation"] == "cudnn" and options["is_causal"] and options["scale"] == 0.3
+    no_position = alibi.replace(position=None)
+    unsupported = {
+        "bfloat16": (inputs(d_value=16), no_position),
+        "does not support soft caps": ((q, k, v), no_position.replace(soft_cap=1.0)),
+        "does not support sinks": ((q, k, v), no_position.replace(sink_N=jnp.zeros(4))),
+        "does not support dropout": (
+            (q, k, v),
+            no_position.replace(dropout=0.1, dropout_key=jax.random.key(0)),
+        ),
+        "head sizes 16 for queries and keys, 8 for values": ((q, k, v[..., :8]), no_position),
+        "are not even": ((q[:, :-1], k, v), no_position),
+        "changes logits": ((q, k, v), alibi.replace(mask=SAME_SEGMENT)),
+    }
+    for reason, (arrays, attention_inputs) in unsupported.items():
+        assert reason in BACKENDS["cudnn"].why_not(*arrays, attention_inputs), reason
     monkeypatch.setattr(cudnn, "MAX_PAIRS", 100)
-    assert "too large" in BACKENDS["cudnn"].why_not(q, k, v, plain)
+    assert "too large" in BACKENDS["cudnn"].why_not(q, k, v, no_position)
 
 
 def test_across_documents_of_another_text_and_where_there_is_none():
     q, k, v = inputs(keys=128)
-    given = Inputs(SAME_SEGMENT, ORDERED, OTHERS, None, 0.3)
-    assert not np.any(BACKENDS["reference"].attend(q, k, v, given)[0, 90:])
-    both(q, k, v, given)
+    attention_inputs = Inputs(SAME_SEGMENT, ORDERED, OTHERS, None, 0.3)
+    assert not np.any(BACKENDS["reference"].attend(q, k, v, attention_inputs)[0, 90:])
+    both(q, k, v, attention_inputs)
 
 
 @pytest.mark.parametrize(
@@ -118,24 +130,29 @@ def test_across_documents_of_another_text_and_where_there_is_none():
 def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
     mesh = make_mesh(MeshConfig(**{"data": 1} | sizes))
     q, k, v = (jnp.concatenate([x] * 2) for x in inputs(kv_heads=kv_heads))
-    where = jax.tree.map(lambda x: jnp.concatenate([x] * 2), ORDERED)
-    given = Inputs(SAME_SEGMENT & CAUSAL, where, where, bound("alibi", "decoder", where), 0.3)
-    plain = value_and_gradients(BACKENDS["reference"].attend, q, k, v, given)
+    tokens = jax.tree.map(lambda x: jnp.concatenate([x] * 2), ORDERED)
+    attention_inputs = Inputs(
+        SAME_SEGMENT & CAUSAL, tokens, tokens, bound("alibi", "decoder", tokens), 0.3
+    )
+    expected = value_and_gradients(BACKENDS["reference"].attend, q, k, v, attention_inputs)
     with use(mesh):
-        rows = lambda tree: jax.tree.map(
+        shard = lambda tree: jax.tree.map(
             lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp")))), tree
         )
-        found = value_and_gradients(
+        actual = value_and_gradients(
             BACKENDS["splash"].attend,
-            *rows((q, k, v)),
-            given.replace(q_tokens=rows(where), k_tokens=rows(where)),
+            *shard((q, k, v)),
+            attention_inputs.replace(q_tokens=shard(tokens), k_tokens=shard(tokens)),
         )
-    assert len(found[0].sharding.device_set) == 8
-    compare(found, plain, atol=1e-4)
+    assert len(actual[0].sharding.device_set) == 8
+    compare(actual, expected, atol=1e-4)
 
 
 def test_alibi_in_bfloat16_is_exact():
-    """m s from features of eight bits, for every head of 24 and positions to 65,535, is that of float32 to its last two bits."""
+    """The product m s of a slope and a position is exact for 24 heads and positions to 65,535.
+
+    m and s are split into features of eight bits; without the split, bfloat16 would round them.
+    """
     positions = jnp.concatenate([jnp.arange(600), jnp.arange(65_000, 65_536)]).astype(jnp.int32)[
         None
     ]
@@ -143,55 +160,55 @@ def test_alibi_in_bfloat16_is_exact():
     q, k = (jnp.zeros((1, n, 24, 1), jnp.bfloat16) for n in (1, positions.size))
     q, k = with_slopes(q, k, slopes, positions)
     assert q.dtype == k.dtype == jnp.bfloat16
-    found = np.einsum("BTNF,BSNF->NS", *(np.asarray(x, np.float64) for x in (q, k)))
-    wanted = np.asarray(slopes, np.float64)[:, None] * np.asarray(positions, np.float64)
-    np.testing.assert_array_equal(found, wanted)
-    naive = np.asarray(slopes.astype(jnp.bfloat16), np.float64)[:, None] * np.asarray(
+    actual = np.einsum("BTNF,BSNF->NS", *(np.asarray(x, np.float64) for x in (q, k)))
+    expected = np.asarray(slopes, np.float64)[:, None] * np.asarray(positions, np.float64)
+    np.testing.assert_array_equal(actual, expected)
+    rounded = np.asarray(slopes.astype(jnp.bfloat16), np.float64)[:, None] * np.asarray(
         positions.astype(jnp.bfloat16), np.float64
     )
-    assert np.abs(naive - wanted).max() > 10
+    assert np.abs(rounded - expected).max() > 10
 
 
 def test_what_it_cannot_do_is_said():
     q, k, v = inputs()
-    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
+    base = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
     unordered = ORDERED.replace(order="")
-    custom = Mask(
+    even_distances = Mask(
         lambda q, k: (q.positions_BxT[:, :, None] + k.positions_BxS[:, None]) % 2 == 0, "even"
     )
-    refused = {
-        "the position scheme": given.replace(position=bound("t5", "decoder", ORDERED)),
-        "changes logits": given.replace(position=bound("alibi", "decoder", ORDERED), soft_cap=2.0),
-        "does not support dropout": given.replace(dropout=0.1, dropout_key=jax.random.key(0)),
-        "positions may be 65,536": given.replace(
+    unsupported = {
+        "the position scheme": base.replace(position=bound("t5", "decoder", ORDERED)),
+        "changes logits": base.replace(position=bound("alibi", "decoder", ORDERED), soft_cap=2.0),
+        "does not support dropout": base.replace(dropout=0.1, dropout_key=jax.random.key(0)),
+        "positions may be 65,536": base.replace(
             position=bound("alibi", "decoder", ORDERED),
             q_tokens=ORDERED.replace(order="growing"),
             k_tokens=ORDERED.replace(order="growing"),
         ),
-        "the mask": given.replace(mask=SAME_SEGMENT & CAUSAL & custom),
-        "does not support the mask": given.replace(mask=CAUSAL),
-        "is unknown": given.replace(q_tokens=unordered, k_tokens=unordered),
-        "the order of tokens": given.replace(q_tokens=ORDERED.replace(until_BxT=AT)),
+        "the mask": base.replace(mask=SAME_SEGMENT & CAUSAL & even_distances),
+        "does not support the mask": base.replace(mask=CAUSAL),
+        "is unknown": base.replace(q_tokens=unordered, k_tokens=unordered),
+        "the order of tokens": base.replace(q_tokens=ORDERED.replace(until_BxT=AT)),
     }
-    for words, one in refused.items():
-        assert words in BACKENDS["splash"].why_not(q, k, v, one), words
-    assert "multiples of 128" in BACKENDS["splash"].why_not(q[:, :200], k, v, given)
-    assert BACKENDS["splash"].why_not(q, k, v, given) is None
+    for reason, attention_inputs in unsupported.items():
+        assert reason in BACKENDS["splash"].why_not(q, k, v, attention_inputs), reason
+    assert "multiples of 128" in BACKENDS["splash"].why_not(q[:, :200], k, v, base)
+    assert BACKENDS["splash"].why_not(q, k, v, base) is None
 
 
 def test_a_tpu_takes_it_where_it_serves(monkeypatch):
     from transformer.model.attention_backends import splash
 
     q, k, v = inputs()
-    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
-    assert choose("auto", q, k, v, given) is BACKENDS["reference"].attend
+    attention_inputs = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
+    assert choose("auto", q, k, v, attention_inputs) is BACKENDS["reference"].attend
     for module in (attention_backends, splash):
         monkeypatch.setattr(module, "platform", lambda: "tpu")
-    with record() as found:
-        assert choose("auto", q, k, v, given) is BACKENDS["splash"].attend
-        dropout = given.replace(dropout=0.1, dropout_key=jax.random.key(0))
+    with record() as backends:
+        assert choose("auto", q, k, v, attention_inputs) is BACKENDS["splash"].attend
+        dropout = attention_inputs.replace(dropout=0.1, dropout_key=jax.random.key(0))
         assert choose("auto", q, k, v, dropout) is BACKENDS["reference"].attend
-    assert found == {
+    assert backends == {
         "splash": "",
         "reference": "splash: it does not support dropout on attention weights",
     }
@@ -201,18 +218,18 @@ def test_a_tpu_takes_it_where_it_serves(monkeypatch):
         is choose("auto", q, k, v, dropout)
         is BACKENDS["blockwise"].attend
     )
-    assert choose("reference", q, k, v, given) is BACKENDS["reference"].attend
+    assert choose("reference", q, k, v, attention_inputs) is BACKENDS["reference"].attend
     monkeypatch.undo()
     for module in (attention_backends, splash):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
-    assert choose("splash", q, k, v, given) is BACKENDS["reference"].attend
+    assert choose("splash", q, k, v, attention_inputs) is BACKENDS["reference"].attend
 
 
 def test_who_listens_inside_of_another_hears_for_himself():
     q, k, v = inputs()
-    given = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
+    attention_inputs = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
     with record() as outer:
         with record() as inner:
-            choose("blockwise", q, k, v, given)
-        choose("reference", q, k, v, given)
+            choose("blockwise", q, k, v, attention_inputs)
+        choose("reference", q, k, v, attention_inputs)
     assert inner == {"blockwise": ""} and outer == {"blockwise": "", "reference": ""}

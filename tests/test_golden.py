@@ -1,11 +1,10 @@
-"""The worked examples of the course material, number by number."""
+"""Worked examples from course material, checked number by number."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ALONE
-from flax.core import meta
 
 from transformer import ModelConfig, build_model
 from transformer.model.attention_backends import BACKENDS, Inputs
@@ -15,9 +14,11 @@ from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
 def attend(backend, q, k, v, mask=SAME_SEGMENT, scale=None):
     """One head: [T, d_k], [S, d_k], [S, d_v] -> [T, d_v]."""
     head = lambda x: jnp.asarray(x, jnp.float32)[None, :, None]
-    at = lambda x: Tokens(jnp.arange(len(x))[None], jnp.ones((1, len(x)), jnp.int32))
-    given = Inputs(mask, at(q), at(k), None, np.shape(q)[1] ** -0.5 if scale is None else scale)
-    return np.asarray(BACKENDS[backend].attend(head(q), head(k), head(v), given))[0, :, 0]
+    tokens = lambda x: Tokens(jnp.arange(len(x))[None], jnp.ones((1, len(x)), jnp.int32))
+    inputs = Inputs(
+        mask, tokens(q), tokens(k), None, np.shape(q)[1] ** -0.5 if scale is None else scale
+    )
+    return np.asarray(BACKENDS[backend].attend(head(q), head(k), head(v), inputs))[0, :, 0]
 
 
 @pytest.mark.parametrize("backend", ALONE)
@@ -40,49 +41,52 @@ def test_three_tokens_of_one_dimension(backend):
 
 
 def test_the_causal_mask_of_four():
-    at = Tokens(jnp.arange(4)[None], jnp.ones((1, 4), jnp.int32))
-    np.testing.assert_array_equal(CAUSAL(at, at)[0], np.tril(np.ones((4, 4))))
+    tokens = Tokens(jnp.arange(4)[None], jnp.ones((1, 4), jnp.int32))
+    np.testing.assert_array_equal(CAUSAL(tokens, tokens)[0], np.tril(np.ones((4, 4))))
 
 
 @pytest.mark.parametrize("backend", ALONE)
 def test_a_large_negative_number_and_exact_zeros_are_the_same_mask(backend):
-    """The additive mask of the notes, finite so that no NaN is bred, gives weights of exactly zero, as ours does."""
+    """The additive mask of the notes gives weights of exactly zero, like the boolean mask.
+
+    Its large negative number is finite, so that it cannot cause NaN.
+    """
     generator = np.random.default_rng(0)
     q, k = generator.normal(size=(2, 4, 3))
-    ours = attend(backend, q, k, np.eye(4), CAUSAL)
+    weights = attend(backend, q, k, np.eye(4), CAUSAL)
     logits = q @ k.T * 3**-0.5 + np.where(np.tril(np.ones((4, 4))), 0, -1e9)
-    theirs = np.exp(logits - logits.max(1, keepdims=True))
-    theirs /= theirs.sum(1, keepdims=True)
-    np.testing.assert_array_equal(ours == 0, np.triu(np.ones((4, 4)), 1))
-    np.testing.assert_array_equal(theirs == 0, np.triu(np.ones((4, 4)), 1))
-    np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    expected = np.exp(logits - logits.max(1, keepdims=True))
+    expected /= expected.sum(1, keepdims=True)
+    np.testing.assert_array_equal(weights == 0, np.triu(np.ones((4, 4)), 1))
+    np.testing.assert_array_equal(expected == 0, np.triu(np.ones((4, 4)), 1))
+    np.testing.assert_allclose(weights, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(("d_model", "heads", "length", "d_k"), [(8, 2, 3, 4), (1024, 16, 128, 64)])
 def test_shapes(d_model, heads, length, d_k):
     config = ModelConfig(
-        family="decoder", vocab_size=11, d_model=d_model, d_ff=d_model, num_heads=heads, num_decoder_layers=1, max_length=length,
-        scan_layers=False,
+        family="decoder", vocab_size=11, d_model=d_model, d_ff=d_model, num_heads=heads,
+        num_decoder_layers=1, max_length=length, scan_layers=False,
     )  # fmt: skip
     x = jax.ShapeDtypeStruct((1, length), jnp.int32)
     model = build_model(config)
-    params = meta.unbox(jax.eval_shape(model.init, jax.random.key(0), x))
-    attention = params["params"]["decoder"]["layers_0"]["self_attention"]
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    attention = params["decoder"]["layers_0"]["self_attention"]
     assert config.head_size == d_k
     for part in ("query", "key", "value"):
         assert attention[part]["kernel"].shape == (d_model, heads, d_k)
-    assert attention["out"]["kernel"].shape == (
-        heads,
-        d_k,
-        d_model,
-    )  # h d_k x d_model, once the heads are concatenated
+    # h d_k x d_model for concatenated heads
+    assert attention["out"]["kernel"].shape == (heads, d_k, d_model)
     jaxpr = str(jax.make_jaxpr(model.apply)(params, x))
-    assert f"f32[1,{heads},1,{length},{length}]" in jaxpr  # a score for every pair, in every head
+    assert f"f32[1,{heads},1,{length},{length}]" in jaxpr  # a logit for every pair and head
     assert jax.eval_shape(model.apply, params, x).shape == (1, length, 11)
 
 
 def test_heads_concatenated_or_summed_are_the_same():
-    """W_O over all heads at once (J&M 9.20) is the sum over heads of each one's own part of it (MIT 6.390, eq. 9.9)."""
+    """W_O on concatenated heads (J&M 9.20) equals the sum over heads of W_O's part for each head.
+
+    The sum is eq. 9.9 of MIT 6.390.
+    """
     generator = np.random.default_rng(0)
     heads, w = generator.normal(size=(5, 4, 3)), generator.normal(size=(4, 3, 8))
     np.testing.assert_allclose(
@@ -91,7 +95,7 @@ def test_heads_concatenated_or_summed_are_the_same():
 
 
 def test_disentangled_attention_is_that_of_the_authors():
-    """One attention sublayer against Transformers' DeBERTa, whose code is the authors'."""
+    """Compares one attention sublayer with Hugging Face's DeBERTa, which is the authors' code."""
     torch = pytest.importorskip("torch", reason="the test extra brings it")
     deberta = pytest.importorskip(
         "transformers.models.deberta.modeling_deberta", reason="the test extra brings it"
@@ -103,8 +107,8 @@ def test_disentangled_attention_is_that_of_the_authors():
     from transformer.model.mixers.attention import Attention
     from transformer.model.positions import build
 
-    n, h, d, most, length = 4, 4, 16, 3, 7
-    spec = {"name": "deberta", "max_distance": most}
+    n, h, d, max_distance, length = 4, 4, 16, 3, 7
+    spec = {"name": "deberta", "max_distance": max_distance}
     config = small(
         "encoder",
         position=spec,
@@ -114,37 +118,39 @@ def test_disentangled_attention_is_that_of_the_authors():
         scan_layers=False,
     )
     _, params = make(config)
-    own, table = (
-        params["params"]["encoder"]["layers_0"]["self_attention"],
-        params["params"]["encoder"]["relative_embedding"],
+    weights, table = (
+        params["encoder"]["layers_0"]["self_attention"],
+        params["encoder"]["relative_embedding"],
     )
-    theirs = deberta.DisentangledSelfAttention(deberta.DebertaConfig(
-        hidden_size=d, num_attention_heads=n, relative_attention=True, pos_att_type=["c2p", "p2c"], max_relative_positions=most,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    reference = deberta.DisentangledSelfAttention(deberta.DebertaConfig(
+        hidden_size=d, num_attention_heads=n, relative_attention=True, pos_att_type=["c2p", "p2c"],
+        max_relative_positions=max_distance, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )).eval()  # fmt: skip
-    kernel = lambda name: np.asarray(own[name]["kernel"])  # [d, n, h]
+    kernel = lambda name: np.asarray(weights[name]["kernel"])  # [d, n, h]
     flat = lambda x: torch.tensor(np.ascontiguousarray(np.asarray(x).reshape(d, n * h).T))
     with torch.no_grad():
-        each = np.concatenate(
-            [kernel(name) for name in ("query", "key", "value")], axis=-1
-        )  # a head's three, side by side
-        theirs.in_proj.weight.copy_(
-            torch.tensor(np.ascontiguousarray(each.reshape(d, 3 * n * h).T))
+        # q, k and v of a head are adjacent
+        qkv = np.concatenate([kernel(name) for name in ("query", "key", "value")], axis=-1)
+        reference.in_proj.weight.copy_(
+            torch.tensor(np.ascontiguousarray(qkv.reshape(d, 3 * n * h).T))
         )
-        theirs.pos_proj.weight.copy_(flat(own["relative_key"]))
-        theirs.pos_q_proj.weight.copy_(flat(own["relative_query"]))
-        theirs.pos_q_proj.bias.zero_()
+        reference.pos_proj.weight.copy_(flat(weights["relative_key"]))
+        reference.pos_q_proj.weight.copy_(flat(weights["relative_query"]))
+        reference.pos_q_proj.bias.zero_()
         x = np.random.default_rng(0).standard_normal((2, length, d)).astype(np.float32)
-        at = torch.arange(length)
-        wanted = theirs(
-            torch.tensor(x), torch.ones(2, 1, length, length), relative_pos=(at[:, None] - at[None])[None], rel_embeddings=torch.tensor(np.asarray(table)),
+        index = torch.arange(length)
+        expected = reference(
+            torch.tensor(x), torch.ones(2, 1, length, length),
+            relative_pos=(index[:, None] - index[None])[None],
+            rel_embeddings=torch.tensor(np.asarray(table)),
         )[0].numpy()  # fmt: skip
-    where = Tokens(jnp.arange(length)[None], jnp.ones((2, length), jnp.int32))
-    position = build(config.position).replace(table_RxD=table).at(where.positions_BxT)
+    tokens = Tokens(jnp.arange(length)[None], jnp.ones((2, length), jnp.int32))
+    position = build(config.position).replace(table_RxD=table).at(tokens.positions_BxT)
     attention = Attention(config, "encoder", 1.0, 1.0)
-    eye = {"out": {"kernel": jnp.eye(d).reshape(n, h, d)}}
-    found, _ = attention.apply(
-        {"params": own | eye}, x, Context(where, where), position, None, True
+    identity_out = {"out": {"kernel": jnp.eye(d).reshape(n, h, d)}}
+    actual, _ = attention.apply(
+        {"params": weights | identity_out}, x, Context(tokens, tokens), position, None, True
     )
-    assert length > most  # so that distances are clipped
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    assert length > max_distance  # so that distances are clipped
+    np.testing.assert_allclose(actual, expected, atol=2e-5)

@@ -1,4 +1,4 @@
-"""Rows in groups: TPUs' kernels, interpreted, against a product for each group."""
+"""Grouped matrix products: `ragged_dot` and interpreted TPU kernels against a loop over rows."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from transformer.model.grouped import grouped_product, megablox_product
 
 HOW = {
     "ragged_dot": grouped_product,
-    "kernels": lambda *given: megablox_product(*given, interpret=True),
+    "kernels": lambda *args: megablox_product(*args, interpret=True),
 }
 
 
@@ -17,24 +17,24 @@ HOW = {
 @pytest.mark.parametrize(
     ("rows", "inner", "outer", "sizes"),
     [
-        (40, 24, 36, (7, 0, 20)),  # the last 13 rows are nobody's
-        (600, 130, 96, (3, 500, 10)),  # more than a tile
+        (40, 24, 36, (7, 0, 20)),  # the last 13 rows belong to no group
+        (600, 130, 96, (3, 500, 10)),  # more rows than a tile
         (64, 16, 8, (0, 0, 0)),
         (1000, 16, 8, (400, 600, 0)),
     ],
 )
 def test_each_row_meets_its_groups_matrix_alone(how, rows, inner, outer, sizes):
-    """Values and gradients; what rows and gradients of nobody hold reaches nothing."""
+    """Checks values and gradients. Rows without a group, and their gradients, affect nothing."""
     rng, total = np.random.default_rng(0), sum(sizes)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    x, w, d = draw(rows, inner), draw(3, inner, outer), draw(rows, outer)
+    x, w, dy = draw(rows, inner), draw(3, inner, outer), draw(rows, outer)
     x[total:] = np.nan if how == "kernels" else 1e3  # ragged_dot on CPUs multiplies them by zero
     y, back = jax.vjp(lambda x, w: HOW[how](x, w, jnp.array(sizes)), jnp.asarray(x), jnp.asarray(w))
-    found = (y, *back(jnp.asarray(d)))
+    actual = (y, *back(jnp.asarray(dy)))
     group = np.repeat(range(3), sizes)
-    wanted_y, wanted_dx, wanted_dw = np.zeros_like(d), np.zeros_like(x), np.zeros_like(w)
+    expected_y, expected_dx, expected_dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
     for n, g in enumerate(group):
-        wanted_y[n], wanted_dx[n] = x[n] @ w[g], w[g] @ d[n]
-        wanted_dw[g] += np.outer(x[n], d[n])
-    for one, wanted in zip(found, (wanted_y, wanted_dx, wanted_dw), strict=True):
-        np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-4)
+        expected_y[n], expected_dx[n] = x[n] @ w[g], w[g] @ dy[n]
+        expected_dw[g] += np.outer(x[n], dy[n])
+    for array, expected in zip(actual, (expected_y, expected_dx, expected_dw), strict=True):
+        np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-4)

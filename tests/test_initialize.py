@@ -1,4 +1,4 @@
-"""Pre-train, then fine-tune: a run that starts from the parameters of another, or of a Hugging Face directory."""
+"""Fine-tuning: a run starts from the parameters of another run or of a Hugging Face directory."""
 
 import dataclasses
 
@@ -26,7 +26,10 @@ MODEL = sized("decoder", vocab_size=512, max_length=32, position="learned", logi
 def experiment(model=(), train=(), data=()):
     return from_mapping(Experiment, {
         "model": {**MODEL, **dict(model)},
-        "data": {"corpus": "pydoc", "length": 16, "batch_size": 8, "held_out": 4, "tokenizer": {"kind": "bpe"}, **dict(data)},
+        "data": {
+            "corpus": "pydoc", "length": 16, "batch_size": 8, "held_out": 4,
+            "tokenizer": {"kind": "bpe"}, **dict(data),
+        },
         "optimizer": {"warmup_steps": 2}, "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
         "train": {"steps": 3, "tensorboard": False, "eval_batches": 1, **dict(train)},
     })  # fmt: skip
@@ -34,7 +37,7 @@ def experiment(model=(), train=(), data=()):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of three steps, and its parameters by the names of unrolled layers."""
+    """The directory of a run of three steps, and its parameters by unrolled name."""
     workdir, config = tmp_path_factory.mktemp("run") / "run", experiment()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
@@ -43,7 +46,7 @@ def trained(tmp_path_factory):
 
 
 def states(config):
-    """(abstract, shardings) of a config on its mesh."""
+    """Returns (abstract state, shardings) of a config on its mesh."""
     with use(make_mesh(config.mesh)) as mesh:
         return abstract_state(
             config, build_model(config.model), build_optimizer(config.optimizer, 3), mesh
@@ -61,34 +64,34 @@ def unstack(model: ModelConfig, params):
 
 
 def started(config):
-    """(parameters newly initialised, parameters after starting from another's), by unrolled names."""
+    """Returns (newly initialized parameters, parameters after `start_from`), by unrolled name."""
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 3)
         _, placed = abstract_state(config, model, optimizer, mesh)
         fresh = init_state(config, model, optimizer, placed)
-        found = start_from(config, fresh, placed, mesh)
+        initialized = start_from(config, fresh, placed, mesh)
         jax.tree.map(
-            lambda x, s: None if x.sharding == s else pytest.fail("moved"),
-            found.params,
+            lambda x, s: None if x.sharding == s else pytest.fail("the sharding changed"),
+            initialized.params,
             placed.params,
         )
-        return unstack(config.model, fresh.params), unstack(config.model, found.params)
+        return unstack(config.model, fresh.params), unstack(config.model, initialized.params)
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_run_starts_from_another_whatever_the_layout(trained, scan):
-    workdir, before = trained
-    fresh, found = started(
+    workdir, pretrained = trained
+    fresh, initialized = started(
         experiment({"scan_layers": scan}, {"init_from": str(workdir), "ema_decay": 0.9})
     )
-    assert found.keys() == before.keys()
-    assert max(np.abs(fresh[name] - before[name]).max() for name in before) > 1e-3
-    for name, x in before.items():
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    assert initialized.keys() == pretrained.keys()
+    assert max(np.abs(fresh[name] - pretrained[name]).max() for name in pretrained) > 1e-3
+    for name, x in pretrained.items():
+        np.testing.assert_array_equal(initialized[name], x, err_msg=name)
 
 
 def test_heads_are_dropped_and_added_by_name(trained):
-    workdir, before = trained
+    workdir, pretrained = trained
     model = {"lm_head": False, "num_labels": 3, "pooling": "last", "logit_bias": False}
     data = {"objective": "classification", "packing": False}
     with pytest.raises(
@@ -96,37 +99,41 @@ def test_heads_are_dropped_and_added_by_name(trained):
         match=r"has no classifier/labels/bias, classifier/labels/kernel; name in train\.init_new",
     ):
         started(experiment(model, {"init_from": str(workdir)}, data))
-    named = {"init_from": str(workdir), "init_new": ("classifier/*",)}
+    train = {"init_from": str(workdir), "init_new": ("classifier/*",)}
     with pytest.raises(
         UserError, match=r"this model has no parameter unembedding/bias; name in train\.init_drop"
     ):
-        started(experiment(model, named, data))
-    fresh, found = started(experiment(model, named | {"init_drop": ("unembedding/*",)}, data))
+        started(experiment(model, train, data))
+    fresh, initialized = started(experiment(model, train | {"init_drop": ("unembedding/*",)}, data))
     np.testing.assert_array_equal(
-        found["classifier/labels/kernel"], fresh["classifier/labels/kernel"]
+        initialized["classifier/labels/kernel"], fresh["classifier/labels/kernel"]
     )
-    np.testing.assert_array_equal(found["embedding/embedding"], before["embedding/embedding"])
-    assert np.abs(fresh["embedding/embedding"] - before["embedding/embedding"]).max() > 1e-3
+    np.testing.assert_array_equal(
+        initialized["embedding/embedding"], pretrained["embedding/embedding"]
+    )
+    assert np.abs(fresh["embedding/embedding"] - pretrained["embedding/embedding"]).max() > 1e-3
 
 
 def test_a_table_of_positions_is_extended_or_stretched(trained):
-    workdir, before = trained
+    workdir, pretrained = trained
     longer, name = {"max_length": 64}, "decoder/position_embedding"
     with pytest.raises(
         UserError, match=rf"{name} is 32x16 in .* and 64x16 here; set train\.init_positions"
     ):
         started(experiment(longer, {"init_from": str(workdir)}))
-    fresh, found = started(
+    fresh, initialized = started(
         experiment(longer, {"init_from": str(workdir), "init_positions": "extend"})
     )
-    np.testing.assert_array_equal(found[name][:32], before[name])
-    np.testing.assert_array_equal(found[name][32:], fresh[name][32:])
-    _, found = started(
+    np.testing.assert_array_equal(initialized[name][:32], pretrained[name])
+    np.testing.assert_array_equal(initialized[name][32:], fresh[name][32:])
+    _, initialized = started(
         experiment(longer, {"init_from": str(workdir), "init_positions": "interpolate"})
     )
-    at = (np.arange(64) + 0.5) / 2 - 0.5
-    wanted = np.stack([np.interp(at, np.arange(32), column) for column in before[name].T], axis=1)
-    np.testing.assert_allclose(found[name], wanted, atol=1e-6)
+    positions = (np.arange(64) + 0.5) / 2 - 0.5
+    expected = np.stack(
+        [np.interp(positions, np.arange(32), column) for column in pretrained[name].T], axis=1
+    )
+    np.testing.assert_allclose(initialized[name], expected, atol=1e-6)
 
 
 def test_a_hugging_face_directory(tmp_path):
@@ -140,9 +147,9 @@ def test_a_hugging_face_directory(tmp_path):
     _, params = make(config)
     save_hf(tmp_path / "hf", config, params, family="gpt2")
     model = {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}
-    _, found = started(experiment(model, {"init_from": str(tmp_path / "hf")}))
-    for name, x in unstack(config, params["params"]).items():
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    _, initialized = started(experiment(model, {"init_from": str(tmp_path / "hf")}))
+    for name, x in unstack(config, params).items():
+        np.testing.assert_array_equal(initialized[name], x, err_msg=name)
 
 
 def test_the_loop_starts_there_and_refuses_other_pieces(trained, tmp_path):

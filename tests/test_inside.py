@@ -1,4 +1,4 @@
-"""Where heads look, and the page that shows it."""
+"""Statistics of attention heads, and the page that `inspect` writes."""
 
 import json
 import re
@@ -25,56 +25,62 @@ T = 12
 
 def told(q_TxNxH, k_TxNxH, segments=None, **given):
     positions = jnp.arange(T)[None]
-    where = Tokens(
+    tokens = Tokens(
         positions,
         jnp.ones((1, T), jnp.int32) if segments is None else jnp.asarray(segments)[None],
         order="rows",
     )
-    inputs = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0, **given)
+    inputs = Inputs(SAME_SEGMENT & CAUSAL, tokens, tokens, None, 1.0, **given)
     return attention_statistics.heads(
         jnp.asarray(q_TxNxH, jnp.float32)[None], jnp.asarray(k_TxNxH, jnp.float32)[None], inputs
     )
 
 
 def test_heads_that_are_known_to_look_somewhere():
-    """Keys say where they stand; each head's queries ask for a place: nowhere, the one before, the first, half a row less one back."""
-    eye, ask = np.eye(T), lambda place: 50.0 * np.eye(T)[np.maximum(place, 0)]
-    at = np.arange(T)
-    q = np.stack([np.zeros((T, T)), ask(at - 1), ask(0 * at), ask(at - (T // 2 - 1))], axis=1)
-    found = {name: np.asarray(x) for name, x in told(q, np.repeat(eye[:, None], 4, axis=1)).items()}
-    queries = np.arange(1, T)  # the first has no choice
-    assert found["entropy"] == pytest.approx([np.mean(np.log(queries + 1)), 0, 0, 0], abs=1e-4)
-    assert found["sink"] == pytest.approx([np.mean(1 / (queries + 1)), 1 / 11, 1, 5 / 11], abs=1e-4)
-    assert found["distance"] == pytest.approx(
+    """Keys are one-hot positions, and each head's queries select a position.
+
+    Head 0 selects none, head 1 the previous one, head 2 the first, head 3 the one T / 2 - 1 back.
+    """
+    eye, select = np.eye(T), lambda positions: 50.0 * np.eye(T)[np.maximum(positions, 0)]
+    index = np.arange(T)
+    q = np.stack(
+        [np.zeros((T, T)), select(index - 1), select(0 * index), select(index - (T // 2 - 1))],
+        axis=1,
+    )
+    stats = {name: np.asarray(x) for name, x in told(q, np.repeat(eye[:, None], 4, axis=1)).items()}
+    queries = np.arange(1, T)  # the first query only attends to itself
+    assert stats["entropy"] == pytest.approx([np.mean(np.log(queries + 1)), 0, 0, 0], abs=1e-4)
+    assert stats["sink"] == pytest.approx([np.mean(1 / (queries + 1)), 1 / 11, 1, 5 / 11], abs=1e-4)
+    assert stats["distance"] == pytest.approx(
         [np.mean(queries / 2), 1, np.mean(queries), np.mean(np.minimum(queries, 5))], abs=1e-4
     )
-    assert found["previous"][1] == pytest.approx(1) and found["previous"][2] == pytest.approx(
+    assert stats["previous"][1] == pytest.approx(1) and stats["previous"][2] == pytest.approx(
         1 / 11, abs=1e-4
     )
-    assert found["repeated"][[1, 3]] == pytest.approx([0, 1], abs=1e-4)
-    assert found["logit"] == pytest.approx([0, 50, 50, 50])
+    assert stats["repeated"][[1, 3]] == pytest.approx([0, 1], abs=1e-4)
+    assert stats["logit"] == pytest.approx([0, 50, 50, 50])
 
 
 def test_what_a_head_may_not_see_does_not_count():
-    draw = np.random.default_rng(0)
-    q, k = draw.normal(size=(2, T, 4, 8))
-    alone = told(q, k)
+    generator = np.random.default_rng(0)
+    q, k = generator.normal(size=(2, T, 4, 8))
+    unmasked = told(q, k)
     poisoned = k.copy()
     poisoned[8:] = 1e3
     segments = np.array([1] * 8 + [0] * 4)
-    here, there = told(q, k, segments), told(q, poisoned, segments)
-    for name, values in here.items():
-        assert np.array_equal(values, there[name])
-        assert name == "logit" or not np.allclose(values, alone[name], rtol=1e-3)
+    masked, masked_poisoned = told(q, k, segments), told(q, poisoned, segments)
+    for name, values in masked.items():
+        assert np.array_equal(values, masked_poisoned[name])
+        assert name == "logit" or not np.allclose(values, unmasked[name], rtol=1e-3)
     with_sink = told(q, k, sink_N=jnp.full(4, 2.0))
-    assert np.all(with_sink["sink"] > alone["sink"]) and np.all(
-        with_sink["entropy"] != alone["entropy"]
+    assert np.all(with_sink["sink"] > unmasked["sink"]) and np.all(
+        with_sink["entropy"] != unmasked["entropy"]
     )
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_numbers_are_those_of_the_maps(family, monkeypatch):
-    """By blocks of queries, of documents that share a row; against the weights themselves."""
+    """Statistics of packed documents, computed in query blocks, match the attention weights."""
     monkeypatch.setattr(attention_statistics, "BLOCK", 8)
     model, params = make(small(family, position="alibi"))
     target = tokens(0, 2, 20)
@@ -84,45 +90,47 @@ def test_numbers_are_those_of_the_maps(family, monkeypatch):
     if family == "encoder_decoder":
         args = tokens(1, 2, 17), target
         source = {"source_segment_ids": jnp.asarray([[1] * 9 + [2] * 8, [1] * 17])}
-    _, seen = model.apply(
+    _, watched = model.apply(
         params, *args, positions=positions, segment_ids=segments, **source, mutable=list(WATCHED)
     )
-    weights = np.asarray(seen["maps"]["decoder"]["layers"]["self_attention"]["weights"][0])
-    heads = seen["heads"]["decoder"]["layers"]["self_attention"]["heads"][0]
+    weights = np.asarray(watched["maps"]["decoder"]["layers"]["self_attention"]["weights"][0])
+    heads = watched["heads"]["decoder"]["layers"]["self_attention"]["heads"][0]
     assert weights.shape == (2, 2, 4, 20, 20)
-    chooses = np.array(
+    has_choice = np.array(
         [
-            [at > 0 and s > 0 for at, s in zip(*row, strict=True)]
+            [position > 0 and segment > 0 for position, segment in zip(*row, strict=True)]
             for row in zip(positions, segments, strict=True)
         ]
     )
-    per_query = np.moveaxis(weights, 2, 1)[:, :, chooses]  # [L, N, queries, S]
+    per_query = np.moveaxis(weights, 2, 1)[:, :, has_choice]  # [L, N, queries, S]
     positions = np.asarray(positions)
-    back = np.abs(positions[:, :, None] - positions[:, None, :])[chooses]
-    first = ((positions == 0)[:, None, :] & np.ones((1, 20, 1), bool))[chooses]
-    assert heads["distance"] == pytest.approx(np.mean(np.sum(per_query * back, -1), -1), rel=1e-4)
-    assert heads["sink"] == pytest.approx(np.mean(np.sum(per_query * first, -1), -1), rel=1e-4)
+    distance = np.abs(positions[:, :, None] - positions[:, None, :])[has_choice]
+    is_first = ((positions == 0)[:, None, :] & np.ones((1, 20, 1), bool))[has_choice]
+    assert heads["distance"] == pytest.approx(
+        np.mean(np.sum(per_query * distance, -1), -1), rel=1e-4
+    )
+    assert heads["sink"] == pytest.approx(np.mean(np.sum(per_query * is_first, -1), -1), rel=1e-4)
     assert heads["entropy"] == pytest.approx(
         -np.mean(np.sum(per_query * np.log(np.maximum(per_query, 1e-30)), -1), -1), rel=1e-4
     )
-    assert meta.unbox(seen["streams"])["decoder"]["layers"]["after"][0].shape == (2, 2, 20, 16)
+    assert meta.unbox(watched["streams"])["decoder"]["layers"]["after"][0].shape == (2, 2, 20, 16)
 
 
 def test_layers_without_heads_keep_their_numbers(tmp_path):
-    """Of three layers, the second alone has attention."""
+    """Only the second of three layers has attention."""
     (tmp_path / "run.py").write_text(RUN)
     pattern = "({'mixer': 'lstm'}, {}, {'mixer': 'lstm'})"
     changes = [f"--config.model.layer_pattern={pattern}", "--config.model.num_decoder_layers=3"]
-    at = f"--workdir={tmp_path}/run"
-    assert main(["train", f"--config={tmp_path}/run.py:decoder", at, *changes]) == 0
+    workdir = f"--workdir={tmp_path}/run"
+    assert main(["train", f"--config={tmp_path}/run.py:decoder", workdir, *changes]) == 0
     config = load_config(tmp_path / "run")
     with use(make_mesh(config.mesh)) as mesh:
         trained = load_trained(tmp_path / "run", config, mesh)
         view = observe_text(trained, mesh, "The assert statement")
-    (only,) = view.maps
-    assert only.layers == [1] and len(only.weights_LxNxTxS) == 1
+    (attention_map,) = view.maps
+    assert attention_map.layers == [1] and len(attention_map.weights_LxNxTxS) == 1
     assert len(view.lens_L) == 3
-    layers = {name: of["layer"] for name, of in view.sizes.items()}
+    layers = {name: sizes["layer"] for name, sizes in view.sizes.items()}
     assert layers["decoder lstm"] == [0, 2] and layers["decoder self_attention"] == [1]
     assert layers["decoder feed_forward"] == [0, 1, 2]
     text = page(view, "title", [])
@@ -133,13 +141,22 @@ def test_layers_without_heads_keep_their_numbers(tmp_path):
 
 RUN = """
 def get_config(family):
-    objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "span_corruption"}[family]
+    objective = {
+        "decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "span_corruption"
+    }[family]
     layers = {f"num_{side}_layers": 2 for side in ("encoder", "decoder") if side in family}
     size = {"d_model": 16, "d_ff": 32, "num_heads": 4, **layers}
     return {
-        "model": {"family": family, "vocab_size": 512, "max_length": 32, "norm_placement": "post", **size},
-        "data": {"corpus": "pydoc", "objective": objective, "length": 16, "batch_size": 16, "held_out": 4, "tokenizer": {"kind": "bpe"}},
-        "optimizer": {"warmup_steps": 2}, "train": {"steps": 2, "tensorboard": False}, "mesh": {"data": 1},
+        "model": {
+            "family": family, "vocab_size": 512, "max_length": 32, "norm_placement": "post", **size
+        },
+        "data": {
+            "corpus": "pydoc", "objective": objective, "length": 16, "batch_size": 16,
+            "held_out": 4, "tokenizer": {"kind": "bpe"},
+        },
+        "optimizer": {"warmup_steps": 2},
+        "train": {"steps": 2, "tensorboard": False},
+        "mesh": {"data": 1},
     }
 """
 
@@ -149,8 +166,8 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
     (tmp_path / "run.py").write_text(RUN)
     folder = tmp_path / "run"
     assert main(["train", f"--config={tmp_path}/run.py:{family}", f"--workdir={folder}"]) == 0
-    more = ["--target=a <list> of"] if family == "encoder_decoder" else []
-    assert main(["inspect", f"--workdir={folder}", "--text=The <assert> statement", *more]) == 0
+    target = ["--target=a <list> of"] if family == "encoder_decoder" else []
+    assert main(["inspect", f"--workdir={folder}", "--text=The <assert> statement", *target]) == 0
     text = (folder / "inspect.html").read_text()
     assert (
         "<assert>" not in text
@@ -158,12 +175,13 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
         and not re.search(r"(src|href)=['\"]?http", text)
     )
     maps = [
-        json.loads(one) for one in re.findall(r"<script type=application/json>(.*?)</script>", text)
+        json.loads(data)
+        for data in re.findall(r"<script type=application/json>(.*?)</script>", text)
     ]
     assert len(maps) == (3 if family == "encoder_decoder" else 1)
-    for one in maps:
-        layers, heads, queries, keys = one["shape"]
-        assert (layers, heads, queries, keys) == (2, 4, len(one["queries"]), len(one["keys"]))
+    for data in maps:
+        layers, heads, queries, keys = data["shape"]
+        assert (layers, heads, queries, keys) == (2, 4, len(data["queries"]), len(data["keys"]))
     if family == "encoder_decoder":
         assert (
             maps[2]["keys"] == maps[0]["keys"]
@@ -174,7 +192,7 @@ def test_inspect_writes_one_page(family, tmp_path, capsys):
     for arguments, message in (
         (["--text= "], "--text: empty"),
         (["--text=a", "--output=/nowhere/x.html"], "its folder does not exist"),
-        *(() if more else ((["--text=a", "--target=b"], "takes one text"),)),
+        *(() if target else ((["--text=a", "--target=b"], "takes one text"),)),
     ):
         assert main(["inspect", f"--workdir={folder}", *arguments]) == 2
         assert message in capsys.readouterr().err

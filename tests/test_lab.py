@@ -1,4 +1,4 @@
-"""The laboratory: the guard, runs trained together, whole sweeps."""
+"""The laboratory: runs that are trained together, and whole sweeps."""
 
 import dataclasses
 import io
@@ -22,14 +22,14 @@ from transformer.mapping import to_mapping
 from transformer.runs.loop import train
 from transformer.runs.metrics import read_metrics
 
-# ---- the guard
-
-
-# ---- runs together
+# ---- Runs that are trained together
 
 
 def test_runs_together_equal_runs_alone(tmp_path):
-    """Seeds, rates, decay and dropout, each in its place; a run that diverges takes no other along; three devices take two runs each."""
+    """Each run has its own seed, learning rate, weight decay and dropout.
+
+    A run that diverges does not affect the others. Each of six devices trains one run.
+    """
     numbers = [
         (0, 1e-3, 0.1, 0.1),
         (1, 1e-3, 0.1, 0.1),
@@ -39,35 +39,37 @@ def test_runs_together_equal_runs_alone(tmp_path):
         (0, 1e30, 0.1, 0.1),
     ]
     configs = [
-        experiment(**dict(zip([field.replace(".", "__") for field in NUMBERS], one, strict=True)))
-        for one in numbers
+        experiment(
+            **dict(zip([field.replace(".", "__") for field in NUMBERS], values, strict=True))
+        )
+        for values in numbers
     ]
     folders = [tmp_path / "together" / str(n) for n in range(len(configs))]
-    done = train_together(configs, folders)
-    assert done[:5] == [8] * 5 and done[5] < 8
+    steps = train_together(configs, folders)
+    assert steps[:5] == [8] * 5 and steps[5] < 8
     for n in range(5):
-        alone = tmp_path / "alone" / str(n)
+        folder_alone = tmp_path / "alone" / str(n)
         train(
             dataclasses.replace(configs[n], mesh=dataclasses.replace(configs[n].mesh, data=1)),
-            alone,
+            folder_alone,
         )
-        ours, theirs = read_metrics(folders[n]), read_metrics(alone)
-        assert [line["step"] for line in ours] == [line["step"] for line in theirs] and len(
-            ours
-        ) == 6
-        for a, b in zip(ours, theirs, strict=True):
-            same = [key for key in a if not key.startswith(("time/", "memory/"))]
+        together_lines, alone_lines = read_metrics(folders[n]), read_metrics(folder_alone)
+        assert [line["step"] for line in together_lines] == [
+            line["step"] for line in alone_lines
+        ] and len(together_lines) == 6
+        for a, b in zip(together_lines, alone_lines, strict=True):
+            keys = [key for key in a if not key.startswith(("time/", "memory/"))]
             np.testing.assert_allclose(
-                [a[key] for key in same], [b[key] for key in same], rtol=2e-4, err_msg=str(n)
+                [a[key] for key in keys], [b[key] for key in keys], rtol=2e-4, err_msg=str(n)
             )
     losses = [read_metrics(folder)[-1]["eval/loss"] for folder in folders[:5]]
-    assert len(set(losses)) == 5, "every number matters"
+    assert len(set(losses)) == 5, "every number has an effect"
     assert any(line.get("train/diverged") for line in read_metrics(folders[5]))
     assert json.loads((folders[0] / "manifest.json").read_text())["trained_together"] == 6
 
 
 def test_runs_together_go_on(tmp_path):
-    """Cut off after a checkpoint; not where one is further than the other."""
+    """Runs resume together from a checkpoint, but not from different steps."""
     shorter = [
         experiment(
             seed=s, train__checkpoint_every=4, optimizer__schedule="constant", train__steps=4
@@ -104,26 +106,29 @@ def test_what_is_no_number_is_trained_apart():
         alike(experiment(model__dropout=0.1))
         == alike(experiment(model__dropout=0.2))
         != alike(base)
-    )  # none is another program
+    )  # zero dropout gives another program
     assert alike(experiment(mesh__tensor=2)) is None
     with pytest.raises(ValueError, match="more than numbers"):
         train_together([base, experiment(model__d_ff=48)], [None, None])
 
 
-# ---- whole sweeps
+# ---- Whole sweeps
 
 FILE = """
 from transformer import *
 def get_config():
     return CONFIG
 def sweep():
-    return Sweep(vary("optimizer.learning_rate", low=1e-3, wild=1e30), seeds=2, question="Does a rate without measure train?")
+    return Sweep(
+        vary("optimizer.learning_rate", low=1e-3, wild=1e30), seeds=2,
+        question="Does an excessive learning rate train?",
+    )
 """
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """A sweep of two arms and two seeds, one arm of which diverges, run by the command line."""
+    """The folder, command and result of a sweep of two arms and two seeds; one arm diverges."""
     home = tmp_path_factory.mktemp("sweep")
     config = to_mapping(experiment())
     config["model"] |= {"d_head": 0, "num_kv_heads": 0}
@@ -134,7 +139,7 @@ def swept(tmp_path_factory):
     }
     environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
 
-    def sweep(*more):
+    def sweep(*options):
         command = [
             sys.executable,
             "-m",
@@ -142,7 +147,7 @@ def swept(tmp_path_factory):
             "sweep",
             f"--config={home / 'x.py'}",
             f"--workdir={home / 'runs'}",
-            *more,
+            *options,
         ]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -159,14 +164,14 @@ def test_a_sweep_ends_with_every_run_over(swept):
     )
     assert all((folder / "low" / f"seed-{seed}" / "test.json").exists() for seed in (0, 1))
     before = sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
-    again = sweep("--dry-run")
+    dry_run = sweep("--dry-run")
     assert (
-        again.returncode == 0
-        and "finished: low/seed-0 (done), wild/seed-0 (diverged)" in again.stdout
-    ), again.stderr
+        dry_run.returncode == 0
+        and "finished: low/seed-0 (done), wild/seed-0 (diverged)" in dry_run.stdout
+    ), dry_run.stderr
     assert before == sorted(path.stat().st_mtime for path in folder.rglob("metrics.jsonl"))
-    for more in ((), ("--dry-run",)):
-        refused = sweep("--config.train.steps=9", *more)
+    for options in ((), ("--dry-run",)):
+        refused = sweep("--config.train.steps=9", *options)
         assert (
             refused.returncode == 2
             and "a different arm 'low': train.steps was 8, is 9" in refused.stderr
@@ -174,30 +179,30 @@ def test_a_sweep_ends_with_every_run_over(swept):
 
 
 def test_the_time_left_is_by_the_work_left(tmp_path, monkeypatch):
-    """Of two runs the short one is over in 100 seconds; the other has three times as many steps."""
+    """The short run takes 100 seconds, and the other run has three times as many steps."""
     sweep = Sweep(vary("train.steps", 8, 24), seeds=1)
-    study, clock, said = Study(tmp_path, sweep, *facts_of(sweep)), [0.0], io.StringIO()
+    study, clock, output = Study(tmp_path, sweep, *facts_of(sweep)), [0.0], io.StringIO()
     monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
-    table = runner.Table(study, said)
+    table = runner.Table(study, output)
     table.show(last=True)
     (made_up(tmp_path, "steps=8", 0, 4.0) / "test.json").write_text('{"step": 8}')
     clock[0] = 100.0
     table.show(last=True)
-    assert said.getvalue().splitlines()[-1].endswith("1:40 elapsed, 5:00 left")
+    assert output.getvalue().splitlines()[-1].endswith("1:40 elapsed, 5:00 left")
 
 
 def test_a_sweep_is_compared(swept, capsys):
     folder, *_ = swept
     assert main(["compare", str(folder)]) == 0
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     page = (folder / "report" / "index.html").read_text()
     assert (
         re.search(r"x\.py, sha256 [0-9a-f]{16}", page)
-        and "Does a rate without measure train?&quot;" in page
+        and "Does an excessive learning rate train?&quot;" in page
     ), "the experiment file is in the report"
     assert (
-        "wild diverged with 2 of 2 seeds" in said.out
-        and f"report: {folder / 'report' / 'index.html'}" in said.err
+        "wild diverged with 2 of 2 seeds" in output.out
+        and f"report: {folder / 'report' / 'index.html'}" in output.err
     )
     assert {path.name for path in (folder / "report").iterdir()} == {
         "index.html",
@@ -220,18 +225,18 @@ def test_a_sweep_keeps_the_seeds_it_has(tmp_path):
 
 
 def test_a_metric_that_no_run_has_is_told(tmp_path, capsys):
-    """Of the first run that ends without it, with what there is instead: compare can still be asked for that."""
-    plain = make_study(tmp_path)
+    """The log lists the metrics that exist instead, which `compare --metric` can still use."""
+    base = make_study(tmp_path)
     study = dataclasses.replace(
-        plain, sweep=dataclasses.replace(plain.sweep, metric="test/bleu", higher_is_better=None)
+        base, sweep=dataclasses.replace(base.sweep, metric="test/bleu", higher_is_better=None)
     )
     study.write()
     for run in study.runs:
         made_up(tmp_path, run.arm, run.config.seed, 4.0)
         (run.folder / "test.json").write_text(json.dumps({"step": run.config.train.steps}))
     assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 0
-    said = capsys.readouterr().err
-    assert said.count("done: without test/bleu; there is test/loss") == len(study.runs) + 1, (
-        "each in a log, one at the end"
+    errors = capsys.readouterr().err
+    assert errors.count("done: without test/bleu; there is test/loss") == len(study.runs) + 1, (
+        "once per run, and once at the end"
     )
-    assert said.splitlines()[-1].startswith("rotary/seed-0  done: without")
+    assert errors.splitlines()[-1].startswith("rotary/seed-0  done: without")

@@ -1,4 +1,4 @@
-"""What arms are compared in: facts that differ and are not declared, and sizes that are matched."""
+"""Comparable arms: undeclared differences in facts are errors, and `match` equalizes sizes."""
 
 import dataclasses
 
@@ -13,31 +13,31 @@ from transformer.lab.study import Study
 
 def test_what_is_not_declared_is_refused():
     sweep = Sweep(vary("model.position", "rotary", "t5", "alibi"))
-    configs, found = facts_of(sweep)
-    assert found["t5"].parameters - found["rotary"].parameters == 32 * 4
+    configs, facts = facts_of(sweep)
+    assert facts["t5"].parameters - facts["rotary"].parameters == 32 * 4
     with pytest.raises(
         UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+; .*declared=\{'parameters'"
     ):
-        guard.check(sweep, configs, found)
-    guard.check(dataclasses.replace(sweep, declared={"parameters": "T5's bias"}), configs, found)
+        guard.check(sweep, configs, facts)
+    guard.check(dataclasses.replace(sweep, declared={"parameters": "T5's bias"}), configs, facts)
     guard.check(
         Sweep(vary("model.position", "rotary", "alibi")),
-        *({arm: of[arm] for arm in ("rotary", "alibi")} for of in (configs, found)),
+        *({arm: by_arm[arm] for arm in ("rotary", "alibi")} for by_arm in (configs, facts)),
     )
     with pytest.raises(UserError, match="'params' is not a compared fact; there is: parameters"):
-        guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, found)
+        guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, facts)
 
 
 def test_one_experiment_under_two_names_is_refused():
     sweep = Sweep(
         arms(plain={}, alibi={"model.position": "alibi"}, said={"model.position": "alibi"})
     )
-    configs, found = facts_of(sweep)
+    configs, facts = facts_of(sweep)
     with pytest.raises(UserError, match="'alibi' and 'said' are the same experiment"):
         guard.check(
-            dataclasses.replace(sweep, declared=dict.fromkeys(guard.SET_BY, "whatever")),
+            dataclasses.replace(sweep, declared=dict.fromkeys(guard.SET_BY, "any reason")),
             configs,
-            found,
+            facts,
         )
 
 
@@ -58,15 +58,15 @@ def test_one_experiment_under_two_names_is_refused():
             ),
             "tokenizer",
         ),
-        (vary("data.batch_size", 8, 16), None),  # said by the field itself
+        (vary("data.batch_size", 8, 16), None),  # the varied field sets this fact
         (vary("optimizer.warmup_steps", 1, 4), None),
         (vary("model.attention_backend", "reference", "blockwise"), None),
     ],
 )
 def test_each_fact_is_found(grid, name):
-    sweep = Sweep(grid, declared={"parameters": "of it"})
-    _, found = facts_of(sweep)
-    lines = guard.undeclared(sweep, found)
+    sweep = Sweep(grid, declared={"parameters": "on purpose"})
+    _, facts = facts_of(sweep)
+    lines = guard.undeclared(sweep, facts)
     assert any(line.startswith(name) for line in lines) if name else not lines
 
 
@@ -76,20 +76,20 @@ def test_arms_that_read_more_are_shown_to(tmp_path):
         (vary("model.position", "rotary", "alibi"), ()),
     ):
         sweep = Sweep(grid)
-        said = prepare.describe(Study(tmp_path, sweep, *facts_of(sweep)))
-        assert [line.split()[-1] for line in said.splitlines() if line.endswith(reads)] == list(
-            reads
-        ) and ("training tokens" in said) == bool(reads)
+        description = prepare.describe(Study(tmp_path, sweep, *facts_of(sweep)))
+        assert [
+            line.split()[-1] for line in description.splitlines() if line.endswith(reads)
+        ] == list(reads) and ("training tokens" in description) == bool(reads)
 
 
 def test_another_backend_is_found():
-    """A scheme that blocks cannot serve falls back to the plain path, where nobody asked for it."""
+    """A scheme that `blockwise` does not support falls back to `reference`, which is reported."""
     sweep = Sweep(
         vary("model.position", "rotary", "cope"),
-        declared=dict.fromkeys(("parameters", "flops"), "of it"),
+        declared=dict.fromkeys(("parameters", "flops"), "on purpose"),
     )
-    _, found = facts_of(sweep, model__attention_backend="blockwise")
-    (line,) = guard.undeclared(sweep, found)
+    _, facts = facts_of(sweep, model__attention_backend="blockwise")
+    (line,) = guard.undeclared(sweep, facts)
     assert line == "attention: rotary blockwise, cope reference"
 
 
@@ -97,14 +97,14 @@ def test_another_backend_is_found():
 def test_arms_are_sized_equal(what):
     sweep = Sweep(vary("model.num_decoder_layers", 2, 4), match=what)
     configs, before = facts_of(sweep, model__d_ff=512)
-    found = {
+    after = {
         arm: guard.facts(config)
         for arm, config in guard.matched(sweep, configs, {}, lambda line: None).items()
     }
-    of = lambda facts: [getattr(one, what) for one in facts.values()]
-    assert abs(np.subtract(*of(before))) > 0.2 * of(before)[0]
-    np.testing.assert_allclose(*of(found), rtol=guard.CLOSE)
-    assert not any(line.startswith(what) for line in guard.undeclared(sweep, found))
+    sizes = lambda facts_by_arm: [getattr(facts, what) for facts in facts_by_arm.values()]
+    assert abs(np.subtract(*sizes(before))) > 0.2 * sizes(before)[0]
+    np.testing.assert_allclose(*sizes(after), rtol=guard.CLOSE)
+    assert not any(line.startswith(what) for line in guard.undeclared(sweep, after))
 
 
 def test_what_cannot_be_sized_is_refused():
@@ -124,39 +124,42 @@ def test_what_cannot_be_sized_is_refused():
 
 
 def test_what_is_sized_in_one_may_differ_a_little_in_the_other():
-    """d_ff goes in eights: parameters made equal to 1 % leave FLOPs that differ as little, and more is still refused."""
+    """With parameters matched to 1%, FLOPs may differ by 1%, but not by more.
+
+    d_ff is a multiple of 8, so neither can be matched exactly.
+    """
     sweep = Sweep(vary("model.position", "rotary", "alibi"), match="parameters")
-    configs, found = facts_of(sweep)
+    configs, facts = facts_of(sweep)
     near, far = (
         {
-            "rotary": found["rotary"],
-            "alibi": dataclasses.replace(found["alibi"], flops=found["rotary"].flops * by),
+            "rotary": facts["rotary"],
+            "alibi": dataclasses.replace(facts["alibi"], flops=facts["rotary"].flops * ratio),
         }
-        for by in (1.005, 1.02)
+        for ratio in (1.005, 1.02)
     )
     guard.check(sweep, configs, near)
-    with pytest.raises(UserError, match="flops: rotary") as refused:
+    with pytest.raises(UserError, match="flops: rotary") as error:
         guard.check(sweep, configs, far)
-    assert "match the sizes" not in str(refused.value), "that is what was asked for"
+    assert "match the sizes" not in str(error.value), "the sweep already matches a size"
     with pytest.raises(UserError, match="flops: rotary .*(.|\n)*match the sizes: match='flops'"):
         guard.check(dataclasses.replace(sweep, match=""), configs, near)
 
 
 def test_arms_train_as_long_as_the_baseline():
-    """And a sweep that goes on does so with the steps that were measured first."""
+    """A sweep that resumes keeps the numbers of steps that were measured first."""
     sweep = Sweep(vary("model.num_decoder_layers", 1, 8), match="time")
     configs, _ = facts_of(sweep)
-    once = guard.matched(sweep, configs, {}, lambda line: None)
-    base, deep = (one.train.steps for one in once.values())
+    measured = guard.matched(sweep, configs, {}, lambda line: None)
+    base, deep = (config.train.steps for config in measured.values())
     assert base == 8 > deep >= 1
-    noted = {
-        arm: dataclasses.replace(one, train=dataclasses.replace(one.train, steps=n))
-        for n, (arm, one) in zip((8, 77), once.items(), strict=True)
+    recorded = {
+        arm: dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+        for steps, (arm, config) in zip((8, 77), measured.items(), strict=True)
     }
-    assert guard.matched(sweep, configs, noted, pytest.fail) == noted
-    others, _ = facts_of(sweep, train__steps=80)
+    assert guard.matched(sweep, configs, recorded, pytest.fail) == recorded
+    longer, _ = facts_of(sweep, train__steps=80)
     assert (
         8
-        < list(guard.matched(sweep, others, noted, lambda line: None).values())[1].train.steps
+        < list(guard.matched(sweep, longer, recorded, lambda line: None).values())[1].train.steps
         < 80
     )

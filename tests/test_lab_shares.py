@@ -1,4 +1,4 @@
-"""Who trains which run: claims, shards, groups and what dies in them."""
+"""Distribution of runs over processes: claims, shards, groups, and failures within a group."""
 
 import dataclasses
 import os
@@ -24,20 +24,20 @@ def test_who_has_a_run_has_it_alone(tmp_path):
     assert run.take() and not run.take() and run.status().kind == "running" and other.take()
     run.release("it broke")
     assert run.status().kind == "failed" and run.status().why == "it broke"
-    assert run.take() and run.status().kind == "running", "what has failed may be tried again"
+    assert run.take() and run.status().kind == "running", "a failed run may be retried"
     os.utime(run.claim.file, (0, 0))
-    assert run.status().kind == "waiting" and run.take(), "nobody has renewed it"
+    assert run.status().kind == "waiting" and run.take(), "the claim was not renewed"
     dead = dataclasses.replace(run.claim.holder(), pid="999999999")
     run.claim.file.write_text(str(dead))
-    assert run.take(), "its process is dead"
-    earlier = dataclasses.replace(run.claim.holder(), began=run.claim.holder().began + "0")
-    run.claim.file.write_text(str(earlier))
-    assert run.take(), "its process is dead, and this one has its number by chance"
+    assert run.take(), "the holder is dead"
+    earlier_process = dataclasses.replace(run.claim.holder(), began=run.claim.holder().began + "0")
+    run.claim.file.write_text(str(earlier_process))
+    assert run.take(), "the holder is dead, and another process has its PID"
     child = subprocess.Popen(["sleep", "60"])
     run.claim.hand_over(child.pid)
     run.release()
     assert run.claim.alive() and not run.take(), (
-        "the process that has it lives, whatever becomes of the one that began it"
+        "the holder is alive, even if the process that started it is not"
     )
     child.kill()
     child.wait()
@@ -54,20 +54,22 @@ def test_who_works_on_a_run_may_end_while_it_is_asked(tmp_path, monkeypatch):
 
 
 def test_a_dead_claim_goes_to_one(tmp_path):
-    """Two machines find it dead; one is faster, the other leaves it to it."""
+    """Two machines find a dead claim. Only the faster one takes it."""
     run = make_study(tmp_path).runs[0]
     run.take()
     run.claim.file.write_text("elsewhere 1 0")
     os.utime(run.claim.file, (0, 0))
     dead = run.claim.holder()
     assert run.take()
-    assert not run.claim._clear(dead) and run.claim.alive(), "what was made since is put back"
-    run.claim.file.write_text("")  # another is just writing it
+    assert not run.claim._clear(dead) and run.claim.alive(), (
+        "a claim that was made since is restored"
+    )
+    run.claim.file.write_text("")  # another process is writing it
     assert run.claim.alive() and not run.take()
 
 
 def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypatch):
-    """And what ends one of them ends no other."""
+    """Runs at the same step are trained together. One that diverges does not end the others."""
     study, trained = make_study(tmp_path, seeds=5), []
     study.write()
     runs = [run for run in study.runs if run.arm == "rotary"]
@@ -83,7 +85,7 @@ def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypa
 
     def alone(config, folder):
         trained.append([config.seed])
-        raise Diverged("no number")
+        raise Diverged("the loss is not finite")
 
     monkeypatch.setattr("transformer.runs.loop.train", alone)
     evaluated = []
@@ -92,21 +94,24 @@ def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypa
 
 
 def work(folder, runs, evaluate) -> int:
-    """`runner.work` in this process, whose signals it leaves as they were."""
-    before = signal.getsignal(signal.SIGTERM)
+    """Calls `runner.work` in this process, and restores the signal handler."""
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         return runner.work(folder, [run.name for run in runs], evaluate)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monkeypatch, capsys):
-    """Neither a damaged checkpoint, for which they are trained each by itself, nor an evaluation that fails."""
+    """One failure, in training or evaluation, does not stop the other runs.
+
+    If training together fails, the runs are trained one by one.
+    """
     study, evaluated = make_study(tmp_path, seeds=4), []
     study.write()
     runs = [run for run in study.runs if run.arm == "rotary"]
 
-    def begin(config, folder):
+    def train_one(config, folder):
         if config.seed == 1:
             raise UserError(f"{folder}: damaged")
         (folder / "checkpoints" / "8").mkdir(parents=True)
@@ -121,10 +126,10 @@ def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monk
         runner,
         "train_together",
         lambda configs, folders: [
-            begin(*one) for one in zip(configs[1:], folders[1:], strict=True)
+            train_one(*args) for args in zip(configs[1:], folders[1:], strict=True)
         ],
     )
-    monkeypatch.setattr("transformer.runs.loop.train", begin)
+    monkeypatch.setattr("transformer.runs.loop.train", train_one)
     assert work(tmp_path, runs, evaluate) == 1
     assert evaluated == [0, 3] and [run.status().kind for run in runs] == [
         "trained",
@@ -135,11 +140,11 @@ def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monk
     assert re.match(r".*rotary/seed-1: damaged; see .*\.log$", runs[1].status().why) and runs[
         2
     ].status().why.startswith("ValueError: a fault; see ")
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert (
-        "trained one by one, because training together failed" in said
-        and "Traceback" in said
-        and "error: rotary/seed-2: ValueError: a fault" in said
+        "trained one by one, because training together failed" in errors
+        and "Traceback" in errors
+        and "error: rotary/seed-2: ValueError: a fault" in errors
     )
     with pytest.raises(ValueError, match="a fault"):
         work(tmp_path, [runs[2]], evaluate)
@@ -151,12 +156,12 @@ def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_othe
 ):
     study, evaluated = make_study(tmp_path, seeds=2), []
     study.write()
-    evaluating = Run.evaluate
+    original_evaluate = Run.evaluate
 
     def stop_then_evaluate(run):
         if run.step == run.config.train.steps:
             signal.raise_signal(signal.SIGTERM)
-        evaluating(run)
+        original_evaluate(run)
 
     monkeypatch.setattr(Run, "evaluate", stop_then_evaluate)
     first, second = study.runs[:2]
@@ -180,38 +185,38 @@ def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(
         run.claim.hand_over(other.pid)
     with pytest.raises(UserError, match=r"--runs: process \d+ on .* works on rotary/seed-0; wait"):
         work(tmp_path, study.runs[:1], print)
-    threading.Thread(target=other.wait).start()  # or it stays as a zombie, which is there
-    begun, start = [], subprocess.Popen
+    threading.Thread(target=other.wait).start()  # a zombie would count as alive
+    started, popen = [], subprocess.Popen
     monkeypatch.setattr(
         subprocess,
         "Popen",
-        lambda command, **more: (
-            begun.append((command[-1], other.poll()))
-            or start([sys.executable, "-c", "raise SystemExit(1)"], **more)
+        lambda command, **options: (
+            started.append((command[-1], other.poll()))
+            or popen([sys.executable, "-c", "raise SystemExit(1)"], **options)
         ),
     )
     assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 1
-    assert [name for name, _ in begun] == ["--runs=rotary/seed-0", "--runs=alibi/seed-0"] and all(
-        code == 0 for _, code in begun
-    ), "after its end"
+    assert [name for name, _ in started] == ["--runs=rotary/seed-0", "--runs=alibi/seed-0"] and all(
+        code == 0 for _, code in started
+    ), "after the other process ended"
 
 
 def test_shards_take_every_run_once(tmp_path):
     study = make_study(tmp_path, seeds=5)
-    units = runner.groups(study, study.runs, 2)
-    assert [len(unit) for unit in units] == [2, 2, 1, 2, 2, 1] and all(
-        len({run.arm for run in unit}) == 1 for unit in units
+    groups = runner.groups(study, study.runs, 2)
+    assert [len(group) for group in groups] == [2, 2, 1, 2, 2, 1] and all(
+        len({run.arm for run in group}) == 1 for group in groups
     )
-    shares = [units[i - 1 :: 4] for i in range(1, 5)]
-    assert sorted(run.name for share in shares for unit in share for run in unit) == sorted(
+    shares = [groups[i - 1 :: 4] for i in range(1, 5)]
+    assert sorted(run.name for share in shares for group in share for run in group) == sorted(
         run.name for run in study.runs
     )
-    assert [len(unit) for unit in runner.groups(study, study.runs, 1)] == [1] * 10
+    assert [len(group) for group in runner.groups(study, study.runs, 1)] == [1] * 10
 
 
 def test_what_is_whose_does_not_hang_on_what_is_over(tmp_path):
     study = make_study(tmp_path, seeds=2)
-    names = lambda i: [run.name for unit in runner.share_of(study, (i, 2), 1) for run in unit]
+    names = lambda i: [run.name for group in runner.share_of(study, (i, 2), 1) for run in group]
     before = names(1) + names(2)
     assert len(before) == 4
     made_up(tmp_path, *before[0].split("/seed-")[:1], int(before[0][-1]), 4.0, diverged=3)
@@ -221,18 +226,21 @@ def test_what_is_whose_does_not_hang_on_what_is_over(tmp_path):
 def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     study = make_study(tmp_path, seeds=1)
     study.write()
-    program = "import sys, os; print('error: no such thing'); os.kill(os.getpid(), 9) if 'rotary' in sys.argv[-1] else sys.exit(1)"
-    start = subprocess.Popen
+    program = (
+        "import sys, os; print('error: no such thing'); "
+        "os.kill(os.getpid(), 9) if 'rotary' in sys.argv[-1] else sys.exit(1)"
+    )
+    popen = subprocess.Popen
     monkeypatch.setattr(
         subprocess,
         "Popen",
-        lambda command, **more: start([sys.executable, "-c", program, command[-1]], **more),
+        lambda command, **options: popen([sys.executable, "-c", program, command[-1]], **options),
     )
     assert runner.run_study(study, jobs=1, shard=(1, 1), most=8) == 1
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert (
-        "rotary/seed-0  failed: ended by SIGKILL (out of memory?)" in said
-        and "alibi/seed-0  failed: exit code 1: no such thing" in said
+        "rotary/seed-0  failed: ended by SIGKILL (out of memory?)" in errors
+        and "alibi/seed-0  failed: exit code 1: no such thing" in errors
     )
     with pytest.raises(
         UserError,
@@ -245,4 +253,4 @@ def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch,
     assert any(
         "alibi, seed 0: failed: exit code 1: no such thing" in line
         for line in results.read([tmp_path]).left_out
-    ), "and the rest comes"
+    ), "the other runs are compared"

@@ -1,4 +1,7 @@
-"""What the launchers would run, read from --dry-run; and what they do when something ends, with stand-ins for gcloud and sbatch."""
+"""The commands of the launchers, read from --dry-run, and their behavior when a run ends.
+
+The latter is tested with fake versions of gcloud, sbatch, srun and scontrol.
+"""
 
 import json
 import os
@@ -15,31 +18,32 @@ TRAIN = ["--", "train", "--config=experiments/smoke.py", "--workdir=runs/a b"]
 
 
 def launch(script: str, *options: str, path: Path | None = None, code: int = 0) -> str:
-    """What it prints; it must end with this exit code."""
+    """Runs a launcher that must exit with `code`. Returns stdout, or stderr if `code` is not 0."""
     environment = os.environ | ({"PATH": f"{path}:{os.environ['PATH']}"} if path else {})
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / script), *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / script), *options],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    return done.stderr if code else done.stdout
+    assert result.returncode == code, result.stderr
+    return result.stderr if code else result.stdout
 
 
 UP = ["up", "my-tpu", "--zone=z", "--type=v5p-128", "--wait=0"]
 
 
 def on_worker(line: str) -> str:
-    """What a printed `gcloud ... ssh` has a worker's shell do."""
+    """Returns the shell command that a printed `gcloud ... ssh` runs on the workers."""
     return next(word for word in shlex.split(line) if word.startswith("--command=")).removeprefix(
         "--command="
     )
 
 
 def test_tpu_vm_does_one_thing_after_another():
-    where = ["my-tpu", "--zone=us-east5-a", "--project=p"]
+    options = ["my-tpu", "--zone=us-east5-a", "--project=p"]
     lines = launch(
         "tpu_vm.py",
         "up",
-        *where,
+        *options,
         "--type=v5p-128",
         "--bucket=b",
         "--spot",
@@ -49,9 +53,9 @@ def test_tpu_vm_does_one_thing_after_another():
     ).splitlines()
     create, archive, scp, install, start, follow, delete = lines
     vm = "gcloud compute tpus tpu-vm"
-    assert (
-        create
-        == f"{vm} create my-tpu --zone=us-east5-a --project=p --accelerator-type=v5p-128 --version=v2-alpha-tpuv5 --spot"
+    assert create == (
+        f"{vm} create my-tpu --zone=us-east5-a --project=p --accelerator-type=v5p-128 "
+        "--version=v2-alpha-tpuv5 --spot"
     )
     assert (
         archive.startswith(f"git -C {ROOT} archive")
@@ -74,12 +78,12 @@ def test_tpu_vm_does_one_thing_after_another():
     assert "--worker=0" in follow and "run.code" in follow
     assert delete == f"{vm} delete my-tpu --zone=us-east5-a --project=p --quiet"
     for verb in ("stop", "status", "delete", "install", "follow"):
-        assert "my-tpu" in launch("tpu_vm.py", verb, *where, "--dry-run")
+        assert "my-tpu" in launch("tpu_vm.py", verb, *options, "--dry-run")
 
 
 @pytest.fixture
 def tools(tmp_path):
-    """A folder for stand-ins: tools("gcloud", script) writes one."""
+    """Writes fake programs: tools("gcloud", script) returns the folder to add to PATH."""
 
     def write(name: str, script: str) -> Path:
         (tmp_path / name).write_text("#!/bin/bash\n" + script)
@@ -90,25 +94,26 @@ def tools(tmp_path):
 
 
 def test_tpu_vm_begins_again_after_a_preemption_and_not_after_a_mistake(tools, tmp_path):
-    """The first two times the run ends with 143, and the TPU is gone once; then all is well."""
-    counting = f"""
+    """The run exits with 143 twice, and the TPU is preempted once. The third attempt succeeds."""
+    script = f"""
 log={tmp_path}/log; echo "$@" >> $log
 case "$*" in
   *describe*) [ $(grep -c ' create ' $log) -eq 0 ] && exit 1
-    [ $(grep -c 'run.code.*exit' $log) -eq 1 ] && [ $(grep -c ' create ' $log) -eq 1 ] && echo PREEMPTED || echo READY;;
+    [ $(grep -c 'run.code.*exit' $log) -eq 1 ] && [ $(grep -c ' create ' $log) -eq 1 ] &&
+      echo PREEMPTED || echo READY;;
   *"exit "*) n=$(grep -c 'run.code.*exit' $log); [ $n -ge 3 ] && exit 0; exit 143;;
 esac
 """
-    path = tools("gcloud", counting)
-    where = ["up", "t", "--zone=z", "--type=v4-8", "--wait=0"]
-    launch("tpu_vm.py", *where, *TRAIN, path=path)
+    path = tools("gcloud", script)
+    options = ["up", "t", "--zone=z", "--type=v4-8", "--wait=0"]
+    launch("tpu_vm.py", *options, *TRAIN, path=path)
     log = (tmp_path / "log").read_text()
     assert (
         log.count(" create ") == 2 and log.count(" delete ") == 1
-    )  # the first again, once it was gone
+    )  # the preempted TPU is replaced
     assert log.count("setsid") == 3
     path = tools("gcloud", f'echo "$@" >> {tmp_path}/log2\ncase "$*" in *"exit "*) exit 2;; esac\n')
-    launch("tpu_vm.py", *where, *TRAIN, path=path, code=2)
+    launch("tpu_vm.py", *options, *TRAIN, path=path, code=2)
     assert (tmp_path / "log2").read_text().count("setsid") == 1
 
 
@@ -116,18 +121,23 @@ def test_following_ends_when_the_run_has_ended(tmp_path):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "run.log").write_text("step 1\n")
     (tmp_path / "transformer" / "run.code").write_text("7\n")
-    watch = on_worker(launch("tpu_vm.py", "follow", "my-tpu", "--zone=z", "--dry-run"))
-    done = subprocess.run(
-        ["bash", "-c", watch], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False
+    command = on_worker(launch("tpu_vm.py", "follow", "my-tpu", "--zone=z", "--dry-run"))
+    result = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
     )
-    assert (done.returncode, done.stdout) == (7, "step 1\n")
+    assert (result.returncode, result.stdout) == (7, "step 1\n")
 
 
 def test_stopping_spares_the_shell_that_writes_the_exit_code():
-    where = ["my-tpu", "--zone=z", "--dry-run"]
-    stop = shlex.split(on_worker(launch("tpu_vm.py", "stop", *where)))
-    inside = shlex.split(on_worker(launch("tpu_vm.py", "start", *where, *TRAIN)))
-    shell = inside[inside.index("sh") :]
+    options = ["my-tpu", "--zone=z", "--dry-run"]
+    stop = shlex.split(on_worker(launch("tpu_vm.py", "stop", *options)))
+    start = shlex.split(on_worker(launch("tpu_vm.py", "start", *options, *TRAIN)))
+    shell = start[start.index("sh") :]
     pattern = stop[stop.index("-f") + 1]
     assert shell[2].startswith(".venv/bin/python -m transformer train")
     assert re.search(pattern, shell[2]) and not re.search(pattern, " ".join(shell))
@@ -136,7 +146,8 @@ def test_stopping_spares_the_shell_that_writes_the_exit_code():
 def test_tpu_vm_leaves_no_archive_behind(tools, tmp_path):
     path = tools(
         "gcloud",
-        f'case "$*" in *" scp "*) for word; do [ -s "$word" ] && echo "$word" > {tmp_path}/sent; done;; esac; exit 0',
+        'case "$*" in *" scp "*) for word; do [ -s "$word" ] && '
+        f'echo "$word" > {tmp_path}/sent; done;; esac; exit 0',
     )
     launch("tpu_vm.py", "install", "my-tpu", "--zone=z", path=path)
     archive = Path((tmp_path / "sent").read_text().strip())
@@ -159,13 +170,14 @@ def test_tpu_vm_leaves_no_archive_behind(tools, tmp_path):
 def test_tpu_vm_waits_for_capacity_and_for_nothing_else(tools, tmp_path, said, tried):
     path = tools(
         "gcloud",
-        f'case "$*" in *create*) echo x >> {tmp_path}/log; echo {shlex.quote(said)} >&2;; esac; exit 1',
+        f'case "$*" in *create*) echo x >> {tmp_path}/log; echo {shlex.quote(said)} >&2;; esac; '
+        "exit 1",
     )
     errors = launch(
         "tpu_vm.py", *UP, "--restarts=2", *TRAIN, path=path, code=2 if tried == 1 else 1
     )
     assert (tmp_path / "log").read_text().count("x") == tried == errors.count(said)
-    assert "stays up" not in errors and errors.count("beginning again") == tried - 1
+    assert "stays up" not in errors and errors.count("restarting") == tried - 1
 
 
 @pytest.mark.parametrize(
@@ -174,20 +186,24 @@ def test_tpu_vm_waits_for_capacity_and_for_nothing_else(tools, tmp_path, said, t
 )
 def test_a_tpu_that_stays_up_is_told_last(tools, code, delete, stays):
     path = tools("gcloud", f'case "$*" in *"exit "*) exit {code};; esac')
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "launch/tpu_vm.py", *UP, "--project=p", *delete, *TRAIN],
-        cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == code
-    last = "launch: my-tpu stays up, and is paid for, until it is deleted: python launch/tpu_vm.py delete my-tpu --zone=z --project=p\n"
+    assert result.returncode == code
+    reminder = (
+        "launch: my-tpu stays up and is billed until it is deleted: "
+        "python launch/tpu_vm.py delete my-tpu --zone=z --project=p\n"
+    )
     assert (
-        done.stdout.endswith(last) == stays
-        and (" delete my-tpu" in done.stdout.removesuffix(last)) != stays
+        result.stdout.endswith(reminder) == stays
+        and (" delete my-tpu" in result.stdout.removesuffix(reminder)) != stays
     )
 
 
 def test_what_is_there_is_used(tools, tmp_path):
-    """The same `up` once more, after a mistake was mended."""
+    """A repeated `up`, for example after a mistake was fixed, uses the existing TPU."""
     path = tools(
         "gcloud", f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) echo READY;; esac'
     )
@@ -199,7 +215,7 @@ def test_what_is_there_is_used(tools, tmp_path):
     )
 
 
-MACHINES = [  # as `plan` takes it, gcloud's, GKE's
+MACHINES = [  # name in `plan`, gcloud's accelerator type, GKE's node selector
     ("v5e-16", "v5litepod-16", ("tpu-v5-lite-podslice", "4x4")),
     ("v5litepod-16", "v5litepod-16", ("tpu-v5-lite-podslice", "4x4")),
     ("v5p:4x4x4", "v5p-128", ("tpu-v5p-slice", "4x4x4")),
@@ -224,7 +240,7 @@ def test_a_machine_is_spelt_as_for_plan(text, product, selector):
 
 
 def test_the_launchers_need_no_jax():
-    """With nothing but Python itself."""
+    """They run with the standard library alone."""
     command = [
         "launch/gke.py",
         "n",
@@ -234,14 +250,14 @@ def test_the_launchers_need_no_jax():
         "--dry-run",
         *TRAIN,
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-E", "-S", *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "tpu-v5-lite-podslice" in done.stdout, done.stderr
+    assert "tpu-v5-lite-podslice" in result.stdout, result.stderr
 
 
 def test_every_verb_is_known_to_the_launchers(capsys):
@@ -274,14 +290,13 @@ def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
         "JAX_PLATFORMS=cpu" in (cpu := launch("slurm.py", "--dry-run", *TRAIN))
         and "ntasks-per-node=1" in cpu
     )
-    # What it does, with a run that ends in one way or another.
+    # Run the script with several exit codes of srun.
     script = tmp_path / "job.sh"
     tools("sbatch", f"cat > {script}")
     path = tools("scontrol", f'echo "$@" > {tmp_path}/queued')
     environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    subprocess.run(
-        ["bash", "-c", printed], stdin=subprocess.DEVNULL, env=environment, check=True
-    )  # it can be pasted
+    # The output can be pasted into a shell.
+    subprocess.run(["bash", "-c", printed], stdin=subprocess.DEVNULL, env=environment, check=True)
     assert script.read_text().startswith("#!/bin/bash\n#SBATCH ") and script.read_text().endswith(
         "exit $code\n"
     )
@@ -293,12 +308,12 @@ def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
         (143, 20, False),
     ):
         tools("srun", f'printf "%s|" "$@" > {tmp_path}/ran\nexit {code}')
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", str(script)],
             env=environment | {"SLURM_RESTART_COUNT": str(restarts)},
             check=False,
         )
-        assert done.returncode == code
+        assert result.returncode == code
         assert (tmp_path / "queued").exists() == queued
         (tmp_path / "queued").unlink(missing_ok=True)
     assert (
@@ -314,7 +329,8 @@ def test_slurm_shares_a_sweep_out(tools, tmp_path):
     path = tools("srun", f'printf "%s|" "$@" >> {tmp_path}/ran; echo >> {tmp_path}/ran')
     tools(
         "sbatch",
-        f"cat > {tmp_path}/job; for i in 0 1 2; do SLURM_ARRAY_TASK_ID=$i bash {tmp_path}/job; done",
+        f"cat > {tmp_path}/job; "
+        f"for i in 0 1 2; do SLURM_ARRAY_TASK_ID=$i bash {tmp_path}/job; done",
     )
     subprocess.run(
         ["bash", "-c", printed],
@@ -327,9 +343,8 @@ def test_slurm_shares_a_sweep_out(tools, tmp_path):
         ["--workdir=runs/a b", f"--shard={i}/3"] for i in (1, 2, 3)
     ]
     assert "--array" not in launch("slurm.py", "--dry-run", *sweep)
-    whole = launch(
-        "slurm.py", "--nodes=2", "--gpus-per-node=8", "--dry-run", *sweep
-    )  # each run on all of them
+    # Without --array, each run uses all nodes.
+    whole = launch("slurm.py", "--nodes=2", "--gpus-per-node=8", "--dry-run", *sweep)
     assert "#SBATCH --nodes=2\n" in whole and "#SBATCH --ntasks-per-node=8\n" in whole
 
 
@@ -342,20 +357,21 @@ def test_slurm_warns_of_a_missing_environment(tools, tmp_path):
     path = tools("sbatch", f"cat > {tmp_path}/job")
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "smoke.py").touch()
-    for there in (False, True):
-        done = subprocess.run(
+    for exists in (False, True):
+        result = subprocess.run(
             [sys.executable, "launch/slurm.py", f"--folder={tmp_path}", *TRAIN],
-            cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
+            cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
+            capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert (
-            f"no {tmp_path}/.venv on this machine" in done.stderr
-        ) != there and done.stderr.count("\n") == (not there)
+            f"no {tmp_path}/.venv on this machine" in result.stderr
+        ) != exists and result.stderr.count("\n") == (not exists)
         assert (tmp_path / "job").read_text().startswith("#!/bin/bash")
         (tmp_path / ".venv").mkdir(exist_ok=True)
 
 
 def pod_of(printed: str) -> dict:
-    """The pod in what gke.py --dry-run prints."""
+    """Returns the pod of the manifest that `gke.py --dry-run` prints."""
     (job,) = json.loads(printed.partition("\n")[2].removesuffix("END\n"))["spec"]["replicatedJobs"]
     return job["template"]["spec"]["template"]["spec"]
 

@@ -1,4 +1,4 @@
-"""The launchers for GKE and for local processes, and what all refuse."""
+"""The launchers for GKE and for local processes, and the errors of all launchers."""
 
 import json
 import re
@@ -33,11 +33,14 @@ sys.exit(local.run([sys.executable, "-c", sys.argv[1]], 2, 1, 12355, []))
 
 
 def test_local_relays_all_but_the_chatter_of_gloo():
-    child = "import sys; print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('said'); sys.stderr.write('told\\n')"
-    done = subprocess.run(
+    child = (
+        "import sys; print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('said'); "
+        "sys.stderr.write('told\\n')"
+    )
+    result = subprocess.run(
         [sys.executable, "-c", LOCAL, child], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "said\n" and sorted(done.stderr.splitlines()) == [
+    assert result.stdout == "said\n" and sorted(result.stderr.splitlines()) == [
         "[1] said",
         "[1] told",
         "told",
@@ -45,21 +48,24 @@ def test_local_relays_all_but_the_chatter_of_gloo():
 
 
 def test_local_tells_a_stop_from_a_failure():
-    child = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(143)); print('ready', flush=True); time.sleep(60)"
-    running = subprocess.Popen(
+    child = (
+        "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(143)); "
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    launcher = subprocess.Popen(
         [sys.executable, "-c", LOCAL, child],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert {running.stdout.readline(), running.stdout.readline()} == {"ready\n", "[1] ready\n"}
-    running.send_signal(signal.SIGINT)
+    assert {launcher.stdout.readline(), launcher.stdout.readline()} == {"ready\n", "[1] ready\n"}
+    launcher.send_signal(signal.SIGINT)
     assert re.fullmatch(
-        r"process [01] of 2 was stopped \(exit code 143\); the same command goes on from there\n",
-        running.communicate()[0],
+        r"process [01] of 2 was stopped \(exit code 143\); the same command resumes the run\n",
+        launcher.communicate()[0],
     )
-    assert running.returncode == 143
+    assert launcher.returncode == 143
 
 
 def test_gke_makes_a_job_of_every_slice_and_a_pod_of_every_host():
@@ -82,8 +88,9 @@ def test_gke_makes_a_job_of_every_slice_and_a_pod_of_every_host():
     )
     pod = job["template"]["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {
-        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice", "cloud.google.com/gke-tpu-topology": "4x4x4"
-    }  # fmt: skip
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x4",
+    }
     (container,) = pod["containers"]
     assert (
         container["command"][:4] == ["python", "-m", "transformer", "train"]
@@ -108,50 +115,73 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
     ("script", "options", "message"),
     [
         ("gke.py", [*GKE, "--topology=v9:2x2", *TRAIN], "--topology: no chip 'v9'"),
-        ("gke.py", [*GKE, "--topology=v5e:3x5", *TRAIN], f"--topology: no 'v5e:3x5'; {SHAPES}"),
-        ("gke.py", [*GKE, "--topology=v5e:1x3", *TRAIN], f"--topology: no 'v5e:1x3'; {SHAPES}"),
-        ("gke.py", [*GKE, "--topology=h100:8", *TRAIN], "--topology: no 'h100:8' here; one of v4,"),
-        ("gke.py", [*GKE, "--topology=v5p:3x5x7", *TRAIN], "--topology: no 'v5p:3x5x7'; a TPU v5p slice is made of hosts"),
+        ("gke.py", [*GKE, "--topology=v5e:3x5", *TRAIN],
+         f"--topology: 'v5e:3x5' does not exist; {SHAPES}"),
+        ("gke.py", [*GKE, "--topology=v5e:1x3", *TRAIN],
+         f"--topology: 'v5e:1x3' does not exist; {SHAPES}"),
+        ("gke.py", [*GKE, "--topology=h100:8", *TRAIN],
+         "--topology: 'h100:8' is not available here; choose one of v4,"),
+        ("gke.py", [*GKE, "--topology=v5p:3x5x7", *TRAIN],
+         "--topology: 'v5p:3x5x7' does not exist; a TPU v5p slice consists of hosts"),
         ("gke.py", [*GKE, V5P, "--slices=0", *TRAIN], "--slices: 0 is too small; set 1 or more"),
-        ("gke.py", [*GKE, V5P, "--restarts=-1", *TRAIN], "--restarts: -1; 0 or more"),
-        ("gke.py", ["n_1", "--image=i", V5P, *TRAIN], "NAME: 'n_1'; lowercase letters"),
-        ("gke.py", ["n", "--image=i", V5P, *TRAIN], "--workdir: 'runs/a b' would go with the machine; keep runs/ in a bucket"),
-        ("gke.py", [*GKE, V5P, "--", "train", "--workdir", "out/a"], "--workdir: 'out/a' would go with the machine; write runs/"),
-        ("gke.py", [*GKE, V5P, "--", "train", "--workdir=runs/../a"], "--workdir: 'runs/../a' would go with the machine"),
-        ("gke.py", [*GKE, V5P, "--", "trian"], "no verb 'trian' behind --; there is: train, "),
-        ("tpu_vm.py", ["up", "n", "--zone=z", *TRAIN], "--type: what kind of TPU"),
-        ("tpu_vm.py", ["up", "n"], "the following arguments are required: --zone; see tpu_vm.py --help"),
+        ("gke.py", [*GKE, V5P, "--restarts=-1", *TRAIN],
+         "--restarts: -1 is too small; set 0 or more"),
+        ("gke.py", ["n_1", "--image=i", V5P, *TRAIN],
+         "NAME: 'n_1' is not a valid name; write at most 40 lowercase letters"),
+        ("gke.py", ["n", "--image=i", V5P, *TRAIN],
+         "--workdir: 'runs/a b' would be lost with the machine; keep runs/ in a bucket"),
+        ("gke.py", [*GKE, V5P, "--", "train", "--workdir", "out/a"],
+         "--workdir: 'out/a' would be lost with the machine; write runs/"),
+        ("gke.py", [*GKE, V5P, "--", "train", "--workdir=runs/../a"],
+         "--workdir: 'runs/../a' would be lost with the machine"),
+        ("gke.py", [*GKE, V5P, "--", "trian"], "no verb 'trian' after --; there is: train, "),
+        ("tpu_vm.py", ["up", "n", "--zone=z", *TRAIN], "--type: missing; set the kind of TPU"),
+        ("tpu_vm.py", ["up", "n"],
+         "the following arguments are required: --zone; see tpu_vm.py --help"),
         ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v9-8"], "--type: no chip 'v9'"),
-        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=tpu7x-8"], "--type: no 'tpu7x-8' here; one of v4, v5e, v5p, v6e"),
-        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v5p:2x2x16"], "--type: 'v5p:2x2x16'; a TPU VM with so many chips is v5p:4x4x4"),
-        ("tpu_vm.py", ["create", "My-tpu", "--zone=z", "--type=v4-8"], "NAME: 'My-tpu'; lowercase letters"),
-        ("tpu_vm.py", ["create", "a" * 41, "--zone=z", "--type=v4-8"], "40 characters at most"),
-        ("tpu_vm.py", ["create", "a-", "--zone=z", "--type=v4-8"], "NAME: 'a-'; lowercase letters"),
-        ("tpu_vm.py", [*UP, "--spot", *TRAIN], "--spot: the run's checkpoints go when the TPU is taken away"),
-        ("tpu_vm.py", [*UP, "--spot", "--bucket=b", "--", "train", "--workdir=out"], "--workdir: 'out' would go with the machine"),
-        ("tpu_vm.py", [*UP, "--restarts=-1", *TRAIN], "--restarts: -1; 0 or more"),
-        ("tpu_vm.py", [*UP, "--", "train", "--config=experiments/no.py:post"], "experiments/no.py'"),
-        ("tpu_vm.py", [*UP, "--", "train", f"--config={ROOT / 'experiments/smoke.py'}"], "is not there where the run is"),
-        ("tpu_vm.py", [*UP, "--", "train", "--config=../smoke.py"], "--config: '../smoke.py' is not there where the run is"),
-        ("slurm.py", [], "name what to run behind --"),
-        ("slurm.py", ["--nodes=0", *TRAIN], "--nodes: 0; 1 or more"),
-        ("slurm.py", ["--time=24h", *TRAIN], "--time: '24h'; minutes, MM:SS"),
-        ("slurm.py", ["--time=1:2:3:4", *TRAIN], "--time: '1:2:3:4'; minutes"),
-        ("slurm.py", ["--array=3", *TRAIN], "--array: 3; it shares out a sweep, not train"),
-        ("slurm.py", ["--array=-1", "--", "sweep"], "--array: -1; 0 or more"),
-        ("slurm.py", ["--array=3", "--", "sweep", "--shard=1/2"], "--shard: every task of --array=3 has its own"),
-        ("slurm.py", ["--", "train", "--config=/smoke.py"], "--config: '/smoke.py' is not there where the run is"),
+        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=tpu7x-8"],
+         "--type: 'tpu7x-8' is not available here; choose one of v4, v5e, v5p, v6e"),
+        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v5p:2x2x16"],
+         "--type: 'v5p:2x2x16' is not available; a TPU VM with this many chips is v5p:4x4x4"),
+        ("tpu_vm.py", ["create", "My-tpu", "--zone=z", "--type=v4-8"],
+         "NAME: 'My-tpu' is not a valid name; write at most 40 lowercase letters"),
+        ("tpu_vm.py", ["create", "a" * 41, "--zone=z", "--type=v4-8"],
+         "write at most 40 lowercase letters"),
+        ("tpu_vm.py", ["create", "a-", "--zone=z", "--type=v4-8"],
+         "NAME: 'a-' is not a valid name; write at most 40 lowercase letters"),
+        ("tpu_vm.py", [*UP, "--spot", *TRAIN],
+         "--spot: the run's checkpoints would be lost when the TPU is preempted"),
+        ("tpu_vm.py", [*UP, "--spot", "--bucket=b", "--", "train", "--workdir=out"],
+         "--workdir: 'out' would be lost with the machine"),
+        ("tpu_vm.py", [*UP, "--restarts=-1", *TRAIN], "--restarts: -1 is too small; set 0 or more"),
+        ("tpu_vm.py", [*UP, "--", "train", "--config=experiments/no.py:post"],
+         "experiments/no.py'"),
+        ("tpu_vm.py", [*UP, "--", "train", f"--config={ROOT / 'experiments/smoke.py'}"],
+         "does not exist where the run is"),
+        ("tpu_vm.py", [*UP, "--", "train", "--config=../smoke.py"],
+         "--config: '../smoke.py' does not exist where the run is"),
+        ("slurm.py", [], "no command to run; put it after --"),
+        ("slurm.py", ["--nodes=0", *TRAIN], "--nodes: 0 is too small; set 1 or more"),
+        ("slurm.py", ["--time=24h", *TRAIN], "--time: '24h' is not a time; write minutes, MM:SS"),
+        ("slurm.py", ["--time=1:2:3:4", *TRAIN], "--time: '1:2:3:4' is not a time; write minutes"),
+        ("slurm.py", ["--array=3", *TRAIN], "--array: 3 splits a sweep, not train"),
+        ("slurm.py", ["--array=-1", "--", "sweep"], "--array: -1 is too small; set 0 or more"),
+        ("slurm.py", ["--array=3", "--", "sweep", "--shard=1/2"],
+         "--shard: is set for every task by --array=3"),
+        ("slurm.py", ["--", "train", "--config=/smoke.py"],
+         "--config: '/smoke.py' does not exist where the run is"),
         ("local.py", ["--", "train", "--config", "experiments/no.py"], "experiments/no.py'"),
         ("local.py", ["--", "trian"], "no verb 'trian'"),
         ("local.py", TRAIN[1:], "put -- before the verb: local.py ... -- train ..."),
-        ("local.py", ["--procs=2", *TRAIN], "no option '--procs=2'; what python -m transformer is given stands behind --"),
-        ("local.py", ["--processes=0", *TRAIN], "--processes: 0; 1 or more"),
+        ("local.py", ["--procs=2", *TRAIN],
+         "no option '--procs=2'; put options of python -m transformer after --"),
+        ("local.py", ["--processes=0", *TRAIN], "--processes: 0 is too small; set 1 or more"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_anything_runs(script, options, message):
-    """In one line, and with --dry-run too."""
-    said = launch(script, "--dry-run", *options, code=2)
-    assert message in said and said.count("\n") == 1
+    """Errors are one line, and also occur with --dry-run."""
+    errors = launch(script, "--dry-run", *options, code=2)
+    assert message in errors and errors.count("\n") == 1
 
 
 def test_a_tool_that_is_missing_is_named():
@@ -162,11 +192,11 @@ def test_a_tool_that_is_missing_is_named():
         ("gke.py", [*GKE, V5P], "kubectl"),
     ):
         command = [sys.executable, f"launch/{script}", *options, *TRAIN]
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 2 and done.stderr.endswith(
-            f"launch: {tool} is not installed here\n"
+        assert result.returncode == 2 and result.stderr.endswith(
+            f"launch: {tool} is not installed on this machine\n"
         )
 
 
@@ -174,6 +204,6 @@ def test_the_launchers_know_the_verbs_that_there_are(capsys):
     from transformer.cli import main
 
     main([])
-    said = capsys.readouterr().out.partition("verbs:")[2]
-    known = launch("slurm.py", "--", "trian", code=2).partition("there is: ")[2]
-    assert set(re.findall(r"^ {4}(\w+) ", said, re.M)) == set(known.strip().split(", "))
+    listed = capsys.readouterr().out.partition("verbs:")[2]
+    verbs = launch("slurm.py", "--", "trian", code=2).partition("there is: ")[2]
+    assert set(re.findall(r"^ {4}(\w+) ", listed, re.M)) == set(verbs.strip().split(", "))

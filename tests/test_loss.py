@@ -1,4 +1,4 @@
-"""The chunked loss against the plain formula, and its hand-written gradient against autodiff."""
+"""The chunked loss against its definition, and its hand-written gradient against autodiff."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ B, T, D, V = 3, 8, 5, 11
 
 
 def plain(h, head, targets, weights, smoothing, z_loss):
-    """From the definition, by one-hot targets."""
+    """Computes the loss from its definition, with one-hot targets."""
     logits = h @ head.matrix_VxE.T + (0 if head.bias_V is None else head.bias_V)
     if head.soft_cap:
         logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
@@ -33,31 +33,30 @@ def plain(h, head, targets, weights, smoothing, z_loss):
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize(("bias", "soft_cap"), [(True, 0.0), (False, 2.0)])
 def test_value_and_gradient(smoothing, z_loss, chunks, bias, soft_cap):
-    k = jax.random.split(jax.random.key(0), 5)
+    keys = jax.random.split(jax.random.key(0), 5)
     h, head = (
-        jax.random.normal(k[0], (B, T, D)),
+        jax.random.normal(keys[0], (B, T, D)),
         Head(
-            jax.random.normal(k[1], (V, D)),
-            jax.random.normal(k[2], (V,)) if bias else None,
+            jax.random.normal(keys[1], (V, D)),
+            jax.random.normal(keys[2], (V,)) if bias else None,
             soft_cap,
         ),
     )
     targets, weights = (
-        jax.random.randint(k[3], (B, T), 0, V),
-        jax.random.bernoulli(k[4], 0.7, (B, T)).astype(jnp.float32),
+        jax.random.randint(keys[3], (B, T), 0, V),
+        jax.random.bernoulli(keys[4], 0.7, (B, T)).astype(jnp.float32),
     )
     assert 0 < float(weights.mean()) < 1
-    ours = lambda h, head: (
+    loss = lambda h, head: (
         3 * cross_entropy(h, head, targets, weights, smoothing, z_loss, chunks).loss
     )
-    value, grads = jax.value_and_grad(ours, (0, 1))(h, head)
+    value, grads = jax.value_and_grad(loss, (0, 1))(h, head)
     expected, expected_grads = jax.value_and_grad(
         lambda h, head: 3 * plain(h, head, targets, weights, smoothing, z_loss), (0, 1)
     )(h, head)
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
-    assert float(ours(h, head)) == pytest.approx(
-        float(expected), rel=1e-5
-    )  # the path without gradients
+    # Without gradients, another code path computes the loss.
+    assert float(loss(h, head)) == pytest.approx(float(expected), rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
 
 
@@ -66,8 +65,8 @@ def test_the_other_sums():
     sums = cross_entropy(h, head, jnp.array([[0, 1, 0]]), jnp.array([[1.0, 1.0, 1.0]]), 0.1, 0.0, 1)
     assert float(sums.correct) == 2
     assert float(sums.weight) == 3
-    z = np.log(np.exp(4) + 2)
-    assert float(sums.nll) == pytest.approx(2 * (z - 4) + z, rel=1e-5)
+    logsumexp = np.log(np.exp(4) + 2)
+    assert float(sums.nll) == pytest.approx(2 * (logsumexp - 4) + logsumexp, rel=1e-5)
 
 
 def test_accuracy_counts_every_target_that_is_the_likeliest():
@@ -82,40 +81,45 @@ def test_accuracy_counts_every_target_that_is_the_likeliest():
 
 
 def test_chunks_divide_the_length_and_bound_the_logits():
-    one, eight = make_mesh(MeshConfig(data=1)), make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    assert auto_chunks(64, 32, 16384, one) == 2
-    assert auto_chunks(16, 64, 4096, one) == 1
-    assert auto_chunks(64, 32, 16384, eight) == 1
-    assert (
-        auto_chunks(64, 8192, 128_000, eight) == 32
-    )  # a device has 16 rows of 8,192 tokens and half of the vocabulary
+    mesh_of_one, mesh_of_eight = (
+        make_mesh(MeshConfig(data=1)),
+        make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)),
+    )
+    assert auto_chunks(64, 32, 16384, mesh_of_one) == 2
+    assert auto_chunks(16, 64, 4096, mesh_of_one) == 1
+    assert auto_chunks(64, 32, 16384, mesh_of_eight) == 1
+    # A device has 16 sequences of 8,192 tokens and half of the vocabulary.
+    assert auto_chunks(64, 8192, 128_000, mesh_of_eight) == 32
     assert auto_chunks(1, 8192, 128_000, make_mesh(MeshConfig(data=1, context=4, tensor=2))) == 1
-    assert 30 % auto_chunks(512, 30, 65536, one) == 0
+    assert 30 % auto_chunks(512, 30, 65536, mesh_of_one) == 0
 
 
 @pytest.mark.parametrize(
     "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}]
 )
 def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once(sizes):
-    k = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0), 4)
     h, head = (
-        jax.random.normal(k[0], (4, 16, 8)),
-        Head(jax.random.normal(k[1], (12, 8)), jax.random.normal(k[2], (12,))),
+        jax.random.normal(keys[0], (4, 16, 8)),
+        Head(jax.random.normal(keys[1], (12, 8)), jax.random.normal(keys[2], (12,))),
     )
-    targets, weights = jax.random.randint(k[3], (4, 16), 0, 12), jnp.ones((4, 16)).at[1, 3:].set(0)
+    targets, weights = (
+        jax.random.randint(keys[3], (4, 16), 0, 12),
+        jnp.ones((4, 16)).at[1, 3:].set(0),
+    )
     mesh = make_mesh(MeshConfig(**sizes))
-    place = lambda x, *names: jax.device_put(
+    shard = lambda x, *names: jax.device_put(
         x,
         NamedSharding(
             mesh, PartitionSpec(*(fitting(n, x.shape[i]) or None for i, n in enumerate(names)))
         ),
     )
     with use(mesh):
-        h, targets, weights = (place(x, "batch", "length") for x in (h, targets, weights))
-        head = Head(place(head.matrix_VxE, "vocab", "embed"), place(head.bias_V, "vocab"))
+        h, targets, weights = (shard(x, "batch", "length") for x in (h, targets, weights))
+        head = Head(shard(head.matrix_VxE, "vocab", "embed"), shard(head.bias_V, "vocab"))
 
         def run(chunks):
-            both = jax.jit(
+            value_and_grad = jax.jit(
                 jax.value_and_grad(
                     lambda h, head: (
                         cross_entropy(h, head, targets, weights, 0.1, 0.01, chunks).loss
@@ -123,23 +127,22 @@ def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once
                     (0, 1),
                 )
             )
-            return both(h, head), both.lower(h, head).compile().as_text()
+            return value_and_grad(h, head), value_and_grad.lower(h, head).compile().as_text()
 
         (value, grads), text = run(4)
         (expected, expected_grads), _ = run(1)
-        alone = jax.jit(
+        value_only = jax.jit(
             lambda h, head: cross_entropy(h, head, targets, weights, 0.1, 0.01, 4).loss
         )(h, head)
     assert float(value) == pytest.approx(float(expected), rel=1e-5) and float(
-        alone
+        value_only
     ) == pytest.approx(float(value), rel=1e-5)
     assert all(np.abs(g).max() > 0.1 for g in jax.tree.leaves(grads))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), grads, expected_grads)
-    over_rows = [
+    reductions = [
         collective
         for collective in collectives(HloProgram.read(text))
         if collective.groups.shape[1] == 4 and collective.bytes >= 6 * 8 * 4
     ]
-    assert over_rows and all(
-        collective.times == 1 for collective in over_rows
-    )  # the matrix's gradient, not once a chunk
+    # The gradient of the matrix is reduced once, not once per chunk.
+    assert reductions and all(collective.times == 1 for collective in reductions)

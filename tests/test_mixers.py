@@ -1,4 +1,4 @@
-"""Token mixers: their equations against slow loops, and what every mixer promises."""
+"""Token mixers: their equations against slow loops, and the properties of every mixer."""
 
 import dataclasses
 import functools
@@ -35,7 +35,8 @@ MODELS = {
     },
     "lstm": {"mixer": "lstm", "position": "none", "norm_placement": "res_post"},
     "lstm_alone": {
-        "mixer": "lstm", "position": "none", "num_heads": 8, "feed_forward": "none", "d_ff": 2048, "norm_placement": "none",
+        "mixer": "lstm", "position": "none", "num_heads": 8, "feed_forward": "none", "d_ff": 2048,
+        "norm_placement": "none",
     },
     "lstm_alternating": {
         "position": "rotary", "num_decoder_layers": 4,
@@ -45,10 +46,10 @@ MODELS = {
 
 
 def model_of(name: str, family: str = "decoder", **fields):
-    given = {"num_kv_heads": 0} | MODELS[name] | fields
+    overrides = {"num_kv_heads": 0} | MODELS[name] | fields
     if name == "lstm":
-        given |= {"num_heads": 8}  # the default: no layer has heads
-    return small(family, **given)
+        overrides |= {"num_heads": 8}  # must be the default, because no layer has heads
+    return small(family, **overrides)
 
 
 @functools.cache
@@ -58,21 +59,21 @@ def made(name: str):
 
 
 def sublayer(params, scope):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), params["params"]["decoder"])[scope]
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), params["decoder"])[scope]
 
 
 def alone(config, params, x, segments, position=None):
-    """The output of the first layer's mixer, by itself, on x [B, T, D]."""
+    """Returns the output of the first layer's mixer alone, for x [B, T, D]."""
     from transformer.model.masks import Tokens
     from transformer.model.mixers import Context
     from transformer.model.positions import build
 
     layer = config.layers("decoder")[0]
-    where = Tokens(jnp.arange(x.shape[1])[None], jnp.asarray(segments))
+    tokens = Tokens(jnp.arange(x.shape[1])[None], jnp.asarray(segments))
     scheme = build(layer.layer_position).bind(None, layer.stack_facts("decoder"))
     module = layer.token_mixer.build(layer, "decoder", 1.0, 1.0)(name=None)
     out, _ = module.apply(
-        {"params": params}, x, Context(where, where), scheme.at(where.positions_BxT), None, True
+        {"params": params}, x, Context(tokens, tokens), scheme.at(tokens.positions_BxT), None, True
     )
     return np.asarray(out)
 
@@ -80,10 +81,11 @@ def alone(config, params, x, segments, position=None):
 @pytest.mark.parametrize("window", [0, 3])
 def test_mla_is_its_equations(window):
     config = small(
-        "decoder", mixer=MLA, position="rotary", norm="rmsnorm", scan_layers=False, window=window, num_kv_heads=0, d_value=5
+        "decoder", mixer=MLA, position="rotary", norm="rmsnorm", scan_layers=False, window=window,
+        num_kv_heads=0, d_value=5,
     )  # fmt: skip
     _, params = make(config)
-    own = params["params"]["decoder"]["layers_0"]["self_attention"]
+    mixer_params = params["decoder"]["layers_0"]["self_attention"]
     x = np.random.default_rng(0).standard_normal((2, 9, 16)).astype(np.float32)
 
     def rotate(vector, t):
@@ -94,53 +96,59 @@ def test_mla_is_its_equations(window):
             [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
         )
 
-    p = jax.tree.map(lambda a: np.asarray(a, np.float64), own)
-    wanted = np.stack([oracle_mixers.mla(config, p, row, 12, 6, rotate, window) for row in x])
-    unturned = np.stack([oracle_mixers.mla(config, p, row, 12, 6, window=window) for row in x])
-    assert np.abs(wanted - unturned).max() > 1e-2, "else the rotation is not tested"
-    found = alone(config, own, x, np.ones((2, 9), int))
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    params64 = jax.tree.map(lambda a: np.asarray(a, np.float64), mixer_params)
+    expected = np.stack(
+        [oracle_mixers.mla(config, params64, x_TxD, 12, 6, rotate, window) for x_TxD in x]
+    )
+    unrotated = np.stack(
+        [oracle_mixers.mla(config, params64, x_TxD, 12, 6, window=window) for x_TxD in x]
+    )
+    assert np.abs(expected - unrotated).max() > 1e-2, "the rotation must have an effect"
+    actual = alone(config, mixer_params, x, np.ones((2, 9), int))
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_gated_delta_is_its_recurrence(twice):
-    """In chunks that do and do not divide the length, with padding in front and several documents."""
+    """Chunks that do and do not divide the length, padding in front, and several documents."""
     segments = np.array([[0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3], [1] * 11 + [0, 0]])
     x = np.random.default_rng(1).standard_normal((2, 13, 16)).astype(np.float32)
     for chunk in (1, 4, 13, 64):
-        kind = {"name": "gated_delta", "chunk": chunk, "negative_eigenvalues": twice}
+        mixer = {"name": "gated_delta", "chunk": chunk, "negative_eigenvalues": twice}
         config = small(
-            "decoder", mixer=kind, position="none", scan_layers=False, num_kv_heads=0, d_value=6
+            "decoder", mixer=mixer, position="none", scan_layers=False, num_kv_heads=0, d_value=6
         )
         _, params = make(config)
-        own = params["params"]["decoder"]["layers_0"]["gated_delta"]
-        p = jax.tree.map(lambda a: np.asarray(a, np.float64), own)
-        wanted = np.stack(
+        mixer_params = params["decoder"]["layers_0"]["gated_delta"]
+        params64 = jax.tree.map(lambda a: np.asarray(a, np.float64), mixer_params)
+        expected = np.stack(
             [
-                oracle_mixers.gated_delta(config, p, row, at, twice=twice)
-                for row, at in zip(x, segments, strict=True)
+                oracle_mixers.gated_delta(config, params64, x_TxD, segments_T, twice=twice)
+                for x_TxD, segments_T in zip(x, segments, strict=True)
             ]
         )
-        found = alone(config, own, x, segments)
+        actual = alone(config, mixer_params, x, segments)
         np.testing.assert_allclose(
-            np.where(segments[..., None] > 0, found, 0), wanted, atol=3e-5, err_msg=str(chunk)
+            np.where(segments[..., None] > 0, actual, 0), expected, atol=3e-5, err_msg=str(chunk)
         )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_in_parts_equals_reading_at_once(name):
-    """With prompts that are padded on the left, and parts of one and of several tokens."""
+    """Prompts are padded on the left. Parts have one or several tokens."""
     model, params, apply = made(name)
     x, start = tokens(0, 2, 16), np.array([[0], [3]])
-    real = jnp.asarray(np.arange(16) >= start)
+    padding_mask = jnp.asarray(np.arange(16) >= start)
     positions = jnp.maximum(jnp.arange(16) - start, 0)
-    whole = apply(params, x, padding_mask=real, positions=positions)
-    logits, memory = prefill(model, params["params"], x[:, :7], 16, None, real[:, :7])
+    whole = apply(params, x, padding_mask=padding_mask, positions=positions)
+    logits, memory = prefill(model, params, x[:, :7], 16, None, padding_mask[:, :7])
     np.testing.assert_allclose(logits, whole[:, 6], atol=1e-4)
     cache = memory.cache
     for part in ((7, 8), (8, 11), (11, 12), (12, 16)):
-        found, cache = model.apply(params, x[:, slice(*part)], cache, method="decode")
-        np.testing.assert_allclose(found, whole[:, slice(*part)], atol=1e-4, err_msg=str(part))
+        part_logits, cache = model.apply(params, x[:, slice(*part)], cache, method="decode")
+        np.testing.assert_allclose(
+            part_logits, whole[:, slice(*part)], atol=1e-4, err_msg=str(part)
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,12 +162,14 @@ def test_packed_documents_do_not_leak(name):
         np.testing.assert_allclose(
             packed[:, first:last], model.apply(params, x[:, first:last]), atol=1e-4
         )
-    assert np.abs(packed - apply(params, x)).max() > 1e-2, "else there is nothing to leak"
+    assert np.abs(packed - apply(params, x)).max() > 1e-2, (
+        "without segments, the documents must affect each other"
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layouts_and_meshes_agree(name):
-    """Unrolled, recomputed in the backward pass, and spread over data, fsdp and tensor: the same loss and gradients."""
+    """Rematerialized and sharded over data, fsdp and tensor: the same loss and gradients."""
     config = model_of(name)
     model, params, _ = made(name)
     x = tokens(2, 4, 12)
@@ -168,14 +178,16 @@ def test_layouts_and_meshes_agree(name):
         return lambda params: jnp.mean(jnp.square(model.apply(params, x).astype(jnp.float32)))
 
     value, grads = jax.jit(jax.value_and_grad(loss(model)))(params)
-    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads)), "every parameter matters"
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads)), (
+        "every parameter has a gradient"
+    )
     remat = build_model(dataclasses.replace(config, remat="full"))
     with use(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
-        spread, spread_grads = jax.jit(jax.value_and_grad(loss(remat)))(params)
-    np.testing.assert_allclose(spread, value, rtol=1e-5)
+        sharded, sharded_grads = jax.jit(jax.value_and_grad(loss(remat)))(params)
+    np.testing.assert_allclose(sharded, value, rtol=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max() + 1e-6),
-        spread_grads,
+        sharded_grads,
         grads,
     )
 
@@ -186,45 +198,60 @@ def test_states_are_as_large_as_they_must_be():
     ]
     assert sizes("window", 16) == [(2, 2, 3, 4, 4)] * 2, "a window of 3 keeps 3 slots"
     assert sizes("attention", 16) == [(2, 2, 16, 4, 4)] * 2
-    assert sizes("mla", 16) == [(2, 2, 16, 12), (2, 2, 16, 1, 6)], "18 numbers a token, not 32"
+    assert sizes("mla", 16) == [(2, 2, 16, 12), (2, 2, 16, 1, 6)], "18 numbers per token, not 32"
     assert sizes("gated_delta", 16) == sizes("gated_delta", 1000)
 
 
 def test_beams_share_what_was_read_of_the_source():
     model, params = make(small("encoder_decoder", position="t5"))
     source, prompt = tokens(3, 2, 6), tokens(4, 2, 1)
-    _, memory = prefill(model, params["params"], prompt, 8, source)
-    spread = memory.cache.reorder(lambda x: jnp.repeat(x, 3, axis=0), scanned=True)
-    memory = memory.replace(cache=spread)
-    assert isinstance(spread.layers, LayerState)
+    _, memory = prefill(model, params, prompt, 8, source)
+    cache = memory.cache.reorder(lambda x: jnp.repeat(x, 3, axis=0), scanned=True)
+    memory = memory.replace(cache=cache)
+    assert isinstance(cache.layers, LayerState)
     assert (
-        spread.layers.mixer.k_BxSxKxH.shape[1] == 6
-        and spread.layers.source.value.k_BxSxKxH.shape[1] == 2
+        cache.layers.mixer.k_BxSxKxH.shape[1] == 6
+        and cache.layers.source.value.k_BxSxKxH.shape[1] == 2
     )
-    words = tokens(5, 6, 1)[:, 0]
-    found, _ = advance(model, params["params"], words, memory)
+    next_tokens = tokens(5, 6, 1)[:, 0]
+    logits, _ = advance(model, params, next_tokens, memory)
     for beam in range(3):
-        here = jnp.arange(2) * 3 + beam
-        target = jnp.concatenate([prompt, words[here, None]], axis=1)
-        whole = model.apply(params, source, target)[:, -1]
-        np.testing.assert_allclose(found[here], whole, atol=1e-4)
+        rows = jnp.arange(2) * 3 + beam
+        target = jnp.concatenate([prompt, next_tokens[rows, None]], axis=1)
+        expected = model.apply(params, source, target)[:, -1]
+        np.testing.assert_allclose(logits[rows], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: small("decoder", mixer="gated"), "model.mixer: no 'gated'; did you mean 'gated_delta'?"),
-        (lambda: small("decoder", mixer={"name": "mla", "rank": 3}), "model.mixer: 'mla' has no option 'rank'"),
-        (lambda: small("decoder", mixer={"name": "mla", "kv_rank": -1}), "model.mixer.kv_rank: -1 is too small"),
-        (lambda: small("encoder", mixer="gated_delta", position="none", num_kv_heads=0), "model.family='decoder'"),
-        (lambda: small("decoder", mixer="gated_delta", num_kv_heads=0, position="none", prefix_lm=True), "causal"),
-        (lambda: small("decoder", mixer="gated_delta", num_kv_heads=0, position="rotary"), "model.position: 'rotary' has no effect on mixer"),
-        (lambda: small("decoder", mixer="gated_delta", num_kv_heads=0, position="none", window=3), "model.window: 3 has no effect without a mixer"),
-        (lambda: small("decoder", mixer="mla", position="rotary"), "model.num_kv_heads: 2 has no effect without a mixer"),
-        (lambda: small("decoder", mixer="mla", num_kv_heads=0, position="shaw"), "no place for score and value"),
-        (lambda: small("decoder", num_kv_heads=0, layer_pattern=({"mixer": "gated_delta", "window": 3}, {})), "window = 3 has no effect with mixer"),
-        (lambda: small("decoder", layer_pattern=({"d_ff": 3}, {})), "'d_ff' cannot differ between layers"),
-        (lambda: small("decoder", norm_placement="post", layer_pattern=({"norm_placement": "pre"}, {"norm_placement": "peri"})), "model.norm_placement: 'post' has no effect"),
+        (lambda: small("decoder", mixer="gated"),
+         "model.mixer: no 'gated'; did you mean 'gated_delta'?"),
+        (lambda: small("decoder", mixer={"name": "mla", "rank": 3}),
+         "model.mixer: 'mla' has no option 'rank'"),
+        (lambda: small("decoder", mixer={"name": "mla", "kv_rank": -1}),
+         "model.mixer.kv_rank: -1 is too small"),
+        (lambda: small("encoder", mixer="gated_delta", position="none", num_kv_heads=0),
+         "model.family='decoder'"),
+        (lambda: small("decoder", mixer="gated_delta", num_kv_heads=0, position="none",
+                       prefix_lm=True),
+         "causal"),
+        (lambda: small("decoder", mixer="gated_delta", num_kv_heads=0, position="rotary"),
+         "model.position: 'rotary' has no effect on mixer"),
+        (lambda: small("decoder", mixer="gated_delta", num_kv_heads=0, position="none", window=3),
+         "model.window: 3 has no effect without a mixer"),
+        (lambda: small("decoder", mixer="mla", position="rotary"),
+         "model.num_kv_heads: 2 has no effect without a mixer"),
+        (lambda: small("decoder", mixer="mla", num_kv_heads=0, position="shaw"),
+         "no place for score and value"),
+        (lambda: small("decoder", num_kv_heads=0,
+                       layer_pattern=({"mixer": "gated_delta", "window": 3}, {})),
+         "window = 3 has no effect with mixer"),
+        (lambda: small("decoder", layer_pattern=({"d_ff": 3}, {})),
+         "'d_ff' cannot differ between layers"),
+        (lambda: small("decoder", norm_placement="post",
+                       layer_pattern=({"norm_placement": "pre"}, {"norm_placement": "peri"})),
+         "model.norm_placement: 'post' has no effect"),
     ],
 )  # fmt: skip
 def test_what_a_mixer_cannot_do_is_one_line(build, message):
@@ -234,9 +261,9 @@ def test_what_a_mixer_cannot_do_is_one_line(build, message):
 
 def test_a_name_is_registered_once():
     registry = Registry("model.mixer", "transformer.model.mixers")
-    one, other = type("One", (), {}), type("Other", (), {})
-    registry.register("one")(one)
-    assert registry.register("one")(one) is one and one.name == "one"
+    first, second = type("One", (), {}), type("Other", (), {})
+    registry.register("one")(first)
+    assert registry.register("one")(first) is first and first.name == "one"
     with pytest.raises(ValueError, match="'one' is .*One"):
-        registry.register("one")(other)
+        registry.register("one")(second)
     assert {"attention", "mla", "gated_delta"} <= set(MIXERS)

@@ -1,4 +1,4 @@
-"""Properties of every family, position scheme and placement."""
+"""Properties of every model family, position scheme and norm placement."""
 
 import dataclasses
 
@@ -23,28 +23,28 @@ def inputs(config, batch=2, seed=0):
 
 
 def influence(config):
-    """bool[T, T]: does the input vector at column j reach the output at row i? Shown by gradients with respect to embeddings."""
+    """Returns bool[T, T]: whether output row i depends on input vector j (a nonzero gradient)."""
     model, params = make(config)
     (x,) = inputs(config, batch=1)
 
     def out(table):
-        p = jax.tree.map(lambda a: a, params)
-        p["params"]["embedding"]["embedding"] = table
-        return model.apply(p, x, method="features")[0][0].sum(-1)
+        patched = jax.tree.map(lambda a: a, params)
+        patched["embedding"]["embedding"] = table
+        return model.apply(patched, x, method="features")[0][0].sum(-1)
 
-    table = params["params"]["embedding"]["embedding"]
+    table = params["embedding"]["embedding"]
     assert len(set(np.asarray(x[0]).tolist())) == x.shape[1], (
-        "tokens must differ, for a row of the table to be one position"
+        "tokens must differ, so that each row of the table has one position"
     )
-    rows = jax.jit(jax.jacobian(out))(table)[:, x[0]]
-    return np.abs(np.asarray(rows)).sum(-1) > 0
+    jacobian = jax.jit(jax.jacobian(out))(table)[:, x[0]]
+    return np.abs(np.asarray(jacobian)).sum(-1) > 0
 
 
 @pytest.mark.parametrize(("family", "position"), schemes("decoder", "encoder"))
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_a_decoder_is_causal_and_an_encoder_is_not(family, position, placement):
-    sees = influence(small(family, position=position, norm_placement=placement))
-    np.testing.assert_array_equal(sees, np.tril(np.ones_like(sees)) if family == "decoder" else 1)
+    deps = influence(small(family, position=position, norm_placement=placement))
+    np.testing.assert_array_equal(deps, np.tril(np.ones_like(deps)) if family == "decoder" else 1)
 
 
 def test_the_decoder_of_an_encoder_decoder_is_causal_and_reads_all_of_the_source():
@@ -52,10 +52,10 @@ def test_the_decoder_of_an_encoder_decoder_is_causal_and_reads_all_of_the_source
     (source, target), apply = inputs(model.config), jax.jit(model.apply)
     base = apply(params, source, target)
     for t in range(target.shape[1]):
-        moved = (
+        changed = (
             np.abs(np.asarray(apply(params, source, target.at[:, t].set(5)) - base)).max((0, 2)) > 0
         )
-        np.testing.assert_array_equal(moved, np.arange(target.shape[1]) >= t)
+        np.testing.assert_array_equal(changed, np.arange(target.shape[1]) >= t)
     for s in range(source.shape[1]):
         assert (
             np.abs(np.asarray(apply(params, source.at[:, s].set(5), target) - base)).max((0, 2)) > 0
@@ -81,24 +81,24 @@ def test_padding_and_the_rows_beside_never_change_a_result(family, position):
 
 @pytest.mark.parametrize(("family", "position"), schemes(*FAMILIES))
 def test_packed_documents_do_not_see_each_other(family, position):
-    """Two documents in one row give the logits of each alone; and the second does not move when the first changes."""
+    """Packed documents have the same logits as alone, and the first does not affect the second."""
     config = small(family, position=position)
     model, params = make(config)
     sides, apply = inputs(config, batch=2), jax.jit(model.apply)
     alone = np.asarray(apply(params, *sides))
     names = ("source_", "") if family == "encoder_decoder" else ("",)
-    packed, given = [], {}
+    packed, packing = [], {}
     for name, x in zip(names, sides, strict=True):
         length = x.shape[1]
         packed.append(x.reshape(1, -1))
-        given[f"{name}segment_ids"] = jnp.repeat(jnp.array([[1, 2]]), length, axis=1)
-        given[f"{name}positions"] = jnp.tile(jnp.arange(length), 2)[None]
-    together = np.asarray(apply(params, *packed, **given)).reshape(alone.shape)
+        packing[f"{name}segment_ids"] = jnp.repeat(jnp.array([[1, 2]]), length, axis=1)
+        packing[f"{name}positions"] = jnp.tile(jnp.arange(length), 2)[None]
+    together = np.asarray(apply(params, *packed, **packing)).reshape(alone.shape)
     np.testing.assert_allclose(together, alone, atol=2e-5)
     changed = [x.at[:, 0].set(5) for x in packed]
-    moved = np.asarray(apply(params, *changed, **given)).reshape(alone.shape)
-    assert np.abs(moved[0] - together[0]).max() > 1e-3
-    np.testing.assert_array_equal(moved[1], together[1])
+    changed_logits = np.asarray(apply(params, *changed, **packing)).reshape(alone.shape)
+    assert np.abs(changed_logits[0] - together[0]).max() > 1e-3
+    np.testing.assert_array_equal(changed_logits[1], together[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,11 +119,11 @@ def test_scanned_layers_equal_unrolled_ones(family, placement):
     sides = inputs(config)
     stacked = stack(params)
     assert jax.tree.structure(stacked) != jax.tree.structure(params)
-    looped, one_by_one = (
+    scanned_logits, unrolled_logits = (
         jax.jit(scanned.apply)(stacked, *sides),
         jax.jit(unrolled.apply)(params, *sides),
     )
-    np.testing.assert_allclose(looped, one_by_one, atol=2e-5)
+    np.testing.assert_allclose(scanned_logits, unrolled_logits, atol=2e-5)
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
@@ -131,8 +131,8 @@ def test_scanned_layers_equal_unrolled_ones(family, placement):
 def test_remat_changes_no_gradient(remat, scan):
     config = small("encoder_decoder", dropout=0.2, attention_dropout=0.1, scan_layers=scan)
     model, params = make(config)
-    again = build_model(dataclasses.replace(config, remat=remat))
-    assert again.config != model.config
+    remat_model = build_model(dataclasses.replace(config, remat=remat))
+    assert remat_model.config != model.config
 
     def gradient(m):
         def loss(p):
@@ -144,9 +144,11 @@ def test_remat_changes_no_gradient(remat, scan):
 
         return jax.jit(jax.grad(loss))(params)
 
-    assert "remat" in str(jax.make_jaxpr(lambda p: again.apply(p, *inputs(config)))(params))
+    assert "remat" in str(jax.make_jaxpr(lambda p: remat_model.apply(p, *inputs(config)))(params))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient(model), gradient(again)
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6),
+        gradient(model),
+        gradient(remat_model),
     )
 
 
@@ -184,18 +186,17 @@ def test_multi_query_attention_is_multi_head_attention_with_its_heads_repeated()
 @pytest.mark.parametrize("position", SCHEMES)
 def test_relative_schemes_alone_do_not_move_when_all_positions_shift(position):
     model, params = make(small("decoder", position=position))
-    if (
-        position == "fire"
-    ):  # relative up to its threshold; beyond, a distance counts by its share of the text read
-        params["params"]["decoder"]["fire_threshold"] = jnp.float32(64.0)
+    if position == "fire":
+        # Beyond its threshold, it normalizes distances by the query position.
+        params["decoder"]["fire_threshold"] = jnp.float32(64.0)
     (x,) = inputs(model.config)
-    at = jnp.arange(x.shape[1])[None]
+    index = jnp.arange(x.shape[1])[None]
     apply = jax.jit(model.apply)
-    moved = np.abs(
-        np.asarray(apply(params, x, positions=at) - apply(params, x, positions=at + 11))
+    change = np.abs(
+        np.asarray(apply(params, x, positions=index) - apply(params, x, positions=index + 11))
     ).max()
     absolute = SCHEMES[position].embed is not Position.embed
-    assert moved > 1e-2 if absolute else moved < 2e-4
+    assert change > 1e-2 if absolute else change < 2e-4
 
 
 @pytest.mark.parametrize("position", [position for _, position in schemes("encoder")])
@@ -203,20 +204,21 @@ def test_only_a_position_scheme_makes_an_encoder_see_order(position):
     model, params = make(small("encoder", position=position))
     (x,) = inputs(model.config)
     order, apply = np.array([3, 1, 5, 0, 4, 2]), jax.jit(model.apply)
-    permuted = np.abs(np.asarray(apply(params, x[:, order]) - apply(params, x)[:, order])).max()
-    assert permuted < 2e-5 if position == "none" else permuted > 1e-3
+    change = np.abs(np.asarray(apply(params, x[:, order]) - apply(params, x)[:, order])).max()
+    assert change < 2e-5 if position == "none" else change > 1e-3
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_placement_has_exactly_its_norms(placement):
     expected = {
-        "pre": ({"in_norm"}, True), "post": ({"out_norm"}, False), "peri": ({"in_norm", "res_norm"}, True), "res_post": ({"res_norm"}, True),
+        "pre": ({"in_norm"}, True), "post": ({"out_norm"}, False),
+        "peri": ({"in_norm", "res_norm"}, True), "res_post": ({"res_norm"}, True),
         "deepnorm": ({"out_norm"}, False), "none": (set(), False), "rezero": ({"gate"}, False),
     }  # fmt: skip
     assert set(expected) == set(PLACEMENTS)
     _, params = make(small("encoder_decoder", norm_placement=placement))
     for side in ("encoder", "decoder"):
-        stack = params["params"][side]
+        stack = params[side]
         parts = {
             part
             for name, tree in stack["layers"].items()
@@ -239,9 +241,9 @@ def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
         pytest.approx(40**-0.25),
     )
     plain, scaled = (
-        initialised(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["params"][
-            "decoder"
-        ]["layers"]
+        initialised(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["decoder"][
+            "layers"
+        ]
         for p in ("post", "deepnorm")
     )
     for part, gain in {
@@ -275,7 +277,7 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(posit
     from transformer.model.attention_backends import BACKENDS, Inputs
 
     config = small("decoder", position=position)
-    where = Tokens(jnp.arange(3)[None], jnp.array([[0, 1, 1]]))  # the first is padding
+    padded = Tokens(jnp.arange(3)[None], jnp.array([[0, 1, 1]]))  # the first is padding
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (1, 3, n, 4)) for key, n in zip(keys, (4, 2, 2), strict=True))
     param, facts = (
@@ -286,14 +288,17 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(posit
         positions.build(position)
         .bind(param, facts)
         .bind_layer(param, facts)
-        .at(where.positions_BxT)
+        .at(padded.positions_BxT)
     )
-    given = Inputs(CAUSAL & SAME_SEGMENT, where, where, scheme, config.head_size**-0.5)
+    args = Inputs(CAUSAL & SAME_SEGMENT, padded, padded, scheme, config.head_size**-0.5)
     for attend in (BACKENDS[name].attend for name in ALONE):
-        out = attend(q, k, v, given)
+        out = attend(q, k, v, args)
         np.testing.assert_array_equal(out[0, 0], 0)
         assert np.abs(np.asarray(out[0, 1:])).min() > 0
-        grads = jax.grad(lambda q, k, v: jnp.sum(attend(q, k, v, given) ** 2), (0, 1, 2))(q, k, v)  # noqa: B023
+        grads = jax.grad(
+            lambda q, k, v: jnp.sum(attend(q, k, v, args) ** 2),  # noqa: B023
+            (0, 1, 2),
+        )(q, k, v)
         assert all(np.isfinite(g).all() for g in grads)
 
 
@@ -303,9 +308,7 @@ def test_whatever_stands_in_a_padded_position_reaches_nothing():
     x = jnp.pad(tokens(0, 1, 5), ((0, 0), (0, 2)))
     base = model.apply(params, x, **masks(x))
     poisoned = jax.tree.map(lambda a: a, params)
-    poisoned["params"]["embedding"]["embedding"] = (
-        params["params"]["embedding"]["embedding"].at[0].set(1e30)
-    )
+    poisoned["embedding"]["embedding"] = params["embedding"]["embedding"].at[0].set(1e30)
     np.testing.assert_array_equal(
         model.apply(poisoned, x, **masks(x), method="features")[0][:, :5],
         model.apply(params, x, **masks(x), method="features")[0][:, :5],
@@ -314,16 +317,16 @@ def test_whatever_stands_in_a_padded_position_reaches_nothing():
 
 
 def test_masks_compose():
-    at = Tokens(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 0]]))
-    both = np.asarray((CAUSAL & SAME_SEGMENT)(at, at)[0])
+    packed = Tokens(jnp.array([[0, 1, 2, 0, 1]]), jnp.array([[1, 1, 1, 2, 0]]))
+    causal_same = np.asarray((CAUSAL & SAME_SEGMENT)(packed, packed)[0])
     expected = np.zeros((5, 5), bool)
     expected[:3, :3] = np.tril(np.ones((3, 3)))
     expected[3, 3] = True
-    np.testing.assert_array_equal(both, expected)
-    near = np.asarray((CAUSAL & window(2))(at, at)[0][:3, :3])
-    np.testing.assert_array_equal(near, [[1, 0, 0], [1, 1, 0], [0, 1, 1]])
-    either = (window(1) | SAME_SEGMENT)(at, at)[0]
-    assert bool(either[4, 1])  # the same position, though in no segment
+    np.testing.assert_array_equal(causal_same, expected)
+    causal_window = np.asarray((CAUSAL & window(2))(packed, packed)[0][:3, :3])
+    np.testing.assert_array_equal(causal_window, [[1, 0, 0], [1, 1, 0], [0, 1, 1]])
+    either = (window(1) | SAME_SEGMENT)(packed, packed)[0]
+    assert bool(either[4, 1])  # the same position, although in no segment
     assert not bool(either[4, 2])
 
 
@@ -365,16 +368,14 @@ def test_each_dropout_acts_in_training_alone(field):
     config = small("encoder_decoder", **{field: 0.3})
     model, params = make(config)
     sides = inputs(config)
-    quiet = model.apply(params, *sides)
-    np.testing.assert_array_equal(
-        quiet, build_model(small("encoder_decoder")).apply(params, *sides)
-    )
-    noisy = model.apply(params, *sides, deterministic=False, rngs={"dropout": jax.random.key(0)})
-    assert np.abs(np.asarray(noisy - quiet)).max() > 1e-3
+    base = model.apply(params, *sides)
+    np.testing.assert_array_equal(base, build_model(small("encoder_decoder")).apply(params, *sides))
+    dropped = model.apply(params, *sides, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    assert np.abs(np.asarray(dropped - base)).max() > 1e-3
 
 
 def test_compile_time_does_not_grow_with_depth():
-    """The scanned program is of one size, whatever the depth."""
+    """The size of the scanned program does not depend on the depth."""
 
     def size(depth, scan):
         config = small("decoder", num_decoder_layers=depth, scan_layers=scan)

@@ -1,4 +1,4 @@
-"""What a model is made of: its FLOPs by hand, and against XLA's own count."""
+"""The FLOPs of a model, against formulas and against XLA's count."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from transformer.training.step import batch_sums
 
 
 def test_what_a_model_needs_by_hand():
-    """Training takes three times the forward pass, and of a causal mask's pairs half and the diagonal."""
+    """Training costs three forward passes. A causal mask allows half the pairs and the diagonal."""
     config, mesh = planned(), make_mesh(MeshConfig(data=1))
     programs = Programs(config, jax.devices()[:1])
     tokens = ROWS * T
@@ -28,7 +28,7 @@ def test_what_a_model_needs_by_hand():
 
 
 def test_of_experts_those_that_are_asked_count():
-    dense, mixed = (
+    dense, sparse = (
         planned(),
         planned(
             feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5}
@@ -40,8 +40,8 @@ def test_of_experts_those_that_are_asked_count():
         Programs(config, jax.devices()[:1]).state.params,
     )
     tokens = ROWS * T
-    router, second, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
-    assert count(mixed) - count(dense) == 3 * 3 * (router + second + gather)
+    router, second_expert, gather = 2 * tokens * D * 8, 2 * tokens * 2 * D * FF, 2 * tokens * 2 * D
+    assert count(sparse) - count(dense) == 3 * 3 * (router + second_expert + gather)
 
 
 @pytest.mark.parametrize(
@@ -54,45 +54,54 @@ def test_a_model_needs_the_same_however_its_layers_are_laid_out(model):
         batch_shapes(config, make_mesh(MeshConfig(data=1))),
         Programs(config, jax.devices()[:1]).state.params,
     )
-    plain, other = count(planned()), count(planned(**model))
-    assert other < plain if "layer_pattern" in model else other == plain
+    baseline, changed = count(planned()), count(planned(**model))
+    assert changed < baseline if "layer_pattern" in model else changed == baseline
 
 
 def needed(**model) -> float:
-    """FLOPs of the forward pass of a model."""
+    """Returns the FLOPs of the forward pass of a model."""
     config = planned(**model)
     shapes = batch_shapes(config, make_mesh(MeshConfig(data=1)))
     return model_flops(config, shapes, Programs(config, jax.devices()[:1]).state.params) / 3
 
 
 TABLES = {
-    # Queries by the vectors of clipped distances, and weights by those of values.
-    "shaw": ({"max_distance": 4}, lambda h: ROWS * T * D * 9 + ROWS * T * D * 9 + ROWS * (D // h) * T * T * 9),
-    # u by keys, queries by W_R, and what comes of it by the sinusoids of all distances.
+    # Queries by the key vectors of clipped distances, and attention weights by the value vectors.
+    "shaw": (
+        {"max_distance": 4},
+        lambda h: ROWS * T * D * 9 + ROWS * T * D * 9 + ROWS * (D // h) * T * T * 9,
+    ),
+    # u by keys, queries by W_R, and the result by the sinusoids of all distances.
     "transformer_xl": ({}, lambda h: ROWS * T * D + ROWS * T * D * D + ROWS * T * T * D * (D // h)),
     # The table by two matrices, queries by one product, keys by the other.
     "deberta": ({"max_distance": 4}, lambda h: 2 * 8 * D * D + 2 * ROWS * T * D * 8),
     "cope": ({"max_positions": 5}, lambda h: ROWS * T * D * 5),
-}  # fmt: skip
-"""Multiplications that a scheme adds to each layer, by the size of a head; none of them is of a pair that a mask forbids."""
+}
+"""Multiplications that a scheme adds to each layer, as a function of the head size.
+
+A mask does not reduce them.
+"""
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_products_with_a_table_of_positions_count_in_full(name):
-    options, more = TABLES[name]
-    plain, causal = needed(position="none"), needed(position={"name": name, **options})
+    options, added = TABLES[name]
+    no_position, with_position = needed(position="none"), needed(position={"name": name, **options})
     layers, size = 3, planned().model.head_size
-    assert causal - plain == layers * 2 * more(size)
+    assert with_position - no_position == layers * 2 * added(size)
 
 
 @pytest.mark.parametrize(
     "mixer", ["attention", "mla", {"name": "gated_delta", "chunk": 4}, "lstm", "attentive"]
 )
 def test_model_flops_are_about_what_xla_counts(mixer, monkeypatch):
-    """XLA counts a loop's body once, so loops are unrolled here, and it counts every pair, so all pairs are allowed here. It also
-    counts activations, norms, softmax, gates and the loss, which are no matrix products. They are a few operations for each
-    activation, against 2 d_model for a product: up to 6 % at this width, so no matrix product is missing or counted twice.
-    The count is that of the program before fusion, because a fusion may repeat cheap operations (gated_delta: 14 %).
+    """XLA counts up to 6% more FLOPs, so no matrix product is missing or counted twice.
+
+    XLA counts the body of a loop once, so the test unrolls loops. It counts every pair of tokens,
+    so the test allows all pairs. It also counts activations, norms, softmax, gates and the loss,
+    which are no matrix products. They take a few operations per activation, against 2 d_model for a
+    product: up to 6% at this width. The count is that of the program before fusion, because a
+    fusion may repeat cheap operations (gated_delta: 14%).
     """
     scan, fields = jax.lax.scan, {"mixer": mixer}
     family = "encoder_decoder" if mixer == "attentive" else "decoder"
@@ -101,15 +110,16 @@ def test_model_flops_are_about_what_xla_counts(mixer, monkeypatch):
     if mixer not in ("attention", "mla"):
         fields["attention_backend"] = "auto"
     if "lstm" in str(fields):
-        fields["num_heads"] = 8  # the default: no layer has heads
+        fields["num_heads"] = 8  # must be the default, because no layer has heads
     config = planned(
-        family, {"data": 1}, position="none", scan_layers=False, num_decoder_layers=1, d_model=128, d_ff=256, max_length=8,
-        data={"length": 8, "batch_size": 2}, **({"num_encoder_layers": 1} if family != "decoder" else {}), **fields,
+        family, {"data": 1}, position="none", scan_layers=False, num_decoder_layers=1, d_model=128,
+        d_ff=256, max_length=8, data={"length": 8, "batch_size": 2},
+        **({"num_encoder_layers": 1} if family != "decoder" else {}), **fields,
     )  # fmt: skip
     mesh, params = make_mesh(MeshConfig(data=1)), Programs(config, jax.devices()[:1]).state.params
     batch = batch_shapes(config, mesh)
     monkeypatch.setattr("transformer.planning.model_flops.allowed_pairs", lambda *_: 1.0)
-    ours = model_flops(config, batch, params) / 3
+    counted = model_flops(config, batch, params) / 3
 
     def unrolled(*args, **options):
         return scan(*args, **options | {"unroll": True})
@@ -120,12 +130,14 @@ def test_model_flops_are_about_what_xla_counts(mixer, monkeypatch):
     forward = lambda params, batch: batch_sums(model, params, batch, config, mesh)
     with use(mesh):
         lowered = jax.jit(forward).lower(shapes(params), shapes(batch))
-    theirs = lowered.cost_analysis()["flops"]
-    assert 1.0 < theirs / ours < 1.06, f"XLA counts {theirs:,.0f}, the model {ours:,.0f}"
+    xla_counted = lowered.cost_analysis()["flops"]
+    assert 1.0 < xla_counted / counted < 1.06, (
+        f"XLA counts {xla_counted:,.0f}, model_flops {counted:,.0f}"
+    )
 
 
 def test_a_triangular_solve_counts_the_rows_before_each_row():
-    """gated_delta has one, which XLA does not count: n^2 multiplications and additions for each right side."""
+    """A triangular solve takes n^2 FLOPs per right-hand side. XLA does not count gated_delta's."""
     solve = lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
     traced = jax.make_jaxpr(solve)(np.zeros((2, 3, 5, 5)), np.zeros((2, 3, 5, 7)))
     assert sum(flops for flops, _ in products(traced.jaxpr)) == 2 * 3 * 5 * 5 * 7

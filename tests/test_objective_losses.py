@@ -1,4 +1,4 @@
-"""An objective with a loss of its own."""
+"""An objective with an additional loss."""
 
 import dataclasses
 
@@ -13,7 +13,6 @@ from transformer.data.objectives.language_model import CausalLM
 from transformer.data.pipeline import open_data
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
-from transformer.parallel.sharding import unbox
 from transformer.training.loss import Sums
 from transformer.training.state import TrainState
 from transformer.training.step import training_step
@@ -21,7 +20,10 @@ from transformer.training.step import training_step
 
 @dataclasses.dataclass(frozen=True)
 class QuietLM(CausalLM):
-    """Language modelling that also keeps the last hidden state small: `weight` times its mean square over the tokens asked for."""
+    """Language modeling that penalizes large hidden states.
+
+    The penalty is `weight` times the mean square of the last hidden state over the target tokens.
+    """
 
     weight: float = 0.5
 
@@ -37,42 +39,50 @@ class QuietLM(CausalLM):
 
 
 def test_an_objective_with_a_loss_of_its_own(text, monkeypatch):
-    """Its loss is in the gradient and in the metrics, whatever the micro-batches."""
+    """The loss is in the gradient and in the metrics, for any number of micro-batches."""
     monkeypatch.setitem(OBJECTIVES._classes, "quiet_lm", QuietLM)
-    plain = experiment(text, "causal_lm", "decoder")
+    lm_config = experiment(text, "causal_lm", "decoder")
     config = experiment(text, {"name": "quiet_lm", "weight": 2.0}, "decoder")
     model, optimizer = build_model(config.model), optax.sgd(1.0)
     batch = open_data(config).batches("train")[0]
     with use(make_mesh(config.mesh)) as mesh:
-        params = jax.jit(model.init)(jax.random.key(0), batch["inputs"][:1, :8])["params"]
-        params = unbox(params)
+        params = jax.jit(model.init)(jax.random.key(0), batch["inputs"][:1, :8])
 
-        def after(config):
+        def update(config):
             state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
             step = jax.jit(training_step(config, model, optimizer, mesh))
             return step(state, batch)
 
-        state, metrics = after(config)
-        (alone, _), micro = after(plain), dataclasses.replace(config.train, accumulate=4)
-        cut, in_parts = after(dataclasses.replace(config, train=micro))
+        state, metrics = update(config)
+        (lm_state, _), train_in_parts = (
+            update(lm_config),
+            dataclasses.replace(config.train, accumulate=4),
+        )
+        state_in_parts, metrics_in_parts = update(dataclasses.replace(config, train=train_in_parts))
 
         def loss(params):
             apply = lambda method: model.apply(
-                {"params": params}, batch["inputs"], positions=batch["positions"], segment_ids=batch["segments"], method=method
-            )  # fmt: skip
+                params,
+                batch["inputs"],
+                positions=batch["positions"],
+                segment_ids=batch["segments"],
+                method=method,
+            )
             hidden, head = apply("features")
             logp = jax.nn.log_softmax(head(hidden))
             nll = -jnp.take_along_axis(logp, batch["targets"][..., None], axis=-1)[..., 0]
-            each = nll + 2.0 * jnp.mean(jnp.square(hidden), axis=-1)
-            return jnp.sum(each * batch["weights"]) / jnp.sum(batch["weights"])
+            token_loss = nll + 2.0 * jnp.mean(jnp.square(hidden), axis=-1)
+            return jnp.sum(token_loss * batch["weights"]) / jnp.sum(batch["weights"])
 
         value, grads = jax.jit(jax.value_and_grad(loss))(params)
-    wanted = jax.tree.map(lambda p, g: p - g, params, grads)
+    expected = jax.tree.map(lambda p, g: p - g, params, grads)
     distance = lambda a, b: max(
         jax.tree.leaves(jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), a, b))
     )
-    assert distance(state.params, alone.params) > 1e-3
-    assert distance(state.params, wanted) < 1e-5 and distance(cut.params, wanted) < 1e-5
+    assert distance(state.params, lm_state.params) > 1e-3
+    assert (
+        distance(state.params, expected) < 1e-5 and distance(state_in_parts.params, expected) < 1e-5
+    )
     np.testing.assert_allclose(metrics["objective"], value, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"] + metrics["quiet_loss"], value, rtol=1e-5)
-    np.testing.assert_allclose(in_parts["quiet_loss"], metrics["quiet_loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics_in_parts["quiet_loss"], metrics["quiet_loss"], rtol=1e-5)

@@ -1,4 +1,7 @@
-"""What the model is asked to learn: every row is what its paper says, drawn anew where it should be and nowhere else."""
+"""Training objectives: sequences match the papers, and only their random parts change by epoch.
+
+Every objective is also trained and evaluated. Invalid configs raise errors.
+"""
 
 import dataclasses
 import json
@@ -31,24 +34,32 @@ def experiment(text, objective, family, model=(), **data):
     file = {"classification": "label.tsv", "tagging": "tags.tsv"}.get(name, "text.txt")
     format = "tsv" if file.endswith("tsv") else "text"
     return from_mapping(Experiment, {
-        "model": sized(family, **{"vocab_size": 380, "max_length": 64, **dict(model)}), "mesh": {"data": 1}, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "epsilon": 1e-4},
-        "data": {"train": str(text / file), "format": format, "objective": objective, "length": 40, "batch_size": 8, "held_out": 40, **data},
+        "model": sized(family, **{"vocab_size": 380, "max_length": 64, **dict(model)}),
+        "mesh": {"data": 1},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "epsilon": 1e-4},
+        "data": {
+            "train": str(text / file), "format": format, "objective": objective, "length": 40,
+            "batch_size": 8, "held_out": 40, **data,
+        },
         "train": {"steps": 60, "log_every": 20, "tensorboard": False},
     })  # fmt: skip
 
 
+NEXT_SENTENCE = {"name": "masked_lm", "next_sentence": True}
 SPANS = {"name": "span_corruption", "sentinels": 12, "mean_length": 2.0}
 CASES = {
     "masked": ("masked_lm", "encoder", {}, {}),
     "masked words": ({"name": "masked_lm", "whole_words": True}, "encoder", {}, {"packing": False}),
-    "next sentence": ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {"packing": False, "length": 15}),
+    "next sentence": (NEXT_SENTENCE, "encoder", PAIR_LABELS, {"packing": False, "length": 15}),
     "spans": (SPANS, "encoder_decoder", {}, {"target_length": 16}),
     "spans, decoder": (SPANS, "decoder", {"prefix_lm": True, "position": "t5"}, {}),
     "ul2": ({"name": "ul2", "sentinels": 20}, "encoder_decoder", {}, {}),
     "prefix": ("prefix_lm", "decoder", {"prefix_lm": True, "position": "alibi"}, {}),
     "prefix, two sides": ("prefix_lm", "encoder_decoder", {}, {"target_length": 24}),
-    "classification": ("classification", "encoder", {"num_labels": 2, "pooling": "mean", "lm_head": False}, {"packing": False}),
-    "classification, decoder": ("classification", "decoder", {"num_labels": 2, "pooling": "last"}, {"packing": False, "buckets": (16, 40)}),
+    "classification": ("classification", "encoder",
+                       {"num_labels": 2, "pooling": "mean", "lm_head": False}, {"packing": False}),
+    "classification, decoder": ("classification", "decoder", {"num_labels": 2, "pooling": "last"},
+                                {"packing": False, "buckets": (16, 40)}),
     "tagging": ("tagging", "encoder", {"num_labels": 2, "lm_head": False}, {"packing": False}),
 }  # fmt: skip
 
@@ -60,17 +71,22 @@ def data_of(text, case, **more):
 
 @pytest.mark.parametrize("case", CASES)
 def test_draws_are_of_seed_epoch_and_row_alone(text, case):
-    data, again = data_of(text, case), data_of(text, case)
+    data, reopened = data_of(text, case), data_of(text, case)
     batches, n = data.batches("train"), data.batches("train").per_epoch
     for step in (n + 3, 0, 3):
-        jax.tree.map(np.testing.assert_array_equal, batches[step], again.batches("train")[step])
+        jax.tree.map(np.testing.assert_array_equal, batches[step], reopened.batches("train")[step])
     valid = data.batches("valid")
     jax.tree.map(np.testing.assert_array_equal, valid[0], data.batches("valid")[0])
-    rows = lambda epoch: data.objective.rows(data.store, "train", data.config).segments(
+    segments = lambda epoch: data.objective.rows(data.store, "train", data.config).segments(
         5, lambda: np.random.default_rng(epoch)
     )
-    fields = [f.name for f in dataclasses.fields(Segment)]
-    same = all(np.array_equal(getattr(a, f), getattr(b, f)) for a, b in zip(rows(0), rows(1), strict=True) for f in fields if len(rows(0)) == len(rows(1)))  # fmt: skip
+    fields = [field.name for field in dataclasses.fields(Segment)]
+    same = all(
+        np.array_equal(getattr(a, field), getattr(b, field))
+        for a, b in zip(segments(0), segments(1), strict=True)
+        for field in fields
+        if len(segments(0)) == len(segments(1))
+    )
     assert same == (case in ("classification", "classification, decoder", "tagging"))
 
 
@@ -94,29 +110,30 @@ def test_a_prefix_is_cut_anew_and_not_asked_for(text):
 
 
 def test_a_prefix_sees_itself_whole_and_nothing_behind_it():
-    """Two documents in a row, the first with a prefix of three tokens."""
+    """A sequence has two documents. The first has a prefix of three tokens."""
     model, params = make(small("decoder", prefix_lm=True, position="t5"))
     x = tokens(0, 1, 9)
-    given = {
-        "segment_ids": jnp.array([[1] * 5 + [2] * 4]), "positions": jnp.array([[*range(5), *range(4)]]),
+    packing = {
+        "segment_ids": jnp.array([[1] * 5 + [2] * 4]),
+        "positions": jnp.array([[*range(5), *range(4)]]),
         "prefix_mask": jnp.array([[1, 1, 1, 0, 0, 0, 0, 0, 0]]),
-    }  # fmt: skip
+    }
     apply = jax.jit(model.apply)
-    base = apply(params, x, **given)
-    sees = np.stack(
+    base = apply(params, x, **packing)
+    depends = np.stack(
         [
-            np.abs(np.asarray(apply(params, x.at[0, s].set(3), **given) - base))[0].max(-1) > 0
+            np.abs(np.asarray(apply(params, x.at[0, s].set(3), **packing) - base))[0].max(-1) > 0
             for s in range(9)
         ],
         1,
     )
     expected = np.zeros((9, 9), bool)
     expected[:5, :5], expected[5:, 5:] = np.tril(np.ones((5, 5))), np.tril(np.ones((4, 4)))
-    assert not (sees == expected).all()
+    assert not (depends == expected).all()
     expected[:3, :3] = True
-    np.testing.assert_array_equal(sees, expected)
+    np.testing.assert_array_equal(depends, expected)
     with pytest.raises(ValueError, match="set model.prefix_lm=True"):
-        build_model(small("decoder")).apply(params, x, **given)
+        build_model(small("decoder")).apply(params, x, **packing)
 
 
 @pytest.mark.parametrize("position", ["t5", "rotary", "alibi", "shaw"])
@@ -128,7 +145,7 @@ def test_decoding_after_a_prefix_equals_reading_all_at_once(position):
     causal = jax.jit(model.apply)(params, x)
     assert np.abs(np.asarray(whole - causal))[:, :3].max() > 1e-2
     logits, memory = start_decoding(model, params, x[:, :4], 8)
-    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(model, params, t, m))
     for t in range(4, 8):
         np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
         logits, memory = step(x[:, t], memory)
@@ -141,15 +158,15 @@ def test_labels_and_tags_stand_where_they_belong(text):
     for row in range(8):
         ids, labels, weights = (batch[f][row] for f in ("inputs", "labels", "label_weights"))
         words = data.tokenizer.decode(ids[batch["segments"][row] > 0]).split()
-        assert ["animal" if w in ("cat", "dog") else "other" for w in words] == [
+        assert ["animal" if word in ("cat", "dog") else "other" for word in words] == [
             data.store.classes[i] for i in labels[weights > 0]
         ]
         assert data.tokenizer.starts_word[ids[weights > 0]].all()
     data = data_of(text, "classification")
     batch = data.batches("train")[0]
     for row in range(8):
-        written = data.tokenizer.decode(batch["inputs"][row])
-        assert data.store.classes[batch["labels"][row]] == ("cat" if "cat" in written else "none")
+        decoded = data.tokenizer.decode(batch["inputs"][row])
+        assert data.store.classes[batch["labels"][row]] == ("cat" if "cat" in decoded else "none")
 
 
 def test_held_out_texts_are_not_joined_by_their_label(text):
@@ -172,18 +189,18 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0] - 0.1
     with use(make_mesh(MeshConfig(data=1))) as mesh:
-        found = evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
-    assert found["loss"] > 0 and ("bits_per_byte" in found) is False
+        metrics = evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
+    assert metrics["loss"] > 0 and ("bits_per_byte" in metrics) is False
     if case == "next sentence":
-        assert 0 < found["labels_accuracy"] <= 1 and found["labels_loss"] > 0
+        assert 0 < metrics["labels_accuracy"] <= 1 and metrics["labels_loss"] > 0
     if family == "encoder" and "classification" in case:
-        assert found["accuracy"] > 0.9
+        assert metrics["accuracy"] > 0.9
     if case == "tagging":
-        assert found["accuracy"] > 0.95
+        assert metrics["accuracy"] > 0.95
 
 
 def test_two_things_asked_for_count_the_same_and_accumulate(text):
-    """loss = mean over tokens + mean over labels, whatever the number of micro-batches or devices."""
+    """loss = mean over tokens + mean over labels, for any number of micro-batches and devices."""
     data = data_of(text, "next sentence")
     batch = data.batches("train")[0]
     results = []
@@ -202,42 +219,61 @@ def test_two_things_asked_for_count_the_same_and_accumulate(text):
             _, placed = abstract_state(config, model, optimizer, mesh)
             state = init_state(config, model, optimizer, placed)
             if not results:
-                sums = jax.jit(lambda p: batch_sums(model, p, batch, config, mesh))(state.params)  # noqa: B023
+                sums = jax.jit(
+                    lambda p: batch_sums(model, p, batch, config, mesh),  # noqa: B023
+                )(state.params)
             state, metrics = make_train_step(config, model, optimizer, mesh, placed)(state, batch)
             results.append((jax.device_get(metrics), jax.device_get(state.params)))
-    wanted = sum(float(one.nll / one.weight) for one in sums.values())
+    expected = sum(float(loss_sums.nll / loss_sums.weight) for loss_sums in sums.values())
     first, params = results[0]
     assert {"loss", "accuracy", "labels_loss", "labels_accuracy"} <= first.keys()
-    assert float(first["objective"]) == pytest.approx(wanted, rel=1e-5)
-    for metrics, moved in results[1:]:
+    assert float(first["objective"]) == pytest.approx(expected, rel=1e-5)
+    for metrics, updated in results[1:]:
         assert float(metrics["objective"]) == pytest.approx(float(first["objective"]), rel=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), moved, params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), updated, params)
 
 
 @pytest.mark.parametrize(
     ("objective", "family", "model", "data", "message"),
     [
-        ("masked_lm", "decoder", {}, {}, "'masked_lm' trains a model of family 'encoder', but model.family = 'decoder'"),
-        ("masked_ml", "encoder", {}, {}, "data.objective: no 'masked_ml'; did you mean 'masked_lm'"),
-        ({"name": "masked_lm", "rat": 0.3}, "encoder", {}, {}, "has no option 'rat'; did you mean 'rate'"),
-        ({"name": "masked_lm", "rate": 1.5}, "encoder", {}, {}, "rate = 1.5, which must lie between 0 and 1"),
-        ({"name": "masked_lm", "mask": 0.9, "random": 0.2}, "encoder", {}, {}, "mask = 0.9 and random = 0.2, which must not be negative or add up to more than 1"),
-        ({"name": "masked_lm", "next_sentence": True}, "encoder", {}, {}, "set model.token_types=2, model.num_labels=2"),
-        ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {}, "one pair in each sequence; set data.packing=False"),
-        ("masked_lm", "encoder", {"lm_head": False, "num_labels": 2}, {}, "predicts tokens; set model.lm_head=True"),
+        ("masked_lm", "decoder", {}, {},
+         "'masked_lm' trains a model of family 'encoder', but model.family = 'decoder'"),
+        ("masked_ml", "encoder", {}, {},
+         "data.objective: no 'masked_ml'; did you mean 'masked_lm'"),
+        ({"name": "masked_lm", "rat": 0.3}, "encoder", {}, {},
+         "has no option 'rat'; did you mean 'rate'"),
+        ({"name": "masked_lm", "rate": 1.5}, "encoder", {}, {},
+         "rate = 1.5, which must lie between 0 and 1"),
+        ({"name": "masked_lm", "mask": 0.9, "random": 0.2}, "encoder", {}, {},
+         "mask = 0.9 and random = 0.2, which must not be negative or add up to more than 1"),
+        (NEXT_SENTENCE, "encoder", {}, {}, "set model.token_types=2, model.num_labels=2"),
+        (NEXT_SENTENCE, "encoder", PAIR_LABELS, {},
+         "one pair in each sequence; set data.packing=False"),
+        ("masked_lm", "encoder", {"lm_head": False, "num_labels": 2}, {},
+         "predicts tokens; set model.lm_head=True"),
         ("prefix_lm", "decoder", {}, {}, "set model.prefix_lm=True"),
-        ("prefix_lm", "decoder", {"prefix_lm": True}, {"target_length": 8}, "data.target_length: 8, but model.family = 'decoder' has one stack"),
-        ({"name": "span_corruption", "sentinels": 1}, "encoder_decoder", {}, {}, "1 sentinels, but [23] spans in pieces of"),
-        ({"name": "span_corruption", "rate": 0.0}, "encoder_decoder", {}, {}, "rate = 0.0, which must lie between 0 and 1"),
-        ({"name": "span_corruption", "mean_length": 0.0}, "encoder_decoder", {}, {}, "mean_length = 0.0; a span has at least 1 token"),
+        ("prefix_lm", "decoder", {"prefix_lm": True}, {"target_length": 8},
+         "data.target_length: 8, but model.family = 'decoder' has one stack"),
+        ({"name": "span_corruption", "sentinels": 1}, "encoder_decoder", {}, {},
+         "1 sentinels, but [23] spans in pieces of"),
+        ({"name": "span_corruption", "rate": 0.0}, "encoder_decoder", {}, {},
+         "rate = 0.0, which must lie between 0 and 1"),
+        ({"name": "span_corruption", "mean_length": 0.0}, "encoder_decoder", {}, {},
+         "mean_length = 0.0; a span has at least 1 token"),
         ({"rate": 0.3}, "encoder", {}, {}, "data.objective: no ''"),
-        ("causal_lm", "decoder", {"prefix_lm": True}, {}, "model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"),
-        ({"name": "masked_lm", "next_sentence": True}, "encoder", PAIR_LABELS, {"packing": False, "length": 4}, "sequences of at least 5 tokens"),
-        ("classification", "decoder", {"num_labels": 2, "pooling": "cls"}, {"packing": False}, "the first token of a decoder attends only to itself"),
+        ("causal_lm", "decoder", {"prefix_lm": True}, {},
+         "model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"),
+        (NEXT_SENTENCE, "encoder", PAIR_LABELS, {"packing": False, "length": 4},
+         "sequences of at least 5 tokens"),
+        ("classification", "decoder", {"num_labels": 2, "pooling": "cls"}, {"packing": False},
+         "the first token of a decoder attends only to itself"),
         ("classification", "encoder", {}, {}, "set model.num_labels"),
-        ("classification", "encoder", {"num_labels": 2}, {"packing": False}, "set model.pooling to cls, mean or last"),
-        ("classification", "encoder", {"num_labels": 2, "pooling": "mean"}, {}, "set data.packing=False"),
-        ("tagging", "encoder", {"num_labels": 2, "pooling": "mean"}, {"packing": False}, "set it to none"),
+        ("classification", "encoder", {"num_labels": 2}, {"packing": False},
+         "set model.pooling to cls, mean or last"),
+        ("classification", "encoder", {"num_labels": 2, "pooling": "mean"}, {},
+         "set data.packing=False"),
+        ("tagging", "encoder", {"num_labels": 2, "pooling": "mean"}, {"packing": False},
+         "set it to none"),
     ],
 )  # fmt: skip
 def test_an_objective_that_makes_no_sense_is_refused(text, objective, family, model, data, message):
@@ -293,16 +329,15 @@ def test_a_bucket_holds_both_sides_of_a_prefix(text):
         batch = batches[step]
         assert batch["inputs"].shape[1] * 2 == batch["source"].shape[1]
         for row in range(len(batch["source"])):
-            read = batch["source"][row][batch["source_segments"][row] > 0]
-            assert (
-                not len(read) or read[-1] == data.tokenizer.eos
-            )  # as generate() ends what it is given
+            source = batch["source"][row][batch["source_segments"][row] > 0]
+            # generate() also ends a source with eos.
+            assert not len(source) or source[-1] == data.tokenizer.eos
 
 
 def test_a_text_without_a_row_says_so(text):
     config = experiment(
         text,
-        {"name": "masked_lm", "next_sentence": True},
+        NEXT_SENTENCE,
         "encoder",
         {**PAIR_LABELS, "max_length": 256},
         packing=False,
@@ -310,7 +345,8 @@ def test_a_text_without_a_row_says_so(text):
     )
     with pytest.raises(
         UserError,
-        match=r"data\.length: the train split has no sequence of 256 tokens \(\d+ texts are too short",
+        match=r"data\.length: the train split has no sequence of 256 tokens "
+        r"\(\d+ texts are too short",
     ):
         open_data(config).batches("train")
 
@@ -328,34 +364,34 @@ def test_signs_leave_too_few_pieces(text):
 
 
 def test_words_that_a_tokenizer_does_not_see_shift_no_tag(text, tmp_path):
-    """And a byte-level one keeps the spaces before words."""
+    """Tags stay with their words, and a byte-level tokenizer keeps the spaces before words."""
     tokenizers = pytest.importorskip("tokenizers", reason="the test extra brings it")
     (tmp_path / "tags.tsv").write_text(
         "".join(f"the \u200e cat {i}\tA B C D\n" for i in range(200)), encoding="utf-8"
     )
-    for make_one in (tokenizers.BertWordPieceTokenizer, tokenizers.ByteLevelBPETokenizer):
-        tokenizer = make_one()
-        signs = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    for make_tokenizer in (tokenizers.BertWordPieceTokenizer, tokenizers.ByteLevelBPETokenizer):
+        tokenizer = make_tokenizer()
+        special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
         tokenizer.train_from_iterator(
             [f"the cat {i}" for i in range(200)],
             vocab_size=380,
-            special_tokens=signs,
+            special_tokens=special_tokens,
             show_progress=False,
         )
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        given = {"path": str(tmp_path / "tokenizer.json")}
+        spec = {"path": str(tmp_path / "tokenizer.json")}
         data = open_data(
             experiment(
-                tmp_path, "tagging", "encoder", {"num_labels": 4}, packing=False, tokenizer=given
+                tmp_path, "tagging", "encoder", {"num_labels": 4}, packing=False, tokenizer=spec
             )
         )
         batch = data.batches("train")[0]
-        unseen = make_one is tokenizers.BertWordPieceTokenizer
+        drops_word = make_tokenizer is tokenizers.BertWordPieceTokenizer
         for row in range(8):
-            asked_for = batch["label_weights"][row] > 0
-            tags = [data.store.classes[i] for i in batch["labels"][row][asked_for]]
-            assert tags == (["A", "C", "D"] if unseen else ["A", "B", "C", "D"])
-            words = [data.tokenizer.decode([i]).strip() for i in batch["inputs"][row][asked_for]]
+            has_tag = batch["label_weights"][row] > 0
+            tags = [data.store.classes[i] for i in batch["labels"][row][has_tag]]
+            assert tags == (["A", "C", "D"] if drops_word else ["A", "B", "C", "D"])
+            words = [data.tokenizer.decode([i]).strip() for i in batch["inputs"][row][has_tag]]
             assert words[0] == "the" and "cat" in words
-        if not unseen:
+        if not drops_word:
             assert data.tokenizer.decode(batch["inputs"][0]).startswith("the \u200e cat")

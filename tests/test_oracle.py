@@ -1,4 +1,7 @@
-"""Every family, placement, position scheme and attention variant against a slow and obvious forward pass (oracle.py)."""
+"""The model against the oracle, a slow and direct forward pass (oracle.py).
+
+Covers every family, norm placement, position scheme and attention variant.
+"""
 
 import dataclasses
 import itertools
@@ -29,27 +32,63 @@ VARIANTS = {
     "parallel peri": {"parallel": True, "norm_placement": "peri"},
     "gated": {"glu": True, "activation": "silu"},
     "experts": {"feed_forward": {"name": "experts", "num_experts": 5, "top_k": 2}},
-    "gated experts": {"feed_forward": {"name": "experts", "num_experts": 4, "top_k": 1, "normalize": False}, "glu": True, "use_bias": False},
-    "roomy experts": {"feed_forward": {"name": "experts", "num_experts": 4, "top_k": 2, "capacity_factor": 4.0}},
+    "gated experts": {
+        "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 1, "normalize": False},
+        "glu": True, "use_bias": False,
+    },
+    "roomy experts": {
+        "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 2, "capacity_factor": 4.0},
+    },
     "gelu, no bias": {"activation": "gelu", "use_bias": False},
     "gelu_tanh, some biases": {"activation": "gelu_tanh", "use_bias": False, "qkv_bias": True},
     "rmsnorm": {"norm": "rmsnorm", "norm_zero_centered": True},
     "bare norm": {"norm_gain": False, "norm_offset": False, "norm_epsilon": 1e-2},
     "embedding": {"embedding_norm": True, "embedding_scale": True, "d_embedding": 6},
-    "head": {"tie_embeddings": False, "logit_bias": True, "logit_scale": 0.3, "head_transform": True},
+    "head": {
+        "tie_embeddings": False, "logit_bias": True, "logit_scale": 0.3, "head_transform": True,
+    },
     "first layer without norm": {"first_norm": False, "embedding_norm": True},
     "local and global": {
         "position": "rotary",
-        "layer_pattern": ({"window": 2}, {"window": 0, "position": {"name": "rotary", "theta": 50.0}}),
+        "layer_pattern": (
+            {"window": 2}, {"window": 0, "position": {"name": "rotary", "theta": 50.0}},
+        ),
     },
-    "two tables": {"position": "t5", "layer_pattern": ({"position": {"name": "t5", "num_buckets": 8, "max_distance": 6}}, {})},
+    "two tables": {
+        "position": "t5",
+        "layer_pattern": ({"position": {"name": "t5", "num_buckets": 8, "max_distance": 6}}, {}),
+    },
     "rotary, then none": {"layer_pattern": ({"position": "rotary"}, {"position": "none"})},
-    "partial rotary": {"position": {"name": "rotary", "fraction": 0.5, "layout": "interleaved"}, "d_head": 8},
-    "linear": {"position": {"name": "rotary", "scaling": {"name": "linear", "factor": 2.0}}, "d_head": 8},
-    "ntk": {"position": {"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}, "d_head": 8},
-    "dynamic": {"position": {"name": "rotary", "scaling": {"name": "dynamic", "factor": 2.0, "original_length": 3}}, "d_head": 8},
-    "yarn": {"position": {"name": "rotary", "theta": 50.0, "scaling": {"name": "yarn", "factor": 4.0, "original_length": 16}}, "d_head": 8},
-    "llama3": {"position": {"name": "rotary", "theta": 50.0, "scaling": {"name": "llama3", "factor": 4.0, "original_length": 32}}, "d_head": 8},
+    "partial rotary": {
+        "position": {"name": "rotary", "fraction": 0.5, "layout": "interleaved"}, "d_head": 8,
+    },
+    "linear": {
+        "position": {"name": "rotary", "scaling": {"name": "linear", "factor": 2.0}}, "d_head": 8,
+    },
+    "ntk": {
+        "position": {"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}, "d_head": 8,
+    },
+    "dynamic": {
+        "position": {
+            "name": "rotary",
+            "scaling": {"name": "dynamic", "factor": 2.0, "original_length": 3},
+        },
+        "d_head": 8,
+    },
+    "yarn": {
+        "position": {
+            "name": "rotary", "theta": 50.0,
+            "scaling": {"name": "yarn", "factor": 4.0, "original_length": 16},
+        },
+        "d_head": 8,
+    },
+    "llama3": {
+        "position": {
+            "name": "rotary", "theta": 50.0,
+            "scaling": {"name": "llama3", "factor": 4.0, "original_length": 32},
+        },
+        "d_head": 8,
+    },
     "offset, halves": {"position": {"name": "learned", "offset": 2}},
     "sinusoids in halves": {"position": {"name": "sinusoidal", "layout": "halves", "base": 100.0}},
     "near keys": {"position": {"name": "shaw", "max_distance": 2, "values": False}},
@@ -58,41 +97,44 @@ VARIANTS = {
 
 
 def given(config, batch=2):
-    """Tokens with padding in the last row."""
+    """Returns tokens, or source and target, with padding at the end of the last sequence."""
     if config.is_encoder_decoder:
         return tokens(0, batch, 7).at[-1, 5:].set(0), tokens(1, batch, 5).at[-1, 3:].set(0)
     return (tokens(0, batch, 6).at[-1, 4:].set(0),)
 
 
 def each_layer(config, params):
-    """The parameters with a tree of its own for every layer, as the oracle reads them."""
-    flat = flatten(params["params"])
-    return {
-        "params": unflatten(
-            {name: part(flat[path], i) for name, (path, i) in where(config, flat).items()}
-        )
-    }
+    """Returns the parameters with one subtree per layer, the layout that the oracle reads."""
+    flat = flatten(params)
+    return unflatten({name: part(flat[path], i) for name, (path, i) in where(config, flat).items()})
 
 
 def compare(config):
-    """Ours, jitted, looped and rematerialised, against the oracle: equal but for float32's rounding of the largest logit."""
+    """Checks the jitted, scanned and rematerialized model against the oracle.
+
+    The tolerance covers the float32 rounding of the largest logit.
+    """
     model, params = make(dataclasses.replace(config, remat="full"))
-    sides = given(config)
-    wanted = oracle.forward(config, each_layer(config, params), *sides, **masks(*sides))
-    found = np.asarray(jax.jit(model.apply)(params, *sides, **masks(*sides)))
-    real = np.asarray(sides[-1]) != 0
-    largest = np.abs(wanted[real]).max()
+    inputs = given(config)
+    expected = oracle.forward(config, each_layer(config, params), *inputs, **masks(*inputs))
+    logits = np.asarray(jax.jit(model.apply)(params, *inputs, **masks(*inputs)))
+    real = np.asarray(inputs[-1]) != 0
+    largest = np.abs(expected[real]).max()
     assert largest > 0.1
-    np.testing.assert_allclose(found[real], wanted[real], atol=1e-5 + 3e-6 * largest)
+    np.testing.assert_allclose(logits[real], expected[real], atol=1e-5 + 3e-6 * largest)
 
 
 def covering() -> list[tuple[str, str, str]]:
-    """Every placement meets every scheme in a decoder; in the other families each scheme meets one placement, and each placement one."""
+    """Returns (family, scheme, placement) cases.
+
+    For decoders, these are all pairs of scheme and placement. For the other families, each scheme
+    is paired with one placement, and each placement occurs.
+    """
     names, cases = list(PLACEMENTS), []
     for i, (family, position) in enumerate(schemes(*FAMILIES)):
         cases += [
-            (family, position, p)
-            for p in (names if family == "decoder" else [names[i % len(names)]])
+            (family, position, placement)
+            for placement in (names if family == "decoder" else [names[i % len(names)]])
         ]
     return cases
 
@@ -115,32 +157,34 @@ def test_contextual_positions_past_their_table():
 def test_packed_segments(position):
     config = small("decoder", position=position)
     model, params = make(config)
-    x, layers = tokens(0, 1, 9), each_layer(config, params)
-    place = {
+    x, layer_params = tokens(0, 1, 9), each_layer(config, params)
+    packing = {
         "segment_ids": np.array([[1] * 4 + [2] * 5]),
         "positions": np.array([[*range(4), *range(5)]]),
     }
-    wanted = oracle.forward(config, layers, x, **place)
-    assert np.abs(wanted - oracle.forward(config, layers, x)).max() > 1e-2
-    np.testing.assert_allclose(jax.jit(model.apply)(params, x, **place), wanted, atol=3e-5)
+    expected = oracle.forward(config, layer_params, x, **packing)
+    assert np.abs(expected - oracle.forward(config, layer_params, x)).max() > 1e-2
+    np.testing.assert_allclose(jax.jit(model.apply)(params, x, **packing), expected, atol=3e-5)
 
 
-@pytest.mark.parametrize(
-    "position", [p for _, p in schemes("encoder")]
-)  # a prefix has no direction
+# Attention within a prefix is bidirectional, so only the schemes of encoders apply.
+@pytest.mark.parametrize("position", [p for _, p in schemes("encoder")])
 def test_a_prefix(position):
-    """Two documents in a row, of which three and two tokens are read both ways."""
+    """Packs two documents whose prefixes have three and two tokens."""
     config = small("decoder", position=position, prefix_lm=True)
     model, params = make(config)
-    x, layers = tokens(0, 1, 9), each_layer(config, params)
-    place = {
-        "segment_ids": np.array([[1] * 5 + [2] * 4]), "positions": np.array([[*range(5), *range(4)]]),
+    x, layer_params = tokens(0, 1, 9), each_layer(config, params)
+    packing = {
+        "segment_ids": np.array([[1] * 5 + [2] * 4]),
+        "positions": np.array([[*range(5), *range(4)]]),
         "prefix_mask": np.array([[1, 1, 1, 0, 0, 1, 1, 0, 0]]),
-    }  # fmt: skip
-    wanted = oracle.forward(config, layers, x, **place)
-    causal = oracle.forward(config, layers, x, **place | {"prefix_mask": 0 * place["prefix_mask"]})
-    assert np.abs(wanted - causal).max() > 1e-2
-    np.testing.assert_allclose(jax.jit(model.apply)(params, x, **place), wanted, atol=3e-5)
+    }
+    expected = oracle.forward(config, layer_params, x, **packing)
+    causal = oracle.forward(
+        config, layer_params, x, **packing | {"prefix_mask": 0 * packing["prefix_mask"]}
+    )
+    assert np.abs(expected - causal).max() > 1e-2
+    np.testing.assert_allclose(jax.jit(model.apply)(params, x, **packing), expected, atol=3e-5)
 
 
 @pytest.mark.parametrize(
@@ -159,31 +203,31 @@ def test_a_prefix(position):
 )
 @pytest.mark.parametrize("scan", [True, False])
 def test_cached_decoding(variant, scan):
-    """Prefill, then one token at a time."""
+    """Prefills three tokens, then decodes one token at a time."""
     config = small("decoder", **VARIANTS[variant], scan_layers=scan)
     model, params = make(config)
     x = tokens(0, 2, 8)
-    wanted = oracle.forward(config, each_layer(config, params), x)
+    expected = oracle.forward(config, each_layer(config, params), x)
     logits, memory = start_decoding(model, params, x[:, :3], 8)
-    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(model, params, t, m))
     for t in range(3, 8):
-        np.testing.assert_allclose(logits, wanted[:, t - 1], atol=3e-5)
+        np.testing.assert_allclose(logits, expected[:, t - 1], atol=3e-5)
         logits, memory = step(x[:, t], memory)
-    np.testing.assert_allclose(logits, wanted[:, -1], atol=3e-5)
+    np.testing.assert_allclose(logits, expected[:, -1], atol=3e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_near(family):
-    """Activations of 8 bits: within 6 % of the largest logit."""
+    """bfloat16 has 8 significant bits: errors stay below 6% of the largest logit."""
     config = small(family, position="rotary", dtype="bfloat16")
     model, params = make(config, noise=0.2)
-    sides = given(config)
-    wanted, real = (
-        oracle.forward(config, each_layer(config, params), *sides, **masks(*sides)),
-        np.asarray(sides[-1]) != 0,
+    inputs = given(config)
+    expected, real = (
+        oracle.forward(config, each_layer(config, params), *inputs, **masks(*inputs)),
+        np.asarray(inputs[-1]) != 0,
     )
-    found = np.asarray(jax.jit(model.apply)(params, *sides, **masks(*sides)), np.float64)
-    error = np.abs(found - wanted)[real].max() / np.abs(wanted[real]).max()
+    logits = np.asarray(jax.jit(model.apply)(params, *inputs, **masks(*inputs)), np.float64)
+    error = np.abs(logits - expected)[real].max() / np.abs(expected[real]).max()
     assert 1e-4 < error < 0.06
 
 
@@ -191,12 +235,12 @@ def test_token_types():
     config = small("encoder", token_types=3)
     model, params = make(config)
     (x,) = given(config)
-    layers, types = (
+    layer_params, types = (
         each_layer(config, params),
         jnp.asarray(np.random.default_rng(0).integers(0, 3, x.shape)),
     )
-    wanted = oracle.forward(config, layers, x, token_types=types, **masks(x))
-    assert np.abs(wanted - oracle.forward(config, layers, x, **masks(x))).max() > 1e-2
+    expected = oracle.forward(config, layer_params, x, token_types=types, **masks(x))
+    assert np.abs(expected - oracle.forward(config, layer_params, x, **masks(x))).max() > 1e-2
     real = np.asarray(x) != 0
-    found = jax.jit(model.apply)(params, x, token_types=types, **masks(x))
-    np.testing.assert_allclose(np.asarray(found)[real], wanted[real], atol=3e-5)
+    logits = jax.jit(model.apply)(params, x, token_types=types, **masks(x))
+    np.testing.assert_allclose(np.asarray(logits)[real], expected[real], atol=3e-5)

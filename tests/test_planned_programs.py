@@ -1,4 +1,4 @@
-"""What is read of a compiled program - work, memory, what is sent - against what is known of it."""
+"""What the planner reads from a compiled program: work, memory and collectives."""
 
 import types
 
@@ -28,27 +28,35 @@ def planned(family="decoder", mesh=None, train=(), data=(), **model):
         family
     ]
     return from_mapping(Experiment, {
-        "model": sized(family, {**TINY, "num_decoder_layers": 3}, **{"vocab_size": V, "d_model": D, "d_ff": FF, "max_length": T,
-                  "use_bias": False, "norm_placement": "pre", "position": "rotary", "attention_backend": "reference", **model}),
-        "data": {"train": "nowhere", "objective": objective, "length": T, "batch_size": ROWS, **dict(data)},
-        "train": {"steps": 1000, **dict(train)}, "mesh": {"data": 1, **(mesh or {})}, "decoding": {"batch_size": 8},
+        "model": sized(family, {**TINY, "num_decoder_layers": 3}, **{
+            "vocab_size": V, "d_model": D, "d_ff": FF, "max_length": T, "use_bias": False,
+            "norm_placement": "pre", "position": "rotary", "attention_backend": "reference",
+            **model,
+        }),
+        "data": {
+            "train": "nowhere", "objective": objective, "length": T, "batch_size": ROWS,
+            **dict(data),
+        },
+        "train": {"steps": 1000, **dict(train)},
+        "mesh": {"data": 1, **(mesh or {})},
+        "decoding": {"batch_size": 8},
     })  # fmt: skip
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_products_are_counted_as_often_as_they_run(scan):
-    """A forward pass on one device: all products of the model, and all pairs of the plain attention."""
+    """A forward pass on one device, with all query-key pairs of reference attention."""
     config = planned(scan_layers=scan)
     tokens = ROWS * T
-    layer = 2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D
+    layer_flops = 2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D
     compiled = Programs(config, jax.devices()[:1]).compile("evaluate")
-    assert flops(compiled.program) == 3 * layer + 2 * tokens * D * V
+    assert flops(compiled.program) == 3 * layer_flops + 2 * tokens * D * V
 
 
 def test_what_is_kept_of_micro_batches_is_found_in_their_loop():
-    planned_in = lambda n: Programs(planned(train={"accumulate": n}), jax.devices()[:1])
-    whole, fourths = (kept(planned_in(n).compile("train").program) for n in (1, 4))
-    assert 0 < fourths < whole
+    programs = lambda count: Programs(planned(train={"accumulate": count}), jax.devices()[:1])
+    whole, quarters = (kept(programs(count).compile("train").program) for count in (1, 4))
+    assert 0 < quarters < whole
 
 
 @pytest.mark.parametrize(
@@ -87,7 +95,8 @@ TEXT = """HloModule made_up
   %next = s32[] add(%i, %one)
   %after = s32[] add(%next, %one)
   %sum = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
-  %kernel = f32[8,4]{1,0} custom-call(%sum), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+  %kernel = f32[8,4]{1,0} custom-call(%sum), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
 "block": "{1}"
 }}, metadata={op_name="jit(f)/kernel"}
   ROOT %out = (s32[], f32[8,4]{1,0}) tuple(%after, %kernel)
@@ -104,41 +113,47 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
   %a = f32[8,4]{1,0} parameter(0)
   %zero = s32[] constant(0)
   %start = (s32[], f32[8,4]{1,0}) tuple(%zero, %a)
-  %loop = (s32[], f32[8,4]{1,0}) while(%start), condition=%condition, body=%body, metadata={op_name="jit(f)/jvp(layers)/while"}
+  %loop = (s32[], f32[8,4]{1,0}) while(%start), condition=%condition, \
+body=%body, metadata={op_name="jit(f)/jvp(layers)/while"}
   %made = f32[8,4]{1,0} get-tuple-element(%loop), index=1
-  %gathered = f32[32,4]{1,0} all-gather(%made), replica_groups=mesh['x'=2,'y'=4] {'y'}, dimensions={0}
+  %gathered = f32[32,4]{1,0} all-gather(%made), replica_groups=mesh['x'=2,'y'=4] {'y'}, \
+dimensions={0}
   %moved = f32[8,4]{1,0} collective-permute(%made), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
   %turned = f32[8,4]{1,0} all-to-all(%moved), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
   %kept = f32[8,4]{1,0:S(1)} fusion(%turned), kind=kLoop, calls=%inner
-  ROOT %back = f32[8,4]{1,0} add(%made, %turned), metadata={op_name="jit(f)/transpose(jvp(layers))/add"}
+  ROOT %back = f32[8,4]{1,0} add(%made, %turned), \
+metadata={op_name="jit(f)/transpose(jvp(layers))/add"}
 }
 """
 
 
 def test_a_program_in_its_own_words():
-    """Loops that count in twos, the four spellings of groups, attributes over several lines, on-chip memory, what backward keeps."""
+    """Reads a loop that counts by twos, all four notations of groups, and multi-line attributes.
+
+    Also reads arrays in on-chip memory, and arrays that are kept for the backward pass.
+    """
     program = HloProgram.read(TEXT)
-    found = {message.kind: message for message in collectives(program)}
-    assert found["all-reduce"].times == 5 and found["all-reduce"].groups.tolist() == [
+    by_kind = {message.kind: message for message in collectives(program)}
+    assert by_kind["all-reduce"].times == 5 and by_kind["all-reduce"].groups.tolist() == [
         [0, 1],
         [2, 3],
     ]
     assert (
-        found["all-gather"].groups.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        and found["all-gather"].bytes == 4 * 128
+        by_kind["all-gather"].groups.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        and by_kind["all-gather"].bytes == 4 * 128
     )
-    assert found["collective-permute"].groups.tolist() == [[0, 1], [1, 2], [2, 3], [3, 0]]
-    assert found["all-to-all"].groups.tolist() == [[0, 2], [1, 3]]
-    kernel = next((one, times) for one, _, times, _ in program.runs if one.opcode == "custom-call")
-    assert kernel[0].source == "jit(f)/kernel" and kernel[1] == 5
-    assert (
-        kept(program) == 2 * 128
-    )  # the loop's result and what was turned, which the backward pass reads
+    assert by_kind["collective-permute"].groups.tolist() == [[0, 1], [1, 2], [2, 3], [3, 0]]
+    assert by_kind["all-to-all"].groups.tolist() == [[0, 2], [1, 3]]
+    custom_call = next(
+        (op, times) for op, _, times, _ in program.runs if op.opcode == "custom-call"
+    )
+    assert custom_call[0].source == "jit(f)/kernel" and custom_call[1] == 5
+    # The backward pass reads the results of the loop and of the all-to-all.
+    assert kept(program) == 2 * 128
     array = 128
-    loop = 5 * (
-        2 * array + 2 * array + 3 * 4 * 2
-    )  # the sum, the kernel, two scalar additions, each read and written
-    compare = 5 * 0  # a condition is not visited
+    # The sum, the kernel and two scalar additions read their operands and write their results.
+    loop = 5 * (2 * array + 2 * array + 3 * 4 * 2)
+    compare = 5 * 0  # conditions of loops do not count
     assert (
         hbm_bytes(program)
         == loop + compare + (array + 4 * array) + 2 * array + 2 * array + array + 3 * array
@@ -175,15 +190,15 @@ ENTRY %main (w: f32[16,64], i: s32[]) -> f32[16,64] {
 
 
 def test_what_is_moved_is_counted_once():
-    """A slice with its index, a copy to on-chip memory, a part put in its place; and a gather that is spelled as a sum of zeros."""
+    """Counts a slice with its index, a copy to on-chip memory, and the update of a part.
+
+    The program also contains an all-gather that is written as a sum of zero-padded parts.
+    """
     program = HloProgram.read(MOVES)
-    one, whole = 4 * 64, 4 * 1024
-    slice_of, copied, put = (
-        (one + 4) + one,
-        one,
-        one + one + 4,
-    )  # an index is four bytes; the part is read, and written
-    assert hbm_bytes(program) == slice_of + copied + put + 2 * whole
+    part, whole = 4 * 64, 4 * 1024
+    # An index takes four bytes. The update reads and writes the part.
+    sliced, copied, updated = ((part + 4) + part, part, part + part + 4)
+    assert hbm_bytes(program) == sliced + copied + updated + 2 * whole
     (message,) = collectives(program)
     assert (message.kind, message.bytes) == ("all-gather", whole)
 
@@ -210,13 +225,14 @@ def test_a_sum_of_which_each_keeps_its_part_is_a_scatter():
     assert (message.kind, message.bytes) == ("reduce-scatter", 1024)
 
 
-def called(name, out, given, where, **model):
-    """What a call of a kernel of this name does, that is given these shapes."""
-    given = ", ".join(f"bf16[{dims}]{{1,0}}" for dims in given)
+def called(name, out, operands, scope, **model):
+    """Returns the work of a call of kernel `name` with operands of the given shapes."""
+    operands = ", ".join(f"bf16[{dims}]{{1,0}}" for dims in operands)
     line = (
-        f'  %{name} = bf16[{out}]{{1,0}} custom-call(%q, %k, %v), custom_call_target="tpu_custom_call", '
-        f"operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, {given}}}, "
-        f'metadata={{op_name="jit(step)/decoder/layers/{where}"}}'
+        f"  %{name} = bf16[{out}]{{1,0}} custom-call(%q, %k, %v), "
+        f'custom_call_target="tpu_custom_call", '
+        f"operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, {operands}}}, "
+        f'metadata={{op_name="jit(step)/decoder/layers/{scope}"}}'
     )
     program = HloProgram.read("ENTRY %main (q: f32[]) -> f32[] {\n" + line + "\n}\n")
     return kernel(program.computations["main"][name], small("decoder", **model))
@@ -224,8 +240,8 @@ def called(name, out, given, where, **model):
 
 def test_an_attention_kernels_products_are_those_of_the_blocks_it_looks_at():
     shapes = "2,4,1024,64", ("2,4,1024,64", "2,2,1024,64", "2,2,1024,64")
-    count = lambda kind, where="self_attention": (
-        called(f"splash_mha_{kind}_segmented.1", *shapes, where).flops
+    count = lambda kind, scope="self_attention": (
+        called(f"splash_mha_{kind}_segmented.1", *shapes, scope).flops
     )
     whole = 2 * 2 * 4 * 1024 * 1024 * 64
     assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
@@ -233,50 +249,55 @@ def test_an_attention_kernels_products_are_those_of_the_blocks_it_looks_at():
 
 
 def test_a_grouped_kernel_goes_over_its_experts_share_of_the_rows():
-    """2 of 8 experts are here: a quarter of 1024 rows."""
+    """A device with 2 of 8 experts computes a quarter of 1024 rows."""
     mixture = {"feed_forward": {"name": "experts", "num_experts": 8}}
     forward = called("gmm.3", "1024,96", ("1024,64", "2,64,96"), "feed_forward", **mixture)
     by_matrices = called("tgmm.1", "2,64,96", ("1024,64", "1024,96"), "feed_forward", **mixture)
-    assert forward == by_matrices
+    assert forward == by_matrices  # the gradient with respect to the matrices
     assert (forward.flops, forward.untouched) == (2 * 256 * 64 * 96, 768 * (64 + 96) * 2)
-    turned = called(
-        "gmm.4", "1024,64", ("1024,96", "2,64,96"), "feed_forward", **mixture
-    )  # the gradient by rows
-    assert turned == forward
+    by_rows = called("gmm.4", "1024,64", ("1024,96", "2,64,96"), "feed_forward", **mixture)
+    assert by_rows == forward  # the gradient with respect to the rows
 
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
 def test_what_a_ring_sends():
-    size = {kind: sent(Collective(kind, 100, np.arange(4)[None], 3, "")) for kind in KINDS}
-    assert {kind: beyond for kind, (_, beyond) in size.items()} == dict.fromkeys(KINDS, 0)
-    assert [here for here, _ in size.values()] == [225, 225, 450, 225, 300]
+    sizes = {kind: sent(Collective(kind, 100, np.arange(4)[None], 3, "")) for kind in KINDS}
+    assert {kind: outer for kind, (_, outer) in sizes.items()} == dict.fromkeys(KINDS, 0)
+    assert [inner for inner, _ in sizes.values()] == [225, 225, 450, 225, 300]
 
 
 def test_what_goes_beyond_a_slice_is_shared_by_its_devices():
-    """Of 8 devices in two slices: within each, four gather; between them each sends a fourth of the other half."""
-    size = {
+    """Eight devices in two slices.
+
+    In an all-gather, a device receives 3/4 of the array in its slice. Its share of the traffic
+    beyond the slice is a quarter of the other half.
+    """
+    sizes = {
         kind: sent(Collective(kind, 800, np.arange(8)[None], 1, ""), slices=2) for kind in KINDS
     }
-    assert size["all-gather"] == size["reduce-scatter"] == (600, 100) and size["all-reduce"] == (
+    assert sizes["all-gather"] == sizes["reduce-scatter"] == (600, 100) and sizes["all-reduce"] == (
         1200,
         200,
     )
-    assert size["all-to-all"] == (300, 400) and size["collective-permute"] == (0, 800)
+    assert sizes["all-to-all"] == (300, 400) and sizes["collective-permute"] == (0, 800)
 
 
 def test_what_is_sent_between_slices_is_read():
-    """As the compiler for TPUs spells it: sent to the host, and on by its runtime."""
+    """The TPU compiler writes a collective between slices as a send to the host."""
     text = (
-        "ENTRY %main (a: bf16[1000]) -> bf16[1000] {\n  %a = bf16[1000]{0} parameter(0)\n  %t = token[] after-all()\n"
+        "ENTRY %main (a: bf16[1000]) -> bf16[1000] {\n"
+        "  %a = bf16[1000]{0} parameter(0)\n"
+        "  %t = token[] after-all()\n"
         "  %s = (bf16[1000]{0}, u32[], token[]) send(%a, %t), channel_id=2, is_host_transfer=true, "
-        'frontend_attributes={_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}\n}\n'
+        'frontend_attributes={_xla_megascale_target="{1,2}x{0:7}",'
+        '_xla_megascale_transfer_type="ALL_REDUCE"}\n}\n'
     )
-    fake = [types.SimpleNamespace(coords=(i, 0, 0), slice_index=i // 8) for i in range(16)]
-    found = roofline(HloProgram.read(text), topology("v5p:2x2x2", 2), fake)
-    assert found.traffic["all-reduce"].inner == 0 and found.traffic["all-reduce"].outer == 2000
-    assert found.seconds["slices"] == 2000 / chips.CHIPS["v5p"].outer_rate
+    devices = [types.SimpleNamespace(coords=(i, 0, 0), slice_index=i // 8) for i in range(16)]
+    result = roofline(HloProgram.read(text), topology("v5p:2x2x2", 2), devices)
+    assert result.traffic["all-reduce"].inner == 0 and result.traffic["all-reduce"].outer == 2000
+    assert result.seconds["slices"] == 2000 / chips.CHIPS["v5p"].outer_rate
 
 
 @pytest.mark.parametrize(
@@ -285,12 +306,17 @@ def test_what_is_sent_between_slices_is_read():
 )
 def test_what_leaves_a_host_is_told_apart(kind, devices, expected):
     """Ten GPUs: eight in one host, two in another."""
-    fake = [types.SimpleNamespace(id=i) for i in range(10)]
-    text = f"ENTRY %main (a: f32[8]) -> f32[8] {{\n  %a = f32[62500000]{{0}} parameter(0)\n  %g = f32[250000000]{{0}} all-gather(%a), replica_groups={{{{{','.join(map(str, devices))}}}}}\n}}\n"
-    found = roofline(HloProgram.read(text), topology(f"{kind}:10"), fake)
-    assert (found.traffic["all-gather"].inner, found.traffic["all-gather"].outer) == expected
+    all_devices = [types.SimpleNamespace(id=i) for i in range(10)]
+    text = (
+        "ENTRY %main (a: f32[8]) -> f32[8] {\n"
+        "  %a = f32[62500000]{0} parameter(0)\n"
+        "  %g = f32[250000000]{0} all-gather(%a), "
+        f"replica_groups={{{{{','.join(map(str, devices))}}}}}\n}}\n"
+    )
+    result = roofline(HloProgram.read(text), topology(f"{kind}:10"), all_devices)
+    assert (result.traffic["all-gather"].inner, result.traffic["all-gather"].outer) == expected
     chip = chips.CHIPS[kind]
     assert (
-        found.seconds["network"] == expected[0] / chip.link_rate
-        and found.seconds["slices"] == expected[1] / chip.outer_rate
+        result.seconds["network"] == expected[0] / chip.link_rate
+        and result.seconds["slices"] == expected[1] / chip.outer_rate
     )

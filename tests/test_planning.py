@@ -1,4 +1,4 @@
-"""The plan: what it says of machines that are not here, what it refuses, and the TPUs' own compiler."""
+"""`plan`: topologies, plans and searches for absent machines, errors, and the TPU compiler."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ from transformer.planning.plan import make_plan
 from transformer.planning.sample import batch_shapes
 from transformer.planning.search import page, search
 
-# ---- a batch's shapes without its text
+# ---- the shapes of a batch, without its text
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -28,42 +28,70 @@ def test_a_batch_has_the_shapes_that_the_text_gives(text, case):
     objective, family, model, data = CASES[case]
     config = experiment(text, objective, family, model.items(), **data)
     real = open_data(config).batches("train")[0]
-    made_up = batch_shapes(config, make_mesh(MeshConfig(data=1)))
-    assert {name: (x.shape, x.dtype) for name, x in made_up.items()} == {
+    synthetic = batch_shapes(config, make_mesh(MeshConfig(data=1)))
+    assert {name: (x.shape, x.dtype) for name, x in synthetic.items()} == {
         name: (x.shape, x.dtype) for name, x in real.items()
     }
 
 
-# ---- machines
+# ---- topologies
 
 
-@pytest.mark.parametrize(("said", "shape", "count"), [
-    ("v5p:4x4x8", (4, 4, 8), 128), ("v5p-128", (4, 4, 4), 64), ("v5p-512", (4, 8, 8), 256), ("v5p-2048", (8, 8, 16), 1024), ("v4-64", (2, 4, 4), 32), ("v4-8", (2, 2, 1), 4),
-    ("v5e-16", (4, 4), 16), ("v5litepod-256", (16, 16), 256), ("v6e-64", (8, 8), 64), ("v5e-8", (2, 4), 8), ("h100:64", (64,), 64), ("cpu:8", (8,), 8),
-])  # fmt: skip
-def test_machines_by_shape_and_by_name(said, shape, count):
-    found = topology(said)
-    assert found.shape == shape and found.chips == count
+@pytest.mark.parametrize(
+    ("machine", "shape", "count"),
+    [
+        ("v5p:4x4x8", (4, 4, 8), 128),
+        ("v5p-128", (4, 4, 4), 64),
+        ("v5p-512", (4, 8, 8), 256),
+        ("v5p-2048", (8, 8, 16), 1024),
+        ("v4-64", (2, 4, 4), 32),
+        ("v4-8", (2, 2, 1), 4),
+        ("v5e-16", (4, 4), 16),
+        ("v5litepod-256", (16, 16), 256),
+        ("v6e-64", (8, 8), 64),
+        ("v5e-8", (2, 4), 8),
+        ("h100:64", (64,), 64),
+        ("cpu:8", (8,), 8),
+    ],
+)
+def test_machines_by_shape_and_by_name(machine, shape, count):
+    parsed = topology(machine)
+    assert parsed.shape == shape and parsed.chips == count
 
 
-@pytest.mark.parametrize(("said", "slices", "message"), [
-    ("v5p", 1, "write v5p:4x4x8"), ("v7:2x2", 1, "no chip 'v7'"), ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"), ("v5e-12", 1, "is a power of two; or write the shape, v5e:4x4"),
+@pytest.mark.parametrize(
+    ("machine", "slices", "message"),
+    [
+        ("v5p", 1, "write v5p:4x4x8"),
+        ("v7:2x2", 1, "no chip 'v7'"),
+        ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"),
+        ("v5e-12", 1, "is a power of two; or write the shape, v5e:4x4"),
         ("v5e:32x32", 1, "has 256 chips at most, 16 along an axis"),
-    ("h100:2x4", 1, "write their number, h100:8"), ("h100:8", 2, "--slices: 2"), ("v5p:0x4x4", 1, "has no chips"), ("v5e-16", 0, "--slices: 0"),
-])  # fmt: skip
-def test_machines_that_there_are_not(said, slices, message):
+        ("h100:2x4", 1, "write their number, h100:8"),
+        ("h100:8", 2, "--slices: 2"),
+        ("v5p:0x4x4", 1, "has no chips"),
+        ("v5e-16", 0, "--slices: 0"),
+    ],
+)
+def test_machines_that_there_are_not(machine, slices, message):
     with pytest.raises(UserError, match=message):
-        topology(said, slices)
+        topology(machine, slices)
 
 
 # ---- plans
 
 
 def test_a_plan_of_simulated_devices(tmp_path, capsys):
-    """Sharded state, collectives and page; the command line; what is not known of a CPU is left out."""
+    """Checks the sharded state, the collectives, the page and the command line.
+
+    Numbers that are unknown for a CPU are left out.
+    """
     (tmp_path / "x.py").write_text(
-        "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4, num_decoder_layers=2, max_length=32),"
-        " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16), mesh=dict(data=1, fsdp=-1))\n"
+        "def get_config():\n"
+        "    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64,"
+        " num_heads=4, num_decoder_layers=2, max_length=32),"
+        " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16),"
+        " mesh=dict(data=1, fsdp=-1))\n"
     )
     command = [
         "plan",
@@ -77,9 +105,8 @@ def test_a_plan_of_simulated_devices(tmp_path, capsys):
     assert "mesh        fsdp 8" in out and "all-reduce" in out and "MFU" not in out
     train = plan["programs"]["train"]
     assert plan["step_seconds_at_least"] is None and set(plan["programs"]) == {"train", "decode"}
-    assert (
-        1 <= train["memory_bytes"]["parameters"] * 8 / (4 * plan["parameters"]) < 1.3
-    )  # norms and biases are on every device
+    # Norms and biases are replicated.
+    assert 1 <= train["memory_bytes"]["parameters"] * 8 / (4 * plan["parameters"]) < 1.3
     assert train["memory_bytes"]["optimizer"] == pytest.approx(
         2 * train["memory_bytes"]["parameters"], rel=0.01
     )
@@ -92,9 +119,12 @@ def test_a_plan_of_simulated_devices(tmp_path, capsys):
 
 def test_every_arm_side_by_side(tmp_path, capsys):
     (tmp_path / "x.py").write_text(
-        "from transformer import vary\ndef sweep():\n    return vary('model.position', 'none', 't5')\n"
-        "def get_config():\n    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64, num_heads=4,"
-        " num_decoder_layers=2, max_length=32), data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16))\n"
+        "from transformer import vary\n"
+        "def sweep():\n    return vary('model.position', 'none', 't5')\n"
+        "def get_config():\n"
+        "    return dict(model=dict(family='decoder', vocab_size=48, d_model=32, d_ff=64,"
+        " num_heads=4, num_decoder_layers=2, max_length=32),"
+        " data=dict(train='nowhere', objective='causal_lm', length=32, batch_size=16))\n"
     )
     command = [
         "plan",
@@ -103,13 +133,13 @@ def test_every_arm_side_by_side(tmp_path, capsys):
         f"--json={tmp_path / 'plan.json'}",
     ]
     assert main([*command, "--arms"]) == 0
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["t5"]["parameters"] - found["none"]["parameters"] == 32 * 4
+    plans = json.loads((tmp_path / "plan.json").read_text())
+    assert plans["t5"]["parameters"] - plans["none"]["parameters"] == 32 * 4
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [
         "none",
         "t5",
-    ] and f"{found['t5']['parameters']:,}" in lines[2]
+    ] and f"{plans['t5']['parameters']:,}" in lines[2]
     assert main([*command, "--arms", "--search"]) == 2
     (tmp_path / "x.py").write_text(
         (tmp_path / "x.py").read_text().replace("def sweep", "def other")
@@ -118,18 +148,29 @@ def test_every_arm_side_by_side(tmp_path, capsys):
     assert "defines no sweep()" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ("--topology=cpu:2 --price=1", "--price: 1 has no effect on a CPU, whose speed is unknown"), ("--topology=h100:2 --price=-1", "--price: -1 is not a price; set that of one chip"),
-    ("--topology=h100:2 --price=1 --only=evaluate", "--price: 1 is for the training run; add train to --only"), ("--topology=cpu:2 --search", "--search: the speed of a CPU is unknown"),
-])  # fmt: skip
-def test_what_cannot_be_told_is_refused(given, message, capsys):
-    assert main(["plan", "--config=experiments/smoke.py", *given.split()]) == 2
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--topology=cpu:2 --price=1",
+            "--price: 1 has no effect on a CPU, whose speed is unknown",
+        ),
+        ("--topology=h100:2 --price=-1", "--price: -1 is not a price; set that of one chip"),
+        (
+            "--topology=h100:2 --price=1 --only=evaluate",
+            "--price: 1 is for the training run; add train to --only",
+        ),
+        ("--topology=cpu:2 --search", "--search: the speed of a CPU is unknown"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(flags, message, capsys):
+    assert main(["plan", "--config=experiments/smoke.py", *flags.split()]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("said", ["v5e-1", "v6e:2x2", "v5p:1x1x1", "v5p:2x2x1"])
-def test_machines_of_one_host(said):
-    assert len(programs.start(topology(said))) == topology(said).devices
+@pytest.mark.parametrize("machine", ["v5e-1", "v6e:2x2", "v5p:1x1x1", "v5p:2x2x1"])
+def test_machines_of_one_host(machine):
+    assert len(programs.start(topology(machine))) == topology(machine).devices
 
 
 def test_a_shape_that_there_is_not():
@@ -148,12 +189,12 @@ def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):
         only=("train",),
         price=2.0,
     )
-    said = pages.page(plan)
-    assert not plan.fits and "IT DOES NOT FIT: train takes" in said
-    assert "mesh.fsdp=4 mesh.data=1" in said and "remat=full" in said
+    text = pages.page(plan)
+    assert not plan.fits and "IT DOES NOT FIT: train takes" in text
+    assert "mesh.fsdp=4 mesh.data=1" in text and "remat=full" in text
     assert (
         plan.run["money"] == pytest.approx(plan.step * 1000 / 3600 * 4 * 2.0)
-        and plan.train.roofline.bound in said
+        and plan.train.roofline.bound in text
     )
     assert 0 < plan.mfu <= 1
 
@@ -162,36 +203,36 @@ def test_a_search_ends_with_the_fastest_that_fits(monkeypatch):
     monkeypatch.setitem(
         chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 2_300_000, 1e10, 1e9, 1e9)
     )
-    told = []
-    found = search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, told.append)
-    assert found[0].fits and len(found) <= 3 and len(told) >= len(found)
-    steps = [plan.step for plan in found if plan.fits]
-    assert steps == sorted(steps) and "best: --config.mesh.data=" in page(found)
+    progress = []
+    plans = search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, progress.append)
+    assert plans[0].fits and len(plans) <= 3 and len(progress) >= len(plans)
+    steps = [plan.step for plan in plans if plan.fits]
+    assert steps == sorted(steps) and "best: --config.mesh.data=" in page(plans)
     monkeypatch.setitem(
         chips.CHIPS, "h100", chips.Chip("far too small", 1e12, 1000, 1e10, 1e9, 1e9)
     )
     with pytest.raises(
         UserError, match="nothing to try .* parameters, gradients and optimizer take"
     ):
-        search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, told.append)
+        search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, progress.append)
 
 
-# ---- the compiler for TPUs, which needs no TPU
+# ---- the TPU compiler, which needs no TPU
 
 
 @pytest.mark.parametrize(("machine", "position"), [("v5e:2x2", "alibi"), ("v5p:2x2x1", "rotary")])
 def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, position):
     assert importlib.util.find_spec("libtpu"), "the extra [test] brings it"
-    where = topology(machine)
+    target = topology(machine)
     config = planned(
-        mesh={"fsdp": 2, "tensor": 2}, data={"length": 1024}, position=position, attention_backend="auto", dtype="bfloat16", d_head=64, max_length=1024,
-        remat="full",
+        mesh={"fsdp": 2, "tensor": 2}, data={"length": 1024}, position=position,
+        attention_backend="auto", dtype="bfloat16", d_head=64, max_length=1024, remat="full",
     )  # fmt: skip
-    plan = make_plan(config, where, programs.start(where), only=("train",))
+    plan = make_plan(config, target, programs.start(target), only=("train",))
     kernels = {
-        one.name.split("_segmented")[0]
-        for one, *_ in plan.train.compiled.program.runs
-        if one.opcode == "custom-call" and "splash" in one.name
+        op.name.split("_segmented")[0]
+        for op, *_ in plan.train.compiled.program.runs
+        if op.opcode == "custom-call" and "splash" in op.name
     }
     assert plan.train.compiled.attention == {"splash": ""} and kernels == {
         "splash_mha_fwd",
@@ -199,8 +240,9 @@ def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, po
         "splash_mha_dkv",
     }
     assert plan.fits and 0 < plan.mfu < 1 and plan.train.memory["activations"] > 0
-    # Products of layers four times (forward, again, two gradients), of the head three times; attention's two, two again, three and four, of
-    # three quarters of all blocks of 512.
+    # The products of the layers run four times (forward, rematerialized, two gradients), and those
+    # of the head three times. Attention has two products in the forward pass, two rematerialized,
+    # and three and four in the gradients. It computes three quarters of all blocks of 512.
     tokens, width = ROWS * 1024, 4 * 64
     layers = 4 * 3 * 2 * tokens * (4 * D * width + 2 * D * FF)
     by_keys, by_values = (2 + 2 + 2) * (70 if position == "alibi" else 64), (2 + 1 + 2) * 64
@@ -214,19 +256,21 @@ def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, po
     ("machine", "mesh"), [("v5e:2x2", {"expert": 2, "fsdp": 2}), ("v5p:2x2x1", {"fsdp": 4})]
 )
 def test_dropless_experts_on_a_tpu_take_each_pair_once(machine, mesh):
-    """Whether experts are spread over devices or each device has all of them: nothing is multiplied that belongs to another expert."""
-    experts, chosen = 4, 2
-    where = topology(machine)
-    mixture = {"name": "experts", "num_experts": experts, "top_k": chosen}
+    """Each pair of token and expert is computed once.
+
+    This holds whether the experts are sharded over devices or each device holds all of them.
+    """
+    experts, top_k = 4, 2
+    target = topology(machine)
+    mixture = {"name": "experts", "num_experts": experts, "top_k": top_k}
     config = planned(
         mesh=mesh, data={"length": 256}, dtype="bfloat16", max_length=256, feed_forward=mixture
     )
-    plan = make_plan(config, where, programs.start(where), only=("train",))
+    plan = make_plan(config, target, programs.start(target), only=("train",))
     runs = plan.train.compiled.program.runs
-    assert {one.name.partition(".")[0] for one, *_ in runs if "gmm" in one.name} >= {"gmm", "tgmm"}
-    layer, pairs = 4 * D * D + chosen * 2 * D * FF + D * experts, 2 * 256 * D
-    needed = lambda layer: 3 * 2 * ROWS * 256 * (3 * layer + D * V)
-    assert plan.train.roofline.flops * 4 == pytest.approx(
-        needed(layer + pairs), rel=0.01
-    )  # with what is masked
-    assert plan.model_flops == pytest.approx(needed(layer + pairs * 257 / 512), rel=0.01)
+    assert {op.name.partition(".")[0] for op, *_ in runs if "gmm" in op.name} >= {"gmm", "tgmm"}
+    layer, pairs = 4 * D * D + top_k * 2 * D * FF + D * experts, 2 * 256 * D
+    expected_flops = lambda layer: 3 * 2 * ROWS * 256 * (3 * layer + D * V)
+    # The reference attention also computes masked pairs.
+    assert plan.train.roofline.flops * 4 == pytest.approx(expected_flops(layer + pairs), rel=0.01)
+    assert plan.model_flops == pytest.approx(expected_flops(layer + pairs * 257 / 512), rel=0.01)

@@ -1,5 +1,7 @@
-"""Position schemes against their formulas, in float64, where float32 is short: xPos far from the
-start; and Sandwich's sum."""
+"""Position schemes against their formulas in float64.
+
+Covers xPos far from the start, where float32 loses precision, and the sum of Sandwich.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +19,20 @@ def facts(d_head, max_length, causal=True):
     return StackFacts(d_head, 1, 1, d_head, d_head, max_length, causal)
 
 
-def xpos_scores(q_TxH, k_SxH, q_at_T, k_at_S, theta=1e4, gamma=0.4, scale_base=512.0):
-    """Re(sum_i q_i conj(k_i) exp(i f_i (t - s)) z_i^((t - s) / scale_base)) of pairs as complex
-    numbers, where t >= s; else 0."""
+def xpos_scores(q_TxH, k_SxH, t, s, theta=1e4, gamma=0.4, scale_base=512.0):
+    """Returns Re(sum_i q_i conj(k_i) exp(i f_i (t - s)) z_i^((t - s) / scale_base)) for t >= s.
+
+    t and s are the positions of queries and keys. q_i and k_i are pairs of features as complex
+    numbers. Scores for t < s are 0.
+    """
     half = q_TxH.shape[1] // 2
     pairs = np.arange(half) / half
     z, f = (pairs + gamma) / (1 + gamma), theta**-pairs
     q, k = (x[:, :half].astype(complex) + 1j * x[:, half:] for x in (q_TxH, k_SxH))
-    apart = np.maximum(q_at_T[:, None] - k_at_S[None], 0).astype(float)
-    power = np.exp(apart[..., None] * (1j * f + np.log(z) / scale_base))
+    distance = np.maximum(t[:, None] - s[None], 0).astype(float)
+    power = np.exp(distance[..., None] * (1j * f + np.log(z) / scale_base))
     scores = np.einsum("ti,si,tsi->ts", q, k.conj(), power).real
-    return np.where(q_at_T[:, None] >= k_at_S[None], scores, 0.0)
+    return np.where(t[:, None] >= s[None], scores, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -43,26 +48,28 @@ def xpos_scores(q_TxH, k_SxH, q_at_T, k_at_S, theta=1e4, gamma=0.4, scale_base=5
 )
 def test_xpos_scores_are_the_formula_s_at_every_position(max_length, d_head, options):
     draw = np.random.default_rng(max_length)
-    spots = [0, 511, 512, 34_999, 35_000, 37_000, 56_319, 56_320, max_length // 2, max_length - 7]
-    at = np.unique(
-        [spot + i for spot in spots for i in range(7)] + list(draw.integers(0, max_length, 50))
+    starts = [0, 511, 512, 34_999, 35_000, 37_000, 56_319, 56_320, max_length // 2, max_length - 7]
+    t = np.unique(
+        [start + i for start in starts for i in range(7)] + list(draw.integers(0, max_length, 50))
     )
-    at = at[at < max_length]
-    # Entries of many sizes: what is small must not vanish where the powers are small, too.
-    q, k = draw.normal(size=(2, len(at), d_head)) * 10.0 ** draw.uniform(-5, 1, (2, len(at), 1))
+    t = t[t < max_length]
+    # Magnitudes vary widely: small entries must not underflow where the powers are small too.
+    q, k = draw.normal(size=(2, len(t), d_head)) * 10.0 ** draw.uniform(-5, 1, (2, len(t), 1))
     q, k = np.float32(q), np.float32(k)
     scheme = positions.build({"name": "xpos", **options})
-    bound = scheme.bind(None, facts(d_head, max_length)).at(jnp.asarray(at)[None])
-    turned_q, turned_k = bound.rotate(jnp.asarray(q)[None, :, None], jnp.asarray(k)[None, :, None])
-    assert turned_q.shape[-1] == scheme.key_size(facts(d_head, max_length))
-    found = np.einsum("bthx,bshx->ts", turned_q, turned_k)
-    wanted = xpos_scores(q, k, at, at, **options)
-    past = at[:, None] >= at[None]
-    size = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(k, axis=1)
-    near = past & (at[:, None] - at[None] < 7)
-    assert np.abs(wanted / size)[near].max() > 0.1
-    assert np.isfinite(found[past]).all()
-    assert (np.abs(found - wanted) / size)[past].max() < 5e-7
+    bound = scheme.bind(None, facts(d_head, max_length)).at(jnp.asarray(t)[None])
+    rotated_q, rotated_k = bound.rotate(
+        jnp.asarray(q)[None, :, None], jnp.asarray(k)[None, :, None]
+    )
+    assert rotated_q.shape[-1] == scheme.key_size(facts(d_head, max_length))
+    scores = np.einsum("bthx,bshx->ts", rotated_q, rotated_k)
+    expected = xpos_scores(q, k, t, t, **options)
+    past = t[:, None] >= t[None]
+    norms = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(k, axis=1)
+    near = past & (t[:, None] - t[None] < 7)
+    assert np.abs(expected / norms)[near].max() > 0.1
+    assert np.isfinite(scores[past]).all()
+    assert (np.abs(scores - expected) / norms)[past].max() < 5e-7
 
 
 def test_xpos_widens_keys_no_more_than_it_must():
@@ -88,25 +95,28 @@ def test_xpos_refuses_what_float32_cannot_hold():
 
 
 def test_xpos_packs_far_from_the_start():
-    """Logits depend on distances alone: as they are at 0, 1, 2, ... they are across a border
-    between blocks, and in one row with another text."""
+    """Logits depend on distances alone.
+
+    They are the same from position 0, across a boundary between blocks, and packed with another
+    text.
+    """
     config = small("decoder", position="xpos", max_length=65_536)
     model, params = make(config)
     text = tokens(1, 2, 9)
     plain = np.asarray(jax.jit(model.apply)(params, text))
-    blind = build_model(small("decoder", position="none"))
-    assert np.abs(np.asarray(jax.jit(blind.apply)(params, text)) - plain).max() > 1e-2
-    border, last = 56_320 - 4, 65_536 - 9
+    without_positions = build_model(small("decoder", position="none"))
+    assert np.abs(np.asarray(jax.jit(without_positions.apply)(params, text)) - plain).max() > 1e-2
+    boundary, last = 56_320 - 4, 65_536 - 9
     apply = jax.jit(
-        lambda x, at, segments: model.apply(params, x, positions=at, segment_ids=segments)
+        lambda x, t, segments: model.apply(params, x, positions=t, segment_ids=segments)
     )
-    for start in (35_000, 37_000, border, last):
-        at = jnp.broadcast_to(start + jnp.arange(9), (2, 9))
-        np.testing.assert_allclose(apply(text, at, jnp.ones_like(at)), plain, atol=2e-5)
-    # Two texts in a row: one far out, one from 0.
-    one_row = text.reshape(1, 18)
-    at = jnp.concatenate([border + jnp.arange(9), jnp.arange(9)])[None]
-    packed = apply(one_row, at, jnp.repeat(jnp.array([[1, 2]]), 9, axis=1))
+    for start in (35_000, 37_000, boundary, last):
+        t = jnp.broadcast_to(start + jnp.arange(9), (2, 9))
+        np.testing.assert_allclose(apply(text, t, jnp.ones_like(t)), plain, atol=2e-5)
+    # Two texts in one sequence: one far from the start, one from position 0.
+    joined = text.reshape(1, 18)
+    t = jnp.concatenate([boundary + jnp.arange(9), jnp.arange(9)])[None]
+    packed = apply(joined, t, jnp.repeat(jnp.array([[1, 2]]), 9, axis=1))
     np.testing.assert_allclose(packed.reshape(plain.shape), plain, atol=2e-5)
 
 
@@ -115,26 +125,26 @@ def test_xpos_decodes_from_a_cache_across_blocks():
     assert config.key_size("decoder") > config.head_size
     model, params = make(config)
     text = tokens(1, 2, 7)
-    whole = jax.jit(model.apply)(params, text)
+    full_logits = jax.jit(model.apply)(params, text)
     logits, memory = start_decoding(model, params, text[:, :2], 9)
-    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(model, params, t, m))
     for t in range(2, 7):
-        np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
+        np.testing.assert_allclose(logits, full_logits[:, t - 1], atol=3e-5)
         logits, memory = step(text[:, t], memory)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_sandwich_is_the_product_of_two_sinusoidal_embeddings(first):
-    """With indices from 0, those of Vaswani et al.; from 1, each frequency is the next."""
-    width, at = 16, np.array([0, 1, 5, 100])
-    angles = at[:, None] / 1e4 ** (2 * (np.arange(width // 2) + first) / width)
+    """Indices from 0 give the frequencies of Vaswani et al.; indices from 1 give the next ones."""
+    width, t = 16, np.array([0, 1, 5, 100])
+    angles = t[:, None] / 1e4 ** (2 * (np.arange(width // 2) + first) / width)
     embedding = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     scheme = positions.build({"name": "sandwich", "width": width, "first_index": first})
     bound = scheme.bind(None, StackFacts(8, 4, 4, 2, 2, 128, True))
-    found = np.asarray(bound.bias(jnp.asarray(at)[None], jnp.asarray(at)[None]))[0]
-    for n in range(4):  # a constant is nothing to a softmax
-        wanted = (embedding @ embedding.T - width / 2) / (8 * (n + 1) / 4)
-        np.testing.assert_allclose(found[n], wanted, atol=1e-5)
+    bias = np.asarray(bound.bias(jnp.asarray(t)[None], jnp.asarray(t)[None]))[0]
+    for head in range(4):  # a constant does not change the softmax
+        expected = (embedding @ embedding.T - width / 2) / (8 * (head + 1) / 4)
+        np.testing.assert_allclose(bias[head], expected, atol=1e-5)
     assert positions.build("sandwich").first_index == 0
     with pytest.raises(UserError, match="first_index: 2 must be 0 or 1"):
         ModelConfig(family="decoder", vocab_size=9, position={"name": "sandwich", "first_index": 2})

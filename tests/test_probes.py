@@ -1,4 +1,4 @@
-"""Synthetic tasks: the text that is made, and how answers are judged."""
+"""Synthetic tasks: the generated text, and how answers are judged."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from transformer.runs.loop import train
 
 
 def judged(task: str, question: str, answer: str) -> bool:
-    """Whether the answer is right, told in another way than it was made."""
+    """Returns whether the answer is right, computed independently of the generator."""
     match task:
         case "copy" | "reverse" | "sort":
             return (
@@ -36,41 +36,47 @@ def judged(task: str, question: str, answer: str) -> bool:
         case "addition":
             return int(answer) == eval(re.sub(r"\b0+(\d)", r"\1", question))
         case "induction":
-            before, asked = question[:-1], question[-1]
-            return asked in before and (before.split(asked)[-1] + asked)[0] == answer
+            letters, query = question[:-1], question[-1]
+            return query in letters and (letters.split(query)[-1] + query)[0] == answer
         case "needle":
             return question[:-1].count(question[-1]) == 1 and f"{question[-1]}{answer}" in question
         case "dyck":
-            whole = question + answer
-            while (shorter := re.sub(r"\(\)|\[\]|\{\}", "", whole)) != whole:
-                whole = shorter
-            return not whole and not re.search(r"[(\[{]", answer) and bool(answer)
+            brackets = question + answer
+            while (shorter := re.sub(r"\(\)|\[\]|\{\}", "", brackets)) != brackets:
+                brackets = shorter
+            return not brackets and not re.search(r"[(\[{]", answer) and bool(answer)
 
 
 @pytest.mark.parametrize("task", probes.TASKS)
 def test_answers_are_right(task):
-    wanted = probes.parse(f"{task}:4-24:300")
-    examples = list(wanted.draw())
+    spec = probes.parse(f"{task}:4-24:300")
+    examples = list(spec.draw())
     assert (
         len(set(examples)) > 250
-        and examples == list(wanted.draw())
+        and examples == list(spec.draw())
         and examples != list(probes.parse(f"{task}:4-25:300").draw())
     )
     for question, answer in examples:
         assert judged(task, question, answer), (question, answer)
     wrong = sum(
-        judged(task, question, other)
-        for (question, answer), (_, other) in itertools.pairwise(examples)
-        if answer != other
+        judged(task, question, other_answer)
+        for (question, answer), (_, other_answer) in itertools.pairwise(examples)
+        if answer != other_answer
     )
     assert wrong == 0
-    numbers = {len(question.split("+")[0]) - (task == "needle") for question, _ in examples}
-    assert numbers == set(range(4, 25)), "lengths are those that were asked for"
+    lengths = {len(question.split("+")[0]) - (task == "needle") for question, _ in examples}
+    assert lengths == set(range(4, 25)), "examples have all lengths of the range, and no others"
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    ("copi:1-4", "did you mean 'copy'"), ("copy", "TASK:SHORTEST-LONGEST"), ("copy:4-1", "1 <= SHORTEST <= LONGEST"), ("copy:0-3", "1 <= SHORTEST"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("copi:1-4", "did you mean 'copy'"),
+        ("copy", "TASK:SHORTEST-LONGEST"),
+        ("copy:4-1", "1 <= SHORTEST <= LONGEST"),
+        ("copy:0-3", "1 <= SHORTEST"),
+    ],
+)
 def test_a_path_that_asks_for_nothing_is_refused(path, message):
     with pytest.raises(UserError, match=f"data.train: .*{message}"):
         experiment("decoder", path)
@@ -78,10 +84,22 @@ def test_a_path_that_asks_for_nothing_is_refused(path, message):
 
 def experiment(family: str, path: str = "copy:1-3:2000", **changes) -> Experiment:
     return from_mapping(Experiment, {
-        "model": sized(family, {**TINY, "num_encoder_layers": 1}, d_model=32, d_ff=64, num_heads=2, position="rotary", **changes),
-        "data": {"format": "probe", "train": path, "objective": "seq2seq", "length": 16, "batch_size": 32, "held_out": 32, "tokenizer": {"kind": "char"}},
-        "optimizer": {"warmup_steps": 10, "learning_rate": 1e-2}, "mesh": {"data": 1},
-        "train": {"steps": 120, "tensorboard": False, "evaluators": ({"name": "probe", "lengths": (2, 5), "examples": 64}, "bleu_by_length")},
+        "model": sized(
+            family, {**TINY, "num_encoder_layers": 1}, d_model=32, d_ff=64, num_heads=2,
+            position="rotary", **changes,
+        ),
+        "data": {
+            "format": "probe", "train": path, "objective": "seq2seq", "length": 16,
+            "batch_size": 32, "held_out": 32, "tokenizer": {"kind": "char"},
+        },
+        "optimizer": {"warmup_steps": 10, "learning_rate": 1e-2},
+        "mesh": {"data": 1},
+        "train": {
+            "steps": 120, "tensorboard": False,
+            "evaluators": (
+                {"name": "probe", "lengths": (2, 5), "examples": 64}, "bleu_by_length",
+            ),
+        },
     })  # fmt: skip
 
 
@@ -92,25 +110,29 @@ def test_what_counts_as_right_is_what_the_model_would_write(family, tmp_path):
     with use(make_mesh(config.mesh)) as mesh:
         trained = load_trained(tmp_path, config, mesh)
         evaluate(trained, mesh)
-        found, shares = json.loads((tmp_path / "test.json").read_text()), []
+        metrics, exact_shares = json.loads((tmp_path / "test.json").read_text()), []
         for length in (2, 5):
             questions, answers = zip(
                 *probes.Wanted("copy", length, length, 64).draw("probe "), strict=True
             )
             written = Generator(config, trained.params, trained.tokenizer)(questions)
-            shares.append(np.mean([a == b for a, b in zip(answers, written, strict=True)]))
-            assert found[f"probe/exact/{length:05d}"] == pytest.approx(shares[-1])
-            assert found[f"probe/exact/{length:05d}"] <= found[f"probe/tokens/{length:05d}"] < 1.01
+            exact_shares.append(np.mean([a == b for a, b in zip(answers, written, strict=True)]))
+            assert metrics[f"probe/exact/{length:05d}"] == pytest.approx(exact_shares[-1])
+            assert (
+                metrics[f"probe/exact/{length:05d}"] <= metrics[f"probe/tokens/{length:05d}"] < 1.01
+            )
     samples = [
-        dict(re.split(r" {2,}", line) for line in one.splitlines())
-        for one in (tmp_path / "samples.txt").read_text().split("\n\n")
+        dict(re.split(r" {2,}", line) for line in block.splitlines())
+        for block in (tmp_path / "samples.txt").read_text().split("\n\n")
     ]
     assert (
-        found["exact"] == np.mean([one["model"] == one["source"] for one in samples]) > 0.2
-        and "bleu" not in found
+        metrics["exact"]
+        == np.mean([sample["model"] == sample["source"] for sample in samples])
+        > 0.2
+        and "bleu" not in metrics
     )
-    assert shares[0] > 0.2 and shares[0] != shares[1], (
-        "something was learned, or nothing is compared"
+    assert exact_shares[0] > 0.2 and exact_shares[0] != exact_shares[1], (
+        "the model learned part of the task, so the comparison is meaningful"
     )
 
 
@@ -123,97 +145,105 @@ def test_no_question_is_asked_in_training_and_in_the_test(task, turned):
     )
     store = open_data(config).store
     question, answer = (1, 0) if turned else (0, 1)
-    held, given = (store.examples(part) for part in ("valid", "test"))
+    held_out, tested = (store.examples(part) for part in ("valid", "test"))
     pairs = [
         tuple(reversed(pair)) if turned else pair for pair in probes.parse(config.data.train).draw()
     ]
-    train = [pair for pair in pairs if pair not in set(held)]
-    assert len(train) + len(held) == 600 and len({pair[question] for pair in held}) == 32
-    assert not {pair[question] for pair in train} & {pair[question] for pair in held}
+    train = [pair for pair in pairs if pair not in set(held_out)]
+    assert len(train) + len(held_out) == 600 and len({pair[question] for pair in held_out}) == 32
+    assert not {pair[question] for pair in train} & {pair[question] for pair in held_out}
     if task in ("needle", "induction"):
-        assert {pair[answer] for pair in held} <= {pair[answer] for pair in train}, (
-            "there are few answers, and all are trained on"
+        assert {pair[answer] for pair in held_out} <= {pair[answer] for pair in train}, (
+            "these tasks have few answers, and training covers all of them"
         )
     assert store.meta["overlap"] == {
-        "test": sum(pair[question] in {pair[question] for pair in train} for pair in given)
+        "test": sum(pair[question] in {pair[question] for pair in train} for pair in tested)
     }
 
 
 def test_what_is_probed_was_not_trained_on():
-    """Lengths as those trained, the first examples of the same task: they are others."""
-    asked = lambda purpose: {
+    """The evaluator draws other examples than training does, even for the same path."""
+    questions = lambda purpose: {
         question for question, _ in probes.Wanted("copy", 12, 12, 256).draw(purpose)
     }
-    assert len(asked("probe ")) == 256 and asked("") == {
+    assert len(questions("probe ")) == 256 and questions("") == {
         question for question, _ in probes.parse("copy:12-12:256").draw()
     }
-    assert not asked("probe ") & asked("")
+    assert not questions("probe ") & questions("")
 
 
 def test_a_decoder_is_asked_for_the_answer_alone():
     config = experiment("decoder")
     data = open_data(config)
     rows = data.objective.rows(data.store, "train", config)
-    assert max(map(len, rows.rows)) > 1, "several pairs share a row"
+    assert max(map(len, rows.rows)) > 1, "several pairs share a sequence"
     tokenizer, (first, *_) = data.tokenizer, rows.segments(0, None)
     question, answer = (
         tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1)
     )
-    (asked,) = tokenizer.encode([answer])
+    (answer_ids,) = tokenizer.encode([answer])
     assert first.inputs.tolist() == [
         tokenizer.bos,
         *tokenizer.encode([question])[0],
         tokenizer.eos,
-        *asked,
+        *answer_ids,
     ]
     assert first.targets.tolist() == [*first.inputs[1:], tokenizer.eos]
     assert (
-        first.targets[first.weights > 0].tolist() == [*asked, tokenizer.eos]
+        first.targets[first.weights > 0].tolist() == [*answer_ids, tokenizer.eos]
         and first.prefix is None
     )
-    whole = experiment("decoder", prefix_lm=True)
+    prefix_config = experiment("decoder", prefix_lm=True)
     assert (
-        open_data(whole).objective.rows(data.store, "train", whole).segments(0, None)[0].prefix
+        open_data(prefix_config)
+        .objective.rows(data.store, "train", prefix_config)
+        .segments(0, None)[0]
+        .prefix
         == len(question) + 2
     )
 
 
 @pytest.mark.parametrize("prefix_lm", [False, True])
 def test_a_text_is_looked_into_as_it_was_trained(prefix_lm):
-    """`inspect` of a pair gives a decoder what training did; of a text alone, where a prefix is read whole, it asks for the second half."""
+    """`inspect` passes a pair to a decoder as training does.
+
+    For a text alone, the targets of a prefix LM are its second half.
+    """
     config = experiment("decoder", prefix_lm=prefix_lm)
     data = open_data(config)
     rows = data.objective.rows(data.store, "train", config)
     question, answer = (
         data.tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1)
     )
-    trained, (seen, cut) = (
+    trained, (segment, truncated) = (
         rows.segments(0, None)[0],
         inside._segment(config, data.tokenizer, question, answer),
     )
-    assert not cut and seen.prefix == trained.prefix and (seen.prefix is None) != prefix_lm
+    assert (
+        not truncated and segment.prefix == trained.prefix and (segment.prefix is None) != prefix_lm
+    )
     for field in ("inputs", "targets", "weights"):
-        np.testing.assert_array_equal(getattr(seen, field), getattr(trained, field))
+        np.testing.assert_array_equal(getattr(segment, field), getattr(trained, field))
     data_of_text = dataclasses.replace(
         config.data, format="text", train="x", objective="prefix_lm" if prefix_lm else "causal_lm"
     )
-    text = dataclasses.replace(
+    text_config = dataclasses.replace(
         config, data=data_of_text, train=dataclasses.replace(config.train, evaluators=())
     )
-    seen, _ = inside._segment(text, data.tokenizer, "abcdef", "")
-    assert seen.weights.tolist() == [1.0 - prefix_lm] * 3 + [1.0] * 3 and seen.prefix == (
+    segment, _ = inside._segment(text_config, data.tokenizer, "abcdef", "")
+    assert segment.weights.tolist() == [1.0 - prefix_lm] * 3 + [1.0] * 3 and segment.prefix == (
         4 if prefix_lm else None
     )
 
 
 def test_pairs_that_are_too_long_for_a_decoder():
     for too_long in ("drop", "cut"):
-        mapping = experiment("decoder", "copy:6-10:200")
+        base = experiment("decoder", "copy:6-10:200")
         config = from_mapping(
             Experiment,
             {
-                "model": mapping.model,
-                "data": {**vars(mapping.data), "too_long": too_long, "packing": False},
+                "model": base.model,
+                "data": {**vars(base.data), "too_long": too_long, "packing": False},
             },
         )
         data = open_data(config)
@@ -222,15 +252,15 @@ def test_pairs_that_are_too_long_for_a_decoder():
             sum(len(data.store.texts("train", side)[i]) for side in (0, 1))
             for i in range(len(data.store.texts("train", 0)))
         ]
-        long = sum(size > 16 for size in sizes)
-        assert 0 < long < len(sizes) and list(rows.report.values()) == [long]
+        num_long = sum(size > 16 for size in sizes)
+        assert 0 < num_long < len(sizes) and list(rows.report.values()) == [num_long]
         assert (
-            len(rows.lengths) == (len(sizes) if too_long == "cut" else len(sizes) - long)
+            len(rows.lengths) == (len(sizes) if too_long == "cut" else len(sizes) - num_long)
             and max(rows.lengths) <= 16
         )
         for row in range(len(rows.lengths)):
-            (one,) = rows.segments(row, None)
+            (segment,) = rows.segments(row, None)
             assert (
-                len(one.inputs) == len(one.targets) == rows.lengths[row]
-                and one.targets[-1] == data.tokenizer.eos
+                len(segment.inputs) == len(segment.targets) == rows.lengths[row]
+                and segment.targets[-1] == data.tokenizer.eos
             )

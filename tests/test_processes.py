@@ -1,4 +1,8 @@
-"""Real processes on this machine: the same bits, whatever their number; a stop and a death that end well."""
+"""Runs on several real processes of this machine.
+
+Results are bitwise equal on any number of processes. Stops and deaths of processes end the run
+cleanly.
+"""
 
 import importlib.util
 import json
@@ -17,33 +21,37 @@ from transformer.data.batching import Batches
 from transformer.parallel import processes
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "launch"))  # as when it is run: its neighbour can be imported
+sys.path.insert(0, str(ROOT / "launch"))  # as for a script: local.py imports shell.py
 spec = importlib.util.spec_from_file_location("local", ROOT / "launch" / "local.py")
 local = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(local)
 
 TRAIN = [
-    "train", "--config=experiments/smoke.py", "--config.train.log_every=1", "--config.train.tensorboard=False", "--config.train.eval_batches=2",
-    "--config.data.batch_size=4", "--config.data.length=32", "--config.model.max_length=32", "--config.mesh.fsdp=2", "--config.mesh.data=2",
+    "train", "--config=experiments/smoke.py", "--config.train.log_every=1",
+    "--config.train.tensorboard=False", "--config.train.eval_batches=2",
+    "--config.data.batch_size=4", "--config.data.length=32", "--config.model.max_length=32",
+    "--config.mesh.fsdp=2", "--config.mesh.data=2",
 ]  # fmt: skip
 
 
 def launch(count: int, workdir: Path, *options: str, command=TRAIN) -> list[subprocess.Popen]:
-    """The processes of one command on four devices."""
+    """Starts one command on `count` processes with four devices in total."""
     port, command = (
         local.free_port(),
         [sys.executable, "-m", "transformer", *command, f"--workdir={workdir}", *options],
     )
     return [
         subprocess.Popen(
-            command, env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port), cwd=ROOT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command,
+            env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port),
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for i in range(count)
     ]  # fmt: skip
 
 
 def curve(workdir: Path) -> list[dict]:
+    """Returns the lines of metrics.jsonl, without times and memory."""
     file = workdir / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [
@@ -52,19 +60,24 @@ def curve(workdir: Path) -> list[dict]:
 
 
 def until(condition, seconds: float = 120) -> None:
+    """Waits until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it took too long"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.05)
 
 
 def codes(started: list[subprocess.Popen], seconds: float = 150) -> tuple[list[int], list[str]]:
+    """Waits for the processes, and returns their exit codes and outputs."""
     outputs = [process.communicate(timeout=seconds)[0] for process in started]
     return [process.returncode for process in started], outputs
 
 
 def test_a_run_goes_on_on_fewer_processes_bit_for_bit(tmp_path):
-    """Four processes, one of which is preempted; then two, likewise; then one. Against one process from beginning to end."""
+    """Trains on four processes until one is preempted, on two likewise, then on one.
+
+    The run equals that of one process from start to end.
+    """
     steps = "--config.train.steps=24"
     assert codes(launch(1, tmp_path / "whole", steps))[0] == [0]
     for count, victim in ((4, 2), (2, 0)):
@@ -72,16 +85,16 @@ def test_a_run_goes_on_on_fewer_processes_bit_for_bit(tmp_path):
         started = launch(count, tmp_path / "parts", steps)
         until(lambda before=before: len(curve(tmp_path / "parts")) > before)
         started[victim].send_signal(signal.SIGTERM)
-        found, outputs = codes(started)
-        assert found == [143] * count, outputs
+        exit_codes, outputs = codes(started)
+        assert exit_codes == [143] * count, outputs
         assert "stopped at step" in outputs[0]
     assert 2 < len(curve(tmp_path / "parts")) < 24
-    found, (output,) = codes(launch(1, tmp_path / "parts", steps))
-    assert found == [0] and "resumed     at step" in output
+    exit_codes, (output,) = codes(launch(1, tmp_path / "parts", steps))
+    assert exit_codes == [0] and "resumed     at step" in output
     whole, parts = curve(tmp_path / "whole"), curve(tmp_path / "parts")
     assert len(whole) == 25 and whole == parts
-    alone, together = (tried(tmp_path / "parts", count) for count in (1, 2))
-    assert alone["loss"] > 1 and alone["answer"].strip() and alone == together
+    on_one, on_two = (tried(tmp_path / "parts", count) for count in (1, 2))
+    assert on_one["loss"] > 1 and on_one["answer"].strip() and on_one == on_two
     manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())
     assert [start["processes"] for start in manifest["earlier_starts"]] == [4, 2]
 
@@ -90,26 +103,26 @@ def test_all_processes_use_the_checkpoint_before_one_that_a_process_cannot_read(
     run, options = tmp_path / "run", ["--config.train.steps=4", "--config.train.checkpoint_every=2"]
     assert codes(launch(2, run, *options))[0] == [0, 0]
     before = curve(run)
-    harmed = list((run / "checkpoints" / "4" / "params" / "ocdbt.process_1").rglob("d/*"))
-    for file in harmed:
+    damaged_files = list((run / "checkpoints" / "4" / "params" / "ocdbt.process_1").rglob("d/*"))
+    for file in damaged_files:
         data = file.read_bytes()
         file.write_bytes(data[: len(data) // 8] + bytes(len(data) - len(data) // 8))
-    found, outputs = codes(launch(2, run, *options))
-    assert found == [0, 0] and harmed, outputs
+    exit_codes, outputs = codes(launch(2, run, *options))
+    assert exit_codes == [0, 0] and damaged_files, outputs
     assert "4 is damaged" in outputs[0] and "continuing from step 2" in outputs[0]
     assert "Traceback" not in "".join(outputs)
     assert curve(run) == before and (run / "damaged" / "4").is_dir()
 
 
 def tried(workdir: Path, count: int) -> dict:
-    """What `evaluate` finds, and what `generate` writes, on so many processes with four devices together."""
-    asked, answer = workdir / "asked.txt", workdir / f"answer{count}.txt"
-    asked.write_text("The import statement\n")
+    """Returns the results of `evaluate` and the output of `generate` on `count` processes."""
+    prompts, answers = workdir / "asked.txt", workdir / f"answer{count}.txt"
+    prompts.write_text("The import statement\n")
     (workdir / "test.json").unlink(missing_ok=True)
     generate = [
         "generate",
-        f"--input={asked}",
-        f"--output={answer}",
+        f"--input={prompts}",
+        f"--output={answers}",
         "--config.decoding.max_extra=4",
     ]
     for verb in (["evaluate"], generate):
@@ -125,17 +138,19 @@ def tried(workdir: Path, count: int) -> dict:
         port = local.free_port()
         started = [
             subprocess.Popen(
-                command, env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port), cwd=ROOT,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                command,
+                env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port),
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
             for i in range(count)
         ]  # fmt: skip
         outputs = [process.communicate(timeout=150) for process in started]
         assert [process.returncode for process in started] == [0] * count, outputs
+        # Only process 0 prints results.
         assert ["perplexity" in out for out, _ in outputs] == [verb == ["evaluate"]] + [False] * (
             count - 1
-        )  # one speaks for all
-    return json.loads((workdir / "test.json").read_text()) | {"answer": answer.read_text()}
+        )
+    return json.loads((workdir / "test.json").read_text()) | {"answer": answers.read_text()}
 
 
 def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path):
@@ -151,13 +166,15 @@ def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path
     ]
     steps = ["--config.train.steps=80", "--config.train.checkpoint_every=5"]
     launcher = subprocess.Popen(
-        command + steps, env=os.environ | {"XLA_FLAGS": "", "TRANSFORMER_HEARTBEAT": "10"}, cwd=ROOT, stderr=subprocess.PIPE, text=True
+        command + steps, env=os.environ | {"XLA_FLAGS": "", "TRANSFORMER_HEARTBEAT": "10"},
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     checkpoints = tmp_path / "run" / "checkpoints"
-    until(lambda: any(folder.name.isdigit() for folder in checkpoints.glob("*")))  # a whole one
+    # Wait for a complete checkpoint.
+    until(lambda: any(folder.name.isdigit() for folder in checkpoints.glob("*")))
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGKILL)
-    began = time.monotonic()
+    killed_at = time.monotonic()
     until(
         lambda: (
             not Path(f"/proc/{children[0]}").exists()
@@ -165,10 +182,10 @@ def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path
         ),
         60,
     )
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - killed_at < 60
     _, errors = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, errors
-    assert "process 1 of 2 was killed by SIGKILL" in errors and "starting again (1 of 1)" in errors
+    assert "process 1 of 2 was killed by SIGKILL" in errors and "restarting (1 of 1)" in errors
     assert "error: process 1 of this run ended or cannot be reached; see its log" in errors
     assert "Traceback" not in errors and "stack trace" not in errors
     assert "resumed     at step" in errors
@@ -179,11 +196,18 @@ def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path
 
 def test_who_does_not_arrive_is_named(tmp_path):
     port = local.free_port()
-    code = "from transformer.parallel.processes import start_processes; from transformer.cli import main; import sys\n"
-    code += "from transformer.errors import UserError\ntry: start_processes()\nexcept UserError as e: sys.exit(str(e))"
+    code = (
+        "from transformer.parallel.processes import start_processes; "
+        "from transformer.cli import main; import sys\n"
+    )
+    code += (
+        "from transformer.errors import UserError\n"
+        "try: start_processes()\nexcept UserError as e: sys.exit(str(e))"
+    )
     start = lambda i, wait: subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | local.variables(i, 4, 1, port) | {"TRANSFORMER_WAIT": wait}, cwd=ROOT,
-        stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code],
+        env=os.environ | local.variables(i, 4, 1, port) | {"TRANSFORMER_WAIT": wait},
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     started = [start(0, "10"), start(2, "10")]
     for process in started:
@@ -200,25 +224,33 @@ def test_who_does_not_arrive_is_named(tmp_path):
 
 
 def test_a_script_that_dies_ends_the_others():
-    """It says no good-bye, and waits for nobody. Told to stop, processes part in peace."""
-    code = "import sys\nfrom transformer.parallel.processes import barrier, start_processes\nstart_processes()\n"
+    """A process that raises does not wait for the others.
+
+    Processes that all reach the barrier and then exit with 143 print nothing.
+    """
+    code = (
+        "import sys\n"
+        "from transformer.parallel.processes import barrier, start_processes\n"
+        "start_processes()\n"
+    )
     die = "if sys.argv[1] == '1': raise ValueError('of its own')\nbarrier('that none reaches')"
     stop = "barrier('that all reach')\nsys.exit(143)"
 
-    def ends(code: str, port: int) -> tuple[list[int], list[str]]:
+    def run_both(code: str, port: int) -> tuple[list[int], list[str]]:
         return codes([
             subprocess.Popen(
-                [sys.executable, "-c", code, str(i)], env=os.environ | local.variables(i, 2, 1, port), cwd=ROOT,
+                [sys.executable, "-c", code, str(i)],
+                env=os.environ | local.variables(i, 2, 1, port), cwd=ROOT,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
             for i in range(2)
         ], 40)  # fmt: skip
 
-    found, outputs = ends(code + die, local.free_port())
-    assert found == [1, 1], outputs
+    exit_codes, outputs = run_both(code + die, local.free_port())
+    assert exit_codes == [1, 1], outputs
     assert outputs[0] == "error: process 1 of this run ended or cannot be reached; see its log\n"
     assert "ValueError: of its own" in outputs[1]
-    assert ends(code + stop, local.free_port()) == ([143, 143], ["", ""])
+    assert run_both(code + stop, local.free_port()) == ([143, 143], ["", ""])
 
 
 def test_processes_build_their_own_rows_of_the_same_batch():
@@ -231,31 +263,30 @@ def test_processes_build_their_own_rows_of_the_same_batch():
             ids = np.arange(6, dtype=np.int32) + 10 * row
             return [Segment(ids, ids)]
 
-    make = lambda share: Batches(Rows(), length=6, batch_size=4, seed=None, share=share)
+    batches = lambda share: Batches(Rows(), length=6, batch_size=4, seed=None, share=share)
     whole, parts = (
-        make(np.arange),
-        [make(lambda n, p=p: np.arange(p * n // 4, (p + 1) * n // 4)) for p in range(4)],
+        batches(np.arange),
+        [batches(lambda n, p=p: np.arange(p * n // 4, (p + 1) * n // 4)) for p in range(4)],
     )
-    for step in range(
-        3
-    ):  # the last batch has two rows; two of the four processes have none of them
+    # The last batch has two sequences, so two of the four processes have none of it.
+    for step in range(3):
         for name, x in whole[step].items():
             np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), x)
     assert whole[2]["weights"].sum() == 12 and parts[3][2]["weights"].sum() == 0
 
 
 def test_processes_that_were_told_different_things_do_not_train_together(tmp_path):
-    """Another config; a folder that is not shared."""
+    """Covers different configs, and a folder that is not shared."""
     port, command = (
         local.free_port(),
         [sys.executable, "-m", "transformer", *TRAIN, "--config.train.steps=2"],
     )
-    told = {
+    options = {
         0: [f"--workdir={tmp_path / 'a'}"],
         1: [f"--workdir={tmp_path / 'a'}", "--config.seed=7"],
     }
     start = lambda i: subprocess.Popen(
-        command + told[i],
+        command + options[i],
         env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, 2, 2, port),
         cwd=ROOT,
         stderr=subprocess.PIPE,
@@ -268,12 +299,12 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
         "the config: process 1 has a different one than process 0" in error for error in errors
     ), errors
     assert not (tmp_path / "a").exists()
-    port, told = local.free_port(), {i: [f"--workdir={tmp_path / str(i)}"] for i in range(2)}
+    port, options = local.free_port(), {i: [f"--workdir={tmp_path / str(i)}"] for i in range(2)}
     started = [start(i) for i in range(2)]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert (
-        f"process 1 cannot see the files that process 0 wrote to {tmp_path / '1'}; use a shared folder"
-        in errors[1]
+        f"process 1 cannot see the files that process 0 wrote to {tmp_path / '1'}; "
+        "use a shared folder" in errors[1]
     )
 
 
@@ -287,9 +318,10 @@ def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys)
     (tmp_path / "config.json").write_text(json.dumps(to_mapping(config)))
     monkeypatch.setattr(processes, "start_processes", lambda: True)
     for arguments in (
-        ["generate", f"--workdir={tmp_path}"], ["convert", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"],
+        ["generate", f"--workdir={tmp_path}"],
+        ["convert", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"],
         ["convert", f"--workdir={tmp_path / 'new'}", f"--from={tmp_path}"],
-    ):  # fmt: skip
+    ):
         assert main(arguments) == 2
         assert (
             f"{arguments[0]}: cannot run on several processes; start one" in capsys.readouterr().err
@@ -298,9 +330,16 @@ def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys)
 
 
 def test_a_pod_sweeps_as_one(tmp_path):
-    """Every host is given the sweep: each run is on all of them, one after another. A host that is told to stop stops all, and they go on."""
-    asked = 'def sweep():\n    from transformer import Sweep, vary\n    return Sweep(vary("optimizer.learning_rate", low=1e-3, high=1e-2), seeds=1)\n'
-    (tmp_path / "x.py").write_text((ROOT / "experiments" / "smoke.py").read_text() + asked)
+    """Every host starts the sweep, whose runs use all hosts, one run after another.
+
+    A signal to one host stops all of them. The same command continues the sweep.
+    """
+    sweep = (
+        "def sweep():\n"
+        "    from transformer import Sweep, vary\n"
+        '    return Sweep(vary("optimizer.learning_rate", low=1e-3, high=1e-2), seeds=1)\n'
+    )
+    (tmp_path / "x.py").write_text((ROOT / "experiments" / "smoke.py").read_text() + sweep)
     command, runs = (
         ["sweep", f"--config={tmp_path / 'x.py'}", *TRAIN[2:], "--config.train.steps=12"],
         tmp_path / "runs",
@@ -308,15 +347,15 @@ def test_a_pod_sweeps_as_one(tmp_path):
     stopped = launch(2, runs, command=command)
     until(lambda: len(curve(runs / "low" / "seed-0")) > 2)
     stopped[1].send_signal(signal.SIGTERM)
-    found, outputs = codes(stopped)
-    assert found == [143, 143], outputs
+    exit_codes, outputs = codes(stopped)
+    assert exit_codes == [143, 143], outputs
     assert (
         re.search(r"low +stopped", outputs[0])
         and "seed 0" not in outputs[1]
         and not (runs / "high").exists()
     )
-    found, outputs = codes(launch(2, runs, command=command))
-    assert found == [0, 0], outputs
+    exit_codes, outputs = codes(launch(2, runs, command=command))
+    assert exit_codes == [0, 0], outputs
     assert "2 of 2 runs finished" in outputs[0] and all(
         (runs / arm / "seed-0" / "test.json").exists() for arm in ("low", "high")
     )

@@ -1,4 +1,4 @@
-"""What a process is told, without others."""
+"""The variables, barriers, data and launcher of processes, tested in one process."""
 
 import time
 import types
@@ -15,25 +15,48 @@ from transformer.parallel.sharding import Share
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("variables", "message"),
     [
-        ({"TRANSFORMER_COORDINATOR": "host:1"}, "TRANSFORMER_PROCESSES: '' is not valid; set .* together"),
-        ({"TRANSFORMER_COORDINATOR": "host", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "TRANSFORMER_COORDINATOR: 'host' is not host:port"),
-        ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "2"}, "TRANSFORMER_PROCESS: 2, but there are 2"),
-        ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "two", "TRANSFORMER_PROCESS": "0"}, "TRANSFORMER_PROCESSES: 'two'"),
-        ({"TRANSFORMER_COORDINATOR": "h:65535", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0"}, "a port below 65535"),
-        ({"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2", "TRANSFORMER_PROCESS": "0", "TRANSFORMER_WAIT": "abc"}, "TRANSFORMER_WAIT: 'abc' is not a number"),
+        (
+            {"TRANSFORMER_COORDINATOR": "host:1"},
+            "TRANSFORMER_PROCESSES: '' is not valid; set .* together",
+        ),
+        (
+            {"TRANSFORMER_COORDINATOR": "host", "TRANSFORMER_PROCESSES": "2",
+             "TRANSFORMER_PROCESS": "0"},
+            "TRANSFORMER_COORDINATOR: 'host' is not host:port",
+        ),
+        (
+            {"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2",
+             "TRANSFORMER_PROCESS": "2"},
+            "TRANSFORMER_PROCESS: 2, but there are 2",
+        ),
+        (
+            {"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "two",
+             "TRANSFORMER_PROCESS": "0"},
+            "TRANSFORMER_PROCESSES: 'two'",
+        ),
+        (
+            {"TRANSFORMER_COORDINATOR": "h:65535", "TRANSFORMER_PROCESSES": "2",
+             "TRANSFORMER_PROCESS": "0"},
+            "a port below 65535",
+        ),
+        (
+            {"TRANSFORMER_COORDINATOR": "h:1", "TRANSFORMER_PROCESSES": "2",
+             "TRANSFORMER_PROCESS": "0", "TRANSFORMER_WAIT": "abc"},
+            "TRANSFORMER_WAIT: 'abc' is not a number",
+        ),
     ],
 )  # fmt: skip
-def test_variables_that_make_no_sense_are_refused(monkeypatch, given, message):
-    for name, value in given.items():
+def test_variables_that_make_no_sense_are_refused(monkeypatch, variables, message):
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
         processes.start_processes()
 
 
-@pytest.mark.parametrize(("wait", "what"), [(0.5, "waited 0 s for"), (60, "cannot wait for")])
-def test_how_long_it_waited_is_said_of_one_that_did(monkeypatch, wait, what):
+@pytest.mark.parametrize(("wait", "beginning"), [(0.5, "waited 0 s for"), (60, "cannot wait for")])
+def test_how_long_it_waited_is_said_of_one_that_did(monkeypatch, wait, beginning):
     def wait_at_barrier(name, milliseconds):
         time.sleep(milliseconds / 1000 if wait < 1 else 0)
         raise RuntimeError("one is gone")
@@ -41,7 +64,9 @@ def test_how_long_it_waited_is_said_of_one_that_did(monkeypatch, wait, what):
     service = types.SimpleNamespace(wait_at_barrier=wait_at_barrier)
     monkeypatch.setattr(processes, "_service", lambda: service)
     monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match=f"^{what} the other processes at 'data': one is gone$"):
+    with pytest.raises(
+        UserError, match=f"^{beginning} the other processes at 'data': one is gone$"
+    ):
         processes.barrier("data", wait)
 
 

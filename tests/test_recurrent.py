@@ -1,4 +1,7 @@
-"""The recurrent baseline, LSTMs wired by `layer_pattern`: its layers against PyTorch's, and the whole against slow loops."""
+"""The recurrent baseline: LSTMs in a `layer_pattern`.
+
+A layer is compared with PyTorch's, and the whole model with slow loops.
+"""
 
 import dataclasses
 
@@ -24,33 +27,45 @@ from transformer.training.step import make_train_step
 
 
 def recurrent(source: str = "attention", sizes: dict = SMALL, **fields) -> dict:
-    """The first layer of each side has no residual connection, and that of the decoder reads the source."""
-    read = ("vocab_size", "d_model", "num_encoder_layers", "num_decoder_layers", "max_length")
-    alone = {"name": "none", "residual_scale": 0.0}
+    """Returns the fields of the baseline.
+
+    The first layer of each stack has no residual connection. That of the decoder reads the source.
+    """
+    size_names = ("vocab_size", "d_model", "num_encoder_layers", "num_decoder_layers", "max_length")
+    no_residual = {"name": "none", "residual_scale": 0.0}
     lstm = lambda source: {"name": "lstm", "source": source}
     return {
-        "family": "encoder_decoder", "position": "none", "feed_forward": "none", **{name: sizes[name] for name in read},
+        "family": "encoder_decoder",
+        "position": "none",
+        "feed_forward": "none",
+        **{name: sizes[name] for name in size_names},
         "layer_pattern": (
-            {"mixer": lstm(source), "norm_placement": alone}, {"mixer": lstm("none"), "norm_placement": "none"},
+            {"mixer": lstm(source), "norm_placement": no_residual},
+            {"mixer": lstm("none"), "norm_placement": "none"},
         ),
-    } | fields  # fmt: skip
+    } | fields
 
 
 def slow(params, source, target, last=False):
-    """float64 logits of one pair, token by token, from the equations."""
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params["params"])
+    """Computes the float64 logits of one pair, token by token, from the equations."""
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     table = p["embedding"]["embedding"]
     layer = lambda side, i: jax.tree.map(lambda x: x[0], p[side]["layers"][f"layer_{i}"])["lstm"]
-    x, y, ones, also = (table[source], table[target], np.ones(len(source)), np.ones(len(target)))
-    x = oracle_mixers.both_ways(layer("encoder", 0), x, ones)
-    x = x + oracle_mixers.both_ways(layer("encoder", 1), x, ones)
-    y = oracle_mixers.attentive_lstm(layer("decoder", 0), y, also, x, ones, last)
-    y = y + oracle_mixers.lstm(layer("decoder", 1)["forward"], y, also)[0]
+    x, y, source_mask, target_mask = (
+        table[source],
+        table[target],
+        np.ones(len(source)),
+        np.ones(len(target)),
+    )
+    x = oracle_mixers.both_ways(layer("encoder", 0), x, source_mask)
+    x = x + oracle_mixers.both_ways(layer("encoder", 1), x, source_mask)
+    y = oracle_mixers.attentive_lstm(layer("decoder", 0), y, target_mask, x, source_mask, last)
+    y = y + oracle_mixers.lstm(layer("decoder", 1)["forward"], y, target_mask)[0]
     return y @ table.T
 
 
-def pair(rows=2):
-    return tokens(0, rows, 7), tokens(1, rows, 5)
+def pair(batch=2):
+    return tokens(0, batch, 7), tokens(1, batch, 5)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +77,10 @@ def model():
 def test_it_is_its_equations(model):
     _, params, apply = model
     source, target = pair()
-    found = np.asarray(apply(params, source, target))
-    for row in range(2):
+    logits = np.asarray(apply(params, source, target))
+    for i in range(2):
         np.testing.assert_allclose(
-            found[row], slow(params, np.asarray(source[row]), np.asarray(target[row])), atol=2e-5
+            logits[i], slow(params, np.asarray(source[i]), np.asarray(target[i])), atol=2e-5
         )
 
 
@@ -73,18 +88,20 @@ def test_without_attention_it_reads_the_last_state(model):
     _, params, apply = model
     source, target = pair()
     source = source.at[1, 4:].set(0)
-    where = masks(source, target)
-    last, its = make(ModelConfig(**recurrent("last")), noise=0.4)
-    own = jax.tree.map(lambda x, _: x, params, params)
-    first = own["params"]["decoder"]["layers"]["layer_0"]["lstm"]
+    padding = masks(source, target)
+    last_model, last_params = make(ModelConfig(**recurrent("last")), noise=0.4)
+    ablated = jax.tree.map(lambda x, _: x, params, params)
+    lstm_params = ablated["decoder"]["layers"]["layer_0"]["lstm"]
     for name in ("query", "score", "keys"):
-        del first[name]
-    assert jax.tree.structure(own) == jax.tree.structure(its), "it has no parameters of attention"
-    found = np.asarray(last.apply(own, source, target, **where))
-    assert np.abs(found - apply(params, source, target, **where)).max() > 1e-2
-    for row, length in enumerate((7, 4)):
-        expected = slow(params, np.asarray(source[row, :length]), np.asarray(target[row]), True)
-        np.testing.assert_allclose(found[row], expected, atol=2e-5)
+        del lstm_params[name]
+    assert jax.tree.structure(ablated) == jax.tree.structure(last_params), (
+        "the model has no attention parameters"
+    )
+    logits = np.asarray(last_model.apply(ablated, source, target, **padding))
+    assert np.abs(logits - apply(params, source, target, **padding)).max() > 1e-2
+    for i, length in enumerate((7, 4)):
+        expected = slow(params, np.asarray(source[i, :length]), np.asarray(target[i]), True)
+        np.testing.assert_allclose(logits[i], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -95,31 +112,34 @@ def test_a_layer_is_pytorchs(reverse):
         Recurrence(config, 8, 1.0, reverse),
         np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32),
     )
-    where = Tokens(jnp.arange(6)[None], jnp.ones((2, 6), jnp.int32))
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), x, where, None)
+    context = Tokens(jnp.arange(6)[None], jnp.ones((2, 6), jnp.int32))
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), x, context, None)
     rng = np.random.default_rng(1)
     from flax.core import meta
 
     params = jax.tree.map(
-        lambda s: rng.standard_normal(s.shape).astype(np.float32) * 0.5, meta.unbox(shapes)
+        lambda shape: rng.standard_normal(shape.shape).astype(np.float32) * 0.5, meta.unbox(shapes)
     )
     p = params["params"]
-    theirs = torch.nn.LSTM(16, 8, batch_first=True)
-    order = [0, 1, 3, 2]  # theirs are i, f, g, o
+    torch_lstm = torch.nn.LSTM(16, 8, batch_first=True)
+    order = [0, 1, 3, 2]  # PyTorch's order is i, f, g, o
     with torch.no_grad():
-        theirs.weight_ih_l0.copy_(
+        torch_lstm.weight_ih_l0.copy_(
             torch.tensor(p["input"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 16))
         )
-        theirs.weight_hh_l0.copy_(
+        torch_lstm.weight_hh_l0.copy_(
             torch.tensor(p["hidden"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 8))
         )
-        bias = p["input"]["bias"] + np.array([0, 1, 0, 0], np.float32)[:, None]  # ours adds 1 to f
-        theirs.bias_ih_l0.copy_(torch.tensor(bias[order].reshape(-1)))
-        theirs.bias_hh_l0.zero_()
-        given = torch.tensor(x[:, ::-1].copy() if reverse else x)
-        wanted = theirs(given)[0].numpy()
+        # The package adds 1 to f.
+        bias = p["input"]["bias"] + np.array([0, 1, 0, 0], np.float32)[:, None]
+        torch_lstm.bias_ih_l0.copy_(torch.tensor(bias[order].reshape(-1)))
+        torch_lstm.bias_hh_l0.zero_()
+        torch_input = torch.tensor(x[:, ::-1].copy() if reverse else x)
+        expected = torch_lstm(torch_input)[0].numpy()
     np.testing.assert_allclose(
-        layer.apply(params, x, where, None)[0], wanted[:, ::-1] if reverse else wanted, atol=2e-6
+        layer.apply(params, x, context, None)[0],
+        expected[:, ::-1] if reverse else expected,
+        atol=2e-6,
     )
 
 
@@ -127,19 +147,21 @@ def test_padding_packing_and_neighbours_change_nothing(model):
     _, params, apply = model
     source, target = pair()
     base = np.asarray(apply(params, source, target))
-    sides = jnp.pad(source, ((0, 0), (0, 3))), jnp.pad(target, ((0, 0), (0, 2)))
-    padded = apply(params, *sides, **masks(*sides))
+    padded_inputs = jnp.pad(source, ((0, 0), (0, 3))), jnp.pad(target, ((0, 0), (0, 2)))
+    padded = apply(params, *padded_inputs, **masks(*padded_inputs))
     np.testing.assert_allclose(padded[:, :5], base, atol=2e-5)
     swapped = apply(params, source[::-1], target[::-1])
     np.testing.assert_allclose(swapped[::-1], base, atol=2e-5)
-    given = {
-        "source_segment_ids": jnp.repeat(jnp.array([[1, 2]]), 7, axis=1), "segment_ids": jnp.repeat(jnp.array([[1, 2]]), 5, axis=1),
-        "source_positions": jnp.tile(jnp.arange(7), 2)[None], "positions": jnp.tile(jnp.arange(5), 2)[None],
-    }  # fmt: skip
-    packed = apply(params, source.reshape(1, -1), target.reshape(1, -1), **given)
+    packing = {
+        "source_segment_ids": jnp.repeat(jnp.array([[1, 2]]), 7, axis=1),
+        "segment_ids": jnp.repeat(jnp.array([[1, 2]]), 5, axis=1),
+        "source_positions": jnp.tile(jnp.arange(7), 2)[None],
+        "positions": jnp.tile(jnp.arange(5), 2)[None],
+    }
+    packed = apply(params, source.reshape(1, -1), target.reshape(1, -1), **packing)
     np.testing.assert_allclose(packed.reshape(base.shape), base, atol=2e-5)
-    run_together = apply(params, source.reshape(1, -1), target.reshape(1, -1))
-    assert np.abs(np.asarray(run_together.reshape(base.shape)) - base).max() > 1e-2
+    concatenated = apply(params, source.reshape(1, -1), target.reshape(1, -1))
+    assert np.abs(np.asarray(concatenated.reshape(base.shape)) - base).max() > 1e-2
 
 
 def test_it_looks_ahead_in_the_source_alone(model):
@@ -147,10 +169,10 @@ def test_it_looks_ahead_in_the_source_alone(model):
     source, target = pair(1)
     base = apply(params, source, target)
     for t in range(5):
-        moved = (
+        changed = (
             np.abs(np.asarray(apply(params, source, target.at[:, t].set(3)) - base)).max((0, 2)) > 0
         )
-        np.testing.assert_array_equal(moved, np.arange(5) >= t)
+        np.testing.assert_array_equal(changed, np.arange(5) >= t)
     assert (
         np.abs(np.asarray(apply(params, source.at[:, -1].set(3), target) - base)).max((0, 2)) > 0
     ).all()
@@ -160,13 +182,13 @@ def test_step_by_step_is_all_at_once(model):
     module, params, apply = model
     source, target = pair()
     source = source.at[1, 5:].set(0)
-    whole = apply(params, source, target, **masks(source, target))
+    full_logits = apply(params, source, target, **masks(source, target))
     logits, memory = start_decoding(module, params, target[:, :2], 6, source)
-    step = jax.jit(lambda t, m: advance(module, params["params"], t, m))
+    step = jax.jit(lambda t, m: advance(module, params, t, m))
     for t in range(2, 5):
-        np.testing.assert_allclose(logits, whole[:, t - 1], atol=2e-5)
+        np.testing.assert_allclose(logits, full_logits[:, t - 1], atol=2e-5)
         logits, memory = step(target[:, t], memory)
-    np.testing.assert_allclose(logits, whole[:, -1], atol=2e-5)
+    np.testing.assert_allclose(logits, full_logits[:, -1], atol=2e-5)
 
 
 def test_a_beams_score_is_that_of_its_text(model):
@@ -174,25 +196,25 @@ def test_a_beams_score_is_that_of_its_text(model):
     source = tokens(0, 2, 6)
     start = jnp.full((2, 1), 1)
     search = jax.jit(
-        lambda s: beam_search(
+        lambda source: beam_search(
             module,
-            params["params"],
+            params,
             start,
             jnp.full(2, 5),
             beam_size=3,
             alpha=0.0,
             max_new=5,
             eos_id=2,
-            source_BxS=s,
+            source_BxS=source,
         )
     )
     texts, scores = search(source)
-    for row in range(2):
-        text = np.asarray(texts[row, 0])
+    for i in range(2):
+        text = np.asarray(texts[i, 0])
         length = int(np.flatnonzero(text == 2)[0]) + 1 if 2 in text else 5
-        read = jnp.concatenate([start[row], texts[row, 0, :-1]])[None]
-        logp = jax.nn.log_softmax(apply(params, source[row : row + 1], read))[0]
-        assert float(scores[row, 0]) == pytest.approx(
+        inputs = jnp.concatenate([start[i], texts[i, 0, :-1]])[None]
+        logp = jax.nn.log_softmax(apply(params, source[i : i + 1], inputs))[0]
+        assert float(scores[i, 0]) == pytest.approx(
             float(logp[np.arange(length), text[:length]].sum()), abs=1e-4
         )
 
@@ -200,23 +222,30 @@ def test_a_beams_score_is_that_of_its_text(model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_learns_on_any_mesh(dtype):
     config = from_mapping(Experiment, {
-        "model": recurrent(sizes=TINY, dtype=dtype, dropout=0.1), "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
-        "optimizer": {"learning_rate": 0.02, "warmup_steps": 2}, "train": {"steps": 10}, "mesh": {"data": 1},
+        "model": recurrent(sizes=TINY, dtype=dtype, dropout=0.1),
+        "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
+        "optimizer": {"learning_rate": 0.02, "warmup_steps": 2}, "train": {"steps": 10},
+        "mesh": {"data": 1},
     })  # fmt: skip
     from test_training import batch_of
 
     losses = []
     for mesh_fields in ({"data": 1}, {"data": 2, "fsdp": 2}):
-        moved = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **mesh_fields))
-        with use(make_mesh(moved.mesh)) as mesh:
+        mesh_config = dataclasses.replace(
+            config, mesh=dataclasses.replace(config.mesh, **mesh_fields)
+        )
+        with use(make_mesh(mesh_config.mesh)) as mesh:
             model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
-            _, placed = abstract_state(moved, model, optimizer, mesh)
-            state, batch = init_state(moved, model, optimizer, placed), batch_of(moved, rows=8)
-            step, found = make_train_step(moved, model, optimizer, mesh, placed), []
+            _, placed = abstract_state(mesh_config, model, optimizer, mesh)
+            state, batch = (
+                init_state(mesh_config, model, optimizer, placed),
+                batch_of(mesh_config, rows=8),
+            )
+            step, curve = make_train_step(mesh_config, model, optimizer, mesh, placed), []
             for _ in range(8):
                 state, metrics = step(state, batch)
-                found.append(float(metrics["loss"]))
-        losses.append(found)
+                curve.append(float(metrics["loss"]))
+        losses.append(curve)
     assert losses[0][-1] < losses[0][0] - 0.1
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4 if dtype == "float32" else 0.02)
 
@@ -224,18 +253,30 @@ def test_it_learns_on_any_mesh(dtype):
 def test_its_matrices_decay_like_those_of_attention(model):
     from transformer.training.optimizer import decayed
 
-    flags = jax.tree_util.tree_leaves_with_path(decayed(model[1]["params"]))
-    kept = {path[-1].key for path, flag in flags if not flag}
-    assert kept == {"bias"} and len(flags) > 10
+    flags = jax.tree_util.tree_leaves_with_path(decayed(model[1]))
+    not_decayed = {path[-1].key for path, flag in flags if not flag}
+    assert not_decayed == {"bias"} and len(flags) > 10
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"d_model": 15}, r"model\.d_model: 15 must be even: model\.mixer = 'lstm' has two directions"),
-        ({"family": "recurrent_encoder_decoder"}, "'recurrent_encoder_decoder' is no longer a family; set model.family='encoder_decoder'"),
-        ({"layer_pattern": (), "mixer": {"name": "lstm", "source": "none"}}, "'none' in all layers of the decoder leaves the encoder unused"),
-        ({"layer_pattern": (), "mixer": {"name": "lstm", "source": "first"}}, "model.mixer.source: no 'first'"),
+        (
+            {"d_model": 15},
+            r"model\.d_model: 15 must be even: model\.mixer = 'lstm' has two directions",
+        ),
+        (
+            {"family": "recurrent_encoder_decoder"},
+            "'recurrent_encoder_decoder' is no longer a family; set model.family='encoder_decoder'",
+        ),
+        (
+            {"layer_pattern": (), "mixer": {"name": "lstm", "source": "none"}},
+            "'none' in all layers of the decoder leaves the encoder unused",
+        ),
+        (
+            {"layer_pattern": (), "mixer": {"name": "lstm", "source": "first"}},
+            "model.mixer.source: no 'first'",
+        ),
         ({"causal": False}, "model.causal=True"),
         ({"num_heads": 4}, "model.num_heads: 4 has no effect"),
         ({"d_ff": 4}, "model.d_ff: 4 has no effect without a feed-forward"),
@@ -243,7 +284,7 @@ def test_its_matrices_decay_like_those_of_attention(model):
         ({"norm": "rmsnorm"}, "model.norm: 'rmsnorm' has no effect"),
         ({"pooling": "last"}, "is for labels"),
     ],
-)  # fmt: skip
+)
 def test_what_has_no_place_in_it_is_refused(fields, message):
     with pytest.raises(UserError, match=message):
         ModelConfig(**recurrent(**fields))

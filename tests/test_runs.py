@@ -1,4 +1,4 @@
-"""Whole runs: resuming, refusing, diverging, averaging."""
+"""Whole runs: resuming, errors, divergence, averages of checkpoints."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from transformer.training.state import abstract_state
 
 
 def curve(workdir):
-    """The lines of metrics.jsonl, without times."""
+    """Returns the lines of metrics.jsonl, without times and memory."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))} for line in lines
@@ -26,7 +26,7 @@ def curve(workdir):
 
 @pytest.mark.parametrize("stop_at", [5, 7])
 def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypatch, stop_at):
-    """Stopped by a signal inside a logging interval, or (step 5) right after a checkpoint."""
+    """A signal stops the run within a logging interval, or (step 5) right after a checkpoint."""
     import os
     import signal
 
@@ -99,7 +99,10 @@ def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
 
 
 def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
-    """Looped, then unrolled, then in rounds over stages; each start takes parameters, statistics and average along."""
+    """Trains with scanned layers, then unrolled, then in rounds over pipeline stages.
+
+    Each start restores the parameters, the optimizer state and the moving average.
+    """
     from transformer.runs.evaluate import load_trained
     from transformer.runs.loop import train
 
@@ -111,18 +114,19 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
     )
 
     def until(steps, mesh=None, **layout):
-        own = dataclasses.replace(
+        changed = dataclasses.replace(
             base,
             model=dataclasses.replace(model, **layout),
             mesh=MeshConfig(**(mesh or {"data": 1})),
         )
         assert (
             train(
-                dataclasses.replace(own, train=dataclasses.replace(own.train, steps=steps)), workdir
+                dataclasses.replace(changed, train=dataclasses.replace(changed.train, steps=steps)),
+                workdir,
             )
             == steps
         )
-        return own
+        return changed
 
     workdir = tmp_path / "one"
     until(12)
@@ -136,9 +140,8 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
     ]
     assert len(losses[0]) == 3
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    with use(
-        make_mesh(MeshConfig(data=1))
-    ) as mesh:  # a config that says otherwise than its checkpoint
+    # The layout of the config differs from that of the checkpoint.
+    with use(make_mesh(MeshConfig(data=1))) as mesh:
         trained = load_trained(tmp_path / "parts", dataclasses.replace(config, model=model), mesh)
     assert trained.config.model.pipeline_rounds == 2
 
@@ -146,14 +149,14 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
 def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch):
     from transformer.runs import loop, run
 
-    made = []
+    steps = []
     for name in ("make_train_step", "make_eval_step"):
         original = getattr(run, name)
         monkeypatch.setattr(
-            run, name, lambda *a, original=original: made.append(original(*a)) or made[-1]
+            run, name, lambda *a, original=original: steps.append(original(*a)) or steps[-1]
         )
     loop.train(run_config, tmp_path / "run")
-    assert [step._cache_size() for step in made] == [1, 1]
+    assert [step._cache_size() for step in steps] == [1, 1]
 
 
 def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config, tmp_path):
@@ -212,7 +215,7 @@ def test_changed_text_is_refused_and_the_run_left_as_it_was(run_config, tmp_path
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(run_config, tmp_path, monkeypatch):
-    """No signal, no goodbye: the metrics written after the checkpoint are dropped and written again."""
+    """Metrics that were written after the last checkpoint are dropped and written again."""
     from transformer.runs import loop
 
     loop.train(run_config, tmp_path / "whole")
@@ -261,7 +264,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
     def cut(file):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
-    for i, harm in enumerate([
+    for i, damage in enumerate([
         lambda run: [shutil.rmtree(x) for x in (run / step).iterdir() if x.is_dir()],
         lambda run: shutil.rmtree(run / step / "ema"),
         lambda run: cut(run / step / "ema" / "_METADATA"),
@@ -269,7 +272,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
     ]):  # fmt: skip
         run = tmp_path / str(i)
         shutil.copytree(tmp_path / "whole", run)
-        harm(run)
+        damage(run)
         with (
             use(make_mesh(run_config.mesh)) as mesh,
             pytest.raises(
@@ -329,14 +332,14 @@ def test_the_mean_of_checkpoints(run_config, tmp_path):
 def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
     from transformer.runs.loop import train
 
-    wild = dataclasses.replace(
+    diverging = dataclasses.replace(
         run_config,
         optimizer=OptimizerConfig(
             name="sgd", learning_rate=1e30, schedule="constant", warmup_steps=0
         ),
     )
     with pytest.raises(UserError, match="training diverged: the loss is (nan|inf) at step"):
-        train(wild, tmp_path / "run")
+        train(diverging, tmp_path / "run")
     assert curve(tmp_path / "run")[-1]["train/diverged"] is True
 
 

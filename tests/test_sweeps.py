@@ -1,4 +1,4 @@
-"""What a study varies: the algebra, arms of an experiment file, what makes no sense."""
+"""Sweeps: the algebra of grids, the arms of an experiment file, and invalid sweeps."""
 
 import pytest
 
@@ -13,7 +13,8 @@ NORMS, PLACES = (
 FILE = """
 from transformer import *
 def get_config():
-    return dict(model=dict(family="decoder", vocab_size=48, d_model=32, d_ff=64, num_heads=4, num_decoder_layers=2, max_length=32),
+    return dict(model=dict(family="decoder", vocab_size=48, d_model=32, d_ff=64, num_heads=4,
+                           num_decoder_layers=2, max_length=32),
                 data=dict(train="nowhere", objective="causal_lm", length=32, batch_size=16))
 def sweep():
     return SWEEP
@@ -112,7 +113,8 @@ def write(tmp_path, sweep):
 def test_arms_are_experiments(tmp_path):
     file = write(
         tmp_path,
-        "Sweep(vary('model.position', 'none', {'name': 'rotary', 'theta': 500.0}), baseline='none')",
+        "Sweep(vary('model.position', 'none', {'name': 'rotary', 'theta': 500.0}), "
+        "baseline='none')",
     )
     sweep, configs = load_arms(file, {"model.d_ff": "128"})
     assert list(configs) == ["none", "rotary+theta=500.0"] == list(sweep.arms)
@@ -122,10 +124,11 @@ def test_arms_are_experiments(tmp_path):
     assert (
         load_experiment(file).model.position == load_experiment(file, {}).model.position != "none"
     )
+    # sweep() may return a Grid.
     assert list(load_arms(write(tmp_path, "vary('model.d_ff', 32, 64)"))[1]) == [
         "d_ff=32",
         "d_ff=64",
-    ]  # a Grid alone
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One step on every mesh; accumulation, schedules, optimizers."""
+"""Training steps on every mesh, gradient accumulation, schedules and optimizers."""
 
 import ast
 import dataclasses
@@ -23,14 +23,23 @@ from transformer.training.step import make_eval_step, make_train_step
 
 
 def experiment(family="encoder_decoder", mesh=None, model=(), **train):
-    """A key's bias has no gradient but rounding, which Adam would blow up to whole steps with a tiny epsilon."""
+    """Returns a small experiment with a large epsilon for Adam.
+
+    The gradient of a key bias is only rounding. With a tiny epsilon, Adam would scale it up to a
+    full step.
+    """
     objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[
         family
     ]
     return from_mapping(Experiment, {
-        "model": sized(family, **dict(model)), "data": {"corpus": "pydoc", "objective": objective, "length": 12, "batch_size": 16},
-        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1, "clip_norm": 1.0, "epsilon": 1e-4},
-        "train": {"steps": 10, "label_smoothing": 0.1, "z_loss": 1e-3, **train}, "mesh": mesh or {"data": 1},
+        "model": sized(family, **dict(model)),
+        "data": {"corpus": "pydoc", "objective": objective, "length": 12, "batch_size": 16},
+        "optimizer": {
+            "learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1, "clip_norm": 1.0,
+            "epsilon": 1e-4,
+        },
+        "train": {"steps": 10, "label_smoothing": 0.1, "z_loss": 1e-3, **train},
+        "mesh": mesh or {"data": 1},
     })  # fmt: skip
 
 
@@ -45,7 +54,10 @@ def batch_of(config, seed=0, rows=16):
 
 
 def train_steps(config, steps=3):
-    """Losses of a few steps, and the parameters after them, with one compile."""
+    """Returns ((loss, gradient norm) of each step, parameters, evaluation loss, shardings).
+
+    Checks that the training step is compiled once.
+    """
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = (
             build_model(config.model),
@@ -71,22 +83,22 @@ def train_steps(config, steps=3):
 
 @functools.cache
 def reference(family: str, model: str = "{}"):
-    """What one device gives."""
+    """Returns the results of `train_steps` on one device."""
     return train_steps(experiment(family, model=ast.literal_eval(model)))
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 @pytest.mark.parametrize("scan", [True, False])
 def test_bfloat16_trains_like_float32(family, scan):
-    """Every matrix product of the step, its gradients included, has a bfloat16 form on this platform."""
+    """This platform supports every matrix product of a step, with its gradients, in bfloat16."""
     losses, params, evaluated, _ = train_steps(
         experiment(family, model={"dtype": "bfloat16", "scan_layers": scan})
     )
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(params))
     assert losses != reference(family)[0]
-    if scan:  # unrolled, the layers start from other random numbers
-        loss = lambda curve: [loss for loss, _ in curve]
-        np.testing.assert_allclose(loss(losses), loss(reference(family)[0]), rtol=0.01)
+    if scan:  # unrolled layers start from other random numbers
+        losses_of = lambda curve: [loss for loss, _ in curve]
+        np.testing.assert_allclose(losses_of(losses), losses_of(reference(family)[0]), rtol=0.01)
     assert losses[-1] < losses[0] and np.isfinite(evaluated)
 
 
@@ -94,7 +106,8 @@ EXPERTS = {"name": "experts", "num_experts": 4, "top_k": 2}
 
 FAMILIES = ("encoder", "decoder", "encoder_decoder")
 
-# Each mesh under one or another of what changes the program: unrolled layers, rematerialisation, accumulation.
+# (mesh, model fields, train fields, families). Meshes are combined with options that change the
+# program: unrolled layers, rematerialization, accumulation.
 MESHES = [
     ({"data": 8}, {}, {}, FAMILIES),
     ({"data": 2, "fsdp": 4}, {"remat": "full"}, {}, FAMILIES),
@@ -104,13 +117,25 @@ MESHES = [
     ({"context": 3, "data": 2}, {}, {}, ("decoder", "encoder_decoder")),
     ({"context": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}, {}, FAMILIES),
     ({"stage": 2, "data": 2, "tensor": 2}, {}, {}, FAMILIES),
-    ({"stage": 2, "fsdp": 2}, {"pipeline_rounds": 2, "pipeline_microbatches": 4, "num_decoder_layers": 8, "num_encoder_layers": 4},
-     {}, ("encoder", "encoder_decoder")),
+    (
+        {"stage": 2, "fsdp": 2},
+        {"pipeline_rounds": 2, "pipeline_microbatches": 4, "num_decoder_layers": 8,
+         "num_encoder_layers": 4},
+        {}, ("encoder", "encoder_decoder"),
+    ),
     ({"stage": 2, "context": 2}, {"remat": "full"}, {"accumulate": 2}, ("decoder",)),
     ({"expert": 2, "fsdp": 2}, {"feed_forward": EXPERTS}, {}, FAMILIES),
-    ({"expert": 4, "tensor": 2}, {"feed_forward": EXPERTS | {"capacity_factor": 1.0}, "glu": True}, {}, ("decoder",)),
-    # Equal loads are asked of each micro-batch by itself, so that part of the loss is left out.
-    ({"stage": 2, "expert": 2}, {"feed_forward": EXPERTS | {"load_balance": 0.0, "router_z_loss": 0.0}}, {}, ("decoder",)),
+    (
+        {"expert": 4, "tensor": 2},
+        {"feed_forward": EXPERTS | {"capacity_factor": 1.0}, "glu": True},
+        {}, ("decoder",),
+    ),
+    # Router losses are off: pipelines compute them per micro-batch, one device over the batch.
+    (
+        {"stage": 2, "expert": 2},
+        {"feed_forward": EXPERTS | {"load_balance": 0.0, "router_z_loss": 0.0}},
+        {}, ("decoder",),
+    ),
 ]  # fmt: skip
 
 
@@ -124,18 +149,18 @@ MESHES = [
     ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items())[:40] if isinstance(x, dict) else x,
 )
 def test_every_mesh_gives_what_one_device_gives(mesh, model, train, family):
-    """Losses, sizes of gradients, parameters after three steps, evaluation."""
-    sides = [side for side in ("encoder", "decoder") if side not in family]
-    model = {n: value for n, value in model.items() if n not in [f"num_{s}_layers" for s in sides]}
+    """Compares losses, gradient norms, parameters after three steps, and evaluation losses."""
+    absent = [side for side in ("encoder", "decoder") if side not in family]
+    model = {n: value for n, value in model.items() if n not in [f"num_{s}_layers" for s in absent]}
     losses, params, evaluated, placed = train_steps(
         experiment(family, {"data": 1, **mesh}, model, **train)
     )
-    plain = {
+    one_device_fields = {
         name: value
         for name, value in model.items()
         if name not in ("remat", "pipeline_microbatches")
     }
-    expected_losses, expected_params, expected_eval, _ = reference(family, repr(plain))
+    expected_losses, expected_params, expected_eval, _ = reference(family, repr(one_device_fields))
     assert any(len(x.device_set) > 1 for x in jax.tree.leaves(placed))
     np.testing.assert_allclose(losses, expected_losses, rtol=2e-5)
     assert evaluated == pytest.approx(expected_eval, rel=2e-4)
@@ -161,7 +186,7 @@ def test_accumulation_of_k_equals_one(mesh):
     config = experiment(mesh=mesh, accumulate=2)
     weights = batch_of(config)["weights"].reshape(8, 2, 12).sum((0, 2))
     assert weights[0] != weights[1], (
-        "micro-batches of unequal weight, or a mean of means would pass"
+        "with equal weights of micro-batches, a mean of means would pass"
     )
     losses, params, _, _ = train_steps(config)
     np.testing.assert_allclose(losses, reference("encoder_decoder")[0], rtol=2e-5)
@@ -205,24 +230,24 @@ def test_every_optimizer_learns_and_shards(name):
     "fields", [{"num_kv_heads": 1}, {"scan_layers": False, "logit_bias": True}]
 )
 def test_adafactor_and_multi_query_attention_live_on_a_tensor_mesh(fields):
-    """Statistics of other shapes than their parameter, and the one key/value head, are replicated."""
+    """The only KV head, and statistics that are not shaped like their parameter, are replicated."""
     base = experiment("decoder", {"data": 2, "tensor": 4}, fields)
     adafactor = dataclasses.replace(
         base.optimizer, name="adafactor", epsilon=OptimizerConfig.epsilon
     )
     losses = [
         train_steps(
-            dataclasses.replace(c, optimizer=adafactor),
+            dataclasses.replace(config, optimizer=adafactor),
             2,
         )[0]
-        for c in (base, dataclasses.replace(base, mesh=MeshConfig(data=1)))
+        for config in (base, dataclasses.replace(base, mesh=MeshConfig(data=1)))
     ]
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_decoupled_in_every_rule(name):
-    """Without a gradient, a matrix shrinks by rate * decay a step and nothing else moves."""
+    """Without a gradient, a matrix shrinks by rate * decay per step, and a bias stays the same."""
     config = OptimizerConfig(
         name=name, schedule="constant", learning_rate=0.1, warmup_steps=0, weight_decay=0.5
     )
@@ -237,7 +262,7 @@ def test_weight_decay_is_decoupled_in_every_rule(name):
 
 
 def test_adamw_is_the_textbooks_update():
-    """One parameter, three steps, by hand; decay on matrices alone."""
+    """Three steps of one parameter, by hand. Only matrices decay."""
     config = OptimizerConfig(
         schedule="constant",
         learning_rate=0.1,

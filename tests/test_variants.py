@@ -1,4 +1,7 @@
-"""Fields of a model that one family or another needs: each does what it says, and caches, pads and packs like the rest."""
+"""Fields of a model that some families of Transformers need.
+
+Each field has its documented effect, and works with caches, padding and packing.
+"""
 
 import dataclasses
 import re
@@ -36,52 +39,51 @@ def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
     config = small("encoder_decoder", position="t5", **VARIANTS[name])
     model, params = make(config)
     source, target = tokens(1, 2, 6).at[1, 4:].set(0), tokens(2, 2, 7)
-    where = masks(source, target)
-    whole = jax.jit(model.apply)(params, source, target, **where)
+    padding = masks(source, target)
+    full_logits = jax.jit(model.apply)(params, source, target, **padding)
     plain = build_model(
         small(
             "encoder_decoder", position="t5", norm=config.norm, norm_placement=config.norm_placement
         )
     )
-    shapes = lambda m: jax.tree.map(
-        jnp.shape, jax.eval_shape(m.init, jax.random.key(0), source, target)
+    shapes = lambda module: jax.tree.map(
+        jnp.shape, jax.eval_shape(module.init, jax.random.key(0), source, target)
     )
-    if shapes(plain) == shapes(
-        model
-    ):  # a variant without parameters of its own must act on the numbers
-        other = jax.jit(plain.apply)(params, source, target, **where)
-        assert np.abs(np.asarray(other - whole)).max() > 1e-3
+    # A variant without additional parameters must change the logits.
+    if shapes(plain) == shapes(model):
+        plain_logits = jax.jit(plain.apply)(params, source, target, **padding)
+        assert np.abs(np.asarray(plain_logits - full_logits)).max() > 1e-3
     logits, memory = start_decoding(model, params, target[:, :2], 10, source)
-    step = jax.jit(lambda t, m: advance(model, params["params"], t, m))
+    step = jax.jit(lambda t, memory: advance(model, params, t, memory))
     for t in range(2, 7):
-        np.testing.assert_allclose(logits, whole[:, t - 1], atol=3e-5)
+        np.testing.assert_allclose(logits, full_logits[:, t - 1], atol=3e-5)
         logits, memory = step(target[:, t], memory)
 
 
 @pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
 def test_nan_in_padding_reaches_no_logit_and_no_gradient(family):
-    """The embedding of padding is not a number: with a mask alone, zero times NaN would be NaN."""
+    """The embedding of the padding token is NaN. With a mask alone, 0 * NaN would be NaN."""
     model, params = make(small(family, tie_embeddings=False))
-    sides = [
+    inputs = [
         tokens(i, 2, 6).at[:, 4:].set(0) for i in range(2 if family == "encoder_decoder" else 1)
     ]
 
     def loss(table):
-        p = {"params": params["params"] | {"embedding": {"embedding": table}}}
-        return jnp.square(model.apply(p, *sides, **masks(*sides))[:, :4]).mean()
+        p = params | {"embedding": {"embedding": table}}
+        return jnp.square(model.apply(p, *inputs, **masks(*inputs))[:, :4]).mean()
 
-    table = params["params"]["embedding"]["embedding"]
+    table = params["embedding"]["embedding"]
     value, gradient = jax.value_and_grad(loss)(table)
-    spoilt, spoilt_gradient = jax.value_and_grad(loss)(table.at[0].set(jnp.nan))
-    assert float(value) == float(spoilt)
-    np.testing.assert_array_equal(gradient, spoilt_gradient)
+    nan_value, nan_gradient = jax.value_and_grad(loss)(table.at[0].set(jnp.nan))
+    assert float(value) == float(nan_value)
+    np.testing.assert_array_equal(gradient, nan_gradient)
 
 
 def test_soft_cap_and_sink_are_their_equations():
     q, k, v = (
         jax.random.normal(key, (1, 3, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)
     )
-    here = Tokens(jnp.arange(3)[None], jnp.ones((1, 3), jnp.int32))
+    tokens = Tokens(jnp.arange(3)[None], jnp.ones((1, 3), jnp.int32))
     sink = jnp.array([0.5, -1.0])
     logits = 1.5 * np.tanh(0.5 * np.einsum("btnh,bsnh->bnts", q, k) / 1.5)
     weights = np.exp(logits) / (
@@ -89,8 +91,8 @@ def test_soft_cap_and_sink_are_their_equations():
     )
     assert (weights.sum(-1) < 0.95).all()
     expected = np.einsum("bnts,bsnh->btnh", weights, v)
-    given = Inputs(SAME_SEGMENT, here, here, None, 0.5, 1.5, sink)
-    np.testing.assert_allclose(reference(q, k, v, given), expected, atol=1e-5)
+    inputs = Inputs(SAME_SEGMENT, tokens, tokens, None, 0.5, 1.5, sink)
+    np.testing.assert_allclose(reference(q, k, v, inputs), expected, atol=1e-5)
 
 
 def test_a_zero_centered_gain_is_one_plus_the_parameter():
@@ -109,8 +111,8 @@ def test_token_types_add_an_embedding_and_default_to_the_first():
     model, params = make(small("encoder", token_types=2))
     x = tokens(0, 2, 5)
     base, first, mixed = (
-        model.apply(params, x, **given)
-        for given in ({}, {"token_types": 0 * x}, {"token_types": (x % 2).at[:, 0].set(1)})
+        model.apply(params, x, **kwargs)
+        for kwargs in ({}, {"token_types": 0 * x}, {"token_types": (x % 2).at[:, 0].set(1)})
     )
     np.testing.assert_array_equal(base, first)
     assert np.abs(np.asarray(base - mixed)).max() > 1e-2
@@ -128,21 +130,24 @@ def test_what_follows_another_field_follows_it_when_it_is_replaced():
 
 
 def test_random_positions_keep_the_order_and_are_for_training_alone():
-    plain, spread = (small("decoder", position="sinusoidal", random_positions=n) for n in (0, 90))
-    (model, params), x = make(plain), tokens(0, 2, 6)
-    other = build_model(spread)
-    np.testing.assert_array_equal(model.apply(params, x), other.apply(params, x))
-    train = lambda key, x=x: other.apply(
+    config, random_config = (
+        small("decoder", position="sinusoidal", random_positions=n) for n in (0, 90)
+    )
+    (model, params), x = make(config), tokens(0, 2, 6)
+    random_model = build_model(random_config)
+    np.testing.assert_array_equal(model.apply(params, x), random_model.apply(params, x))
+    train = lambda key, x=x: random_model.apply(
         params, x, deterministic=False, rngs={"dropout": jax.random.key(key)}
     )
     assert np.abs(np.asarray(train(0) - train(1))).max() > 1e-2
-    moved = np.abs(np.asarray(train(0) - train(0, x.at[:, 3].set(5)))).max((0, 2))
-    np.testing.assert_array_equal(moved > 0, np.arange(6) >= 3)  # still causal, so still in order
-    rotary = build_model(spread.part(position="none"))
-    drawn = rotary.apply(params, x, deterministic=False, rngs={"dropout": jax.random.key(0)})
-    np.testing.assert_allclose(
-        drawn, rotary.apply(params, x), atol=1e-6
-    )  # nothing but positions moves
+    changed = np.abs(np.asarray(train(0) - train(0, x.at[:, 3].set(5)))).max((0, 2))
+    np.testing.assert_array_equal(changed > 0, np.arange(6) >= 3)  # causal, so the order is kept
+    without_positions = build_model(random_config.part(position="none"))
+    random_logits = without_positions.apply(
+        params, x, deterministic=False, rngs={"dropout": jax.random.key(0)}
+    )
+    # Nothing else is random.
+    np.testing.assert_allclose(random_logits, without_positions.apply(params, x), atol=1e-6)
     with pytest.raises(
         UserError, match=r"model\.random_positions: 8 is less than model\.max_length = 24"
     ):
@@ -165,13 +170,13 @@ def test_a_classifier_reads_tokens_and_no_padding(family, pooling):
     np.testing.assert_allclose(padded[:, :5] if pooling == "none" else padded, labels, atol=1e-5)
     h = np.asarray(model.apply(params, x, method="hidden")[0])
     pooled = {"cls": h[:, 0], "mean": h.mean(1), "last": h[:, -1], "none": h}[pooling]
-    head = params["params"]["classifier"]
+    head = params["classifier"]
     if pooling == "cls":
         pooled = np.tanh(pooled @ head["pooler"]["kernel"] + head["pooler"]["bias"])
     np.testing.assert_allclose(
         labels, pooled @ head["labels"]["kernel"] + head["labels"]["bias"], atol=1e-5
     )
-    assert "unembedding" not in params["params"]
+    assert "unembedding" not in params
 
 
 def test_a_language_model_may_have_labels_too():
@@ -199,7 +204,7 @@ def test_a_pattern_over_layers_is_looped_by_its_period():
         == 1
     )
     _, params = make(config)
-    layers = params["params"]["decoder"]["layers"]
+    layers = params["decoder"]["layers"]
     assert layers.keys() == {"layer_0", "layer_1"}
     assert layers["layer_1"]["feed_forward"]["in"]["kernel"].shape[0] == 3
     with pytest.raises(
@@ -213,20 +218,36 @@ def test_a_pattern_over_layers_is_looped_by_its_period():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "rotary", "scaling": {"name": "yarn", "factor": 2.0}}, r"model\.position\.scaling\.original_length: must be set"),
-        ({"name": "rotary", "scaling": {"name": "yarrn"}}, "model.position.scaling: no 'yarrn'; did you mean 'yarn'"),
-        ({"name": "rotary", "scaling": {"name": "linear", "factor": 0.5}}, r"scaling\.factor: 0\.5 must be at least 1"),
-        ({"name": "rotary", "scaling": {"name": "ntk", "factr": 2.0}}, "'ntk' has no option 'factr'; did you mean 'factor'"),
+        (
+            {"name": "rotary", "scaling": {"name": "yarn", "factor": 2.0}},
+            r"model\.position\.scaling\.original_length: must be set",
+        ),
+        (
+            {"name": "rotary", "scaling": {"name": "yarrn"}},
+            "model.position.scaling: no 'yarrn'; did you mean 'yarn'",
+        ),
+        (
+            {"name": "rotary", "scaling": {"name": "linear", "factor": 0.5}},
+            r"scaling\.factor: 0\.5 must be at least 1",
+        ),
+        (
+            {"name": "rotary", "scaling": {"name": "ntk", "factr": 2.0}},
+            "'ntk' has no option 'factr'; did you mean 'factor'",
+        ),
         ({"name": "shaw", "values": 3}, r"model\.position\.values: expected bool, got 3"),
-        ({"name": "shaw", "max_distance": True}, r"model\.position\.max_distance: expected int, got True"),
+        (
+            {"name": "shaw", "max_distance": True},
+            r"model\.position\.max_distance: expected int, got True",
+        ),
         ("kerpel", "model.position: no 'kerpel'; did you mean 'kerple'"),
     ],
-)  # fmt: skip
+)
 def test_a_position_that_makes_no_sense_is_refused(spec, message):
     with pytest.raises(UserError, match=message):
         small("decoder", position=spec)
 
 
+# Field -> (changed fields, pattern of the parameters that they may change)
 GOVERNS = {
     "norm_placement": ({"norm_placement": "peri"}, r".*_residual/res_norm/.*"),
     "post": (
@@ -268,25 +289,28 @@ def plain_start():
 
 
 def _start(config):
-    """Initial values, by the names of unrolled layers."""
+    """Returns the initial values by their names in a model with unrolled layers."""
     return {
         name: np.asarray(x)
         for name, x in flatten(
-            initialised(dataclasses.replace(config, scan_layers=False))[1]["params"]
+            initialised(dataclasses.replace(config, scan_layers=False))[1]
         ).items()
     }
 
 
 @pytest.mark.parametrize("field", GOVERNS)
 def test_a_field_changes_only_what_it_governs(plain_start, field):
-    """Parameters that it does not name are there in the other model too, of the same shape and, unless they stand beside new ones,
-    with the same initial values."""
+    """Checks that all other parameters exist in both models, with the same shapes."""
     fields, pattern = GOVERNS[field]
     changed = small("encoder_decoder", **{"position": "none", **fields})
     assert changed != small("encoder_decoder", position="none")
     shapes = {name: tuple(x.shape) for name, x in plain_start.items()}
-    found = layer_shapes(changed, abstract_shapes(changed))
-    differ = {name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)}
+    changed_shapes = layer_shapes(changed, abstract_shapes(changed))
+    differ = {
+        name
+        for name in shapes.keys() | changed_shapes.keys()
+        if shapes.get(name) != changed_shapes.get(name)
+    }
     assert {name for name in differ if not (pattern and re.fullmatch(pattern, name))} == set()
     assert bool(differ) == bool(pattern)
 
@@ -298,8 +322,8 @@ def test_two_arms_start_from_the_same_numbers_where_they_have_the_same_parameter
     plain_start, field
 ):
     fields, pattern = GOVERNS[field]
-    found = _start(small("encoder_decoder", **{"position": "none", **fields}))
-    same = [name for name in plain_start if not (pattern and re.fullmatch(pattern, name))]
-    assert len(same) > 20
-    for name in same:
-        np.testing.assert_array_equal(found[name], plain_start[name], err_msg=name)
+    start = _start(small("encoder_decoder", **{"position": "none", **fields}))
+    names = [name for name in plain_start if not (pattern and re.fullmatch(pattern, name))]
+    assert len(names) > 20
+    for name in names:
+        np.testing.assert_array_equal(start[name], plain_start[name], err_msg=name)

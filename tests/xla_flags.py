@@ -1,4 +1,4 @@
-"""The XLA flags that tests run with, as far as the installed XLA knows them."""
+"""The XLA flags of the test processes, restricted to those that the installed XLA accepts."""
 
 import os
 import subprocess
@@ -6,13 +6,14 @@ import sys
 
 FLAGS = (
     "--xla_force_host_platform_device_count=8",
-    # Small models that run once: what counts is the time to compile them. The last flag saves a third of it.
+    # Small models run once, so compilation takes most of the time. The last flag saves a third.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
-    # As much as possible one operation after another on each device: where several run at once, a collective that waits can hold
-    # up the loop that another device waits for, and one step in a thousand stands still. After four minutes XLA then ends the
-    # process, and `make test` starts it again.
+    # Run operations on each device one after another as far as possible. When several run at once,
+    # a waiting collective can block the loop that another device waits for, and about one step in
+    # a thousand hangs. XLA then terminates the process after four minutes, and `make test` starts
+    # it again.
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
@@ -21,19 +22,20 @@ FLAGS = (
 
 
 def known_flags() -> str:
-    """Those of FLAGS that the installed XLA knows, asked in processes of their own: it ends a process that sets another one.
+    """Returns the flags of FLAGS that the installed XLA accepts.
 
-    The first test process asks; its workers inherit the answer.
+    They are tested in separate processes, because XLA terminates a process that sets an unknown
+    flag. Only the first test process tests them; its workers inherit the result.
     """
     if "TRANSFORMER_TEST_FLAGS" not in os.environ:
-        starts = "import jax; jax.devices()"
-        takes = lambda *flags: (
+        program = "import jax; jax.devices()"
+        accepts = lambda *flags: (
             not subprocess.run(
-                [sys.executable, "-c", starts],
+                [sys.executable, "-c", program],
                 env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"},
                 capture_output=True,
             ).returncode
         )
-        flags = FLAGS if takes(*FLAGS) else [flag for flag in FLAGS if takes(flag)]
+        flags = FLAGS if accepts(*FLAGS) else [flag for flag in FLAGS if accepts(flag)]
         os.environ["TRANSFORMER_TEST_FLAGS"] = " ".join(flags)
     return os.environ["TRANSFORMER_TEST_FLAGS"]

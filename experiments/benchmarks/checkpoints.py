@@ -1,11 +1,12 @@
-"""What verified checkpoints cost: the time of the fingerprints, of saving and of reading a checkpoint back.
+"""Measures the cost of verified checkpoints: computing fingerprints, saving, and reading back.
 
     python experiments/benchmarks/checkpoints.py [--parameters=50e6] [--rounds=5]
 
-The state is that of Adam, 12 bytes per parameter, on one device. Printed: seconds (medians), and the fingerprints' share of a save.
+The state is Adam's, 12 bytes per parameter, on one device. Prints the median seconds of each, and
+the share of the fingerprints in a save.
 
-Seen on two cores of an AMD EPYC 9005 that did other work too: 576 MiB: fingerprints 0.35 s, save 8.67 s, read and verify 12.75 s; the
-fingerprints take 4.0 % of a save.
+Measured on two cores of an AMD EPYC 9005 beside other work: 576 MiB: fingerprints 0.35 s, save 8.67
+s, read and verify 12.75 s; fingerprints take 4.0 % of a save.
 """
 
 import argparse
@@ -24,19 +25,19 @@ from transformer.training.state import TrainState
 
 def main(options: argparse.Namespace) -> None:
     layers = max(1, round(options.parameters / 2**20))
-    draw = lambda seed: {"kernel": jax.random.normal(jax.random.key(seed), (layers, 1024, 1024))}
-    state = TrainState(jnp.int32(0), draw(0), {"mu": draw(1), "nu": draw(2)})
+    normal = lambda seed: {"kernel": jax.random.normal(jax.random.key(seed), (layers, 1024, 1024))}
+    state = TrainState(jnp.int32(0), normal(0), {"mu": normal(1), "nu": normal(2)})
     items = {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state}}
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
     describe(items)  # compiles
-    spent: dict[str, list[float]] = {"fingerprints": [], "save": [], "read and verify": []}
+    seconds: dict[str, list[float]] = {"fingerprints": [], "save": [], "read and verify": []}
 
-    def timed(name: str, act) -> None:
-        began = time.perf_counter()
-        act()
-        spent[name].append(time.perf_counter() - began)
+    def timed(name: str, call) -> None:
+        start = time.perf_counter()
+        call()
+        seconds[name].append(time.perf_counter() - start)
 
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +51,7 @@ def main(options: argparse.Namespace) -> None:
             timed("save", save)
             again = Checkpoints(folder, TrainConfig())
             timed("read and verify", lambda again=again: again.restore(1, lambda _: abstract))
-    medians = {name: statistics.median(values) for name, values in spent.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     print(
         f"{size(state) / 2**20:,.0f} MiB: "
         + ", ".join(f"{k} {v:.2f} s" for k, v in medians.items())

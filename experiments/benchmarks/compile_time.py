@@ -1,8 +1,9 @@
-"""Compile time of the train step against depth, layers scanned and unrolled.
+"""Measures the compile time of the train step against depth, for scanned and unrolled layers.
 
     python experiments/benchmarks/compile_time.py [--depths=6,48]
 
-A decoder of d_model 256 with 8 x 128 tokens; each compile in a fresh process, without the persistent cache.
+The model is a decoder of d_model 256 with 8 x 128 tokens. Each compilation runs in a fresh process,
+without the persistent cache. Prints the best of three.
 """
 
 import subprocess
@@ -11,6 +12,7 @@ import time
 
 
 def one(depth: int, scan: bool) -> None:
+    """Compiles one train step in this process, and prints the seconds."""
     import jax
     import jax.numpy as jnp
 
@@ -36,17 +38,17 @@ def one(depth: int, scan: bool) -> None:
     )
     with use(make_mesh(config.mesh)) as mesh:
         module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
-        abstract, placed = abstract_state(config, module, optimizer, mesh)
-        step = make_train_step(config, module, optimizer, mesh, placed)
+        abstract, sharding = abstract_state(config, module, optimizer, mesh)
+        step = make_train_step(config, module, optimizer, mesh, sharding)
         shape = (8, 128)
         batch = {
             name: jax.ShapeDtypeStruct(shape, jnp.int32)
             for name in ("inputs", "targets", "segments", "positions")
         }
         batch["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        began = time.perf_counter()
+        start = time.perf_counter()
         step.lower(abstract, batch).compile()
-        print(time.perf_counter() - began)
+        print(time.perf_counter() - start)
 
 
 def main() -> None:
@@ -63,9 +65,10 @@ def main() -> None:
                 float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
                 for _ in range(3)
             )
-        spelled = ", ".join(f"{depth} layers {s:.1f} s" for depth, s in seconds.items())
+        times = ", ".join(f"{depth} layers {s:.1f} s" for depth, s in seconds.items())
         print(
-            f"{'scanned ' if scan else 'unrolled'}  {spelled}: {seconds[depths[-1]] / seconds[depths[0]]:.2f}x"
+            f"{'scanned ' if scan else 'unrolled'}  {times}: "
+            f"{seconds[depths[-1]] / seconds[depths[0]]:.2f}x"
         )
 
 

@@ -1,9 +1,10 @@
-"""What keeping freed memory is worth on a CPU: the quickstart's step with and without it, in turn.
+"""Measures how much keeping freed memory speeds up the quickstart's training step on a CPU.
 
     python experiments/benchmarks/host_memory.py [--rounds=6]
 
-Each side is a process of its own that takes 10 steps when told to. Printed: milliseconds a step (median), the ratio round by
-round, page faults a step. See transformer/parallel/host.py.
+One process keeps freed memory and one does not. They take 10 steps in turn. Prints the median
+milliseconds and page faults per step, and the ratio of times over the rounds (median, min, max).
+See transformer/parallel/host.py.
 """
 
 import json
@@ -19,6 +20,7 @@ STEPS = 10
 
 
 def side(keep: bool) -> None:
+    """Takes `STEPS` steps for each line of standard input, and prints time and page faults."""
     if keep:
         from transformer.parallel.host import keep_freed_memory
 
@@ -39,10 +41,10 @@ def side(keep: bool) -> None:
             build_model(config.model),
             build_optimizer(config.optimizer, config.train.steps),
         )
-        _, placed = abstract_state(config, model, optimizer, mesh)
+        _, sharding = abstract_state(config, model, optimizer, mesh)
         state, step = (
-            init_state(config, model, optimizer, placed),
-            make_train_step(config, model, optimizer, mesh, placed),
+            init_state(config, model, optimizer, sharding),
+            make_train_step(config, model, optimizer, mesh, sharding),
         )
         batch = jax.device_put(open_data(config).batches("train")[0])
         for _ in range(3):
@@ -50,13 +52,13 @@ def side(keep: bool) -> None:
         jax.block_until_ready(metrics)
         print("ready", flush=True)
         for _ in sys.stdin:
-            began, faults = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            start, faults = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             for _ in range(STEPS):
                 state, metrics = step(state, batch)
                 jax.block_until_ready(metrics)
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
             print(
-                json.dumps([1e3 * (time.perf_counter() - began) / STEPS, faults / STEPS]),
+                json.dumps([1e3 * (time.perf_counter() - start) / STEPS, faults / STEPS]),
                 flush=True,
             )
 
@@ -66,28 +68,33 @@ def main() -> None:
     if "side" in options:
         side(options["side"] == "keep")
         return
-    sides = {
+    processes = {
         name: subprocess.Popen(
-            [sys.executable, __file__, f"--side={name}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tempfile.gettempdir()
+            [sys.executable, __file__, f"--side={name}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tempfile.gettempdir(),
         )
         for name in ("plain", "keep")
-    }  # fmt: skip
-    for process in sides.values():
+    }
+    for process in processes.values():
         process.stdout.readline()
-    seen: dict[str, list[list[float]]] = {name: [] for name in sides}
+    measured: dict[str, list[list[float]]] = {name: [] for name in processes}
     for _ in range(int(options.get("rounds", 6))):
-        for name, process in sides.items():
+        for name, process in processes.items():
             process.stdin.write("go\n")
             process.stdin.flush()
-            seen[name].append(json.loads(process.stdout.readline()))
-    for name, process in sides.items():
+            measured[name].append(json.loads(process.stdout.readline()))
+    for name, process in processes.items():
         process.stdin.close()
         process.wait()
-        ms, faults = (statistics.median(column) for column in zip(*seen[name], strict=True))
-        print(f"{name:<6} {ms:6.1f} ms a step, {faults:8,.0f} page faults a step")
-    ratios = [a[0] / b[0] for a, b in zip(seen["plain"], seen["keep"], strict=True)]
+        ms, faults = (statistics.median(column) for column in zip(*measured[name], strict=True))
+        print(f"{name:<6} {ms:6.1f} ms per step, {faults:8,.0f} page faults per step")
+    ratios = [a[0] / b[0] for a, b in zip(measured["plain"], measured["keep"], strict=True)]
     print(
-        f"plain / keep: {statistics.median(ratios):.2f} (rounds: {min(ratios):.2f} to {max(ratios):.2f})"
+        f"plain / keep: {statistics.median(ratios):.2f} "
+        f"(rounds: {min(ratios):.2f} to {max(ratios):.2f})"
     )
 
 

@@ -1,8 +1,9 @@
-"""How much faster is the input pipeline, alone, than the model takes from it?
+"""Measures how much faster the input pipeline yields batches than the model trains on them.
 
     python experiments/benchmarks/input_pipeline.py [experiments/quickstart.py ...]
 
-Printed per experiment: batches a second that the pipeline yields, steps a second that the model takes from memory, the ratio.
+Prints for each experiment: batches per second of the pipeline alone, steps per second of the model
+with batches in memory, and their ratio.
 """
 
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 
 def measure(file: str) -> None:
+    """Prints the rates of the pipeline and the model for one experiment file."""
     from transformer.parallel.host import keep_freed_memory
 
     keep_freed_memory()
@@ -28,29 +30,30 @@ def measure(file: str) -> None:
     batches = open_data(config).batches("train")
     next(batches.stream(0, 1))
     count = 400
-    began = time.perf_counter()
+    start = time.perf_counter()
     assert sum(1 for _ in batches.stream(0, count)) == count
-    pipeline = count / (time.perf_counter() - began)
+    pipeline_rate = count / (time.perf_counter() - start)
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = (
             build_model(config.model),
             build_optimizer(config.optimizer, config.train.steps),
         )
-        _, placed = abstract_state(config, model, optimizer, mesh)
+        _, sharding = abstract_state(config, model, optimizer, mesh)
         state, step = (
-            init_state(config, model, optimizer, placed),
-            make_train_step(config, model, optimizer, mesh, placed),
+            init_state(config, model, optimizer, sharding),
+            make_train_step(config, model, optimizer, mesh, sharding),
         )
         ready = [jax.device_put(batches[i]) for i in range(10)]
         state, metrics = step(state, ready[0])
         jax.block_until_ready(metrics)
-        began = time.perf_counter()
+        start = time.perf_counter()
         for batch in ready:
             state, metrics = step(state, batch)
         jax.block_until_ready(metrics)
-        model_rate = len(ready) / (time.perf_counter() - began)
+        model_rate = len(ready) / (time.perf_counter() - start)
     print(
-        f"{Path(file).stem:<12} pipeline {pipeline:7.1f} batches/s, model {model_rate:6.1f} steps/s: {pipeline / model_rate:.0f}x"
+        f"{Path(file).stem:<12} pipeline {pipeline_rate:7.1f} batches/s, "
+        f"model {model_rate:6.1f} steps/s: {pipeline_rate / model_rate:.0f}x"
     )
 
 

@@ -1,12 +1,13 @@
-"""What does attention save over recurrence: time and sequential steps against length?
+"""What does attention save over recurrence? Time and sequential steps against length.
 
     python experiments/benchmarks/recurrence.py
 
-The reading of a source by an encoder, forward and backward: LSTMs (model.mixer) against a Transformer's encoder of the same width and
-depth. Sequential steps are matrix products that wait for one another: the longest chain of them in the traced program, loops by their
-trips. Time: the best of seven, the two interleaved, compiled, on this machine.
+The program is an encoder, forward and backward: LSTMs (model.mixer) against a Transformer of the
+same width and depth. Sequential steps are matrix products that depend on each other: the longest
+chain of them in the traced program, where a loop counts as often as it runs. The time is the best
+of seven runs of the compiled programs, which run in turn on this machine.
 
-Seen (two cores of an AMD EPYC 9005):
+Measured (two cores of an AMD EPYC 9005):
 
     length   attention ms    steps   recurrent ms    steps   ratio of time
         32          155.6       24          113.5      132            0.73
@@ -14,9 +15,11 @@ Seen (two cores of an AMD EPYC 9005):
        512          416.7       24          158.1    2,052            0.38
      1,024          931.4       24          233.0    4,100            0.25
 
-So attention takes as many steps for any length and recurrence four for each token (two layers, forward and backward), but two cores, which do little
-at a time, do not wait for steps: there the work counts, which grows with the square of the length only in attention. On a machine that does thousands
-of products at once it is the steps that count; none was at hand.
+Attention takes the same number of steps at any length. Recurrence takes four steps for each token
+(two layers, forward and backward). Two cores compute little at a time, so their time depends on the
+amount of work, which grows with the square of the length only in attention. On a machine that
+computes thousands of products at once, the sequential steps would determine the time; this was not
+measured, for lack of such a machine.
 """
 
 import time
@@ -29,46 +32,65 @@ from transformer import ModelConfig, build_model
 from transformer.parallel.mesh import disable_tpu_search
 
 MODELS = {
-    "attention": {"position": "rotary", "attention_backend": "reference", "d_ff": 512, "num_heads": 4},
-    "recurrent": {"mixer": "lstm", "position": "none", "norm_placement": "none", "feed_forward": "none"},
-}  # fmt: skip
+    "attention": {
+        "position": "rotary",
+        "attention_backend": "reference",
+        "d_ff": 512,
+        "num_heads": 4,
+    },
+    "recurrent": {
+        "mixer": "lstm",
+        "position": "none",
+        "norm_placement": "none",
+        "feed_forward": "none",
+    },
+}
 LENGTHS = (32, 64, 128, 256, 512, 1024)
 TOKENS = 4096
-"""In a batch, whatever the length."""
+"""The number of tokens in a batch, at every length."""
 
 
 def longest_chain(jaxpr, depth_of=None) -> int:
-    """Matrix products on the longest path through a program."""
+    """Returns the number of matrix products on the longest path through a program."""
     depth = dict(zip(jaxpr.invars, depth_of or [0] * len(jaxpr.invars), strict=True))
     get = lambda x: depth.get(x, 0) if not hasattr(x, "val") else 0
-    for one in jaxpr.eqns:
-        before = [get(x) for x in one.invars]
-        start, name = max(before, default=0), one.primitive.name
+    for equation in jaxpr.eqns:
+        depths = [get(x) for x in equation.invars]
+        start, name = max(depths, default=0), equation.primitive.name
         inner = [
             x
             for x in (
-                one.params.get("jaxpr"),
-                one.params.get("call_jaxpr"),
-                one.params.get("fun_jaxpr"),
+                equation.params.get("jaxpr"),
+                equation.params.get("call_jaxpr"),
+                equation.params.get("fun_jaxpr"),
             )
             if x is not None
         ]
         if name == "scan":
-            after = start + one.params["length"] * longest_chain(one.params["jaxpr"].jaxpr)
+            end = start + equation.params["length"] * longest_chain(equation.params["jaxpr"].jaxpr)
         elif inner:
             body = getattr(inner[0], "jaxpr", inner[0])
-            after = start + longest_chain(body)
+            end = start + longest_chain(body)
         else:
-            after = start + (name == "dot_general")
-        depth.update(dict.fromkeys(one.outvars, after))
+            end = start + (name == "dot_general")
+        depth.update(dict.fromkeys(equation.outvars, end))
     return max((get(x) for x in jaxpr.outvars), default=0)
 
 
 def reading(model: dict, length: int):
-    """(step, its arguments): the gradient of the encoder's output by its parameters."""
+    """Returns a function and its arguments.
+
+    The function computes the gradient of the encoder's squared output with respect to its
+    parameters.
+    """
     config = ModelConfig(
-        family="encoder", vocab_size=512, d_model=128, num_encoder_layers=2, max_length=length, **model
-    )  # fmt: skip
+        family="encoder",
+        vocab_size=512,
+        d_model=128,
+        num_encoder_layers=2,
+        max_length=length,
+        **model,
+    )
     module, tokens = (
         build_model(config),
         jnp.asarray(
@@ -84,13 +106,14 @@ def reading(model: dict, length: int):
 
 def main():
     disable_tpu_search()
-    head = (
+    header = (
         f"{'length':>7}  "
         + "  ".join(f"{name + ' ms':>13}  {'steps':>7}" for name in MODELS)
         + f"  {'ratio of time':>14}"
     )
     print(
-        f"{TOKENS:,} tokens a batch, forward and backward, on {jax.devices()[0].device_kind}\n{head}"
+        f"{TOKENS:,} tokens per batch, forward and backward, on "
+        f"{jax.devices()[0].device_kind}\n{header}"
     )
     for length in LENGTHS:
         programs = {name: reading(model, length) for name, model in MODELS.items()}
@@ -102,10 +125,10 @@ def main():
         seconds = {name: [] for name in MODELS}
         for trial in range(8):
             for name, (_, args) in programs.items():
-                began = time.perf_counter()
+                start = time.perf_counter()
                 jax.block_until_ready(compiled[name](*args))
                 if trial:
-                    seconds[name].append(time.perf_counter() - began)
+                    seconds[name].append(time.perf_counter() - start)
         best = {name: min(x) for name, x in seconds.items()}
         print(
             f"{length:>7,}  "

@@ -1,12 +1,14 @@
-"""Training throughput against the same model in PyTorch (Hugging Face), step by step in turn, on this machine's CPU.
+r"""Measures training throughput against the same model in PyTorch (Hugging Face), on this CPU.
 
     pip install torch transformers        (CPU PyTorch 2.13 was used)
-    python experiments/benchmarks/throughput.py [encoder_decoder] [decoder] [--rounds=8] [--same-allocator]
+    python experiments/benchmarks/throughput.py [encoder_decoder] [decoder] [--rounds=8] \
+        [--same-allocator]
 
-Each side runs in a process of its own and takes a step when told to, so that the two never compute at the same time and a
-drift of the machine's speed meets both. Printed: seconds a step (median), the ratio round by round (median, min, max), and
-which share of this machine's own matrix-multiply rate (the best of some products of float32 matrices) the step reaches,
-counting 6 FLOPs per parameter and token plus attention. `--same-allocator` gives PyTorch the allocator setting that
+JAX and PyTorch run in separate processes, which take steps in turn. So they never compute at the
+same time, and a drift of the machine's speed affects both. Prints the median seconds per step, the
+ratio of times over the rounds (median, min, max), and the share of this machine's matrix-multiply
+rate (the best of a few products of float32 matrices) that the step reaches, counting 6 FLOPs per
+parameter and token plus attention. `--same-allocator` gives PyTorch the allocator setting that
 transformer.parallel.host makes for JAX.
 """
 
@@ -18,7 +20,7 @@ import sys
 import time
 
 CASES = {
-    # name: tokens a step and the sizes of both models
+    # name: the tokens per step, and the sizes of both models
     "encoder_decoder": {
         "layers": 6,
         "d_model": 512,
@@ -41,16 +43,24 @@ CASES = {
 
 
 def experiment(case: str):
-    """The model and its data, as in PyTorch."""
+    """Returns the experiment with the same model and batch shape as in PyTorch."""
     from transformer.config import Experiment
     from transformer.mapping import from_mapping
 
     c = CASES[case]
     is_encoder_decoder = case == "encoder_decoder"
     model = {
-        "family": case, "vocab_size": c["vocab"], "d_model": c["d_model"], "d_ff": c["d_ff"], "num_heads": c["heads"],
-        "num_encoder_layers": c["layers"], "num_decoder_layers": c["layers"], "max_length": c["length"], "dropout": 0.1, "scan_layers": False,
-    }  # fmt: skip
+        "family": case,
+        "vocab_size": c["vocab"],
+        "d_model": c["d_model"],
+        "d_ff": c["d_ff"],
+        "num_heads": c["heads"],
+        "num_encoder_layers": c["layers"],
+        "num_decoder_layers": c["layers"],
+        "max_length": c["length"],
+        "dropout": 0.1,
+        "scan_layers": False,
+    }
     if is_encoder_decoder:
         model |= {
             "position": "sinusoidal",
@@ -66,30 +76,40 @@ def experiment(case: str):
             "activation": "gelu_tanh",
             "attention_dropout": 0.1,
         }
-    return from_mapping(Experiment, {
-        "model": model, "data": {"corpus": "pydoc", "objective": "seq2seq" if is_encoder_decoder else "causal_lm", "length": c["length"], "batch_size": c["rows"]},
-        "optimizer": {"learning_rate": 1e-4, "schedule": "constant", "warmup_steps": 0},
-    })  # fmt: skip
+    return from_mapping(
+        Experiment,
+        {
+            "model": model,
+            "data": {
+                "corpus": "pydoc",
+                "objective": "seq2seq" if is_encoder_decoder else "causal_lm",
+                "length": c["length"],
+                "batch_size": c["rows"],
+            },
+            "optimizer": {"learning_rate": 1e-4, "schedule": "constant", "warmup_steps": 0},
+        },
+    )
 
 
 def jax_batch(case: str) -> dict:
-    """Random tokens in full rows."""
+    """Returns a batch of full sequences of random tokens."""
     import numpy as np
 
     c = CASES[case]
     rng, shape = np.random.default_rng(0), (c["rows"], c["length"])
     ids = lambda: rng.integers(3, c["vocab"], shape).astype(np.int32)
-    where = {
+    layout = {
         "segments": np.ones(shape, np.int32),
         "positions": np.tile(np.arange(c["length"], dtype=np.int32), (c["rows"], 1)),
     }
-    batch = {"inputs": ids(), "targets": ids(), "weights": np.ones(shape, np.float32), **where}
+    batch = {"inputs": ids(), "targets": ids(), "weights": np.ones(shape, np.float32), **layout}
     if case == "encoder_decoder":
-        batch |= {"source": ids()} | {f"source_{k}": v for k, v in where.items()}
+        batch |= {"source": ids()} | {f"source_{k}": v for k, v in layout.items()}
     return batch
 
 
 def jax_side(case: str) -> None:
+    """Serves training steps of this package."""
     from transformer.parallel.host import keep_freed_memory
 
     keep_freed_memory()
@@ -105,10 +125,10 @@ def jax_side(case: str) -> None:
     config, batch = experiment(case), jax_batch(case)
     with use(make_mesh(config.mesh)) as mesh:
         module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
-        _, placed = abstract_state(config, module, optimizer, mesh)
-        state = init_state(config, module, optimizer, placed)
+        _, sharding = abstract_state(config, module, optimizer, mesh)
+        state = init_state(config, module, optimizer, sharding)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
-        step = make_train_step(config, module, optimizer, mesh, placed)
+        step = make_train_step(config, module, optimizer, mesh, sharding)
 
         def once():
             nonlocal state
@@ -119,19 +139,20 @@ def jax_side(case: str) -> None:
 
 
 def matmul_rate(jax, jnp) -> float:
-    """The best rate of a few float32 products, in FLOP/s."""
+    """Returns the best rate of a few float32 products, in FLOP/s."""
     best = 0.0
     for m, k, n in ((2048, 512, 2048), (2048, 2048, 2048), (4096, 1024, 1024), (4096, 256, 1024)):
         a, b, f = jnp.ones((m, k)), jnp.ones((k, n)), jax.jit(jnp.matmul)
         f(a, b).block_until_ready()
         for _ in range(10):
-            began = time.perf_counter()
+            start = time.perf_counter()
             f(a, b).block_until_ready()
-            best = max(best, 2 * m * k * n / (time.perf_counter() - began))
+            best = max(best, 2 * m * k * n / (time.perf_counter() - start))
     return best
 
 
 def torch_side(case: str) -> None:
+    """Serves training steps of the same model in PyTorch."""
     import torch
     import transformers
 
@@ -139,24 +160,47 @@ def torch_side(case: str) -> None:
     torch.manual_seed(0)
     ids = lambda: torch.randint(3, c["vocab"], (c["rows"], c["length"]))
     if case == "encoder_decoder":
-        model = transformers.MarianMTModel(transformers.MarianConfig(
-            vocab_size=c["vocab"], d_model=c["d_model"], encoder_layers=c["layers"], decoder_layers=c["layers"], encoder_ffn_dim=c["d_ff"],
-            decoder_ffn_dim=c["d_ff"], encoder_attention_heads=c["heads"], decoder_attention_heads=c["heads"], max_position_embeddings=c["length"],
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, scale_embedding=True, activation_function="relu", dropout=0.1,
-        ))  # fmt: skip
-        given = {"input_ids": ids(), "labels": ids()}
+        model = transformers.MarianMTModel(
+            transformers.MarianConfig(
+                vocab_size=c["vocab"],
+                d_model=c["d_model"],
+                encoder_layers=c["layers"],
+                decoder_layers=c["layers"],
+                encoder_ffn_dim=c["d_ff"],
+                decoder_ffn_dim=c["d_ff"],
+                encoder_attention_heads=c["heads"],
+                decoder_attention_heads=c["heads"],
+                max_position_embeddings=c["length"],
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=2,
+                decoder_start_token_id=1,
+                scale_embedding=True,
+                activation_function="relu",
+                dropout=0.1,
+            )
+        )
+        inputs = {"input_ids": ids(), "labels": ids()}
     else:
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=c["vocab"], n_positions=c["length"], n_embd=c["d_model"], n_layer=c["layers"], n_head=c["heads"], bos_token_id=1, eos_token_id=2,
-        ))  # fmt: skip
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=c["vocab"],
+                n_positions=c["length"],
+                n_embd=c["d_model"],
+                n_layer=c["layers"],
+                n_head=c["heads"],
+                bos_token_id=1,
+                eos_token_id=2,
+            )
+        )
         tokens = ids()
-        given = {"input_ids": tokens, "labels": tokens}
+        inputs = {"input_ids": tokens, "labels": tokens}
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def once():
         optimizer.zero_grad()
-        model(**given).loss.backward()
+        model(**inputs).loss.backward()
         optimizer.step()
 
     serve(
@@ -169,38 +213,44 @@ def torch_side(case: str) -> None:
 
 
 def serve(once, facts: dict) -> None:
-    """Says its facts, then takes a step for every line it reads and answers with its seconds."""
+    """Prints `facts`, then takes a step for each line of standard input and prints its seconds."""
     for _ in range(2):
         once()
     print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
-        began = time.perf_counter()
+        start = time.perf_counter()
         once()
-        print(time.perf_counter() - began, flush=True)
+        print(time.perf_counter() - start, flush=True)
 
 
 def compare(case: str, rounds: int, same_allocator: bool) -> None:
-    keep = (
+    allocator = (
         {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"}
         if same_allocator
         else {}
     )
     environments = {
         "jax": os.environ | {"JAX_PLATFORMS": "cpu"},
-        "torch": os.environ | keep | {"TRANSFORMERS_VERBOSITY": "error"},
+        "torch": os.environ | allocator | {"TRANSFORMERS_VERBOSITY": "error"},
     }
-    sides = {
-        side: subprocess.Popen([sys.executable, __file__, f"--side={side}", case], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    processes = {
+        side: subprocess.Popen(
+            [sys.executable, __file__, f"--side={side}", case],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
         for side, env in environments.items()
-    }  # fmt: skip
-    facts = {side: json.loads(process.stdout.readline()) for side, process in sides.items()}
+    }
+    facts = {side: json.loads(process.stdout.readline()) for side, process in processes.items()}
     times: dict[str, list[float]] = {"jax": [], "torch": []}
     for _ in range(rounds):
-        for side, process in sides.items():
+        for side, process in processes.items():
             process.stdin.write("go\n")
             process.stdin.flush()
             times[side].append(float(process.stdout.readline()))
-    for process in sides.values():
+    for process in processes.values():
         process.stdin.close()
         process.wait()
     c = CASES[case]
@@ -215,18 +265,23 @@ def compare(case: str, rounds: int, same_allocator: bool) -> None:
         + 12 * attentions * c["length"] * c["d_model"] * tokens
     )
     print(
-        f"{case}: {c['layers']} layers, d_model {c['d_model']}, {c['rows']} x {c['length']} tokens, vocabulary {c['vocab']:,}"
+        f"{case}: {c['layers']} layers, d_model {c['d_model']}, "
+        f"{c['rows']} x {c['length']} tokens, vocabulary {c['vocab']:,}"
     )
     print(
-        f"  parameters     ours {facts['jax']['parameters']:,}, PyTorch {facts['torch']['parameters']:,}; PyTorch on {facts['torch']['threads']} threads"
+        f"  parameters     ours {facts['jax']['parameters']:,}, "
+        f"PyTorch {facts['torch']['parameters']:,}; PyTorch on {facts['torch']['threads']} threads"
     )
-    print(f"  seconds a step ours {ours:.3f}, PyTorch {theirs:.3f}")
+    print(f"  seconds/step   ours {ours:.3f}, PyTorch {theirs:.3f}")
     print(
-        f"  ratio          {statistics.median(ratios):.2f} (rounds: {min(ratios):.2f} to {max(ratios):.2f})"
+        f"  ratio          {statistics.median(ratios):.2f} "
+        f"(rounds: {min(ratios):.2f} to {max(ratios):.2f})"
     )
     print(f"  tokens/s       {tokens / ours:,.0f}")
     print(
-        f"  of this machine's matrix-multiply rate ({facts['jax']['matmul_flops'] / 1e9:.0f} GFLOP/s): {flops / ours / facts['jax']['matmul_flops']:.0%}"
+        "  share of this machine's matrix-multiply rate "
+        f"({facts['jax']['matmul_flops'] / 1e9:.0f} GFLOP/s): "
+        f"{flops / ours / facts['jax']['matmul_flops']:.0%}"
     )
 
 

@@ -1,18 +1,22 @@
-"""What do runs save that are trained as one program? Steps of R seeds together against R steps of one, interleaved, on this machine.
+"""How much faster are R runs trained as one program than one after another?
 
     python experiments/benchmarks/together.py [--devices=8] [--d_model=64]
 
-A decoder of four layers, 16 rows of 64 tokens a run. `--devices` simulates so many CPU devices, over which runs are spread, and over which a lone run
-spreads its rows. The ratio is time of R runs one after another over that of R together; compiling, which is done once instead of R times, is left
-out.
+The model is a decoder of four layers, with 16 sequences of 64 tokens per run. `--devices` simulates
+that many CPU devices: runs that train together are spread over them, and a run that trains alone
+spreads its sequences over them. The ratio is the time of one step of R runs one after another over
+that of R runs together, interleaved on this machine. It excludes compilation, which takes place
+once instead of R times.
 
-Seen (two cores of an AMD EPYC 9005):
+Measured (two cores of an AMD EPYC 9005):
 
-    one device       runs     1     2     4     8        eight simulated devices     1     2     4     8
-                    ratio  1.01  1.17  1.08  1.01                                 1.51  1.66  1.81  2.38
+    runs                           1     2     4     8
+    ratio on one device         1.01  1.17  1.08  1.01
+    on 8 simulated devices      1.51  1.66  1.81  2.38
 
-So two cores, which one small run keeps busy, win nothing but the compiling; where a run would spread its rows over devices that talk to each other, runs
-side by side win. What an accelerator wins, which a small run leaves idle, was not measured: none was at hand.
+One small run keeps two cores busy, so training together saves only compilation there. It is faster
+where a lone run would spread its sequences over devices that communicate. The gain on an
+accelerator, which a small run leaves idle, was not measured, for lack of one.
 """
 
 import argparse
@@ -30,7 +34,8 @@ def main():
     options = parser.parse_args()
     if options.devices:
         os.environ["XLA_FLAGS"] = (
-            f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices}"
+            f"{os.environ.get('XLA_FLAGS', '')} "
+            f"--xla_force_host_platform_device_count={options.devices}"
         )
 
     import jax
@@ -39,14 +44,28 @@ def main():
     from transformer.mapping import from_mapping
     from transformer.parallel.mesh import start
 
-    config = from_mapping(Experiment, {
-        "model": {"family": "decoder", "vocab_size": VOCABULARY, "num_decoder_layers": 4, "d_model": options.d_model, "d_ff": 4 * options.d_model, "num_heads": 4,
-                  "max_length": LENGTH, "position": "rotary", "attention_backend": "reference"},
-        "data": {"corpus": "pydoc", "length": LENGTH, "batch_size": ROWS}, "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
-    })  # fmt: skip
+    config = from_mapping(
+        Experiment,
+        {
+            "model": {
+                "family": "decoder",
+                "vocab_size": VOCABULARY,
+                "num_decoder_layers": 4,
+                "d_model": options.d_model,
+                "d_ff": 4 * options.d_model,
+                "num_heads": 4,
+                "max_length": LENGTH,
+                "position": "rotary",
+                "attention_backend": "reference",
+            },
+            "data": {"corpus": "pydoc", "length": LENGTH, "batch_size": ROWS},
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 10},
+        },
+    )
     mesh = start("auto", MeshConfig())
     print(
-        f"{mesh.size} x {jax.devices()[0].device_kind}, d_model {options.d_model}\n{'runs':>5}  {'alone ms':>9}  {'together ms':>12}  {'ratio':>6}"
+        f"{mesh.size} x {jax.devices()[0].device_kind}, d_model {options.d_model}\n"
+        f"{'runs':>5}  {'alone ms':>9}  {'together ms':>12}  {'ratio':>6}"
     )
     for runs in (1, 2, 4, 8):
         alone, together = measure(config, mesh, runs, options.trials)
@@ -54,7 +73,7 @@ def main():
 
 
 def random_batch() -> dict:
-    """Full rows of random tokens."""
+    """Returns a batch of full sequences of random tokens."""
     import numpy as np
 
     ids = np.random.default_rng(0).integers(4, VOCABULARY, (ROWS, LENGTH + 1)).astype(np.int32)
@@ -69,7 +88,7 @@ def random_batch() -> dict:
 
 
 def measure(config, whole, runs: int, trials: int) -> tuple[float, float]:
-    """Milliseconds of a step of so many runs: one after another, and together."""
+    """Returns milliseconds for one step of `runs` runs: one after another, and together."""
     import jax
     import numpy as np
     from flax import linen as nn
@@ -87,32 +106,32 @@ def measure(config, whole, runs: int, trials: int) -> tuple[float, float]:
     model, batch = build_model(config.model), random_batch()
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     with use(whole):
-        _, placed = abstract_state(config, model, optimizer, whole)
-        alone = make_train_step(config, model, optimizer, whole, placed)
-        states = [init_state(config, model, optimizer, placed) for _ in range(runs)]
-    one, over = make_mesh(MeshConfig(data=1)), runs_mesh(runs)
-    place = lambda tree: jax.device_put(tree, NamedSharding(over, P("runs")))
+        _, sharding = abstract_state(config, model, optimizer, whole)
+        alone = make_train_step(config, model, optimizer, whole, sharding)
+        states = [init_state(config, model, optimizer, sharding) for _ in range(runs)]
+    run_mesh, mesh_of_runs = make_mesh(MeshConfig(data=1)), runs_mesh(runs)
+    place = lambda tree: jax.device_put(tree, NamedSharding(mesh_of_runs, P("runs")))
     numbers = {
         "seed": place(np.arange(runs, dtype=np.int32)),
         "optimizer.learning_rate": place(np.full(runs, 1e-3, np.float32)),
     }
-    together = make_step(config, one, over)
+    together = make_step(config, run_mesh, mesh_of_runs)
     repeated = lambda x: np.stack([np.asarray(x)] * runs)
     stacked = place(jax.tree.map(repeated, jax.device_get(states[0])))
     batches, seconds = place(jax.tree.map(repeated, batch)), {"alone": [], "together": []}
     for trial in range(trials + 2):
-        began = time.perf_counter()
+        start = time.perf_counter()
         with use(whole):
             for n in range(runs):
                 states[n], _ = alone(states[n], batch)
         jax.block_until_ready(states)
-        between = time.perf_counter()
-        with jax.set_mesh(over), nn.logical_axis_rules(()):
+        middle = time.perf_counter()
+        with jax.set_mesh(mesh_of_runs), nn.logical_axis_rules(()):
             stacked, _ = together(numbers, stacked, batches)
         jax.block_until_ready(stacked)
         if trial > 1:
-            seconds["alone"].append(between - began)
-            seconds["together"].append(time.perf_counter() - between)
+            seconds["alone"].append(middle - start)
+            seconds["together"].append(time.perf_counter() - middle)
     return 1e3 * min(seconds["alone"]), 1e3 * min(seconds["together"])
 
 

@@ -1,38 +1,51 @@
-"""Which position schemes read on in rows longer than those they were trained on? Press et al. (2022), "Train Short, Test Long"; Kazemnejad et
-al. (2023), "The Impact of Positional Encoding on Length Generalization in Transformers".
+r"""Which position schemes work in sequences longer than those of training? Press et al. (2022).
 
-The papers: trained at T and evaluated up to 16 T, learned tables end, sinusoids collapse at once, rotary degrades, T5's bias holds a while,
-ALiBi stays flat. No positions at all work in a decoder, whose causal mask lets it count, and read on better than rotary.
+Press et al. is "Train Short, Test Long"; see also Kazemnejad et al. (2023), "The Impact of
+Positional Encoding on Length Generalization in Transformers". The papers evaluate models trained at
+length T up to 16 T: learned tables end, sinusoids collapse at once, rotary degrades, T5's bias
+holds for a while, and ALiBi stays flat. A decoder also works without positions, because its causal
+mask lets it count, and extrapolates better than rotary.
 
-    python -m transformer sweep --config=experiments/findings/press_2022.py --workdir=runs/press_2022
+    python -m transformer sweep --config=experiments/findings/press_2022.py \
+        --workdir=runs/press_2022
     python -m transformer compare runs/press_2022
 
-At the paper's scale (WikiText-103, 16 layers of d_model 1024, rows of 512; TPU v5e-16): --config=experiments/findings/press_2022.py:paper
+At the paper's scale (WikiText-103, 16 layers of d_model 1024, sequences of 512; TPU v5e-16):
+--config=experiments/findings/press_2022.py:paper
 
 Hardware  two CPU cores, about an hour with --jobs=2
 
-Seen (two cores of an AMD EPYC 9005, 1:57 hours while tests ran beside it; nats per token, three seeds, mean and 95 % interval; rows that do not
-overlap, the first 65,536 tokens of the test side):
+Measured (two cores of an AMD EPYC 9005, 1:57 hours beside tests; nats per token, mean and 95 %
+interval over three seeds; sequences that do not overlap, from the first 65,536 tokens of the test
+split):
 
-    tokens in a row        64                128               256               512               1,024
-    rotary          3.826 +- 0.037    3.866 +- 0.024    4.000 +- 0.024    4.181 +- 0.059    4.366 +- 0.069
-    alibi           3.912 +- 0.017    3.900 +- 0.018    3.895 +- 0.017    3.893 +- 0.016    3.891 +- 0.015
-    t5              3.958 +- 0.016    4.006 +- 0.018    4.109 +- 0.019    4.208 +- 0.024    4.278 +- 0.029
-    sinusoidal      3.987 +- 0.029    4.304 +- 0.019    4.507 +- 0.024    4.621 +- 0.014    4.667 +- 0.051
-    none            4.121 +- 0.014    4.154 +- 0.012    4.203 +- 0.007    4.251 +- 0.001    4.287 +- 0.012
-    learned         its table ends (test/loss 4.160 in rows of 64; rotary 3.892, alibi 3.980, t5 4.021, sinusoidal 4.053, none 4.181)
+    length               64              128              256              512            1,024
+    rotary      3.826 +- 0.037   3.866 +- 0.024   4.000 +- 0.024   4.181 +- 0.059   4.366 +- 0.069
+    alibi       3.912 +- 0.017   3.900 +- 0.018   3.895 +- 0.017   3.893 +- 0.016   3.891 +- 0.015
+    t5          3.958 +- 0.016   4.006 +- 0.018   4.109 +- 0.019   4.208 +- 0.024   4.278 +- 0.029
+    sinusoidal  3.987 +- 0.029   4.304 +- 0.019   4.507 +- 0.024   4.621 +- 0.014   4.667 +- 0.051
+    none        4.121 +- 0.014   4.154 +- 0.012   4.203 +- 0.007   4.251 +- 0.001   4.287 +- 0.012
+    learned     cannot be evaluated beyond 64: its table ends
 
-    the last 64 tokens of a row alone      128               256               512               1,024
-    rotary                          3.907 +- 0.011    4.187 +- 0.066    4.43  +- 0.12     4.617 +- 0.054
-    alibi                           3.888 +- 0.018    3.890 +- 0.017    3.891 +- 0.016    3.891 +- 0.016
-    t5                              4.053 +- 0.019    4.244 +- 0.024    4.333 +- 0.032    4.369 +- 0.034
-    sinusoidal                      4.620 +- 0.016    4.719 +- 0.030    4.746 +- 0.060    4.727 +- 0.056
-    none                            4.186 +- 0.008    4.265 +- 0.003    4.311 +- 0.016    4.337 +- 0.029
+    test/loss at length 64: rotary 3.892, alibi 3.980, t5 4.021, sinusoidal 4.053, learned 4.160,
+    none 4.181
 
-So it is as the papers say: ALiBi stays flat, and is even 0.02 better, since fewer tokens stand at a row's beginning; T5's bias loses 0.05 at twice the
-length and 0.32 at sixteen times, rotary 0.04 and 0.54, sinusoids 0.32 at once; no positions lose least but for ALiBi (0.17) and read on better than
-rotary, though from a worse start. In rows of the training length rotary is best, by 0.088 [0.078, 0.098] before ALiBi. Unlike in Press et al. ALiBi's
-loss does not fall any further with more context: what 1.1 M parameters make of context ends within 64 tokens.
+    only the last 64 tokens of each sequence count; the tokens before them are context
+    length                  128              256              512            1,024
+    rotary       3.907 +- 0.011   4.187 +- 0.066   4.43  +- 0.12    4.617 +- 0.054
+    alibi        3.888 +- 0.018   3.890 +- 0.017   3.891 +- 0.016   3.891 +- 0.016
+    t5           4.053 +- 0.019   4.244 +- 0.024   4.333 +- 0.032   4.369 +- 0.034
+    sinusoidal   4.620 +- 0.016   4.719 +- 0.030   4.746 +- 0.060   4.727 +- 0.056
+    none         4.186 +- 0.008   4.265 +- 0.003   4.311 +- 0.016   4.337 +- 0.029
+
+The results confirm the papers. ALiBi stays flat, and even improves by 0.02, since fewer tokens are
+at the beginning of a sequence. The others lose, at twice and at sixteen times the length: T5's bias
+0.05 and 0.32, rotary 0.04 and 0.54. Sinusoids lose 0.32 at twice the length. Apart from ALiBi,
+the model without positions loses least (0.17). It extrapolates better than rotary, though from a
+higher loss. At the training length, rotary is best, 0.088 [0.078, 0.098] ahead of ALiBi.
+
+Unlike in Press et al., ALiBi's loss does not fall further with more context: a model of 1.1 M
+parameters does not use context beyond 64 tokens.
 """
 
 import ml_collections
@@ -41,9 +54,8 @@ from transformer import Sweep, arms, chain, vary
 
 ARGUMENTS = ("small", "paper")
 
-
 WITHIN_ITS_TABLE = {"name": "extrapolation", "times": 1}
-"""A learned table has no row beyond the length it was trained on."""
+"""The evaluator for a learned table, which ends at the training length."""
 
 
 def get_config(scale="small"):
@@ -80,9 +92,16 @@ def get_config(scale="small"):
     )
     if scale == "paper":
         config.model.update(
-            vocab_size=32000, num_decoder_layers=16, d_model=1024, d_ff=4096, num_heads=8, max_length=512, dropout=0.1, dtype="bfloat16",
+            vocab_size=32000,
+            num_decoder_layers=16,
+            d_model=1024,
+            d_ff=4096,
+            num_heads=8,
+            max_length=512,
+            dropout=0.1,
+            dtype="bfloat16",
             attention_backend="auto",
-        )  # fmt: skip
+        )
         wikitext103 = {
             part: f"data/wikitext103/{part}.jsonl" for part in ("train", "valid", "test")
         }
@@ -102,10 +121,11 @@ def sweep(scale="small"):
             vary("model.position", "alibi", "t5", "rotary", "none", "sinusoidal"),
             arms(learned={"model.position": "learned", "train.evaluators": (WITHIN_ITS_TABLE,)}),
         ),
-        question="Which position schemes read on in rows longer than those they were trained on?",
+        question="Which position schemes work in sequences longer than those of training?",
         declared={
-            "parameters": "a learned table has a vector for each place, T5's bias a number for each bucket and head"
+            "parameters": "a learned table has a vector per position, T5's bias a number per "
+            "bucket and head"
         }
-        | ({"attention": "T5's bias has no fused kernel"} if scale == "paper" else {}),
+        | ({"attention": "no fused kernel supports T5's bias"} if scale == "paper" else {}),
         seeds=3,
     )

@@ -1,21 +1,30 @@
-"""Does a recurrent network remember as far as attention reaches? The textbook's contrast: two tokens n apart meet after n steps of recurrence
-and after one of attention.
+r"""Does a recurrent network remember as far as attention reaches?
 
-A string of n letters is to be written again (`copy`, data/probes.py), so that every letter is wanted n steps after it was read: a Transformer;
-LSTMs that read both ways, whose decoder attends to all their states (Bahdanau et al. 2015, who found that translation of long sentences fails without);
-and the same without attention, told their last state alone (after Sutskever et al. 2014). What they cost in time, and in steps one after another:
-experiments/benchmarks/recurrence.py.
+The textbook contrast: information from a token n positions away takes n steps of recurrence and one
+step of attention. The task is to copy a string of n letters (`copy`, data/probes.py), so every
+letter is needed n steps after it was read. The models are:
 
-    python -m transformer sweep --config=experiments/findings/recurrence.py --workdir=runs/recurrence
+attention            a Transformer
+recurrent_attention  LSTMs in both directions; the decoder attends to all encoder states (Bahdanau
+                     et al. 2015, who found that translation of long sentences fails without)
+recurrent            LSTMs without attention; the decoder reads only the encoder's last state (after
+                     Sutskever et al. 2014)
+
+experiments/benchmarks/recurrence.py measures their time and their sequential steps.
+
+    python -m transformer sweep --config=experiments/findings/recurrence.py \
+        --workdir=runs/recurrence
     python -m transformer compare runs/recurrence
 
-At a larger scale (d_model 512, up to 1,024 letters; TPU v5e-4): --config=experiments/findings/recurrence.py:large
+At a larger scale (d_model 512, up to 1,024 letters; TPU v5e-4):
+--config=experiments/findings/recurrence.py:large
 
-Hardware  two CPU cores, 45 runs, 35 minutes with --jobs=2 while other work ran beside it
+Hardware  two CPU cores, 45 runs, 35 minutes with --jobs=2 beside other work
 
-Seen with version 0.1, in which these LSTMs were a family of their own and began with other random numbers; to be measured
-again (two cores of an AMD EPYC 9005; three seeds; strings written without a mistake, and tokens right given those before them, with 95 % intervals where
-they are not zero):
+Measured with version 0.1, in which these LSTMs were a separate family and started from other random
+numbers; to be measured again (two cores of an AMD EPYC 9005; three seeds; share of strings copied
+without a mistake, and share of correct tokens given the true previous tokens, with 95 % intervals
+where they are not zero):
 
     n     attention        LSTMs with attention                 LSTMs without
           strings  tokens  strings           tokens             strings           tokens
@@ -25,9 +34,10 @@ they are not zero):
     32    1.000    1.000   0.991 +- 0.006    1.000              0                 0.200 +- 0.018
     64    1.000    1.000   0                 0.749 +- 0.175     0                 0.086 +- 0.019
 
-As the papers say: what a network remembers that has one state to remember by ends after a few letters (64 numbers of state, 1,000 steps), and attention,
-which has every letter one step away, does not care for the distance. LSTMs that attend stand between: they hold where Transformers do up to 32 letters and
-have not learned 64 in as many steps (their loss still fell).
+The results confirm the papers. A network with a single state (64 numbers, 1,000 steps) remembers
+only a few letters. Attention reaches every letter in one step, so the distance makes no difference.
+LSTMs with attention are in between: they match Transformers up to 32 letters, but do not learn 64
+in the same number of steps (their loss was still falling).
 """
 
 import ml_collections
@@ -39,7 +49,7 @@ LENGTHS = {"small": (4, 8, 16, 32, 64), "large": (64, 256, 1024)}
 
 
 def text(length):
-    """Strings of one length, in rows that hold one and its end."""
+    """Returns overrides for strings of one length. A sequence holds one string and its end."""
     return {
         "data.train": f"copy:{length}-{length}",
         "data.length": length + 8,
@@ -48,7 +58,10 @@ def text(length):
 
 
 def lstms(layers, source="attention"):
-    """Layers of LSTMs, each but the first added to what it reads. The first of a decoder reads the source."""
+    """Returns a layer pattern of LSTMs. Only the first layer has no residual connection.
+
+    In a decoder, the first layer reads the source as `source` specifies.
+    """
     first = dict(
         mixer=dict(name="lstm", source=source),
         norm_placement=dict(name="none", residual_scale=0.0),
@@ -68,7 +81,7 @@ ATTENTION = {
     | {"model.d_ff": 128, "model.num_heads": 4, "model.attention_backend": "reference"},
     "large": ATTENTION,
 }
-"""What the arm with attention says beside what all arms share. (2,048 and 8 are the defaults.)"""
+"""Scale -> overrides of the attention arm. "large" has the default d_ff, 2,048, and 8 heads."""
 
 
 def get_config(scale="small"):
@@ -119,9 +132,9 @@ def sweep(scale="small"):
         question="Does a recurrent network remember as far as attention reaches?",
         metric="test/exact",
         declared={
-            "parameters": "LSTMs and attention have other matrices",
-            "flops": "and other products",
-            "attention": "LSTMs have backends of their own",
+            "parameters": "LSTMs and attention have different matrices",
+            "flops": "LSTMs and attention compute different products",
+            "attention": "LSTMs use none of the attention backends",
         },
         seeds=3,
     )

@@ -1,21 +1,24 @@
-"""How long does a decoder of 1.4 B parameters take on a v5e-16?
+"""How long does a decoder of 1.4 B parameters train on a v5e-16?
 
     python -m transformer plan --config=experiments/scale/decoder_1b.py --topology=v5e-16
 
-Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
-Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
-Beside it Nothing to compare with was found for this chip and size; MaxText's 16 B model reached 61.1 % on a v5e-256.
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. A run tokenizes them
+          once, before its first step
+Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
+          cores of an AMD EPYC 9005
+Compare   no measurement was found for this chip and size; MaxText's 16 B model reached 61.1 % MFU
+          on a v5e-256
 
     machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
     mesh        fsdp 16
-    model       1,364,297,728 parameters, 8.4GFLOP a token in training
+    model       1,364,297,728 parameters, 8.4GFLOP per token in training
     batch       524,288 tokens; 50,000 steps are 26.2G tokens
-    decoding    64 rows, prompts of 1,024 tokens, a cache of 2,048
+    decoding    64 sequences, prompts of 1,024 tokens, a cache of 2,048
     attention   splash: train, evaluate
     attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
-    a device's memory            train       evaluate        prefill         decode
+    memory per device            train       evaluate        prefill         decode
       parameters             325.6 MiB      325.6 MiB      325.6 MiB      325.6 MiB
       optimizer              651.3 MiB
       cache and inputs       640.0 KiB      640.0 KiB      256.0 KiB        1.5 GiB
@@ -26,17 +29,17 @@ Beside it Nothing to compare with was found for this chip and size; MaxText's 16
       peak of 16.0 GiB  11.9 GiB (74%)  1.7 GiB (11%)  2.2 GiB (13%)  3.6 GiB (22%)
       compiled in                 28 s            8 s            9 s            3 s
 
-    at least                          train      evaluate       prefill        decode
+    least time                        train      evaluate       prefill        decode
       compute at 197.0TFLOP/s        1.84 s      473.9 ms       59.7 ms         53 us
       HBM at 819.0GB/s               1.38 s      180.2 ms       71.3 ms       16.0 ms
       network                       93.1 ms       28.4 ms       28.4 ms       28.4 ms
-      a step                         1.84 s      473.9 ms       71.3 ms       28.4 ms
+      step                           1.84 s      473.9 ms       71.3 ms       28.4 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 75.7%; 17.8k tokens/s a chip, 24.6G a day
-      the run at least: 25:37 h, 410 chip-hours, without evaluation and checkpoints
-      decoding: 2.3k tokens/s for 64 rows
+      MFU at most 75.7%; 17.8k tokens/s per chip, 24.6G per day
+      run at least 25:37 h, 410 chip-hours, without evaluation and checkpoints
+      decoding: 2.3k tokens/s for 64 sequences
 
-    sent in a training step, by a device         count        within        beyond
+    sent per device in one training step         count        within        beyond
       all-gather                                   338       4.5 GiB
       collective-permute                         2,856       2.4 GiB
       all-reduce                                    28     703.8 MiB

@@ -1,21 +1,24 @@
-"""Does a decoder of 405 B parameters, Llama 3.1's shape, fit a v5p-2048?
+"""Does a decoder of 405 B parameters, shaped like Llama 3.1, fit on a v5p-2048?
 
     python -m transformer plan --config=experiments/scale/decoder_405b.py --topology=v5p-2048
 
-Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
-Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
-Beside it MaxText measured 38.6 % for this model (v6e, 256); for 1,160 B on a v5p-12288 66.2 %.
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. A run tokenizes them
+          once, before its first step
+Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
+          cores of an AMD EPYC 9005
+Compare   MaxText measured 38.6 % MFU for this model (v6e, 256), and 66.2 % for 1,160 B on a
+          v5p-12288
 
     machine     v5p:8x8x16: 1024 x TPU v5p, 95.0 GiB each
     mesh        fsdp 128 x tensor 8
-    model       405,853,388,800 parameters, 2.5TFLOP a token in training
+    model       405,853,388,800 parameters, 2.5TFLOP per token in training
     batch       4,194,304 tokens; 100,000 steps are 419.4G tokens
-    decoding    128 rows, prompts of 4,096 tokens, a cache of 8,192
+    decoding    128 sequences, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
     attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
-    a device's memory            train      evaluate       prefill        decode
+    memory per device            train      evaluate       prefill        decode
       parameters               1.5 GiB       1.5 GiB       1.5 GiB       1.5 GiB
       optimizer                3.0 GiB
       cache and inputs       640.0 KiB     640.0 KiB       2.0 MiB     504.0 MiB
@@ -26,17 +29,17 @@ Beside it MaxText measured 38.6 % for this model (v6e, 256); for 1,160 B on a v5
       peak of 95.0 GiB  41.7 GiB (44%)  4.5 GiB (5%)  3.1 GiB (3%)  4.0 GiB (4%)
       compiled in                 67 s          13 s          14 s           2 s
 
-    at least                          train      evaluate       prefill        decode
+    least time                        train      evaluate       prefill        decode
       compute at 459.0TFLOP/s       28.59 s        7.53 s      971.5 ms         18 us
       HBM at 2.8TB/s                 4.24 s        1.56 s        2.27 s       76.3 ms
       network                       10.37 s        4.71 s      620.6 ms      279.6 ms
-      a step                        28.59 s        7.53 s        2.27 s      279.6 ms
+      step                          28.59 s        7.53 s        2.27 s      279.6 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 78.8%; 143 tokens/s a chip, 12.7G a day
-      the run at least: 33.1 days, 813,169 chip-hours, without evaluation and checkpoints
-      decoding: 458 tokens/s for 128 rows
+      MFU at most 78.8%; 143 tokens/s per chip, 12.7G per day
+      run at least 33.1 days, 813,169 chip-hours, without evaluation and checkpoints
+      decoding: 458 tokens/s for 128 sequences
 
-    sent in a training step, by a device         count        within        beyond
+    sent per device in one training step         count        within        beyond
       all-gather                                 2,527     849.9 GiB
       collective-permute                         3,402     425.2 GiB
       reduce-scatter                               634     281.7 GiB
@@ -71,6 +74,6 @@ def get_config():
     )
     config.train = dict(steps=100_000, checkpoint_every=1000, eval_every=1000, eval_batches=20)
     config.mesh = dict(data=1, fsdp=-1, tensor=8)
-    config.decoding = dict(batch_size=128, max_extra=2048)  # a row a device at least
+    config.decoding = dict(batch_size=128, max_extra=2048)  # at least one sequence per device
     config.platform = "tpu"
     return config

@@ -1,21 +1,24 @@
-"""Does a decoder of 70 B parameters, Llama 3's shape, fit a v5p-512 with nothing but fsdp?
+"""Does a decoder of 70 B parameters, shaped like Llama 3, fit on a v5p-512 with fsdp alone?
 
     python -m transformer plan --config=experiments/scale/decoder_70b.py --topology=v5p-512
 
-Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
-Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
-Beside it MaxText measured 65.4 % (692 tokens/s a chip) for Llama 2 70B at a length of 4,096 (v5p, 512).
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. A run tokenizes them
+          once, before its first step
+Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
+          cores of an AMD EPYC 9005
+Compare   MaxText measured 65.4 % MFU (692 tokens/s per chip) for Llama 2 70B at a length of 4,096
+          (v5p, 512)
 
     machine     v5p:4x8x8: 256 x TPU v5p, 95.0 GiB each
     mesh        fsdp 256
-    model       70,553,706,496 parameters, 449.2GFLOP a token in training
+    model       70,553,706,496 parameters, 449.2GFLOP per token in training
     batch       2,097,152 tokens; 100,000 steps are 209.7G tokens
-    decoding    256 rows, prompts of 4,096 tokens, a cache of 8,192
+    decoding    256 sequences, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
     attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
-    a device's memory            train      evaluate         prefill          decode
+    memory per device            train      evaluate         prefill          decode
       parameters               1.0 GiB       1.0 GiB         1.0 GiB         1.0 GiB
       optimizer                2.1 GiB
       cache and inputs       160.0 KiB     160.0 KiB         4.0 MiB         2.5 GiB
@@ -26,17 +29,17 @@ Beside it MaxText measured 65.4 % (692 tokens/s a chip) for Llama 2 70B at a len
       peak of 95.0 GiB  37.8 GiB (40%)  8.8 GiB (9%)  11.4 GiB (12%)  12.4 GiB (13%)
       compiled in                 95 s          40 s            36 s            23 s
 
-    at least                          train      evaluate       prefill        decode
+    least time                        train      evaluate       prefill        decode
       compute at 459.0TFLOP/s       10.34 s        2.68 s        1.41 s         47 us
       HBM at 2.8TB/s                 1.28 s      357.8 ms        2.67 s      215.3 ms
       network                        1.05 s      264.2 ms      264.2 ms      264.2 ms
-      a step                        10.34 s        2.68 s        2.67 s      264.2 ms
+      step                          10.34 s        2.68 s        2.67 s      264.2 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 77.6%; 793 tokens/s a chip, 17.5G a day
-      the run at least: 12.0 days, 73,494 chip-hours, without evaluation and checkpoints
-      decoding: 969 tokens/s for 256 rows
+      MFU at most 77.6%; 793 tokens/s per chip, 17.5G per day
+      run at least 12.0 days, 73,494 chip-hours, without evaluation and checkpoints
+      decoding: 969 tokens/s for 256 sequences
 
-    sent in a training step, by a device         count        within        beyond
+    sent per device in one training step         count        within        beyond
       all-reduce                                   564     265.7 GiB
       all-gather                                   962     259.9 GiB
 """
@@ -69,6 +72,6 @@ def get_config():
     )
     config.train = dict(steps=100_000, checkpoint_every=1000, eval_every=1000, eval_batches=20)
     config.mesh = dict(data=1, fsdp=-1)
-    config.decoding = dict(batch_size=256, max_extra=2048)  # a row a device at least
+    config.decoding = dict(batch_size=256, max_extra=2048)  # at least one sequence per device
     config.platform = "tpu"
     return config

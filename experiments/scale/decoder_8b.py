@@ -1,22 +1,25 @@
-"""How fast can a decoder of 8 B parameters, Llama 3's shape, be on a v5p-128 or a v6e-64?
+r"""How fast can a decoder of 8 B parameters, shaped like Llama 3, be on a v5p-128 or v6e-64?
 
     python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p-128
-    python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v6e-64 --only=train
+    python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v6e-64 \
+        --only=train
 
-Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
-Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
-Beside it MaxText measured 45.5 % (7,207 tokens/s a chip) at this size and length (v6e, 256).
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. A run tokenizes them
+          once, before its first step
+Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
+          cores of an AMD EPYC 9005
+Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and length (v6e, 256)
 
     machine     v5p:4x4x4: 64 x TPU v5p, 95.0 GiB each
     mesh        fsdp 64
-    model       8,030,261,248 parameters, 51.5GFLOP a token in training
+    model       8,030,261,248 parameters, 51.5GFLOP per token in training
     batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
-    decoding    64 rows, prompts of 4,096 tokens, a cache of 8,192
+    decoding    64 sequences, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
     attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
-    a device's memory            train      evaluate       prefill        decode
+    memory per device            train      evaluate       prefill        decode
       parameters             479.6 MiB     479.6 MiB     479.6 MiB     479.6 MiB
       optimizer              959.3 MiB
       cache and inputs       320.0 KiB     320.0 KiB       1.0 MiB       1.0 GiB
@@ -27,27 +30,27 @@ Beside it MaxText measured 45.5 % (7,207 tokens/s a chip) at this size and lengt
       peak of 95.0 GiB  18.0 GiB (19%)  4.3 GiB (5%)  5.4 GiB (6%)  5.5 GiB (6%)
       compiled in                108 s          24 s          19 s          11 s
 
-    at least                          train      evaluate       prefill        decode
+    least time                        train      evaluate       prefill        decode
       compute at 459.0TFLOP/s        2.42 s      617.2 ms      162.9 ms          9 us
       HBM at 2.8TB/s               664.6 ms       91.2 ms      563.3 ms       27.8 ms
       network                      119.0 ms       31.2 ms       31.2 ms       31.2 ms
-      a step                         2.42 s      617.2 ms      563.3 ms       31.2 ms
+      step                           2.42 s      617.2 ms      563.3 ms       31.2 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 75.9%; 6.8k tokens/s a chip, 37.4G a day
-      the run at least: 2.8 days, 4,301 chip-hours, without evaluation and checkpoints
-      decoding: 2.1k tokens/s for 64 rows
+      MFU at most 75.9%; 6.8k tokens/s per chip, 37.4G per day
+      run at least 2.8 days, 4,301 chip-hours, without evaluation and checkpoints
+      decoding: 2.1k tokens/s for 64 sequences
 
-    sent in a training step, by a device         count        within        beyond
+    sent per device in one training step         count        within        beyond
       all-reduce                                   164      31.4 GiB
       all-gather                                   258      28.5 GiB
 
     machine     v6e:8x8: 64 x TPU v6e, 32.0 GiB each
     mesh        fsdp 64
-    model       8,030,261,248 parameters, 51.5GFLOP a token in training
+    model       8,030,261,248 parameters, 51.5GFLOP per token in training
     batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
     attention   splash: train
 
-    a device's memory            train
+    memory per device            train
       parameters             479.6 MiB
       optimizer              959.3 MiB
       cache and inputs       320.0 KiB
@@ -58,16 +61,16 @@ Beside it MaxText measured 45.5 % (7,207 tokens/s a chip) at this size and lengt
       peak of 32.0 GiB  17.8 GiB (56%)
       compiled in                 99 s
 
-    at least                          train
+    least time                        train
       compute at 918.0TFLOP/s        1.21 s
       HBM at 1.6TB/s                 1.07 s
       network                      351.3 ms
-      a step                         1.21 s
+      step                           1.21 s
       bound by                      compute
-      MFU at most 75.9%; 13.5k tokens/s a chip, 74.9G a day
-      the run at least: 33:36 h, 2,151 chip-hours, without evaluation and checkpoints
+      MFU at most 75.9%; 13.5k tokens/s per chip, 74.9G per day
+      run at least 33:36 h, 2,151 chip-hours, without evaluation and checkpoints
 
-    sent in a training step, by a device         count        within        beyond
+    sent per device in one training step         count        within        beyond
       all-reduce                                   164      31.4 GiB
       all-gather                                   386      27.5 GiB
 """

@@ -1,23 +1,29 @@
-"""How fast can a mixture of eight experts, Mixtral 8x7B's shape (Jiang et al. 2024), be on a v5p-256?
+"""How fast can Mixtral 8x7B, a mixture of eight experts (Jiang et al. 2024), be on a v5p-256?
 
     python -m transformer plan --config=experiments/scale/mixture_8x7b.py --topology=v5p-256
 
-Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
-Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
-Beside it MaxText measured 52.6 % (2,909 tokens/s a chip) for Mixtral 8x7B at this length (v5p, 256). Experts are dropless. Their rows
-take room for the case that all tokens of eight devices ask for one's experts; with mesh.expert=1 the bound is the same 3.87 s of compute,
-the peak 24.3 GiB and the HBM's part 1.25 s, but a step of decoding takes 177 ms. With capacity_factor=1.25 the bound is 4.67 s, 60.9 %.
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. A run tokenizes them
+          once, before its first step
+Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
+          cores of an AMD EPYC 9005
+Compare   MaxText measured 52.6 % MFU (2,909 tokens/s per chip) for Mixtral 8x7B at this length
+          (v5p, 256)
+
+Experts are dropless: buffers have room for the case that all tokens of eight devices are routed to
+the experts of one device. With mesh.expert=1, the bound is the same 3.87 s of compute, the peak is
+24.3 GiB, and HBM takes 1.25 s, but a decoding step takes 177 ms. With capacity_factor=1.25, the
+bound is 4.67 s and the MFU at most 60.9 %.
 
     machine     v5p:4x4x8: 128 x TPU v5p, 95.0 GiB each
     mesh        fsdp 16 x expert 8
-    model       46,702,792,704 parameters, 79.7GFLOP a token in training
+    model       46,702,792,704 parameters, 79.7GFLOP per token in training
     batch       2,097,152 tokens; 100,000 steps are 209.7G tokens
-    decoding    128 rows, prompts of 2,048 tokens, a cache of 4,096
+    decoding    128 sequences, prompts of 2,048 tokens, a cache of 4,096
     attention   splash: train, evaluate
     attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
 
-    a device's memory            train        evaluate       prefill        decode
+    memory per device            train        evaluate       prefill        decode
       parameters               1.7 GiB         1.7 GiB       1.7 GiB       1.7 GiB
       optimizer                3.4 GiB
       cache and inputs       320.0 KiB       320.0 KiB       1.0 MiB     512.0 MiB
@@ -28,17 +34,17 @@ the peak 24.3 GiB and the HBM's part 1.25 s, but a step of decoding takes 177 ms
       peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (22%)  5.2 GiB (6%)  3.8 GiB (4%)
       compiled in                 70 s            26 s          15 s           3 s
 
-    at least                          train      evaluate       prefill        decode
+    least time                        train      evaluate       prefill        decode
       compute at 459.0TFLOP/s        3.87 s      953.2 ms      122.2 ms         54 us
       HBM at 2.8TB/s                 2.81 s      648.4 ms      208.5 ms       13.6 ms
       network                      840.5 ms      334.3 ms       41.8 ms       37.7 ms
-      a step                         3.87 s      953.2 ms      208.5 ms       37.7 ms
+      step                           3.87 s      953.2 ms      208.5 ms       37.7 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 73.6%; 4.2k tokens/s a chip, 46.8G a day
-      the run at least: 4.5 days, 13,754 chip-hours, without evaluation and checkpoints
-      decoding: 3.4k tokens/s for 128 rows
+      MFU at most 73.6%; 4.2k tokens/s per chip, 46.8G per day
+      run at least 4.5 days, 13,754 chip-hours, without evaluation and checkpoints
+      decoding: 3.4k tokens/s for 128 sequences
 
-    sent in a training step, by a device         count        within        beyond
+    sent per device in one training step         count        within        beyond
       all-gather                                   674     108.9 GiB
       reduce-scatter                               224      61.6 GiB
       all-reduce                                   262      14.9 GiB
@@ -80,6 +86,6 @@ def get_config():
     )
     config.train = dict(steps=100_000, checkpoint_every=1000, eval_every=1000, eval_batches=20)
     config.mesh = dict(data=1, fsdp=-1, expert=8)
-    config.decoding = dict(batch_size=128, max_extra=2048)  # a row a device
+    config.decoding = dict(batch_size=128, max_extra=2048)  # one sequence per device
     config.platform = "tpu"
     return config

@@ -1,19 +1,23 @@
-"""What does T5's bias cost an encoder-decoder of 3 B parameters on a v4-64?
+"""What does T5's bias cost in an encoder-decoder of 3 B parameters on a v4-64?
 
     python -m transformer plan --config=experiments/scale/t5_3b.py --topology=v4-64
 
-Text      allenai/c4's files in a bucket of yours: its name for BUCKET. A run tokenises them once, before its first step
-Hardware  a TPU slice; nothing of this was run, it was planned: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two cores of an AMD EPYC 9005
-Beside it No fused kernel has T5's bias, so logits go through memory, which binds the step. T5X published no utilisation for this size on TPUs.
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. A run tokenizes them
+          once, before its first step
+Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
+          cores of an AMD EPYC 9005
+Compare   T5X published no utilization for this size on TPUs
+
+No fused kernel supports T5's bias, so logits pass through HBM, which bounds the step.
 
     machine     v4:2x4x4: 32 x TPU v4, 32.0 GiB each
     mesh        fsdp 32
-    model       2,851,598,336 parameters, 9.1GFLOP a token in training
+    model       2,851,598,336 parameters, 9.1GFLOP per token in training
     batch       1,310,720 tokens; 500,000 steps are 655.4G tokens
     attention   reference (splash: the position scheme changes logits): train, evaluate
     attention   splash: train, evaluate
 
-    a device's memory            train       evaluate
+    memory per device            train       evaluate
       parameters             340.4 MiB      340.4 MiB
       optimizer               47.5 MiB
       cache and inputs       544.0 KiB      544.0 KiB
@@ -24,16 +28,16 @@ Beside it No fused kernel has T5's bias, so logits go through memory, which bind
       peak of 32.0 GiB  12.3 GiB (38%)  3.0 GiB (10%)
       compiled in                 57 s           17 s
 
-    at least                          train      evaluate
+    least time                        train      evaluate
       compute at 275.0TFLOP/s        1.70 s      453.3 ms
       HBM at 1.2TB/s                 3.15 s      266.9 ms
       network                      185.5 ms       40.9 ms
-      a step                         3.15 s      453.3 ms
+      step                           3.15 s      453.3 ms
       bound by                          HBM       compute
-      MFU at most 43.1%; 13.0k tokens/s a chip, 36.0G a day
-      the run at least: 18.2 days, 13,988 chip-hours, without evaluation and checkpoints
+      MFU at most 43.1%; 13.0k tokens/s per chip, 36.0G per day
+      run at least 18.2 days, 13,988 chip-hours, without evaluation and checkpoints
 
-    sent in a training step, by a device         count        within        beyond
+    sent per device in one training step         count        within        beyond
       all-gather                                   785      10.3 GiB
       collective-permute                        12,705       5.5 GiB
       all-reduce                                    53       1.8 GiB

@@ -1,12 +1,13 @@
-"""The fault campaign: faults of every kind for as long as you say, and what held.
+"""Runs the fault campaigns for a given time and reports their outcomes and failures.
 
     make faults                                        an hour
     cd tests && python -m faults --minutes=5           five minutes
     cd tests && python -m faults --only=kills --seed=7 --minutes=10
 
-Each campaign is a module with `cases(seed)`, which never ends, and `check(case)`, which returns what came of the case or raises
-AssertionError. Every campaign has a process of its own and a share of the time; two run at once. The exit code is 1 if a case
-failed. A failure names its case, which the seed gives again.
+Each campaign is a module with `cases(seed)`, an endless iterator, and `check(case)`, which returns
+the outcome of the case or raises AssertionError. Each campaign runs in a separate process for a
+share of the time, two at once. The exit code is 1 if a case failed. A failure contains its case,
+which the same seed reproduces.
 """
 
 import argparse
@@ -24,35 +25,35 @@ from pathlib import Path
 from xla_flags import known_flags
 
 CAMPAIGNS = {
-    "kills": "training, evaluation, sweeps and one of two processes killed or stopped at random moments",
-    "checkpoints": "files of a checkpoint with a bit flipped, cut, overwritten or deleted",
-    "combinations": "random valid models, two real steps each, and their invariances",
+    "kills": "SIGKILL or SIGTERM at random times: training, evaluation, sweeps, two processes",
+    "checkpoints": "checkpoint files with a flipped bit, truncated, overwritten or deleted",
+    "combinations": "random valid models: two training steps each, then their invariances",
     "hf_directories": "altered and damaged Hugging Face directories",
-    "data_files": "text files of every format, damaged or odd",
+    "data_files": "text files of every format, damaged or unusual",
     "overrides": "random fields and values on the command line",
     "run_directories": "files of a run directory damaged, missing or of another kind",
 }
-"""Module -> what it does, the slow ones first."""
+"""Module -> description. Slow campaigns come first."""
 
 SHARES = {"kills": 3, "combinations": 2}
-"""Of the time, where it is not one. Cases of these take half a minute and more."""
+"""Campaign -> share of the time (default: 1). Cases of these campaigns take 30 seconds or more."""
 
 SHOWN = 20
-"""Failures of a campaign that are printed."""
+"""Maximum number of failures printed per campaign."""
 
 
 def campaign(name: str, seed: int, seconds: float) -> dict:
-    """Runs cases of one campaign for so long; counts of outcomes, and the failures."""
+    """Runs cases of a campaign for `seconds`. Returns the outcome counts and the failures."""
     import jax
 
     module = importlib.import_module(f"faults.{name}")
     outcomes: collections.Counter[str] = collections.Counter()
-    failures, began = [], time.monotonic()
+    failures, start = [], time.monotonic()
     for number, case in enumerate(module.cases(seed)):
-        if time.monotonic() - began > seconds:
+        if time.monotonic() - start > seconds:
             break
         try:
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
                 outcome = module.check(case)
             outcomes[_kind_of(outcome)] += 1
         except AssertionError as e:
@@ -61,11 +62,11 @@ def campaign(name: str, seed: int, seconds: float) -> dict:
             failures.append(f"{case}: {type(e).__name__}: {str(e)[:1000]}")
         if number % 50 == 49:
             jax.clear_caches()
-    return {"outcomes": dict(outcomes), "failures": failures, "seconds": time.monotonic() - began}
+    return {"outcomes": dict(outcomes), "failures": failures, "seconds": time.monotonic() - start}
 
 
 def _kind_of(outcome: str | None) -> str:
-    """What is counted: of a message only that there was one."""
+    """Returns the label under which an outcome is counted. All messages share one label."""
     return (
         "accepted" if outcome is None else outcome if len(outcome) < 40 else "refused in one line"
     )
@@ -82,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": known_flags(),  # compiling is most of a case's time
+            "XLA_FLAGS": known_flags(),  # compilation takes most of a case's time
             "TRANSFORMER_DATA": f"{folder}/data",
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
@@ -116,7 +117,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _result(name: str, process: subprocess.Popen, log: Path) -> dict:
-    """What a campaign's process has found, printed."""
+    """Prints and returns the result of a campaign's process."""
     try:
         result = json.loads(process.stdout.read().strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -138,8 +139,8 @@ def _result(name: str, process: subprocess.Popen, log: Path) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60, help="for all campaigns together")
+    parser.add_argument("--minutes", type=float, default=60, help="total time for all campaigns")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help=f"one of {', '.join(CAMPAIGNS)}, or several")
-    parser.add_argument("--jobs", type=int, default=2, help="campaigns at once")
+    parser.add_argument("--only", default="", help=f"one or more of {','.join(CAMPAIGNS)}")
+    parser.add_argument("--jobs", type=int, default=2, help="number of campaigns that run at once")
     sys.exit(main(parser.parse_args()))

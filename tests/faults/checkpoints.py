@@ -1,7 +1,8 @@
-"""Damaged checkpoints: every file of one, with bits flipped, cut short, overwritten with zeros or deleted.
+"""Damaged checkpoints: any of their files with a flipped bit, truncated, zeroed or deleted.
 
-A reader must give back what was saved, or say that the checkpoint is damaged, and then the one before it must be found. A flipped
-bit in a file that nothing reads is harmless, so both answers are right; other numbers never are.
+A reader must either return what was saved, or report that the checkpoint is damaged and fall back
+to the previous one. Both are correct, because a flipped bit in a file that is never read is
+harmless. Returning other values is always an error.
 """
 
 import dataclasses
@@ -29,11 +30,11 @@ from transformer.training.state import abstract_state
 
 @dataclasses.dataclass(frozen=True)
 class Harm:
-    """What is done to one file, or folder, of a checkpoint."""
+    """Damage to one file or folder of a checkpoint."""
 
     kind: str  # flip | cut | zero | delete
     file: str  # relative to the checkpoint
-    bit: int = 0  # of a flip; of a cut or zeroing, where it begins, in bytes
+    bit: int = 0  # flip: index of the bit; cut and zero: offset in bytes of their start
 
     def apply(self, checkpoint: Path) -> None:
         path = checkpoint / self.file
@@ -47,41 +48,54 @@ class Harm:
             del data[self.bit :]
         else:
             data[self.bit : self.bit + 64] = bytes(len(data[self.bit : self.bit + 64]))
-        path.unlink()  # it may be a link to the original
+        path.unlink()  # the file may be a hard link to the original
         path.write_bytes(data)
 
 
 def harms(checkpoint: Path, seed: int) -> Iterator[Harm]:
-    """Bits of all files, large files more often; and deletions, truncations and zeroings of files and folders. Without end."""
-    draw = random.Random(seed)
-    anything = sorted(checkpoint.rglob("*"))
-    files = [path for path in anything if path.is_file() and path.stat().st_size]
+    """Yields random harms without end.
+
+    Flips bits of files, truncates and zeroes files, and deletes files and folders. Large files are
+    drawn more often.
+    """
+    rng = random.Random(seed)
+    paths = sorted(checkpoint.rglob("*"))
+    files = [path for path in paths if path.is_file() and path.stat().st_size]
     sizes = {path: path.stat().st_size for path in files}
     name = lambda path: str(path.relative_to(checkpoint))
     while True:
-        kind = draw.choice(("flip", "flip", "flip", "flip", "delete", "cut", "zero"))
-        # One half in whatever file, one half where the bytes are.
-        weights = [sizes[path] ** 0.5 for path in files] if draw.random() < 0.5 else None
-        path = draw.choice(anything) if kind == "delete" else draw.choices(files, weights)[0]
-        span = {"flip": 8 * sizes.get(path, 0), "delete": 1}.get(kind, sizes.get(path, 0))
-        yield Harm(kind, name(path), draw.randrange(span))
+        kind = rng.choice(("flip", "flip", "flip", "flip", "delete", "cut", "zero"))
+        # Half of the draws favor large files, half draw every file with the same probability.
+        weights = [sizes[path] ** 0.5 for path in files] if rng.random() < 0.5 else None
+        path = rng.choice(paths) if kind == "delete" else rng.choices(files, weights)[0]
+        stop = {"flip": 8 * sizes.get(path, 0), "delete": 1}.get(kind, sizes.get(path, 0))
+        yield Harm(kind, name(path), rng.randrange(stop))
 
 
 @functools.cache
 def _subject() -> "Subject":
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     config = from_mapping(Experiment, {
-        "model": {"family": "decoder", "vocab_size": 400, "d_model": 16, "d_ff": 16, "num_heads": 4, "num_decoder_layers": 2, "max_length": 16},
-        "data": {"corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "model": {
+            "family": "decoder", "vocab_size": 400, "d_model": 16, "d_ff": 16, "num_heads": 4,
+            "num_decoder_layers": 2, "max_length": 16,
+        },
+        "data": {
+            "corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4,
+            "tokenizer": {"kind": "bpe"},
+        },
         "optimizer": {"warmup_steps": 5}, "mesh": {"data": 1},
-        "train": {"steps": 6, "eval_batches": 1, "checkpoint_every": 2, "keep_checkpoints": 3, "tensorboard": False, "ema_decay": 0.9},
+        "train": {
+            "steps": 6, "eval_batches": 1, "checkpoint_every": 2, "keep_checkpoints": 3,
+            "tensorboard": False, "ema_decay": 0.9,
+        },
     })  # fmt: skip
     train(config, folder / "run")
     return Subject(folder / "run", config)
 
 
 def cases(seed: int) -> Iterator[Harm]:
-    """Without end."""
+    """Yields harms to the newest checkpoint without end."""
     return harms(_subject().newest, seed)
 
 
@@ -92,7 +106,7 @@ def check(harm: Harm) -> str:
 
 
 class Subject:
-    """A run of several checkpoints whose content is known."""
+    """A run with several checkpoints of known content."""
 
     def __init__(self, run: Path, config: Experiment):
         self.run, self.config = run, config
@@ -111,25 +125,28 @@ class Subject:
         return self.run / "checkpoints" / str(self.steps[-1])
 
     def read(self, run: Path, step: int) -> Any:
-        """The state of a step as NumPy arrays."""
+        """Returns the state of a step as NumPy arrays."""
         checkpoints = Checkpoints(run, self.config.train)
         return jax.device_get(checkpoints.restore(step, lambda layout: self.abstract)[0])
 
     def check(self, harm: Harm, scratch: Path) -> str:
-        """Harms the newest checkpoint of a copy and resumes from it. Returns "intact" or "damaged"; AssertionError for
-        anything but what was saved, or a message of more than one line."""
+        """Harms the newest checkpoint of a copy of the run and resumes from it.
+
+        Returns "intact" or "damaged". Raises AssertionError if no checkpoint is intact, if the
+        state differs from the saved one, or if damage is not reported on one line.
+        """
         copy = scratch / "run"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(self.run, copy, copy_function=_link)
         harm.apply(copy / "checkpoints" / str(self.steps[-1]))
-        told: list[str] = []
+        lines: list[str] = []
         with use(make_mesh(self.config.mesh)):
-            checkpoints = Checkpoints(copy, self.config.train, told.append)
+            checkpoints = Checkpoints(copy, self.config.train, lines.append)
             read = lambda step: (step, checkpoints.restore(step, lambda layout: self.abstract)[0])
             try:
                 step, state = checkpoints.newest_intact(read)
             except Damaged as e:
-                raise AssertionError(f"{harm}: no checkpoint is left: {e}") from e
+                raise AssertionError(f"{harm}: no checkpoint is intact: {e}") from e
         saved = self.states[step]
         for (path, a), b in zip(
             jax.tree_util.tree_leaves_with_path(saved),
@@ -139,8 +156,8 @@ class Subject:
             same = np.asarray(a).tobytes() == np.asarray(b).tobytes()
             assert same, f"{harm}: {jax.tree_util.keystr(path)} of step {step} differs silently"
         fell_back = step != self.steps[-1]
-        assert len(told) == fell_back, f"{harm}: it said {told}"
-        assert all("\n" not in line and len(line) < 600 for line in told), f"{harm}: {told}"
+        assert len(lines) == fell_back, f"{harm}: progress lines {lines}"
+        assert all("\n" not in line and len(line) < 600 for line in lines), f"{harm}: {lines}"
         return "damaged" if fell_back else "intact"
 
 

@@ -1,8 +1,9 @@
-"""Random valid models of all families: two real steps of training, and what must hold of any model.
+"""Random valid models of all families: two training steps, then invariances of the outputs.
 
-Fields are drawn at random; those that the config refuses are drawn again. Each model trains two steps through the command's own path
-(text, batches, state, step, evaluation, checkpoint). Then, on the trained parameters: other sequences of a batch, later tokens under a
-causal mask, and padding change no output of a token that does not see them.
+Fields are drawn at random, and drawn again if the config refuses them. Each model trains for two
+steps with the code of the train command (text, batches, state, step, evaluation, checkpoint). With
+the trained parameters, the output of a token must not depend on tokens that it does not attend to:
+other sequences of the batch, later tokens under a causal mask, and padding.
 """
 
 import dataclasses
@@ -89,7 +90,7 @@ OPTIONS = {
     "param_dtype": ("float32", "float32", "float32", "bfloat16"),
     "attention_backend": ("auto", "reference", "blockwise"),
 }
-"""What is drawn from, the default first."""
+"""Field -> values to draw from. The default comes first."""
 
 OBJECTIVES = {
     "encoder": ("masked_lm",),
@@ -105,18 +106,21 @@ class Case:
     seed: int
     number: int
     tree: dict
-    refused: int  # drawn before it
+    refused: int  # number of refused configs drawn before this one
 
     def __str__(self) -> str:
-        return f"combination {self.number} of seed {self.seed}: {self.tree['model']}, {self.tree['data']['objective']}"
+        return (
+            f"combination {self.number} of seed {self.seed}: {self.tree['model']}, "
+            f"{self.tree['data']['objective']}"
+        )
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Without end."""
-    draw = random.Random(seed)
+    """Yields random valid cases without end."""
+    rng = random.Random(seed)
     for number in itertools.count():
         for refused in itertools.count():
-            tree = _tree(draw)
+            tree = _tree(rng)
             try:
                 from_mapping(Experiment, tree)
             except UserError as e:
@@ -127,40 +131,39 @@ def cases(seed: int) -> Iterator[Case]:
             break
 
 
-def _tree(draw: random.Random) -> dict:
-    family = draw.choice(tuple(OBJECTIVES))
-    share = draw.choice((0.1, 0.3))  # few fields at once, or many
-    fields = {
-        name: draw.choice(values) for name, values in OPTIONS.items() if draw.random() < share
-    }
-    if draw.random() < 0.8:
-        fields["position"] = draw.choice(OPTIONS["position"])
-        fields["norm_placement"] = draw.choice(OPTIONS["norm_placement"])
+def _tree(rng: random.Random) -> dict:
+    family = rng.choice(tuple(OBJECTIVES))
+    share = rng.choice((0.1, 0.3))  # fraction of fields that are drawn
+    fields = {name: rng.choice(values) for name, values in OPTIONS.items() if rng.random() < share}
+    if rng.random() < 0.8:
+        fields["position"] = rng.choice(OPTIONS["position"])
+        fields["norm_placement"] = rng.choice(OPTIONS["norm_placement"])
     sizes = dict(SIZES)
     for side in ("encoder", "decoder"):
         if side in family:
-            sizes[f"num_{side}_layers"] = draw.choice((1, 2, 2, 4))
+            sizes[f"num_{side}_layers"] = rng.choice((1, 2, 2, 4))
     if fields.get("mixer") == "lstm" and "layer_pattern" not in fields and family == "decoder":
         del sizes["num_heads"]
     if fields.get("feed_forward") == "none":
         del sizes["d_ff"]
-    objective = draw.choice(OBJECTIVES[family])
+    objective = rng.choice(OBJECTIVES[family])
     if objective != "causal_lm" and family == "decoder":
         fields["prefix_lm"] = True
     return {
         "model": {"family": family, **sizes, **fields},
         "data": {
-            "corpus": "pydoc", "objective": objective, "length": 16, "batch_size": 4, "held_out": 4, "tokenizer": {"kind": "bpe"},
+            "corpus": "pydoc", "objective": objective, "length": 16, "batch_size": 4,
+            "held_out": 4, "tokenizer": {"kind": "bpe"},
         },
         "optimizer": {"warmup_steps": 1, "learning_rate": 1e-3},
         "train": {"steps": 2, "log_every": 1, "eval_batches": 1, "tensorboard": False},
         "mesh": {"data": 1},
-        "seed": draw.randrange(2**31),
+        "seed": rng.randrange(2**31),
     }  # fmt: skip
 
 
 def check(case: Case) -> str:
-    """AssertionError, with the case, unless it trains and the properties hold."""
+    """Raises AssertionError, with the case, unless the model trains and the invariances hold."""
     config = from_mapping(Experiment, case.tree)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -174,18 +177,18 @@ def check(case: Case) -> str:
         assert all(math.isfinite(x) and 0 < x < 100 for x in losses), f"{case}: losses {losses}"
         with use(make_mesh(config.mesh)) as mesh:
             params = jax.device_get(load_trained(run, config, mesh).params)
-    _check_outputs(case, config.model, {"params": params})
+    _check_outputs(case, config.model, params)
     return f"{config.model.family}: trained"
 
 
 def _check_outputs(case: Case, config: ModelConfig, params) -> None:
     kinds = [layer.feed_forward_kind for side in config.sides for layer in config.layers(side)]
     if config.dtype != "float32" or any(getattr(kind, "capacity_factor", 0) for kind in kinds):
-        return  # rounding; or tokens compete for places
-    draw, model = np.random.default_rng(case.seed), build_model(config)
-    ids = lambda: draw.integers(4, config.vocab_size, (2, 12)).astype(np.int32)
-    one, mask = ids(), np.arange(12) < np.array([[9], [12]])
-    source, source_mask = (ids(), mask) if config.is_encoder_decoder else (None, None)
+        return  # outputs differ by rounding, or tokens compete for capacity slots
+    rng, model = np.random.default_rng(case.seed), build_model(config)
+    random_ids = lambda: rng.integers(4, config.vocab_size, (2, 12)).astype(np.int32)
+    ids, mask = random_ids(), np.arange(12) < np.array([[9], [12]])
+    source, source_mask = (random_ids(), mask) if config.is_encoder_decoder else (None, None)
 
     @jax.jit
     def outputs(tokens, mask, source, source_mask):
@@ -195,23 +198,23 @@ def _check_outputs(case: Case, config: ModelConfig, params) -> None:
             params, source, tokens, padding_mask=mask, source_padding_mask=source_mask
         )
 
-    base = np.asarray(outputs(one, mask, source, source_mask))
-    scale = np.abs(base).max()
-    assert np.isfinite(base).all(), f"{case}: outputs are not finite"
+    expected = np.asarray(outputs(ids, mask, source, source_mask))
+    scale = np.abs(expected).max()
+    assert np.isfinite(expected).all(), f"{case}: outputs are not finite"
 
-    def same(what: str, keep, *inputs) -> None:
-        now = np.asarray(outputs(*inputs))
-        worst = np.abs((now - base)[keep]).max()
-        assert worst <= 2e-5 * scale, (
-            f"{case}: {what} changes outputs by {worst:.2e} of {scale:.2e}"
+    def assert_same(change: str, compared, *inputs) -> None:
+        changed = np.asarray(outputs(*inputs))
+        difference = np.abs((changed - expected)[compared]).max()
+        assert difference <= 2e-5 * scale, (
+            f"{case}: {change} changes outputs by {difference:.2e} of {scale:.2e}"
         )
 
-    row = np.where(np.arange(2)[:, None] == 0, one, ids())
-    same("another sequence of the batch", np.s_[:1], row, mask, source, source_mask)
-    same("padding", mask, np.where(mask, one, ids()), mask, source, source_mask)
+    other_row = np.where(np.arange(2)[:, None] == 0, ids, random_ids())
+    assert_same("another sequence of the batch", np.s_[:1], other_row, mask, source, source_mask)
+    assert_same("padding", mask, np.where(mask, ids, random_ids()), mask, source, source_mask)
     if config.is_encoder_decoder:
-        other = np.where(source_mask, source, ids())
-        same("padding of the source", mask, one, mask, other, source_mask)
+        other_source = np.where(source_mask, source, random_ids())
+        assert_same("padding of the source", mask, ids, mask, other_source, source_mask)
     if "decoder" in config.sides and config.causal:
-        later = np.where(np.arange(12) < 6, one, ids())
-        same("a later token", np.s_[:, :6], later, mask, source, source_mask)
+        later = np.where(np.arange(12) < 6, ids, random_ids())
+        assert_same("a later token", np.s_[:, :6], later, mask, source, source_mask)

@@ -1,4 +1,8 @@
-"""Fuzzed data files of every format: the texts are those that a simple reader gives, or one line names the file."""
+"""Fuzzed data files of every format.
+
+The package must read the same examples as a simple reader, or raise an error of one line that
+contains the name of the file.
+"""
 
 import codecs
 import dataclasses
@@ -15,20 +19,25 @@ from faults.property import right_or_one_line
 
 from transformer.data import sources
 
-COLUMNS = {"text": ("text",), "tsv": ("source", "target"), "jsonl": ("source", "target"), "paired": ("source", "target"),
-           "arrayrecord": ("source", "target")}  # fmt: skip
+COLUMNS = {
+    "text": ("text",),
+    "tsv": ("source", "target"),
+    "jsonl": ("source", "target"),
+    "paired": ("source", "target"),
+    "arrayrecord": ("source", "target"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The files of one text, by name, and how they were made; `seed` and `number` name it."""
+    """The files of a text, by name, and how they were made. `seed` and `number` reproduce it."""
 
     seed: int
     number: int
     format: str
     files: dict[str, bytes]
     made: str
-    records: tuple[str, ...] | None = None  # of an ArrayRecord file before it was damaged
+    records: tuple[str, ...] | None = None  # of an ArrayRecord file, before damage
 
     def __str__(self) -> str:
         shown = {name: content[:60] for name, content in self.files.items()}
@@ -38,74 +47,83 @@ class Case:
 
 
 def cases(seed: int) -> Iterator[Case]:
-    draw = random.Random(seed)
+    """Yields random cases without end."""
+    rng = random.Random(seed)
     for number in itertools.count():
-        format = draw.choice(tuple(COLUMNS))
+        format = rng.choice(tuple(COLUMNS))
         names = ("a.source", "a.target") if format == "paired" else (f"a.{format}",)
         files, made, records = {}, [], None
         for name in names:
-            lines = _lines(draw, format)
+            lines = _lines(rng, format)
             if format == "arrayrecord":
                 content, how, records = _records(lines), "records", tuple(lines)
             else:
-                content, how = _joined(draw, lines)
-            content, damage = _damaged(draw, content)
-            if format != "arrayrecord" and draw.random() < 0.2:
-                content, name = _compressed(draw, content), f"{name}.gz"
+                content, how = _joined(rng, lines)
+            content, damage = _damaged(rng, content)
+            if format != "arrayrecord" and rng.random() < 0.2:
+                content, name = _compressed(rng, content), f"{name}.gz"
             files[name] = content
             made.append(f"{how}, {damage}")
         yield Case(seed, number, format, files, "; ".join(made), records)
 
 
 def check(case: Case) -> None:
-    """`sources.read` gives what `expected` does, and fails only where that does, with the file's name."""
+    """Checks that `sources.read` returns what `expected` returns, and raises where that is None.
+
+    Its error must contain the name of a file. A damaged ArrayRecord file may always be refused.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for name, content in case.files.items():
             (Path(folder) / name).write_bytes(content)
         path = ",".join(str(Path(folder) / name) for name in case.files)
 
         def read():
-            found = list(sources.read(case.format, path, columns=COLUMNS[case.format]))
+            examples = list(sources.read(case.format, path, columns=COLUMNS[case.format]))
             if wanted is None and case.records is None:
-                raise AssertionError(f"read {str(found)[:200]}, but it is malformed")
-            assert found == wanted, f"read {str(found)[:200]}, not {str(wanted)[:200]}"
+                raise AssertionError(f"read {str(examples)[:200]}, but the file is malformed")
+            assert examples == wanted, f"read {str(examples)[:200]}, not {str(wanted)[:200]}"
 
         wanted = expected(case)
         message = right_or_one_line(case, read)
         if message is not None:
-            assert any(name in message for name in case.files), f"{case}: names no file: {message}"
+            assert any(name in message for name in case.files), (
+                f"{case}: no file name in: {message}"
+            )
             damaged_record = case.records is not None and "damaged" in case.made
             assert wanted is None or damaged_record, f"{case}: refused, but well-formed: {message}"
 
 
 def expected(case: Case) -> list[tuple[str, ...]] | None:
-    """The examples, by the definition of each format, of whole files in memory; None if a file is malformed or there is no example."""
+    """Returns the examples by the definition of each format, read from the contents in memory.
+
+    Returns None if a file is malformed or contains no example.
+    """
     try:
         if case.records is not None:
-            return _kept([_of_json(record) for record in case.records])
+            return _nonempty([_from_json(record) for record in case.records])
         texts = [_decoded(name, content) for name, content in case.files.items()]
         lines = [_split(text) for text in texts]
         if case.format == "text":
-            rows = [(line,) for line in lines[0] if line.strip()]
+            examples = [(line,) for line in lines[0] if line.strip()]
         elif case.format == "tsv":
-            rows = [
+            examples = [
                 tuple(map(str.strip, line.split("\t")[:2])) for line in lines[0] if line.strip()
             ]
         elif case.format == "paired":
             if len(lines[0]) != len(lines[1]):
                 return None
-            rows = [(a.strip(), b.strip()) for a, b in zip(*lines, strict=True)]
+            examples = [(a.strip(), b.strip()) for a, b in zip(*lines, strict=True)]
         else:
-            rows = [_of_json(line) for line in lines[0] if line.strip()]
+            examples = [_from_json(line) for line in lines[0] if line.strip()]
     except (ValueError, OSError, EOFError, KeyError, RecursionError):
         return None
-    if any(len(row) != len(COLUMNS[case.format]) for row in rows):
+    if any(len(example) != len(COLUMNS[case.format]) for example in examples):
         return None
-    return _kept(rows)
+    return _nonempty(examples)
 
 
-def _kept(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]] | None:
-    return [row for row in rows if all(text.strip() for text in row)] or None
+def _nonempty(examples: list[tuple[str, ...]]) -> list[tuple[str, ...]] | None:
+    return [example for example in examples if all(text.strip() for text in example)] or None
 
 
 def _decoded(name: str, content: bytes) -> str:
@@ -124,25 +142,25 @@ def _split(text: str) -> list[str]:
     return [line.rstrip("\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
-def _of_json(line: str) -> tuple[str, ...]:
-    """The two fields, each in the record once, each a text or an integer."""
+def _from_json(line: str) -> tuple[str, ...]:
+    """Returns the two fields. Each occurs in the record once and is a string or an integer."""
     seen = []
 
-    def once(pairs):
+    def unique_fields(pairs):
         seen.extend(pairs)
         if len(dict(pairs)) < len(pairs):
-            raise ValueError("a field twice")
+            raise ValueError("duplicate field")
         return dict(pairs)
 
-    record = json.loads(line, object_pairs_hook=once)
+    record = json.loads(line, object_pairs_hook=unique_fields)
     if not isinstance(record, dict):
-        raise ValueError("no object")
-    row = tuple(record[name] for name in ("source", "target"))
-    if not all(isinstance(x, str | int) and not isinstance(x, bool) for x in row):
-        raise ValueError("no text")
-    for text in map(str, row):
+        raise ValueError("not an object")
+    fields = tuple(record[name] for name in ("source", "target"))
+    if not all(isinstance(x, str | int) and not isinstance(x, bool) for x in fields):
+        raise ValueError("not text")
+    for text in map(str, fields):
         text.encode("utf-8")  # fails for half of a surrogate pair
-    return tuple(map(str, row))
+    return tuple(map(str, fields))
 
 
 WORDS = (
@@ -167,39 +185,38 @@ WORDS = (
 BLANK = ("", " ", "\u00a0", "\t", "\u3000 ")
 
 
-def _text(draw: random.Random) -> str:
-    if draw.random() < 0.15:
-        return draw.choice(BLANK)
-    if draw.random() < 0.01:
+def _text(rng: random.Random) -> str:
+    if rng.random() < 0.15:
+        return rng.choice(BLANK)
+    if rng.random() < 0.01:
         return "long " * 50_000
-    return " ".join(draw.choices(WORDS, k=draw.randrange(1, 5)))
+    return " ".join(rng.choices(WORDS, k=rng.randrange(1, 5)))
 
 
-def _lines(draw: random.Random, format: str) -> list[str]:
-    count = draw.choice((0, 1, 2, 3, 8))
+def _lines(rng: random.Random, format: str) -> list[str]:
+    count = rng.choice((0, 1, 2, 3, 8))
     if format in ("jsonl", "arrayrecord"):
-        return [_json(draw) for _ in range(count)]
+        return [_json(rng) for _ in range(count)]
     if format == "tsv":
-        ragged = draw.random() < 0.2
-        columns = lambda: draw.choice((1, 2, 3, 4)) if ragged else draw.choice((2, 2, 3))
+        ragged = rng.random() < 0.2
+        columns = lambda: rng.choice((1, 2, 3, 4)) if ragged else rng.choice((2, 2, 3))
         return [
-            "\t".join(_text(draw).replace("\t", " ") for _ in range(columns()))
-            for _ in range(count)
+            "\t".join(_text(rng).replace("\t", " ") for _ in range(columns())) for _ in range(count)
         ]
-    return [_text(draw) for _ in range(count)]
+    return [_text(rng) for _ in range(count)]
 
 
-def _json(draw: random.Random) -> str:
-    """A record, in one case of four an odd one."""
-    record = {"source": _text(draw), "target": _text(draw), "other": 1}
-    plain = json.dumps(record, ensure_ascii=draw.random() < 0.5)
+def _json(rng: random.Random) -> str:
+    """Returns a JSON record, which is malformed or unusual with a probability of 6%."""
+    record = {"source": _text(rng), "target": _text(rng), "other": 1}
+    plain = json.dumps(record, ensure_ascii=rng.random() < 0.5)
     odd = (
         json.dumps(
-            record | {"source": draw.choice((None, True, 1.5, 7, [], {}, float("nan"), 10**30))}
+            record | {"source": rng.choice((None, True, 1.5, 7, [], {}, float("nan"), 10**30))}
         ),
         json.dumps({"source": "a"}),
         json.dumps([record]),
-        json.dumps(draw.choice((None, 1, "text", []))),
+        json.dumps(rng.choice((None, 1, "text", []))),
         '{"source": "a", "source": "b", "target": "c"}',
         '{"source": "\\ud800", "target": "c"}',
         '{"source": "\\u0000x", "target": "c"}',
@@ -211,17 +228,17 @@ def _json(draw: random.Random) -> str:
         "",
         " ",
     )
-    return draw.choice(odd) if draw.random() < 0.06 else plain
+    return rng.choice(odd) if rng.random() < 0.06 else plain
 
 
-def _joined(draw: random.Random, lines: list[str]) -> tuple[bytes, str]:
-    """The lines as a file."""
-    end = draw.choice(("\n", "\n", "\r\n", "mixed"))
-    ends = [draw.choice(("\n", "\r\n", "\n\n")) if end == "mixed" else end for _ in lines]
-    if ends and draw.random() < 0.3:
+def _joined(rng: random.Random, lines: list[str]) -> tuple[bytes, str]:
+    """Returns the lines as the content of a file, and a description of line ends and encoding."""
+    end = rng.choice(("\n", "\n", "\r\n", "mixed"))
+    ends = [rng.choice(("\n", "\r\n", "\n\n")) if end == "mixed" else end for _ in lines]
+    if ends and rng.random() < 0.3:
         ends[-1] = ""
     text = "".join(map(str.__add__, lines, ends))
-    encoding = draw.choice(
+    encoding = rng.choice(
         ("utf-8",) * 12 + ("utf-8-sig",) * 4 + ("utf-16", "utf-16-le", "latin-1", "utf-32")
     )
     return text.encode(encoding, "replace"), f"{end!r} {encoding}"
@@ -238,48 +255,39 @@ def _records(lines: list[str]) -> bytes:
         return Path(file.name).read_bytes()
 
 
-def _damaged(draw: random.Random, content: bytes) -> tuple[bytes, str]:
-    at = draw.randrange(len(content) + 1)
-    kind = draw.choice(("whole",) * 8 + ("cut", "flipped", "inserted", "empty"))
+INSERTED = (
+    b"\0", b"\xff", b"\xef\xbb\xbf", b"\n", b"\t", b"\r", b"\x80", b"\xc0\xaf", b"\xed\xa0\x80",
+)  # fmt: skip
+
+
+def _damaged(rng: random.Random, content: bytes) -> tuple[bytes, str]:
+    position = rng.randrange(len(content) + 1)
+    kind = rng.choice(("whole",) * 8 + ("cut", "flipped", "inserted", "empty"))
     if kind == "cut":
-        content = content[:at]
+        content = content[:position]
     elif kind == "flipped" and content:
         content = (
-            content[: at - 1] + bytes([content[at - 1] ^ (1 << draw.randrange(8))]) + content[at:]
-            if at
+            content[: position - 1]
+            + bytes([content[position - 1] ^ (1 << rng.randrange(8))])
+            + content[position:]
+            if position
             else content
         )
     elif kind == "inserted":
-        content = (
-            content[:at]
-            + draw.choice(
-                (
-                    b"\0",
-                    b"\xff",
-                    b"\xef\xbb\xbf",
-                    b"\n",
-                    b"\t",
-                    b"\r",
-                    b"\x80",
-                    b"\xc0\xaf",
-                    b"\xed\xa0\x80",
-                )
-            )
-            + content[at:]
-        )
+        content = content[:position] + rng.choice(INSERTED) + content[position:]
     elif kind == "empty":
         content = b""
     return content, kind if kind == "whole" else f"damaged: {kind}"
 
 
-def _compressed(draw: random.Random, content: bytes) -> bytes:
+def _compressed(rng: random.Random, content: bytes) -> bytes:
     packed = gzip.compress(content, mtime=0)
-    return draw.choice(
+    return rng.choice(
         (
             packed,
             packed,
             packed,
-            packed[: draw.randrange(len(packed))],
+            packed[: rng.randrange(len(packed))],
             packed + b"\0\0",
             packed + b"x",
             packed + packed,

@@ -1,9 +1,9 @@
-"""Damaged and altered Hugging Face directories, and what must hold of each.
+"""Damaged and altered Hugging Face directories.
 
-`mutate` writes a copy of a directory with one or two faults drawn from a seed: another config.json,
-other tensors, other files. `judge` then asserts the property: `load_hf` refuses the directory with
-a `UserError` of one line, or returns a model whose logits equal those of Transformers, if
-Transformers loads every tensor of that directory.
+`mutate` writes a copy of a directory with one or two faults in config.json, the tensors or the
+files, drawn from a seed. `judge` asserts that `load_hf` either refuses the directory with a
+`UserError` of one line, or returns a model whose logits equal those of Transformers. It compares
+the logits only if Transformers loads every tensor of the directory.
 
     sources = {name: save(name, root / name) for name in MODELS}
     for seed in range(500):
@@ -37,18 +37,17 @@ LENGTH = 9
 
 @functools.cache
 def _sources() -> dict[str, Path]:
-
     root = Path(tempfile.mkdtemp(prefix="faults-"))
     return {name: save(name, root / name) for name in MODELS}
 
 
 def cases(seed: int) -> Iterator[int]:
-    """Seeds of mutations, without end."""
+    """Yields the seeds of mutations without end."""
     return itertools.count(1_000_000 * seed)
 
 
 def check(case: int) -> str:
-    """AssertionError unless the property of `judge` holds for the directory of that seed."""
+    """Raises AssertionError unless `judge` accepts the directory with the faults of this seed."""
     with tempfile.TemporaryDirectory() as folder:
         name, fault = mutate_any(_sources(), Path(folder) / "model", case)
         try:
@@ -58,27 +57,27 @@ def check(case: int) -> str:
 
 
 def mutate_any(sources: Mapping[str, Path], target: Path, seed: int) -> tuple[str, str]:
-    """A faulty copy of one of the directories `sources`: its name, and the fault in words."""
+    """Writes a faulty copy of one of `sources`. Returns its name and describes the faults."""
     names = sorted(sources)
     name = names[seed % len(names)]
     return name, mutate(sources[name], target, seed)
 
 
 def mutate(source: Path, target: Path, seed: int) -> str:
-    """Copies `source` to `target` with one or two faults drawn from `seed`, told in words."""
+    """Copies `source` with one or two faults drawn from `seed`. Returns their description."""
     rng = np.random.default_rng(seed)
     shutil.copytree(source, target)
-    told = []
+    descriptions = []
     for _ in range(rng.choice([1, 1, 2])):
         fault = FAULTS[rng.choice(len(FAULTS), p=WEIGHTS)]
-        told.append(f"{fault.__name__.strip('_')}: {fault(target, rng)}")
+        descriptions.append(f"{fault.__name__.strip('_')}: {fault(target, rng)}")
         if not _intact(target):
             break
-    return "; ".join(told)
+    return "; ".join(descriptions)
 
 
 def _intact(target: Path) -> bool:
-    """Whether config.json and the tensors can still be read, and so be altered once more."""
+    """Returns whether config.json and the tensors can be read, as another fault requires."""
     try:
         return bool(safetensors.torch.load_file(target / "model.safetensors")) and isinstance(
             json.loads((target / "config.json").read_text()), dict
@@ -153,7 +152,7 @@ def _odd_value(target, rng):
 
 
 def _default_value(target, rng):
-    """The default of the config class in place of the value, or in addition."""
+    """Sets a field, present or not, to the default of the config class."""
     config = json.loads((target / "config.json").read_text())
     cls = transformers.CONFIG_MAPPING[config["model_type"]]
     name = _pick(rng, [n for n in cls.__dataclass_fields__ if not n.endswith("_token_id")])
@@ -188,10 +187,10 @@ def _tensors(target: Path, rng, change: Callable[[dict, str], str]) -> str:
     file = target / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     name = _pick(rng, sorted(tensors))
-    told = change(tensors, name)
+    description = change(tensors, name)
     tensors = {key: x.contiguous().clone() for key, x in tensors.items()}
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-    return f"{name} {told}"
+    return f"{name} {description}"
 
 
 def _reshaped(target, rng):
@@ -257,12 +256,12 @@ DROPPED: dict[str, list[str]] = {
     "opt": ["lm_head.weight"],
     "gpt_neox": ["embed_out.weight", "lm_head.weight", "gpt_neox.layers.0.attention.bias"],
 }  # fmt: skip
-"""Tensors that a family may drop, besides those of `_LIKE_LLAMA`."""
+"""Family -> tensors that it may drop. `_LIKE_LLAMA` applies to all other families."""
 _LIKE_LLAMA = ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
 
 
 def _added_tensor(target, rng):
-    """A tensor that the family may drop: a copy of the embedding, or other numbers."""
+    """Adds a tensor that the family may drop: a copy of the embedding, or other values."""
     kind = json.loads((target / "config.json").read_text()).get("model_type", "")
 
     def change(tensors, name):
@@ -300,21 +299,21 @@ def _flipped(target, rng):
     file = target / "model.safetensors"
     data = bytearray(file.read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")
-    at = int(rng.integers(0, header if rng.random() < 0.7 else len(data)))
-    data[at] ^= int(1 << rng.integers(8))
+    position = int(rng.integers(0, header if rng.random() < 0.7 else len(data)))
+    data[position] ^= int(1 << rng.integers(8))
     file.write_bytes(bytes(data))
-    return f"byte {at} of {len(data)}"
+    return f"byte {position} of {len(data)}"
 
 
 def _sharded(target, rng):
     tensors = safetensors.torch.load_file(target / "model.safetensors")
     names, index = sorted(tensors), target / "model.safetensors.index.json"
-    half = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, keys in half.items():
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, keys in shards.items():
         safetensors.torch.save_file(
             {key: tensors[key] for key in keys}, target / file, metadata={"format": "pt"}
         )
-    table: dict[str, Any] = {key: file for file, keys in half.items() for key in keys}
+    table: dict[str, Any] = {key: file for file, keys in shards.items() for key in keys}
     odd = ["../a.safetensors", str(target / "a.safetensors"), "c.safetensors", "", ".", "..",
            "b.safetensors", 3, None, "a\nb",
            "sub/../../x", "C:\\a", "\\a.safetensors", "a.safetensors\x00"]  # fmt: skip
@@ -322,13 +321,8 @@ def _sharded(target, rng):
         table[names[0]] = _pick(rng, odd)
     if rng.random() < 0.8:
         (target / "model.safetensors").unlink()
-    contents = [json.dumps({"weight_map": table})] * 6 + [
-        "{}",
-        "[]",
-        "{",
-        '{"weight_map": {}}',
-        '{"weight_map": []}',
-    ]
+    malformed = ["{}", "[]", "{", '{"weight_map": {}}', '{"weight_map": []}']
+    contents = [json.dumps({"weight_map": table})] * 6 + malformed
     index.write_text(_pick(rng, contents))
     return f"{index.read_text()[:40]} {table[names[0]]!r}"
 
@@ -346,44 +340,49 @@ WEIGHTS = np.array(list(_CHANCES.values())) / sum(_CHANCES.values())
 
 
 def judge(name: str, directory: Path, compare: bool = True) -> str:
-    """What became of a directory: "refused: ...", "equal", or "unjudged" where Transformers does
-    not load it whole, or without `compare`, which takes seconds. Raises AssertionError if the
-    message is not one line or the logits differ, and lets any other error through."""
+    """Loads a directory with `load_hf` and compares its logits with those of Transformers.
+
+    Returns "refused: ...", "equal", or "unjudged". A directory is unjudged if Transformers does not
+    load every tensor, or if `compare` is False (a comparison takes seconds). Raises AssertionError
+    if the message is not one line or the logits differ. All other errors propagate.
+    """
     try:
         config, params = load_hf(directory)
     except UserError as error:
         text = str(error)
         assert text and "\n" not in text and len(text) < 2000, f"not one line: {text!r}"
         return f"refused: {text}"
-    theirs = _theirs(name, directory) if compare else None
-    if theirs is None or config.max_length < LENGTH:
+    reference = _reference_model(name, directory) if compare else None
+    if reference is None or config.max_length < LENGTH:
         return "unjudged"
     ids = np.random.default_rng(0).integers(4, VOCAB, (2, LENGTH))
-    tensor, real = torch.tensor(ids), np.ones_like(ids, bool)
-    tokens, masks = (ids,), {"padding_mask": real}
+    tensor, mask = torch.tensor(ids), np.ones_like(ids, bool)
+    tokens, masks = (ids,), {"padding_mask": mask}
     if config.is_encoder_decoder:
-        tokens, masks = (ids, ids), masks | {"source_padding_mask": real}
-    given = {"decoder_input_ids": tensor} if config.is_encoder_decoder else {}
+        tokens, masks = (ids, ids), masks | {"source_padding_mask": mask}
+    decoder_ids = {"decoder_input_ids": tensor} if config.is_encoder_decoder else {}
     try:
         with torch.no_grad():
-            wanted = theirs(tensor, attention_mask=torch.ones_like(tensor), **given).logits.numpy()
+            expected = reference(
+                tensor, attention_mask=torch.ones_like(tensor), **decoder_ids
+            ).logits.numpy()
     except Exception as error:
         return f"unjudged: {type(error).__name__}"
-    if not np.isfinite(wanted).all():
+    if not np.isfinite(expected).all():
         return "unjudged"
-    found = np.asarray(build_model(config).apply(params, *tokens, **masks))
-    assert found.shape == wanted.shape
-    difference = np.abs(found - wanted).max()
-    assert difference < 1e-4 * (1 + np.abs(wanted).max()), f"logits differ by {difference}"
+    logits = np.asarray(build_model(config).apply(params, *tokens, **masks))
+    assert logits.shape == expected.shape
+    difference = np.abs(logits - expected).max()
+    assert difference < 1e-4 * (1 + np.abs(expected).max()), f"logits differ by {difference}"
     return "equal"
 
 
-def _theirs(name: str, directory: Path):
-    """Transformers' model of a directory, or None if it does not load every tensor."""
+def _reference_model(name: str, directory: Path):
+    """Returns the Transformers model of a directory, or None if it does not load every tensor."""
     config = json.loads((directory / "config.json").read_text())
     numbers = [x for x in config.values() if isinstance(x, int | float)]
     if any(abs(x) >= 10**6 for x in numbers):
-        return None  # it would make tables of that size
+        return None  # a model may allocate tables of this size
     logging.disable(logging.WARNING)
     try:
         cls = getattr(transformers, MODELS[name][0])
@@ -394,5 +393,5 @@ def _theirs(name: str, directory: Path):
         return None
     finally:
         logging.disable(logging.NOTSET)
-    whole = not info["missing_keys"] and not info["mismatched_keys"]
-    return model.eval() if whole and not info.get("error_msgs") else None
+    complete = not info["missing_keys"] and not info["mismatched_keys"]
+    return model.eval() if complete and not info.get("error_msgs") else None

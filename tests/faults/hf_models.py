@@ -1,4 +1,4 @@
-"""The smallest models of Transformers of every family, saved as directories."""
+"""Tiny Transformers models of every family, saved as directories."""
 
 from pathlib import Path
 
@@ -51,11 +51,11 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3ForCausalLM", _LLAMA | {"head_dim": 6}),
     "gemma2": ("Gemma2ForCausalLM", _LLAMA | {"head_dim": 6, "sliding_window": 5}),
 }  # fmt: skip
-"""Name -> (class of Transformers, options): every family, as small as it gets."""
+"""Name -> (Transformers class, options of a tiny model), for every family."""
 
 
 def save(name: str, directory: Path, seed: int = 0) -> Path:
-    """Writes the model of that name, with parameters away from their initial values."""
+    """Saves the named model with noise added to its initial parameters. Returns the directory."""
     cls, options = getattr(transformers, MODELS[name][0]), MODELS[name][1]
     torch.manual_seed(seed)
     model = cls(cls.config_class(vocab_size=VOCAB, **options)).eval().float()

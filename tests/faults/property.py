@@ -1,4 +1,4 @@
-"""What every fuzzer asks: the right result, or one line that a person can use."""
+"""The property that every fuzzer checks: a correct result, or an error of one line."""
 
 import time
 import warnings
@@ -8,9 +8,14 @@ from transformer.errors import LONGEST, UserError
 
 
 def right_or_one_line(case, act: Callable[[], None], seconds: float = 2.0) -> str | None:
-    """Runs `act`, which raises AssertionError for a wrong result. Returns the message of its UserError, None if there is none. Raises
-    AssertionError, which shows the case, for any other exception, for a warning, a message that is no single line, and a slow answer."""
-    message, began = None, time.process_time()  # other work may slow this machine
+    """Runs `act`, which raises AssertionError for a wrong result.
+
+    Returns the message of the UserError that `act` raises, or None. Raises AssertionError with the
+    case for any other exception, a warning, a message that is not a single printable line of at
+    most LONGEST characters, and a runtime of `seconds` or more.
+    """
+    # Processor time, because other programs may slow the machine.
+    message, start = None, time.process_time()
     try:
         with warnings.catch_warnings(action="error"):
             act()
@@ -20,8 +25,8 @@ def right_or_one_line(case, act: Callable[[], None], seconds: float = 2.0) -> st
         raise AssertionError(f"{case}: {e}") from e
     except Exception as e:
         raise AssertionError(f"{case}: {type(e).__name__}: {str(e)[:300]}") from e
-    spent = time.process_time() - began
-    assert spent < seconds, f"{case}: {spent:.1f} s"
+    elapsed = time.process_time() - start
+    assert elapsed < seconds, f"{case}: {elapsed:.1f} s"
     if message is not None:
         assert message.strip() and len(message.splitlines()) == 1, f"{case}: {message!r}"
         assert len(message) <= LONGEST and message.isprintable(), f"{case}: {message!r}"

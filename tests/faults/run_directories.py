@@ -1,4 +1,7 @@
-"""Fuzzed run directories: a trained run with one file damaged is read as it was, or one line says what is wrong."""
+"""Fuzzed run directories: a trained run with one damaged file.
+
+Each reader must return what it returns for the intact run, or raise an error of one line.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +34,7 @@ FILES = ("config.json", "manifest.json", "metrics.jsonl", "test.json", "tokenize
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is done to which file, with which bytes; `seed` and `number` name it."""
+    """A file, its damage and its new content. `seed` and `number` reproduce the case."""
 
     seed: int
     number: int
@@ -41,18 +44,22 @@ class Case:
 
     def __str__(self) -> str:
         shown = None if self.content is None else self.content[:80]
-        return f"run_directories, seed {self.seed}, case {self.number}: {self.file} {self.damage} {shown}"
+        return (
+            f"run_directories, seed {self.seed}, case {self.number}: "
+            f"{self.file} {self.damage} {shown}"
+        )
 
 
 def cases(seed: int) -> Iterator[Case]:
-    draw, whole = random.Random(seed), run_directory()
+    """Yields random cases without end."""
+    rng, intact = random.Random(seed), run_directory()
     for number in itertools.count():
-        file = draw.choice(FILES)
-        yield Case(seed, number, file, *_damage(draw, (whole / file).read_bytes()))
+        file = rng.choice(FILES)
+        yield Case(seed, number, file, *_damage(rng, (intact / file).read_bytes()))
 
 
 def check(case: Case) -> None:
-    """Each reader of the directory gives what it gives of the whole one, or one line."""
+    """Applies the damage and runs each reader of the file. No reader may change the directory."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         shutil.copytree(run_directory(), folder, copy_function=os.link)
@@ -76,21 +83,21 @@ def _load_config(folder: Path, case: Case) -> None:
 
 
 def _same(case: Case, config) -> bool:
-    """Whether the file, damaged or not, says what was read."""
-    given = json.loads(case.content) if case.content is not None else None
-    return given is None or all(
+    """Returns whether the config agrees with the content of the damaged file, if it has one."""
+    tree = json.loads(case.content) if case.content is not None else None
+    return tree is None or all(
         to_mapping(config).get(key) == value or isinstance(value, dict | list)
-        for key, value in given.items()
+        for key, value in tree.items()
     )
 
 
 def _check(folder: Path, case: Case) -> None:
     rundir.check(folder, _config())
-    assert rundir.load_config(folder) == _config() or not _keeps_numbers(folder)
+    assert rundir.load_config(folder) == _config() or not _changes_results(folder)
 
 
-def _keeps_numbers(folder: Path) -> bool:
-    """Whether a field that numbers depend on is as it was."""
+def _changes_results(folder: Path) -> bool:
+    """Returns whether a field that affects results differs from the config of the intact run."""
     old, new = (rundir.flat(to_mapping(c)) for c in (_config(), rundir.load_config(folder)))
     return any(old[key] != new[key] for key in old if not key.startswith(rundir.FREE))
 
@@ -135,12 +142,15 @@ READERS = {
     "metrics": (_metrics, ("metrics.jsonl",)),
     "compare": (_compare, ("config.json", "manifest.json", "metrics.jsonl", "test.json")),
 }
-"""What opens a run directory, a function of the folder and the case; and the files that it reads."""
+"""Name -> (reader, the files that it reads). A reader takes the folder and the case."""
 
 
 @functools.cache
 def run_directory() -> Path:
-    """A tiny trained run, and beside it `other`, a copy with another seed; made once in a process."""
+    """Returns a tiny run, trained once per process.
+
+    The folder `other` beside it is a copy with another seed.
+    """
     folder = Path(tempfile.mkdtemp(prefix="faults-")) / "run"
     with use(_mesh()):
         train(_config(), folder)
@@ -155,9 +165,11 @@ def run_directory() -> Path:
 @functools.cache
 def _config():
     small = {
-        "model.d_model": "16", "model.d_ff": "16", "model.num_heads": "2", "model.num_decoder_layers": "1", "model.max_length": "16",
-        "data.length": "16", "data.batch_size": "2", "train.steps": "2", "train.log_every": "1", "train.eval_batches": "1",
-        "train.tensorboard": "False", "mesh.data": "1", "optimizer.warmup_steps": "1",
+        "model.d_model": "16", "model.d_ff": "16", "model.num_heads": "2",
+        "model.num_decoder_layers": "1", "model.max_length": "16",
+        "data.length": "16", "data.batch_size": "2", "mesh.data": "1",
+        "train.steps": "2", "train.log_every": "1", "train.eval_batches": "1",
+        "train.tensorboard": "False", "optimizer.warmup_steps": "1",
     }  # fmt: skip
     return apply_overrides(load_experiment(str(SMOKE)), small)
 
@@ -172,24 +184,27 @@ def _data():
     return open_data(_config())
 
 
-OTHER = (b"", b" ", b"{}", b"[]", b"null", b"1", b'"text"', b"NaN", b"{", b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}", b"\xff\xfe{\x00}\x00",
-         b"\xef\xbb\xbf{}", b"\0" * 64, b"{}\n{}\n", b'{"step": 1}\n' * 3, b'{"step": true}\n', b'{"step": -1, "train/loss": "x"}\n',
-         b'{"step": 1e400, "eval/loss": NaN}\n')  # fmt: skip
+OTHER = (
+    b"", b" ", b"{}", b"[]", b"null", b"1", b'"text"', b"NaN", b"{", b"[" * 100_000,
+    b'{"step": ' + b"9" * 5000 + b"}", b"\xff\xfe{\x00}\x00", b"\xef\xbb\xbf{}", b"\0" * 64,
+    b"{}\n{}\n", b'{"step": 1}\n' * 3, b'{"step": true}\n',
+    b'{"step": -1, "train/loss": "x"}\n', b'{"step": 1e400, "eval/loss": NaN}\n',
+)  # fmt: skip
 
 
-def _damage(draw: random.Random, content: bytes) -> tuple[str, bytes | None]:
-    at = draw.randrange(1, len(content))
-    kind = draw.choice(
+def _damage(rng: random.Random, content: bytes) -> tuple[str, bytes | None]:
+    """Returns a kind of damage and the new content, which is None if the kind has no content."""
+    position = rng.randrange(1, len(content))
+    kind = rng.choice(
         ("deleted", "cut", "flipped", "other", "value", "value", "key", "folder", "link", "nowhere")
     )
     if kind == "cut":
-        return kind, content[:at]
+        return kind, content[:position]
     if kind == "flipped":
-        return kind, content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[
-            at + 1 :
-        ]
+        flipped = bytes([content[position] ^ (1 << rng.randrange(8))])
+        return kind, content[:position] + flipped + content[position + 1 :]
     if kind == "other":
-        return kind, draw.choice(OTHER)
+        return kind, rng.choice(OTHER)
     if kind in ("value", "key"):
         try:
             lines = [json.loads(line) for line in content.splitlines()]
@@ -197,8 +212,8 @@ def _damage(draw: random.Random, content: bytes) -> tuple[str, bytes | None]:
             try:
                 lines = [json.loads(content)]
             except ValueError:
-                return "cut", content[:at]
-        _change(draw, draw.choice(lines), kind)
+                return "cut", content[:position]
+        _change(rng, rng.choice(lines), kind)
         return kind, "\n".join(map(json.dumps, lines)).encode()
     return kind, None
 
@@ -223,21 +238,21 @@ VALUES = (
 )
 
 
-def _change(draw: random.Random, tree, kind: str) -> None:
-    """Somewhere in a JSON tree another value, or a key too many or too few."""
+def _change(rng: random.Random, tree, kind: str) -> None:
+    """Changes a random value of a JSON tree, or removes or renames a random key."""
     while True:
         keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
         if not keys:
             return
-        key = draw.choice(keys)
-        if isinstance(tree[key], dict | list) and tree[key] and draw.random() < 0.7:
+        key = rng.choice(keys)
+        if isinstance(tree[key], dict | list) and tree[key] and rng.random() < 0.7:
             tree = tree[key]
         elif kind == "value" or isinstance(tree, list):
-            tree[key] = draw.choice(VALUES)
+            tree[key] = rng.choice(VALUES)
             return
         else:
             value = tree.pop(key)
-            if draw.random() < 0.5:
+            if rng.random() < 0.5:
                 tree[f"{key}x"] = value
             return
 
@@ -248,7 +263,7 @@ def _apply(case: Case, folder: Path) -> None:
     if case.damage == "folder":
         file.mkdir()
     elif case.damage == "link":
-        file.symlink_to(file.name)  # to itself
+        file.symlink_to(file.name)  # a link to itself
     elif case.damage == "nowhere":
         file.symlink_to("nowhere")
     elif case.content is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints: fingerprints, damage that is found, the checkpoint before it, and what is kept."""
+"""Checkpoints: fingerprints, detection of damage, fallback and deletion of old checkpoints."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ from transformer.training.state import layout
 
 
 def fingerprint(x: np.ndarray) -> str:
-    """The docstring's equation with Python's integers."""
+    """Computes the equation in the docstring of `runs/fingerprint.py` with Python integers."""
     words = np.ravel(x).view(f"uint{8 * x.dtype.itemsize}") if x.dtype != bool else np.ravel(x)
 
     def mix(w: int) -> int:
@@ -51,23 +51,25 @@ def test_a_fingerprint_is_the_sum_that_its_docstring_says(dtype):
 
 
 def test_a_fingerprint_is_of_values_and_places_and_not_of_the_mesh():
-    whole = fingerprints([X])["0"]
+    expected = fingerprints([X])["0"]
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     for spec in (P("data"), P("fsdp", "tensor"), P(None, ("data", "tensor"), "fsdp"), P()):
-        assert fingerprints([jax.device_put(X, NamedSharding(mesh, spec))])["0"] == whole, spec
+        assert fingerprints([jax.device_put(X, NamedSharding(mesh, spec))])["0"] == expected, spec
     changed = X.copy()
     changed.view(np.uint32)[3, 1, 0] ^= 1
     swapped = X[::-1].copy()
     assert sorted(swapped.ravel()) == sorted(X.ravel())
-    others = [fingerprints([x])["0"] for x in (changed, swapped, -X, X.reshape(8, 8)[:, :4])]
-    assert len({whole, *others}) == 5
+    other_fingerprints = [
+        fingerprints([x])["0"] for x in (changed, swapped, -X, X.reshape(8, 8)[:, :4])
+    ]
+    assert len({expected, *other_fingerprints}) == 5
 
 
 def test_devices_exchange_nothing_for_a_fingerprint():
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))
     x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "data")))
     program = fingerprint_module._program(x.sharding).lower(x).compile().as_text()
-    assert "u32[1,2]" in program, "the sums"
+    assert "u32[1,2]" in program, "no sums of one device"
     assert not re.search("all-|collective|send|recv", program)
 
 
@@ -75,15 +77,21 @@ def test_devices_exchange_nothing_for_a_fingerprint():
 def config():
     return from_mapping(Experiment, {
         "model": sized("decoder", vocab_size=400, d_ff=16),
-        "data": {"corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4, "tokenizer": {"kind": "bpe"}},
+        "data": {
+            "corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4,
+            "tokenizer": {"kind": "bpe"},
+        },
         "optimizer": {"warmup_steps": 5, "schedule": "constant"}, "mesh": {"data": 1},
-        "train": {"steps": 6, "log_every": 1, "eval_batches": 1, "checkpoint_every": 2, "keep_checkpoints": 3, "tensorboard": False, "ema_decay": 0.9},
+        "train": {
+            "steps": 6, "log_every": 1, "eval_batches": 1, "checkpoint_every": 2,
+            "keep_checkpoints": 3, "tensorboard": False, "ema_decay": 0.9,
+        },
     })  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def trained(config, tmp_path_factory):
-    """A run with checkpoints of steps 2, 4 and 6."""
+    """A run with checkpoints at steps 2, 4 and 6."""
     monkeypatch = pytest.MonkeyPatch()
     folder = tmp_path_factory.mktemp("checkpoints")
     monkeypatch.setenv("TRANSFORMER_DATA", str(folder / "data"))
@@ -94,16 +102,20 @@ def trained(config, tmp_path_factory):
 
 def test_damage_is_found_and_the_checkpoint_before_it_is_used(trained, tmp_path, capfd):
     assert trained.steps == [2, 4, 6]
-    tried = list(itertools.islice(harms(trained.newest, seed=1), 40))
-    found = [trained.check(harm, tmp_path) for harm in tried]
-    assert found.count("damaged") > 10, "else the cases are harmless"
-    arrays = [h for h, f in zip(tried, found, strict=True) if "/d/" in h.file and f == "damaged"]
-    assert arrays, "else no array was harmed"
+    all_harms = list(itertools.islice(harms(trained.newest, seed=1), 40))
+    outcomes = [trained.check(harm, tmp_path) for harm in all_harms]
+    assert outcomes.count("damaged") > 10, "most harms are harmless"
+    array_harms = [
+        harm
+        for harm, outcome in zip(all_harms, outcomes, strict=True)
+        if "/d/" in harm.file and outcome == "damaged"
+    ]
+    assert array_harms, "no harm damaged an array"
     assert "Traceback" not in capfd.readouterr().err
 
 
 def harm_arrays(folder) -> None:
-    """Flips one bit in the middle of each file with values of parameters."""
+    """Flips one bit in the middle of each file with parameter values."""
     for file in sorted(folder.rglob("params/**/d/*")):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 8
@@ -118,20 +130,22 @@ def test_training_continues_from_the_checkpoint_before_a_damaged_one(
     losses = lambda folder: {
         line["step"]: line["train/loss"] for line in read_metrics(folder) if "train/loss" in line
     }
-    whole = losses(run)
+    expected = losses(run)
     harm_arrays(run / "checkpoints" / "6")
     strict = dataclasses.replace(config, train=dataclasses.replace(longer, strict_checkpoints=True))
     with pytest.raises(
         Damaged, match=r"6 is damaged .*set train.strict_checkpoints=False to skip it"
     ):
         train(strict, run)
-    assert losses(run) == whole and not (run / "damaged").exists(), "strict changes nothing"
+    assert losses(run) == expected and not (run / "damaged").exists(), (
+        "strict_checkpoints must not change the run"
+    )
     assert train(dataclasses.replace(config, train=longer), run) == 7
-    said = capfd.readouterr().err
-    assert "6 is damaged" in said and "continuing from step 4" in said
-    assert "Traceback" not in said
-    again = losses(run)
-    assert again.pop(7) and again == whole, "the steps after 4 were done again, and logged once"
+    output = capfd.readouterr().err
+    assert "6 is damaged" in output and "continuing from step 4" in output
+    assert "Traceback" not in output
+    continued = losses(run)
+    assert continued.pop(7) and continued == expected, "the repeated steps must be logged once"
     assert (run / "damaged" / "6").is_dir()
     assert Checkpoints(run, longer).steps == [4, 6, 7]
 
@@ -153,29 +167,29 @@ def test_a_checkpoint_in_another_place_is_damaged(trained, config, tmp_path):
 
 
 def test_only_intact_checkpoints_count_when_old_ones_are_deleted(trained, config, tmp_path):
-    """Step 8 makes 2 and 4 superfluous, unless 6 is damaged: then 4 stays."""
+    """Saving step 8 deletes steps 2 and 4. If step 6 is damaged, step 4 is kept."""
     run = tmp_path / "run"
-    keeping = dataclasses.replace(config.train, steps=100, keep_checkpoints=2)
-    for harmed, left in ((False, [6, 8]), (True, [4, 8])):
+    train_config = dataclasses.replace(config.train, steps=100, keep_checkpoints=2)
+    for is_harmed, remaining_steps in ((False, [6, 8]), (True, [4, 8])):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(trained.run, run)
-        told: list[str] = []
-        checkpoints = Checkpoints(run, keeping, told.append)
-        if harmed:
+        lines: list[str] = []
+        checkpoints = Checkpoints(run, train_config, lines.append)
+        if is_harmed:
             harm_arrays(run / "checkpoints" / "6")
         with jax.set_mesh(make_mesh(config.mesh)):
             state = jax.tree.map(jnp.asarray, trained.states[6])
             checkpoints.save(state, 8, {}, layout(config.model))
             checkpoints.close()
-        assert Checkpoints(run, keeping).steps == left
-        assert len(told) == harmed and all("6 is damaged" in line for line in told)
+        assert Checkpoints(run, train_config).steps == remaining_steps
+        assert len(lines) == is_harmed and all("6 is damaged" in line for line in lines)
 
 
 def saving(trained, config, run, **fields) -> Checkpoints:
-    """Step 8 saved into a copy of the run, so that something is to be deleted."""
+    """Saves step 8 into a copy of the run, so that old checkpoints are due for deletion."""
     shutil.copytree(trained.run, run)
-    keeping = dataclasses.replace(config.train, steps=100, keep_checkpoints=2, **fields)
-    checkpoints = Checkpoints(run, keeping, lambda line: None)
+    train_config = dataclasses.replace(config.train, steps=100, keep_checkpoints=2, **fields)
+    checkpoints = Checkpoints(run, train_config, lambda line: None)
     with jax.set_mesh(make_mesh(config.mesh)):
         state = jax.tree.map(jnp.asarray, trained.states[6])
         checkpoints.save(state, 8, {}, layout(config.model))
@@ -219,8 +233,10 @@ def test_verification_holds_few_arrays_at_a_time(trained):
     total = len(jax.tree.leaves(items))
     for limit in (1, 3000, 2**40):
         parts = list(checkpoint._parts(items, limit))
-        held = [[x for x in jax.tree.leaves(part) if x is not ...] for part in parts]
-        assert sum(map(len, held)) == total and len(parts) == {1: total, 2**40: 1}.get(
+        arrays_of_parts = [[x for x in jax.tree.leaves(part) if x is not ...] for part in parts]
+        assert sum(map(len, arrays_of_parts)) == total and len(parts) == {1: total, 2**40: 1}.get(
             limit, len(parts)
         )
-        assert all(sum(map(checkpoint._bytes, part)) <= limit or len(part) == 1 for part in held)
+        assert all(
+            sum(map(checkpoint._bytes, part)) <= limit or len(part) == 1 for part in arrays_of_parts
+        )

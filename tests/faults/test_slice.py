@@ -1,4 +1,4 @@
-"""A fast slice of the fuzzers, always the same. The whole of them runs elsewhere, over many seeds."""
+"""The first cases of three fuzzers, with a fixed seed. `make faults` runs all fuzzers."""
 
 import itertools
 

@@ -16,7 +16,7 @@ import numpy as np
 from transformer.planning.chips import HOST, Topology
 from transformer.planning.collectives import Collective, collectives
 from transformer.planning.hlo import HloProgram, Instruction
-from transformer.planning.kernels import Kernel
+from transformer.planning.kernels import KernelWork
 from transformer.planning.work import flops, hbm_bytes
 
 
@@ -56,7 +56,7 @@ def roofline(
     program: HloProgram,
     topology: Topology,
     devices: list,
-    kernel: Callable[[Instruction], Kernel] = lambda op: Kernel(),
+    kernel: Callable[[Instruction], KernelWork] = lambda op: KernelWork(),
 ) -> Roofline:
     """Returns the roofline of a program.
 

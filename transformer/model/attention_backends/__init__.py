@@ -1,7 +1,7 @@
 """Inner attention: from queries, keys, values, a mask and a position scheme to outputs.
 
 A backend is a function `attend(q, k, v, inputs)`. Its entry in BACKENDS also has a function that
-checks whether it supports inputs inputs. `reference` supports all inputs.
+checks whether it supports inputs. `reference` supports all inputs.
 """
 
 import contextlib

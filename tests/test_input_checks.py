@@ -1,0 +1,125 @@
+"""Inputs that do not fit a model raise errors of one line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import make, small, tokens
+
+from transformer import UserError, build_model
+from transformer.decoding.prefill import prefill
+
+ONES = np.ones((2, 5), np.int32)
+FAULTS = {
+    "rank 1": (
+        (ONES[0],), {},
+        r"tokens: expected integers of shape \[B, T\], got int32\[5\]; "
+        r"add the batch axis, tokens\[None\]",
+    ),
+    "rank 3": ((ONES[None],), {}, r"got int32\[1, 2, 5\]"),
+    "float": (
+        (ONES * 1.0,), {}, r"tokens: expected integers of shape \[B, T\], got float64",
+    ),
+    "list": (([[1, 2]],), {}, "tokens: expected an integer array, got a list"),
+    "long": (
+        (np.ones((1, 25), int),), {},
+        r"a sequence of 25 tokens is longer than model\.max_length = 24",
+    ),
+    "mask's shape": (
+        (ONES,), {"padding_mask": ONES[:, :4] > 0},
+        r"padding_mask: shape \[2, 4\] differs from the tokens' shape \[2, 5\]",
+    ),
+    "mask's rank": ((ONES,), {"padding_mask": ONES[0] > 0}, r"padding_mask: shape \[5\]"),
+    "mask's type": (
+        (ONES,), {"padding_mask": ONES * 0.5},
+        "padding_mask: expected an array of bool, got float64",
+    ),
+    "segments' type": (
+        (ONES,), {"segment_ids": ONES > 0}, "segment_ids: expected an integer array, got bool",
+    ),
+    "both masks": (
+        (ONES,), {"padding_mask": ONES > 0, "segment_ids": ONES},
+        "padding_mask: passed together with segment_ids; pass one",
+    ),
+    "positions' shape": ((ONES,), {"positions": ONES[:1, :3]}, r"positions: shape \[1, 3\]"),
+    "prefix": ((ONES,), {"prefix_mask": ONES > 0}, r"prefix_mask: .*; set model\.prefix_lm=True"),
+    "types": ((ONES,), {"token_types": ONES}, r"token_types: passed, but model\.token_types = 0"),
+}  # fmt: skip
+"""Shapes and types that do not fit: (tokens, keyword arguments, message)."""
+
+VALUES = {
+    "beyond": (
+        (ONES + 36,), {}, r"tokens: 37 must be between 0 and 36 \(model\.vocab_size = 37\)",
+    ),
+    "negative": ((ONES - 2,), {}, "tokens: -1 must be between 0 and 36"),
+    "mask": ((ONES,), {"padding_mask": 2 * ONES}, "padding_mask: 2 must be between 0 and 1"),
+    "segments": ((ONES,), {"segment_ids": -ONES}, "segment_ids: -1 must be at least 0"),
+    "positions": (
+        (ONES,), {"positions": 24 * ONES},
+        r"positions: 24 must be between 0 and 23 \(model\.max_length = 24\)",
+    ),
+}  # fmt: skip
+"""Values that do not fit: (tokens, keyword arguments, message)."""
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *VALUES])
+def test_what_does_not_fit_is_one_line(fault):
+    """Shapes and types are also checked under jit, where values are unknown."""
+    inputs, kwargs, message = (FAULTS | VALUES)[fault]
+    model, params = make(small("decoder", position="learned"))
+    with pytest.raises(UserError, match=message) as error:
+        model.apply(params, *inputs, **kwargs)
+    assert "\n" not in str(error.value)
+    trace = lambda: jax.eval_shape(
+        lambda p, x, kwargs: model.apply(p, x, **kwargs), params, inputs[0], kwargs
+    )
+    if fault in VALUES:
+        trace()
+    elif fault != "list":
+        with pytest.raises(UserError, match=message.replace("float64", "float32")):
+            trace()
+
+
+def test_what_does_not_fit_in_two_sides_says_which():
+    model, params = make(small("encoder_decoder"))
+    x = jnp.asarray(ONES)
+    for inputs, kwargs, message in (
+        ((x[0], x), {}, r"source: expected integers of shape \[B, T\], got int32\[5\]"),
+        ((x, x + 36), {}, "target: 37 must be between 0 and 36"),
+        ((x, x), {"source_padding_mask": x[:, 1:]}, "padding_mask of the source: shape"),
+        (
+            (x, x),
+            {"segment_ids": x + 1},
+            "segment_ids: 2 documents in a sequence, but no source_segment_ids",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            model.apply(params, *inputs, **kwargs)
+    with_types = build_model(small("encoder", token_types=2))
+    with pytest.raises(
+        UserError, match=r"token_types: 2 must be between 0 and 1 \(model\.token_types = 2\)"
+    ):
+        with_types.init(jax.random.key(0), x, token_types=x + 1)
+
+
+def test_prompts_and_caches_that_do_not_fit():
+    model, params = make(small("decoder", scan_layers=False))
+    x = tokens(0, 2, 4)
+    with pytest.raises(
+        UserError, match="prompt_mask: padding after a real token; pad prompts on the left"
+    ):
+        prefill(model, params, x, 8, None, x[:, ::-1] != x[:, :1])
+    with pytest.raises(UserError, match=r"cache: 3 slots cannot hold 0 \+ 4 tokens"):
+        prefill(model, params, x, 3)
+
+
+@pytest.mark.parametrize("position", ["learned", "xpos"])
+def test_no_cache_is_longer_than_the_positions(position):
+    """Past its last position, a table would repeat its last row, and xPos has no factor."""
+    model, params = make(small("decoder", position=position))
+    x = tokens(0, 1, 4)
+    assert prefill(model, params, x, 24)[0].shape == (1, 37)
+    with pytest.raises(UserError, match=r"take 25 tokens, but the positions .* end at 23"):
+        prefill(model, params, x, 25)
+    model, params = make(small("decoder", position="rotary"))
+    assert prefill(model, params, x, 25)[0].shape == (1, 37)
