@@ -1,9 +1,11 @@
 # make run       install, download the text, train a small translator, evaluate it, translate
+# make install   only install
 # make test      install the test dependencies and run the tests
 # make ablation  train norm placements and position schemes with three seeds, and write the report
 # make faults    inject random faults for an hour (kills, flipped bits, damaged files, odd configs)
 # make slice     with the newest supported Python that is installed: install, import, train a small
 #                model, evaluate it, generate, plan
+# make docs      build the manual as a site, in docs/_build/html
 # make lint      check style and imports, which `make test` also does
 
 # The first Python on the PATH with a supported version.
@@ -26,6 +28,8 @@ run: .venv/installed
 		'She told me that she was going to buy a new car.' > $(WORKDIR)/examples.txt
 	$(BIN)/python -m transformer generate --workdir=$(WORKDIR) --input=$(WORKDIR)/examples.txt
 
+install: .venv/installed
+
 ablation: .venv/installed
 	$(BIN)/python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
 	$(BIN)/python -m transformer compare runs/ablation
@@ -39,6 +43,11 @@ test: .venv/installed-test
 
 faults: .venv/installed-test
 	cd tests && ../$(BIN)/python -m faults --minutes=60
+
+docs: .venv/installed-docs
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/sphinx-build --fail-on-warning --quiet docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 slice:
 	.ci/slice "$(NEWEST)"
@@ -62,4 +71,9 @@ lint: .venv/installed-test
 		--constraint constraints.txt --editable '.[test]'
 	@touch $@ .venv/installed
 
-.PHONY: run ablation test faults slice lint
+.venv/installed-docs: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[docs]'
+	@touch $@ .venv/installed
+
+.PHONY: run install docs ablation test faults slice lint

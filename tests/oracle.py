@@ -12,16 +12,18 @@ from oracle_positions import choose, clip, positioned, sinusoid, turn
 
 erf = np.vectorize(math.erf)
 
-# name -> (norm of the input, norm of the branch, norm of the sum, final norm, learned gate)
+# name -> (norm of the input, norm of the branch, norm of the sum, final norm, learned gate,
+#          residual scale a; None: by depth)
 PLACEMENTS = {
-    "pre": (1, 0, 0, 1, 0),
-    "post": (0, 0, 1, 0, 0),
-    "peri": (1, 1, 0, 1, 0),
-    "res_post": (0, 1, 0, 1, 0),
-    "deepnorm": (0, 0, 1, 0, 0),
-    "none": (0, 0, 0, 0, 0),
-    "rezero": (0, 0, 0, 0, 1),
+    "pre": (1, 0, 0, 1, 0, 1.0),
+    "post": (0, 0, 1, 0, 0, 1.0),
+    "peri": (1, 1, 0, 1, 0, 1.0),
+    "res_post": (0, 1, 0, 1, 0, 1.0),
+    "deepnorm": (0, 0, 1, 0, 0, None),
+    "none": (0, 0, 0, 0, 0, 1.0),
+    "rezero": (0, 0, 0, 0, 1, 1.0),
 }
+PARTS = ("in_norm", "res_norm", "out_norm", "final_norm", "gate", "residual_scale")
 
 
 def forward(config, params, *sides, **where):
@@ -148,26 +150,20 @@ def placement(c, side):
     """Returns (in, res, out, final, gate, a), the parts of the residual formula."""
     spec = c.norm_placement
     name, overrides = (spec, {}) if isinstance(spec, str) else (spec["name"], dict(spec))
-    parts = dict(
-        zip(
-            ("in_norm", "res_norm", "out_norm", "final_norm", "gate"), PLACEMENTS[name], strict=True
-        )
-    )
+    if name not in PLACEMENTS:
+        raise NotImplementedError(f"write {name!r} in PLACEMENTS, in tests/oracle.py")
+    parts = dict(zip(PARTS, PLACEMENTS[name], strict=True))
     n, m = c.num_layers("encoder"), c.num_layers("decoder")
-    a = 1.0
     if name == "deepnorm":
-        a = (
+        parts["residual_scale"] = (
             (2 * (n + m)) ** 0.25
             if not (n and m)
             else (3 * m) ** 0.25
             if side == "decoder"
             else 0.81 * (n**4 * m) ** (1 / 16)
         )
-    parts = parts | {"residual_scale": a} | overrides
-    return tuple(
-        parts[k]
-        for k in ("in_norm", "res_norm", "out_norm", "final_norm", "gate", "residual_scale")
-    )
+    parts |= overrides
+    return tuple(parts[part] for part in PARTS)
 
 
 def embed_positions(c, p, x, info, specs, suffix):

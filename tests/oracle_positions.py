@@ -110,6 +110,12 @@ def positioned(c, name, options, p, shared, n, e, q, k, t, positions, mask, scal
     return e
 
 
+NOT_BY_DISTANCE = (
+    "none", "learned", "sinusoidal", "rotary", "xpos", "shaw", "transformer_xl", "deberta",
+)  # fmt: skip
+"""The schemes that are computed elsewhere, or do nothing."""
+
+
 def of_distance(name, options, shared, n, d, t, heads, causal):
     """Returns what head n adds to a logit as a function of the distance d = t - s alone."""
     if name == "alibi":
@@ -138,6 +144,8 @@ def of_distance(name, options, shared, n, d, t, heads, causal):
             h = h @ shared[f"fire_kernel_{i}"] + shared[f"fire_bias_{i}"]
             h = np.maximum(h, 0) if i < 2 else h
         return h[n]
+    if name not in NOT_BY_DISTANCE:
+        raise NotImplementedError(f"write {name!r} here, in tests/oracle_positions.py")
     return 0.0
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -16,8 +17,11 @@ from transformer.cli import main
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+README = ROOT / "README.md"
 
-BLOCK = re.compile(r"(?:^% test: (?P<how>[^\n]*)\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:^<!-- test: (?P<how>[^\n]*) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
+)
 
 OUTPUT = ("text", "toctree", "diff")
 """Kinds of blocks that are not code."""
@@ -57,14 +61,23 @@ def test_pages_link_to_each_other():
         assert listed or name == "index.md" or name.startswith("extending/"), name
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if not name.startswith("extending/")])
+def test_the_readme_is_short():
+    assert len(README.read_text().split()) <= 700
+    for target in re.findall(r"\]\((docs/[\w/.]+)\)", README.read_text()):
+        assert (ROOT / target).is_file(), target
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", *(name for name in PAGES if not name.startswith("extending/"))]
+)
 def test_code_runs(name, tmp_path, monkeypatch):
     """Python blocks share a namespace. Commands run with the changes of a comment above them."""
-    blocks = list(BLOCK.finditer(PAGES[name].read_text()))
+    blocks = list(BLOCK.finditer((PAGES | {"README.md": README})[name].read_text()))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
-    (tmp_path / "text.txt").write_text("".join(f"line {n} of some text\n" for n in range(200)))
-    (tmp_path / "pairs.tsv").write_text("".join(f"pair {n}\tpaar {n}\n" for n in range(200)))
+    lines = [line for line in (ROOT / "LICENSE").read_text().splitlines() if line.strip()]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    (tmp_path / "pairs.tsv").write_text("\n".join(f"{line}\t{line[::-1]}" for line in lines))
     namespace, printed = {}, None
     for block in blocks:
         how, kind, text = block["how"] or "", block["kind"], block["text"]
@@ -119,3 +132,23 @@ def run_verb(words: list[str], how: str, stdin: str, monkeypatch) -> None:
     text = shlex.split(stdin)[0] + "\n" if stdin else "Hello\n\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(words) == 0, words
+
+
+def test_the_tour_runs(tmp_path, monkeypatch, capsys):
+    """Its cells, in order, with fewer training steps.
+
+    The last stored output does not depend on the machine.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((DOCS / "tour.ipynb").read_text())["cells"]
+    namespace = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            capsys.readouterr()
+            code = "".join(cell["source"]).replace("600", "20")
+            exec(compile(code, "tour.ipynb", "exec"), namespace)
+    assert len(namespace["losses"]) == 20 and namespace["losses"][-1] < namespace["losses"][0]
+    assert capsys.readouterr().out == "".join(cells[-1]["outputs"][0]["text"])
