@@ -1,4 +1,4 @@
-"""Every field outside the model, and every option of objectives and evaluators, has an effect.
+"""Every field outside the model, and every option of objectives, has an effect.
 
 test_fields.py describes the method.
 """
@@ -28,9 +28,6 @@ from transformer.data.pipeline import Data
 from transformer.data.store import Texts, _Text
 from transformer.data.tokenizer import SentencePiece, train_tokenizer
 from transformer.decoding.generate import Generator
-from transformer.evaluation import losses
-from transformer.evaluation.evaluators import EVALUATORS as KINDS
-from transformer.evaluation.evaluators import probe
 from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.sample import batch_shapes
@@ -92,7 +89,7 @@ def test_every_field_has_an_entry():
     assert {section: named(section, *entry) for section, entry in tables.items()} == {
         section: set() for section in tables
     }
-    assert OBJECTIVE.keys() <= OBJECTIVES.keys() and EVALUATORS.keys() == KINDS.keys()
+    assert OBJECTIVE.keys() <= OBJECTIVES.keys()
 
 
 # ---- Data: the batches
@@ -313,81 +310,3 @@ MESH = {"data": 2, "stage": 2, "fsdp": 2, "expert": 2, "context": 2, "tensor": 2
 
 def test_every_axis_of_the_mesh():
     assert not walked(MESH, lambda tree: repr(make_mesh(MeshConfig(**tree)).shape), {"data": 1})
-
-
-# ---- Evaluators: the names and values that they yield
-
-
-EVALUATORS = {
-    "loss_by_position": {"parts": 4},
-    "extrapolation": {"times": 2, "tokens": 100, "sliding": False},
-    "loss_with": {"change": "model.window=3"},
-    "probe": {"task": "copy", "lengths": (3,), "examples": 8}, "bleu_by_length": {"words": 1},
-    "depth_profile": {}, "attention": {}, "logit_lens": {}, "order": {},
-}  # fmt: skip
-BESIDE = {"loss_with": {"change": "model.window=2"}, "extrapolation": {"times": 4}}
-
-
-def test_every_option_of_an_evaluator(monkeypatch):
-    """Measurements are stubs, so a result shows only what is measured and how it is summarized."""
-    config = from_mapping(
-        Experiment,
-        {
-            "model": BOTH | {"max_length": 32},
-            "data": {
-                "format": "probe",
-                "train": "reverse:1-4",
-                "objective": "seq2seq",
-                "length": 16,
-            },
-        },
-    )
-    decoder_config = from_mapping(
-        Experiment,
-        {
-            "model": DECODER | {"max_length": 16},
-            "data": {"corpus": "pydoc", "length": 16, "batch_size": 2},
-        },
-    )
-    texts = ["a b c d"] * 12 + ["a"] * 12
-    make_subject = lambda config: types.SimpleNamespace(
-        config=config,
-        mesh=types.SimpleNamespace(size=1),
-        changed=lambda config: make_subject(config),
-        data=types.SimpleNamespace(store=types.SimpleNamespace(tokenizer=Letters)),
-    )
-    monkeypatch.setattr(
-        losses,
-        "mean",
-        lambda subject, _, most=0: (hash((subject.config.model, subject.config.data, most)), 0.0),
-    )
-    monkeypatch.setattr(
-        losses,
-        "by_token",
-        lambda *args: [(np.ones((1, 16)), np.arange(16)[None], np.ones((1, 16)))],
-    )
-    monkeypatch.setattr(probe, "_right", lambda subject, store, snapshot: (hash(store.wanted), 0.0))
-    snapshot = types.SimpleNamespace(translations=(texts, texts, [[text] for text in texts]))
-    seq2seq = make_subject(config)
-
-    def result(name, option=None, value=None):
-        options = BESIDE.get(name, {}) | ({option: value} if option else {})
-        subject = seq2seq if name in ("probe", "bleu_by_length") else make_subject(decoder_config)
-        return repr(list(KINDS.build({"name": name} | options).measure(subject, snapshot)))
-
-    unused = []
-    for name, cls in KINDS.items():
-        assert [f.name for f in dataclasses.fields(cls)] == list(EVALUATORS[name]), name
-        for option, value in EVALUATORS[name].items():
-            unused += [f"{name}.{option}"] if result(name) == result(name, option, value) else []
-    assert not unused
-
-
-class Letters:
-    """A tokenizer with one token per character."""
-
-    eos, source_prefix_ids = 2, ()
-
-    @staticmethod
-    def encode(texts):
-        return [[4 + ord(c) % 30 for c in text] for text in texts]

@@ -35,7 +35,7 @@ MODELS = {
     },
     "lstm": {"mixer": "lstm", "position": "none", "norm_placement": "res_post"},
     "lstm_alone": {
-        "mixer": "lstm", "position": "none", "num_heads": 8, "feed_forward": "none", "d_ff": 2048,
+        "mixer": "lstm", "position": "none", "num_heads": 8, "feed_forward": "none", "d_ff": 0,
         "norm_placement": "none",
     },
     "lstm_alternating": {
@@ -243,7 +243,7 @@ def test_beams_share_what_was_read_of_the_source():
         (lambda: small("decoder", mixer="mla", position="rotary"),
          "model.num_kv_heads: 2 has no effect without a mixer"),
         (lambda: small("decoder", mixer="mla", num_kv_heads=0, position="shaw"),
-         "no place for score and value"),
+         "which does not apply score and value"),
         (lambda: small("decoder", num_kv_heads=0,
                        layer_pattern=({"mixer": "gated_delta", "window": 3}, {})),
          "window = 3 has no effect with mixer"),

@@ -279,7 +279,10 @@ def test_two_things_asked_for_count_the_same_and_accumulate(text):
 def test_an_objective_that_makes_no_sense_is_refused(text, objective, family, model, data, message):
     with pytest.raises(UserError, match=message):
         experiment(text, objective, family, model, **data)
-    with pytest.raises(UserError, match=r"model\.prefix_lm: True, but model\.family = 'encoder'"):
+
+
+def test_only_a_decoder_has_a_prefix():
+    with pytest.raises(UserError, match=r"model\.prefix_lm: True needs model\.family='decoder'"):
         small("encoder", prefix_lm=True)
 
 

@@ -314,7 +314,7 @@ def test_help_says_what_the_defaults_are():
         model = build_model(small(family))
         for text in (pydoc.render_doc(model.apply), pydoc.render_doc(model)):
             for phrase in (
-                "Every token is real unless",
+                "Every token is real by default",
                 "padding_mask",
                 "segment_ids",
                 "positions",

@@ -83,7 +83,7 @@ def test_xpos_refuses_what_float32_cannot_hold():
         family="decoder", vocab_size=9, max_length=length, position={"name": "xpos", **options}
     )
     decoder(16 * 56_320)
-    with pytest.raises(UserError, match=r"model.max_length: 901121 is too long .* at most 901120"):
+    with pytest.raises(UserError, match=r"model.max_length: 901121 is too large .* at most 901120"):
         decoder(16 * 56_320 + 1)
     with pytest.raises(
         UserError, match=r"scale_base: 1.0 with gamma = 0.4 decays by more than 2\^100"

@@ -243,7 +243,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp
     train(run_config, tmp_path / "run")
     for fields, message in [
         ({"d_ff": 64}, r"feed_forward/in/bias is 2x32 in the checkpoint, 2x64 in the model"),
-        ({"position": "learned"}, "position_embedding is absent there"),
+        ({"position": "learned"}, "position_embedding is absent in the checkpoint"),
     ]:
         other = dataclasses.replace(
             run_config, model=dataclasses.replace(run_config.model, **fields)

@@ -46,9 +46,10 @@ class Translation(Evaluator):
         """Yields translation/bleu, translation/chrf and texts translation/sample/N."""
         if snapshot.translations is not None:
             return
-        generate = subject.programs.setdefault(
-            self, Generator(subject.config, snapshot.params, subject.data.tokenizer)
-        )
+        if self not in subject.programs:
+            tokenizer = subject.data.tokenizer
+            subject.programs[self] = Generator(subject.config, snapshot.params, tokenizer)
+        generate = subject.programs[self]
         generate.params = snapshot.params
         sources, references = group(subject.data.store.examples(subject.part))
         sources, references = sources[: self.sentences], references[: self.sentences]
