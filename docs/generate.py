@@ -101,7 +101,7 @@ def choices(
         ("name", "what it is", *(title for title, _ in extra), "options"),
         (
             (f"`{name}`", summary(cls), *(cell(cls) for _, cell in extra), options(cls, is_option))
-            for name, cls in registry.items()
+            for name, cls in sorted(registry.items())
         ),
     )
 
@@ -123,7 +123,10 @@ def _placements() -> str:
     )
     presets = table(
         ("name", "formula", "parts"),
-        ((f"`{name}`", summary(cls), parts(cls) or "none") for name, cls in PLACEMENTS.items()),
+        (
+            (f"`{name}`", summary(cls), parts(cls) or "none")
+            for name, cls in sorted(PLACEMENTS.items())
+        ),
     )
     notes = comments(Placement)
     every = table(
