@@ -1,6 +1,5 @@
 """The Python functions behind the command line: train, load_run, evaluate and generate."""
 
-import dataclasses
 import os
 import types
 from collections.abc import Mapping, Sequence
@@ -8,46 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import linen as nn
 from jax.sharding import Mesh
 
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import load_experiment
 from transformer.data.corpora import data_home
-from transformer.data.tokenizer_base import Tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.mapping import apply_overrides, build, thaw
-from transformer.model.network import build_model
 from transformer.parallel.mesh import start, use
 from transformer.parallel.processes import start_processes
-from transformer.runs.evaluate import Trained, load_trained
+from transformer.runs.evaluate import LoadedRun, load_trained
 from transformer.runs.evaluate import evaluate as evaluate_trained
 from transformer.runs.loop import train as train_in
 from transformer.runs.rundir import converted, load_config
 
 NO_OVERRIDES: Mapping[str, Any] = types.MappingProxyType({})
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedRun:
-    """A trained run, ready for use.
-
-        run = transformer.load_run("runs/quickstart")
-        logits = run.model.apply(run.params, source, target)
-        print(transformer.generate(run, ["Where is the library?"]))
-
-    `params` are the moving average, or the mean of the last checkpoints, if the run keeps one.
-    """
-
-    config: Experiment
-    model: nn.Module
-    params: Any
-    tokenizer: Tokenizer | None  # None for a converted model without a tokenizer
-    step: int
-    workdir: Path
-    mesh: Mesh
-    trained: Trained = dataclasses.field(repr=False)
 
 
 def train(
@@ -93,17 +68,7 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NO_OVERR
     """
     config, mesh = run_mesh(run_config(workdir, overrides), overrides)
     with use(mesh):
-        trained = load_trained(workdir, config, mesh)
-    return LoadedRun(
-        trained.config,
-        build_model(trained.config.model),
-        trained.params,
-        trained.tokenizer,
-        trained.step,
-        Path(workdir),
-        mesh,
-        trained,
-    )
+        return load_trained(workdir, config, mesh)
 
 
 def evaluate(run: LoadedRun | str | os.PathLike, part: str = "test") -> dict[str, Any]:
@@ -119,7 +84,7 @@ def evaluate(run: LoadedRun | str | os.PathLike, part: str = "test") -> dict[str
         raise UserError(f"part: {part!r} is neither 'test' nor 'valid'")
     run = run if isinstance(run, LoadedRun) else load_run(run)
     with use(run.mesh):
-        return evaluate_trained(run.trained, run.mesh, part)
+        return evaluate_trained(run, run.mesh, part)
 
 
 def generate(

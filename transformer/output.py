@@ -121,6 +121,39 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def columns(rows: list[list[str]]) -> list[str]:
+    """Formats rows of cells as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def human_time(seconds: float) -> str:
+    """Formats a duration: 95 -> '1:35', 4000 -> '1:06 h'."""
+    seconds = round(seconds)
+    if seconds < 3600:
+        return f"{seconds // 60}:{seconds % 60:02d}"
+    if seconds < 48 * 3600:
+        return f"{seconds // 3600}:{seconds % 3600 // 60:02d} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+def human_count(n: float) -> str:
+    """Formats a count: 38200 -> '38.2k'."""
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(n) < 1000:
+            return f"{n:.3g}{unit}" if unit == "" else f"{n:.1f}{unit}"
+        n /= 1000
+    return f"{n:.1f}Z"
+
+
+def human_number(x: float) -> str:
+    """Formats a number: 18.807 -> '18.81'; after divergence 1.2e304 -> '1.2e+304'."""
+    return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"
+
+
 def bold(text: str, stream) -> str:
     """Returns `text` in bold, if `stream` is a terminal that shows it."""
     return _styled(text, "1", stream)
@@ -151,8 +184,7 @@ def elapsed(text: str, stream=None) -> Iterator[None]:
 
     def show() -> None:
         while True:
-            seconds = int(time.monotonic() - start)
-            stream.write(f"\r\x1b[K{text} {seconds // 60}:{seconds % 60:02d}")
+            stream.write(f"\r\x1b[K{text} {human_time(time.monotonic() - start)}")
             stream.flush()
             if done.wait(1):
                 return

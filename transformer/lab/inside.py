@@ -19,7 +19,7 @@ from transformer.errors import UserError
 from transformer.evaluation.inside import streams, sublayer_of
 from transformer.evaluation.subject import Subject, token_losses
 from transformer.model.layout import flatten, part, split_layer_path, where
-from transformer.runs.evaluate import Trained
+from transformer.runs.evaluate import LoadedRun
 
 TOP = 5
 """Number of most likely tokens recorded at each position."""
@@ -55,7 +55,7 @@ class View:
     cut: int = 0  # tokens cut off because they exceed max_length
 
 
-def observe_text(trained: Trained, mesh: Mesh, text: str, target: str = "") -> View:
+def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") -> View:
     """Runs the model on `text` and returns what it computes.
 
     The decoder of an encoder-decoder reads `target`, or by default the model's own output. Raises

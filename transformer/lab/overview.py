@@ -5,7 +5,7 @@ import shutil
 import time
 
 from transformer.lab.study import Status, Study
-from transformer.runs.metrics import columns, human_time
+from transformer.output import columns, human_time
 
 
 def cell(status: Status, steps: int) -> str:

@@ -10,9 +10,9 @@ from transformer.errors import UserError
 from transformer.lab.guard import SET_BY, check, facts, matched
 from transformer.lab.runner import share_of
 from transformer.lab.study import Study, load_study
+from transformer.output import columns, human_count
 from transformer.parallel.mesh import disable_tpu_search
 from transformer.parallel.processes import start_processes
-from transformer.runs.metrics import columns, human_count
 
 
 def study(

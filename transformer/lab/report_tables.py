@@ -9,8 +9,8 @@ from transformer.lab.results import Results
 from transformer.lab.scans import CLOSE
 from transformer.lab.statistics import mean
 from transformer.lab.verdict import Verdict, validated
+from transformer.output import human_count
 from transformer.parallel.sharding import format_bytes
-from transformer.runs.metrics import human_count
 
 
 def outcome(verdict: Verdict) -> list[list[str]]:

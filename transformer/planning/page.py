@@ -2,11 +2,11 @@
 
 import math
 
+from transformer.output import human_count, human_time
 from transformer.parallel.sharding import format_bytes
 from transformer.planning.buffers import largest
 from transformer.planning.plan import Part, Plan, name_of
 from transformer.planning.roofline import Roofline
-from transformer.runs.metrics import human_count, human_time
 
 
 def compare(plans: dict[str, Plan]) -> str:

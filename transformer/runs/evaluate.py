@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flax import linen as nn
 from jax.sharding import Mesh
 
 from transformer.config import Experiment
@@ -35,8 +36,15 @@ from transformer.training.step import make_eval_step
 
 
 @dataclasses.dataclass
-class Trained:
-    """A trained model that is ready for use. Its parameters are averaged if the config sets so."""
+class LoadedRun:
+    """A trained run, ready for use.
+
+        run = transformer.load_run("runs/quickstart")
+        logits = run.model.apply(run.params, source, target)
+        print(transformer.generate(run, ["Where is the library?"]))
+
+    `params` are the moving average, or the mean of the last checkpoints, if the run keeps one.
+    """
 
     workdir: Path
     config: Experiment
@@ -44,9 +52,15 @@ class Trained:
     placed: Any  # shardings of `params`
     tokenizer: Tokenizer | None  # None if a converted model has no readable one
     step: int
+    mesh: Mesh
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, whose `apply` takes `params`."""
+        return build_model(self.config.model)
 
 
-def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained:
+def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> LoadedRun:
     """Loads the parameters of a run's last checkpoint.
 
     If the config sets it, returns their moving average or the mean over the last checkpoints.
@@ -68,10 +82,11 @@ def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> Trained
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
     file = find_tokenizer(workdir)
     tokenizer = load_tokenizer(file, config.data.tokenizer) if file else None
-    return Trained(workdir, config, params, placed.params, tokenizer, checkpoints.steps[-1])
+    step = checkpoints.steps[-1]
+    return LoadedRun(workdir, config, params, placed.params, tokenizer, step, mesh)
 
 
-def evaluate(trained: Trained, mesh: Mesh, part: str = "test") -> dict:
+def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     """Evaluates a run on a held-out split and returns the metrics.
 
     Computes the loss; for translation also BLEU and chrF, for synthetic tasks the fraction of exact

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
-from transformer.output import elapsed
+from transformer.output import elapsed, human_count, human_time
 
 
 class MetricsLog:
@@ -183,39 +183,6 @@ class Progress:
             line += "\n"
         self._stream.write(line)
         self._stream.flush()
-
-
-def columns(rows: list[list[str]]) -> list[str]:
-    """Formats rows of cells as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def human_time(seconds: float) -> str:
-    """Formats a duration: 95 -> '1:35', 4000 -> '1:06 h'."""
-    seconds = round(seconds)
-    if seconds < 3600:
-        return f"{seconds // 60}:{seconds % 60:02d}"
-    if seconds < 48 * 3600:
-        return f"{seconds // 3600}:{seconds % 3600 // 60:02d} h"
-    return f"{seconds / 86400:.1f} days"
-
-
-def human_count(n: float) -> str:
-    """Formats a count: 38200 -> '38.2k'."""
-    for unit in ("", "k", "M", "G", "T", "P", "E"):
-        if abs(n) < 1000:
-            return f"{n:.3g}{unit}" if unit == "" else f"{n:.1f}{unit}"
-        n /= 1000
-    return f"{n:.1f}Z"
-
-
-def human_number(x: float) -> str:
-    """Formats a number: 18.807 -> '18.81'; after divergence 1.2e304 -> '1.2e+304'."""
-    return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"
 
 
 def plot_loss(workdir: Path) -> Path | None:

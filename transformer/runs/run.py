@@ -26,6 +26,7 @@ from transformer.evaluation.subject import Snapshot, Subject
 from transformer.files import check_disk_space
 from transformer.mapping import to_mapping
 from transformer.model.network import build_model
+from transformer.output import human_number
 from transformer.parallel.mesh import check_memory
 from transformer.parallel.processes import agree, barrier, is_first, process_zero_first
 from transformer.parallel.sharding import Share
@@ -33,13 +34,7 @@ from transformer.runs import rundir
 from transformer.runs.checkpoint import Checkpoints, size
 from transformer.runs.fits import check_batch, check_divisibility, check_rounds
 from transformer.runs.initialize import check_source, check_tokenizer, start_from
-from transformer.runs.metrics import (
-    MetricsLog,
-    Progress,
-    check_wandb,
-    human_number,
-    plot_loss,
-)
+from transformer.runs.metrics import MetricsLog, Progress, check_wandb, plot_loss
 from transformer.runs.recorder import Diverged, Recorder
 from transformer.runs.summary import summary
 from transformer.training.optimizer import build_optimizer, schedule

@@ -11,9 +11,8 @@ from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data
-from transformer.output import count
+from transformer.output import count, human_count
 from transformer.parallel.sharding import format_bytes, path_name
-from transformer.runs.metrics import human_count
 
 LARGEST = 6
 """The number of parameters that the table of parameters shows."""

@@ -1,8 +1,6 @@
 """`evaluate`: computes loss, perplexity, BLEU, chrF and bits per byte on held-out text."""
 
-import argparse
 import sys
-from pathlib import Path
 
 from transformer.output import bold
 from transformer.verbs.common import folder, open_run
@@ -40,13 +38,3 @@ def run(args, overrides) -> int:
             f"and {len(metrics) - len(summary):,} values by layer: {args.workdir / args.part}.json"
         )
     return 0
-
-
-def evaluate_run(workdir: Path) -> None:
-    """Runs `evaluate --workdir=DIR`."""
-    from transformer.parallel.mesh import use
-    from transformer.runs.evaluate import evaluate, load_trained
-
-    config, mesh = open_run(argparse.Namespace(workdir=workdir, verb="evaluate"), {})
-    with use(mesh):
-        evaluate(load_trained(workdir, config, mesh), mesh, "test")

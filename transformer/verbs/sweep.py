@@ -5,7 +5,6 @@ import sys
 
 from transformer.errors import UserError
 from transformer.verbs.common import folder
-from transformer.verbs.evaluate import evaluate_run
 
 ABOUT = "train and evaluate every arm and seed of a study"
 
@@ -63,7 +62,7 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    from transformer.api import cache_compiled_programs
+    from transformer.api import cache_compiled_programs, evaluate
     from transformer.lab import prepare, runner
     from transformer.lab.study import load_study
     from transformer.parallel.processes import barrier, place
@@ -72,7 +71,7 @@ def run(args, overrides) -> int:
         if args.config or overrides:
             raise UserError("--runs: selects runs of an existing sweep; leave out --config")
         cache_compiled_programs()
-        return runner.work(args.workdir, args.runs.split(","), lambda run: evaluate_run(run.folder))
+        return runner.work(args.workdir, args.runs.split(","), lambda run: evaluate(run.folder))
     shard = prepare.parse_shard(args.shard)
     if args.jobs < 1 or args.together < 1:
         raise UserError(

@@ -80,7 +80,6 @@ class Loss(Protocol):
 
     def means(self) -> dict[str, jax.Array]:
         """The reported metrics, per unit of weight."""
-        ...
 
 
 class Outputs(Protocol):
@@ -92,11 +91,9 @@ class Outputs(Protocol):
 
     def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> Loss:
         """Cross-entropy of tokens, with `train.label_smoothing` and `train.z_loss` in training."""
-        ...
 
     def label_loss(self, labels: jax.Array, weights: jax.Array) -> Loss:
         """Cross-entropy of classes, with `train.label_smoothing` in training."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

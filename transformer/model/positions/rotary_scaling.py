@@ -9,6 +9,7 @@ Shape suffixes: B batch, P = d/2 rotated pairs of dimensions per head.
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,18 @@ SCALINGS = Registry("model.position.scaling", __package__)
 class Scaling:
     """No scaling: f_i is unchanged. The base class of scalings."""
 
+    min_dimensions: ClassVar[int] = 2
+
     def check(self, theta: float, d: int) -> str | None:
         """Returns why the options are invalid for `d` rotated dimensions, in one line, or None.
 
         The line starts with an option.
         """
+        if d < self.min_dimensions:
+            return (
+                f"name: {self.name!r} needs at least {self.min_dimensions} rotated dimensions, "
+                f"not {d}"
+            )
         if getattr(self, "factor", 1.0) < 1.0:
             return f"factor: {self.factor} must be at least 1"
         if self.has_no_effect:
@@ -57,11 +65,6 @@ class Scaling:
         return 1.0
 
 
-def _needs_two_pairs(scaling: Scaling, d: int) -> str | None:
-    """Returns a message if the exponent d / (d - 2) is not defined."""
-    return f"name: {scaling.name!r} needs at least 4 rotated dimensions, not {d}" if d < 4 else None
-
-
 @SCALINGS.register("linear")
 @dataclasses.dataclass(frozen=True)
 class LinearScaling(Scaling):
@@ -81,10 +84,9 @@ class NTKScaling(Scaling):
     The frequency of the fastest pair is unchanged; that of the slowest is divided by `factor`.
     """
 
-    factor: float = 1.0
+    min_dimensions: ClassVar[int] = 4  # the exponent is d / (d - 2)
 
-    def check(self, theta, d):
-        return _needs_two_pairs(self, d) or super().check(theta, d)
+    factor: float = 1.0
 
     def frequencies(self, theta, d, length_B):
         return super().frequencies(theta * self.factor ** (d / (d - 2)), d, length_B)
@@ -101,13 +103,12 @@ class DynamicScaling(Scaling):
     forward pass over the whole sequence.
     """
 
+    min_dimensions: ClassVar[int] = 4  # the exponent is d / (d - 2)
+
     factor: float = 1.0
     original_length: int = 0
 
     has_no_effect = False  # even with a factor of 1, angles depend on the length
-
-    def check(self, theta, d):
-        return _needs_two_pairs(self, d) or super().check(theta, d)
 
     def frequencies(self, theta, d, length_B):
         length_B = jnp.maximum(length_B, self.original_length).astype(jnp.float32)
