@@ -15,12 +15,12 @@ PAGES = sorted((ROOT / "docs" / "extending").glob("[!i]*.md"))
 
 
 def apply(diff: str, copy: Path) -> None:
-    """Applies a diff: after `@@ line @@` in the file, lines with + follow those before them."""
+    """Applies a diff of one hunk, which is found after the text between @@ and @@."""
     path = copy / re.search(r"^\+\+\+ b/(.*)$", diff, re.M)[1]
     anchor = re.search(r"^@@ (.*) @@$", diff, re.M)[1]
     lines = diff.split("@@\n", 1)[1].splitlines()
     old = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
-    new = "".join(f"{line[1:]}\n" for line in lines)
+    new = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
     text = path.read_text()
     assert text.count(anchor) == 1, f"{path}: {anchor!r}"
     before, after = text.split(anchor)
