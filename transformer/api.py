@@ -140,6 +140,6 @@ def run_mesh(config: Experiment, overrides: Mapping[str, Any]) -> tuple[Experime
 
 def cache_compiled_programs() -> None:
     """Enables JAX's persistent compilation cache, unless it is already configured."""
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(data_home() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

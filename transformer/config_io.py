@@ -180,7 +180,7 @@ def _existing(name: str) -> Path:
 
 def _module(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
-    if spec is None:
+    if spec is None or spec.loader is None:
         raise UserError(f"--config: {str(path)!r} is neither a Python file nor a config.json")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

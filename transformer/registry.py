@@ -9,10 +9,13 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from transformer import plugins
 from transformer.checks import build_choice
 from transformer.errors import UserError
+
+C = TypeVar("C", bound=type)
 
 
 class Registry(Mapping[str, type]):
@@ -30,7 +33,7 @@ class Registry(Mapping[str, type]):
         self._origins: dict[str, str] = {}  # the hashes of files outside this package
         self._is_loaded = False
 
-    def register(self, name: str) -> Callable[[type], type]:
+    def register(self, name: str) -> Callable[[C], C]:
         """Returns a class decorator that registers a class as `name`.
 
         A class that is defined again (in a notebook, or by another copy of its file) replaces its
@@ -38,7 +41,7 @@ class Registry(Mapping[str, type]):
         """
         file = sys._getframe(1).f_globals.get("__file__")
 
-        def add(cls: type) -> type:
+        def add(cls: C) -> C:
             known, is_ours = self._classes.get(name), cls.__module__.startswith("transformer.")
             origin = "" if is_ours else plugins.record(file, name)
             same_class = known and known.__qualname__ == cls.__qualname__
@@ -51,7 +54,7 @@ class Registry(Mapping[str, type]):
                     f"{known.__qualname__}; choose another name"
                 )
             self._classes[name], self._origins[name] = cls, origin
-            cls.name = name
+            cls.name = name  # type: ignore[attr-defined]
             return cls
 
         return add

@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from transformer.errors import UserError, nearest
 from transformer.units import higher_is_better
@@ -232,7 +233,9 @@ class Sweep:
 
 
 def _joined(points: Iterable[Point]) -> Point:
-    names, changes, called = [], {}, {}
+    names: list[str] = []
+    changes: dict[str, Any] = {}
+    called: dict[str, Any] = {}
     for point in points:
         names.append(point.name)
         if repeated := changes.keys() & point.changes.keys():

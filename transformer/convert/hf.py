@@ -187,7 +187,8 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
 
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     flat = flatten(params)
-    locations, copies = where(config, flat), {}
+    locations = where(config, flat)
+    copies: dict[str, list[str]] = {}
     for copy in family.copies(config):
         if copy.written:
             copies.setdefault(copy.of, []).append(copy.theirs)
@@ -206,7 +207,9 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
     """Writes one file, or shards with an index."""
     from safetensors.numpy import save_file
 
-    shard, size, names = {}, 0, []
+    shard: dict[str, np.ndarray] = {}
+    names: list[list[str]] = []
+    size = 0
 
     def flush():
         names.append(sorted(shard))
@@ -223,7 +226,7 @@ def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
     if len(names) == 1:
         (target / "1.safetensors").rename(target / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, keys in enumerate(names, 1):
         file = f"model-{i:05d}-of-{len(names):05d}.safetensors"
         (target / f"{i}.safetensors").rename(target / file)

@@ -209,6 +209,11 @@ class DataConfig:
 class Task(Protocol):
     """The parts of an experiment that determine the batches."""
 
-    model: ModelConfig
-    data: DataConfig
-    seed: int
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def seed(self) -> int: ...

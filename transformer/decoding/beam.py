@@ -8,6 +8,7 @@ are stored apart from its live beams. The search of a sequence stops when no liv
 worst of these hypotheses. So its result does not depend on the other sequences of the batch.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,7 +83,8 @@ def _grow(
     live_logp, best = jax.lax.top_k(jnp.where(ends, NEVER, real_logp), k)
     pick = lambda x: jnp.take_along_axis(x, best.reshape(best.shape + (1,) * (x.ndim - 2)), axis=1)
     keep = lambda new, old: jnp.where(open_B.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
-    grown = beams.replace(
+    grown = dataclasses.replace(
+        beams,
         step=beams.step + 1,
         live_BxKxL=keep(pick(text), beams.live_BxKxL),
         live_logp_BxK=keep(live_logp, beams.live_logp_BxK),
@@ -143,7 +145,7 @@ def beam_search(
     )
     vocab = logits_BxV.shape[-1]
     spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0), scanned)
-    memory = memory.replace(cache=spread)  # beams share the encoded source
+    memory = dataclasses.replace(memory, cache=spread)  # beams share the encoded source
 
     def body(carry):
         beams, logits_BxKxV = carry

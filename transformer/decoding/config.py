@@ -44,5 +44,8 @@ class DecodingConfig:
 class DecodingTask(Task, Protocol):
     """The parts of an experiment that determine the text that a trained model generates."""
 
-    objective: Objective
-    decoding: DecodingConfig
+    @property
+    def objective(self) -> Objective: ...
+
+    @property
+    def decoding(self) -> DecodingConfig: ...

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 
 from flax.core import FrozenDict
 
@@ -232,7 +233,7 @@ class ModelConfig:
 
     def layers(self, side: str) -> tuple["ModelConfig", ...]:
         """Returns the config of each layer, with `layer_pattern` and `first_norm` applied."""
-        pattern = self.layer_pattern or ({},)
+        pattern: Sequence[Mapping] = self.layer_pattern or ({},)
         resolve = lambda i: {"layer_pattern": (), "first_norm": self.first_norm or i > 0}
         return tuple(
             self.part(**resolve(i) | dict(pattern[i % len(pattern)]))

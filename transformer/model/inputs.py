@@ -138,14 +138,15 @@ def _check_options(config, shape, name, positions, segment_ids, padding_mask, pr
         _check_range(f"positions{suffix}", positions, end, "model.max_length")
 
 
-def _check_array(field: str, x, shape: tuple[int, int], *kinds: type) -> None:
+def _check_array(field: str, x, shape: tuple[int, ...], *kinds: type) -> None:
     x_shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+    is_array = dtype is not None and x_shape is not None
+    if not is_array or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
         expected = "an integer array" if kinds == (np.integer,) else "an array of bool"
         raise UserError(f"{field}: expected {expected}, got {dtype or type(x).__name__}")
     if x_shape not in (shape, (1, shape[1])):
         raise UserError(
-            f"{field}: shape {list(x_shape)} differs from the tokens' shape {list(shape)}; "
+            f"{field}: shape {list(x.shape)} differs from the tokens' shape {list(shape)}; "
             "pass one value per token"
         )
 

@@ -35,7 +35,7 @@ class _Family(nn.Module):
     config: ModelConfig
 
     @nn.nowrap
-    def init(self, key, *inputs, **options) -> Any:
+    def init(self, key, *inputs, **options) -> Any:  # type: ignore[override]
         """Initializes the parameters.
 
             params = model.init(jax.random.key(0), tokens)          # encoder, decoder
@@ -179,15 +179,18 @@ class _OneStack(_Family):
         h_BxTxD, tokens = self.hidden(tokens_BxT, **options)
         return self.read(h_BxTxD), self.classifier(h_BxTxD, tokens)
 
-    def __call__(self, tokens_BxT, **options) -> jax.Array:
+    def __call__(  # type: ignore[override]
+        self, tokens_BxT, **options
+    ) -> jax.Array:
         """Returns the logits, float32[B, T, V]; without `lm_head`, the result of `classify`.
 
         Options as for `hidden`.
         """
-        labels = None
-        if not self.config.lm_head or (self.is_initializing() and hasattr(self, "classifier")):
-            labels = self.classify(tokens_BxT, **options)
-        return super().__call__(tokens_BxT, **options) if self.config.lm_head else labels
+        if not self.config.lm_head:
+            return self.classify(tokens_BxT, **options)
+        if self.is_initializing() and hasattr(self, "classifier"):
+            self.classify(tokens_BxT, **options)
+        return super().__call__(tokens_BxT, **options)
 
 
 class Encoder(_OneStack):

@@ -39,7 +39,8 @@ def disable_tpu_search() -> None:
     libtpu may be installed only to plan. Without this call, JAX's first computation searches for a
     TPU and prints long warnings.
     """
-    may_search = not jax.config.jax_platforms and importlib.util.find_spec("libtpu")
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    may_search = not platforms and importlib.util.find_spec("libtpu")
     if may_search and not _accelerator_on_this_machine() and _no_tpu():
         jax.config.update("jax_platforms", "cpu")
 
@@ -53,7 +54,8 @@ def check_platform(wanted: str) -> str:
         backend = jax.default_backend()
     # AssertionError: JAX_PLATFORMS names a platform that has no plugin
     except (RuntimeError, AssertionError) as e:
-        reason = (str(e).splitlines() or [f"no platform {jax.config.jax_platforms!r}"])[0]
+        platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+        reason = (str(e).splitlines() or [f"no platform {platforms!r}"])[0]
         raise UserError(
             f"platform: JAX cannot start ({reason}); "
             "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"

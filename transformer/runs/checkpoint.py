@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -43,7 +44,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        workdir: str | Path,
+        workdir: str | os.PathLike,
         config: TrainConfig,
         tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ class LoadedRun:
         return build_model(self.config.model)
 
 
-def load_trained(workdir: str | Path, config: Experiment, mesh: Mesh) -> LoadedRun:
+def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> LoadedRun:
     """Loads the parameters of a run's last checkpoint.
 
     If the config sets it, returns their moving average or the mean over the last checkpoints.

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from transformer.runs import rundir
 from transformer.runs.run import begin
 
 
-def train(config: Experiment, workdir: str | Path, verbose: bool = False) -> int:
+def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False) -> int:
     """Trains in `workdir`, or continues an interrupted run of the same experiment.
 
     With `verbose`, more details are printed before the first step. Returns the number of completed

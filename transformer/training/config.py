@@ -160,7 +160,14 @@ class TrainConfig:
 class TrainTask(Task, Protocol):
     """The parts of an experiment that determine how its parameters are trained."""
 
-    objective: Objective
-    optimizer: OptimizerConfig
-    train: TrainConfig
-    mesh: MeshConfig
+    @property
+    def objective(self) -> Objective: ...
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+
+    @property
+    def train(self) -> TrainConfig: ...
+
+    @property
+    def mesh(self) -> MeshConfig: ...

@@ -86,8 +86,11 @@ class Outputs(Protocol):
     """The outputs of the model for a batch (training/outputs.py)."""
 
     hidden_BxTxE: jax.Array | None  # input of the token head; None without token targets
-    head: Callable[[jax.Array], jax.Array] | None  # [..., E] -> logits [..., V]
     label_logits: jax.Array | None  # [B, C] or [B, T, C]; None without label targets
+
+    @property
+    def head(self) -> Callable[[jax.Array], jax.Array] | None:
+        """The map from [..., E] to logits, [..., V]. None without token targets."""
 
     def token_loss(self, targets_BxT: jax.Array, weights_BxT: jax.Array) -> Loss:
         """Cross-entropy of tokens, with `train.label_smoothing` and `train.z_loss` in training."""
@@ -186,7 +189,8 @@ def pack(
     """
     order = np.random.Generator(np.random.Philox(0)).permutation(len(sizes[0]))
     needs = np.stack(sizes, axis=1)[order].tolist()
-    full, rows = [], []  # an open sequence: ([room left in each side], members)
+    full: list[tuple[list[int], list[int]]] = []  # ([room left in each side], members)
+    rows: list[tuple[list[int], list[int]]] = []  # open sequences
     for i, need in zip(order.tolist(), needs, strict=True):
         row = next((row for row in rows if all(map(operator.le, need, row[0]))), None)
         if row is None:
