@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import sized, small
+from conftest import make, sized, small
 
 from transformer import cli, load_hf, save_hf
 from transformer.config import (
@@ -230,6 +230,10 @@ def test_an_extra_that_is_not_installed(monkeypatch, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with refused(r"Hugging Face directories need the extra \[hf\]"):
         load_hf(tmp_path)
+    model, params = make(small("decoder", position="learned"))
+    with refused(r"Hugging Face directories need the extra \[hf\]"):
+        save_hf(tmp_path / "exported", model.config, params)
+    assert not (tmp_path / "exported").exists()
 
 
 def test_tokenizers(tmp_path):

@@ -22,7 +22,7 @@ from transformer.convert import families
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.special_tokens import read_generation_config
-from transformer.convert.tensors import Tensors, check
+from transformer.convert.tensors import Tensors, check, require_safetensors
 from transformer.errors import UserError, look_up
 from transformer.files import disk_errors, read_json
 from transformer.model.config import ModelConfig
@@ -145,6 +145,7 @@ def save_hf(
     that can express this config is used. Raises UserError if `family`, or without it every family,
     cannot. On failure, nothing is left in `directory`.
     """
+    require_safetensors()
     chosen, theirs = _choose(config, family)
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

@@ -116,13 +116,20 @@ def _is_inside(file: str) -> bool:
     return "\0" not in file
 
 
-def _open(file: Path):
+def require_safetensors() -> None:
+    """Raises UserError unless safetensors is installed."""
     try:
-        from safetensors import SafetensorError, safe_open
+        import safetensors  # noqa: F401
     except ImportError:
         raise UserError(
             "Hugging Face directories need the extra [hf]: pip install -e '.[hf]'"
         ) from None
+
+
+def _open(file: Path):
+    require_safetensors()
+    from safetensors import SafetensorError, safe_open
+
     try:
         return safe_open(file, framework="np")
     except (SafetensorError, OSError) as e:
