@@ -112,7 +112,7 @@ def test_places_for_positions_where_distance_is_all_that_counts(position):
     inputs = Inputs(
         SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound(position, "decoder", ORDERED, 3), 0.4
     )
-    by_index = inputs.by_place()
+    by_index = inputs.by_index()
     by_distance = SCHEMES[position].by_distance
     assert by_distance or position not in (
         "alibi",
@@ -138,7 +138,7 @@ def test_places_for_positions_where_distance_is_all_that_counts(position):
         inputs.replace(q_tokens=PREFIX, k_tokens=PREFIX),
         inputs.replace(q_tokens=SHUFFLED, k_tokens=SHUFFLED),
     ):
-        assert unchanged.by_place() is unchanged
+        assert unchanged.by_index() is unchanged
 
 
 def test_blocks_that_are_filled_up_let_nothing_in():

@@ -29,12 +29,12 @@ def other():
 
 def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path, other):
     claim = rundir.lock(tmp_path / "run")
-    with rundir.alone([tmp_path / "run"]):
+    with rundir.locked([tmp_path / "run"]):
         assert claim.is_held_by(os.getpid())
         claim.hand_over(other.pid)
         with (
             pytest.raises(UserError, match=f"run is in use by process {other.pid} on .*; wait"),
-            rundir.alone([tmp_path / "run"]),
+            rundir.locked([tmp_path / "run"]),
         ):
             raise AssertionError("two processes hold the claim")
         with pytest.raises(UserError, match=f"process {other.pid} on .* took over this run; this"):
@@ -42,7 +42,7 @@ def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path, other):
     assert claim.is_held_by(other.pid), "a holder does not release a claim that was taken over"
     other.kill()
     other.wait()
-    with rundir.alone([tmp_path / "run"]):
+    with rundir.locked([tmp_path / "run"]):
         claim.check()
     assert not (tmp_path / "run").exists(), "a released claim leaves no directory behind"
 

@@ -198,7 +198,8 @@ def test_sentinels_that_a_tokenizer_brings_are_its_own(text, tmp_path):
         data_fields = {"tokenizer": {"path": str(tmp_path / "tokenizer.json")}, "target_length": 16}
         data = open_data(experiment(text, objective, "encoder_decoder", **data_fields))
         size, first = data.tokenizer.vocab_size, data.tokenizer.find("<extra_id_0>")
-        assert first == size - 1 and data.objective.adds(data.tokenizer) == (0 if complete else 13)
+        num_added = data.objective.num_added_tokens(data.tokenizer)
+        assert first == size - 1 and num_added == (0 if complete else 13)
         top = first if complete else size + 12
         targets = data.batches("train")[0]["targets"]
         assert targets.max() == top and (targets[:, 0] == top).all()

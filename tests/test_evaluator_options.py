@@ -30,7 +30,7 @@ def make_subject(config):
     return types.SimpleNamespace(
         config=config,
         mesh=types.SimpleNamespace(size=1),
-        changed=make_subject,
+        with_config=make_subject,
         data=types.SimpleNamespace(store=store, tokenizer=Letters),
         part="valid",
         programs={},
@@ -62,7 +62,7 @@ def test_every_option_of_an_evaluator(monkeypatch):
     monkeypatch.setattr(
         losses,
         "mean",
-        lambda subject, _, most=0: (hash((subject.config.model, subject.config.data, most)), 0.0),
+        lambda subject, _, n=0: (hash((subject.config.model, subject.config.data, n)), 0.0),
     )
     monkeypatch.setattr(
         losses,

@@ -12,7 +12,7 @@ from flax.core import meta
 
 from transformer import UserError
 from transformer.config import MeshConfig
-from transformer.model.feed_forwards.experts import Experts, Matrix, by_place, dropless
+from transformer.model.feed_forwards.experts import Experts, Matrix, dropless, with_capacity
 from transformer.model.masks import Tokens
 from transformer.parallel.mesh import make_mesh, use
 
@@ -80,9 +80,9 @@ def test_who_comes_too_late_is_passed_over():
     # With 8 tokens and 4 experts, each expert has 2 capacity slots, times the factor.
     experts = [0, 1, 0, 0, 3, 0, 1, 2]
     assert bring(dropless, experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
-    assert bring(by_place(2.0), experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
-    assert bring(by_place(1.0), experts) == ([1, 2, 1, 0, 4, 0, 2, 3], 2)
-    assert bring(by_place(0.5), experts) == ([1, 2, 0, 0, 4, 0, 0, 3], 4)
+    assert bring(with_capacity(2.0), experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
+    assert bring(with_capacity(1.0), experts) == ([1, 2, 1, 0, 4, 0, 2, 3], 2)
+    assert bring(with_capacity(0.5), experts) == ([1, 2, 0, 0, 4, 0, 0, 3], 4)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5])

@@ -78,23 +78,15 @@ def test_draws_are_of_seed_epoch_and_row_alone(text, case):
     valid = data.batches("valid")
     jax.tree.map(np.testing.assert_array_equal, valid[0], data.batches("valid")[0])
     draws = []
-
-    def segments(epoch):
-        def draw():
-            draws.append(epoch)
-            return np.random.default_rng(epoch)
-
-        return data.objective.rows(data.store, "train", data.config).segments(5, draw)
-
-    fields = [field.name for field in dataclasses.fields(Segment)]
-    same = all(
-        np.array_equal(getattr(a, field), getattr(b, field))
+    draw = lambda epoch: draws.append(epoch) or np.random.default_rng(epoch)
+    rows = data.objective.rows(data.store, "train", data.config)
+    segments = lambda epoch: rows.segments(5, lambda: draw(epoch))
+    same = len(segments(0)) == len(segments(1)) and all(
+        np.array_equal(getattr(a, field.name), getattr(b, field.name))
         for a, b in zip(segments(0), segments(1), strict=True)
-        for field in fields
-        if len(segments(0)) == len(segments(1))
+        for field in dataclasses.fields(Segment)
     )
-    assert same == (not draws)
-    assert ("classification" in case or case == "tagging") <= same
+    assert same == (not draws) and ("classification" in case or case == "tagging") <= same
 
 
 def test_a_prefix_is_cut_anew_and_not_asked_for(text):

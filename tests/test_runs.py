@@ -292,7 +292,7 @@ def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(
         from transformer.data.pipeline import open_data
 
         data = open_data(run_config)
-        rundir.claim(
+        rundir.record_start(
             tmp_path / "run", run_config, mesh, 1, data.tokenizer, {"data": data.describe()}
         )
     other = dataclasses.replace(run_config, seed=7)
@@ -349,7 +349,7 @@ def test_a_mended_start_leaves_no_other_tokenizer(run_config, tmp_path):
 
     (tmp_path / "tokenizer.json").write_text("{}")
     with use(make_mesh(run_config.mesh)) as mesh:
-        rundir.claim(tmp_path, run_config, mesh, 1, open_data(run_config).tokenizer, {})
+        rundir.record_start(tmp_path, run_config, mesh, 1, open_data(run_config).tokenizer, {})
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         "config.json",
         "manifest.json",

@@ -20,7 +20,7 @@ from transformer.parallel.processes import start_processes
 from transformer.runs.evaluate import LoadedRun, load_trained
 from transformer.runs.evaluate import evaluate as evaluate_trained
 from transformer.runs.loop import train as train_in
-from transformer.runs.rundir import converted, load_config
+from transformer.runs.rundir import is_converted, load_config
 
 NO_OVERRIDES: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -113,7 +113,7 @@ def generate(
 def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Experiment:
     """Returns the config of a run, with overrides. Raises UserError for a field that is fixed."""
     settable = {"decoding", "mesh", "platform", "seed"}
-    if converted(Path(workdir)):
+    if is_converted(Path(workdir)):
         settable.add("data")
     for key in overrides:
         if key.split(".")[0] not in settable and key != "data.eval_overlap":

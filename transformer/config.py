@@ -58,7 +58,7 @@ _EFFECTS = (
             ]
         ),
         "a model that generates text (data.objective: causal_lm, prefix_lm or seq2seq)",
-        lambda c: c.objective.writes,
+        lambda c: c.objective.generates_text,
     ),
 )
 

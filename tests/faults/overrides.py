@@ -20,7 +20,7 @@ from transformer.config import Choice, Experiment
 from transformer.config_io import load_experiment
 from transformer.errors import UserError
 from transformer.mapping import apply_overrides, from_mapping, to_mapping
-from transformer.runs.rundir import flat
+from transformer.runs.rundir import flatten_fields
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 
@@ -59,7 +59,7 @@ def check(case: Case) -> str | None:
         assert from_mapping(Experiment, tree) == config, (
             "to_mapping and from_mapping changed the experiment"
         )
-        fields = flat(tree)
+        fields = flatten_fields(tree)
         for key, value in dict(case.overrides).items():
             overlaps_another = any(
                 f"{a}.".startswith(f"{b}.")
@@ -101,7 +101,7 @@ def _used() -> dict[str, list]:
     }
     for file in sorted(EXPERIMENTS.rglob("*.py")):
         try:
-            tree = flat(to_mapping(load_experiment(str(file))))
+            tree = flatten_fields(to_mapping(load_experiment(str(file))))
         except UserError:  # a benchmark is not an experiment
             continue
         for key, value in tree.items():

@@ -98,12 +98,13 @@ def _check(folder: Path, case: Case) -> None:
 
 def _changes_results(folder: Path) -> bool:
     """Returns whether a field that affects results differs from the config of the intact run."""
-    old, new = (rundir.flat(to_mapping(c)) for c in (_config(), rundir.load_config(folder)))
-    return any(old[key] != new[key] for key in old if not key.startswith(rundir.FREE))
+    configs = (_config(), rundir.load_config(folder))
+    old, new = (rundir.flatten_fields(to_mapping(config)) for config in configs)
+    return any(old[key] != new[key] for key in old if not key.startswith(rundir.RESUME_FIELDS))
 
 
 def _check_manifest(folder: Path, case: Case) -> None:
-    rundir.converted(folder)
+    rundir.is_converted(folder)
     _check_text(folder, _data(), "test")
 
 

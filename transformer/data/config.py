@@ -86,7 +86,7 @@ _DATA_EFFECTS = (
     Effect(
         ("packing",),
         "data.buckets, or an objective that packs sequences (causal_lm, seq2seq, masked_lm)",
-        lambda c: c.chosen.packs or c.buckets,
+        lambda c: c.chosen.can_pack or c.buckets,
     ),
     Effect(
         ("buckets",),

@@ -273,7 +273,7 @@ def _build(folder: Path, text: _Text, config: DataConfig, vocab_size: int) -> No
 
 
 def _check_size(tokenizer: Tokenizer, config: DataConfig, vocab_size: int) -> None:
-    needed = tokenizer.vocab_size + config.chosen.adds(tokenizer)
+    needed = tokenizer.vocab_size + config.chosen.num_added_tokens(tokenizer)
     if needed > vocab_size:
         raise UserError(
             f"model.vocab_size: {vocab_size}, but the {tokenizer.vocab_size} pieces of "

@@ -33,7 +33,7 @@ class Generator:
     cut: int = 0
 
     def __post_init__(self):
-        if not self.config.objective.writes or self.config.model.family == "encoder":
+        if not self.config.objective.generates_text or self.config.model.family == "encoder":
             raise UserError(
                 f"data.objective: {to_mapping(self.config.data.objective)!r} does not train "
                 "generation; causal_lm, prefix_lm and seq2seq do"

@@ -33,16 +33,16 @@ def shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     return [x.shape for x in jax.tree.leaves(abstract_params(model))]
 
 
-def mean(subject: Subject, snapshot: Snapshot, most: int = 0) -> tuple[float, float]:
+def mean(subject: Subject, snapshot: Snapshot, max_batches: int = 0) -> tuple[float, float]:
     """Returns (nats per token, mean number of tokens before each token)."""
     total = np.zeros(3)
-    for losses, positions, weights in by_token(subject, snapshot, most):
+    for losses, positions, weights in by_token(subject, snapshot, max_batches):
         total += losses.sum(), (positions * weights).sum(), weights.sum()
     return tuple(float(x) for x in total[:2] / max(total[2], 1.0))
 
 
 def by_token(
-    subject: Subject, snapshot: Snapshot, most: int = 0
+    subject: Subject, snapshot: Snapshot, max_batches: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Yields for each batch (-log p(target) times its weight, positions, weights), each [B, T]."""
 
@@ -53,11 +53,10 @@ def by_token(
         )
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 
-    batches, run = (
-        subject.data.batches(subject.part, subject.share.rows),
-        subject.program("losses", losses),
-    )
-    count = min(n for n in (most or len(batches), subject.most or len(batches), len(batches)))
+    batches = subject.data.batches(subject.part, subject.share.rows)
+    run = subject.program("losses", losses)
+    limits = (max_batches, subject.max_batches, len(batches))
+    count = min((limit for limit in limits if limit), default=0)
     for batch in batches.stream(0, count):
         yield tuple(
             map(np.asarray, jax.device_get(run(snapshot.params, subject.share.place(batch))))

@@ -41,7 +41,7 @@ class Subject:
     data: Data | None  # None: the caller provides the batches
     part: str
     mesh: Mesh
-    most: int = 0  # batches; 0: all
+    max_batches: int = 0  # batches; 0: all
     optimizer: optax.GradientTransformation | None = None
     programs: dict = dataclasses.field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Subject:
         """The first batch of the text."""
         return self.share.place(self.data.batches(self.part, self.share.rows)[0])
 
-    def changed(self, config: TrainTask) -> "Subject":
+    def with_config(self, config: TrainTask) -> "Subject":
         """Returns a Subject with the same text and another config. Results are cached."""
         if config not in self.programs:
             self.programs[config] = dataclasses.replace(

@@ -20,7 +20,7 @@ from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.sample import batch_shapes
-from transformer.runs.rundir import OUTPUT_FIELDS, flat
+from transformer.runs.rundir import OUTPUT_FIELDS, flatten_fields
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, state_maker
 from transformer.training.step import training_step
@@ -63,7 +63,7 @@ def twins(configs: Mapping[str, Experiment], alike: Mapping[str, object]) -> dic
 
 def fields_outside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
     """Returns the fields that do not appear in the programs, in a canonical form."""
-    fields = flat(to_mapping(config))
+    fields = flatten_fields(to_mapping(config))
     shown = (*IN_PROGRAMS, *NO_EFFECT_ON_RESULTS, "data.objective", "train.evaluators")
     compared = {
         field: value

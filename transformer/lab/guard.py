@@ -23,7 +23,7 @@ from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops
 from transformer.planning.sample import batch_shapes
-from transformer.runs.rundir import flat
+from transformer.runs.rundir import flatten_fields
 from transformer.sweeps import Sweep
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
@@ -99,7 +99,7 @@ def facts(config: Experiment) -> Facts:
     )
 
 
-def asked(sweep: Sweep) -> set[str]:
+def allowed_facts(sweep: Sweep) -> set[str]:
     """Returns the facts in which arms may differ: declared ones, and those set by varied fields."""
     varies = lambda given_by: any(
         field == prefix or field.startswith(prefix + ".")
@@ -112,7 +112,7 @@ def asked(sweep: Sweep) -> set[str]:
 def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
     """Returns a line for each fact in which arms differ although the sweep does not allow it."""
     lines, base = [], found[sweep.baseline]
-    for name in [name for name in SET_BY if name not in asked(sweep)]:
+    for name in [name for name in SET_BY if name not in allowed_facts(sweep)]:
         different = {
             arm: fact for arm, fact in found.items() if not _same(name, fact, base, sweep.match)
         }
@@ -193,7 +193,7 @@ def _check_twins(
 
 def _different_fields(configs: Mapping[str, Experiment], arm: str, first: str) -> str:
     """Returns the fields in which two configs differ, separated by commas."""
-    a, b = (flat(to_mapping(configs[name])) for name in (arm, first))
+    a, b = (flatten_fields(to_mapping(configs[name])) for name in (arm, first))
     return ", ".join(key for key in a | b if a.get(key) != b.get(key))
 
 

@@ -66,7 +66,7 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
     model = config.model
     _check(model, tokenizer, text)
     answer = target
-    if not answer and config.objective.writes and model.family != "encoder":
+    if not answer and config.objective.generates_text and model.family != "encoder":
         one_sample = dataclasses.replace(
             config, decoding=dataclasses.replace(config.decoding, batch_size=1)
         )

@@ -145,7 +145,7 @@ def profiles(results: Results) -> list[Profile]:
             for arm in results.arms.values()
             if (line := _line(arm, re.compile(pattern), when))
         }
-        coverage = reads(results, pattern)
+        coverage = measured_text(results, pattern)
         profile = Profile(
             name, caption + (f" ({coverage})" if coverage else ""), x_label, y_label, log, lines
         )
@@ -156,11 +156,11 @@ def profiles(results: Results) -> list[Profile]:
     return result
 
 
-def reads(results: Results, metric: str) -> str:
+def measured_text(results: Results, metric: str) -> str:
     """Returns the part of the text that a metric is measured on in these runs; "" means all."""
     for config in [run.config for arm in results.arms.values() for run in arm.runs.values()]:
         if kind := measures(config.train.evaluators, metric):
-            return kind.reads(config)
+            return kind.measured_text(config)
     return ""
 
 

@@ -4,7 +4,7 @@ import hashlib
 import shlex
 from collections.abc import Mapping
 
-from transformer.lab.profiles import reads
+from transformer.lab.profiles import measured_text
 from transformer.lab.results import Results, RunResult
 from transformer.lab.study import Study, load_study
 from transformer.units import kind, of_tokens, unit
@@ -34,7 +34,7 @@ def about(results: Results) -> list[str]:
     metric = [
         sweep.metric,
         unit(sweep.metric, results.predicts_tokens),
-        f"on {part}" if (part := reads(results, sweep.metric)) else "",
+        f"on {part}" if (part := measured_text(results, sweep.metric)) else "",
     ]
     lines.append(
         f"Deciding metric: {', '.join(filter(None, metric))}; "

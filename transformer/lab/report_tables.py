@@ -4,7 +4,7 @@ import math
 import re
 
 from transformer.lab.formatting import p_value, signed, spell
-from transformer.lab.profiles import Profile, reads
+from transformer.lab.profiles import Profile, measured_text
 from transformer.lab.results import Results
 from transformer.lab.scans import CLOSE
 from transformer.lab.statistics import mean
@@ -106,7 +106,7 @@ def measured(verdict: Verdict) -> list[list[str]]:
         for name, arm in arms.items()
     ]
     heads = [
-        f"{metric} ({part})" if (part := reads(verdict.results, metric)) else metric
+        f"{metric} ({part})" if (part := measured_text(verdict.results, metric)) else metric
         for metric in names
     ]
     return [["arm", *heads], *rows] if names else []

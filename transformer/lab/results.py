@@ -13,11 +13,11 @@ from transformer.data.store import TEXT_FIELDS
 from transformer.errors import UserError, nearest
 from transformer.evaluation.measure import measures
 from transformer.files import read_json
-from transformer.lab.guard import asked
+from transformer.lab.guard import allowed_facts
 from transformer.lab.study import load_study
 from transformer.mapping import to_mapping
 from transformer.runs.metrics import parse_metrics
-from transformer.runs.rundir import flat, load_config, read_manifest
+from transformer.runs.rundir import flatten_fields, load_config, read_manifest
 from transformer.sweeps import RESERVED, Grid, Point, Sweep
 from transformer.units import of_tokens
 
@@ -252,11 +252,11 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
     for runs in groups.values():
         name = _name(runs[0].folder.resolve())
         names.append(name if name not in names else f"{name}-{len(names)}")
-    base = flat(to_mapping(next(iter(groups.values()))[0].config))
+    base = flatten_fields(to_mapping(next(iter(groups.values()))[0].config))
     for name, runs in zip(names, groups.values(), strict=True):
         changes = {
             k: v
-            for k, v in flat(to_mapping(runs[0].config)).items()
+            for k, v in flatten_fields(to_mapping(runs[0].config)).items()
             if base.get(k) != v and k != "seed"
         }
         by_seed = {run.seed: run for run in runs}
@@ -332,7 +332,7 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
 
 
 def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
-    data, allowed = lambda run, *keys: _get(run.manifest, "data", *keys), asked(sweep)
+    data, allowed = lambda run, *keys: _get(run.manifest, "data", *keys), allowed_facts(sweep)
     part, same = (
         "valid" if sweep.metric.startswith("eval/") else "test",
         lambda *keys: data(run, *keys) == data(first, *keys),

@@ -19,7 +19,7 @@ from transformer.errors import UserError, nearest
 from transformer.lab.overview import Table
 from transformer.lab.study import Planned, Study, load_study
 from transformer.lab.together import alike, train_together
-from transformer.parallel.processes import place
+from transformer.parallel.processes import process_index_and_count
 from transformer.runs.recorder import Diverged
 
 MOST_PARAMETERS = 100_000_000
@@ -209,7 +209,7 @@ def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]
         if name not in runs:
             raise UserError(f"--runs: no run {name!r}; {nearest(name, runs)}")
     chosen = [runs[name] for name in names]
-    claimed = chosen if place()[0] == 0 else []
+    claimed = chosen if process_index_and_count()[0] == 0 else []
     for run in claimed:
         run.keep()
     start_renewing([run.claim for run in claimed])

@@ -17,7 +17,7 @@ from transformer.files import read_json, write_atomic
 from transformer.lab.guard import Facts
 from transformer.mapping import from_mapping, to_mapping
 from transformer.runs.metrics import read_metrics
-from transformer.runs.rundir import flat
+from transformer.runs.rundir import flatten_fields
 from transformer.sweeps import Grid, Point, Sweep
 
 
@@ -274,7 +274,7 @@ def load_study(folder: Path) -> Study:
 
 def _difference(old: Experiment, new: Experiment) -> str:
     """Returns the first field in which two experiments differ, with both values."""
-    before, now = flat(to_mapping(old)), flat(to_mapping(new))
+    before, now = flatten_fields(to_mapping(old)), flatten_fields(to_mapping(new))
     return next(
         (
             f"{key} was {before.get(key)!r}, is {now.get(key)!r}"

@@ -26,7 +26,7 @@ from transformer.parallel.mesh import start, use
 from transformer.runs.loop import stop_signals
 from transformer.runs.recorder import Diverged
 from transformer.runs.run import Run, begin
-from transformer.runs.rundir import alone, flat
+from transformer.runs.rundir import flatten_fields, locked
 from transformer.training.optimizer import build_optimizer
 from transformer.training.step import training_step
 
@@ -47,7 +47,7 @@ def alike(config: Experiment) -> str | None:
         or config.train.wandb
     ):
         return None
-    fields = flat(to_mapping(config))
+    fields = flatten_fields(to_mapping(config))
     for field in NUMBERS[1:]:
         fields[field] = fields[field] > 0  # zero and nonzero values give different programs
     if not config.data.buckets:  # with buckets, batch shapes depend on the seed
@@ -67,7 +67,7 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
     with (
         disk_errors(workdirs[0].parent),
         use(start(config.platform, MeshConfig(data=1))) as mesh,
-        alone(workdirs),
+        locked(workdirs),
     ):
         runs = [
             begin(c, w, mesh, together=len(configs), speaks=n == 0)

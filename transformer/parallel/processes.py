@@ -149,7 +149,7 @@ def is_lost_process(error: BaseException) -> bool:
     return raised and any(phrase in str(error).lower() for phrase in phrases)
 
 
-def place() -> tuple[int, int]:
+def process_index_and_count() -> tuple[int, int]:
     """Returns (index, number of processes) without connecting, for a process that starts others."""
     settings = _from_variables() or _from_cluster()
     return (settings[2], settings[1]) if settings else (0, 1)
@@ -395,6 +395,6 @@ def agree(what: str, value: str) -> None:
         )
 
 
-def worst(kind: int) -> int:
+def max_over_processes(kind: int) -> int:
     """Returns the maximum over all processes; each must call this. 0: no fault; larger: worse."""
     return int(np.max(gather_from_all(np.array(kind, np.int32))))

@@ -40,7 +40,7 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     # positions between sublayers, where norms and dropout act (Korthikanti et al. 2022)
     ("stream", ("context", "tensor")),
     ("expert_batch", ("data", "stage", "fsdp")),  # sequences dispatched to their experts
-    ("places", None),  # the capacity slots of experts
+    ("capacity", None),  # the capacity slots of experts
     ("activation_embed", None),
     ("activation_heads", "tensor"),
     ("activation_ff", "tensor"),

@@ -133,7 +133,7 @@ class Programs:
         """The names of the programs that this experiment has."""
         return (
             PROGRAMS
-            if self.config.objective.writes and self.config.model.family != "encoder"
+            if self.config.objective.generates_text and self.config.model.family != "encoder"
             else PROGRAMS[:2]
         )
 

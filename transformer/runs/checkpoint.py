@@ -24,7 +24,7 @@ from transformer.config import TrainConfig
 from transformer.errors import UserError
 from transformer.files import check_disk_space, disk_errors
 from transformer.model.config import ModelConfig
-from transformer.parallel.processes import barrier, is_first, worst
+from transformer.parallel.processes import barrier, is_first, max_over_processes
 from transformer.runs.checkpoint_record import Damaged, Record, describe
 from transformer.training.state import TrainState
 
@@ -195,7 +195,7 @@ class Checkpoints:
         except Exception as e:
             error = e
         kind = 0 if error is None else 2 if _is_no_damage(error) else 1
-        if (worst_kind := worst(kind)) == 0:
+        if (worst_kind := max_over_processes(kind)) == 0:
             return
         if kind == 2:
             raise error

@@ -30,7 +30,7 @@ from transformer.parallel.sharding import Share
 from transformer.runs.checkpoint import Checkpoints
 from transformer.runs.fits import check_divisibility
 from transformer.runs.metrics import append_metrics
-from transformer.runs.rundir import converted, read_manifest
+from transformer.runs.rundir import is_converted, read_manifest
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step
@@ -111,12 +111,12 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     )
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
-    if objective.writes:
+    if objective.generates_text:
         report["decoding"] = to_mapping(config.decoding)
     if objective.scores_every_token:
         report["eval_overlap"] = config.data.eval_overlap
     generated = Written()
-    if objective.writes:
+    if objective.generates_text:
         generate = Generator(config, trained.params, trained.tokenizer)
         write = _translate if objective.columns == ("source", "target") else _continue
         generated = write(generate, data.store.examples(part), config)
@@ -183,7 +183,7 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
 
 
 def _check_text(workdir: Path, data: Data, part: str) -> None:
-    if converted(workdir):
+    if is_converted(workdir):
         return
     current = data.store.meta[part]["sha256"]
     try:

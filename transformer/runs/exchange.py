@@ -75,7 +75,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         params = read_params(family, config.model, tensors, put)
         finished = Path(unfinished) / "run"
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-        rundir.claim(
+        rundir.record_start(
             finished,
             config,
             mesh,

@@ -30,7 +30,7 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
     with (
         disk_errors(workdir),
         use(start(config.platform, config.mesh)) as mesh,
-        rundir.alone([workdir]),
+        rundir.locked([workdir]),
     ):
         run = begin(config, workdir, mesh, verbose=verbose)
         with (

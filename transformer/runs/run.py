@@ -189,7 +189,7 @@ def begin(
     text = read_text(config, workdir, Share(mesh))
     progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
     start = find_state(config, workdir, mesh, program, text, progress.note)
-    claim_directory(config, workdir, mesh, program, text, start, together, progress.note, verbose)
+    record_run(config, workdir, mesh, program, text, start, together, progress.note, verbose)
     checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)
     log = MetricsLog(
         workdir,
@@ -239,7 +239,7 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     check_batch(config, Share(mesh))
     check_wandb(config.train.wandb)
     rundir.check(workdir, config)
-    if config.train.init_from and not rundir.trained(workdir):
+    if config.train.init_from and not rundir.has_checkpoint(workdir):
         check_source(config.train.init_from)
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
@@ -254,7 +254,8 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
 def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
     """Step 2: reads and tokenizes the data, with the run's own tokenizer if it resumes."""
     with process_zero_first("data"):
-        data = open_data(config, find_tokenizer(workdir) if rundir.trained(workdir) else None)
+        tokenizer = find_tokenizer(workdir) if rundir.has_checkpoint(workdir) else None
+        data = open_data(config, tokenizer)
     text = Text(data, *(data.batches(part, share.rows) for part in ("train", "valid")))
     agree(
         "the training text, or its tokenizer",
@@ -288,7 +289,7 @@ def find_state(
     return Start(state, checkpoints, loop["data_step"], loop["window"])
 
 
-def claim_directory(
+def record_run(
     config: Experiment,
     workdir: Path,
     mesh: Mesh,
@@ -305,7 +306,7 @@ def claim_directory(
     origin = {"data": data.describe(), "attention_backends": backends, "trained_together": together}
     if is_first():
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-        rundir.claim(workdir, config, mesh, parameters, data.tokenizer, origin)
+        rundir.record_start(workdir, config, mesh, parameters, data.tokenizer, origin)
     barrier("writing of the run directory")
     if not (workdir / "config.json").exists():
         raise UserError(

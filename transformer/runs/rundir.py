@@ -25,7 +25,7 @@ from transformer.errors import UserError
 from transformer.files import read_json, write_atomic
 from transformer.mapping import from_mapping, to_mapping
 from transformer.model.special_tokens import SPECIAL_TOKENS
-from transformer.parallel.processes import is_first, worst
+from transformer.parallel.processes import is_first, max_over_processes
 from transformer.version import __version__
 
 OUTPUT_FIELDS = (
@@ -40,7 +40,7 @@ OUTPUT_FIELDS = (
 )
 """Fields that set where a run trains, what it writes beside its parameters, and how often."""
 
-FREE = (
+RESUME_FIELDS = (
     *OUTPUT_FIELDS,
     "mesh",
     "decoding",
@@ -72,13 +72,14 @@ def check(workdir: Path, config: Experiment) -> None:
             f"--workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it"
         )
     if (workdir / "config.json").exists():
-        if not trained(workdir):
+        if not has_checkpoint(workdir):
             return  # nothing has been trained yet, so another config may replace it
-        old, new = (flat(to_mapping(experiment)) for experiment in (load_config(workdir), config))
+        experiments = (load_config(workdir), config)
+        old, new = (flatten_fields(to_mapping(experiment)) for experiment in experiments)
         changed = [
             key
             for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not key.startswith(FREE)
+            if old.get(key) != new.get(key) and not key.startswith(RESUME_FIELDS)
         ]
         if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             changed = []  # these schedules do not depend on it, so a run may be extended
@@ -106,7 +107,7 @@ def lock(workdir: Path) -> Claim:
 
 
 @contextlib.contextmanager
-def alone(workdirs: Sequence[Path]) -> Iterator[None]:
+def locked(workdirs: Sequence[Path]) -> Iterator[None]:
     """Ensures that no other process trains in these directories while the context is open.
 
     Raises UserError, which names the other process. All processes of a run must enter together. A
@@ -121,7 +122,7 @@ def alone(workdirs: Sequence[Path]) -> Iterator[None]:
                 claims.enter_context(holding([lock(workdir) for workdir in workdirs]))
             except UserError as e:
                 error = e
-        if worst(int(error is not None)):
+        if max_over_processes(int(error is not None)):
             raise error or UserError("--workdir: process 0 could not lock it; see its log")
         try:
             yield
@@ -143,7 +144,7 @@ def check_folder(workdir: Path) -> None:
         raise UserError(f"--workdir: {workdir} is a file; choose a folder")
 
 
-def converted(workdir: Path) -> bool:
+def is_converted(workdir: Path) -> bool:
     """Returns whether the parameters were converted from elsewhere, so that there is no data."""
     return (workdir / "manifest.json").exists() and "converted_from" in read_manifest(workdir)
 
@@ -181,7 +182,7 @@ def read_manifest(workdir: Path) -> dict:
     return manifest
 
 
-def trained(workdir: Path) -> bool:
+def has_checkpoint(workdir: Path) -> bool:
     """Returns whether the directory holds a checkpoint."""
     return any((workdir / "checkpoints").glob("[0-9]*"))
 
@@ -212,7 +213,7 @@ def _check_version(workdir: Path) -> None:
         )
 
 
-def claim(
+def record_start(
     workdir: Path,
     config: Experiment,
     mesh: Mesh,
@@ -296,13 +297,12 @@ def _commit() -> str:
     )
 
 
-def flat(tree: dict, prefix: str = "") -> dict:
+def flatten_fields(tree: dict, prefix: str = "") -> dict:
     """Flattens nested dicts: dotted field name -> value."""
     flattened = {}
     for key, value in tree.items():
-        flattened |= (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        name = prefix + key
+        flattened |= flatten_fields(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flattened
 
 

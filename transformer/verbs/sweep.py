@@ -65,7 +65,7 @@ def run(args, overrides) -> int:
     from transformer.api import cache_compiled_programs, evaluate
     from transformer.lab import prepare, runner
     from transformer.lab.study import load_study
-    from transformer.parallel.processes import barrier, place
+    from transformer.parallel.processes import barrier, process_index_and_count
 
     if args.runs:
         if args.config or overrides:
@@ -77,7 +77,7 @@ def run(args, overrides) -> int:
         raise UserError(
             f"--jobs and --together: {args.jobs} and {args.together}; set both to 1 or more"
         )
-    this_process = place()
+    this_process = process_index_and_count()
     if this_process[1] > 1 and args.jobs > 1:
         raise UserError(
             f"--jobs: {args.jobs}, but each run uses all {this_process[1]} processes, "

@@ -108,7 +108,7 @@ class Objective:
     columns: ClassVar[tuple[str, ...]] = ("text",)
     # Every token of a held-out text is a target exactly once, so bits per byte are meaningful.
     scores_every_token: ClassVar[bool] = False
-    packs: ClassVar[bool] = True  # sequences can be packed (`data.packing`)
+    can_pack: ClassVar[bool] = True  # sequences can be packed (`data.packing`)
     has_variable_length: ClassVar[bool] = (
         True  # unpacked sequences differ in length (`data.buckets`)
     )
@@ -116,7 +116,7 @@ class Objective:
         False  # texts are never split; `data.too_long` drops or cuts them
     )
     has_prefix: ClassVar[bool] = False  # a decoder gets a prefix, which it reads bidirectionally
-    writes: ClassVar[bool] = True  # the model can generate text
+    generates_text: ClassVar[bool] = True  # the model can generate text
 
     @property
     def predicts(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class Objective:
         """The number of ids after the tokenizer's pieces that are reserved for special tokens."""
         return 0
 
-    def adds(self, tokenizer: Tokenizer) -> int:
+    def num_added_tokens(self, tokenizer: Tokenizer) -> int:
         """The number of reserved ids for which this tokenizer has no special token."""
         return self.reserved
 

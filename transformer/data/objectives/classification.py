@@ -13,7 +13,7 @@ class _Labels(Objective):
 
     families: ClassVar = ("encoder", "decoder")
     never_splits: ClassVar = True
-    writes: ClassVar = False
+    generates_text: ClassVar = False
 
     def rows(self, store, part, task):
         return _LabeledRows(store, part, task.data, whole=self.columns[-1] == "label")

@@ -64,10 +64,10 @@ class _Denoising(Objective):
     """
 
     families: ClassVar = ("encoder_decoder", "decoder")
-    packs: ClassVar = False
+    can_pack: ClassVar = False
     has_variable_length: ClassVar = False
     has_prefix: ClassVar = True
-    writes: ClassVar = False  # the model only fills the gaps of a text
+    generates_text: ClassVar = False  # the model only fills the gaps of a text
     modes: ClassVar[int] = 0  # number of mode tokens
 
     @property
@@ -78,7 +78,7 @@ class _Denoising(Objective):
     def reserved(self):
         return self.sentinels + self.modes
 
-    def adds(self, tokenizer):
+    def num_added_tokens(self, tokenizer):
         return self.reserved if self._brought(tokenizer) is None else self.modes
 
     def first_sentinel(self, tokenizer) -> int:

@@ -84,7 +84,7 @@ class PrefixLM(Objective):
     """
 
     families: ClassVar = ("decoder", "encoder_decoder")
-    packs: ClassVar = False
+    can_pack: ClassVar = False
     has_prefix: ClassVar = True
 
     def check(self, task):

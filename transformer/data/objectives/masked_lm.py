@@ -35,7 +35,7 @@ class MaskedLM(Objective):
     next_sentence: bool = False
 
     families: ClassVar = ("encoder",)
-    writes: ClassVar = False
+    generates_text: ClassVar = False
 
     @property
     def predicts(self):
@@ -45,7 +45,7 @@ class MaskedLM(Objective):
     def reserved(self):
         return 1
 
-    def adds(self, tokenizer):
+    def num_added_tokens(self, tokenizer):
         return 0 if tokenizer.mask is not None else 1
 
     def check(self, task):

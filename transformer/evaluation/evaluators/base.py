@@ -34,7 +34,7 @@ class Evaluator:
         """
         return None
 
-    def reads(self, task: TrainTask) -> str:
+    def measured_text(self, task: TrainTask) -> str:
         """Returns the part of the text that is measured, in words, or "" for all."""
         return ""
 
@@ -46,5 +46,5 @@ class Evaluator:
 class OneBatch(Evaluator):
     """An evaluator that measures one batch."""
 
-    def reads(self, task):
+    def measured_text(self, task):
         return f"one batch of {task.data.batch_size} sequences"

@@ -55,7 +55,7 @@ class Extrapolation(Evaluator):
                 f"{model.max_length}; lower times, or raise model.max_length"
             )
 
-    def reads(self, task):
+    def measured_text(self, task):
         return f"the first {self.tokens:,} tokens" if self.tokens else ""
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
@@ -91,7 +91,7 @@ class Extrapolation(Evaluator):
                 )
                 most = -(-self.tokens // (rows * (longer - overlap))) if self.tokens else 0
                 train = dataclasses.replace(config.train, accumulate=1, evaluators=())
-                longer_subject = subject.changed(
+                longer_subject = subject.with_config(
                     dataclasses.replace(config, data=data, model=model, train=train)
                 )
                 mean, context = losses.mean(longer_subject, snapshot, most)

@@ -52,4 +52,4 @@ class LossWith(Evaluator):
                 f"train.evaluators: loss_with: {self.change} changes the shapes of parameters; "
                 "choose a field that keeps them"
             )
-        yield f"loss_with/{self.change}", losses.mean(subject.changed(changed), snapshot)[0]
+        yield f"loss_with/{self.change}", losses.mean(subject.with_config(changed), snapshot)[0]

@@ -44,7 +44,7 @@ class Probe(Evaluator):
         if task.data.format != "probe" and not (self.task and self.lengths):
             return "needs task and lengths, because data.format is not 'probe'"
 
-    def reads(self, task):
+    def measured_text(self, task):
         return f"{self.examples} examples per length"
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
@@ -67,7 +67,7 @@ class Probe(Evaluator):
             data = dataclasses.replace(
                 config.data, length=longest, target_length=0, packing=False, buckets=()
             )
-            at_length = subject.changed(dataclasses.replace(config, data=data, model=model))
+            at_length = subject.with_config(dataclasses.replace(config, data=data, model=model))
             yield from zip(
                 (f"probe/exact/{length:05d}", f"probe/tokens/{length:05d}"),
                 _right(at_length, store, snapshot),

@@ -39,7 +39,7 @@ class Translation(Evaluator):
             else "requires translations of a source; set data.objective = 'seq2seq'"
         )
 
-    def reads(self, task):
+    def measured_text(self, task):
         return f"{self.sentences} sentences"
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:

@@ -46,7 +46,7 @@ class Inputs:
         """The position scheme if it acts on the logits or on the attention output, else None."""
         return self.position if self.position is not None and self.position.acts_on_logits else None
 
-    def by_place(self) -> "Inputs":
+    def by_index(self) -> "Inputs":
         """Replaces positions by indices in the sequence, if this does not change results.
 
         All sequences then have the same positions, so that one bias array serves the whole batch.

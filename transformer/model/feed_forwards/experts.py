@@ -134,7 +134,7 @@ class Experts(nn.Module):
             h = act(product(x, matrices["gate"])) * h if cfg.glu else act(h)
             return product(drop(key, rate, h) if rate else h, matrices["out"])
 
-        dispatch = by_place(kind.capacity_factor) if kind.capacity_factor else dropless
+        dispatch = with_capacity(kind.capacity_factor) if kind.capacity_factor else dropless
         y_BxTxD, lost = dispatch(
             x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key
         )
@@ -203,7 +203,7 @@ def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[s
     return {"loss": loss, "balance": balance, "z": z, "lost": lost / (count * kind.top_k)}
 
 
-def by_place(factor: float):
+def with_capacity(factor: float):
     """Returns the dispatch function for a capacity factor.
 
     It moves tokens into capacity slots, applies the experts, and moves the outputs back.
@@ -239,7 +239,7 @@ def by_place(factor: float):
         token_BxEC = jax.vmap(fill)(slot_BxTK)
         x_BxECxD = _take(jnp.pad(x_BxTxD, ((0, 0), (0, 1), (0, 0))), token_BxEC)
         to_experts = lambda x_BxExCxD: constrain(
-            x_BxExCxD, ("expert_batch", "expert", "places", "activation_embed")
+            x_BxExCxD, ("expert_batch", "expert", "capacity", "activation_embed")
         )
 
         def product(x_BxExCxI, m: Matrix):
@@ -250,7 +250,7 @@ def by_place(factor: float):
             apply(to_experts(x_BxECxD.reshape(B, E, C, D)), matrices, product, key)
         )
         y_BxECxD = constrain(
-            y_BxExCxD.reshape(B, E * C, D), ("batch", "places", "activation_embed")
+            y_BxExCxD.reshape(B, E * C, D), ("batch", "capacity", "activation_embed")
         )
         y_BxTKxD = _take(jnp.pad(y_BxECxD, ((0, 0), (0, 1), (0, 0))), slot_BxTK)
         y_BxTxD = jnp.einsum(

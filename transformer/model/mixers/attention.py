@@ -182,5 +182,5 @@ def inner_attention(
     if watched(module, "maps"):
         weights, *_ = attention_statistics.weights(*qkv[:2], inputs)
         module.sow("maps", "weights", weights)
-    arguments = (*qkv, inputs.by_place())
+    arguments = (*qkv, inputs.by_index())
     return attention_backends.choose(cfg.attention_backend, *arguments)(*arguments)
