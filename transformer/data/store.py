@@ -31,6 +31,7 @@ from transformer.data.tokenizer import (
 from transformer.errors import UserError
 from transformer.files import disk_errors
 from transformer.mapping import to_mapping
+from transformer.output import count
 
 VERSION = 4
 """A part of every key. Increase it when a change of the code changes the tokens or counts of some
@@ -194,8 +195,8 @@ class _Text:
             if components <= 2 * self.held_out:
                 raise UserError(
                     f"data.held_out: {self.held_out} sources for each of valid and test leave "
-                    f"nothing to train on; the text has {components} parts that share no sentence: "
-                    "reduce data.held_out"
+                    f"nothing to train on; the text has {count(components, 'part')} that share no "
+                    "sentence: reduce data.held_out"
                 )
         index = split.SPLITS.index(part)
         in_part = self._assigned == index

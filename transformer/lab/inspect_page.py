@@ -12,6 +12,7 @@ from transformer.evaluation.inside import SELF_ATTENTION_ONLY
 from transformer.lab.figures import new_figure, styles
 from transformer.lab.inside import Map, View
 from transformer.lab.report import STYLE
+from transformer.output import count
 
 INSIDE = """
 .tokens { line-height: 2.1; overflow-wrap: anywhere; }
@@ -123,7 +124,7 @@ def page(view: View, title: str, about: Sequence[str]) -> str:
         parts.append(f"<p><b>model output</b> {escape(view.answer)}</p>")
     if view.cut:
         parts.append(
-            f"<p class=note>{view.cut} tokens exceed the model's maximum length and are cut.</p>"
+            f"<p class=note>{count(view.cut, 'token')} beyond the model's maximum length: cut.</p>"
         )
     losses = view.losses_T[~np.isnan(view.losses_T)]
     parts += [

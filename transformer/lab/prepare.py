@@ -10,7 +10,7 @@ from transformer.errors import UserError
 from transformer.lab.guard import SET_BY, check, facts, matched
 from transformer.lab.runner import share_of
 from transformer.lab.study import Study, load_study
-from transformer.output import columns, human_count
+from transformer.output import columns, count, human_count
 from transformer.parallel.mesh import disable_tpu_search
 from transformer.parallel.processes import start_processes
 
@@ -111,7 +111,7 @@ def describe(study: Study) -> str:
         f"metric      {sweep.metric}, {'higher' if sweep.higher_is_better else 'lower'} is better"
     )
     lines.append(
-        f"runs        {len(sweep.arms)} arms x {len(sweep.seeds)} seeds "
+        f"runs        {count(len(sweep.arms), 'arm')} x {count(len(sweep.seeds), 'seed')} "
         f"({', '.join(map(str, sweep.seeds))}), {trained}"
     )
     for name in SET_BY:

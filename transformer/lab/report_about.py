@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from transformer.lab.profiles import measured_text
 from transformer.lab.results import Results, RunResult
 from transformer.lab.study import Study, load_study
+from transformer.output import count
 from transformer.units import kind, of_tokens, unit
 
 
@@ -25,11 +26,12 @@ def about(results: Results) -> list[str]:
         else "; some arms lack seeds, so each comparison uses the seeds that both arms have"
     )
     paired += ", and therefore the same text in the same order" if same_seeds and same_text else ""
+    sizes = f"{count(len(results.arms), 'arm')}, {count(runs, 'run')}"
     lines.append(
-        f"{len(results.arms)} arms, {runs} runs, seeds {', '.join(map(str, sweep.seeds))}{paired}."
+        f"{sizes}, seeds {', '.join(map(str, sweep.seeds))}{paired}."
         if len(sweep.seeds) > 1
-        else f"{len(results.arms)} arms, {runs} runs of one seed: the variation between seeds is "
-        "unknown, so there are no intervals."
+        else f"{sizes} of one seed: the variation between seeds is unknown, so there are no "
+        "intervals."
     )
     metric = [
         sweep.metric,

@@ -16,6 +16,7 @@ from transformer.files import read_json
 from transformer.lab.guard import allowed_facts
 from transformer.lab.study import load_study
 from transformer.mapping import to_mapping
+from transformer.output import count
 from transformer.runs.metrics import parse_metrics
 from transformer.runs.rundir import flatten_fields, load_config, read_manifest
 from transformer.sweeps import RESERVED, Grid, Point, Sweep
@@ -218,7 +219,7 @@ def read(
                 left_out.append(
                     f"{arm.name}, seed {seed}: {sweep.metric} {run.lacks(sweep.metric)}"
                 )
-    title = folders[0].resolve().name if len(folders) == 1 else f"{len(arms)} arms"
+    title = folders[0].resolve().name if len(folders) == 1 else count(len(arms), "arm")
     return Results(title, sweep, arms, tuple(left_out), tuple(folders))
 
 
@@ -387,11 +388,9 @@ TEXT = frozenset(f"data.{name}" for name in TEXT_FIELDS)
 
 def _spell(x, reference) -> str:
     """Returns a value as text. Of a table, only the entries that differ from the reference."""
-    return (
-        ", ".join(f"{k} {v}" for k, v in x.items() if reference.get(k) != v) or "unset"
-        if isinstance(x, Mapping)
-        else str(x)
-    )
+    if not isinstance(x, Mapping):
+        return str(x)
+    return ", ".join(f"{k} {v}" for k, v in x.items() if reference.get(k) != v) or "unset"
 
 
 def _get(tree, *keys):

@@ -2,7 +2,7 @@
 
 import math
 
-from transformer.output import human_count, human_time
+from transformer.output import count, human_count, human_time
 from transformer.parallel.sharding import format_bytes
 from transformer.planning.buffers import largest
 from transformer.planning.plan import Part, Plan, name_of
@@ -120,8 +120,8 @@ def page(plan: Plan) -> str:
             config.decoding.batch_size * config.decoding.beam_size,
         )
         lines.append(
-            f"decoding    {sequences} sequences, prompts of {max(length // 2, 1):,} tokens, "
-            f"a cache of {length:,}"
+            f"decoding    {count(sequences, 'sequence')}, prompts of {max(length // 2, 1):,} "
+            f"tokens, a cache of {length:,}"
         )
     lines += _attention(plan)
     lines += ["", *_memory(plan)]
@@ -251,7 +251,7 @@ def _times(plan: Plan) -> list[str]:
         beams = f" of {decoding.beam_size} beams" if decoding.beam_size > 1 else ""
         lines.append(
             f"  decoding: {human_count(decoding.batch_size / step)} tokens/s for "
-            f"{decoding.batch_size} sequences{beams}"
+            f"{count(decoding.batch_size, 'sequence')}{beams}"
         )
     return lines
 

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from transformer.evaluation.evaluators import EVALUATORS
 from transformer.evaluation.subject import Metrics, Snapshot, Subject
+from transformer.output import count
 from transformer.training.config import TrainTask
 
 __all__ = ["EVALUATORS", "NEEDS_TOKENS", "Evaluator", "Metrics", "OneBatch", "Snapshot", "Subject"]
@@ -47,4 +48,4 @@ class OneBatch(Evaluator):
     """An evaluator that measures one batch."""
 
     def measured_text(self, task):
-        return f"one batch of {task.data.batch_size} sequences"
+        return f"one batch of {count(task.data.batch_size, 'sequence')}"

@@ -12,6 +12,7 @@ from transformer.data.store import Texts
 from transformer.errors import UserError
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.losses import reading
+from transformer.output import count
 
 
 @EVALUATORS.register("probe")
@@ -45,7 +46,7 @@ class Probe(Evaluator):
             return "needs task and lengths, because data.format is not 'probe'"
 
     def measured_text(self, task):
-        return f"{self.examples} examples per length"
+        return f"{count(self.examples, 'example')} per length"
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields probe/exact/LENGTH and probe/tokens/LENGTH.

@@ -13,6 +13,7 @@ from transformer.evaluation.evaluators.base import (
     Subject,
 )
 from transformer.evaluation.translation import group, score
+from transformer.output import count
 
 
 @EVALUATORS.register("translation")
@@ -40,7 +41,7 @@ class Translation(Evaluator):
         )
 
     def measured_text(self, task):
-        return f"{self.sentences} sentences"
+        return count(self.sentences, "sentence")
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields translation/bleu, translation/chrf and texts translation/sample/N."""
