@@ -1,5 +1,6 @@
 """Distribution of runs over processes: claims, shards, groups, and failures within a group."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -254,3 +255,24 @@ def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch,
         "alibi, seed 0: failed: exit code 1: no such thing" in line
         for line in results.read([tmp_path]).left_out
     ), "the other runs are compared"
+
+
+def test_a_run_that_crashes_after_a_stop_signal_is_stopped_and_not_failed(tmp_path, monkeypatch):
+    study = make_study(tmp_path, seeds=1)
+    study.write()
+    started = tmp_path / "started"
+    program = (
+        "import os, pathlib, signal, sys, time; "
+        "signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGSEGV)); "
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda _, **options: popen([sys.executable, "-c", program, started], **options),
+    )
+    stopping = contextlib.nullcontext(started.exists)
+    monkeypatch.setattr(runner, "_stopping", lambda: stopping)
+    assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 143
+    assert not list((tmp_path / "claims").glob("*.failed"))

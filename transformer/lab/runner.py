@@ -156,11 +156,13 @@ class _Child:
     def end(self, code: int) -> list[Planned]:
         """Releases the claims on its runs, and returns the runs that failed."""
         self.log.close()
+        # A process that is interrupted while it imports JAX may end by another signal.
+        stopped = code in STOPPED or (self.stopping and code < 0)
         failed = []
         for run in self.runs:
             if self.first:
                 run.release()
-            if code not in (0, *STOPPED) and not run.status().over:
+            if code and not stopped and not run.status().over:
                 failed.append(run)
                 if self.first and run.status().kind != "failed":  # else the process gave a reason
                     run.release(_reason(code, self.runs[0].log, self.began))
