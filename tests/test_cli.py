@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from xla_flags import one_device_flags
 
 from transformer import cli
 
@@ -56,7 +57,7 @@ def run(folder, *args, stdin=""):
     env = os.environ | {
         "TRANSFORMER_DATA": str(folder / "data"),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": one_device_flags(),
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.run(

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from studies import experiment, facts_of, made_up, make_study
+from xla_flags import one_device_flags
 
 from transformer import Sweep, UserError, vary
 from transformer.cli import main
@@ -135,7 +136,7 @@ def swept(tmp_path_factory):
     (home / "x.py").write_text(FILE.replace("CONFIG", repr(config)))
     environment = os.environ | {
         "TRANSFORMER_DATA": str(tmp_path_factory.getbasetemp() / "data"),
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": one_device_flags(),
     }
     environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from xla_flags import one_device_flags
 
 from transformer.cli import main
 from transformer.data.batching import Batches
@@ -43,7 +44,7 @@ def launch(count: int, workdir: Path, *options: str, command=TRAIN) -> list[subp
     return [
         subprocess.Popen(
             command,
-            env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port),
+            env=os.environ | local.variables(i, count, 4 // count, port),
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for i in range(count)
@@ -139,7 +140,7 @@ def tried(workdir: Path, count: int) -> dict:
         started = [
             subprocess.Popen(
                 command,
-                env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, count, 4 // count, port),
+                env=os.environ | local.variables(i, count, 4 // count, port),
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
             for i in range(count)
@@ -165,10 +166,10 @@ def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path
         f"--workdir={tmp_path / 'run'}",
     ]
     steps = ["--config.train.steps=80", "--config.train.checkpoint_every=5"]
+    environment = {"XLA_FLAGS": one_device_flags(), "TRANSFORMER_HEARTBEAT": "10"}
     launcher = subprocess.Popen(
-        command + steps, env=os.environ | {"XLA_FLAGS": "", "TRANSFORMER_HEARTBEAT": "10"},
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        command + steps, env=os.environ | environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     checkpoints = tmp_path / "run" / "checkpoints"
     # Wait for a complete checkpoint.
     until(lambda: any(folder.name.isdigit() for folder in checkpoints.glob("*")))
@@ -287,7 +288,7 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     }
     start = lambda i: subprocess.Popen(
         command + options[i],
-        env=os.environ | {"XLA_FLAGS": ""} | local.variables(i, 2, 2, port),
+        env=os.environ | local.variables(i, 2, 2, port),
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,

@@ -39,3 +39,8 @@ def known_flags() -> str:
         flags = FLAGS if accepts(*FLAGS) else [flag for flag in FLAGS if accepts(flag)]
         os.environ["TRANSFORMER_TEST_FLAGS"] = " ".join(flags)
     return os.environ["TRANSFORMER_TEST_FLAGS"]
+
+
+def one_device_flags() -> str:
+    """Returns the accepted flags without the simulated devices, for commands that tests start."""
+    return known_flags().replace(FLAGS[0], "").strip()

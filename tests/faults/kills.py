@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from xla_flags import one_device_flags
+
 ROOT = Path(__file__).parents[2]
 
 EXPERIMENT = """
@@ -126,7 +128,8 @@ def _start(kind: str, work: Path) -> list[subprocess.Popen]:
             shutil.copytree(_trained(), work)
     else:
         command.append(f"--config={file}")
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    env |= {"XLA_FLAGS": one_device_flags()}
     env |= {"TRANSFORMER_WAIT": "20"}  # seconds to wait for a process that was killed
     variables: list[dict[str, str]] = [{}]
     if kind == "processes":
