@@ -41,11 +41,11 @@ TINY = {
 """Sizes of the models that tests train; divisible by every mesh of eight devices."""
 
 
-ALONE = [name for name in BACKENDS if name not in ("ring", "splash", "cudnn")]
+GENERAL_BACKENDS = [name for name in BACKENDS if name not in ("ring", "splash", "cudnn")]
 """Attention backends that need no mesh and support any sequence length and head size."""
 
 
-def sized(family: str, sizes: dict = TINY, **fields) -> dict:
+def model_fields(family: str, sizes: dict = TINY, **fields) -> dict:
     """Returns the fields of a small model: the `sizes` that affect its family, and `fields`."""
     sides = [side for side in ("encoder", "decoder") if side in family]
     absent = {"num_encoder_layers", "num_decoder_layers"} - {f"num_{s}_layers" for s in sides}
@@ -55,7 +55,7 @@ def sized(family: str, sizes: dict = TINY, **fields) -> dict:
 
 def small(family: str, **fields) -> ModelConfig:
     """Returns the config of a model of a few thousand parameters."""
-    return ModelConfig(**sized(family, SMALL, **fields))
+    return ModelConfig(**model_fields(family, SMALL, **fields))
 
 
 def schemes(*families: str) -> list[tuple[str, str]]:
@@ -90,7 +90,7 @@ def make(config: ModelConfig, seed: int = 0, noise: float = 0.3):
     return build_model(config), jax.tree_util.tree_map_with_path(draw, abstract)
 
 
-def initialised(config: ModelConfig, seed: int = 0):
+def init_model(config: ModelConfig, seed: int = 0):
     """Returns (model, params) with the parameters that training starts from."""
     model, args = build_model(config), [jnp.zeros((1, 1), jnp.int32)] * len(config.sides)
     return model, jax.jit(model.init)(jax.random.key(seed), *args)
@@ -130,7 +130,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 @pytest.fixture(autouse=True)
-def own_data_home(tmp_path_factory, monkeypatch):
+def isolate_data_home(tmp_path_factory, monkeypatch):
     """Keeps token stores out of the user's cache; the tests of a session share them."""
     monkeypatch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
 
@@ -160,7 +160,7 @@ def text(tmp_path_factory):
 def run_config():
     """The experiment of a small language model, trained for 12 steps on two devices."""
     return from_mapping(Experiment, {
-        "model": sized("decoder", vocab_size=512, dropout=0.1, max_length=32),
+        "model": model_fields("decoder", vocab_size=512, dropout=0.1, max_length=32),
         "data": {
             "corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4,
             "tokenizer": {"kind": "bpe"},

@@ -238,7 +238,7 @@ FLAT = [
 ]
 
 
-def theirs(name: str, options: dict, seed: int = 0):
+def make_hf_model(name: str, options: dict, seed: int = 0):
     """Returns a model of Transformers; all parameters and buffers that it saves are perturbed."""
     cls = getattr(transformers, name)
     config = cls.config_class(vocab_size=VOCAB, **options)

@@ -8,7 +8,7 @@ vectors of one token. Tokens are indexed by t (queries) and s (keys), heads by n
 import math
 
 import numpy as np
-from oracle_positions import choose, clip, positioned, sinusoid, turn
+from oracle_positions import add_positions, choose, clip, rotate, sinusoid
 
 erf = np.vectorize(math.erf)
 
@@ -32,7 +32,7 @@ def forward(config, params, *sides, **where):
     `where` contains the keyword arguments of `model.apply` (segments, positions).
     """
     p = _float64(params)
-    run = {"encoder": _encoder_only, "decoder": _decoder_only, "encoder_decoder": _both}[
+    run = {"encoder": _encoder_only, "decoder": _decoder_only, "encoder_decoder": _encoder_decoder}[
         config.family
     ]
     logits = []
@@ -53,38 +53,38 @@ def _float64(tree):
 def _encoder_only(c, p, tokens, token_types=None, **where):
     x = embed(c, p["embedding"], tokens, token_types)
     return unembed(
-        c, p, stack(c, p["encoder"], "encoder", x, stands(c, tokens, **where)), p["embedding"]
+        c, p, stack(c, p["encoder"], "encoder", x, token_info(c, tokens, **where)), p["embedding"]
     )
 
 
 def _decoder_only(c, p, tokens, **where):
     x = embed(c, p["embedding"], tokens)
     return unembed(
-        c, p, stack(c, p["decoder"], "decoder", x, stands(c, tokens, **where)), p["embedding"]
+        c, p, stack(c, p["decoder"], "decoder", x, token_info(c, tokens, **where)), p["embedding"]
     )
 
 
-def _both(c, p, source, target, **where):
+def _encoder_decoder(c, p, source, target, **where):
     target_where = {k: v for k, v in where.items() if not k.startswith("source_")}
     source_where = {
         k.removeprefix("source_"): v for k, v in where.items() if k.startswith("source_")
     }
     table = p["embedding"] if c.share_embeddings else p["target_embedding"]
-    source_info = stands(c, source, **source_where)
+    source_info = token_info(c, source, **source_where)
     encoded = stack(c, p["encoder"], "encoder", embed(c, p["embedding"], source), source_info)
     h = stack(
         c,
         p["decoder"],
         "decoder",
         embed(c, table, target),
-        stands(c, target, **target_where),
+        token_info(c, target, **target_where),
         encoded,
         source_info,
     )
     return unembed(c, p, h, table)
 
 
-def stands(c, tokens, positions=None, segment_ids=None, padding_mask=None, prefix_mask=None):
+def token_info(c, tokens, positions=None, segment_ids=None, padding_mask=None, prefix_mask=None):
     """Returns (position, document, in a prefix?) for each token; document 0 is padding."""
     if positions is None:
         positions = np.arange(len(tokens))
@@ -250,7 +250,7 @@ def mixture(c, p, x):
 
 
 def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
-    """Computes attention from x to y; `q_info` and `k_info` are the results of `stands`."""
+    """Computes attention from x to y; `q_info` and `k_info` are the results of `token_info`."""
     name, options = position
     per_kv = c.num_heads // c.kv_heads
     scale = c.head_size**-0.5 if c.attention_scale is None else c.attention_scale
@@ -265,10 +265,10 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
         if name in ("rotary", "xpos"):
             length = int(q_info[0].max()) + 1
             q = np.stack(
-                [turn(name, options, q[t], q_info[0][t], length, 1) for t in range(len(q))]
+                [rotate(name, options, q[t], q_info[0][t], length, 1) for t in range(len(q))]
             )
             k = np.stack(
-                [turn(name, options, k[s], k_info[0][s], length, -1) for s in range(len(k))]
+                [rotate(name, options, k[s], k_info[0][s], length, -1) for s in range(len(k))]
             )
         for t in range(len(q)):
             mask = np.array([
@@ -280,7 +280,7 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
             if not mask.any():
                 continue
             e = np.array([scale * (q[t] @ k[s]) for s in range(len(k))])
-            e = positioned(
+            e = add_positions(
                 c,
                 name,
                 options,

@@ -98,7 +98,7 @@ def lstm(p, x, segments, reverse=False, read=None):
     return out, contexts
 
 
-def both_ways(p, x, segments):
+def bidirectional_lstm(p, x, segments):
     """The bidirectional LSTM layer of the encoder."""
     outputs = [
         lstm(p[direction], x, segments, direction == "backward")[0]

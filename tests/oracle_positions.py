@@ -26,7 +26,7 @@ def clip(d, limit):
     return int(max(-limit, min(limit, d)))
 
 
-def turn(name, options, x, t, length, direction):
+def rotate(name, options, x, t, length, direction):
     """Returns R_t x; for xPos, also scaled by zeta^t (queries) or zeta^-t (keys)."""
     x, theta = x.copy(), options.get("theta", 1e4)
     d = int(len(x) * options.get("fraction", 1.0))
@@ -80,7 +80,7 @@ def turn(name, options, x, t, length, direction):
     return x
 
 
-def positioned(c, name, options, p, shared, n, e, q, k, t, positions, mask, scale, causal):
+def add_positions(c, name, options, p, shared, n, e, q, k, t, positions, mask, scale, causal):
     """Returns the logits of one query and head with the position scheme applied."""
     e = e.copy()
     if name == "cope":
@@ -94,7 +94,7 @@ def positioned(c, name, options, p, shared, n, e, q, k, t, positions, mask, scal
         return e
     for s, s_position in enumerate(positions):
         d = int(t - s_position)
-        e[s] += of_distance(name, options, shared, n, d, t, c.num_heads, causal)
+        e[s] += distance_bias(name, options, shared, n, d, t, c.num_heads, causal)
         if name == "shaw":
             limit = options.get("max_distance", 16)
             e[s] += scale * (q @ p["relative_keys"][clip(-d, limit) + limit])
@@ -116,7 +116,7 @@ NOT_BY_DISTANCE = (
 """The schemes that are computed elsewhere, or do nothing."""
 
 
-def of_distance(name, options, shared, n, d, t, heads, causal):
+def distance_bias(name, options, shared, n, d, t, heads, causal):
     """Returns what head n adds to a logit as a function of the distance d = t - s alone."""
     if name == "alibi":
         power = 2 ** int(math.log2(heads))

@@ -2,7 +2,7 @@
 
 import json
 
-from conftest import sized
+from conftest import model_fields
 
 from transformer import Sweep, vary
 from transformer.config import Experiment
@@ -14,7 +14,7 @@ from transformer.mapping import from_mapping, override, to_mapping
 def experiment(**changes) -> Experiment:
     """Returns a small experiment; in the names of `changes`, `__` stands for a dot."""
     tree = {
-        "model": sized("decoder", vocab_size=512, max_length=32, position="rotary"),
+        "model": model_fields("decoder", vocab_size=512, max_length=32, position="rotary"),
         "data": {
             "corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4,
             "tokenizer": {"kind": "bpe"},
@@ -29,7 +29,7 @@ def experiment(**changes) -> Experiment:
     return from_mapping(Experiment, tree)
 
 
-def facts_of(sweep, **base):
+def configs_and_facts(sweep, **base):
     """Returns (arm -> config, arm -> facts) for the arms of a sweep."""
     configs = {
         arm: experiment(**base | {k.replace(".", "__"): v for k, v in changes.items()})
@@ -40,11 +40,11 @@ def facts_of(sweep, **base):
 
 def make_study(folder, seeds=2):
     sweep = Sweep(vary("model.position", "rotary", "alibi"), seeds=seeds)
-    configs, facts = facts_of(sweep)
+    configs, facts = configs_and_facts(sweep)
     return Study(folder, sweep, configs, facts)
 
 
-def made_up(
+def write_run(
     folder,
     arm,
     seed,

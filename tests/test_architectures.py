@@ -8,13 +8,13 @@ import numpy as np
 import oracle
 import pytest
 from conftest import make, tokens
-from test_oracle import each_layer
+from test_oracle import unstack_layers
 
 from transformer import UserError, architecture, build_model
 from transformer.convert import FAMILIES
 from transformer.model.architectures import ARCHITECTURES
 
-OF_HF = {
+HF_FAMILIES = {
     "bert": "bert", "modernbert": "modernbert", "gpt2": "gpt2", "gpt3": "gpt2", "bloom": "bloom",
     "t5": "t5", "bart": "bart", "marian": "marian", "opt": "opt", "gpt_neox": "gpt_neox",
     "pythia": "gpt_neox", "llama2": "llama", "llama3": "llama", "llama3.1": "llama",
@@ -102,16 +102,16 @@ architectures with published weights, test_convert.py compares the logits with P
 SMALL = {"d_model": 32, "num_heads": 4, "d_ff": 48, "vocab_size": 61, "max_length": 40}
 
 
-def of_hf(name: str) -> str | None:
+def hf_family(name: str) -> str | None:
     families = [
         family
-        for prefix, family in OF_HF.items()
+        for prefix, family in HF_FAMILIES.items()
         if name == prefix or name.startswith(prefix + "_")
     ]
     return families[0] if families else None
 
 
-def parameters(config) -> int:
+def count_parameters(config) -> int:
     sides = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * (1 + (config.family == "encoder_decoder"))
     abstract = jax.eval_shape(build_model(config).init, jax.random.key(0), *sides)
     return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract))
@@ -131,14 +131,16 @@ def small(name: str):
 
 
 @pytest.mark.parametrize("names", TABLE)
-def test_the_table_of_architectures(names):
+def test_architecture_fields_match_the_table(names):
     for name in names.split():
         config = architecture(name)
         assert {field: getattr(config, field) for field in TABLE[names]} == TABLE[names]
-    assert set(OF_HF.values()) <= set(FAMILIES), "every family of the table has a weight mapping"
+    assert set(HF_FAMILIES.values()) <= set(FAMILIES), (
+        "every family of the table has a weight mapping"
+    )
 
 
-def test_layers_that_differ():
+def test_per_layer_windows_and_rotary_scaling():
     """Alternating local and global attention; the rotary scaling of Llama 3.1."""
     gemma, modern = architecture("gemma2_2b"), architecture("modernbert_base")
     assert [layer.window for layer in gemma.layers("decoder")][:4] == [4096, 0, 4096, 0]
@@ -151,12 +153,12 @@ def test_layers_that_differ():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_it_has_as_many_parameters_as_its_authors_say(name):
-    assert parameters(architecture(name)) == pytest.approx(PUBLISHED[name], rel=0.03)
+def test_parameter_count_matches_published_count(name):
+    assert count_parameters(architecture(name)) == pytest.approx(PUBLISHED[name], rel=0.03)
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if of_hf(name)])
-def test_it_has_exactly_the_parameters_of_transformers(name):
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if hf_family(name)])
+def test_parameter_count_equals_transformers(name):
     """Builds the model of Transformers on the meta device from our config, converted to theirs.
 
     The number of parameters must be the same.
@@ -166,7 +168,7 @@ def test_it_has_exactly_the_parameters_of_transformers(name):
         pytest.skip(
             "GPT-2's config cannot express these heads: 128 times their number is not d_model"
         )
-    config, family = architecture(name), FAMILIES[of_hf(name)]
+    config, family = architecture(name), FAMILIES[hf_family(name)]
     hf_config = family.their_config(config)
     cls = getattr(transformers, hf_config["architectures"][0])
     with torch.device("meta"):
@@ -176,7 +178,7 @@ def test_it_has_exactly_the_parameters_of_transformers(name):
     tied = {name for name in model.state_dict() if model.state_dict()[name].device.type != "meta"}
     assert not tied
     unique = sum(math.prod(x.shape) for x in model.parameters())
-    ours = parameters(config)
+    ours = count_parameters(config)
     if hf_config["model_type"] == "t5" and not config.tie_embeddings:
         # Transformers 5 unties when it loads two matrices, not when it builds the model.
         unique += config.vocab_size * config.d_model
@@ -196,16 +198,16 @@ def test_it_has_exactly_the_parameters_of_transformers(name):
     "pythia_70m", "llama2_7b", "llama3.1_8b", "mistral_7b", "qwen2_0.5b", "qwen3_0.6b", "gemma2_2b",
     "modernbert_base",
 ])  # fmt: skip
-def test_its_equations(name):
+def test_small_version_matches_oracle(name):
     """Compares a scaled-down version with the oracle."""
     config = small(name)
     sides = (tokens(0, 2, 9), tokens(1, 2, 7))[: 1 + (config.family == "encoder_decoder")]
     model, params = make(config, noise=0.2)
-    expected = oracle.forward(config, each_layer(config, params), *sides)
+    expected = oracle.forward(config, unstack_layers(config, params), *sides)
     np.testing.assert_allclose(jax.jit(model.apply)(params, *sides), expected, atol=1e-4)
 
 
-def test_the_minimal_architecture_has_no_norm_and_no_residual():
+def test_minimal_architecture_has_no_norm_and_no_residual():
     config = small("minimal")
     model, params = make(config)
     assert not [
@@ -222,7 +224,7 @@ def test_the_minimal_architecture_has_no_norm_and_no_residual():
     assert architecture("minimal").d_ff == 5 * architecture("minimal").d_model
 
 
-def test_fields_are_overridden_and_names_are_checked():
+def test_overrides_fields_and_rejects_unknown_names():
     assert architecture("gpt2", num_decoder_layers=6).num_decoder_layers == 6
     assert architecture("gpt2_medium").d_model == 1024
     with pytest.raises(

@@ -39,7 +39,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blockwise_module, "BLOCK", 4)
 
 
-def arrays(d_value=H, dtype=jnp.float32):
+def random_qkv(d_value=H, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(1), 3)
     shapes = ((2, T, N, H), (2, T, K, H), (2, T, K, d_value))
     return tuple(
@@ -47,7 +47,7 @@ def arrays(d_value=H, dtype=jnp.float32):
     )
 
 
-def bound(position, side, where, d_value=H):
+def bound_scheme(position, side, where, d_value=H):
     """Returns a scheme bound to one layer, with random parameters."""
     facts = small(side, position=position, d_value=d_value).stack_facts(side)
     draw = np.random.default_rng(0)
@@ -77,7 +77,7 @@ def value_and_gradients(attend, q, k, v, inputs):
     return out, grads
 
 
-def compare(a, b, rtol=2e-5, atol=2e-5):
+def assert_trees_close(a, b, rtol=2e-5, atol=2e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol, atol), a, b)
 
 
@@ -97,20 +97,20 @@ def cases():
 
 
 @pytest.mark.parametrize(("mask", "position"), cases())
-def test_blockwise_is_the_plain_attention(mask, position):
+def test_blockwise_matches_reference(mask, position):
     rule, where, options = MASKS[mask]
     side = "decoder" if rule.causal else "encoder"
-    inputs = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **options)
-    arguments = (*arrays(3), inputs)
+    inputs = Inputs(rule, where, where, bound_scheme(position, side, where, 3), 0.4, **options)
+    arguments = (*random_qkv(3), inputs)
     expected = value_and_gradients(BACKENDS["reference"].attend, *arguments)
     assert all(np.abs(g).max() > 1e-3 for g in expected[1][:3])
-    compare(value_and_gradients(BACKENDS["blockwise"].attend, *arguments), expected)
+    assert_trees_close(value_and_gradients(BACKENDS["blockwise"].attend, *arguments), expected)
 
 
 @pytest.mark.parametrize("position", SCHEMES)
-def test_places_for_positions_where_distance_is_all_that_counts(position):
+def test_by_index_applies_only_to_distance_based_schemes(position):
     inputs = Inputs(
-        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound(position, "decoder", ORDERED, 3), 0.4
+        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound_scheme(position, "decoder", ORDERED, 3), 0.4
     )
     by_index = inputs.by_index()
     by_distance = SCHEMES[position].by_distance
@@ -126,11 +126,11 @@ def test_places_for_positions_where_distance_is_all_that_counts(position):
     if by_distance:
         assert by_index.q_tokens.positions_BxT.shape == (1, T)
         out = [
-            BACKENDS["reference"].attend(*arrays(3), variant)
+            BACKENDS["reference"].attend(*random_qkv(3), variant)
             for variant in (by_index, inputs, inputs.replace(position=None))
         ]
         assert np.abs(out[1] - out[2]).max() > 1e-3
-        compare(*out[:2])
+        assert_trees_close(*out[:2])
     else:
         assert by_index is inputs
     for unchanged in (
@@ -141,9 +141,9 @@ def test_places_for_positions_where_distance_is_all_that_counts(position):
         assert unchanged.by_index() is unchanged
 
 
-def test_blocks_that_are_filled_up_let_nothing_in():
+def test_padded_slots_of_the_last_block_are_masked():
     """Every mask excludes the padded slots of a block; 11 keys leave one in the last block."""
-    q, k, v = arrays()
+    q, k, v = random_qkv()
     inputs = Inputs(
         CAUSAL,
         ORDERED.replace(segments_BxT=jnp.ones_like(PACKED)),
@@ -151,12 +151,12 @@ def test_blocks_that_are_filled_up_let_nothing_in():
         None,
         0.4,
     )
-    compare(
+    assert_trees_close(
         BACKENDS["blockwise"].attend(q, k, v, inputs), BACKENDS["reference"].attend(q, k, v, inputs)
     )
 
 
-def test_blocks_that_are_known_to_be_empty_are_not_looked_at():
+def test_fully_masked_blocks_are_skipped():
     count = lambda mask, where: len(
         blockwise_module.needed(Inputs(mask, where, where, None, 1.0), 16, 16, (4, 4))
     )
@@ -168,8 +168,8 @@ def test_blocks_that_are_known_to_be_empty_are_not_looked_at():
     assert count(SAME_SEGMENT & window(2), ORDERED) == 10
 
 
-def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_its_mask():
-    q, k, v = arrays()
+def test_dropout_keeps_mean_and_gradient_matches_finite_differences():
+    q, k, v = random_qkv()
     inputs = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.5)
     attend = jax.jit(
         lambda q, key: BACKENDS["blockwise"].attend(
@@ -190,16 +190,16 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_its_mask():
     )
 
 
-def test_bfloat16_stays_near():
-    q, k, v = arrays(dtype=jnp.bfloat16)
+def test_blockwise_is_close_to_reference_in_bfloat16():
+    q, k, v = random_qkv(dtype=jnp.bfloat16)
     inputs = Inputs(
-        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.4
+        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound_scheme("alibi", "decoder", ORDERED), 0.4
     )
     ours, expected = (
         value_and_gradients(BACKENDS[b].attend, q, k, v, inputs) for b in ("blockwise", "reference")
     )
     assert ours[0].dtype == jnp.bfloat16
-    compare(
+    assert_trees_close(
         *(jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (ours, expected)),
         rtol=0.1,
         atol=0.06,
@@ -207,7 +207,7 @@ def test_bfloat16_stays_near():
 
 
 @pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
-def test_a_model_computes_the_same_on_every_backend(family):
+def test_model_loss_and_gradients_agree_across_backends(family):
     """Includes cross-attention, where source and target differ in length."""
     inputs = (tokens(0, 2, 13),) + ((tokens(1, 2, 9),) if family == "encoder_decoder" else ())
     results = {}
@@ -226,15 +226,17 @@ def test_a_model_computes_the_same_on_every_backend(family):
     )
 
 
-def test_what_a_backend_cannot_do_falls_back_and_says_so():
-    q, k, v = arrays()
-    inputs = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("cope", "decoder", ORDERED), 0.4)
+def test_unsupported_inputs_fall_back_and_record_the_reason():
+    q, k, v = random_qkv()
+    inputs = Inputs(
+        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound_scheme("cope", "decoder", ORDERED), 0.4
+    )
     with record() as used:
         assert choose("blockwise", q, k, v, inputs) is BACKENDS["reference"].attend
     assert used == {"reference": "blockwise: the position scheme needs all keys of a query at once"}
 
 
-def test_long_sequences_are_taken_in_blocks_by_themselves():
+def test_auto_selects_blockwise_for_long_sequences():
     where = Tokens(jnp.arange(4096)[None], jnp.ones((1, 4096), jnp.int32), order="rows")
     shape = lambda n: jax.ShapeDtypeStruct((1, n, 4, 8), jnp.float32)
     inputs = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0)
@@ -267,7 +269,7 @@ SPREAD = Tokens(
         if SCHEMES[p].pairwise and p != "shaw"
     ],
 )
-def test_a_ring_is_the_plain_attention(mask, position, order):
+def test_ring_matches_reference(mask, position, order):
     """Shards tokens over three devices and heads over two.
 
     Compares values and all gradients, including those of the scheme's parameters and the sink.
@@ -283,7 +285,7 @@ def test_a_ring_is_the_plain_attention(mask, position, order):
         jax.random.normal(key, (2, SPREAD_T, n, h))
         for key, n, h in zip(keys, (N, K, K), (H, H, 3), strict=True)
     )
-    inputs = Inputs(rule, where, where, bound(position, side, where, 3), 0.4, **options)
+    inputs = Inputs(rule, where, where, bound_scheme(position, side, where, 3), 0.4, **options)
     out, grads = value_and_gradients(BACKENDS["reference"].attend, q, k, v, inputs)
     to_order = (lambda x: zigzag(x, 3)) if order == "zigzag" else (lambda x: x)
     from_order = lambda x: (
@@ -301,10 +303,10 @@ def test_a_ring_is_the_plain_attention(mask, position, order):
     )
     with use(make_mesh(MeshConfig(data=1, context=3, tensor=2))):
         assert BACKENDS["ring"].why_not(q, k, v, inputs) is None
-        compare(value_and_gradients(ring, q, k, v, inputs), (out, grads))
+        assert_trees_close(value_and_gradients(ring, q, k, v, inputs), (out, grads))
 
 
-def test_a_ring_passes_keys_on_and_gathers_nothing():
+def test_ring_uses_collective_permutes_and_no_all_gather():
     """A scheme that is not pairwise falls back to the reference path, which gathers the keys."""
     where = jax.tree.map(lambda x: zigzag(x, 4), SPREAD).replace(order="zigzag")
     q, k, v = (jnp.ones((2, SPREAD_T, n, H)) for n in (N, K, K))
@@ -313,7 +315,7 @@ def test_a_ring_passes_keys_on_and_gathers_nothing():
 
         def compiled(position, backend):
             inputs = Inputs(
-                SAME_SEGMENT & CAUSAL, where, where, bound(position, "decoder", where), 0.4
+                SAME_SEGMENT & CAUSAL, where, where, bound_scheme(position, "decoder", where), 0.4
             )
             attend = choose("auto", q, k, v, inputs)
             assert attend is BACKENDS[backend].attend

@@ -1,7 +1,7 @@
 """Two arms must build different programs; the check compares programs, not configs."""
 
 import pytest
-from studies import experiment, facts_of
+from studies import configs_and_facts, experiment
 
 from transformer import Sweep, UserError, arms, vary
 from transformer.lab import guard
@@ -10,29 +10,29 @@ from transformer.lab.built import twins
 ROTARY = {"name": "rotary", "theta": 10_000.0}
 
 
-def checked(sweep, **base):
-    configs, facts = facts_of(sweep, **base)
+def check_sweep(sweep, **base):
+    configs, facts = configs_and_facts(sweep, **base)
     guard.check(sweep, configs, facts)
 
 
-def test_arms_of_which_the_same_is_built_are_refused():
+def test_rejects_arms_that_build_the_same_program():
     spelled = arms(plain={}, spelled={"model.position": ROTARY})
-    configs, _ = facts_of(Sweep(spelled))
+    configs, _ = configs_and_facts(Sweep(spelled))
     assert configs["plain"] != configs["spelled"]
     with pytest.raises(
         UserError,
         match=r"arms 'plain' and 'spelled' differ in model.position.*, but build the same programs"
         r".* or declare it a control: Sweep\(..., controls=\{'spelled': \"why\"\}\)",
     ):
-        checked(Sweep(spelled))
-    checked(Sweep(spelled, controls={"spelled": "spells out a default"}))
+        check_sweep(Sweep(spelled))
+    check_sweep(Sweep(spelled, controls={"spelled": "spells out a default"}))
 
 
-def test_a_control_must_be_one():
+def test_invalid_controls_raise():
     with pytest.raises(
         UserError, match="controls: 'wide' matches no other arm, so it controls for nothing"
     ):
-        checked(
+        check_sweep(
             Sweep(
                 arms(plain={}, wide={"train.label_smoothing": 0.1}),
                 controls={"wide": "the same model"},
@@ -40,7 +40,7 @@ def test_a_control_must_be_one():
         )
     with pytest.raises(UserError, match="controls: 'wid' is not an arm; did you mean 'wide'"):
         Sweep(arms(plain={}, wide={}), controls={"wid": "x"})
-    checked(Sweep(arms(plain={}, again={}), controls={"again": "measures machine noise"}))
+    check_sweep(Sweep(arms(plain={}, again={}), controls={"again": "measures machine noise"}))
 
 
 CHANGES = {
@@ -65,7 +65,7 @@ CHANGES = {
 }
 
 
-def test_a_number_that_a_program_takes_makes_another_arm():
+def test_numeric_fields_distinguish_arms():
     """Numbers are constants of the lowered programs, or the check compares them separately."""
     base = experiment()
     configs = {"base": base} | {
@@ -74,7 +74,7 @@ def test_a_number_that_a_program_takes_makes_another_arm():
     assert not twins(configs, dict.fromkeys(configs))
 
 
-def test_what_is_written_beside_a_run_makes_no_other_arm():
+def test_logging_fields_do_not_distinguish_arms():
     sweep = Sweep(vary("train.log_every", 1, 2))
     configs = {
         arm: experiment(**{"train__log_every": n})

@@ -19,7 +19,7 @@ from transformer.runs import rundir
 
 
 @pytest.fixture
-def other():
+def other_process():
     """Another living process."""
     child = subprocess.Popen(["sleep", "60"])
     yield child
@@ -27,27 +27,33 @@ def other():
     child.wait()
 
 
-def test_a_directory_in_use_is_refused_and_names_the_holder(tmp_path, other):
+def test_run_directory_in_use_raises_and_names_the_holder(tmp_path, other_process):
     claim = rundir.lock(tmp_path / "run")
     with rundir.locked([tmp_path / "run"]):
         assert claim.is_held_by(os.getpid())
-        claim.hand_over(other.pid)
+        claim.hand_over(other_process.pid)
         with (
-            pytest.raises(UserError, match=f"run is in use by process {other.pid} on .*; wait"),
+            pytest.raises(
+                UserError, match=f"run is in use by process {other_process.pid} on .*; wait"
+            ),
             rundir.locked([tmp_path / "run"]),
         ):
             raise AssertionError("two processes hold the claim")
-        with pytest.raises(UserError, match=f"process {other.pid} on .* took over this run; this"):
+        with pytest.raises(
+            UserError, match=f"process {other_process.pid} on .* took over this run; this"
+        ):
             claim.check()
-    assert claim.is_held_by(other.pid), "a holder does not release a claim that was taken over"
-    other.kill()
-    other.wait()
+    assert claim.is_held_by(other_process.pid), (
+        "a holder does not release a claim that was taken over"
+    )
+    other_process.kill()
+    other_process.wait()
     with rundir.locked([tmp_path / "run"]):
         claim.check()
     assert not (tmp_path / "run").exists(), "a released claim leaves no directory behind"
 
 
-def test_of_two_starts_a_moment_apart_one_is_refused(tmp_path):
+def test_only_one_of_concurrent_starts_gets_the_claim(tmp_path):
     refused, barrier = [], threading.Barrier(8)
 
     def start():
@@ -68,7 +74,7 @@ def test_of_two_starts_a_moment_apart_one_is_refused(tmp_path):
     assert len(refused) == 7 and not (tmp_path / "lock").exists()
 
 
-def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkeypatch, capsys):
+def test_claim_of_another_machine_holds_until_it_is_stale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(claims, "STALE", 3.0)
     file = tmp_path / "lock"
     file.write_text(str(Process("elsewhere", "17", "1:2")))
@@ -94,7 +100,7 @@ def test_a_holder_on_another_machine_lives_as_long_as_it_renews(tmp_path, monkey
         assert Claim(file).is_held_by(os.getpid())
 
 
-def test_a_process_of_the_same_number_in_another_container_is_another(tmp_path):
+def test_process_in_another_container_is_not_visible(tmp_path):
     process = Process.here(os.getpid())
     assert process.is_visible() and process.runs() and Process.parse(str(process)) == process
     assert not dataclasses.replace(process, began="1:2").is_visible()
@@ -103,9 +109,9 @@ def test_a_process_of_the_same_number_in_another_container_is_another(tmp_path):
     assert not Process.parse("").is_visible()
 
 
-def test_a_process_that_the_system_hides_lives(other, monkeypatch):
+def test_process_hidden_by_the_system_counts_as_running(other_process, monkeypatch):
     """/proc mounted with hidepid does not show the processes of other users."""
-    hidden = Process.here(other.pid)
+    hidden = Process.here(other_process.pid)
 
     def kill(pid, number):
         raise PermissionError
@@ -121,20 +127,20 @@ def test_a_process_that_the_system_hides_lives(other, monkeypatch):
 
 
 @pytest.mark.parametrize("digits", [21, 9000])
-def test_a_number_that_no_process_has_is_of_none(tmp_path, digits):
+def test_claim_with_impossible_pid_is_dead(tmp_path, digits):
     file, process = tmp_path / "lock", Process.here(os.getpid())
     file.write_text(str(dataclasses.replace(process, pid="9" * digits)))
     assert not Claim(file).alive() and Claim(file).take()
 
 
-def test_a_claim_is_renewed_while_it_is_held(tmp_path, monkeypatch):
+def test_claim_is_renewed_while_held(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "STALE", 0.6)
     with holding([Claim(tmp_path / "lock")]):
         time.sleep(1.5)
         assert Claim(tmp_path / "lock").age() < 0.6
 
 
-def test_a_claim_is_renewed_after_a_fault_of_the_file_system(tmp_path, monkeypatch):
+def test_claim_renewal_survives_file_system_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "STALE", 0.6)
     renew, faults = os.utime, [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "broken")]
 
@@ -149,7 +155,7 @@ def test_a_claim_is_renewed_after_a_fault_of_the_file_system(tmp_path, monkeypat
         assert not faults and Claim(tmp_path / "lock").age() < 0.6
 
 
-def test_a_claim_whose_file_is_gone_is_taken_again(tmp_path):
+def test_deleted_claim_is_taken_again(tmp_path):
     with holding([Claim(tmp_path / "lock")]):
         (tmp_path / "lock").unlink()
         Claim(tmp_path / "lock").check()
@@ -157,7 +163,7 @@ def test_a_claim_whose_file_is_gone_is_taken_again(tmp_path):
     assert not (tmp_path / "lock").exists()
 
 
-def test_a_claim_that_was_not_renewed_in_time_is_lost(tmp_path, other, monkeypatch):
+def test_claim_not_renewed_in_time_is_lost(tmp_path, other_process, monkeypatch):
     """Also if its file is gone: another process may have taken over the run and finished it."""
     monkeypatch.setattr(claims, "start_renewing", lambda taken: lambda: None)  # never renews
     monkeypatch.setattr(claims, "STALE", 0.2)
@@ -165,8 +171,8 @@ def test_a_claim_that_was_not_renewed_in_time_is_lost(tmp_path, other, monkeypat
     claim = Claim(tmp_path / "lock")
     with holding([claim]):
         time.sleep(0.3)
-        claim.hand_over(other.pid)
-        with pytest.raises(UserError, match=f"lock: process {other.pid} on .* {late}"):
+        claim.hand_over(other_process.pid)
+        with pytest.raises(UserError, match=f"lock: process {other_process.pid} on .* {late}"):
             claim.check()
         claim.file.unlink()
         claim.renew()
@@ -187,7 +193,7 @@ from transformer.output import survive_closed_readers
 
 
 @pytest.mark.parametrize("lasting", [True, False])
-def test_a_closed_output_ends_no_work(tmp_path, lasting):
+def test_survive_closed_readers_keeps_work_running(tmp_path, lasting):
     context = "with survive_closed_readers():" if lasting else "if True:"
     program = TALKATIVE.format(context=context, file=str(tmp_path / "done"))
     command = f"{sys.executable} -c '{program}' 2>&1 | head -3; exit ${{PIPESTATUS[0]}}"
@@ -201,7 +207,7 @@ def test_a_closed_output_ends_no_work(tmp_path, lasting):
     assert not result.stderr
 
 
-def test_streams_are_as_they_were(capsys):
+def test_streams_are_restored(capsys):
     before = sys.stdout, sys.stderr
     with survive_closed_readers():
         assert sys.stdout.encoding == before[0].encoding
@@ -211,7 +217,7 @@ def test_streams_are_as_they_were(capsys):
     assert capsys.readouterr() == ("to both\n", "to both\n")
 
 
-def test_a_stream_may_be_none(monkeypatch):
+def test_stdout_may_be_none(monkeypatch):
     """Python sets a stream that is closed at startup to None; a script may then call main()."""
     monkeypatch.setattr(sys, "stdout", None)
     with survive_closed_readers():
@@ -229,8 +235,8 @@ CLOSED = {
 
 
 @pytest.mark.parametrize("command", CLOSED)
-def test_a_command_may_begin_with_closed_streams(command):
-    result = transformer(command)
+def test_commands_start_with_closed_streams(command):
+    result = run_transformer(command)
     code, error = CLOSED[command]
     assert (result.returncode, result.stderr.count("\n")) == (code, bool(error)), result.stderr
     assert result.stderr.startswith(error)
@@ -244,16 +250,16 @@ def test_a_command_may_begin_with_closed_streams(command):
         ("train --config=none.py --workdir=none", "stderr", 2),
     ],
 )
-def test_nobody_need_read_what_a_command_prints(command, stream, code):
+def test_commands_ignore_closed_output_readers(command, stream, code):
     """The output is short, so it is written only when the process ends."""
     reader, writer = os.pipe()
     os.close(reader)
-    result = transformer(command, **{stream: writer})
+    result = run_transformer(command, **{stream: writer})
     os.close(writer)
     assert result.returncode == code and not result.stdout and not result.stderr
 
 
-def transformer(command: str, **streams) -> subprocess.CompletedProcess:
+def run_transformer(command: str, **streams) -> subprocess.CompletedProcess:
     """Runs `python -m transformer` in a shell with these arguments and redirections."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
@@ -263,7 +269,7 @@ def transformer(command: str, **streams) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_file_never_takes_the_number_of_a_closed_stream(tmp_path):
+def test_opened_file_never_gets_a_standard_descriptor(tmp_path):
     """Otherwise the output of C++ code would be written into the file."""
     code = (
         "from transformer.output import open_closed_streams; open_closed_streams(); "

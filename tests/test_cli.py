@@ -71,7 +71,7 @@ def run(folder, *args, stdin=""):
     )
 
 
-def test_a_run_directory_tells_the_whole_story(folder):
+def test_run_directory_records_manifest_metrics_and_samples(folder):
     files = {f.name for f in (folder / "run").iterdir()}
     assert files >= {
         "config.json",
@@ -128,7 +128,7 @@ def test_evaluate_and_generate(folder):
     assert interactive.returncode == 0 and "The model translates" in interactive.stdout
 
 
-def test_the_same_command_again_has_nothing_to_do(folder):
+def test_repeating_a_finished_run_changes_nothing(folder):
     before = (folder / "run" / "metrics.jsonl").read_text()
     result = run(folder, "train", "--config=config.py", "--workdir=run")
     assert result.returncode == 0, result.stderr
@@ -181,7 +181,7 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         (["data", "wikitext"], "data.corpus: no 'wikitext'; did you mean 'wikitext2'?"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing_behind(
+def test_invalid_arguments_print_one_line_and_leave_no_files(
     folder, args, message, monkeypatch, capsys
 ):
     monkeypatch.chdir(folder)
@@ -196,7 +196,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(
     ]
 
 
-def test_never_on_a_cpu_by_accident(monkeypatch):
+def test_auto_platform_refuses_cpu_if_there_is_an_accelerator(monkeypatch):
     from transformer.errors import UserError
     from transformer.parallel import mesh
 
@@ -211,7 +211,7 @@ def test_never_on_a_cpu_by_accident(monkeypatch):
 @pytest.mark.parametrize(
     "args", [[], ["--help"], ["train", "--help"], ["generate", "--help"], ["data"]]
 )
-def test_help_teaches(args, capsys):
+def test_help_prints_usage(args, capsys):
     if "--help" in args:
         with pytest.raises(SystemExit, match="0"):
             cli.main(args)

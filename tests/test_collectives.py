@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import make, sized, small, tokens
+from conftest import make, model_fields, small, tokens
 
 from transformer.config import Experiment, MeshConfig
 from transformer.data.batching import assemble
@@ -22,13 +22,13 @@ ROWS, LENGTH, VOCAB, D, FF = 24, 40, 56, 32, 48
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def compiled(family: str, mesh: dict, **model):
+def step_collectives(family: str, mesh: dict, **model):
     """Returns (the collectives of a training step, the shapes of the parameters of a layer).
 
     The collectives are a dictionary: kind -> shapes on one device.
     """
     config = from_mapping(Experiment, {
-        "model": sized(
+        "model": model_fields(
             family, vocab_size=VOCAB, d_model=D, d_ff=FF, max_length=LENGTH, position="rotary",
             **model,
         ),
@@ -69,8 +69,8 @@ def big(shapes):
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
-def test_data_parallel_adds_up_gradients_alone(family):
-    collectives, parameters = compiled(family, {"data": 4})
+def test_data_parallel_all_reduces_only_gradients(family):
+    collectives, parameters = step_collectives(family, {"data": 4})
     assert {shape for shape in collectives["all-reduce"] if len(shape) > 1} <= {
         *parameters,
         (D, VOCAB),
@@ -80,7 +80,7 @@ def test_data_parallel_adds_up_gradients_alone(family):
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
 def test_fsdp_gathers_parameters_and_never_activations(family):
-    collectives, parameters = compiled(family, {"fsdp": 4})
+    collectives, parameters = step_collectives(family, {"fsdp": 4})
     assert (
         set(map(len, collectives["all-gather"])) > {1}
         and set(collectives["all-gather"]) <= parameters
@@ -99,13 +99,13 @@ STREAM = (ROWS, LENGTH, D)
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
-def test_tensor_parallel_adds_up_the_residual_stream_and_never_gathers_logits(family):
+def test_tensor_parallel_reduces_residual_stream_and_not_logits(family):
     """Between sublayers, each device holds a part of the tokens.
 
     They are all-gathered before a sublayer and all-reduced after it (reduce-scattered where the
     compiler supports that).
     """
-    collectives, _ = compiled(family, {"tensor": 4})
+    collectives, _ = step_collectives(family, {"tensor": 4})
     assert (
         {shape for shape in big(collectives["all-reduce"])}
         == {STREAM}
@@ -118,7 +118,7 @@ def test_tensor_parallel_adds_up_the_residual_stream_and_never_gathers_logits(fa
     assert not any(big(collectives[kind]) for kind in ("all-to-all", "collective-permute"))
 
 
-def test_norms_between_sublayers_see_a_part_of_the_tokens():
+def test_sequence_parallel_norms_see_a_shard_of_the_tokens():
     """Sequence parallelism (Korthikanti et al. 2022).
 
     On each of four devices, a norm computes the statistics of T / 4 tokens.
@@ -130,8 +130,8 @@ def test_norms_between_sublayers_see_a_part_of_the_tokens():
     assert reduced_shapes == {"2,2"}, reduced_shapes
 
 
-def test_a_pipeline_passes_micro_batches_on():
-    collectives, parameters = compiled("decoder", {"stage": 2})
+def test_pipeline_stages_pass_only_microbatches():
+    collectives, parameters = step_collectives("decoder", {"stage": 2})
     half = (ROWS // 2, LENGTH, D)
     assert set(big(collectives["collective-permute"])) == {half}
     assert set(big(collectives["all-gather"])) <= {(2, *half)}, (
@@ -144,9 +144,9 @@ def test_a_pipeline_passes_micro_batches_on():
     assert not big(collectives["all-to-all"])
 
 
-def test_experts_keep_their_matrices_and_see_the_tokens_of_all():
+def test_expert_parallel_gathers_tokens_and_not_expert_weights():
     experts = {"name": "experts", "num_experts": 4}
-    collectives, parameters = compiled("decoder", {"expert": 4}, feed_forward=experts)
+    collectives, parameters = step_collectives("decoder", {"expert": 4}, feed_forward=experts)
     # Besides tokens, these are the router's probabilities and choices.
     assert set(big(collectives["all-gather"])) <= {STREAM, (ROWS, LENGTH, 4), (ROWS, LENGTH, 2)}
     assert set(big(collectives["reduce-scatter"])) == {(ROWS // 4, LENGTH, D)}
@@ -156,15 +156,15 @@ def test_experts_keep_their_matrices_and_see_the_tokens_of_all():
     }
 
 
-def test_experts_with_places_are_sent_their_tokens():
+def test_experts_with_capacity_exchange_tokens_by_all_to_all():
     experts = {"name": "experts", "num_experts": 4, "capacity_factor": 1.0}
-    collectives, _ = compiled("decoder", {"expert": 4}, feed_forward=experts)
+    collectives, _ = step_collectives("decoder", {"expert": 4}, feed_forward=experts)
     assert big(collectives["all-to-all"]), "tokens are sent to experts and back"
     assert not [s for s in big(collectives["all-gather"]) if s == STREAM]
 
 
-def test_context_parallel_passes_keys_and_values_on():
-    collectives, parameters = compiled("decoder", {"context": 4})
+def test_context_parallel_permutes_keys_and_values():
+    collectives, parameters = step_collectives("decoder", {"context": 4})
     blocks = set(big(collectives["collective-permute"]))
     assert blocks and all(shape[-2:] == (4, 8) for shape in blocks)  # heads and head size
     assert {shape for shape in collectives["all-reduce"] if len(shape) > 1} <= {

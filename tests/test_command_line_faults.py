@@ -34,7 +34,7 @@ SMOKE = str(ROOT / "experiments" / "smoke.py")
 
 
 @pytest.fixture
-def written(tmp_path):
+def write_file(tmp_path):
     """A function that writes a file with the given content and returns its path."""
 
     def write(name: str, content: bytes) -> str:
@@ -57,25 +57,25 @@ def written(tmp_path):
         "{[]: 1}",
     ],
 )
-def test_a_value_that_python_cannot_read_is_no_number(value, recwarn):
+def test_unparsable_integer_raises(value, recwarn):
     with pytest.raises(UserError, match="^seed: ") as error:
         load_experiment(SMOKE, {"seed": value})
     assert len(str(error.value)) <= LONGEST and not recwarn.list
 
 
-def test_an_integer_beyond_every_float_is_refused_where_a_float_is_asked_for():
+def test_integer_too_large_for_a_float_field_raises():
     with pytest.raises(UserError, match="optimizer.learning_rate: an integer of 1,329 bits"):
         load_experiment(SMOKE, {"optimizer.learning_rate": "1" + "0" * 400})
 
 
 @pytest.mark.parametrize("key", ["model.position.name.x", "model.position.name" + ".x" * 200])
-def test_a_name_has_no_fields(key, capsys):
+def test_override_below_a_single_value_fails_in_one_line(key, capsys):
     assert cli.main(["train", f"--config={SMOKE}", "--workdir=none", f"--config.{key}=1"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "model.position.name is a single value" in error
 
 
-def test_a_message_is_one_printable_line():
+def test_error_message_is_one_printable_line():
     message = str(UserError("field: bad\n    value\x1b[31m " + "x" * 9000 + " the way out"))
     assert message.startswith("field: bad value\\x1b[31m xxx") and message.endswith("the way out")
     assert len(message) <= LONGEST
@@ -84,7 +84,7 @@ def test_a_message_is_one_printable_line():
 
 @pytest.mark.parametrize("scheme", ["http", "hdfs", "any"])
 @pytest.mark.parametrize("field", ["data.train", "data.tokenizer.path"])
-def test_a_path_that_nothing_reads(scheme, field):
+def test_unsupported_url_scheme_raises(scheme, field):
     config = load_experiment(
         SMOKE,
         {"data.corpus": "", "data.format": "text", "data.train": SMOKE, field: f"{scheme}://a/b"},
@@ -93,7 +93,7 @@ def test_a_path_that_nothing_reads(scheme, field):
         open_data(config)
 
 
-def test_a_tokenizer_that_is_not_there_is_missed_beside_its_cached_text():
+def test_missing_tokenizer_raises_despite_cached_text():
     config = load_experiment(SMOKE, {"data.tokenizer.path": "nowhere.model"})
     open_data(load_experiment(SMOKE))  # the same text, without the path
     with pytest.raises(UserError, match="data.tokenizer.path: no file 'nowhere.model'"):
@@ -108,25 +108,25 @@ def read(format: str, path: str) -> list[tuple[str, ...]]:
     return list(sources.read(format, path, columns=("text",) if format == "text" else PAIRS))
 
 
-def test_a_byte_order_mark_is_no_text(written):
+def test_byte_order_mark_is_ignored(write_file):
     record = json.dumps({"source": "a", "target": "b"}).encode()
-    assert read("text", written("a.txt", BOM + b"one\ntwo\n")) == [("one",), ("two",)]
-    assert read("tsv", written("a.tsv", BOM + b"a\tb\r\n")) == [("a", "b")]
-    assert read("jsonl", written("a.jsonl", BOM + record)) == [("a", "b")]
-    assert read("jsonl", written("a.jsonl.gz", gzip.compress(BOM + record))) == [("a", "b")]
-    files = written("x.en", BOM + b"a\n"), written("x.es", BOM + b"b\n")
+    assert read("text", write_file("a.txt", BOM + b"one\ntwo\n")) == [("one",), ("two",)]
+    assert read("tsv", write_file("a.tsv", BOM + b"a\tb\r\n")) == [("a", "b")]
+    assert read("jsonl", write_file("a.jsonl", BOM + record)) == [("a", "b")]
+    assert read("jsonl", write_file("a.jsonl.gz", gzip.compress(BOM + record))) == [("a", "b")]
+    files = write_file("x.en", BOM + b"a\n"), write_file("x.es", BOM + b"b\n")
     assert read("paired", ",".join(files)) == [("a", "b")]
 
 
-def test_blank_texts_are_no_examples(written):
+def test_blank_texts_are_skipped(write_file):
     rows = [("a", "b"), ("", "b"), ("a", " \u3000"), ("\t", "")]
     records = "".join(json.dumps(dict(zip(PAIRS, row, strict=True))) + "\n" for row in rows)
-    assert read("jsonl", written("a.jsonl", records.encode())) == rows[:1]
+    assert read("jsonl", write_file("a.jsonl", records.encode())) == rows[:1]
     texts = ("\n".join(side).replace("\t", "").encode() for side in zip(*rows, strict=True))
-    files = (written(name, side) for name, side in zip(("x.en", "x.es"), texts, strict=True))
+    files = (write_file(name, side) for name, side in zip(("x.en", "x.es"), texts, strict=True))
     assert read("paired", ",".join(files)) == rows[:1]
     with pytest.raises(UserError, match="contains no text"):
-        read("jsonl", written("b.jsonl", b'{"source": " ", "target": ""}\n'))
+        read("jsonl", write_file("b.jsonl", b'{"source": " ", "target": ""}\n'))
 
 
 @pytest.mark.parametrize(
@@ -141,19 +141,19 @@ def test_blank_texts_are_no_examples(written):
         (b"one\ntw\0o\n", r":2: a NUL byte at column 3"),
     ],
 )
-def test_a_file_that_is_no_text_is_told_what_it_is(written, content, message):
+def test_file_that_is_not_utf8_text_raises(write_file, content, message):
     with pytest.raises(UserError, match=message):
-        read("text", written("a.txt", content))
+        read("text", write_file("a.txt", content))
 
 
-def test_a_field_twice_in_one_record(written):
+def test_duplicate_field_in_a_record_raises(write_file):
     with pytest.raises(UserError, match=r"a\.jsonl:1: two fields 'source' in one object"):
-        read("jsonl", written("a.jsonl", b'{"source": "a", "source": "b", "target": "c"}\n'))
+        read("jsonl", write_file("a.jsonl", b'{"source": "a", "source": "b", "target": "c"}\n'))
 
 
-def test_pairs_of_globs_are_read_file_by_file(written, tmp_path):
+def test_paired_globs_are_read_file_by_file(write_file, tmp_path):
     for name, text in {"1.en": "a", "2.en": "b", "1.es": "x", "2.es": "y"}.items():
-        written(name, text.encode())
+        write_file(name, text.encode())
     assert read("paired", f"{tmp_path}/*.en,{tmp_path}/*.es") == [("a", "x"), ("b", "y")]
     with pytest.raises(UserError, match="matches 2 and 1 files"):
         read("paired", f"{tmp_path}/*.en,{tmp_path}/1.es")
@@ -186,7 +186,7 @@ def test_input_may_be_a_pipe(tmp_path):
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_bytes_that_are_no_text_at_the_prompt(monkeypatch, errors):
+def test_invalid_utf8_at_the_prompt_raises(monkeypatch, errors):
     typed = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", typed)
     with pytest.raises(UserError, match="standard input is not UTF-8"):
@@ -195,7 +195,7 @@ def test_bytes_that_are_no_text_at_the_prompt(monkeypatch, errors):
         common.check_text("\udcff", "--text")
 
 
-def test_a_file_beyond_its_limit(tmp_path):
+def test_file_size_limit_raises(tmp_path):
     for message in ("[Errno 27] File too large", "OUT_OF_RANGE: Failed writing: File too large"):
         raises = pytest.raises(UserError, match=r"run: a file is larger .* \(ulimit -f\)")
         with raises, disk_errors("run"):
@@ -212,7 +212,7 @@ def test_help_imports_no_jax():
     assert "train an experiment" in result.stdout
 
 
-def test_an_interrupt_while_modules_are_imported_prints_one_line(tmp_path):
+def test_interrupt_during_imports_prints_one_line(tmp_path):
     """The process reports that it imports the first module of JAX, and is interrupted there."""
     (tmp_path / "jax.py").write_text(
         "import time\nprint('importing', flush=True)\ntry: time.sleep(60)\n"
@@ -236,7 +236,7 @@ def test_an_interrupt_while_modules_are_imported_prints_one_line(tmp_path):
     assert (child.returncode, error) == (130, "\ninterrupted\n")
 
 
-def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
+def test_dropped_interrupt_is_raised_again(monkeypatch):
     raised = []
     monkeypatch.setattr(signal, "raise_signal", raised.append)
     handled = []
@@ -249,7 +249,7 @@ def test_an_interrupt_that_python_drops_comes_again(monkeypatch):
     assert raised == [signal.SIGINT] and len(handled) == 1
 
 
-BESIDE = """
+NOISY_PROGRAM = """
 import logging, sys
 from transformer.output import suppress_redundant_tracebacks
 if {quiet}:
@@ -267,10 +267,10 @@ Lost("another exception")
 """
 
 
-def test_what_is_printed_beside_a_fault_is_left_out():
+def test_redundant_tracebacks_are_suppressed():
     stderr = {
         quiet: subprocess.run(
-            [sys.executable, "-c", BESIDE.format(quiet=quiet)],
+            [sys.executable, "-c", NOISY_PROGRAM.format(quiet=quiet)],
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
@@ -283,7 +283,7 @@ def test_what_is_printed_beside_a_fault_is_left_out():
         assert suppressed not in stderr[True] and suppressed in stderr[False]
 
 
-def test_a_lost_process_is_told_from_another_error():
+def test_lost_process_is_distinguished_from_other_errors():
     assert processes.is_lost_process(
         RuntimeError("FAILED: Gloo AllReduce failed: Connection closed")
     )
@@ -297,14 +297,14 @@ def test_a_lost_process_is_told_from_another_error():
 @pytest.mark.parametrize(
     ("entry", "value"), [("versions", 1), ("devices", {}), ("data", []), ("data", {"test": 3})]
 )
-def test_a_manifest_of_other_types_is_damaged(tmp_path, entry, value):
+def test_manifest_with_wrong_types_is_damaged(tmp_path, entry, value):
     (tmp_path / "manifest.json").write_text(json.dumps({entry: value}))
     with pytest.raises(UserError, match=f"manifest.json: damaged .{entry}.*: expected"):
         read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json", "metrics.jsonl"])
-def test_a_folder_in_place_of_a_file_of_a_run(tmp_path, name):
+def test_folder_in_place_of_a_run_file_raises(tmp_path, name):
     (tmp_path / name).mkdir()
     reader = {"config.json": load_config, "manifest.json": read_manifest}.get(name, read_metrics)
     with pytest.raises(UserError, match=f"{name}: cannot be read .Is a directory"):

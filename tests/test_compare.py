@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from studies import made_up
+from studies import write_run
 
 from transformer import UserError
 from transformer.lab import figures, report, results, verdict
@@ -15,11 +15,11 @@ def compare(folder, **options):
     return verdict.judge(results.read(runs, **options))
 
 
-def test_a_verdict_claims_what_the_interval_does(tmp_path):
+def test_verdict_agrees_with_confidence_intervals(tmp_path):
     for seed, noise in enumerate((0.0, 0.3, 0.1, 0.2)):  # a seed is easy or hard for all arms
-        made_up(tmp_path, "a", seed, 4.0 + noise)
-        made_up(tmp_path, "b", seed, 4.1 + noise + 0.001 * seed, model__d_ff=48)
-        made_up(tmp_path, "c", seed, 4.0 + noise + (-1) ** seed * 0.05, model__d_ff=64)
+        write_run(tmp_path, "a", seed, 4.0 + noise)
+        write_run(tmp_path, "b", seed, 4.1 + noise + 0.001 * seed, model__d_ff=48)
+        write_run(tmp_path, "c", seed, 4.0 + noise + (-1) ** seed * 0.05, model__d_ff=64)
     judged = compare(tmp_path)
     text = " ".join(judged.sentences)
     assert list(judged.rows) == ["a", "b", "c"]
@@ -43,12 +43,12 @@ def test_a_verdict_claims_what_the_interval_does(tmp_path):
     assert "is better than" in " ".join(verdict.judge(higher).sentences)
 
 
-def test_what_cannot_be_told_shares_a_sentence(tmp_path):
+def test_indistinguishable_arms_share_a_sentence(tmp_path):
     """The sentence names two arms but only counts ten; the table contains them all."""
     for count in (2, 10):
         for arm in range(count + 1):
             for seed in range(3):
-                made_up(
+                write_run(
                     tmp_path / str(count),
                     f"arm{arm}",
                     seed,
@@ -64,7 +64,7 @@ def test_what_cannot_be_told_shares_a_sentence(tmp_path):
     )
 
 
-def test_the_same_difference_in_every_seed_is_not_among_the_best(tmp_path):
+def test_constant_difference_excludes_an_arm_from_the_best(tmp_path):
     """A share that is 0 or 1 in every seed supports no claim, not even that arms are equal."""
     for name, shares in {
         "all": (1.0, 1.0, 1.0),
@@ -73,7 +73,7 @@ def test_the_same_difference_in_every_seed_is_not_among_the_best(tmp_path):
         "same": (1.0, 1.0, 1.0),
     }.items():
         for seed, share in enumerate(shares):
-            made_up(
+            write_run(
                 tmp_path,
                 name,
                 seed,
@@ -91,11 +91,11 @@ def test_the_same_difference_in_every_seed_is_not_among_the_best(tmp_path):
     )
 
 
-def test_who_ends_with_nothing_learned_has_failed(tmp_path):
+def test_huge_final_loss_counts_as_divergence(tmp_path):
     """A loss of 1e30 is a divergence that stayed finite; means exclude it."""
     for seed in (0, 1, 2):
-        made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed)
-        made_up(tmp_path, "b", seed, 1e30 if seed else 4.2, model__d_ff=48)
+        write_run(tmp_path, "a", seed, 4.0 + 0.1 * seed)
+        write_run(tmp_path, "b", seed, 1e30 if seed else 4.2, model__d_ff=48)
     judged = compare(tmp_path)
     assert (
         judged.rows["b"].value.count == 1
@@ -107,11 +107,11 @@ def test_who_ends_with_nothing_learned_has_failed(tmp_path):
     )
 
 
-def test_who_lacks_a_seed_is_not_the_best(tmp_path):
+def test_arm_that_lacks_a_seed_is_not_the_best(tmp_path):
     """A seed is easy or hard for all arms; an arm without the hard seed has a better mean."""
     for seed, difficulty in enumerate((0.5, 0.0, 0.1)):
-        made_up(tmp_path, "a", seed, 4.0 + difficulty)
-        made_up(
+        write_run(tmp_path, "a", seed, 4.0 + difficulty)
+        write_run(
             tmp_path, "b", seed, 4.1 + difficulty + 0.01 * seed if seed else None, model__d_ff=48
         )
     judged = compare(tmp_path)
@@ -121,19 +121,19 @@ def test_who_lacks_a_seed_is_not_the_best(tmp_path):
     )
 
 
-def test_arms_that_are_equal_have_no_best(tmp_path):
+def test_equal_arms_have_no_best(tmp_path):
     for arm in ("a", "b"):
         for seed in (0, 1):
-            made_up(tmp_path, arm, seed, 4.0, test_bleu=0.0, model__d_ff=32 + 8 * ord(arm))
+            write_run(tmp_path, arm, seed, 4.0, test_bleu=0.0, model__d_ff=32 + 8 * ord(arm))
     assert (
         compare(tmp_path, metric="test/bleu").sentences[0]
         == "By test/bleu (BLEU), all arms are equal in every seed: 0.000 ± 0.000."
     )
 
 
-def test_speed_is_that_of_most_of_a_run(tmp_path):
+def test_speed_ignores_compilation_and_evaluation(tmp_path):
     """Log lines that include compilation or evaluation do not count."""
-    run = made_up(tmp_path, "a", 0, 4.0)
+    run = write_run(tmp_path, "a", 0, 4.0)
     lines = [
         {"step": n + 1, "train/tokens": 100, "time/tokens_per_second": speed}
         for n, speed in enumerate((1.0, 50.0, 52.0, 2.0, 51.0))
@@ -141,13 +141,13 @@ def test_speed_is_that_of_most_of_a_run(tmp_path):
     (run / "metrics.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 8, "test/loss": 4.0}\n'
     )
-    made_up(tmp_path, "b", 0, 4.0, model__d_ff=48)
+    write_run(tmp_path, "b", 0, 4.0, model__d_ff=48)
     assert compare(tmp_path).rows["a"].tokens_per_second == 50.0
 
 
-def test_of_many_arms_the_best_have_lines(tmp_path):
+def test_loss_plot_shows_baseline_and_best_of_many_arms(tmp_path):
     for arm in range(15):
-        made_up(
+        write_run(
             tmp_path,
             f"arm{arm:02d}",
             0,
@@ -166,9 +166,9 @@ def test_of_many_arms_the_best_have_lines(tmp_path):
     assert len(pictures["by_arm"][1].axes[0].get_yticks()) == 14, "all arms that finished"
 
 
-def test_one_seed_claims_nothing(tmp_path):
-    made_up(tmp_path, "a", 0, 4.0)
-    made_up(tmp_path, "b", 0, 9.0, model__d_ff=48)
+def test_single_seed_supports_no_conclusion(tmp_path):
+    write_run(tmp_path, "a", 0, 4.0)
+    write_run(tmp_path, "b", 0, 9.0, model__d_ff=48)
     judged = compare(tmp_path)
     text = " ".join(judged.sentences)
     assert (
@@ -182,35 +182,35 @@ def test_one_seed_claims_nothing(tmp_path):
     )
 
 
-def test_a_run_may_lie_in_a_folder_of_any_name(tmp_path):
+def test_folder_names_become_valid_arm_names(tmp_path):
     runs = [
-        made_up(tmp_path, name, 0, 4.0, model__d_ff=32 + 8 * n)
+        write_run(tmp_path, name, 0, 4.0, model__d_ff=32 + 8 * n)
         for n, name in enumerate(("logs", "b b", "=="))
     ]
     assert list(results.read(runs).arms) == ["logs_", "b_b", "run"]
 
 
-def test_divergence_is_a_result(tmp_path):
+def test_divergence_is_reported(tmp_path):
     for seed in (0, 1):
-        made_up(tmp_path, "a", seed, 4.0 + seed)
-        made_up(tmp_path, "b", seed, 4.0 + seed, diverged=5 if seed else 0, model__d_ff=48)
+        write_run(tmp_path, "a", seed, 4.0 + seed)
+        write_run(tmp_path, "b", seed, 4.0 + seed, diverged=5 if seed else 0, model__d_ff=48)
     judged = compare(tmp_path)
     assert any("diverged with 1 of 2 seeds, at step 5" in line for line in judged.sentences)
     assert [row.value.count for row in judged.rows.values()] == [2, 1]
 
 
-def test_when_an_arm_is_as_good_as_the_baseline_at_its_end(tmp_path):
-    made_up(tmp_path, "a", 0, 4.0, eval_losses=(6.0, 5.0))
-    made_up(tmp_path, "b", 0, 4.0, eval_losses=(5.5, 4.5), model__d_ff=48)
-    made_up(tmp_path, "c", 0, 4.0, eval_losses=(6.5, 6.0), model__d_ff=64)
+def test_share_of_steps_to_reach_the_baseline(tmp_path):
+    write_run(tmp_path, "a", 0, 4.0, eval_losses=(6.0, 5.0))
+    write_run(tmp_path, "b", 0, 4.0, eval_losses=(5.5, 4.5), model__d_ff=48)
+    write_run(tmp_path, "c", 0, 4.0, eval_losses=(6.5, 6.0), model__d_ff=64)
     a, b, c = compare(tmp_path).rows.values()
     reached = [(row.reaches.share, row.reaches.count, row.reaches.seeds) for row in (a, b)]
     assert reached == [(1.0, 1, 1), (0.75, 1, 1)] and (c.reaches.count, c.reaches.seeds) == (0, 1)
     # Two of three seeds reach it; a seed that the baseline lacks does not count.
     for seed, last in ((1, 4.5), (2, 6.0)):
-        made_up(tmp_path, "a", seed, 4.0, eval_losses=(6.0, 5.0))
-        made_up(tmp_path, "b", seed, 4.0, eval_losses=(5.5, last), model__d_ff=48)
-    made_up(tmp_path, "c", 7, 4.0, eval_losses=(4.0, 3.0), model__d_ff=64)
+        write_run(tmp_path, "a", seed, 4.0, eval_losses=(6.0, 5.0))
+        write_run(tmp_path, "b", seed, 4.0, eval_losses=(5.5, last), model__d_ff=48)
+    write_run(tmp_path, "c", 7, 4.0, eval_losses=(4.0, 3.0), model__d_ff=64)
     judged = compare(tmp_path)
     assert (
         judged.rows["b"].reaches.count,
@@ -224,11 +224,11 @@ def test_when_an_arm_is_as_good_as_the_baseline_at_its_end(tmp_path):
     )
 
 
-def test_which_way_is_better_is_known_by_name(tmp_path):
+def test_metric_name_determines_which_direction_is_better(tmp_path):
     """Higher BLEU and lower loss are better; a report may use another metric than its sweep."""
     for seed in (0, 1, 2):
-        made_up(tmp_path, "a", seed, 4.0, test_bleu=30.0 + 0.1 * seed)
-        made_up(
+        write_run(tmp_path, "a", seed, 4.0, test_bleu=30.0 + 0.1 * seed)
+        write_run(
             tmp_path, "b", seed, 3.9 + 0.001 * seed, test_bleu=25.0 + 0.2 * seed, model__d_ff=48
         )
     assert report.measured(compare(tmp_path, metric="test/loss"))[:2] == [
@@ -247,17 +247,17 @@ def test_which_way_is_better_is_known_by_name(tmp_path):
     )
     command = report.again(compare(tmp_path, metric="test/bleu", baseline="b").results)
     assert command.endswith("--metric=test/bleu --baseline=b")
-    made_up(tmp_path, "c", 0, 4.0, test_beauty=1.0)
+    write_run(tmp_path, "c", 0, 4.0, test_beauty=1.0)
     with pytest.raises(UserError, match="metric 'test/beauty': its direction is unknown"):
         compare(tmp_path, metric="test/beauty")
 
 
-def test_what_is_not_over_is_not_compared(tmp_path):
+def test_unfinished_runs_and_other_decoding_settings_are_excluded(tmp_path):
     """A run that is unfinished or was evaluated with other decoding settings is excluded."""
     for seed in (0, 1, 2):
-        made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed)
-        made_up(tmp_path, "b", seed, 4.5 + 0.1 * seed, model__d_ff=48)
-        unfinished = made_up(tmp_path, "c", seed, None, model__d_ff=64)
+        write_run(tmp_path, "a", seed, 4.0 + 0.1 * seed)
+        write_run(tmp_path, "b", seed, 4.5 + 0.1 * seed, model__d_ff=48)
+        unfinished = write_run(tmp_path, "c", seed, None, model__d_ff=64)
         (unfinished / "metrics.jsonl").write_text(
             '{"step": 4, "train/loss": 3.0, "test/loss": 1.0}\n'
         )

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from studies import facts_of, made_up
+from studies import configs_and_facts, write_run
 from test_compare import compare
 
 from transformer import Sweep, UserError, arms, chain, product, scan, vary
@@ -14,16 +14,16 @@ from transformer.lab import report, results, verdict
 from transformer.lab.study import Study
 
 
-def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
+def test_effect_of_a_field_over_all_settings_of_the_others(tmp_path):
     grid = product(vary("model.d_ff", narrow=32, wide=64), vary("model.d_model", thin=16, thick=32))
     sweep = Sweep(
         grid, seeds=3, declared=dict.fromkeys(("parameters", "flops"), "follows from the fields")
     )
-    configs, facts = facts_of(sweep)
+    configs, facts = configs_and_facts(sweep)
     Study(tmp_path, sweep, configs, facts).write()
     for name in configs:
         for seed in range(3):
-            made_up(
+            write_run(
                 tmp_path,
                 name,
                 seed,
@@ -45,7 +45,7 @@ def test_what_a_field_does_over_all_settings_of_the_others(tmp_path):
     )
 
 
-def test_a_number_that_the_sweep_goes_through(tmp_path):
+def test_scan_reports_best_value_stable_range_and_sensitivity(tmp_path):
     """One of two placements fails from some learning rate on, and is more sensitive to the rate.
 
     At one rate its seeds diverge; at the next, their final loss exceeds that of a uniform
@@ -59,7 +59,7 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
         seeds=2,
         declared={"parameters": "follows from the fields"},
     )
-    configs, facts = facts_of(sweep)
+    configs, facts = configs_and_facts(sweep)
     assert list(configs) == [
         f"{placement}-learning_rate={rate}"
         for placement in ("pre", "post")
@@ -69,7 +69,7 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
     losses = {"pre": (5.0, 4.0, 4.5), "post": (4.6, None, 9.0)}
     for name, loss in zip(configs, (*losses["pre"], *losses["post"]), strict=True):
         for seed in range(2):
-            made_up(tmp_path, name, seed, loss and loss + 0.1 * seed, diverged=0 if loss else 3)
+            write_run(tmp_path, name, seed, loss and loss + 0.1 * seed, diverged=0 if loss else 3)
     judged = verdict.judge(results.read([tmp_path]))
     pre, post = judged.scans
     uniform = math.log(next(iter(configs.values())).model.vocab_size)
@@ -97,7 +97,7 @@ def test_a_number_that_the_sweep_goes_through(tmp_path):
         scan("optimizer.learning_rate", 0.0, 1.0, 3)
 
 
-def test_settings_of_other_fields_are_other_scans(tmp_path):
+def test_arms_that_set_different_fields_form_separate_scans(tmp_path):
     """glu=True and qk_norm=True are two settings, although both values are True."""
     rates = scan("optimizer.learning_rate", 1e-3, 1e-1, 3)
     glu_arms, norm_arms = (
@@ -114,17 +114,17 @@ def test_settings_of_other_fields_are_other_scans(tmp_path):
         seeds=1,
         declared={"parameters": "follows from the fields", "flops": "follows from the fields"},
     )
-    configs, facts = facts_of(sweep)
+    configs, facts = configs_and_facts(sweep)
     Study(tmp_path, sweep, configs, facts).write()
     for index, name in enumerate(configs):
-        made_up(tmp_path, name, 0, 4.0 + 0.1 * index)
+        write_run(tmp_path, name, 0, 4.0 + 0.1 * index)
     judged = verdict.judge(results.read([tmp_path]))
     assert [
         [round(point.mean, 3) for point in scanned.points.values()] for scanned in judged.scans
     ] == [[4.0, 4.1, 4.2], [4.3, 4.4, 4.5], [4.6, 4.7, 4.8]]
 
 
-def test_of_many_arms_the_scan_speaks(tmp_path):
+def test_scan_of_many_values_gets_one_sentence(tmp_path):
     """A scan of few values also gets a sentence per arm; a scan of many gets only its own.
 
     Divergences are reported in both cases.
@@ -132,12 +132,12 @@ def test_of_many_arms_the_scan_speaks(tmp_path):
     for points in (3, 10):
         folder = tmp_path / str(points)
         sweep = Sweep(scan("optimizer.learning_rate", 1e-3, 1e-1, points), seeds=3)
-        configs, facts = facts_of(sweep)
+        configs, facts = configs_and_facts(sweep)
         Study(folder, sweep, configs, facts).write()
         for index, name in enumerate(configs):
             for seed in range(3):
                 diverges = index == points - 1 and seed == 0
-                made_up(
+                write_run(
                     folder,
                     name,
                     seed,
@@ -154,12 +154,14 @@ def test_of_many_arms_the_scan_speaks(tmp_path):
         )
 
 
-def test_the_page_stands_alone(tmp_path):
+def test_report_page_is_self_contained(tmp_path):
     for seed in (0, 1, 2):
-        made_up(tmp_path, "a", seed, 4.0 + 0.1 * seed, eval_losses=(6.0, 5.0))
-        made_up(tmp_path, "b<b>", seed, 4.5 + 0.1 * seed**2, eval_losses=(5.5, 4.5), model__d_ff=48)
+        write_run(tmp_path, "a", seed, 4.0 + 0.1 * seed, eval_losses=(6.0, 5.0))
+        write_run(
+            tmp_path, "b<b>", seed, 4.5 + 0.1 * seed**2, eval_losses=(5.5, 4.5), model__d_ff=48
+        )
     for layer in range(3):
-        made_up(
+        write_run(
             tmp_path,
             f"deep{layer}",
             0,

@@ -11,7 +11,7 @@ from transformer.lab import verdict
 from transformer.lab.statistics import corrected, difference, mean
 
 
-def test_means_and_differences_are_students():
+def test_means_and_differences_match_students_t():
     rng = np.random.default_rng(0)
     a, b = rng.normal(3, 1, 6), rng.normal(3.5, 1, 6)
     low, high = stats.t.interval(0.95, 5, loc=a.mean(), scale=stats.sem(a))
@@ -25,7 +25,7 @@ def test_means_and_differences_are_students():
     )
 
 
-def test_an_interval_covers_as_often_as_it_says():
+def test_interval_has_nominal_coverage():
     rng = np.random.default_rng(1)
     covered = [
         (estimate := mean(rng.normal(size=3))).low <= 0 <= estimate.high for _ in range(4000)
@@ -34,7 +34,7 @@ def test_an_interval_covers_as_often_as_it_says():
 
 
 @pytest.mark.parametrize("arms", [4, 12])
-def test_of_equal_arms_one_is_seldom_told_from_the_best(arms):
+def test_false_positive_rate_against_the_best_arm_is_bounded(arms):
     """The false positive rate against the best arm is somewhat above 5%.
 
     The best arm is chosen by the same numbers, as the note of the report explains.
@@ -56,7 +56,7 @@ def test_of_equal_arms_one_is_seldom_told_from_the_best(arms):
     assert 0.04 < detected / 600 < 0.125
 
 
-def test_holm_holds_the_family():
+def test_holm_controls_the_family_wise_error_rate():
     """With many comparisons of equal arms, about one study in twenty detects a difference."""
     differences = {
         name: dataclasses.replace(difference({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.5}), p=p)
@@ -82,7 +82,7 @@ def test_holm_holds_the_family():
     assert 0 < np.mean(detected) < 0.08
 
 
-def test_too_few_to_tell():
+def test_too_few_or_constant_values_detect_no_difference():
     assert math.isnan(mean([3.0]).low) and mean([]).count == 0
     assert math.isnan(difference({0: 1.0}, {0: 2.0}).p) and not difference({0: 1.0}, {0: 2.0}).tells
     same = {0: 1.0, 1: 2.0}
@@ -106,5 +106,5 @@ def test_too_few_to_tell():
         (0.0, 0.02, "0.000 ± 0.020"),
     ],
 )
-def test_numbers_have_the_digits_that_their_interval_allows(value, half, text):
+def test_digits_of_a_mean_depend_on_its_interval(value, half, text):
     assert verdict.spell(verdict.Mean(value, value - half, value + half, 3)) == text

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from studies import facts_of, made_up
+from studies import configs_and_facts, write_run
 from test_compare import compare
 
 from transformer import Sweep, UserError, vary
@@ -12,13 +12,13 @@ from transformer.lab import guard, report, results, verdict
 from transformer.lab.study import Study
 
 
-def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
+def test_incomparable_runs_are_excluded(tmp_path):
     for seed in (0, 1):
-        made_up(tmp_path, "a", seed, 4.0 + seed)
-        made_up(tmp_path, "b", seed, 4.1 + seed, test="other", model__d_ff=48)
-        made_up(tmp_path, "c", seed, 4.2 + seed, tokenizer="other", model__d_ff=64)
-        made_up(tmp_path, "d", seed, float("nan") if seed else None, model__d_ff=72)
-        made_up(tmp_path, "e", seed, 4.3 + seed, model__d_ff=80)
+        write_run(tmp_path, "a", seed, 4.0 + seed)
+        write_run(tmp_path, "b", seed, 4.1 + seed, test="other", model__d_ff=48)
+        write_run(tmp_path, "c", seed, 4.2 + seed, tokenizer="other", model__d_ff=64)
+        write_run(tmp_path, "d", seed, float("nan") if seed else None, model__d_ff=72)
+        write_run(tmp_path, "e", seed, 4.3 + seed, model__d_ff=80)
     (tmp_path / "e" / "seed-1" / "metrics.jsonl").write_text('{"step": 8, "test/lo')
     judged = compare(tmp_path)
     exclusions = "\n".join(judged.results.left_out)
@@ -35,7 +35,7 @@ def test_what_cannot_be_compared_is_left_out_and_the_rest_comes(tmp_path):
     assert "was tested on another text" in page.read_text()
 
 
-def test_what_the_sweep_asks_about_may_differ(tmp_path):
+def test_test_text_may_differ_if_the_sweep_varies_it(tmp_path):
     """Arms with different test texts are compared if the varied field sets the text.
 
     `data.held_out` does. `data.length` changes the sequence length, so its arms are not compared.
@@ -50,11 +50,11 @@ def test_what_the_sweep_asks_about_may_differ(tmp_path):
             seeds=2,
             declared=dict.fromkeys(("parameters", "flops"), "follows from the fields"),
         )
-        configs, facts = facts_of(sweep)
+        configs, facts = configs_and_facts(sweep)
         Study(folder, sweep, configs, facts).write()
         for name in configs:
             for seed in range(2):
-                made_up(folder, name, seed, 4.0 + seed, test=name)
+                write_run(folder, name, seed, 4.0 + seed, test=name)
         judged = verdict.judge(results.read([folder]))
         assert [row.value.count for row in judged.rows.values()] == counts
         assert len(
@@ -65,7 +65,7 @@ def test_what_the_sweep_asks_about_may_differ(tmp_path):
         )
 
 
-def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
+def test_losses_per_token_of_different_tokenizers_are_not_compared(tmp_path):
     """Neither the check before training nor the report compares them.
 
     Nats per token are lower with 300 pieces than with 512, whatever the quality of the model.
@@ -77,7 +77,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
         metric=metric,
         declared=dict.fromkeys(("parameters", "flops"), "follows from the fields"),
     )
-    configs, facts = facts_of(sweep_by("test/loss"))
+    configs, facts = configs_and_facts(sweep_by("test/loss"))
     with pytest.raises(
         UserError,
         match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has another "
@@ -95,7 +95,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
     Study(tmp_path, sweep_by("test/bleu"), configs, facts).write()
     for name in configs:
         for seed in range(2):
-            made_up(tmp_path, name, seed, 4.0 + seed, tokenizer=name, test_bleu=4.0 + seed)
+            write_run(tmp_path, name, seed, 4.0 + seed, tokenizer=name, test_bleu=4.0 + seed)
     counts = {
         metric: [
             row.value.count
@@ -106,7 +106,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(tmp_path):
     assert counts == {"test/bleu": [2, 2], "test/loss": [2, 0]}
 
 
-def test_a_classifiers_loss_is_of_labels(tmp_path):
+def test_classification_loss_is_per_label(tmp_path):
     """Its unit is nats per label, so arms with different tokenizers are comparable."""
     labels = dict(
         model__family="encoder",
@@ -124,10 +124,10 @@ def test_a_classifiers_loss_is_of_labels(tmp_path):
         metric="test/loss",
         declared=dict.fromkeys(("parameters", "flops"), "follows from the fields"),
     )
-    guard.check(sweep, *facts_of(sweep, **labels))
+    guard.check(sweep, *configs_and_facts(sweep, **labels))
     for arm, vocab in (("a", 512), ("b", 300)):
         for seed in range(2):
-            made_up(
+            write_run(
                 tmp_path,
                 arm,
                 seed,
@@ -146,9 +146,9 @@ def test_a_classifiers_loss_is_of_labels(tmp_path):
     )
 
 
-def test_validation_is_of_the_same_text_and_as_much_of_it(tmp_path):
+def test_validation_losses_need_the_same_text_and_batch_count(tmp_path):
     for arm, batches, text in (("a", 2, "v"), ("b", 4, "v"), ("c", 2, "w")):
-        run = made_up(
+        run = write_run(
             tmp_path,
             arm,
             0,
@@ -172,9 +172,9 @@ def test_validation_is_of_the_same_text_and_as_much_of_it(tmp_path):
     ), "the test texts do not differ"
 
 
-def test_what_the_test_leaves_out_is_told(tmp_path):
+def test_report_lists_exclusions_from_the_test_text(tmp_path):
     for arm, size in (("a", 32), ("b", 48)):
-        run = made_up(tmp_path, arm, 0, 4.0, model__d_ff=size)
+        run = write_run(tmp_path, arm, 0, 4.0, model__d_ff=size)
         (run / "test.json").write_text(
             json.dumps(
                 {"step": 8, "left_out": {"pairs too long: dropped": 3} if arm == "b" else {}}

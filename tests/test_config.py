@@ -106,7 +106,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ({"dtype": "float16"}, r"model.dtype: no 'float16'"),
     ],
 )
-def test_a_model_that_makes_no_sense_is_refused(fields, message):
+def test_invalid_model_configs_raise(fields, message):
     with pytest.raises(UserError, match=message):
         ModelConfig(**{**MODEL, **fields})
 
@@ -177,12 +177,12 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
         ({"model": MODEL, "train": {"steps": 10**11}}, r"train.steps: 100000000000 is too large"),
     ],
 )
-def test_an_experiment_that_makes_no_sense_is_refused(tree, message):
+def test_invalid_experiments_raise(tree, message):
     with pytest.raises(UserError, match=message):
         from_mapping(Experiment, {"data": {"corpus": "pydoc"}, **tree})
 
 
-def test_what_is_written_is_read_back():
+def test_experiment_round_trips_through_mapping():
     tree = {
         "model": {**MODEL, "position": {"name": "rotary", "theta": 5e5}, "attention_scale": 1.0},
         "data": {"corpus": "pydoc"},
@@ -193,7 +193,7 @@ def test_what_is_written_is_read_back():
     assert hash(config.model) == hash(from_mapping(Experiment, to_mapping(config)).model)
 
 
-def test_overrides_change_one_field_and_keep_their_types():
+def test_overrides_are_parsed_by_field_type():
     config = from_mapping(
         Experiment, {"model": {**MODEL, "position": "rotary"}, "data": {"corpus": "pydoc"}}
     )
@@ -232,7 +232,7 @@ def test_overrides_change_one_field_and_keep_their_types():
             apply_overrides(config, {key: "3"})
 
 
-def test_the_name_none_nested_options_and_tuples_on_the_command_line():
+def test_overrides_accept_none_nested_options_and_tuples():
     config = from_mapping(
         Experiment,
         {"model": MODEL, "data": {"train": "x.jsonl", "format": "jsonl", "packing": False}},
@@ -251,14 +251,14 @@ def test_the_name_none_nested_options_and_tuples_on_the_command_line():
     assert changed.data.fields == ("en", "es") and changed.data.buckets == (32, 128)
 
 
-def test_an_unknown_field_in_python_names_the_nearest():
+def test_unknown_field_in_python_suggests_the_nearest():
     with pytest.raises(
         UserError, match=r"ModelConfig.d_modle: no such field; did you mean 'd_model'"
     ):
         ModelConfig(**MODEL, d_modle=3)
 
 
-def test_values_without_names_each_have_a_field():
+def test_positional_arguments_are_checked():
     assert MeshConfig(1, 2) == MeshConfig(data=1, stage=2)
     with pytest.raises(UserError, match=r"^MeshConfig: 9 values for \d fields; pass them"):
         MeshConfig(1, 1, 1, 1, 1, 1, "data", "junk", 3)
@@ -282,7 +282,9 @@ def test_values_without_names_each_have_a_field():
         ("x.json", "{", "damaged"),
     ],
 )
-def test_a_broken_config_file_names_its_line(tmp_path, monkeypatch, name, content, message):
+def test_broken_config_file_raises_and_names_the_line(
+    tmp_path, monkeypatch, name, content, message
+):
     (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     for path in (str(tmp_path / name), name):
@@ -291,7 +293,7 @@ def test_a_broken_config_file_names_its_line(tmp_path, monkeypatch, name, conten
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda p: p.stem)
-def test_every_experiment_file_builds_in_every_arm(file):
+def test_every_experiment_file_builds_every_arm(file):
     """Its docstring also contains a question, its command and the hardware."""
     import importlib.util
 
@@ -327,7 +329,7 @@ def test_every_experiment_file_builds_in_every_arm(file):
         assert len(jax.tree.leaves(abstract.params)) > 5
 
 
-def test_a_config_file_that_is_none(tmp_path):
+def test_missing_config_file_or_get_config_raises(tmp_path):
     with pytest.raises(UserError, match="no file"):
         load_experiment(str(tmp_path / "none.py"))
     (tmp_path / "x.py").write_text("a = 1\n")
@@ -335,7 +337,7 @@ def test_a_config_file_that_is_none(tmp_path):
         load_experiment(str(tmp_path / "x.py"))
 
 
-def test_a_pattern_over_layers_survives_json_and_the_command_line(tmp_path):
+def test_layer_pattern_round_trips_through_json_and_overrides(tmp_path):
     pattern = ({"window": 3, "position": {"name": "rotary", "theta": 50.0}}, {"position": "none"})
     config = from_mapping(Experiment, {
         "model": {
@@ -358,7 +360,7 @@ def test_a_pattern_over_layers_survives_json_and_the_command_line(tmp_path):
             apply_overrides(config, {"model.layer_pattern": invalid})
 
 
-def test_a_replaced_field_is_followed_by_what_is_derived_from_it():
+def test_replacing_a_field_updates_derived_fields():
     config = ModelConfig(family="decoder", vocab_size=8, num_encoder_layers=6)
     assert (config.head_size, config.kv_heads, config.num_layers("encoder")) == (64, 8, 0)
     wider = dataclasses.replace(config, d_model=1024)

@@ -11,7 +11,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from hf_cases import CASES, FLAT, VOCAB, theirs
+from hf_cases import CASES, FLAT, VOCAB, make_hf_model
 
 from transformer import build_model, load_hf, save_hf
 from transformer.convert import FAMILIES
@@ -25,14 +25,14 @@ transformers = pytest.importorskip("transformers", reason="the test extra brings
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved_model(tmp_path_factory):
     """A function from (class, options) to (their model, its folder); it creates each once."""
     cases = {}
 
     def get(name, options):
         key = json.dumps([name, options], sort_keys=True)
         if key not in cases:
-            folder, model = tmp_path_factory.mktemp("hf"), theirs(name, options)
+            folder, model = tmp_path_factory.mktemp("hf"), make_hf_model(name, options)
             model.save_pretrained(folder)
             cases[key] = model, folder
         return cases[key]
@@ -40,7 +40,7 @@ def saved(tmp_path_factory):
     return get
 
 
-def rows(pad_id: int | None, batch: int = 3, length: int = 21, seed: int = 0):
+def padded_sequences(pad_id: int | None, batch: int = 3, length: int = 21, seed: int = 0):
     """Returns sequences of unequal lengths, padded on the right, and their mask."""
     generator = np.random.default_rng(seed)
     ids = generator.integers(4, VOCAB - 2, (batch, length))
@@ -51,12 +51,12 @@ def rows(pad_id: int | None, batch: int = 3, length: int = 21, seed: int = 0):
 
 def both_logits(model, config, params, name):
     """Returns (our logits, their logits, mask of the logits of real tokens)."""
-    ids, mask = rows(config.pad_id)
+    ids, mask = padded_sequences(config.pad_id)
     our_inputs, our_model = {"padding_mask": mask}, build_model(config)
     tensor = lambda x: torch.tensor(np.asarray(x))
     with torch.no_grad():
         if config.is_encoder_decoder:
-            target, target_mask = rows(config.pad_id, length=13, seed=1)
+            target, target_mask = padded_sequences(config.pad_id, length=13, seed=1)
             target[:, 0] = model.config.decoder_start_token_id
             out = model(
                 tensor(ids),
@@ -91,8 +91,8 @@ def both_logits(model, config, params, name):
 
 
 @pytest.mark.parametrize(("family", "name", "options"), FLAT)
-def test_logits_equal_theirs(saved, family, name, options, record_property):
-    model, folder = saved(name, options)
+def test_logits_equal_transformers(saved_model, family, name, options, record_property):
+    model, folder = saved_model(name, options)
     config, params = load_hf(folder)
     ours, expected, real = both_logits(model, config, params, name)
     assert np.abs(expected[real]).max() > 0.1
@@ -106,8 +106,8 @@ def test_logits_equal_theirs(saved, family, name, options, record_property):
 
 
 @pytest.mark.parametrize(("family", "name", "options"), FLAT)
-def test_round_trip_is_exact(saved, tmp_path, family, name, options):
-    model, folder = saved(name, options)
+def test_round_trip_is_exact(saved_model, tmp_path, family, name, options):
+    model, folder = saved_model(name, options)
     config, params = load_hf(folder)
     save_hf(tmp_path / "out", config, params, family=family)
     new_config, new_params = load_hf(tmp_path / "out")
@@ -134,13 +134,13 @@ def test_round_trip_is_exact(saved, tmp_path, family, name, options):
         "marian",
     ],
 )
-def test_decoding_with_a_cache_equals_theirs(saved, family):
+def test_cached_decoding_equals_transformers(saved_model, family):
     """Greedy decoding of prompts of unequal length, padded left (or of sources, padded right)."""
     # Their T5 caches as many layers as the encoder has, so this case has equal depths.
-    model, folder = saved(*CASES[family][-1 if family == "t5" else 0])
+    model, folder = saved_model(*CASES[family][-1 if family == "t5" else 0])
     config, params = load_hf(folder)
     our_model, new = build_model(config), 9
-    ids, mask = rows(config.pad_id, length=11)
+    ids, mask = padded_sequences(config.pad_id, length=11)
     seq2seq = config.is_encoder_decoder
     if not seq2seq:
         ids, mask = ids[:, ::-1], mask[:, ::-1]
@@ -198,14 +198,14 @@ def test_every_family_is_tested():
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llama", "t5"])
-def test_any_layout_reads_the_same(saved, name):
-    _, folder = saved(*CASES[name][0])
+def test_scanned_and_unrolled_layouts_load_the_same_model(saved_model, name):
+    _, folder = saved_model(*CASES[name][0])
     config, params = load_hf(folder)
     unrolled_config, unrolled_params = load_hf(folder, scan_layers=False)
     assert config.scan_layers
     assert not unrolled_config.scan_layers
     assert jax.tree.structure(params) != jax.tree.structure(unrolled_params)
-    ids = (rows(0)[0],) * (1 + (config.is_encoder_decoder))
+    ids = (padded_sequences(0)[0],) * (1 + (config.is_encoder_decoder))
     a, b = (
         build_model(c).apply(p, *ids)
         for c, p in ((config, params), (unrolled_config, unrolled_params))
@@ -213,8 +213,8 @@ def test_any_layout_reads_the_same(saved, name):
     np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_bfloat16_and_shards(saved, tmp_path, monkeypatch):
-    model, _ = saved(*CASES["llama"][0])
+def test_bfloat16_and_sharded_weights_round_trip(saved_model, tmp_path, monkeypatch):
+    model, _ = saved_model(*CASES["llama"][0])
     half = copy.deepcopy(model).to(torch.bfloat16)
     half.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
@@ -270,8 +270,10 @@ def test_bfloat16_and_shards(saved, tmp_path, monkeypatch):
          r"unexpected tensors.*model\.layers\.3\.input_layernorm\.weight"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_expressed_is_refused_by_name(saved, tmp_path, family, change, message):
-    _, folder = saved(*CASES[family][0])
+def test_unsupported_directory_raises_and_names_the_cause(
+    saved_model, tmp_path, family, change, message
+):
+    _, folder = saved_model(*CASES[family][0])
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text()) | change
@@ -291,8 +293,10 @@ def test_what_cannot_be_expressed_is_refused_by_name(saved, tmp_path, family, ch
         ("t5", {"logit_soft_cap": 3.0}, "logit_soft_cap"),
     ],
 )
-def test_what_they_cannot_express_is_refused_by_name(saved, tmp_path, family, change, field):
-    _, folder = saved(*CASES[family][0])
+def test_export_of_inexpressible_config_names_the_field(
+    saved_model, tmp_path, family, change, field
+):
+    _, folder = saved_model(*CASES[family][0])
     config, _ = load_hf(folder)
     config = dataclasses.replace(config, **change)
     with pytest.raises(UserError, match=f"model.{field}: .* cannot be expressed by {family}"):
@@ -300,9 +304,9 @@ def test_what_they_cannot_express_is_refused_by_name(saved, tmp_path, family, ch
     assert not list(tmp_path.iterdir())
 
 
-def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
+def test_pad_token_id_of_minus_one_is_read_as_none(saved_model, tmp_path):
     """The config.json of the first Llama sets it to -1."""
-    _, folder = saved(*CASES["llama"][0])
+    _, folder = saved_model(*CASES["llama"][0])
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").unlink()
@@ -320,9 +324,9 @@ def test_a_padding_sign_of_minus_one_is_none(saved, tmp_path):
         ("bart", {"bos_token_id": None, "eos_token_id": 7}),
     ],
 )
-def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family, generation):
+def test_generation_config_overrides_special_tokens(saved_model, tmp_path, family, generation):
     """Its token ids override those of config.json and add those that config.json lacks."""
-    _, folder = saved(*CASES[family][0])
+    _, folder = saved_model(*CASES[family][0])
     before, _ = load_hf(folder)
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -344,10 +348,10 @@ def test_generation_config_says_the_tokens_of_generation(saved, tmp_path, family
         load_hf(tmp_path)
 
 
-def test_damaged_and_missing_files(saved, tmp_path):
+def test_damaged_and_missing_files_raise(saved_model, tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         load_hf(tmp_path)
-    _, folder = saved(*CASES["gpt2"][0])
+    _, folder = saved_model(*CASES["gpt2"][0])
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(UserError, match=r"no model\.safetensors"):
         load_hf(tmp_path)

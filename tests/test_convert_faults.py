@@ -25,10 +25,10 @@ from transformer.convert import FAMILIES
 from transformer.convert.fields import field
 from transformer.errors import UserError
 
-CASES, saved = test_convert.CASES, test_convert.saved
+CASES, saved_model = test_convert.CASES, test_convert.saved_model
 
 
-def copied(folder, target, change=lambda config: None, alter=lambda tensors: None):
+def copy_directory(folder, target, change=lambda config: None, alter=lambda tensors: None):
     """Copies a directory; `change` edits its config.json, `alter` its tensors."""
     target.mkdir()
     config = json.loads((folder / "config.json").read_text())
@@ -41,7 +41,7 @@ def copied(folder, target, change=lambda config: None, alter=lambda tensors: Non
     return target
 
 
-def refusal(folder, **fields):
+def load_error(folder, **fields):
     """Returns the error message of a directory, and checks that it is one line."""
     with pytest.raises(UserError) as error:
         load_hf(folder, **fields)
@@ -141,10 +141,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("family", "change", "message"), REFUSED)
-def test_a_field_that_would_be_misread_is_refused(saved, tmp_path, family, change, message):
-    _, folder = saved(*CASES[family][0])
-    altered = copied(folder, tmp_path / "x", change=lambda config: config.update(change))
-    assert re.search(message, refusal(altered))
+def test_config_field_that_would_be_misread_raises(saved_model, tmp_path, family, change, message):
+    _, folder = saved_model(*CASES[family][0])
+    altered = copy_directory(folder, tmp_path / "x", change=lambda config: config.update(change))
+    assert re.search(message, load_error(altered))
 
 
 @pytest.mark.parametrize(
@@ -163,27 +163,28 @@ def test_a_field_that_would_be_misread_is_refused(saved, tmp_path, family, chang
         ),
     ],
 )
-def test_a_transposed_tensor_is_refused(saved, tmp_path, family, name, shapes):
-    _, folder = saved(*CASES[family][0])
-    transposed = copied(
+def test_transposed_tensor_raises(saved_model, tmp_path, family, name, shapes):
+    _, folder = saved_model(*CASES[family][0])
+    transposed = copy_directory(
         folder, tmp_path / "x", alter=lambda tensors: tensors.update({name: tensors[name].T})
     )
     actual, expected = shapes
     assert (
-        refusal(transposed) == f"{name}: its shape is {actual}, but config.json implies {expected}"
+        load_error(transposed)
+        == f"{name}: its shape is {actual}, but config.json implies {expected}"
     )
 
 
-def test_a_square_matrix_in_more_axes_is_refused(saved, tmp_path):
+def test_reshaped_square_matrix_raises(saved_model, tmp_path):
     """The number of elements is right, so NumPy would reshape the tensor silently."""
-    _, folder = saved(*CASES["llama"][0])
+    _, folder = saved_model(*CASES["llama"][0])
     name = "model.layers.0.self_attn.q_proj.weight"
     for i, shape in enumerate([(1024,), (1, 32, 32), (16, 64)]):
 
         def alter(tensors, shape=shape):
             tensors[name] = tensors[name].reshape(shape)
 
-        message = refusal(copied(folder, tmp_path / str(i), alter=alter))
+        message = load_error(copy_directory(folder, tmp_path / str(i), alter=alter))
         assert message.startswith(f"{name}: its shape is {' x '.join(map(str, shape))}, but")
 
 
@@ -203,12 +204,12 @@ def test_a_square_matrix_in_more_axes_is_refused(saved, tmp_path):
         ("gemma2", 0),
     ],
 )
-def test_a_copy_is_dropped_if_it_is_one(saved, tmp_path, family, case):
+def test_copied_tensor_is_dropped_only_if_equal(saved_model, tmp_path, family, case):
     """Copies are tied output layers, and tables that encoder and decoder share.
 
     A file may contain them, but they are not read.
     """
-    _, folder = saved(*CASES[family][case])
+    _, folder = saved_model(*CASES[family][case])
     config, _ = load_hf(folder)
     copies = [tensor for tensor in FAMILIES[family].copies(config) if tensor.compared]
     assert copies
@@ -216,7 +217,7 @@ def test_a_copy_is_dropped_if_it_is_one(saved, tmp_path, family, case):
     def add_copies(tensors):
         tensors.update({tensor.theirs: tensors[tensor.of].clone() for tensor in copies})
 
-    assert load_hf(copied(folder, tmp_path / "equal", alter=add_copies))[0] == config
+    assert load_hf(copy_directory(folder, tmp_path / "equal", alter=add_copies))[0] == config
     for i, tensor in enumerate(copies):
 
         def perturb(tensors, tensor=tensor):
@@ -227,7 +228,9 @@ def test_a_copy_is_dropped_if_it_is_one(saved, tmp_path, family, case):
             tensors[tensor.theirs] = tensors[tensor.of][:-1].clone()
 
         for alter in (perturb, truncate)[: 2 - (i > 0)]:
-            message = refusal(copied(folder, tmp_path / f"{alter.__name__}{i}", alter=alter))
+            message = load_error(
+                copy_directory(folder, tmp_path / f"{alter.__name__}{i}", alter=alter)
+            )
             assert message.startswith(f"{tensor.theirs} and {tensor.of} hold different numbers")
 
 
@@ -244,33 +247,35 @@ def test_a_copy_is_dropped_if_it_is_one(saved, tmp_path, family, case):
         ("llama", 0),
     ],
 )
-def test_names_may_do_without_the_prefix(saved, tmp_path, family, case):
+def test_tensor_names_may_omit_the_prefix(saved_model, tmp_path, family, case):
     """Some files on the hub omit the prefix. The names of heads have none."""
-    _, folder = saved(*CASES[family][case])
+    _, folder = saved_model(*CASES[family][case])
 
     def alter(tensors):
         for name in list(tensors):
             tensors[name.removeprefix(FAMILIES[family].prefix)] = tensors.pop(name)
 
-    bare = copied(folder, tmp_path / "bare", alter=alter)
+    bare = copy_directory(folder, tmp_path / "bare", alter=alter)
     jax.tree.map(np.testing.assert_array_equal, load_hf(bare)[1], load_hf(folder)[1])
 
 
-def test_sinusoids_in_a_file_must_be_those_of_the_formula(saved, tmp_path):
-    _, folder = saved(*CASES["marian"][0])
+def test_sinusoidal_table_must_match_its_formula(saved_model, tmp_path):
+    _, folder = saved_model(*CASES["marian"][0])
     name = "model.encoder.embed_positions.weight"
     marian = transformers.models.marian.modeling_marian.MarianSinusoidalPositionalEmbedding
     table = marian(40, 32).create_weight()
-    same = copied(folder, tmp_path / "same", alter=lambda tensors: tensors.update({name: table}))
+    same = copy_directory(
+        folder, tmp_path / "same", alter=lambda tensors: tensors.update({name: table})
+    )
     assert load_hf(same)[0] == load_hf(folder)[0]
-    rounded = copied(
+    rounded = copy_directory(
         folder, tmp_path / "half", alter=lambda tensors: tensors.update({name: table.half()})
     )
     load_hf(rounded)
-    different = copied(
+    different = copy_directory(
         folder, tmp_path / "other", alter=lambda tensors: tensors.update({name: table + 0.01})
     )
-    assert refusal(different) == f"{name}: differs from the values its formula gives"
+    assert load_error(different) == f"{name}: differs from the values its formula gives"
 
 
 @pytest.mark.parametrize(
@@ -284,8 +289,8 @@ def test_sinusoids_in_a_file_must_be_those_of_the_formula(saved, tmp_path):
         (1e300, "holds a NaN or an infinite number"),  # a float64 that overflows float32
     ],
 )
-def test_numbers_that_are_no_parameters_are_refused(saved, tmp_path, value, message):
-    _, folder = saved(*CASES["llama"][0])
+def test_invalid_parameter_values_and_types_raise(saved_model, tmp_path, value, message):
+    _, folder = saved_model(*CASES["llama"][0])
     name = "model.layers.3.mlp.up_proj.weight"
 
     def alter(tensors):
@@ -295,26 +300,28 @@ def test_numbers_that_are_no_parameters_are_refused(saved, tmp_path, value, mess
             tensors[name] = tensors[name].double() if value == 1e300 else tensors[name]
             tensors[name][1, 2] = value
 
-    assert refusal(copied(folder, tmp_path / "x", alter=alter)).startswith(f"{name}: {message}")
+    assert load_error(copy_directory(folder, tmp_path / "x", alter=alter)).startswith(
+        f"{name}: {message}"
+    )
 
 
 @pytest.mark.parametrize(
     "entry", ["../outside.safetensors", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "..", "", "."]
 )
-def test_a_weight_map_stays_in_its_directory(saved, tmp_path, entry):
-    _, folder = saved(*CASES["gpt2"][0])
-    directory = copied(folder, tmp_path / "here")
+def test_weight_map_outside_its_directory_raises(saved_model, tmp_path, entry):
+    _, folder = saved_model(*CASES["gpt2"][0])
+    directory = copy_directory(folder, tmp_path / "here")
     (directory / "model.safetensors").rename(tmp_path / "outside.safetensors")
     index = {"weight_map": {"transformer.wte.weight": entry}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert f"weight_map names {entry!r}, which is not a file of this directory" in refusal(
+    assert f"weight_map names {entry!r}, which is not a file of this directory" in load_error(
         directory
     )
 
 
-def test_shards_that_are_links_and_shards_that_disagree(saved, tmp_path):
+def test_linked_shards_load_and_inconsistent_shards_raise(saved_model, tmp_path):
     """The cache of the hub stores files elsewhere, under their hashes, and links to them."""
-    model, folder = saved(*CASES["llama"][0])
+    model, folder = saved_model(*CASES["llama"][0])
     model.save_pretrained(tmp_path / "blobs", max_shard_size="20KB")
     cache, index = tmp_path / "snapshot", "model.safetensors.index.json"
     cache.mkdir()
@@ -322,24 +329,26 @@ def test_shards_that_are_links_and_shards_that_disagree(saved, tmp_path):
         (cache / file.name).symlink_to(file)
     jax.tree.map(np.testing.assert_array_equal, load_hf(cache)[1], load_hf(folder)[1])
     (cache / "model.safetensors").symlink_to(folder / "model.safetensors")
-    assert f"contains both model.safetensors and {index}; delete the outdated one" in refusal(cache)
+    assert f"contains both model.safetensors and {index}; delete the outdated one" in load_error(
+        cache
+    )
     (cache / "model.safetensors").unlink()
     index_content = json.loads((cache / index).read_text())
     files = sorted(set(index_content["weight_map"].values()))
     index_content["weight_map"]["model.norm.weight"] = files[0]
     (cache / index).unlink()
     (cache / index).write_text(json.dumps(index_content))
-    assert "disagree about model.norm.weight" in refusal(cache)
+    assert "disagree about model.norm.weight" in load_error(cache)
     index_content["weight_map"] = {}
     (cache / index).write_text(json.dumps(index_content))
-    assert "weight_map names no tensor" in refusal(cache)
+    assert "weight_map names no tensor" in load_error(cache)
     index_content["weight_map"] = {"model.norm.weight": "absent.safetensors"}
     (cache / index).write_text(json.dumps(index_content))
-    assert "no absent.safetensors, which" in refusal(cache)
+    assert "no absent.safetensors, which" in load_error(cache)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_a_field_that_is_left_out_has_the_default_of_their_class(family):
+def test_absent_fields_have_the_defaults_of_transformers(family):
     mapping, cls = FAMILIES[family], transformers.CONFIG_MAPPING[family]
     tensors = frozenset({"cls.predictions.bias"})
     ours = lambda fields: mapping.our_config(fields, tensors)
@@ -356,21 +365,21 @@ def test_a_field_that_is_left_out_has_the_default_of_their_class(family):
     assert ours({"vocab_size": 70_000}) != empty
 
 
-def test_gemma_caps_its_logits_unless_told_not_to(saved, tmp_path):
-    _, folder = saved(*CASES["gemma2"][0])
+def test_gemma_soft_caps_are_on_by_default(saved_model, tmp_path):
+    _, folder = saved_model(*CASES["gemma2"][0])
     caps = ("final_logit_softcapping", "attn_logit_softcapping")
-    bare = copied(
+    bare = copy_directory(
         folder, tmp_path / "bare", change=lambda fields: [fields.pop(name) for name in caps]
     )
     config, _ = load_hf(bare)
     assert (config.logit_soft_cap, config.attention_soft_cap) == (30.0, 50.0)
     assert config == load_hf(folder)[0]
     set_null = lambda fields: fields.update(dict.fromkeys(caps))
-    config, _ = load_hf(copied(folder, tmp_path / "nulls", change=set_null))
+    config, _ = load_hf(copy_directory(folder, tmp_path / "nulls", change=set_null))
     assert (config.logit_soft_cap, config.attention_soft_cap) == (0.0, 0.0)
 
 
-def test_damaged_directories(tmp_path):
+def test_damaged_directories_raise_or_match_transformers(tmp_path):
     """A seeded sample of the faults of `faults.hf_directories`.
 
     Each raises an error of one line or gives the logits of Transformers.

@@ -66,7 +66,7 @@ def experiment(file, **data):
     return from_mapping(Experiment, {"model": model, "data": data, "train": {"steps": 200}})
 
 
-def texts_of(batch, tokenizer, field="targets", segments="segments"):
+def decode_segments(batch, tokenizer, field="targets", segments="segments"):
     out = []
     for ids, numbers in zip(batch[field], batch[segments], strict=True):
         out += [tokenizer.decode(ids[numbers == n]) for n in range(1, numbers.max() + 1)]
@@ -74,7 +74,7 @@ def texts_of(batch, tokenizer, field="targets", segments="segments"):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_an_epoch_of_pairs_holds_every_pair_once(pairs, packing):
+def test_epoch_contains_every_pair_once(pairs, packing):
     data = open_data(
         experiment(
             pairs,
@@ -89,8 +89,8 @@ def test_an_epoch_of_pairs_holds_every_pair_once(pairs, packing):
     for step in range(batches.per_epoch):
         batch = batches[step]
         source, target = (
-            texts_of(batch, tokenizer, "source", "source_segments"),
-            texts_of(batch, tokenizer),
+            decode_segments(batch, tokenizer, "source", "source_segments"),
+            decode_segments(batch, tokenizer),
         )
         pairs_in_batches += list(zip(source, target, strict=True))
         assert (batch["weights"] == (batch["segments"] > 0)).all()
@@ -114,7 +114,7 @@ def test_an_epoch_of_pairs_holds_every_pair_once(pairs, packing):
     assert sorted(pairs_in_batches) == sorted(expected)
 
 
-def test_the_held_out_side_shares_no_sentence_with_training(pairs):
+def test_held_out_pairs_share_no_sentence_with_training(pairs):
     data = open_data(experiment(pairs))
     lines = [tuple(line.split("\t")) for line in pairs.read_text(encoding="utf-8").splitlines()]
     held_out = set(data.store.examples("valid")) | set(data.store.examples("test"))
@@ -133,7 +133,7 @@ def test_the_held_out_side_shares_no_sentence_with_training(pairs):
     assert all(numbers.count(n) == 2 for n in numbers if int(n.split()[-1]) < 20)
 
 
-def test_the_split_depends_on_the_text_alone():
+def test_split_depends_only_on_the_text():
     examples = [(f"a {i}", f"b {i % 40}") for i in range(60)]
     splits, components = split.assign(examples, 8)
     reversed_splits, _ = split.assign(examples[::-1], 8)
@@ -142,7 +142,7 @@ def test_the_split_depends_on_the_text_alone():
     assert set(splits) == {"train", "valid", "test"}
 
 
-def test_a_component_larger_than_what_is_held_out_stays_in_training():
+def test_component_larger_than_held_out_stays_in_training():
     examples = [(f"source {i}", "the same") for i in range(500)] + [
         (f"a {i}", f"b {i}") for i in range(100)
     ]
@@ -152,7 +152,7 @@ def test_a_component_larger_than_what_is_held_out_stays_in_training():
         assert parts.count("test") == parts.count("valid") == 20
 
 
-def test_given_held_out_files_are_compared_with_training(pairs, tmp_path):
+def test_overlap_of_held_out_files_with_training_is_counted(pairs, tmp_path):
     lines = pairs.read_text(encoding="utf-8").splitlines()
     (tmp_path / "valid.tsv").write_text(
         "\n".join([lines[0].upper(), lines[1].replace(".", "!"), "new\tnuevo"]), encoding="utf-8"
@@ -162,7 +162,7 @@ def test_given_held_out_files_are_compared_with_training(pairs, tmp_path):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_language_model_is_asked_for_every_token_once(tmp_path, packing):
+def test_every_token_is_a_target_once(tmp_path, packing):
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"{e} number {i}" * (1 + i % 9) for i in range(30) for e in ENGLISH))
     data = open_data(
@@ -189,7 +189,7 @@ def test_a_language_model_is_asked_for_every_token_once(tmp_path, packing):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_overlapping_windows_ask_once_and_give_context(tmp_path, packing):
+def test_overlapping_windows_predict_each_token_once_with_context(tmp_path, packing):
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"{e} number {i}" * (1 + i % 9) for i in range(30) for e in ENGLISH))
     options = dict(objective="causal_lm", format="text", packing=packing, batch_size=3, length=16)
@@ -261,7 +261,7 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(pairs):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_source_begins_with_its_sign_within_its_room(pairs, tmp_path, packing):
+def test_source_begins_with_bos_within_its_length(pairs, tmp_path, packing):
     plain = open_data(experiment(pairs))
     (tmp_path / "own.model").write_bytes(plain.tokenizer.content)
     tokenizer_fields = {"path": str(tmp_path / "own.model"), "source_bos_id": BOS}
@@ -295,7 +295,7 @@ def test_max_examples_and_reverse(pairs):
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_the_tokenizer_is_lossless_and_has_its_ids(kind):
+def test_trained_tokenizer_is_lossless(kind):
     tokenizer = train_tokenizer(TokenizerConfig(kind=kind), 300, ENGLISH + SPANISH)
     for text in [
         *ENGLISH,
@@ -311,7 +311,7 @@ def test_the_tokenizer_is_lossless_and_has_its_ids(kind):
     assert EOS not in tokenizer.encode(["</s> <s>"])[0]
 
 
-def test_a_store_is_made_whole_or_not_at_all(pairs, tmp_path):
+def test_failed_store_leaves_no_files(pairs, tmp_path):
     from transformer.data.corpora import data_home
 
     config = experiment(pairs)
@@ -331,14 +331,14 @@ def test_a_store_is_made_whole_or_not_at_all(pairs, tmp_path):
     assert after == before
 
 
-def test_a_store_of_another_version_is_made_again(pairs, monkeypatch):
+def test_store_of_another_version_is_rebuilt(pairs, monkeypatch):
     folder = open_data(experiment(pairs)).store.folder
     assert open_data(experiment(pairs)).store.folder == folder
     monkeypatch.setattr(store, "VERSION", store.VERSION - 1)
     assert open_data(experiment(pairs)).store.folder != folder
 
 
-def test_a_foreign_tokenizer_is_checked(pairs, tmp_path):
+def test_invalid_external_tokenizer_raises(pairs, tmp_path):
     import sentencepiece
 
     foreign = tmp_path / "foreign"

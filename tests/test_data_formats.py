@@ -105,13 +105,13 @@ def test_every_format_reads_the_same_pairs(tmp_path):
         ),
     ],
 )
-def test_a_fault_in_the_text_names_its_place(tmp_path, name, content, config, message):
+def test_malformed_text_error_names_its_location(tmp_path, name, content, config, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         open_data(experiment(tmp_path / name, **config))
 
 
-def test_paired_files_of_unequal_length(tmp_path):
+def test_paired_files_of_unequal_length_raise(tmp_path):
     (tmp_path / "x.en").write_text("a\nb\nc\n")
     (tmp_path / "x.es").write_text("a\nb\n")
     for order in ("x.en,x.es", "x.es,x.en"):
@@ -120,7 +120,7 @@ def test_paired_files_of_unequal_length(tmp_path):
             list(sources.read("paired", path, columns=PAIR))
 
 
-def test_paired_globs_pair_files_by_what_the_wildcards_stand_for(tmp_path):
+def test_paired_globs_match_files_by_wildcard_values(tmp_path):
     for name in ("a.en", "aB.en", "a_es", "aB_es"):  # sorted, aB_es comes before a_es
         (tmp_path / name).write_text(f"{name} of {name[:-3]}\n")
     read = lambda *globs: list(
@@ -147,7 +147,7 @@ def test_paired_globs_pair_files_by_what_the_wildcards_stand_for(tmp_path):
         (("a.en", "*.es"), "matches 1 and 3 files, and b.es has no partner"),
     ],
 )
-def test_paired_globs_that_do_not_fit(tmp_path, globs, message):
+def test_mismatched_paired_globs_raise(tmp_path, globs, message):
     for name in ("a.en", "b.en", "c.en", "a.es", "b.es", "d.es"):
         (tmp_path / name).write_text("x\n")
     path = ",".join(f"{tmp_path}/{pattern}" for pattern in globs)
@@ -155,7 +155,7 @@ def test_paired_globs_that_do_not_fit(tmp_path, globs, message):
         list(sources.read("paired", path, columns=PAIR))
 
 
-def test_a_missing_file_and_a_glob_without_a_match(tmp_path):
+def test_missing_file_and_unmatched_glob_raise(tmp_path):
     for path, message in (
         (tmp_path / "no.tsv", "no file"),
         (tmp_path / "*.tsv", "no file matches"),
@@ -164,7 +164,7 @@ def test_a_missing_file_and_a_glob_without_a_match(tmp_path):
             open_data(experiment(path))
 
 
-def test_other_text_is_another_version(tmp_path):
+def test_reader_output_is_pinned_to_the_store_version(tmp_path):
     """If a change of the readers makes this test fail, increase VERSION in data/store.py."""
     bom, json_line = "\N{BYTE ORDER MARK}", '{"source": "%s", "target": " e "}\n'
     files = {
@@ -197,7 +197,7 @@ def test_other_text_is_another_version(tmp_path):
     )
 
 
-def test_the_known_corpora_say_their_licence_and_the_built_in_one_needs_no_network():
+def test_corpora_state_licenses_and_builtin_one_works_offline():
     from transformer.data.corpora import CORPORA, fetch
 
     _corpus, folder = fetch("pydoc")
@@ -213,7 +213,7 @@ def test_the_known_corpora_say_their_licence_and_the_built_in_one_needs_no_netwo
         fetch("wikitext")
 
 
-def test_a_tokenizer_that_cannot_be_is_refused_by_its_own_field():
+def test_invalid_tokenizer_configs_raise():
     for fields, message in [
         ({"character_coverage": 2.0}, "data.tokenizer.character_coverage: 2.0"),
         ({"max_sentences": 0}, "data.tokenizer.max_sentences: 0 is too small"),
@@ -223,13 +223,13 @@ def test_a_tokenizer_that_cannot_be_is_refused_by_its_own_field():
             TokenizerConfig(**fields)
 
 
-def test_text_on_gs_without_its_extra_names_it(monkeypatch):
+def test_gs_path_without_the_gcs_extra_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(UserError, match=r"gs://bucket/text.txt needs the extra \[gcs\]"):
         sources.expand("gs://bucket/text.txt")
 
 
-def test_data_config_refuses_what_makes_no_sense():
+def test_invalid_data_configs_raise():
     for fields, message in [
         ({"corpus": "pydoc", "buckets": (8, 128)}, "packed or bucketed"),
         ({"corpus": "pydoc", "packing": False, "buckets": (8, 64)}, "end in data.length"),

@@ -83,7 +83,7 @@ def searcher(model, params, source, limits, beam_size: int, max_new: int, eos=EO
 
 
 @pytest.fixture(scope="module", params=[0, 1])
-def exhaustive(request):
+def exhaustive_search(request):
     """(search with an exhaustive beam, log p of each ended text, by row)."""
     seed, limits = request.param, (4, 3)
     model, params = make(
@@ -103,8 +103,8 @@ def exhaustive(request):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
-def test_beam_search_equals_brute_force(exhaustive, alpha):
-    search, logp_of_texts = exhaustive
+def test_beam_search_equals_brute_force(exhaustive_search, alpha):
+    search, logp_of_texts = exhaustive_search
     texts, scores = search(alpha)
     for row, all_texts in enumerate(logp_of_texts):
         expected = sorted(
@@ -138,7 +138,7 @@ def plain_beam(score, source, limit, alpha, k, eos):
 
 
 @pytest.fixture(scope="module", params=[(EOS,), (EOS, 3, 5, 8)])
-def narrow(request):
+def narrow_search(request):
     model, params = make(small("encoder_decoder", vocab_size=9), noise=0.5)
     source, limits = tokens(5, 3, 5, vocab=9), (6, 6, 4)
     return (
@@ -151,9 +151,9 @@ def narrow(request):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
-def test_a_narrow_beam_equals_a_plain_one(narrow, alpha):
+def test_narrow_beam_equals_plain_beam_search(narrow_search, alpha):
     """Tests pruning, freezing and stopping with a beam that is too narrow to be exhaustive."""
-    search, score, source, limits, eos = narrow
+    search, score, source, limits, eos = narrow_search
     texts, scores = search(alpha)
     for row, limit in enumerate(limits):
         expected = plain_beam(score, source[row : row + 1], limit, alpha, 3, eos)
@@ -164,7 +164,7 @@ def test_a_narrow_beam_equals_a_plain_one(narrow, alpha):
             assert tuple(t for t in text.tolist() if t) == expected_text[1:]
 
 
-def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
+def test_beam_of_one_is_greedy_and_sequences_are_independent():
     model, params = make(small("encoder_decoder"))
     source, prompt, limits = tokens(0, 3, 6), jnp.ones((3, 1), jnp.int32), jnp.array([7, 4, 7])
     options = {"max_new": 8, **ENDING}
@@ -197,7 +197,7 @@ def test_a_beam_of_one_is_greedy_and_rows_do_not_depend_on_each_other():
         np.testing.assert_allclose(alone[1][0], together[1][row], rtol=1e-5)
 
 
-def test_greedy_decoding_takes_the_likeliest_token_of_the_whole_model():
+def test_greedy_decoding_takes_the_argmax_of_the_full_forward_pass():
     model, params = make(small("decoder"))
     prompt, keys = tokens(3, 2, 3), jax.random.split(jax.random.key(0), 2)
     greedy = jax.jit(
@@ -214,7 +214,7 @@ def test_greedy_decoding_takes_the_likeliest_token_of_the_whole_model():
             break
 
 
-def test_sampling_draws_from_the_distribution_and_each_row_by_its_own_key():
+def test_sampling_follows_the_distribution_with_one_key_per_sequence():
     model, params = make(small("decoder"), noise=0.1)
     rows = 4000
     prompt = jnp.broadcast_to(tokens(3, 1, 3), (rows, 3))
@@ -233,7 +233,7 @@ def test_sampling_draws_from_the_distribution_and_each_row_by_its_own_key():
     )
 
 
-def test_top_k_and_top_p_keep_what_they_say():
+def test_top_k_and_top_p_truncate_the_distribution():
     logits = jnp.log(jnp.array([[0.5, 0.05, 0.3, 0.15]]))
     is_kept = lambda *options: np.isfinite(np.asarray(truncate(logits, *options))[0]).tolist()
     assert is_kept(0, 1.0) == [True] * 4

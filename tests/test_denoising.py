@@ -7,7 +7,7 @@ from test_objectives import CASES, data_of, experiment
 from transformer.data.pipeline import open_data
 
 
-def asked(batch, row=0):
+def first_segment(batch, row=0):
     """(inputs, targets, weights) of the first segment of a sequence."""
     in_segment = batch["segments"][row] == 1
     return (
@@ -45,7 +45,7 @@ def test_masking_is_80_10_10_of_15_percent(text):
     assert swapped / chosen == pytest.approx(0.1, abs=0.03)
 
 
-def test_whole_words_are_asked_for_whole(text):
+def test_whole_word_masking_never_splits_words(text):
     whole, plain = data_of(text, "masked words"), data_of(text, "masked", packing=False)
     assert plain.tokenizer.sha256 == whole.tokenizer.sha256
 
@@ -54,7 +54,7 @@ def test_whole_words_are_asked_for_whole(text):
         for step in range(20):
             batch = data.batches("train")[step]
             for row in range(8):
-                _, ids, weights = asked(batch, row)
+                _, ids, weights = first_segment(batch, row)
                 word = np.cumsum(data.tokenizer.starts_word[ids])[1:-1]
                 count += sum(len(set(weights[1:-1][word == w])) > 1 for w in set(word))
         return count
@@ -63,7 +63,7 @@ def test_whole_words_are_asked_for_whole(text):
     assert count_split_words(plain) > 10
 
 
-def test_whole_words_are_asked_for_at_the_same_rate(text):
+def test_whole_word_masking_keeps_the_rate(text):
     data = data_of(text, "masked words")
     ids, objective = np.asarray(data.store.texts("train", 0).ids[:120], np.int32), data.objective
     word_tokens = (ids != data.tokenizer.eos).sum()
@@ -76,7 +76,7 @@ def test_whole_words_are_asked_for_at_the_same_rate(text):
     assert np.mean(target_counts) / word_tokens == pytest.approx(0.15, abs=0.008)
 
 
-def test_two_sentences_follow_each_other_or_not(text, tmp_path):
+def test_next_sentence_labels_match_the_texts(text, tmp_path):
     """Each text repeats its number and counts, so that a long enough part identifies the text."""
     (tmp_path / "text.txt").write_text(
         "".join(" ".join(f"{i:03d} {j}" for j in range(9)) + "\n" for i in range(150))
@@ -96,7 +96,7 @@ def test_two_sentences_follow_each_other_or_not(text, tmp_path):
     for step in range(20):
         batch = data.batches("train")[step]
         for row in range(8):
-            _, ids, _ = asked(batch, row)
+            _, ids, _ = first_segment(batch, row)
             types = batch["token_types"][row][: len(ids)]
             a, b = ids[types == 0], ids[types == 1]
             assert a[0] == tokenizer.bos and a[-1] == b[-1] == tokenizer.eos
@@ -115,7 +115,7 @@ def test_two_sentences_follow_each_other_or_not(text, tmp_path):
     assert (batch["label_weights"] == 1).all()
 
 
-def filled(inputs, targets, sentinels, eos):
+def fill_sentinels(inputs, targets, sentinels, eos):
     """Returns the text: the inputs, with each sentinel replaced by its span from the targets."""
     spans, current = {}, None
     for token in targets.tolist():
@@ -125,19 +125,19 @@ def filled(inputs, targets, sentinels, eos):
             current.append(token)
         elif token == eos:
             current.append(eos)
-    spans[current_key(targets, sentinels)].pop()  # the eos that ends the targets
+    spans[last_sentinel(targets, sentinels)].pop()  # the eos that ends the targets
     out = []
     for token in inputs.tolist()[:-1]:
         out += spans[token] if token in sentinels else [token]
     return out
 
 
-def current_key(targets, sentinels):
+def last_sentinel(targets, sentinels):
     return [t for t in targets.tolist() if t in sentinels][-1]
 
 
 @pytest.mark.parametrize("case", ["spans", "spans, decoder"])
-def test_corrupted_spans_put_back_are_the_text(text, case):
+def test_corrupted_spans_reconstruct_the_text(text, case):
     data = data_of(text, case)
     tokenizer, num_sentinels = data.tokenizer, 12
     top = tokenizer.vocab_size + num_sentinels - 1
@@ -167,12 +167,12 @@ def test_corrupted_spans_put_back_are_the_text(text, case):
             == [t for t in targets.tolist() if t in sentinels]
         )
         text_ids = ids[row * size : (row + 1) * size]
-        assert filled(inputs, targets, sentinels, tokenizer.eos) == text_ids
+        assert fill_sentinels(inputs, targets, sentinels, tokenizer.eos) == text_ids
         noise, total = noise + len(targets) - len(used) - 1, total + size
     assert noise / total == pytest.approx(0.15, abs=0.03)
 
 
-def test_the_sentinels_of_t5():
+def test_denoiser_matches_lengths_and_sentinels_of_t5():
     from transformer.data.objectives.denoising import Denoiser
 
     spans = Denoiser(0.15, 3.0)
@@ -183,7 +183,7 @@ def test_the_sentinels_of_t5():
     assert [t for t in targets if t > 30_000] == [32_099 - i for i in range(28)]
 
 
-def test_sentinels_that_a_tokenizer_brings_are_its_own(text, tmp_path):
+def test_sentinels_come_from_the_tokenizer_if_it_has_enough(text, tmp_path):
     tokenizers = pytest.importorskip("tokenizers", reason="the test extra brings it")
     tokenizer = tokenizers.SentencePieceUnigramTokenizer()
     special_tokens = ["<pad>", "</s>", "<s>", "<unk>"]
@@ -205,7 +205,7 @@ def test_sentinels_that_a_tokenizer_brings_are_its_own(text, tmp_path):
         assert targets.max() == top and (targets[:, 0] == top).all()
 
 
-def test_ul2_has_seven_denoisers_and_says_which(text):
+def test_ul2_mixes_seven_denoisers_with_mode_tokens(text):
     data = data_of(text, "ul2")
     tokenizer, rows = data.tokenizer, data.objective.rows(data.store, "train", data.config)
     first_mode, counts = tokenizer.vocab_size, {0: 0, 1: 0, 2: 0}
@@ -221,7 +221,10 @@ def test_ul2_has_seven_denoisers_and_says_which(text):
             assert [*segment.source[1:], *segment.targets] == text_ids
             assert len(segment.targets) == round(piece_size / 4)
         else:
-            assert filled(segment.source[1:], segment.targets, sentinels, tokenizer.eos) == text_ids
+            assert (
+                fill_sentinels(segment.source[1:], segment.targets, sentinels, tokenizer.eos)
+                == text_ids
+            )
     assert counts[0] / 140 == pytest.approx(2 / 7, abs=0.12) and counts[1] / 140 == pytest.approx(
         4 / 7, abs=0.12
     )

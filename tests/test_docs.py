@@ -28,7 +28,7 @@ OUTPUT = ("text", "toctree", "diff")
 """Kinds of blocks that are not code."""
 
 
-def generator():
+def load_generator():
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -37,7 +37,7 @@ def generator():
 
 def test_tables_are_current():
     """`python docs/generate.py` would change nothing. Spaces differ between versions of Python."""
-    generate, marked = generator(), 0
+    generate, marked = load_generator(), 0
     plain = lambda text: re.sub(r"[ -]+", " ", text)
     for name, path in PAGES.items():
         page = path.read_text()
@@ -46,13 +46,13 @@ def test_tables_are_current():
     assert marked >= len(generate.TABLES)
 
 
-def test_every_field_has_a_meaning():
+def test_every_config_field_is_documented():
     assert not re.findall(
         r"^\| `\w+` \| [^|]* \|  \|$", PAGES["config_fields.md"].read_text(), re.M
     )
 
 
-def test_pages_link_to_each_other():
+def test_pages_are_listed_and_their_links_resolve():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*") if path.is_file()}
     index = PAGES["index.md"].read_text()
     for name, path in PAGES.items():
@@ -62,7 +62,7 @@ def test_pages_link_to_each_other():
         assert listed or name == "index.md" or name.startswith("extending/"), name
 
 
-def test_the_readme_is_short():
+def test_readme_is_short_and_its_links_resolve():
     assert len(README.read_text().split()) <= 700
     for target in re.findall(r"\]\((docs/[\w/.]+)\)", README.read_text()):
         assert (ROOT / target).is_file(), target
@@ -71,7 +71,7 @@ def test_the_readme_is_short():
 @pytest.mark.parametrize(
     "name", ["README.md", *(name for name in PAGES if not name.startswith("extending/"))]
 )
-def test_code_runs(name, tmp_path, monkeypatch):
+def test_code_blocks_run(name, tmp_path, monkeypatch):
     """Python blocks share a namespace. Commands run with the changes of a comment above them."""
     blocks = list(BLOCK.finditer((PAGES | {"README.md": README})[name].read_text()))
     monkeypatch.chdir(tmp_path)
@@ -135,7 +135,7 @@ def run_verb(words: list[str], how: str, stdin: str, monkeypatch) -> None:
     assert main(words) == 0, words
 
 
-def test_the_tour_runs(tmp_path, monkeypatch, capsys):
+def test_tour_notebook_runs(tmp_path, monkeypatch, capsys):
     """Its cells, in order, with fewer training steps.
 
     The last stored output does not depend on the machine.

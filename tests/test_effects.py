@@ -6,7 +6,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import sized, small
+from conftest import model_fields, small
 from flax.core import FrozenDict
 
 from transformer import ModelConfig, UserError
@@ -32,7 +32,7 @@ def experiment(model=(), **sections) -> Experiment:
     data = {"corpus": "pydoc", "length": 16, **sections.pop("data", {})}
     return from_mapping(
         Experiment,
-        {"model": sized(**{"family": "decoder", **dict(model)}), "data": data, **sections},
+        {"model": model_fields(**{"family": "decoder", **dict(model)}), "data": data, **sections},
     )
 
 
@@ -128,7 +128,7 @@ WITHOUT_EFFECT = {
 }
 
 
-def test_a_dynamic_scaling_acts_with_a_factor_of_one():
+def test_dynamic_scaling_has_an_effect_with_factor_one():
     scaling = {"name": "dynamic", "factor": 1.0, "original_length": 8}
     scheme = positions.build(FrozenDict({"name": "rotary", "scaling": FrozenDict(scaling)}))
     frequencies = scheme._scaling.frequencies(10_000.0, 8, jnp.array([8, 32]))
@@ -139,7 +139,7 @@ def test_a_dynamic_scaling_acts_with_a_factor_of_one():
 
 
 @pytest.mark.parametrize("field", WITHOUT_EFFECT)
-def test_a_field_without_effect_is_refused(field):
+def test_field_without_effect_raises(field):
     with pytest.raises(UserError, match=rf"^{re.escape(field.strip())}: .* has no effect without "):
         WITHOUT_EFFECT[field]()
 
@@ -239,12 +239,12 @@ def test_a_field_without_effect_is_refused(field):
         ),
     ],
 )
-def test_wrong_types_and_ranges_are_refused(build, message):
+def test_wrong_types_and_ranges_raise(build, message):
     with pytest.raises(UserError, match=re.escape(message)):
         build()
 
 
-def test_types_that_say_the_same_are_taken():
+def test_equivalent_types_are_converted():
     data = DataConfig(corpus="pydoc", packing=False, length=np.int64(8), buckets=[4, 8])
     assert data.buckets == (4, 8) and type(data.length) is int
     # A choice without options equals its name.
@@ -253,7 +253,7 @@ def test_types_that_say_the_same_are_taken():
     assert DecodingConfig(temperature=100) == DecodingConfig(temperature=100.0)
 
 
-def test_a_family_keeps_what_it_decides_itself():
+def test_configs_with_values_set_by_the_family_can_be_copied():
     """Values that the family sets do not count as user settings, so that a config can be copied."""
     for family in ("encoder", "decoder", "encoder_decoder"):
         config = small(family)
@@ -261,7 +261,7 @@ def test_a_family_keeps_what_it_decides_itself():
     assert small("decoder", num_encoder_layers=0).num_encoder_layers == 0
 
 
-def test_the_mechanism():
+def test_strict_rejects_fields_without_effect():
     @strict("mine", (Effect(("b",), "mine.a=True", lambda c: c.a),))
     @dataclasses.dataclass(frozen=True)
     class Mine:
@@ -279,7 +279,7 @@ def test_the_mechanism():
         Mine(b=2)
 
 
-def test_what_cannot_be_begun_is_refused_before_any_work(tmp_path):
+def test_infeasible_runs_raise_before_training(tmp_path):
     single_device = meshes.make_mesh(MeshConfig(data=1))
     with pytest.raises(
         UserError,

@@ -37,7 +37,7 @@ def make_subject(config):
     )
 
 
-def test_every_option_of_an_evaluator(monkeypatch):
+def test_every_evaluator_option_has_an_effect(monkeypatch):
     """Measurements are stubs, so a result shows only what is measured and how it is summarized."""
     config = from_mapping(
         Experiment,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from conftest import make, sized, small, tokens
+from conftest import make, model_fields, small, tokens
 
 from transformer import UserError
 from transformer.config import Experiment
@@ -32,7 +32,7 @@ OBJECTIVES = {"encoder_decoder": "span_corruption", "encoder": "masked_lm"}
 
 def experiment(*evaluators, mesh=(), **model) -> Experiment:
     return from_mapping(Experiment, {
-        "model": sized(**{
+        "model": model_fields(**{
             "family": "decoder", "vocab_size": 512, "max_length": 32, "position": "rotary",
             "norm_placement": "pre", **model,
         }),
@@ -54,7 +54,7 @@ def initial_state(config, optimizer, mesh):
     return init_state(config, model, optimizer, abstract_state(config, model, optimizer, mesh)[1])
 
 
-def measured(config, most=3, in_training=False, like=None):
+def measure_at_start(config, most=3, in_training=False, like=None):
     """Measures a model at the start of training. If `like` is set, its initial state is used.
 
     Returns (metrics, loss of the same batches, parameters, first batch).
@@ -87,15 +87,15 @@ def measured(config, most=3, in_training=False, like=None):
         return metrics, loss["loss"], state.params, batches[0]
 
 
-def test_loss_by_position_adds_up_to_the_loss():
-    metrics, loss, *_ = measured(experiment({"name": "loss_by_position", "parts": 1}))
+def test_loss_by_position_averages_to_the_loss():
+    metrics, loss, *_ = measure_at_start(experiment({"name": "loss_by_position", "parts": 1}))
     assert metrics["loss_by_position/00000"] == pytest.approx(loss, rel=1e-5)
-    parts, *_ = measured(experiment({"name": "loss_by_position", "parts": 4}))
+    parts, *_ = measure_at_start(experiment({"name": "loss_by_position", "parts": 4}))
     assert list(parts) == [f"loss_by_position/{position:05d}" for position in (0, 4, 8, 12)]
     assert len(set(parts.values())) == 4 and min(parts.values()) < loss < max(parts.values())
 
 
-def test_where_a_batch_asks_for_labels_too_tokens_are_measured():
+def test_evaluators_measure_token_loss_of_batches_with_labels():
     base = experiment(
         {"name": "loss_by_position", "parts": 1},
         {"name": "loss_with", "change": "model.window=2"},
@@ -108,13 +108,13 @@ def test_where_a_batch_asks_for_labels_too_tokens_are_measured():
     data = dataclasses.replace(
         base.data, objective={"name": "masked_lm", "next_sentence": True}, packing=False
     )
-    metrics, loss, *_ = measured(dataclasses.replace(base, data=data))
+    metrics, loss, *_ = measure_at_start(dataclasses.replace(base, data=data))
     assert metrics["loss_by_position/00000"] == pytest.approx(loss, rel=1e-5) and metrics[
         "loss_with/model.window=2"
     ] != pytest.approx(loss, rel=1e-5)
 
 
-def test_padding_has_no_size():
+def test_sizes_ignore_padding():
     """Padding does not affect sizes, although biases and positions make its activations nonzero."""
     config = small("decoder", position="learned")
     model, params = make(config)
@@ -132,9 +132,9 @@ def test_padding_has_no_size():
             )
 
 
-def test_gradients_by_depth_are_those_of_the_loss():
+def test_depth_profile_matches_gradients_of_the_loss():
     config = experiment("depth_profile")
-    metrics, _, params, batch = measured(config)
+    metrics, _, params, batch = measure_at_start(config)
     with use(make_mesh(config.mesh)) as mesh:
 
         def loss(params):
@@ -182,25 +182,25 @@ def test_gradients_by_depth_are_those_of_the_loss():
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
-def test_it_is_the_same_however_the_model_is_laid_out(family):
+def test_evaluators_agree_across_layouts_and_meshes(family):
     evaluators = "depth_profile", "loss_by_position", "attention", "logit_lens"
     # Without biases: the gradient of the key bias is only rounding noise, which Adam scales up to
     # updates of normal size.
     unbiased = lambda *names, **fields: experiment(*names, family=family, use_bias=False, **fields)
-    expected, *_ = measured(unbiased(*evaluators))
+    expected, *_ = measure_at_start(unbiased(*evaluators))
     layouts = [
         {"scan_layers": False},
         {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "attention_backend": "blockwise"},
     ]
     pipeline_layouts = [{"pipeline_rounds": 2}, {"mesh": {"stage": 2, "context": 2, "data": 2}}]
     for layout in [*layouts, *pipeline_layouts] if family == "decoder" else layouts:
-        metrics, *_ = measured(unbiased(*evaluators, **layout), like=unbiased())
+        metrics, *_ = measure_at_start(unbiased(*evaluators, **layout), like=unbiased())
         assert expected.keys() == metrics.keys() and len(expected) > 60
         for name, value in expected.items():
             assert metrics[name] == pytest.approx(value, rel=1e-3), (name, layout)
 
 
-def test_a_run_that_asks_is_measured_before_its_first_step_and_at_its_end(tmp_path):
+def test_evaluators_run_before_the_first_step_and_at_the_end(tmp_path):
     config = experiment(
         "depth_profile", "loss_by_position", {"name": "extrapolation", "times": 2, "tokens": 1000}
     )
@@ -247,13 +247,13 @@ def test_a_run_that_asks_is_measured_before_its_first_step_and_at_its_end(tmp_pa
         ({"name": "loss_by_position", "parts": 0}, "parts: 0 is too small"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(evaluator, message):
+def test_invalid_evaluators_raise(evaluator, message):
     with pytest.raises(UserError, match=message):
         experiment(evaluator)
 
 
-def test_the_loss_with_a_field_changed():
-    metrics, loss, *_ = measured(
+def test_loss_with_measures_a_changed_field():
+    metrics, loss, *_ = measure_at_start(
         experiment(
             {"name": "loss_with", "change": "model.window=16"},
             {"name": "loss_with", "change": "model.causal=False"},
@@ -264,19 +264,19 @@ def test_the_loss_with_a_field_changed():
     )
     assert abs(metrics["loss_with/model.causal=False"] - loss) > 1e-3
     with pytest.raises(UserError, match="changes the shapes of parameters"):
-        measured(experiment({"name": "loss_with", "change": "model.d_ff=64"}))
+        measure_at_start(experiment({"name": "loss_with", "change": "model.d_ff=64"}))
 
 
 @pytest.mark.parametrize(
     ("family", "position", "blind"),
     [("decoder", "none", False), ("encoder", "none", True), ("encoder", "alibi", False)],
 )
-def test_without_a_mask_and_positions_order_is_nothing(family, position, blind):
-    metrics, *_ = measured(experiment("order", family=family, position=position))
+def test_order_has_no_effect_without_mask_and_positions(family, position, blind):
+    metrics, *_ = measure_at_start(experiment("order", family=family, position=position))
     assert metrics["order/kl"] < 1e-6 if blind else metrics["order/kl"] > 1e-4
 
 
-def test_order_counts_every_full_row_once():
+def test_order_averages_over_full_sequences():
     config = experiment("order")
     optimizer = build_optimizer(config.optimizer, 4)
     with use(make_mesh(config.mesh)) as mesh:
@@ -305,7 +305,7 @@ def test_order_counts_every_full_row_once():
         )
 
 
-def test_what_is_measured_is_no_part_of_the_step():
+def test_evaluators_do_not_change_the_training_step():
     """The program of the training step is the same text with and without evaluators."""
     programs = []
     for names in ((), ("depth_profile", "attention", "logit_lens", "order", "loss_by_position")):
@@ -322,8 +322,8 @@ def test_what_is_measured_is_no_part_of_the_step():
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
-def test_the_lens_ends_in_the_loss(placement):
-    metrics, loss, *_ = measured(experiment("logit_lens", norm_placement=placement), most=1)
+def test_logit_lens_of_the_last_layer_equals_the_loss(placement):
+    metrics, loss, *_ = measure_at_start(experiment("logit_lens", norm_placement=placement), most=1)
     assert metrics["lens/loss/01"] == pytest.approx(loss, rel=1e-5)
     assert metrics["lens/agrees/01"] == 1.0
     assert abs(metrics["lens/loss/00"] - loss) > 1e-3 and metrics["lens/agrees/00"] < 1

@@ -32,7 +32,7 @@ def convert(*args) -> None:
     assert cli.main(["convert", *map(str, args)]) == 0
 
 
-def answers(workdir: Path, texts: list[str], **decoding) -> tuple[list[str], Generator]:
+def run_generation(workdir: Path, texts: list[str], **decoding) -> tuple[list[str], Generator]:
     config = load_config(workdir)
     config = dataclasses.replace(
         config, decoding=dataclasses.replace(config.decoding, max_extra=8, batch_size=4, **decoding)
@@ -43,10 +43,10 @@ def answers(workdir: Path, texts: list[str], **decoding) -> tuple[list[str], Gen
         return generate(texts), trained
 
 
-def test_a_decoder_continues_as_pytorch_does(gpt2, tmp_path):
+def test_decoder_generates_like_pytorch(gpt2, tmp_path):
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     prompts = ["the cat", "my friend sings", "!a dog"]
-    continuations, trained = answers(tmp_path / "run", prompts)
+    continuations, trained = run_generation(tmp_path / "run", prompts)
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2).eval()
     eos = model.config.eos_token_id
     assert (trained.tokenizer.pad, trained.tokenizer.bos, trained.tokenizer.eos) == (eos, eos, eos)
@@ -61,11 +61,11 @@ def test_a_decoder_continues_as_pytorch_does(gpt2, tmp_path):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_an_encoder_decoder_writes_as_pytorch_does(t5, tmp_path, beams):
+def test_encoder_decoder_generates_like_pytorch(t5, tmp_path, beams):
     convert(f"--from={t5}", f"--workdir={tmp_path / 'run'}", "--config.model.scan_layers=False")
     sources = ["the cat sleeps", "a dog runs at home"]
     decoding = {"beam_size": beams, "length_penalty": 0.0} if beams > 1 else {}
-    ours, trained = answers(tmp_path / "run", sources, **decoding)
+    ours, trained = run_generation(tmp_path / "run", sources, **decoding)
     assert (trained.tokenizer.pad, trained.tokenizer.bos, trained.tokenizer.eos) == (0, 0, 1)
     assert not trained.config.model.scan_layers
     model = transformers.T5ForConditionalGeneration.from_pretrained(t5).eval()
@@ -80,7 +80,7 @@ def test_an_encoder_decoder_writes_as_pytorch_does(t5, tmp_path, beams):
     assert all(ours)
 
 
-def write(model, ids: list[int], pad: int, extra: int = 8) -> list[int]:
+def pytorch_greedy(model, ids: list[int], pad: int, extra: int = 8) -> list[int]:
     """Returns the greedy output of PyTorch, without the start token of the decoder."""
     with torch.no_grad():
         options = {
@@ -92,10 +92,10 @@ def write(model, ids: list[int], pad: int, extra: int = 8) -> list[int]:
         return model.generate(torch.tensor([ids]), **options)[0, 1:].tolist()
 
 
-def test_a_pair_of_tokenizers_comes_along_and_goes_back(marian, tmp_path):
+def test_tokenizer_pair_round_trips(marian, tmp_path):
     convert(f"--from={marian}", f"--workdir={tmp_path / 'run'}")
     sources = ["the cat sleeps", ">>deu<< a dog runs at home", "zebra"]
-    ours, trained = answers(tmp_path / "run", sources)
+    ours, trained = run_generation(tmp_path / "run", sources)
     reference = transformers.MarianTokenizer.from_pretrained(marian)
     assert trained.tokenizer.encode(sources) == [reference(s)["input_ids"][:-1] for s in sources]
     assert trained.tokenizer.encode(sources) != trained.tokenizer.encode_targets(sources)
@@ -106,7 +106,7 @@ def test_a_pair_of_tokenizers_comes_along_and_goes_back(marian, tmp_path):
     model, pad = transformers.MarianMTModel.from_pretrained(marian).eval(), reference.pad_token_id
     for source, answer in zip(sources, ours, strict=True):
         assert answer == reference.decode(
-            write(model, reference(source)["input_ids"], pad), skip_special_tokens=True
+            pytorch_greedy(model, reference(source)["input_ids"], pad), skip_special_tokens=True
         )
     assert any(ours)
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
@@ -114,16 +114,16 @@ def test_a_pair_of_tokenizers_comes_along_and_goes_back(marian, tmp_path):
     assert exported(sources)["input_ids"] == reference(sources)["input_ids"]
 
 
-def test_a_source_begins_with_its_sign(bart, tmp_path):
+def test_source_begins_with_bos(bart, tmp_path):
     convert(f"--from={bart}", f"--workdir={tmp_path / 'run'}")
     sources = ["the cat sleeps", "a dog runs at home"]
-    ours, trained = answers(tmp_path / "run", sources)
+    ours, trained = run_generation(tmp_path / "run", sources)
     assert trained.tokenizer.source_prefix_ids == [0] and trained.tokenizer.bos == 2
     model = transformers.BartForConditionalGeneration.from_pretrained(bart).eval()
     for source, answer in zip(sources, ours, strict=True):
         ids = trained.tokenizer.encode([source])[0]
-        assert write(model, [*ids, 2], 1) != write(model, [0, *ids, 2], 1)
-        assert answer == trained.tokenizer.decode(write(model, [0, *ids, 2], 1))
+        assert pytorch_greedy(model, [*ids, 2], 1) != pytorch_greedy(model, [0, *ids, 2], 1)
+        assert answer == trained.tokenizer.decode(pytorch_greedy(model, [0, *ids, 2], 1))
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["bos_token_id"], config["decoder_start_token_id"], config["eos_token_id"]) == (
@@ -133,7 +133,7 @@ def test_a_source_begins_with_its_sign(bart, tmp_path):
     )
 
 
-def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
+def test_converted_run_initializes_training_in_another_directory(bert, tmp_path):
     run, mesh = tmp_path / "run", ("--config.mesh.fsdp=2", "--config.mesh.data=1")
     convert(f"--from={bert}", f"--workdir={run}", *mesh)
     source = load_config(run)
@@ -195,7 +195,7 @@ def test_what_was_converted_is_trained_on_in_another_directory(bert, tmp_path):
         train(in_same_directory, run)
 
 
-def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
+def test_training_inside_a_converted_run_raises(gpt2, tmp_path):
     run = tmp_path / "run"
     convert(f"--from={gpt2}", f"--workdir={run}")
     with pytest.raises(UserError, match=r"data\.corpus or data\.train: set one of them"):
@@ -216,7 +216,7 @@ def test_a_converted_run_cannot_be_trained_on_where_it_is(gpt2, tmp_path):
         train(config, run)
 
 
-def test_there_and_back_is_the_same(t5, tmp_path):
+def test_round_trip_keeps_weights_tokenizer_and_special_tokens(t5, tmp_path):
     convert(f"--from={t5}", f"--workdir={tmp_path / 'run'}")
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
     original, exported = (
@@ -236,7 +236,7 @@ def test_there_and_back_is_the_same(t5, tmp_path):
     )
 
 
-def test_a_file_size_limit_leaves_nothing_behind(gpt2, tmp_path, capsys):
+def test_file_size_limit_leaves_no_partial_export(gpt2, tmp_path, capsys):
     """Tests an OS error in safetensors, which raises an exception class of safetensors."""
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     capsys.readouterr()
@@ -253,7 +253,7 @@ def test_a_file_size_limit_leaves_nothing_behind(gpt2, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("pad", [None, "eos"])
-def test_a_decoder_comes_back_with_its_padding(gpt2, tmp_path, pad):
+def test_export_keeps_the_pad_token(gpt2, tmp_path, pad):
     source = tmp_path / "source"
     source.mkdir()
     for file in gpt2.iterdir():
@@ -273,7 +273,7 @@ def test_a_decoder_comes_back_with_its_padding(gpt2, tmp_path, pad):
     )
 
 
-def test_a_decoder_may_have_several_ends(gpt2, tmp_path):
+def test_decoder_may_have_several_eos_tokens(gpt2, tmp_path):
     """As in Llama 3.1: generation stops at any end token, and a converted config keeps them all."""
     source = tmp_path / "source"
     source.mkdir()
@@ -284,7 +284,7 @@ def test_a_decoder_may_have_several_ends(gpt2, tmp_path):
     original = json.loads((source / "config.json").read_text())
     eos_id = original["eos_token_id"]
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
-    (text,), trained = answers(tmp_path / "run", ["the cat"])
+    (text,), trained = run_generation(tmp_path / "run", ["the cat"])
     ids = [eos_id, *trained.tokenizer.encode(["the cat"])[0]]
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2).eval()
     with torch.no_grad():
@@ -296,7 +296,7 @@ def test_a_decoder_may_have_several_ends(gpt2, tmp_path):
     (source / "config.json").write_text(json.dumps(original | {"eos_token_id": eos_ids}))
     convert(f"--from={source}", f"--workdir={tmp_path / 'again'}")
     assert load_config(tmp_path / "again").model.eos_id == tuple(eos_ids)
-    (shorter,), _ = answers(tmp_path / "again", ["the cat"])
+    (shorter,), _ = run_generation(tmp_path / "again", ["the cat"])
     stop_index = generated_ids.index(eos_ids[1])
     expected = trained.tokenizer.decode([*ids[1:], *generated_ids[: stop_index + 1]])
     assert shorter == expected[len("the cat") :] and shorter != text
@@ -304,7 +304,7 @@ def test_a_decoder_may_have_several_ends(gpt2, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == eos_ids
 
 
-def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, monkeypatch):
+def test_converted_run_is_evaluated_on_text_of_the_command_line(gpt2, tmp_path, monkeypatch):
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     (tmp_path / "text.txt").write_text("".join(f"{t} {i}\n" for i in range(4) for t in TEXTS))
     flags = [
@@ -322,7 +322,7 @@ def test_a_converted_model_is_evaluated_on_a_text_named_then(gpt2, tmp_path, mon
     assert json.loads((tmp_path / "run" / "test.json").read_text())["bits_per_byte"] > 0
 
 
-def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
+def test_converted_parameters_are_created_sharded(gpt2, tmp_path, monkeypatch):
     arrays = []
     original = jax.make_array_from_callback
     monkeypatch.setattr(
@@ -368,7 +368,7 @@ def test_parameters_are_born_sharded(gpt2, tmp_path, monkeypatch):
         (["--to=y", "--workdir=x"], "no run in x"),
     ],
 )
-def test_mistakes_leave_nothing_behind(gpt2, tmp_path, monkeypatch, capsys, args, message):
+def test_invalid_arguments_leave_no_files(gpt2, tmp_path, monkeypatch, capsys, args, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("x")
@@ -381,7 +381,7 @@ def test_mistakes_leave_nothing_behind(gpt2, tmp_path, monkeypatch, capsys, args
     ]
 
 
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, gpt2, monkeypatch):
+def test_unreadable_or_missing_tokenizer_raises(tmp_path, gpt2, monkeypatch):
     from transformer.data.tokenizer import load_tokenizer
 
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -395,4 +395,4 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, gpt2, monkeypatch):
     # Without the tokenizers package, only the weights are converted.
     convert(f"--from={gpt2}", f"--workdir={tmp_path / 'run'}")
     with pytest.raises(UserError, match="this run has no tokenizer"):
-        answers(tmp_path / "run", ["a"])
+        run_generation(tmp_path / "run", ["a"])

@@ -19,15 +19,15 @@ from transformer.parallel.mesh import make_mesh, use
 EXPERTS = {"name": "experts", "num_experts": 4, "top_k": 2}
 
 
-def sown(config, x, params, **given):
+def logits_and_costs(config, x, params, **kwargs):
     """(logits, costs of the routers by name)."""
     model, _ = make(config)
-    logits, sown_values = jax.jit(lambda p: model.apply(p, x, mutable=["losses"], **given))(params)
+    logits, sown_values = jax.jit(lambda p: model.apply(p, x, mutable=["losses"], **kwargs))(params)
     (costs,) = sown_values["losses"]["decoder"]["layers"]["feed_forward"]["costs"]
     return np.asarray(logits), {name: np.asarray(value) for name, value in costs.items()}
 
 
-def test_the_costs_are_their_equations():
+def test_router_losses_match_their_equations():
     """Compares with the equations of the papers, one token at a time, without padding."""
     config = small("decoder", feed_forward=EXPERTS | {"load_balance": 0.3, "router_z_loss": 0.2})
     real, x = (
@@ -50,15 +50,17 @@ def test_the_costs_are_their_equations():
     np.testing.assert_allclose(costs["loss"], 0.3 * 4 * share @ mean + 0.2 * z, rtol=1e-5)
 
 
-def test_a_router_that_favours_nobody_costs_one():
+def test_uniform_router_has_balance_loss_one():
     config = small("decoder", feed_forward=EXPERTS)
     _, params = make(config)
     router = params["decoder"]["layers"]["feed_forward"]["router"]
     router["kernel"] = jnp.zeros_like(router["kernel"])
-    np.testing.assert_allclose(sown(config, tokens(0, 2, 6), params)[1]["balance"], 1.0, rtol=1e-5)
+    np.testing.assert_allclose(
+        logits_and_costs(config, tokens(0, 2, 6), params)[1]["balance"], 1.0, rtol=1e-5
+    )
 
 
-def bring(how, experts, x=None):
+def route_tokens(how, experts, x=None):
     """(outputs, dropped choices) for inputs of 1. Expert e multiplies its inputs by e + 1."""
     experts = jnp.asarray(experts)[None, :, None]
     x = jnp.ones((1, experts.shape[1], 1)) if x is None else x
@@ -76,17 +78,17 @@ def bring(how, experts, x=None):
     return np.asarray(y)[0, :, 0].tolist(), float(lost)
 
 
-def test_who_comes_too_late_is_passed_over():
+def test_tokens_beyond_capacity_are_dropped():
     # With 8 tokens and 4 experts, each expert has 2 capacity slots, times the factor.
     experts = [0, 1, 0, 0, 3, 0, 1, 2]
-    assert bring(dropless, experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
-    assert bring(with_capacity(2.0), experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
-    assert bring(with_capacity(1.0), experts) == ([1, 2, 1, 0, 4, 0, 2, 3], 2)
-    assert bring(with_capacity(0.5), experts) == ([1, 2, 0, 0, 4, 0, 0, 3], 4)
+    assert route_tokens(dropless, experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
+    assert route_tokens(with_capacity(2.0), experts) == ([1, 2, 1, 1, 4, 1, 2, 3], 0)
+    assert route_tokens(with_capacity(1.0), experts) == ([1, 2, 1, 0, 4, 0, 2, 3], 2)
+    assert route_tokens(with_capacity(0.5), experts) == ([1, 2, 0, 0, 4, 0, 0, 3], 4)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5])
-def test_no_token_depends_on_a_later_one(factor):
+def test_experts_are_causal(factor):
     config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": factor})
     model, params = make(config)
     x, apply = tokens(0, 2, 8), jax.jit(model.apply)
@@ -95,19 +97,19 @@ def test_no_token_depends_on_a_later_one(factor):
     np.testing.assert_array_equal(moved > 0, np.arange(8) >= 5)
 
 
-def test_lost_choices_are_reported():
+def test_dropped_choices_are_reported():
     config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": 0.5})
     _, params = make(config)
-    _, costs = sown(config, tokens(0, 2, 8), params)
+    _, costs = logits_and_costs(config, tokens(0, 2, 8), params)
     # There are capacity slots for at most half of the choices.
     assert (costs["lost"] >= 0.5).all() and (costs["lost"] < 1).all()
-    assert not sown(small("decoder", feed_forward=EXPERTS), tokens(0, 2, 8), params)[1][
+    assert not logits_and_costs(small("decoder", feed_forward=EXPERTS), tokens(0, 2, 8), params)[1][
         "lost"
     ].any()
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_padding_takes_no_place_and_gets_nothing(factor):
+def test_padding_takes_no_capacity_slot(factor):
     """Padding does not change real tokens: it takes none of their capacity slots."""
     config = small("decoder", feed_forward=EXPERTS | {"capacity_factor": factor}, max_length=32)
     model, params = make(config)
@@ -136,12 +138,12 @@ def test_padding_takes_no_place_and_gets_nothing(factor):
         ({"capacity_factor": -1.0}, "model.feed_forward.capacity_factor"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_invalid_expert_options_raise(options, message):
     with pytest.raises(UserError, match=message):
         small("decoder", feed_forward=EXPERTS | options)
 
 
-def test_every_other_layer_may_be_a_mixture():
+def test_every_other_layer_may_have_experts():
     config = small("decoder", layer_pattern=({}, {"feed_forward": EXPERTS}), num_decoder_layers=4)
     _, params = make(config)
     layers = params["decoder"]["layers"]
@@ -154,7 +156,7 @@ def test_every_other_layer_may_be_a_mixture():
 @pytest.mark.parametrize(
     "mesh", [{"expert": 2, "data": 2, "tensor": 2}, {"stage": 2, "expert": 2, "data": 2}]
 )
-def test_dropout_inside_of_experts_draws_on_every_mesh(mesh):
+def test_expert_dropout_differs_by_sequence_on_every_mesh(mesh):
     config = small("decoder", feed_forward=EXPERTS, activation_dropout=0.3, num_kv_heads=4)
     model, params = make(config)
     x, key = jnp.concatenate([tokens(0, 1, 8)] * 8), {"dropout": jax.random.key(0)}

@@ -29,7 +29,7 @@ def apply(diff: str, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_worked_example_passes_its_tests(page, tmp_path):
+def test_worked_example_passes_its_tests(page, tmp_path):
     for name in ("transformer", "tests", "experiments"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

@@ -4,13 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_evaluators import experiment, measured
+from test_evaluators import experiment, measure_at_start
 
 from transformer import UserError
 
 
-def test_losses_in_longer_rows():
-    metrics, loss, *_ = measured(
+def test_extrapolation_measures_longer_sequences():
+    metrics, loss, *_ = measure_at_start(
         experiment({"name": "extrapolation", "times": 4, "tokens": 0}), most=0
     )
     context = [metrics.pop(f"context/{length:06d}") for length in (16, 32, 64)]
@@ -32,12 +32,12 @@ def test_losses_in_longer_rows():
     )
 
 
-def test_what_sees_no_further_than_a_window_is_the_same_in_longer_rows():
+def test_sliding_loss_of_windowed_model_does_not_depend_on_length():
     """Tests two layers with a window of 4 and no positions: an output depends on 7 tokens.
 
     The loss of the last tokens, which alone count with `sliding`, is the same at every length.
     """
-    metrics, *_ = measured(
+    metrics, *_ = measure_at_start(
         experiment({"name": "extrapolation", "times": 4, "tokens": 0}, position="none", window=4),
         most=0,
     )
@@ -47,7 +47,7 @@ def test_what_sees_no_further_than_a_window_is_the_same_in_longer_rows():
     )
 
 
-def test_a_table_of_positions_ends():
+def test_learned_positions_limit_the_length():
     longer = lambda times: experiment(
         {"name": "extrapolation", "times": times, "sliding": False}, position="learned"
     )
@@ -55,7 +55,7 @@ def test_a_table_of_positions_ends():
         UserError, match=r"reads sequences of .* = 256 tokens, but the table of .* ends"
     ):
         longer(16)
-    metrics, *_ = measured(longer(2))
+    metrics, *_ = measure_at_start(longer(2))
     assert [name for name in metrics if not name.startswith("context")] == [
         "extrapolation/000016",
         "extrapolation/000032",
@@ -70,7 +70,7 @@ def test_a_table_of_positions_ends():
         {"model": {"random_positions": 40}},
     ],
 )
-def test_longer_rows_do_not_ask_what_training_asks_of_its_rows(change):
+def test_longer_sequences_ignore_settings_of_training_sequences(change):
     """Longer sequences ignore the settings of training sequences.
 
     These are micro-batches that divide the batch, buckets that end in data.length, and the range of
@@ -86,12 +86,12 @@ def test_longer_rows_do_not_ask_what_training_asks_of_its_rows(change):
             for part, fields in change.items()
         },
     )
-    expected, metrics = measured(plain)[0], measured(changed, like=plain)[0]
+    expected, metrics = measure_at_start(plain)[0], measure_at_start(changed, like=plain)[0]
     assert list(expected) == list(metrics) and "extrapolation/000128" in expected
     if "data" not in change:
         assert all(metrics[name] == pytest.approx(expected[name], rel=1e-5) for name in expected)
 
 
-def test_only_language_models_read_longer_rows():
+def test_extrapolation_requires_a_decoder():
     with pytest.raises(UserError, match="extrapolation requires a decoder"):
-        measured(experiment("extrapolation", family="encoder_decoder"))
+        measure_at_start(experiment("extrapolation", family="encoder_decoder"))

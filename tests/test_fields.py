@@ -30,7 +30,7 @@ ENCODER = {k: v for k, v in DECODER.items() if "decoder" not in k} | {
     "num_encoder_layers": 1,
 }
 BOTH = DECODER | {"family": "encoder_decoder", "num_encoder_layers": 1}
-LOOPED = DECODER | {"num_decoder_layers": 2, "scan_layers": True}
+SCANNED = DECODER | {"num_decoder_layers": 2, "scan_layers": True}
 RECURRENT = {
     "family": "encoder_decoder", "vocab_size": 11, "d_model": 8, "num_encoder_layers": 2,
     "num_decoder_layers": 2, "max_length": 8, "mixer": {"name": "lstm", "source": "attention"},
@@ -39,7 +39,7 @@ RECURRENT = {
 LABELS = DECODER | {"num_labels": 2}
 
 MODEL = {
-    "family": ("encoder", LOOPED | {"num_decoder_layers": 6}), "vocab_size": 13, "d_model": 16,
+    "family": ("encoder", SCANNED | {"num_decoder_layers": 6}), "vocab_size": 13, "d_model": 16,
     "d_ff": 16, "num_heads": 1, "num_kv_heads": 1, "d_head": 2, "d_value": 3,
     "num_encoder_layers": (3, BOTH), "num_decoder_layers": 3,
     "max_length": (9, DECODER | {"position": "learned"}), "d_embedding": 6, "mixer": "mla",
@@ -56,20 +56,20 @@ MODEL = {
     "pooling": ("mean", LABELS), "pooler": (True, LABELS), "num_labels": 3, "embedding_scale": True,
     "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "initializer": "normal",
     "init_std": (0.5, DECODER | {"initializer": "normal"}), "embedding_init_std": 0.5,
-    "residual_init_scale": True, "scan_layers": True, "pipeline_rounds": (2, LOOPED),
+    "residual_init_scale": True, "scan_layers": True, "pipeline_rounds": (2, SCANNED),
     "remat": "full", "dtype": "bfloat16", "param_dtype": "bfloat16",
 }  # fmt: skip
 """Another value of each field, or (value, model) if the field has no effect on DECODER."""
 
 
-def traced(function, *shapes) -> str:
+def program_text(function, *shapes) -> str:
     """Returns the traced program as text, including its constants."""
     program = jax.make_jaxpr(function)(*shapes)
     text = re.sub(r" at 0x[0-9a-f]+", "", str(program))
     return text + str([np.asarray(x).tobytes() for x in program.consts if hasattr(x, "dtype")])
 
 
-def of_model(tree: dict) -> str:
+def model_program(tree: dict) -> str:
     """Returns the program that initializes a model and runs a training forward pass."""
     config = ModelConfig(**tree)
     model, ids = (
@@ -80,10 +80,10 @@ def of_model(tree: dict) -> str:
     def program(key):
         return model.init_with_output({"params": key, "dropout": key}, *ids, deterministic=False)
 
-    return traced(program, jax.random.key(0))
+    return program_text(program, jax.random.key(0))
 
 
-def walked(table: dict, observe, base: dict) -> list[str]:
+def fields_without_effect(table: dict, observe, base: dict) -> list[str]:
     """Returns the fields of `table` whose other value does not change the result of `observe`.
 
     An entry is a value, or (value, fields) to test the value with `fields` instead of `base`.
@@ -101,14 +101,14 @@ def walked(table: dict, observe, base: dict) -> list[str]:
     return unused
 
 
-def test_every_field_of_a_model():
-    assert of_model(DECODER) == of_model(DECODER)
-    assert not walked(MODEL, of_model, DECODER)
+def test_every_model_field_has_an_effect():
+    assert model_program(DECODER) == model_program(DECODER)
+    assert not fields_without_effect(MODEL, model_program, DECODER)
 
 
 @pytest.mark.parametrize("base", [RECURRENT], ids=["recurrent"])
-def test_every_field_changes_a_family_or_is_refused_by_it(base):
-    baseline, unused, refused = of_model(base), [], 0
+def test_every_model_field_changes_a_family_or_raises(base):
+    baseline, unused, refused = model_program(base), [], 0
     resolved = ModelConfig(**base).resolved
     for field, entry in MODEL.items():
         value = (
@@ -119,7 +119,7 @@ def test_every_field_changes_a_family_or_is_refused_by_it(base):
         if value in (resolved.get(field), ModelConfig.__dataclass_fields__[field].default):
             continue  # already the value of this family, or the default
         try:
-            changed = of_model({**base, field: value})
+            changed = model_program({**base, field: value})
         except UserError as error:
             refused += str(error).startswith("model.")
             continue
@@ -131,7 +131,7 @@ SPECIAL_TOKENS = {"pad_id": 3, "bos_id": 4, "eos_id": 5, "decoder_start_id": 6}
 """Special tokens affect generation or export, but not the forward pass."""
 
 
-def test_every_special_token():
+def test_every_special_token_has_an_effect():
     base = {**BOTH, "pad_id": 0, "eos_id": 2, "decoder_start_id": 1}
     model = build_model(ModelConfig(**base))
     source, limits_B = jnp.ones((1, 4), jnp.int32), jnp.ones((1,), jnp.int32)
@@ -148,24 +148,26 @@ def test_every_special_token():
             max_new=2,
             source_BxS=source,
         )
-        return traced(generate, params)
+        return program_text(generate, params)
 
-    assert walked(SPECIAL_TOKENS, generated, base) == ["bos_id"]
-    assert not walked(SPECIAL_TOKENS, lambda tree: str(write(ModelConfig(**tree), {})), base)
+    assert fields_without_effect(SPECIAL_TOKENS, generated, base) == ["bos_id"]
+    assert not fields_without_effect(
+        SPECIAL_TOKENS, lambda tree: str(write(ModelConfig(**tree), {})), base
+    )
 
 
-def other(value):
+def other_value(value):
     """Returns another value of the same type."""
     if isinstance(value, bool):
         return not value
     return value * 2 or 2 if isinstance(value, int) else value / 2 or 0.5
 
 
-def of_position(spec) -> str:
-    return of_model(DECODER | {"num_heads": 1, "d_head": 64, "position": spec})
+def position_program(spec) -> str:
+    return model_program(DECODER | {"num_heads": 1, "d_head": 64, "position": spec})
 
 
-def test_every_option_of_a_position_scheme():
+def test_every_position_scheme_option_has_an_effect():
     unused, alternatives = (
         [],
         {
@@ -176,61 +178,65 @@ def test_every_option_of_a_position_scheme():
     )
     for name, cls in SCHEMES.items():
         options = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata.get("option")}
-        baseline = of_position(name) if options else ""
+        baseline = position_program(name) if options else ""
         for option, default in options.items():
-            value = alternatives.get(option, {}).get(default, None) or other(default)
+            value = alternatives.get(option, {}).get(default, None) or other_value(default)
             unused += (
                 [f"{name}.{option}"]
-                if of_position({"name": name, option: value}) == baseline
+                if position_program({"name": name, option: value}) == baseline
                 else []
             )
     for name, cls in SCALINGS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
         base = {"name": name} | {"factor": 2.0, "original_length": 4096}
         base = {key: value for key, value in base.items() if key in ("name", *options)}
-        baseline = of_position({"name": "rotary", "scaling": base})
+        baseline = position_program({"name": "rotary", "scaling": base})
         for option, default in options.items():
-            value = 4.0 if option == "factor" else other(base.get(option, default))
-            changed = of_position({"name": "rotary", "scaling": base | {option: value}})
+            value = 4.0 if option == "factor" else other_value(base.get(option, default))
+            changed = position_program({"name": "rotary", "scaling": base | {option: value}})
             unused += [f"{name}.{option}"] if changed == baseline else []
     assert not unused
 
 
-def test_every_part_of_a_placement():
+def test_every_norm_placement_part_has_an_effect():
     assert "pre" in PLACEMENTS
     parts = {f.name: f.default for f in dataclasses.fields(Placement) if f.name != "warmup_hint"}
     pre = {"in_norm": True, "final_norm": True}
     small, unused = DECODER | {"num_decoder_layers": 1}, []
-    baseline = of_model(small)
+    baseline = model_program(small)
     for part, default in parts.items():
-        placement = {"name": "pre", part: other(pre.get(part, default))}
-        unused += [part] if of_model(small | {"norm_placement": placement}) == baseline else []
+        placement = {"name": "pre", part: other_value(pre.get(part, default))}
+        unused += [part] if model_program(small | {"norm_placement": placement}) == baseline else []
     assert not unused
 
 
-def test_every_option_of_a_mixer():
+def test_every_mixer_option_has_an_effect():
     small = DECODER | {"num_decoder_layers": 1, "d_head": 8, "position": "none"}
     unused = []
     for name, cls in MIXERS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
-        baseline = of_model(small | {"mixer": name}) if options and "source" not in options else ""
+        baseline = (
+            model_program(small | {"mixer": name}) if options and "source" not in options else ""
+        )
         for option, default in options.items():
             values = {"chunk": 1, "source": "attention"}  # a chunk shorter than the sequence
             base = small
             if option == "source":  # needs a decoder with cross-attention
                 base = RECURRENT
-                baseline = of_model(base | {"mixer": name})
-            mixer = {"name": name, option: values.get(option) or other(default)}
-            unused += [f"{name}.{option}"] if of_model(base | {"mixer": mixer}) == baseline else []
+                baseline = model_program(base | {"mixer": name})
+            mixer = {"name": name, option: values.get(option) or other_value(default)}
+            unused += (
+                [f"{name}.{option}"] if model_program(base | {"mixer": mixer}) == baseline else []
+            )
     assert {"mla", "gated_delta"} <= set(MIXERS) and not unused
 
 
-def test_every_option_of_a_feed_forward():
+def test_every_feed_forward_option_has_an_effect():
     def program(spec):
         config = ModelConfig(**DECODER | {"num_decoder_layers": 1, "feed_forward": spec})
         model, ids = build_model(config), jnp.ones((1, 4), jnp.int32)
         params = jax.eval_shape(model.init, jax.random.key(0), ids)
-        return str(params) + traced(lambda p: model.apply(p, ids, mutable=["losses"]), params)
+        return str(params) + program_text(lambda p: model.apply(p, ids, mutable=["losses"]), params)
 
     for name, cls in FEED_FORWARDS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
@@ -238,5 +244,5 @@ def test_every_option_of_a_feed_forward():
         assert not [
             option
             for option, default in options.items()
-            if program({"name": name, option: other(default)}) == baseline
+            if program({"name": name, option: other_value(default)}) == baseline
         ]

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_fields import BOTH, DECODER, ENCODER, MODEL, SPECIAL_TOKENS, traced, walked
+from test_fields import (
+    BOTH,
+    DECODER,
+    ENCODER,
+    MODEL,
+    SPECIAL_TOKENS,
+    fields_without_effect,
+    program_text,
+)
 
 from transformer import ModelConfig, build_model
 from transformer.config import (
@@ -69,7 +77,7 @@ Programs and batches do not depend on them.
 """
 
 
-def named(section: str, cls, table: dict) -> set[str]:
+def unlisted_fields(section: str, cls, table: dict) -> set[str]:
     """Returns the fields of a config that are neither in its table nor in IN_A_RUN."""
     path = section and section + "."
     return {
@@ -86,7 +94,7 @@ def test_every_field_has_an_entry():
         "mesh": (MeshConfig, MESH), "train": (TrainConfig, TRAIN),
         "decoding": (DecodingConfig, DECODING), "": (Experiment, {}),
     }  # fmt: skip
-    assert {section: named(section, *entry) for section, entry in tables.items()} == {
+    assert {section: unlisted_fields(section, *entry) for section, entry in tables.items()} == {
         section: set() for section in tables
     }
     assert OBJECTIVE.keys() <= OBJECTIVES.keys()
@@ -108,7 +116,7 @@ DATA = {
 }  # fmt: skip
 
 
-class Shelf:
+class CharacterStore:
     """A text store with one id per character."""
 
     def __init__(self, config):
@@ -124,7 +132,7 @@ class Shelf:
         return Texts(np.concatenate(ids).astype(np.int32), np.cumsum([len(text) for text in ids]))
 
 
-def of_data(tree: dict) -> str:
+def batches_text(tree: dict) -> str:
     """Returns the first batches of each split, and the number of batches."""
     objective = tree.get("objective", "causal_lm")
     name = objective if isinstance(objective, str) else objective["name"]
@@ -142,7 +150,7 @@ def of_data(tree: dict) -> str:
         Experiment,
         {"model": model | {"max_length": 64, "vocab_size": 400} | pairs, "data": FILES | tree},
     )
-    data = Data(config, config.objective, Shelf(config))
+    data = Data(config, config.objective, CharacterStore(config))
     values = [config.objective.reserved]
     for part in ("train", "valid", "test"):
         batches = data.batches(part)
@@ -169,13 +177,15 @@ def text_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_field_of_the_data(text_files):
+def test_every_data_field_has_an_effect(text_files):
     tree = {"objective": "causal_lm"}
     table = {
         f: x if isinstance(x, tuple) and isinstance(x[-1], dict) else (x, LM)
         for f, x in DATA.items()
     }
-    assert not walked({f: (x, tree | base) for f, (x, base) in table.items()}, of_data, LM)
+    assert not fields_without_effect(
+        {f: (x, tree | base) for f, (x, base) in table.items()}, batches_text, LM
+    )
 
 
 OBJECTIVE = {
@@ -187,7 +197,7 @@ OBJECTIVE = {
 }  # fmt: skip
 
 
-def test_every_option_of_an_objective(text_files):
+def test_every_objective_option_has_an_effect(text_files):
     unused = []
     for name, cls in OBJECTIVES.items():
         options = [f.name for f in dataclasses.fields(cls)]
@@ -195,8 +205,10 @@ def test_every_option_of_an_objective(text_files):
         base = LM | {"length": 32, "packing": name != "masked_lm" or True}
         for option, value in OBJECTIVE.get(name, {}).items():
             tree = base | ({"packing": False} if option == "next_sentence" else {})
-            batches = of_data(tree | {"objective": {"name": name, option: value}})
-            unused += [f"{name}.{option}"] if batches == of_data(tree | {"objective": name}) else []
+            batches = batches_text(tree | {"objective": {"name": name, option: value}})
+            unused += (
+                [f"{name}.{option}"] if batches == batches_text(tree | {"objective": name}) else []
+            )
     assert not unused
 
 
@@ -208,7 +220,7 @@ TOKENIZER = {
 }  # fmt: skip
 
 
-def test_every_field_of_the_tokenizer():
+def test_every_tokenizer_field_has_an_effect():
     generator = np.random.default_rng(0)
     words = ["".join(generator.choice(list("abcdefghé"), 6)) for _ in range(80)] + ["ñandú"]
     trained = {
@@ -226,7 +238,7 @@ def test_every_field_of_the_tokenizer():
             train_tokenizer(config, 300 if config.byte_fallback else 60, words).content
         ).hexdigest()
 
-    assert not walked(TOKENIZER, of_tokenizer, {})
+    assert not fields_without_effect(TOKENIZER, of_tokenizer, {})
 
 
 # ---- Programs other than the forward pass
@@ -239,20 +251,22 @@ OPTIMIZER = {
 }  # fmt: skip
 
 
-def test_every_field_of_the_optimizer():
+def test_every_optimizer_field_has_an_effect():
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
 
     def of_update(tree):
         optimizer = build_optimizer(OptimizerConfig(**tree), 2000)
-        return traced(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
+        return program_text(
+            optimizer.update, params, jax.eval_shape(optimizer.init, params), params
+        )
 
-    assert not walked(OPTIMIZER, of_update, {})
+    assert not fields_without_effect(OPTIMIZER, of_update, {})
 
 
 TRAIN = {"steps": 50, "label_smoothing": 0.1, "z_loss": 0.1, "accumulate": 2, "ema_decay": 0.9}
 
 
-def test_every_field_of_training_that_a_step_reads():
+def test_every_train_field_that_a_step_reads_has_an_effect():
     def of_step(tree):
         tree = {
             "model": DECODER,
@@ -267,11 +281,11 @@ def test_every_field_of_training_that_a_step_reads():
         )
         with use(make_mesh(MeshConfig(data=1))) as mesh:
             state, _ = abstract_state(config, model, optimizer, mesh)
-            return traced(
+            return program_text(
                 training_step(config, model, optimizer, mesh), state, batch_shapes(config, mesh)
             )
 
-    assert not walked(TRAIN, of_step, {})
+    assert not fields_without_effect(TRAIN, of_step, {})
 
 
 DECODING = {
@@ -281,7 +295,7 @@ DECODING = {
 }  # fmt: skip
 
 
-def test_every_field_of_decoding():
+def test_every_decoding_field_has_an_effect():
     special_tokens = types.SimpleNamespace(pad=0, bos=1, eos=2, source_prefix_ids=[])
     params = jax.eval_shape(
         build_model(ModelConfig(**DECODER)).init, jax.random.key(0), jnp.ones((1, 4), jnp.int32)
@@ -300,13 +314,15 @@ def test_every_field_of_decoding():
         batch, max_new = config.decoding.batch_size, generate._max_new(4)
         shape = lambda dtype, *length: jax.ShapeDtypeStruct((batch, *length), dtype)
         inputs = shape(jnp.int32, 4), shape(bool, 4), shape(jnp.int32), shape(jnp.uint32)
-        return traced(lambda *args: generate._decode(*args, max_new=max_new), params, *inputs)
+        return program_text(lambda *args: generate._decode(*args, max_new=max_new), params, *inputs)
 
-    assert not walked(DECODING, of_decoding, {})
+    assert not fields_without_effect(DECODING, of_decoding, {})
 
 
 MESH = {"data": 2, "stage": 2, "fsdp": 2, "expert": 2, "context": 2, "tensor": 2}
 
 
-def test_every_axis_of_the_mesh():
-    assert not walked(MESH, lambda tree: repr(make_mesh(MeshConfig(**tree)).shape), {"data": 1})
+def test_every_mesh_axis_has_an_effect():
+    assert not fields_without_effect(
+        MESH, lambda tree: repr(make_mesh(MeshConfig(**tree)).shape), {"data": 1}
+    )

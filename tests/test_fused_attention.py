@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_attention_backends import bound, compare, value_and_gradients
+from test_attention_backends import assert_trees_close, bound_scheme, value_and_gradients
 
 from transformer.config import MeshConfig
 from transformer.model import attention_backends
@@ -41,41 +41,43 @@ CASES = {
 }
 
 
-def inputs(keys=T, kv_heads=2, d_value=24, batch=2):
+def random_qkv(keys=T, kv_heads=2, d_value=24, batch=2):
     k = jax.random.split(jax.random.key(1), 3)
     shapes = ((batch, T, 4, 16), (batch, keys, kv_heads, 16), (batch, keys, kv_heads, d_value))
     return tuple(jax.random.normal(key, shape) for key, shape in zip(k, shapes, strict=True))
 
 
-def both(q, k, v, given, backend="splash"):
-    assert BACKENDS[backend].why_not(q, k, v, given) is None
+def assert_matches_reference(q, k, v, attention_inputs, backend="splash"):
+    assert BACKENDS[backend].why_not(q, k, v, attention_inputs) is None
     actual, expected = (
-        value_and_gradients(BACKENDS[name].attend, q, k, v, given)
+        value_and_gradients(BACKENDS[name].attend, q, k, v, attention_inputs)
         for name in (backend, "reference")
     )
     assert all(np.abs(grad).max() > 1e-2 for grad in expected[1][:3])
-    compare(actual, expected, atol=1e-4)
+    assert_trees_close(actual, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_the_plain_attention(case):
+def test_splash_matches_reference(case):
     mask, position, options = CASES[case]
-    position = position and bound(position, "decoder", ORDERED)
-    both(*inputs(), Inputs(mask, ORDERED, ORDERED, position, 0.3, **options))
+    position = position and bound_scheme(position, "decoder", ORDERED)
+    assert_matches_reference(
+        *random_qkv(), Inputs(mask, ORDERED, ORDERED, position, 0.3, **options)
+    )
 
 
 @pytest.mark.parametrize("case", [case for case, (_, _, options) in CASES.items() if not options])
-def test_a_gpus_is_the_plain_attention(case):
+def test_cudnn_matches_reference(case):
     mask, position, options = CASES[case]
-    position = position and bound(position, "decoder", ORDERED)
-    both(
-        *inputs(d_value=16),
+    position = position and bound_scheme(position, "decoder", ORDERED)
+    assert_matches_reference(
+        *random_qkv(d_value=16),
         Inputs(mask, ORDERED, ORDERED, position, 0.3, **options),
         backend="cudnn",
     )
 
 
-def test_what_a_gpus_is_asked_for(monkeypatch):
+def test_cudnn_call_arguments_and_unsupported_inputs(monkeypatch):
     """Checks the arguments of the cuDNN call, which is mocked, and the inputs without support."""
     from transformer.model.attention_backends import cudnn
 
@@ -86,8 +88,10 @@ def test_what_a_gpus_is_asked_for(monkeypatch):
         "dot_product_attention",
         lambda q, k, v, **options: calls.append((q.shape, v.shape, options)) or jnp.zeros_like(q),
     )
-    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(d_value=16))
-    alibi = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound("alibi", "decoder", ORDERED), 0.3)
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(d_value=16))
+    alibi = Inputs(
+        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound_scheme("alibi", "decoder", ORDERED), 0.3
+    )
     assert BACKENDS["cudnn"].why_not(q, k, v, alibi) is None
     assert BACKENDS["cudnn"].attend(q, k, v, alibi).shape == q.shape
     ((q_shape, v_shape, options),) = calls
@@ -95,7 +99,7 @@ def test_what_a_gpus_is_asked_for(monkeypatch):
     assert options["implementation"] == "cudnn" and options["is_causal"] and options["scale"] == 0.3
     no_position = alibi.replace(position=None)
     unsupported = {
-        "bfloat16": (inputs(d_value=16), no_position),
+        "bfloat16": (random_qkv(d_value=16), no_position),
         "does not support soft caps": ((q, k, v), no_position.replace(soft_cap=1.0)),
         "does not support sinks": ((q, k, v), no_position.replace(sink_N=jnp.zeros(4))),
         "does not support dropout": (
@@ -112,11 +116,11 @@ def test_what_a_gpus_is_asked_for(monkeypatch):
     assert "too large" in BACKENDS["cudnn"].why_not(q, k, v, no_position)
 
 
-def test_across_documents_of_another_text_and_where_there_is_none():
-    q, k, v = inputs(keys=128)
+def test_splash_matches_reference_for_queries_without_keys():
+    q, k, v = random_qkv(keys=128)
     attention_inputs = Inputs(SAME_SEGMENT, ORDERED, OTHERS, None, 0.3)
     assert not np.any(BACKENDS["reference"].attend(q, k, v, attention_inputs)[0, 90:])
-    both(q, k, v, attention_inputs)
+    assert_matches_reference(q, k, v, attention_inputs)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +131,12 @@ def test_across_documents_of_another_text_and_where_there_is_none():
         (4, {"fsdp": 4, "expert": 2}),
     ],
 )
-def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
+def test_splash_shards_over_sequences_and_heads(kv_heads, sizes):
     mesh = make_mesh(MeshConfig(**{"data": 1} | sizes))
-    q, k, v = (jnp.concatenate([x] * 2) for x in inputs(kv_heads=kv_heads))
+    q, k, v = (jnp.concatenate([x] * 2) for x in random_qkv(kv_heads=kv_heads))
     tokens = jax.tree.map(lambda x: jnp.concatenate([x] * 2), ORDERED)
     attention_inputs = Inputs(
-        SAME_SEGMENT & CAUSAL, tokens, tokens, bound("alibi", "decoder", tokens), 0.3
+        SAME_SEGMENT & CAUSAL, tokens, tokens, bound_scheme("alibi", "decoder", tokens), 0.3
     )
     expected = value_and_gradients(BACKENDS["reference"].attend, q, k, v, attention_inputs)
     with use(mesh):
@@ -145,7 +149,7 @@ def test_each_device_attends_for_its_rows_and_heads(kv_heads, sizes):
             attention_inputs.replace(q_tokens=shard(tokens), k_tokens=shard(tokens)),
         )
     assert len(actual[0].sharding.device_set) == 8
-    compare(actual, expected, atol=1e-4)
+    assert_trees_close(actual, expected, atol=1e-4)
 
 
 def test_alibi_in_bfloat16_is_exact():
@@ -169,19 +173,21 @@ def test_alibi_in_bfloat16_is_exact():
     assert np.abs(rounded - expected).max() > 10
 
 
-def test_what_it_cannot_do_is_said():
-    q, k, v = inputs()
+def test_splash_reports_unsupported_inputs():
+    q, k, v = random_qkv()
     base = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
     unordered = ORDERED.replace(order="")
     even_distances = Mask(
         lambda q, k: (q.positions_BxT[:, :, None] + k.positions_BxS[:, None]) % 2 == 0, "even"
     )
     unsupported = {
-        "the position scheme": base.replace(position=bound("t5", "decoder", ORDERED)),
-        "changes logits": base.replace(position=bound("alibi", "decoder", ORDERED), soft_cap=2.0),
+        "the position scheme": base.replace(position=bound_scheme("t5", "decoder", ORDERED)),
+        "changes logits": base.replace(
+            position=bound_scheme("alibi", "decoder", ORDERED), soft_cap=2.0
+        ),
         "does not support dropout": base.replace(dropout=0.1, dropout_key=jax.random.key(0)),
         "positions may be 65,536": base.replace(
-            position=bound("alibi", "decoder", ORDERED),
+            position=bound_scheme("alibi", "decoder", ORDERED),
             q_tokens=ORDERED.replace(order="growing"),
             k_tokens=ORDERED.replace(order="growing"),
         ),
@@ -196,10 +202,10 @@ def test_what_it_cannot_do_is_said():
     assert BACKENDS["splash"].why_not(q, k, v, base) is None
 
 
-def test_a_tpu_takes_it_where_it_serves(monkeypatch):
+def test_auto_selects_splash_on_tpu_where_supported(monkeypatch):
     from transformer.model.attention_backends import splash
 
-    q, k, v = inputs()
+    q, k, v = random_qkv()
     attention_inputs = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
     assert choose("auto", q, k, v, attention_inputs) is BACKENDS["reference"].attend
     for module in (attention_backends, splash):
@@ -225,8 +231,8 @@ def test_a_tpu_takes_it_where_it_serves(monkeypatch):
     assert choose("splash", q, k, v, attention_inputs) is BACKENDS["reference"].attend
 
 
-def test_who_listens_inside_of_another_hears_for_himself():
-    q, k, v = inputs()
+def test_record_can_be_nested():
+    q, k, v = random_qkv()
     attention_inputs = Inputs(SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, None, 0.3)
     with record() as outer:
         with record() as inner:

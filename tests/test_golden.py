@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ALONE
+from conftest import GENERAL_BACKENDS
 
 from transformer import ModelConfig, build_model
 from transformer.model.attention_backends import BACKENDS, Inputs
@@ -21,8 +21,8 @@ def attend(backend, q, k, v, mask=SAME_SEGMENT, scale=None):
     return np.asarray(BACKENDS[backend].attend(head(q), head(k), head(v), inputs))[0, :, 0]
 
 
-@pytest.mark.parametrize("backend", ALONE)
-def test_two_by_two(backend):
+@pytest.mark.parametrize("backend", GENERAL_BACKENDS)
+def test_attention_of_two_tokens(backend):
     q, k, v = [[1, 0], [0, 1]], [[1, 0], [1, 1]], [[1, 2], [3, 4]]
     np.testing.assert_array_equal(np.array(q) @ np.array(k).T, [[1, 1], [0, 1]])
     weights = attend(backend, q, k, np.eye(2))
@@ -30,8 +30,8 @@ def test_two_by_two(backend):
     np.testing.assert_allclose(attend(backend, q, k, v), [[2, 3], [2.34, 3.34]], atol=5e-3)
 
 
-@pytest.mark.parametrize("backend", ALONE)
-def test_three_tokens_of_one_dimension(backend):
+@pytest.mark.parametrize("backend", GENERAL_BACKENDS)
+def test_attention_of_three_one_dimensional_tokens(backend):
     q, k, v = [[2], [0], [1]], [[1], [3], [-1]], [[10], [20], [30]]
     np.testing.assert_array_equal(np.array(q) @ np.array(k).T, [[2, 6, -2], [0, 0, 0], [1, 3, -1]])
     out = attend(backend, q, k, v)
@@ -40,13 +40,13 @@ def test_three_tokens_of_one_dimension(backend):
     assert out[0, 0] == pytest.approx(float(weights @ [10, 20, 30]), rel=1e-5)
 
 
-def test_the_causal_mask_of_four():
+def test_causal_mask_of_four_tokens():
     tokens = Tokens(jnp.arange(4)[None], jnp.ones((1, 4), jnp.int32))
     np.testing.assert_array_equal(CAUSAL(tokens, tokens)[0], np.tril(np.ones((4, 4))))
 
 
-@pytest.mark.parametrize("backend", ALONE)
-def test_a_large_negative_number_and_exact_zeros_are_the_same_mask(backend):
+@pytest.mark.parametrize("backend", GENERAL_BACKENDS)
+def test_additive_and_boolean_masks_agree(backend):
     """The additive mask of the notes gives weights of exactly zero, like the boolean mask.
 
     Its large negative number is finite, so that it cannot cause NaN.
@@ -63,7 +63,7 @@ def test_a_large_negative_number_and_exact_zeros_are_the_same_mask(backend):
 
 
 @pytest.mark.parametrize(("d_model", "heads", "length", "d_k"), [(8, 2, 3, 4), (1024, 16, 128, 64)])
-def test_shapes(d_model, heads, length, d_k):
+def test_shapes_of_parameters_scores_and_logits(d_model, heads, length, d_k):
     config = ModelConfig(
         family="decoder", vocab_size=11, d_model=d_model, d_ff=d_model, num_heads=heads,
         num_decoder_layers=1, max_length=length, scan_layers=False,
@@ -82,7 +82,7 @@ def test_shapes(d_model, heads, length, d_k):
     assert jax.eval_shape(model.apply, params, x).shape == (1, length, 11)
 
 
-def test_heads_concatenated_or_summed_are_the_same():
+def test_concatenating_heads_equals_summing_over_heads():
     """W_O on concatenated heads (J&M 9.20) equals the sum over heads of W_O's part for each head.
 
     The sum is eq. 9.9 of MIT 6.390.
@@ -94,7 +94,7 @@ def test_heads_concatenated_or_summed_are_the_same():
     )
 
 
-def test_disentangled_attention_is_that_of_the_authors():
+def test_disentangled_attention_matches_hugging_face():
     """Compares one attention sublayer with Hugging Face's DeBERTa, which is the authors' code."""
     torch = pytest.importorskip("torch", reason="the test extra brings it")
     deberta = pytest.importorskip(

@@ -23,7 +23,7 @@ HOW = {
         (1000, 16, 8, (400, 600, 0)),
     ],
 )
-def test_each_row_meets_its_groups_matrix_alone(how, rows, inner, outer, sizes):
+def test_grouped_product_matches_loop_over_rows(how, rows, inner, outer, sizes):
     """Checks values and gradients. Rows without a group, and their gradients, affect nothing."""
     rng, total = np.random.default_rng(0), sum(sizes)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)

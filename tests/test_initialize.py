@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from conftest import make, sized
+from conftest import make, model_fields
 
 from transformer import ModelConfig, save_hf
 from transformer.config import Experiment
@@ -20,7 +20,7 @@ from transformer.runs.initialize import start_from
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 
-MODEL = sized("decoder", vocab_size=512, max_length=32, position="learned", logit_bias=True)
+MODEL = model_fields("decoder", vocab_size=512, max_length=32, position="learned", logit_bias=True)
 
 
 def experiment(model=(), train=(), data=()):
@@ -42,10 +42,10 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRANSFORMER_DATA", str(tmp_path_factory.getbasetemp() / "data"))
         assert loop.train(config, workdir) == 3
-    return workdir, by_layer(config, states(config)[0].params, workdir)
+    return workdir, restored_params(config, state_and_shardings(config)[0].params, workdir)
 
 
-def states(config):
+def state_and_shardings(config):
     """Returns (abstract state, shardings) of a config on its mesh."""
     with use(make_mesh(config.mesh)) as mesh:
         return abstract_state(
@@ -53,7 +53,7 @@ def states(config):
         )
 
 
-def by_layer(config, abstract, workdir):
+def restored_params(config, abstract, workdir):
     params = Checkpoints(workdir, config.train).restore_params(abstract)
     return unstack(config.model, params)
 
@@ -63,7 +63,7 @@ def unstack(model: ModelConfig, params):
     return {name: np.asarray(part(flat[path], i)) for name, (path, i) in where(model, flat).items()}
 
 
-def started(config):
+def fresh_and_initialized(config):
     """Returns (newly initialized parameters, parameters after `start_from`), by unrolled name."""
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 3)
@@ -79,9 +79,9 @@ def started(config):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_a_run_starts_from_another_whatever_the_layout(trained, scan):
+def test_run_starts_from_another_run_in_any_layout(trained, scan):
     workdir, pretrained = trained
-    fresh, initialized = started(
+    fresh, initialized = fresh_and_initialized(
         experiment({"scan_layers": scan}, {"init_from": str(workdir), "ema_decay": 0.9})
     )
     assert initialized.keys() == pretrained.keys()
@@ -98,13 +98,15 @@ def test_heads_are_dropped_and_added_by_name(trained):
         UserError,
         match=r"has no classifier/labels/bias, classifier/labels/kernel; name in train\.init_new",
     ):
-        started(experiment(model, {"init_from": str(workdir)}, data))
+        fresh_and_initialized(experiment(model, {"init_from": str(workdir)}, data))
     train = {"init_from": str(workdir), "init_new": ("classifier/*",)}
     with pytest.raises(
         UserError, match=r"this model has no parameter unembedding/bias; name in train\.init_drop"
     ):
-        started(experiment(model, train, data))
-    fresh, initialized = started(experiment(model, train | {"init_drop": ("unembedding/*",)}, data))
+        fresh_and_initialized(experiment(model, train, data))
+    fresh, initialized = fresh_and_initialized(
+        experiment(model, train | {"init_drop": ("unembedding/*",)}, data)
+    )
     np.testing.assert_array_equal(
         initialized["classifier/labels/kernel"], fresh["classifier/labels/kernel"]
     )
@@ -114,19 +116,19 @@ def test_heads_are_dropped_and_added_by_name(trained):
     assert np.abs(fresh["embedding/embedding"] - pretrained["embedding/embedding"]).max() > 1e-3
 
 
-def test_a_table_of_positions_is_extended_or_stretched(trained):
+def test_position_table_is_extended_or_interpolated(trained):
     workdir, pretrained = trained
     longer, name = {"max_length": 64}, "decoder/position_embedding"
     with pytest.raises(
         UserError, match=rf"{name} is 32x16 in .* and 64x16 here; set train\.init_positions"
     ):
-        started(experiment(longer, {"init_from": str(workdir)}))
-    fresh, initialized = started(
+        fresh_and_initialized(experiment(longer, {"init_from": str(workdir)}))
+    fresh, initialized = fresh_and_initialized(
         experiment(longer, {"init_from": str(workdir), "init_positions": "extend"})
     )
     np.testing.assert_array_equal(initialized[name][:32], pretrained[name])
     np.testing.assert_array_equal(initialized[name][32:], fresh[name][32:])
-    _, initialized = started(
+    _, initialized = fresh_and_initialized(
         experiment(longer, {"init_from": str(workdir), "init_positions": "interpolate"})
     )
     positions = (np.arange(64) + 0.5) / 2 - 0.5
@@ -136,7 +138,7 @@ def test_a_table_of_positions_is_extended_or_stretched(trained):
     np.testing.assert_allclose(initialized[name], expected, atol=1e-6)
 
 
-def test_a_hugging_face_directory(tmp_path):
+def test_run_starts_from_a_hugging_face_directory(tmp_path):
     pytest.importorskip("safetensors", reason="the test extra brings it")
     config = dataclasses.replace(
         ModelConfig(
@@ -147,12 +149,12 @@ def test_a_hugging_face_directory(tmp_path):
     _, params = make(config)
     save_hf(tmp_path / "hf", config, params, family="gpt2")
     model = {"logit_bias": False, "activation": "gelu_tanh", "norm_epsilon": 1e-5}
-    _, initialized = started(experiment(model, {"init_from": str(tmp_path / "hf")}))
+    _, initialized = fresh_and_initialized(experiment(model, {"init_from": str(tmp_path / "hf")}))
     for name, x in unstack(config, params).items():
         np.testing.assert_array_equal(initialized[name], x, err_msg=name)
 
 
-def test_the_loop_starts_there_and_refuses_other_pieces(trained, tmp_path):
+def test_training_starts_from_a_run_and_rejects_another_tokenizer(trained, tmp_path):
     workdir, _ = trained
     config = experiment(train={"init_from": str(workdir), "steps": 1})
     assert loop.train(config, tmp_path / "tuned") == 1
@@ -173,6 +175,6 @@ def test_the_loop_starts_there_and_refuses_other_pieces(trained, tmp_path):
         ({"init_positions": "strech"}, "train.init_positions: no 'strech'"),
     ],
 )
-def test_what_cannot_be_started_from_is_refused(fields, message):
+def test_invalid_init_fields_raise(fields, message):
     with pytest.raises(UserError, match=message):
-        started(experiment(train=fields))
+        fresh_and_initialized(experiment(train=fields))

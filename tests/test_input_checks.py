@@ -63,7 +63,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *VALUES])
-def test_what_does_not_fit_is_one_line(fault):
+def test_invalid_inputs_raise_in_one_line(fault):
     """Shapes and types are also checked under jit, where values are unknown."""
     inputs, kwargs, message = (FAULTS | VALUES)[fault]
     model, params = make(small("decoder", position="learned"))
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_one_line(fault):
             trace()
 
 
-def test_what_does_not_fit_in_two_sides_says_which():
+def test_invalid_encoder_decoder_inputs_raise_and_name_the_side():
     model, params = make(small("encoder_decoder"))
     x = jnp.asarray(ONES)
     for inputs, kwargs, message in (
@@ -102,7 +102,7 @@ def test_what_does_not_fit_in_two_sides_says_which():
         with_types.init(jax.random.key(0), x, token_types=x + 1)
 
 
-def test_prompts_and_caches_that_do_not_fit():
+def test_invalid_prompts_and_caches_raise():
     model, params = make(small("decoder", scan_layers=False))
     x = tokens(0, 2, 4)
     with pytest.raises(
@@ -114,7 +114,7 @@ def test_prompts_and_caches_that_do_not_fit():
 
 
 @pytest.mark.parametrize("position", ["learned", "xpos"])
-def test_no_cache_is_longer_than_the_positions(position):
+def test_cache_longer_than_the_positions_raises(position):
     """Past its last position, a table would repeat its last row, and xPos has no factor."""
     model, params = make(small("decoder", position=position))
     x = tokens(0, 1, 4)

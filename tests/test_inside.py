@@ -23,20 +23,20 @@ from transformer.runs.rundir import load_config
 T = 12
 
 
-def told(q_TxNxH, k_TxNxH, segments=None, **given):
+def head_statistics(q_TxNxH, k_TxNxH, segments=None, **options):
     positions = jnp.arange(T)[None]
     tokens = Tokens(
         positions,
         jnp.ones((1, T), jnp.int32) if segments is None else jnp.asarray(segments)[None],
         order="rows",
     )
-    inputs = Inputs(SAME_SEGMENT & CAUSAL, tokens, tokens, None, 1.0, **given)
+    inputs = Inputs(SAME_SEGMENT & CAUSAL, tokens, tokens, None, 1.0, **options)
     return attention_statistics.heads(
         jnp.asarray(q_TxNxH, jnp.float32)[None], jnp.asarray(k_TxNxH, jnp.float32)[None], inputs
     )
 
 
-def test_heads_that_are_known_to_look_somewhere():
+def test_statistics_of_heads_with_known_attention():
     """Keys are one-hot positions, and each head's queries select a position.
 
     Head 0 selects none, head 1 the previous one, head 2 the first, head 3 the one T / 2 - 1 back.
@@ -47,7 +47,10 @@ def test_heads_that_are_known_to_look_somewhere():
         [np.zeros((T, T)), select(index - 1), select(0 * index), select(index - (T // 2 - 1))],
         axis=1,
     )
-    stats = {name: np.asarray(x) for name, x in told(q, np.repeat(eye[:, None], 4, axis=1)).items()}
+    stats = {
+        name: np.asarray(x)
+        for name, x in head_statistics(q, np.repeat(eye[:, None], 4, axis=1)).items()
+    }
     queries = np.arange(1, T)  # the first query only attends to itself
     assert stats["entropy"] == pytest.approx([np.mean(np.log(queries + 1)), 0, 0, 0], abs=1e-4)
     assert stats["sink"] == pytest.approx([np.mean(1 / (queries + 1)), 1 / 11, 1, 5 / 11], abs=1e-4)
@@ -61,25 +64,28 @@ def test_heads_that_are_known_to_look_somewhere():
     assert stats["logit"] == pytest.approx([0, 50, 50, 50])
 
 
-def test_what_a_head_may_not_see_does_not_count():
+def test_head_statistics_ignore_masked_keys():
     generator = np.random.default_rng(0)
     q, k = generator.normal(size=(2, T, 4, 8))
-    unmasked = told(q, k)
+    unmasked = head_statistics(q, k)
     poisoned = k.copy()
     poisoned[8:] = 1e3
     segments = np.array([1] * 8 + [0] * 4)
-    masked, masked_poisoned = told(q, k, segments), told(q, poisoned, segments)
+    masked, masked_poisoned = (
+        head_statistics(q, k, segments),
+        head_statistics(q, poisoned, segments),
+    )
     for name, values in masked.items():
         assert np.array_equal(values, masked_poisoned[name])
         assert name == "logit" or not np.allclose(values, unmasked[name], rtol=1e-3)
-    with_sink = told(q, k, sink_N=jnp.full(4, 2.0))
+    with_sink = head_statistics(q, k, sink_N=jnp.full(4, 2.0))
     assert np.all(with_sink["sink"] > unmasked["sink"]) and np.all(
         with_sink["entropy"] != unmasked["entropy"]
     )
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
-def test_numbers_are_those_of_the_maps(family, monkeypatch):
+def test_head_statistics_match_the_attention_weights(family, monkeypatch):
     """Statistics of packed documents, computed in query blocks, match the attention weights."""
     monkeypatch.setattr(attention_statistics, "BLOCK", 8)
     model, params = make(small(family, position="alibi"))
@@ -116,7 +122,7 @@ def test_numbers_are_those_of_the_maps(family, monkeypatch):
     assert meta.unbox(watched["streams"])["decoder"]["layers"]["after"][0].shape == (2, 2, 20, 16)
 
 
-def test_layers_without_heads_keep_their_numbers(tmp_path):
+def test_layers_without_heads_keep_their_indices(tmp_path):
     """Only the second of three layers has attention."""
     (tmp_path / "run.py").write_text(RUN)
     pattern = "({'mixer': 'lstm'}, {}, {'mixer': 'lstm'})"

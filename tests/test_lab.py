@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from studies import experiment, facts_of, made_up, make_study
+from studies import configs_and_facts, experiment, make_study, write_run
 from xla_flags import one_device_flags
 
 from transformer import Sweep, UserError, vary
@@ -26,7 +26,7 @@ from transformer.runs.metrics import read_metrics
 # ---- Runs that are trained together
 
 
-def test_runs_together_equal_runs_alone(tmp_path):
+def test_runs_trained_together_equal_runs_trained_alone(tmp_path):
     """Each run has its own seed, learning rate, weight decay and dropout.
 
     A run that diverges does not affect the others. Each of six devices trains one run.
@@ -69,7 +69,7 @@ def test_runs_together_equal_runs_alone(tmp_path):
     assert json.loads((folders[0] / "manifest.json").read_text())["trained_together"] == 6
 
 
-def test_runs_together_go_on(tmp_path):
+def test_runs_trained_together_resume(tmp_path):
     """Runs resume together from a checkpoint, but not from different steps."""
     shorter = [
         experiment(
@@ -95,7 +95,7 @@ def test_runs_together_go_on(tmp_path):
         train_together(longer, apart)
 
 
-def test_what_is_no_number_is_trained_apart():
+def test_only_runs_that_differ_in_numbers_train_together():
     base = experiment()
     assert (
         alike(base)
@@ -128,7 +128,7 @@ def sweep():
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory):
+def finished_sweep(tmp_path_factory):
     """The folder, command and result of a sweep of two arms and two seeds; one arm diverges."""
     home = tmp_path_factory.mktemp("sweep")
     config = to_mapping(experiment())
@@ -155,8 +155,8 @@ def swept(tmp_path_factory):
     return home / "runs", sweep, sweep("--jobs=2", "--together=1")
 
 
-def test_a_sweep_ends_with_every_run_over(swept):
-    folder, sweep, first = swept
+def test_sweep_finishes_every_run(finished_sweep):
+    folder, sweep, first = finished_sweep
     assert first.returncode == 0, first.stderr
     assert "low (baseline)" in first.stdout and re.search(r"low +done \d\.\d+ +done", first.stderr)
     assert (
@@ -179,21 +179,21 @@ def test_a_sweep_ends_with_every_run_over(swept):
         ), refused.stdout
 
 
-def test_the_time_left_is_by_the_work_left(tmp_path, monkeypatch):
+def test_time_left_is_proportional_to_remaining_steps(tmp_path, monkeypatch):
     """The short run takes 100 seconds, and the other run has three times as many steps."""
     sweep = Sweep(vary("train.steps", 8, 24), seeds=1)
-    study, clock, output = Study(tmp_path, sweep, *facts_of(sweep)), [0.0], io.StringIO()
+    study, clock, output = Study(tmp_path, sweep, *configs_and_facts(sweep)), [0.0], io.StringIO()
     monkeypatch.setattr(runner.time, "monotonic", lambda: clock[0])
     table = runner.Table(study, output)
     table.show(last=True)
-    (made_up(tmp_path, "steps=8", 0, 4.0) / "test.json").write_text('{"step": 8}')
+    (write_run(tmp_path, "steps=8", 0, 4.0) / "test.json").write_text('{"step": 8}')
     clock[0] = 100.0
     table.show(last=True)
     assert output.getvalue().splitlines()[-1].endswith("1:40 elapsed, 5:00 left")
 
 
-def test_a_sweep_is_compared(swept, capsys):
-    folder, *_ = swept
+def test_compare_reports_a_sweep(finished_sweep, capsys):
+    folder, *_ = finished_sweep
     assert main(["compare", str(folder)]) == 0
     output = capsys.readouterr()
     page = (folder / "report" / "index.html").read_text()
@@ -217,15 +217,15 @@ def test_a_sweep_is_compared(swept, capsys):
     assert "no run has 'test/blue'; --metric may be one of: " in capsys.readouterr().err
 
 
-def test_a_sweep_keeps_the_seeds_it_has(tmp_path):
+def test_sweep_without_the_seed_of_an_existing_run_raises(tmp_path):
     make_study(tmp_path, seeds=3).write()
-    made_up(tmp_path, "rotary", 2, 4.0)
+    write_run(tmp_path, "rotary", 2, 4.0)
     with pytest.raises(UserError, match="holds run rotary/seed-2, whose seed this sweep lacks"):
         make_study(tmp_path, seeds=2).check()
     make_study(tmp_path, seeds=4).check()
 
 
-def test_a_metric_that_no_run_has_is_told(tmp_path, capsys):
+def test_missing_metric_is_reported(tmp_path, capsys):
     """The log lists the metrics that exist instead, which `compare --metric` can still use."""
     base = make_study(tmp_path)
     study = dataclasses.replace(
@@ -233,7 +233,7 @@ def test_a_metric_that_no_run_has_is_told(tmp_path, capsys):
     )
     study.write()
     for run in study.runs:
-        made_up(tmp_path, run.arm, run.config.seed, 4.0)
+        write_run(tmp_path, run.arm, run.config.seed, 4.0)
         (run.folder / "test.json").write_text(json.dumps({"step": run.config.train.steps}))
     assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 0
     errors = capsys.readouterr().err

@@ -4,16 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from studies import facts_of
+from studies import configs_and_facts
 
 from transformer import Sweep, UserError, arms, vary
 from transformer.lab import guard, prepare
 from transformer.lab.study import Study
 
 
-def test_what_is_not_declared_is_refused():
+def test_undeclared_differences_raise():
     sweep = Sweep(vary("model.position", "rotary", "t5", "alibi"))
-    configs, facts = facts_of(sweep)
+    configs, facts = configs_and_facts(sweep)
     assert facts["t5"].parameters - facts["rotary"].parameters == 32 * 4
     with pytest.raises(
         UserError, match=r"parameters: rotary [\d,]+, t5 [\d,]+; .*declared=\{'parameters'"
@@ -28,11 +28,11 @@ def test_what_is_not_declared_is_refused():
         guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, facts)
 
 
-def test_one_experiment_under_two_names_is_refused():
+def test_same_experiment_under_two_names_raises():
     sweep = Sweep(
         arms(plain={}, alibi={"model.position": "alibi"}, said={"model.position": "alibi"})
     )
-    configs, facts = facts_of(sweep)
+    configs, facts = configs_and_facts(sweep)
     with pytest.raises(UserError, match="'alibi' and 'said' are the same experiment"):
         guard.check(
             dataclasses.replace(sweep, declared=dict.fromkeys(guard.SET_BY, "any reason")),
@@ -63,40 +63,40 @@ def test_one_experiment_under_two_names_is_refused():
         (vary("model.attention_backend", "reference", "blockwise"), None),
     ],
 )
-def test_each_fact_is_found(grid, name):
+def test_each_differing_fact_is_detected(grid, name):
     sweep = Sweep(grid, declared={"parameters": "on purpose"})
-    _, facts = facts_of(sweep)
+    _, facts = configs_and_facts(sweep)
     lines = guard.undeclared(sweep, facts)
     assert any(line.startswith(name) for line in lines) if name else not lines
 
 
-def test_arms_that_read_more_are_shown_to(tmp_path):
+def test_description_shows_differing_training_tokens(tmp_path):
     for grid, reads in (
         (vary("data.batch_size", 8, 16), ("2.0k", "4.1k")),
         (vary("model.position", "rotary", "alibi"), ()),
     ):
         sweep = Sweep(grid)
-        description = prepare.describe(Study(tmp_path, sweep, *facts_of(sweep)))
+        description = prepare.describe(Study(tmp_path, sweep, *configs_and_facts(sweep)))
         assert [
             line.split()[-1] for line in description.splitlines() if line.endswith(reads)
         ] == list(reads) and ("training tokens" in description) == bool(reads)
 
 
-def test_another_backend_is_found():
+def test_different_attention_backend_is_detected():
     """A scheme that `blockwise` does not support falls back to `reference`, which is reported."""
     sweep = Sweep(
         vary("model.position", "rotary", "cope"),
         declared=dict.fromkeys(("parameters", "flops"), "on purpose"),
     )
-    _, facts = facts_of(sweep, model__attention_backend="blockwise")
+    _, facts = configs_and_facts(sweep, model__attention_backend="blockwise")
     (line,) = guard.undeclared(sweep, facts)
     assert line == "attention: rotary blockwise, cope reference"
 
 
 @pytest.mark.parametrize("what", ["parameters", "flops"])
-def test_arms_are_sized_equal(what):
+def test_match_equalizes_sizes_of_arms(what):
     sweep = Sweep(vary("model.num_decoder_layers", 2, 4), match=what)
-    configs, before = facts_of(sweep, model__d_ff=512)
+    configs, before = configs_and_facts(sweep, model__d_ff=512)
     after = {
         arm: guard.facts(config)
         for arm, config in guard.matched(sweep, configs, {}, lambda line: None).items()
@@ -107,9 +107,9 @@ def test_arms_are_sized_equal(what):
     assert not any(line.startswith(what) for line in guard.undeclared(sweep, after))
 
 
-def test_what_cannot_be_sized_is_refused():
+def test_impossible_match_raises():
     sweep = Sweep(vary("model.num_decoder_layers", 1, 9), match="parameters")
-    configs, _ = facts_of(sweep)
+    configs, _ = configs_and_facts(sweep)
     with pytest.raises(
         UserError, match="'num_decoder_layers=9' cannot be sized to the baseline's parameters"
     ):
@@ -117,19 +117,19 @@ def test_what_cannot_be_sized_is_refused():
     with pytest.raises(UserError, match="sizes arms by model.d_ff, which varies"):
         guard.matched(
             Sweep(vary("model.d_ff", 8, 16), match="flops"),
-            facts_of(Sweep(vary("model.d_ff", 8, 16)))[0],
+            configs_and_facts(Sweep(vary("model.d_ff", 8, 16)))[0],
             {},
             print,
         )
 
 
-def test_what_is_sized_in_one_may_differ_a_little_in_the_other():
+def test_matching_parameters_tolerates_small_flops_differences():
     """With parameters matched to 1%, FLOPs may differ by 1%, but not by more.
 
     d_ff is a multiple of 8, so neither can be matched exactly.
     """
     sweep = Sweep(vary("model.position", "rotary", "alibi"), match="parameters")
-    configs, facts = facts_of(sweep)
+    configs, facts = configs_and_facts(sweep)
     near, far = (
         {
             "rotary": facts["rotary"],
@@ -145,10 +145,10 @@ def test_what_is_sized_in_one_may_differ_a_little_in_the_other():
         guard.check(dataclasses.replace(sweep, match=""), configs, near)
 
 
-def test_arms_train_as_long_as_the_baseline():
+def test_match_time_equalizes_training_time():
     """A sweep that resumes keeps the numbers of steps that were measured first."""
     sweep = Sweep(vary("model.num_decoder_layers", 1, 8), match="time")
-    configs, _ = facts_of(sweep)
+    configs, _ = configs_and_facts(sweep)
     measured = guard.matched(sweep, configs, {}, lambda line: None)
     base, deep = (config.train.steps for config in measured.values())
     assert base == 8 > deep >= 1
@@ -157,7 +157,7 @@ def test_arms_train_as_long_as_the_baseline():
         for steps, (arm, config) in zip((8, 77), measured.items(), strict=True)
     }
     assert guard.matched(sweep, configs, recorded, pytest.fail) == recorded
-    longer, _ = facts_of(sweep, train__steps=80)
+    longer, _ = configs_and_facts(sweep, train__steps=80)
     assert (
         8
         < list(guard.matched(sweep, longer, recorded, lambda line: None).values())[1].train.steps

@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from studies import made_up, make_study
+from studies import make_study, write_run
 
 from transformer import UserError
 from transformer.lab import results, runner
@@ -20,7 +20,7 @@ from transformer.runs.recorder import Diverged
 from transformer.runs.run import Run
 
 
-def test_who_has_a_run_has_it_alone(tmp_path):
+def test_only_one_process_holds_a_run(tmp_path):
     run, other = make_study(tmp_path).runs[:2]
     assert run.take() and not run.take() and run.status().kind == "running" and other.take()
     run.release("it broke")
@@ -47,14 +47,14 @@ def test_who_has_a_run_has_it_alone(tmp_path):
     assert not run.claim.alive()
 
 
-def test_who_works_on_a_run_may_end_while_it_is_asked(tmp_path, monkeypatch):
+def test_keep_raises_if_the_claim_cannot_be_taken(tmp_path, monkeypatch):
     run = make_study(tmp_path).runs[0]
     monkeypatch.setattr(Planned, "take", lambda run: False)
     with pytest.raises(UserError, match=f"--runs: another process works on {run.name}; wait"):
         run.keep()
 
 
-def test_a_dead_claim_goes_to_one(tmp_path):
+def test_dead_claim_is_taken_over_once(tmp_path):
     """Two machines find a dead claim. Only the faster one takes it."""
     run = make_study(tmp_path).runs[0]
     run.take()
@@ -69,7 +69,7 @@ def test_a_dead_claim_goes_to_one(tmp_path):
     assert run.claim.alive() and not run.take()
 
 
-def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypatch):
+def test_runs_at_the_same_step_train_together(tmp_path, monkeypatch):
     """Runs at the same step are trained together. One that diverges does not end the others."""
     study, trained = make_study(tmp_path, seeds=5), []
     study.write()
@@ -77,24 +77,24 @@ def test_runs_are_trained_with_those_that_stand_where_they_do(tmp_path, monkeypa
     for run, step in zip(runs, (0, 0, 4, 4, 6), strict=True):
         (run.folder / "checkpoints" / str(step)).mkdir(parents=True) if step else None
 
-    def together(configs, folders):
+    def fake_train_together(configs, folders):
         trained.append([config.seed for config in configs])
         for folder in folders:
             (folder / "checkpoints" / "8").mkdir(parents=True)
 
-    monkeypatch.setattr(runner, "train_together", together)
+    monkeypatch.setattr(runner, "train_together", fake_train_together)
 
-    def alone(config, folder):
+    def fake_train(config, folder):
         trained.append([config.seed])
         raise Diverged("the loss is not finite")
 
-    monkeypatch.setattr("transformer.runs.loop.train", alone)
+    monkeypatch.setattr("transformer.runs.loop.train", fake_train)
     evaluated = []
-    assert work(tmp_path, runs, evaluated.append) == 0
+    assert run_worker(tmp_path, runs, evaluated.append) == 0
     assert trained == [[0, 1], [2, 3], [4]] and len(evaluated) == 5
 
 
-def work(folder, runs, evaluate) -> int:
+def run_worker(folder, runs, evaluate) -> int:
     """Calls `runner.work` in this process, and restores the signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -103,7 +103,7 @@ def work(folder, runs, evaluate) -> int:
         signal.signal(signal.SIGTERM, handler)
 
 
-def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monkeypatch, capsys):
+def test_failed_run_does_not_stop_the_others_of_its_group(tmp_path, monkeypatch, capsys):
     """One failure, in training or evaluation, does not stop the other runs.
 
     If training together fails, the runs are trained one by one.
@@ -131,7 +131,7 @@ def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monk
         ],
     )
     monkeypatch.setattr("transformer.runs.loop.train", train_one)
-    assert work(tmp_path, runs, evaluate) == 1
+    assert run_worker(tmp_path, runs, evaluate) == 1
     assert evaluated == [0, 3] and [run.status().kind for run in runs] == [
         "trained",
         "failed",
@@ -148,13 +148,11 @@ def test_what_one_run_of_a_group_dies_of_is_nothing_to_the_others(tmp_path, monk
         and "error: rotary/seed-2: ValueError: a fault" in errors
     )
     with pytest.raises(ValueError, match="a fault"):
-        work(tmp_path, [runs[2]], evaluate)
+        run_worker(tmp_path, [runs[2]], evaluate)
     assert not any(run.claim.alive() for run in runs)
 
 
-def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_other(
-    tmp_path, monkeypatch
-):
+def test_stop_at_the_last_step_finishes_it_and_starts_no_other_run(tmp_path, monkeypatch):
     study, evaluated = make_study(tmp_path, seeds=2), []
     study.write()
     original_evaluate = Run.evaluate
@@ -166,7 +164,7 @@ def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_othe
 
     monkeypatch.setattr(Run, "evaluate", stop_then_evaluate)
     first, second = study.runs[:2]
-    assert work(tmp_path, [first, second], evaluated.append) == 143
+    assert run_worker(tmp_path, [first, second], evaluated.append) == 143
     assert first.saved() == 8 and second.saved() == 0 and not evaluated
     assert (
         "eval/loss" in read_metrics(first.folder)[-1]
@@ -174,9 +172,7 @@ def test_a_stop_that_comes_with_the_last_step_leaves_it_whole_and_begins_no_othe
     )
 
 
-def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(
-    tmp_path, monkeypatch, capsys
-):
+def test_sweep_waits_for_other_processes_and_takes_over_their_runs(tmp_path, monkeypatch, capsys):
     study = make_study(tmp_path, seeds=1)
     study.write()
     monkeypatch.setattr(runner, "PATIENCE", 0.1)
@@ -185,7 +181,7 @@ def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(
         run.take()
         run.claim.hand_over(other.pid)
     with pytest.raises(UserError, match=r"--runs: process \d+ on .* works on rotary/seed-0; wait"):
-        work(tmp_path, study.runs[:1], print)
+        run_worker(tmp_path, study.runs[:1], print)
     threading.Thread(target=other.wait).start()  # a zombie would count as alive
     started, popen = [], subprocess.Popen
     monkeypatch.setattr(
@@ -202,7 +198,7 @@ def test_a_sweep_waits_for_what_another_works_on_and_takes_over_what_it_leaves(
     ), "after the other process ended"
 
 
-def test_shards_take_every_run_once(tmp_path):
+def test_shards_cover_every_run_once(tmp_path):
     study = make_study(tmp_path, seeds=5)
     groups = runner.groups(study, study.runs, 2)
     assert [len(group) for group in groups] == [2, 2, 1, 2, 2, 1] and all(
@@ -215,16 +211,16 @@ def test_shards_take_every_run_once(tmp_path):
     assert [len(group) for group in runner.groups(study, study.runs, 1)] == [1] * 10
 
 
-def test_what_is_whose_does_not_hang_on_what_is_over(tmp_path):
+def test_shard_assignment_does_not_depend_on_finished_runs(tmp_path):
     study = make_study(tmp_path, seeds=2)
     names = lambda i: [run.name for group in runner.share_of(study, (i, 2), 1) for run in group]
     before = names(1) + names(2)
     assert len(before) == 4
-    made_up(tmp_path, *before[0].split("/seed-")[:1], int(before[0][-1]), 4.0, diverged=3)
+    write_run(tmp_path, *before[0].split("/seed-")[:1], int(before[0][-1]), 4.0, diverged=3)
     assert names(1) + names(2) == before[1:]
 
 
-def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+def test_killed_run_is_reported_and_the_sweep_continues(tmp_path, monkeypatch, capsys):
     study = make_study(tmp_path, seeds=1)
     study.write()
     program = (
@@ -248,8 +244,8 @@ def test_the_death_of_a_run_is_noted_and_the_rest_goes_on(tmp_path, monkeypatch,
         match="nothing to compare: rotary, seed 0: failed: ended by SIGKILL .*, and 1 more",
     ):
         results.read([tmp_path])
-    made_up(tmp_path, "alibi", 0, None)
-    made_up(tmp_path, "rotary", 0, 4.0)
+    write_run(tmp_path, "alibi", 0, None)
+    write_run(tmp_path, "rotary", 0, 4.0)
     (tmp_path / "claims" / "rotary.seed-0.failed").unlink()
     assert any(
         "alibi, seed 0: failed: exit code 1: no such thing" in line

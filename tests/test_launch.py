@@ -31,14 +31,14 @@ def launch(script: str, *options: str, path: Path | None = None, code: int = 0) 
 UP = ["up", "my-tpu", "--zone=z", "--type=v5p-128", "--wait=0"]
 
 
-def on_worker(line: str) -> str:
+def worker_command(line: str) -> str:
     """Returns the shell command that a printed `gcloud ... ssh` runs on the workers."""
     return next(word for word in shlex.split(line) if word.startswith("--command=")).removeprefix(
         "--command="
     )
 
 
-def test_tpu_vm_does_one_thing_after_another():
+def test_tpu_vm_prints_its_commands_in_order():
     options = ["my-tpu", "--zone=us-east5-a", "--project=p"]
     lines = launch(
         "tpu_vm.py",
@@ -82,7 +82,7 @@ def test_tpu_vm_does_one_thing_after_another():
 
 
 @pytest.fixture
-def tools(tmp_path):
+def fake_tool(tmp_path):
     """Writes fake programs: tools("gcloud", script) returns the folder to add to PATH."""
 
     def write(name: str, script: str) -> Path:
@@ -93,7 +93,7 @@ def tools(tmp_path):
     return write
 
 
-def test_tpu_vm_begins_again_after_a_preemption_and_not_after_a_mistake(tools, tmp_path):
+def test_tpu_vm_restarts_after_preemption_and_not_after_an_error(fake_tool, tmp_path):
     """The run exits with 143 twice, and the TPU is preempted once. The third attempt succeeds."""
     script = f"""
 log={tmp_path}/log; echo "$@" >> $log
@@ -104,7 +104,7 @@ case "$*" in
   *"exit "*) n=$(grep -c 'run.code.*exit' $log); [ $n -ge 3 ] && exit 0; exit 143;;
 esac
 """
-    path = tools("gcloud", script)
+    path = fake_tool("gcloud", script)
     options = ["up", "t", "--zone=z", "--type=v4-8", "--wait=0"]
     launch("tpu_vm.py", *options, *TRAIN, path=path)
     log = (tmp_path / "log").read_text()
@@ -112,16 +112,18 @@ esac
         log.count(" create ") == 2 and log.count(" delete ") == 1
     )  # the preempted TPU is replaced
     assert log.count("setsid") == 3
-    path = tools("gcloud", f'echo "$@" >> {tmp_path}/log2\ncase "$*" in *"exit "*) exit 2;; esac\n')
+    path = fake_tool(
+        "gcloud", f'echo "$@" >> {tmp_path}/log2\ncase "$*" in *"exit "*) exit 2;; esac\n'
+    )
     launch("tpu_vm.py", *options, *TRAIN, path=path, code=2)
     assert (tmp_path / "log2").read_text().count("setsid") == 1
 
 
-def test_following_ends_when_the_run_has_ended(tmp_path):
+def test_follow_ends_when_the_run_has_ended(tmp_path):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "run.log").write_text("step 1\n")
     (tmp_path / "transformer" / "run.code").write_text("7\n")
-    command = on_worker(launch("tpu_vm.py", "follow", "my-tpu", "--zone=z", "--dry-run"))
+    command = worker_command(launch("tpu_vm.py", "follow", "my-tpu", "--zone=z", "--dry-run"))
     result = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,
@@ -133,18 +135,18 @@ def test_following_ends_when_the_run_has_ended(tmp_path):
     assert (result.returncode, result.stdout) == (7, "step 1\n")
 
 
-def test_stopping_spares_the_shell_that_writes_the_exit_code():
+def test_stop_spares_the_shell_that_writes_the_exit_code():
     options = ["my-tpu", "--zone=z", "--dry-run"]
-    stop = shlex.split(on_worker(launch("tpu_vm.py", "stop", *options)))
-    start = shlex.split(on_worker(launch("tpu_vm.py", "start", *options, *TRAIN)))
+    stop = shlex.split(worker_command(launch("tpu_vm.py", "stop", *options)))
+    start = shlex.split(worker_command(launch("tpu_vm.py", "start", *options, *TRAIN)))
     shell = start[start.index("sh") :]
     pattern = stop[stop.index("-f") + 1]
     assert shell[2].startswith(".venv/bin/python -m transformer train")
     assert re.search(pattern, shell[2]) and not re.search(pattern, " ".join(shell))
 
 
-def test_tpu_vm_leaves_no_archive_behind(tools, tmp_path):
-    path = tools(
+def test_tpu_vm_leaves_no_archive_behind(fake_tool, tmp_path):
+    path = fake_tool(
         "gcloud",
         'case "$*" in *" scp "*) for word; do [ -s "$word" ] && '
         f'echo "$word" > {tmp_path}/sent; done;; esac; exit 0',
@@ -167,8 +169,8 @@ def test_tpu_vm_leaves_no_archive_behind(tools, tmp_path):
         ("RESOURCE_EXHAUSTED", 3),
     ],
 )
-def test_tpu_vm_waits_for_capacity_and_for_nothing_else(tools, tmp_path, said, tried):
-    path = tools(
+def test_tpu_vm_retries_only_if_capacity_is_missing(fake_tool, tmp_path, said, tried):
+    path = fake_tool(
         "gcloud",
         f'case "$*" in *create*) echo x >> {tmp_path}/log; echo {shlex.quote(said)} >&2;; esac; '
         "exit 1",
@@ -184,8 +186,8 @@ def test_tpu_vm_waits_for_capacity_and_for_nothing_else(tools, tmp_path, said, t
     ("code", "delete", "stays"),
     [(0, [], True), (2, [], True), (2, ["--delete"], True), (0, ["--delete"], False)],
 )
-def test_a_tpu_that_stays_up_is_told_last(tools, code, delete, stays):
-    path = tools("gcloud", f'case "$*" in *"exit "*) exit {code};; esac')
+def test_tpu_that_stays_up_is_reported_last(fake_tool, code, delete, stays):
+    path = fake_tool("gcloud", f'case "$*" in *"exit "*) exit {code};; esac')
     result = subprocess.run(
         [sys.executable, "launch/tpu_vm.py", *UP, "--project=p", *delete, *TRAIN],
         cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
@@ -202,9 +204,9 @@ def test_a_tpu_that_stays_up_is_told_last(tools, code, delete, stays):
     )
 
 
-def test_what_is_there_is_used(tools, tmp_path):
+def test_up_reuses_an_existing_tpu(fake_tool, tmp_path):
     """A repeated `up`, for example after a mistake was fixed, uses the existing TPU."""
-    path = tools(
+    path = fake_tool(
         "gcloud", f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) echo READY;; esac'
     )
     launch("tpu_vm.py", *UP, *TRAIN, path=path)
@@ -228,7 +230,7 @@ MACHINES = [  # name in `plan`, gcloud's accelerator type, GKE's node selector
 
 
 @pytest.mark.parametrize(("text", "product", "selector"), MACHINES)
-def test_a_machine_is_spelt_as_for_plan(text, product, selector):
+def test_machine_names_match_those_of_plan(text, product, selector):
     if product:
         assert f" --accelerator-type={product} " in launch(
             "tpu_vm.py", "create", "n", "--zone=z", f"--type={text}", "--dry-run"
@@ -239,7 +241,7 @@ def test_a_machine_is_spelt_as_for_plan(text, product, selector):
     assert tuple(pod["nodeSelector"].values()) == selector
 
 
-def test_the_launchers_need_no_jax():
+def test_launchers_need_only_the_standard_library():
     """They run with the standard library alone."""
     command = [
         "launch/gke.py",
@@ -260,7 +262,7 @@ def test_the_launchers_need_no_jax():
     assert "tpu-v5-lite-podslice" in result.stdout, result.stderr
 
 
-def test_every_verb_is_known_to_the_launchers(capsys):
+def test_launchers_accept_every_verb(capsys):
     from transformer.cli import main
 
     assert main(["?"]) == 2
@@ -268,7 +270,7 @@ def test_every_verb_is_known_to_the_launchers(capsys):
         launch("local.py", "--dry-run", "--", verb)
 
 
-def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
+def test_slurm_script_requeues_itself(fake_tool, tmp_path):
     printed = launch(
         "slurm.py",
         "--nodes=4",
@@ -292,8 +294,8 @@ def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
     )
     # Run the script with several exit codes of srun.
     script = tmp_path / "job.sh"
-    tools("sbatch", f"cat > {script}")
-    path = tools("scontrol", f'echo "$@" > {tmp_path}/queued')
+    fake_tool("sbatch", f"cat > {script}")
+    path = fake_tool("scontrol", f'echo "$@" > {tmp_path}/queued')
     environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     # The output can be pasted into a shell.
     subprocess.run(["bash", "-c", printed], stdin=subprocess.DEVNULL, env=environment, check=True)
@@ -307,7 +309,7 @@ def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
         (2, 0, False),
         (143, 20, False),
     ):
-        tools("srun", f'printf "%s|" "$@" > {tmp_path}/ran\nexit {code}')
+        fake_tool("srun", f'printf "%s|" "$@" > {tmp_path}/ran\nexit {code}')
         result = subprocess.run(
             ["bash", str(script)],
             env=environment | {"SLURM_RESTART_COUNT": str(restarts)},
@@ -322,12 +324,12 @@ def test_slurm_writes_a_script_that_queues_itself_again(tools, tmp_path):
     )
 
 
-def test_slurm_shares_a_sweep_out(tools, tmp_path):
+def test_slurm_array_shards_a_sweep(fake_tool, tmp_path):
     sweep = ["--", "sweep", "--config=experiments/norm_placement.py", "--workdir=runs/a b"]
     printed = launch("slurm.py", "--array=3", "--gpus-per-node=8", "--dry-run", *sweep)
     assert "#SBATCH --array=0-2\n" in printed and "#SBATCH --ntasks-per-node=1\n" in printed
-    path = tools("srun", f'printf "%s|" "$@" >> {tmp_path}/ran; echo >> {tmp_path}/ran')
-    tools(
+    path = fake_tool("srun", f'printf "%s|" "$@" >> {tmp_path}/ran; echo >> {tmp_path}/ran')
+    fake_tool(
         "sbatch",
         f"cat > {tmp_path}/job; "
         f"for i in 0 1 2; do SLURM_ARRAY_TASK_ID=$i bash {tmp_path}/job; done",
@@ -349,12 +351,12 @@ def test_slurm_shares_a_sweep_out(tools, tmp_path):
 
 
 @pytest.mark.parametrize("time", ["90", "90:30", "24:00:00", "2-12", "2-12:30", "2-12:30:00"])
-def test_slurm_takes_its_own_times(time):
+def test_slurm_accepts_its_time_formats(time):
     assert f"#SBATCH --time={time}\n" in launch("slurm.py", f"--time={time}", "--dry-run", *TRAIN)
 
 
-def test_slurm_warns_of_a_missing_environment(tools, tmp_path):
-    path = tools("sbatch", f"cat > {tmp_path}/job")
+def test_slurm_warns_of_a_missing_environment(fake_tool, tmp_path):
+    path = fake_tool("sbatch", f"cat > {tmp_path}/job")
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "smoke.py").touch()
     for exists in (False, True):

@@ -10,7 +10,7 @@ import pytest
 from test_launch import ROOT, TRAIN, UP, V5P, launch, pod_of
 
 
-def test_gke_asks_for_spot():
+def test_gke_requests_spot_nodes():
     options = ["n", "--topology=v5e-16", "--image=i", "--bucket=b", "--dry-run"]
     pod = pod_of(launch("gke.py", *options, "--spot", *TRAIN))
     assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
@@ -32,7 +32,7 @@ sys.exit(local.run([sys.executable, "-c", sys.argv[1]], 2, 1, 12355, []))
 """
 
 
-def test_local_relays_all_but_the_chatter_of_gloo():
+def test_local_relays_output_without_gloo_messages():
     child = (
         "import sys; print('[Gloo] Rank 0 is connected to 1 peer ranks.'); print('said'); "
         "sys.stderr.write('told\\n')"
@@ -47,7 +47,7 @@ def test_local_relays_all_but_the_chatter_of_gloo():
     ]
 
 
-def test_local_tells_a_stop_from_a_failure():
+def test_local_distinguishes_a_stop_from_a_failure():
     child = (
         "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(143)); "
         "print('ready', flush=True); time.sleep(60)"
@@ -68,7 +68,7 @@ def test_local_tells_a_stop_from_a_failure():
     assert launcher.returncode == 143
 
 
-def test_gke_makes_a_job_of_every_slice_and_a_pod_of_every_host():
+def test_gke_creates_a_job_per_slice_and_a_pod_per_host():
     options = [
         "big",
         "--topology=v5p:4x4x4",
@@ -178,13 +178,13 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
         ("local.py", ["--processes=0", *TRAIN], "--processes: 0 is too small; set 1 or more"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_before_anything_runs(script, options, message):
+def test_invalid_options_fail_before_anything_runs(script, options, message):
     """Errors are one line, and also occur with --dry-run."""
     errors = launch(script, "--dry-run", *options, code=2)
     assert message in errors and errors.count("\n") == 1
 
 
-def test_a_tool_that_is_missing_is_named():
+def test_missing_tool_is_named():
     environment = {"PATH": ""}
     for script, options, tool in (
         ("slurm.py", [], "sbatch"),
@@ -200,7 +200,7 @@ def test_a_tool_that_is_missing_is_named():
         )
 
 
-def test_the_launchers_know_the_verbs_that_there_are(capsys):
+def test_launchers_list_the_verbs_of_the_command_line(capsys):
     from transformer.cli import main
 
     main([])

@@ -17,7 +17,7 @@ from transformer.training.loss import auto_chunks, cross_entropy
 B, T, D, V = 3, 8, 5, 11
 
 
-def plain(h, head, targets, weights, smoothing, z_loss):
+def reference_loss(h, head, targets, weights, smoothing, z_loss):
     """Computes the loss from its definition, with one-hot targets."""
     logits = h @ head.matrix_VxE.T + (0 if head.bias_V is None else head.bias_V)
     if head.soft_cap:
@@ -32,7 +32,7 @@ def plain(h, head, targets, weights, smoothing, z_loss):
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize(("bias", "soft_cap"), [(True, 0.0), (False, 2.0)])
-def test_value_and_gradient(smoothing, z_loss, chunks, bias, soft_cap):
+def test_value_and_gradient_match_the_definition(smoothing, z_loss, chunks, bias, soft_cap):
     keys = jax.random.split(jax.random.key(0), 5)
     h, head = (
         jax.random.normal(keys[0], (B, T, D)),
@@ -52,7 +52,7 @@ def test_value_and_gradient(smoothing, z_loss, chunks, bias, soft_cap):
     )
     value, grads = jax.value_and_grad(loss, (0, 1))(h, head)
     expected, expected_grads = jax.value_and_grad(
-        lambda h, head: 3 * plain(h, head, targets, weights, smoothing, z_loss), (0, 1)
+        lambda h, head: 3 * reference_loss(h, head, targets, weights, smoothing, z_loss), (0, 1)
     )(h, head)
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
     # Without gradients, another code path computes the loss.
@@ -60,7 +60,7 @@ def test_value_and_gradient(smoothing, z_loss, chunks, bias, soft_cap):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
 
 
-def test_the_other_sums():
+def test_sums_of_correct_weight_and_nll():
     h, head = jnp.eye(3)[None], Head(4 * jnp.eye(3))
     sums = cross_entropy(h, head, jnp.array([[0, 1, 0]]), jnp.array([[1.0, 1.0, 1.0]]), 0.1, 0.0, 1)
     assert float(sums.correct) == 2
@@ -69,7 +69,7 @@ def test_the_other_sums():
     assert float(sums.nll) == pytest.approx(2 * (logsumexp - 4) + logsumexp, rel=1e-5)
 
 
-def test_accuracy_counts_every_target_that_is_the_likeliest():
+def test_accuracy_counts_argmax_targets():
     h, head = (
         jax.random.normal(jax.random.key(0), (4, 64, 32)),
         Head(jax.random.normal(jax.random.key(1), (4096, 32))),
@@ -97,7 +97,7 @@ def test_chunks_divide_the_length_and_bound_the_logits():
 @pytest.mark.parametrize(
     "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}]
 )
-def test_each_device_goes_through_its_own_chunks_and_gradients_are_added_up_once(sizes):
+def test_sharded_chunks_match_one_chunk_and_reduce_gradients_once(sizes):
     keys = jax.random.split(jax.random.key(0), 4)
     h, head = (
         jax.random.normal(keys[0], (4, 16, 8)),

@@ -45,7 +45,7 @@ MODELS = {
 }  # fmt: skip
 
 
-def model_of(name: str, family: str = "decoder", **fields):
+def mixer_config(name: str, family: str = "decoder", **fields):
     overrides = {"num_kv_heads": 0} | MODELS[name] | fields
     if name == "lstm":
         overrides |= {"num_heads": 8}  # must be the default, because no layer has heads
@@ -53,8 +53,8 @@ def model_of(name: str, family: str = "decoder", **fields):
 
 
 @functools.cache
-def made(name: str):
-    model, params = make(model_of(name))
+def cached_model(name: str):
+    model, params = make(mixer_config(name))
     return model, params, jax.jit(functools.partial(model.apply))
 
 
@@ -62,7 +62,7 @@ def sublayer(params, scope):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), params["decoder"])[scope]
 
 
-def alone(config, params, x, segments, position=None):
+def mixer_output(config, params, x, segments, position=None):
     """Returns the output of the first layer's mixer alone, for x [B, T, D]."""
     from transformer.model.masks import Tokens
     from transformer.model.mixers import Context
@@ -79,7 +79,7 @@ def alone(config, params, x, segments, position=None):
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_mla_is_its_equations(window):
+def test_mla_matches_its_equations(window):
     config = small(
         "decoder", mixer=MLA, position="rotary", norm="rmsnorm", scan_layers=False, window=window,
         num_kv_heads=0, d_value=5,
@@ -104,12 +104,12 @@ def test_mla_is_its_equations(window):
         [oracle_mixers.mla(config, params64, x_TxD, 12, 6, window=window) for x_TxD in x]
     )
     assert np.abs(expected - unrotated).max() > 1e-2, "the rotation must have an effect"
-    actual = alone(config, mixer_params, x, np.ones((2, 9), int))
+    actual = mixer_output(config, mixer_params, x, np.ones((2, 9), int))
     np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_gated_delta_is_its_recurrence(twice):
+def test_gated_delta_matches_its_recurrence(twice):
     """Chunks that do and do not divide the length, padding in front, and several documents."""
     segments = np.array([[0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3], [1] * 11 + [0, 0]])
     x = np.random.default_rng(1).standard_normal((2, 13, 16)).astype(np.float32)
@@ -127,16 +127,16 @@ def test_gated_delta_is_its_recurrence(twice):
                 for x_TxD, segments_T in zip(x, segments, strict=True)
             ]
         )
-        actual = alone(config, mixer_params, x, segments)
+        actual = mixer_output(config, mixer_params, x, segments)
         np.testing.assert_allclose(
             np.where(segments[..., None] > 0, actual, 0), expected, atol=3e-5, err_msg=str(chunk)
         )
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_decoding_in_parts_equals_reading_at_once(name):
+def test_cached_decoding_in_parts_equals_full_forward_pass(name):
     """Prompts are padded on the left. Parts have one or several tokens."""
-    model, params, apply = made(name)
+    model, params, apply = cached_model(name)
     x, start = tokens(0, 2, 16), np.array([[0], [3]])
     padding_mask = jnp.asarray(np.arange(16) >= start)
     positions = jnp.maximum(jnp.arange(16) - start, 0)
@@ -153,7 +153,7 @@ def test_decoding_in_parts_equals_reading_at_once(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_do_not_leak(name):
-    model, params, apply = made(name)
+    model, params, apply = cached_model(name)
     x = tokens(1, 1, 14)
     segments = jnp.array([[1] * 5 + [2] * 6 + [3] * 3])
     positions = jnp.array([[*range(5), *range(6), *range(3)]])
@@ -168,10 +168,10 @@ def test_packed_documents_do_not_leak(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_layouts_and_meshes_agree(name):
+def test_remat_and_sharding_keep_loss_and_gradients(name):
     """Rematerialized and sharded over data, fsdp and tensor: the same loss and gradients."""
-    config = model_of(name)
-    model, params, _ = made(name)
+    config = mixer_config(name)
+    model, params, _ = cached_model(name)
     x = tokens(2, 4, 12)
 
     def loss(model):
@@ -192,9 +192,9 @@ def test_layouts_and_meshes_agree(name):
     )
 
 
-def test_states_are_as_large_as_they_must_be():
+def test_decoding_states_have_minimal_sizes():
     sizes = lambda name, slots: [
-        x.shape for x in jax.tree.leaves(made(name)[0].empty_cache(2, slots).layers)
+        x.shape for x in jax.tree.leaves(cached_model(name)[0].empty_cache(2, slots).layers)
     ]
     assert sizes("window", 16) == [(2, 2, 3, 4, 4)] * 2, "a window of 3 keeps 3 slots"
     assert sizes("attention", 16) == [(2, 2, 16, 4, 4)] * 2
@@ -202,7 +202,7 @@ def test_states_are_as_large_as_they_must_be():
     assert sizes("gated_delta", 16) == sizes("gated_delta", 1000)
 
 
-def test_beams_share_what_was_read_of_the_source():
+def test_beams_share_the_cached_source():
     model, params = make(small("encoder_decoder", position="t5"))
     source, prompt = tokens(3, 2, 6), tokens(4, 2, 1)
     _, memory = prefill(model, params, prompt, 8, source)
@@ -254,12 +254,12 @@ def test_beams_share_what_was_read_of_the_source():
          "model.norm_placement: 'post' has no effect"),
     ],
 )  # fmt: skip
-def test_what_a_mixer_cannot_do_is_one_line(build, message):
+def test_unsupported_mixer_configs_raise(build, message):
     with pytest.raises(UserError, match=message):
         build()
 
 
-def test_a_name_is_registered_once():
+def test_registering_a_name_twice_raises():
     registry = Registry("model.mixer", "transformer.model.mixers")
     first, second = type("One", (), {}), type("Other", (), {})
     registry.register("one")(first)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import ALONE, initialised, make, masks, schemes, small, tokens
+from conftest import GENERAL_BACKENDS, init_model, make, masks, schemes, small, tokens
 
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens, window
 from transformer.model.network import build_model
@@ -43,12 +43,12 @@ def influence(config):
 
 @pytest.mark.parametrize(("family", "position"), schemes("decoder", "encoder"))
 @pytest.mark.parametrize("placement", ["pre", "post"])
-def test_a_decoder_is_causal_and_an_encoder_is_not(family, position, placement):
+def test_decoder_is_causal_and_encoder_is_not(family, position, placement):
     deps = influence(small(family, position=position, norm_placement=placement))
     np.testing.assert_array_equal(deps, np.tril(np.ones_like(deps)) if family == "decoder" else 1)
 
 
-def test_the_decoder_of_an_encoder_decoder_is_causal_and_reads_all_of_the_source():
+def test_encoder_decoder_is_causal_and_attends_to_the_whole_source():
     model, params = make(small("encoder_decoder"))
     (source, target), apply = inputs(model.config), jax.jit(model.apply)
     base = apply(params, source, target)
@@ -64,7 +64,7 @@ def test_the_decoder_of_an_encoder_decoder_is_causal_and_reads_all_of_the_source
 
 
 @pytest.mark.parametrize(("family", "position"), schemes(*FAMILIES))
-def test_padding_and_the_rows_beside_never_change_a_result(family, position):
+def test_padding_and_other_sequences_do_not_change_logits(family, position):
     config = small(family, position=position)
     model, params = make(config)
     sides, apply = inputs(config, batch=3), jax.jit(model.apply)
@@ -164,7 +164,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits(family):
     assert 0 < np.abs(np.asarray(rough - exact)).max() < 0.15 * np.abs(np.asarray(exact)).max()
 
 
-def test_multi_query_attention_is_multi_head_attention_with_its_heads_repeated():
+def test_multi_query_attention_equals_repeated_kv_heads():
     config = small("decoder", num_kv_heads=1)
     model, params = make(config)
     wide = build_model(dataclasses.replace(config, num_kv_heads=4))
@@ -185,7 +185,7 @@ def test_multi_query_attention_is_multi_head_attention_with_its_heads_repeated()
 
 
 @pytest.mark.parametrize("position", SCHEMES)
-def test_relative_schemes_alone_do_not_move_when_all_positions_shift(position):
+def test_only_relative_schemes_are_shift_invariant(position):
     model, params = make(small("decoder", position=position))
     if position == "fire":
         # Beyond its threshold, it normalizes distances by the query position.
@@ -201,7 +201,7 @@ def test_relative_schemes_alone_do_not_move_when_all_positions_shift(position):
 
 
 @pytest.mark.parametrize("position", [position for _, position in schemes("encoder")])
-def test_only_a_position_scheme_makes_an_encoder_see_order(position):
+def test_encoder_sees_order_only_with_a_position_scheme(position):
     model, params = make(small("encoder", position=position))
     (x,) = inputs(model.config)
     order, apply = np.array([3, 1, 5, 0, 4, 2]), jax.jit(model.apply)
@@ -210,7 +210,7 @@ def test_only_a_position_scheme_makes_an_encoder_see_order(position):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_placement_has_exactly_its_norms(placement):
+def test_placement_has_exactly_its_norms(placement):
     listed = dict(zip(oracle.PARTS, oracle.PLACEMENTS[placement], strict=True))
     norms = ("in_norm", "res_norm", "out_norm", "gate")
     expected = {part for part in norms if listed[part]}, bool(listed["final_norm"])
@@ -226,7 +226,7 @@ def test_a_placement_has_exactly_its_norms(placement):
         assert (parts, "final_norm" in stack) == expected
 
 
-def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
+def test_deepnorm_scales_residual_stream_and_branches_by_depth():
     config = small(
         "encoder_decoder", norm_placement="deepnorm", num_encoder_layers=3, num_decoder_layers=5
     )
@@ -239,9 +239,7 @@ def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
         pytest.approx(40**-0.25),
     )
     plain, scaled = (
-        initialised(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["decoder"][
-            "layers"
-        ]
+        init_model(small("decoder", norm_placement=p, num_decoder_layers=5))[1]["decoder"]["layers"]
         for p in ("post", "deepnorm")
     )
     for part, gain in {
@@ -262,15 +260,15 @@ def test_deepnorm_scales_the_stream_and_the_branches_by_depth():
     )
 
 
-def test_rezero_starts_as_the_identity():
-    model, params = initialised(small("decoder", norm_placement="rezero", position="none"))
+def test_rezero_is_the_identity_at_initialization():
+    model, params = init_model(small("decoder", norm_placement="rezero", position="none"))
     (x,) = inputs(model.config)
     h, head = model.apply(params, x, method="features")
     np.testing.assert_array_equal(h, head.matrix_VxE[x])
 
 
 @pytest.mark.parametrize("position", SCHEMES)
-def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(position):
+def test_fully_masked_query_gives_zeros_and_finite_gradients(position):
     from transformer.model import positions
     from transformer.model.attention_backends import BACKENDS, Inputs
 
@@ -289,7 +287,7 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(posit
         .at(padded.positions_BxT)
     )
     args = Inputs(CAUSAL & SAME_SEGMENT, padded, padded, scheme, config.head_size**-0.5)
-    for attend in (BACKENDS[name].attend for name in ALONE):
+    for attend in (BACKENDS[name].attend for name in GENERAL_BACKENDS):
         out = attend(q, k, v, args)
         np.testing.assert_array_equal(out[0, 0], 0)
         assert np.abs(np.asarray(out[0, 1:])).min() > 0
@@ -300,7 +298,7 @@ def test_a_row_that_may_attend_to_nothing_gives_zeros_and_finite_gradients(posit
         assert all(np.isfinite(g).all() for g in grads)
 
 
-def test_whatever_stands_in_a_padded_position_reaches_nothing():
+def test_padding_embedding_does_not_affect_real_tokens():
     config = small("encoder")
     model, params = make(config)
     x = jnp.pad(tokens(0, 1, 5), ((0, 0), (0, 2)))
@@ -344,7 +342,7 @@ def test_masks_compose():
         ({"num_kv_heads": 1}, -2 * 2 * (16 * 4 + 4)),
     ],
 )
-def test_a_field_adds_the_parameters_it_governs(fields, adds):
+def test_field_adds_the_parameters_it_governs(fields, adds):
     count = lambda config: sum(x.size for x in jax.tree.leaves(make(config)[1]))
     assert count(small("decoder", **fields)) - count(small("decoder")) == adds
 
@@ -362,7 +360,7 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean():
 
 
 @pytest.mark.parametrize("field", ["dropout", "attention_dropout", "activation_dropout"])
-def test_each_dropout_acts_in_training_alone(field):
+def test_each_dropout_acts_only_in_training(field):
     config = small("encoder_decoder", **{field: 0.3})
     model, params = make(config)
     sides = inputs(config)
@@ -372,7 +370,7 @@ def test_each_dropout_acts_in_training_alone(field):
     assert np.abs(np.asarray(dropped - base)).max() > 1e-3
 
 
-def test_compile_time_does_not_grow_with_depth():
+def test_scanned_program_size_does_not_grow_with_depth():
     """The size of the scanned program does not depend on the depth."""
 
     def size(depth, scan):

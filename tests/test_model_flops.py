@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from test_planned_programs import FF, ROWS, D, T, V, planned
+from test_planned_programs import FF, ROWS, D, T, V, planned_experiment
 
 from transformer.config import MeshConfig
 from transformer.model.network import build_model
@@ -14,9 +14,9 @@ from transformer.planning.sample import batch_shapes
 from transformer.training.step import batch_sums
 
 
-def test_what_a_model_needs_by_hand():
+def test_model_flops_match_hand_count():
     """Training costs three forward passes. A causal mask allows half the pairs and the diagonal."""
-    config, mesh = planned(), make_mesh(MeshConfig(data=1))
+    config, mesh = planned_experiment(), make_mesh(MeshConfig(data=1))
     programs = Programs(config, jax.devices()[:1])
     tokens = ROWS * T
     pairs = (T + 1) / (2 * T)
@@ -27,10 +27,10 @@ def test_what_a_model_needs_by_hand():
     assert model_flops(config, batch_shapes(config, mesh), programs.state.params) == 3 * forward
 
 
-def test_of_experts_those_that_are_asked_count():
+def test_only_selected_experts_count():
     dense, sparse = (
-        planned(),
-        planned(
+        planned_experiment(),
+        planned_experiment(
             feed_forward={"name": "experts", "num_experts": 8, "top_k": 2, "capacity_factor": 1.5}
         ),
     )
@@ -48,19 +48,19 @@ def test_of_experts_those_that_are_asked_count():
     "model",
     [{"pipeline_rounds": 3}, {"scan_layers": False}, {"layer_pattern": ({"window": 7}, {}, {})}],
 )
-def test_a_model_needs_the_same_however_its_layers_are_laid_out(model):
+def test_model_flops_do_not_depend_on_layout(model):
     count = lambda config: model_flops(
         config,
         batch_shapes(config, make_mesh(MeshConfig(data=1))),
         Programs(config, jax.devices()[:1]).state.params,
     )
-    baseline, changed = count(planned()), count(planned(**model))
+    baseline, changed = count(planned_experiment()), count(planned_experiment(**model))
     assert changed < baseline if "layer_pattern" in model else changed == baseline
 
 
-def needed(**model) -> float:
+def forward_flops(**model) -> float:
     """Returns the FLOPs of the forward pass of a model."""
-    config = planned(**model)
+    config = planned_experiment(**model)
     shapes = batch_shapes(config, make_mesh(MeshConfig(data=1)))
     return model_flops(config, shapes, Programs(config, jax.devices()[:1]).state.params) / 3
 
@@ -84,17 +84,20 @@ A mask does not reduce them.
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_products_with_a_table_of_positions_count_in_full(name):
+def test_position_table_products_count_in_full(name):
     options, added = TABLES[name]
-    no_position, with_position = needed(position="none"), needed(position={"name": name, **options})
-    layers, size = 3, planned().model.head_size
+    no_position, with_position = (
+        forward_flops(position="none"),
+        forward_flops(position={"name": name, **options}),
+    )
+    layers, size = 3, planned_experiment().model.head_size
     assert with_position - no_position == layers * 2 * added(size)
 
 
 @pytest.mark.parametrize(
     "mixer", ["attention", "mla", {"name": "gated_delta", "chunk": 4}, "lstm", "attentive"]
 )
-def test_model_flops_are_about_what_xla_counts(mixer, monkeypatch):
+def test_model_flops_are_close_to_the_count_of_xla(mixer, monkeypatch):
     """XLA counts up to 6% more FLOPs, so no matrix product is missing or counted twice.
 
     XLA counts the body of a loop once, so the test unrolls loops. It counts every pair of tokens,
@@ -111,7 +114,7 @@ def test_model_flops_are_about_what_xla_counts(mixer, monkeypatch):
         fields["attention_backend"] = "auto"
     if "lstm" in str(fields):
         fields["num_heads"] = 8  # must be the default, because no layer has heads
-    config = planned(
+    config = planned_experiment(
         family, {"data": 1}, position="none", scan_layers=False, num_decoder_layers=1, d_model=128,
         d_ff=256, max_length=8, data={"length": 8, "batch_size": 2},
         **({"num_encoder_layers": 1} if family != "decoder" else {}), **fields,
@@ -136,7 +139,7 @@ def test_model_flops_are_about_what_xla_counts(mixer, monkeypatch):
     )
 
 
-def test_a_triangular_solve_counts_the_rows_before_each_row():
+def test_triangular_solve_flops():
     """A triangular solve takes n^2 FLOPs per right-hand side. XLA does not count gated_delta's."""
     solve = lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
     traced = jax.make_jaxpr(solve)(np.zeros((2, 3, 5, 5)), np.zeros((2, 3, 5, 7)))

@@ -38,7 +38,7 @@ class QuietLM(CausalLM):
         return super().weights(batch) | {"quiet": jnp.sum(batch["weights"])}
 
 
-def test_an_objective_with_a_loss_of_its_own(text, monkeypatch):
+def test_objective_with_an_additional_loss(text, monkeypatch):
     """The loss is in the gradient and in the metrics, for any number of micro-batches."""
     monkeypatch.setitem(OBJECTIVES._classes, "quiet_lm", QuietLM)
     lm_config = experiment(text, "causal_lm", "decoder")

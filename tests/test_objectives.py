@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make, sized, small, start_decoding, tokens
+from conftest import make, model_fields, small, start_decoding, tokens
 
 from transformer.config import Experiment, MeshConfig
 from transformer.data.objectives.base import Segment
@@ -34,7 +34,7 @@ def experiment(text, objective, family, model=(), **data):
     file = {"classification": "label.tsv", "tagging": "tags.tsv"}.get(name, "text.txt")
     format = "tsv" if file.endswith("tsv") else "text"
     return from_mapping(Experiment, {
-        "model": sized(family, **{"vocab_size": 380, "max_length": 64, **dict(model)}),
+        "model": model_fields(family, **{"vocab_size": 380, "max_length": 64, **dict(model)}),
         "mesh": {"data": 1},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "epsilon": 1e-4},
         "data": {
@@ -70,7 +70,7 @@ def data_of(text, case, **more):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_draws_are_of_seed_epoch_and_row_alone(text, case):
+def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
     data, reopened = data_of(text, case), data_of(text, case)
     batches, n = data.batches("train"), data.batches("train").per_epoch
     for step in (n + 3, 0, 3):
@@ -89,7 +89,7 @@ def test_draws_are_of_seed_epoch_and_row_alone(text, case):
     assert same == (not draws) and ("classification" in case or case == "tagging") <= same
 
 
-def test_a_prefix_is_cut_anew_and_not_asked_for(text):
+def test_prefix_length_is_random_and_prefix_has_no_target_tokens(text):
     data = data_of(text, "prefix")
     rows, cuts = data.objective.rows(data.store, "train", data.config), set()
     for seed in range(30):
@@ -108,7 +108,7 @@ def test_a_prefix_is_cut_anew_and_not_asked_for(text):
     )
 
 
-def test_a_prefix_sees_itself_whole_and_nothing_behind_it():
+def test_prefix_attends_to_itself_bidirectionally():
     """A sequence has two documents. The first has a prefix of three tokens."""
     model, params = make(small("decoder", prefix_lm=True, position="t5"))
     x = tokens(0, 1, 9)
@@ -136,7 +136,7 @@ def test_a_prefix_sees_itself_whole_and_nothing_behind_it():
 
 
 @pytest.mark.parametrize("position", ["t5", "rotary", "alibi", "shaw"])
-def test_decoding_after_a_prefix_equals_reading_all_at_once(position):
+def test_decoding_after_a_prefix_equals_full_forward_pass(position):
     model, params = make(small("decoder", prefix_lm=True, position=position))
     x = tokens(0, 2, 8)
     prefix = jnp.arange(8)[None] < 4
@@ -150,7 +150,7 @@ def test_decoding_after_a_prefix_equals_reading_all_at_once(position):
         logits, memory = step(x[:, t], memory)
 
 
-def test_labels_and_tags_stand_where_they_belong(text):
+def test_labels_and_tags_align_with_texts_and_words(text):
     data = data_of(text, "tagging")
     assert data.store.classes == ["animal", "other"]
     batch = data.batches("train")[0]
@@ -168,7 +168,7 @@ def test_labels_and_tags_stand_where_they_belong(text):
         assert data.store.classes[batch["labels"][row]] == ("cat" if "cat" in decoded else "none")
 
 
-def test_held_out_texts_are_not_joined_by_their_label(text):
+def test_split_does_not_group_texts_by_label(text):
     meta = data_of(text, "classification").store.meta
     assert min(meta[part]["examples"] for part in ("train", "valid", "test")) >= 40
 
@@ -199,7 +199,7 @@ def test_every_objective_trains_and_is_evaluated(text, tmp_path, case):
         assert metrics["accuracy"] > 0.95
 
 
-def test_two_things_asked_for_count_the_same_and_accumulate(text):
+def test_token_and_label_losses_count_equally_and_accumulate(text):
     """loss = mean over tokens + mean over labels, for any number of micro-batches and devices."""
     data = data_of(text, "next sentence")
     batch = data.batches("train")[0]
@@ -276,17 +276,17 @@ def test_two_things_asked_for_count_the_same_and_accumulate(text):
          "set it to none"),
     ],
 )  # fmt: skip
-def test_an_objective_that_makes_no_sense_is_refused(text, objective, family, model, data, message):
+def test_invalid_objectives_raise(text, objective, family, model, data, message):
     with pytest.raises(UserError, match=message):
         experiment(text, objective, family, model, **data)
 
 
-def test_only_a_decoder_has_a_prefix():
+def test_prefix_lm_requires_a_decoder():
     with pytest.raises(UserError, match=r"model\.prefix_lm: True needs model\.family='decoder'"):
         small("encoder", prefix_lm=True)
 
 
-def test_faults_of_labelled_text_are_named(text, tmp_path):
+def test_malformed_labels_and_tags_raise(text, tmp_path):
     with pytest.raises(UserError, match=r"model\.num_labels: 5, but the text has 2: cat, none"):
         open_data(
             experiment(
@@ -323,7 +323,7 @@ def test_faults_of_labelled_text_are_named(text, tmp_path):
         )
 
 
-def test_a_bucket_holds_both_sides_of_a_prefix(text):
+def test_buckets_hold_both_sides_of_a_prefix(text):
     data = data_of(
         text, "prefix, two sides", length=40, target_length=20, buckets=(16, 40), packing=False
     )
@@ -337,7 +337,7 @@ def test_a_bucket_holds_both_sides_of_a_prefix(text):
             assert not len(source) or source[-1] == data.tokenizer.eos
 
 
-def test_a_text_without_a_row_says_so(text):
+def test_split_without_a_full_sequence_raises(text):
     config = experiment(
         text,
         NEXT_SENTENCE,
@@ -354,7 +354,7 @@ def test_a_text_without_a_row_says_so(text):
         open_data(config).batches("train")
 
 
-def test_signs_leave_too_few_pieces(text):
+def test_vocabulary_too_small_for_special_tokens_raises(text):
     for size, message in (
         (20, "leaves no piece besides the 23 special tokens"),
         (60, "and data.objective needs 23 more for special tokens"),
@@ -366,7 +366,7 @@ def test_signs_leave_too_few_pieces(text):
             open_data(config)
 
 
-def test_words_that_a_tokenizer_does_not_see_shift_no_tag(text, tmp_path):
+def test_words_dropped_by_the_tokenizer_do_not_shift_tags(text, tmp_path):
     """Tags stay with their words, and a byte-level tokenizer keeps the spaces before words."""
     tokenizers = pytest.importorskip("tokenizers", reason="the test extra brings it")
     (tmp_path / "tags.tsv").write_text(

@@ -96,27 +96,27 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def given(config, batch=2):
+def padded_inputs(config, batch=2):
     """Returns tokens, or source and target, with padding at the end of the last sequence."""
     if config.is_encoder_decoder:
         return tokens(0, batch, 7).at[-1, 5:].set(0), tokens(1, batch, 5).at[-1, 3:].set(0)
     return (tokens(0, batch, 6).at[-1, 4:].set(0),)
 
 
-def each_layer(config, params):
+def unstack_layers(config, params):
     """Returns the parameters with one subtree per layer, the layout that the oracle reads."""
     flat = flatten(params)
     return unflatten({name: part(flat[path], i) for name, (path, i) in where(config, flat).items()})
 
 
-def compare(config):
+def assert_matches_oracle(config):
     """Checks the jitted, scanned and rematerialized model against the oracle.
 
     The tolerance covers the float32 rounding of the largest logit.
     """
     model, params = make(dataclasses.replace(config, remat="full"))
-    inputs = given(config)
-    expected = oracle.forward(config, each_layer(config, params), *inputs, **masks(*inputs))
+    inputs = padded_inputs(config)
+    expected = oracle.forward(config, unstack_layers(config, params), *inputs, **masks(*inputs))
     logits = np.asarray(jax.jit(model.apply)(params, *inputs, **masks(*inputs)))
     real = np.asarray(inputs[-1]) != 0
     largest = np.abs(expected[real]).max()
@@ -124,7 +124,7 @@ def compare(config):
     np.testing.assert_allclose(logits[real], expected[real], atol=1e-5 + 3e-6 * largest)
 
 
-def covering() -> list[tuple[str, str, str]]:
+def covering_cases() -> list[tuple[str, str, str]]:
     """Returns (family, scheme, placement) cases.
 
     For decoders, these are all pairs of scheme and placement. For the other families, each scheme
@@ -139,25 +139,25 @@ def covering() -> list[tuple[str, str, str]]:
     return cases
 
 
-@pytest.mark.parametrize(("family", "position", "placement"), covering())
+@pytest.mark.parametrize(("family", "position", "placement"), covering_cases())
 def test_every_placement_and_position(family, position, placement):
-    compare(small(family, position=position, norm_placement=placement))
+    assert_matches_oracle(small(family, position=position, norm_placement=placement))
 
 
 @pytest.mark.parametrize(("family", "variant"), list(itertools.product(FAMILIES, VARIANTS)))
 def test_every_variant(family, variant):
-    compare(small(family, **VARIANTS[variant]))
+    assert_matches_oracle(small(family, **VARIANTS[variant]))
 
 
-def test_contextual_positions_past_their_table():
-    compare(small("decoder", position={"name": "cope", "max_positions": 3}))
+def test_contextual_positions_beyond_their_table():
+    assert_matches_oracle(small("decoder", position={"name": "cope", "max_positions": 3}))
 
 
 @pytest.mark.parametrize("position", [p for _, p in schemes("decoder")])
 def test_packed_segments(position):
     config = small("decoder", position=position)
     model, params = make(config)
-    x, layer_params = tokens(0, 1, 9), each_layer(config, params)
+    x, layer_params = tokens(0, 1, 9), unstack_layers(config, params)
     packing = {
         "segment_ids": np.array([[1] * 4 + [2] * 5]),
         "positions": np.array([[*range(4), *range(5)]]),
@@ -169,11 +169,11 @@ def test_packed_segments(position):
 
 # Attention within a prefix is bidirectional, so only the schemes of encoders apply.
 @pytest.mark.parametrize("position", [p for _, p in schemes("encoder")])
-def test_a_prefix(position):
+def test_prefix_attention(position):
     """Packs two documents whose prefixes have three and two tokens."""
     config = small("decoder", position=position, prefix_lm=True)
     model, params = make(config)
-    x, layer_params = tokens(0, 1, 9), each_layer(config, params)
+    x, layer_params = tokens(0, 1, 9), unstack_layers(config, params)
     packing = {
         "segment_ids": np.array([[1] * 5 + [2] * 4]),
         "positions": np.array([[*range(5), *range(4)]]),
@@ -207,7 +207,7 @@ def test_cached_decoding(variant, scan):
     config = small("decoder", **VARIANTS[variant], scan_layers=scan)
     model, params = make(config)
     x = tokens(0, 2, 8)
-    expected = oracle.forward(config, each_layer(config, params), x)
+    expected = oracle.forward(config, unstack_layers(config, params), x)
     logits, memory = start_decoding(model, params, x[:, :3], 8)
     step = jax.jit(lambda t, m: advance(model, params, t, m))
     for t in range(3, 8):
@@ -217,13 +217,13 @@ def test_cached_decoding(variant, scan):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_near(family):
+def test_bfloat16_is_close(family):
     """bfloat16 has 8 significant bits: errors stay below 6% of the largest logit."""
     config = small(family, position="rotary", dtype="bfloat16")
     model, params = make(config, noise=0.2)
-    inputs = given(config)
+    inputs = padded_inputs(config)
     expected, real = (
-        oracle.forward(config, each_layer(config, params), *inputs, **masks(*inputs)),
+        oracle.forward(config, unstack_layers(config, params), *inputs, **masks(*inputs)),
         np.asarray(inputs[-1]) != 0,
     )
     logits = np.asarray(jax.jit(model.apply)(params, *inputs, **masks(*inputs)), np.float64)
@@ -234,9 +234,9 @@ def test_bfloat16_is_near(family):
 def test_token_types():
     config = small("encoder", token_types=3)
     model, params = make(config)
-    (x,) = given(config)
+    (x,) = padded_inputs(config)
     layer_params, types = (
-        each_layer(config, params),
+        unstack_layers(config, params),
         jnp.asarray(np.random.default_rng(0).integers(0, 3, x.shape)),
     )
     expected = oracle.forward(config, layer_params, x, token_types=types, **masks(x))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make, small, tokens
-from test_architectures import OF_HF
-from test_architectures import small as likeness
+from test_architectures import HF_FAMILIES
+from test_architectures import small as small_architecture
 
 from transformer import UserError, architecture, build_model, load_hf, save_hf
 from transformer.convert import FAMILIES
@@ -58,7 +58,7 @@ ENCODER_DECODERS = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def converted_model(tmp_path_factory):
     """Returns get(class of Transformers) -> (its model, our config, our parameters, its folder)."""
     models = {}
 
@@ -86,8 +86,8 @@ def full_of_zeros(vocab: int, length: int = 12) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_without_a_pad_token_zero_is_a_token_like_any_other(made, name):
-    model, config, params, _ = made(name)
+def test_without_a_pad_token_zero_is_a_real_token(converted_model, name):
+    model, config, params, _ = converted_model(name)
     x = full_of_zeros(9)
     with torch.no_grad():
         expected = model(torch.tensor(x)).logits.numpy()
@@ -99,9 +99,9 @@ def test_without_a_pad_token_zero_is_a_token_like_any_other(made, name):
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_a_decoder_reads_its_start_token(made, name):
+def test_decoder_reads_start_and_pad_tokens_as_real_tokens(converted_model, name):
     """The start token may be the pad token, and pad tokens may occur within the text."""
-    model, config, params, _ = made(name)
+    model, config, params, _ = converted_model(name)
     start, pad = model.config.decoder_start_token_id, model.config.pad_token_id
     assert (config.decoder_start_id, config.pad_id) == (start, pad)
     source = np.random.default_rng(1).integers(3, 30, (2, 7))
@@ -123,8 +123,8 @@ def test_a_decoder_reads_its_start_token(made, name):
 @pytest.mark.parametrize(
     ("name", "beams"), [("GPT2LMHeadModel", 1), ("LlamaForCausalLM", 1), ("GPT2LMHeadModel", 3)]
 )
-def test_zero_can_be_written(made, name, beams):
-    model, config, params, _ = made(name)
+def test_generation_can_produce_token_zero(converted_model, name, beams):
+    model, config, params, _ = converted_model(name)
     x, max_new = full_of_zeros(8, 5), 8
     with torch.no_grad():
         expected = model.generate(
@@ -145,8 +145,8 @@ def test_zero_can_be_written(made, name, beams):
     assert (generated[:, expected.shape[1] :] == 8).all()
 
 
-def test_the_start_token_is_not_the_pad_token(made, tmp_path):
-    _, config, params, folder = made("BartForConditionalGeneration")
+def test_bart_special_tokens_round_trip(converted_model, tmp_path):
+    _, config, params, folder = converted_model("BartForConditionalGeneration")
     assert (config.pad_id, config.bos_id, config.eos_id, config.decoder_start_id) == (1, 0, 2, 2)
     save_hf(tmp_path / "out", config, params)
     original, saved = (
@@ -157,9 +157,9 @@ def test_the_start_token_is_not_the_pad_token(made, tmp_path):
     assert load_hf(tmp_path / "out", scan_layers=False)[0] == config
 
 
-def test_generation_begins_with_the_start_token(made):
+def test_generation_begins_with_the_start_token(converted_model):
     """The caller passes neither T5's start token nor its end-of-sequence token."""
-    model, config, params, _ = made("T5ForConditionalGeneration")
+    model, config, params, _ = converted_model("T5ForConditionalGeneration")
     source, module = np.random.default_rng(1).integers(3, 30, (1, 6)), build_model(config)
     with torch.no_grad():
         expected = model.generate(torch.tensor(source), max_new_tokens=5, do_sample=False).numpy()[
@@ -173,7 +173,7 @@ def test_generation_begins_with_the_start_token(made):
         sample(without_start, params, None, limits, keys, max_new=5, source_BxS=source)
 
 
-SAID = [
+SPECIAL_IDS = [
     {},
     {"pad_id": 5, "bos_id": 6, "eos_id": 7},
     {"pad_id": 0, "bos_id": 0, "eos_id": (7, 0, 9)},
@@ -181,18 +181,18 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("special_ids", SAID, ids=str)
+@pytest.mark.parametrize("special_ids", SPECIAL_IDS, ids=str)
 @pytest.mark.parametrize(
     "name",
     ["bert_base", "modernbert_base", "gpt2", "bloom_560m", "t5_small", "bart_base", "marian",
      "opt_125m", "pythia_70m", "llama2_7b", "mistral_7b", "qwen2_0.5b", "qwen3_0.6b", "gemma2_2b"],
 )  # fmt: skip
-def test_special_tokens_pass_through_config_json(name, special_ids):
+def test_special_tokens_round_trip_through_config_json(name, special_ids):
     """None stays None, although Transformers has defaults for absent fields."""
-    config = likeness(name)
+    config = small_architecture(name)
     start = {"decoder_start_id": 4} if config.is_encoder_decoder and special_ids else {}
     config = dataclasses.replace(config, d_ff=4 * config.d_model, **special_ids, **start)
-    family = FAMILIES[OF_HF[name.split("_")[0]]]
+    family = FAMILIES[HF_FAMILIES[name.split("_")[0]]]
     hf_fields = json.loads(json.dumps(family.their_config(config)))
     tensors = frozenset(weight.theirs for weight in family.weights(config))
     loaded = family.our_config(hf_fields, tensors)
@@ -209,7 +209,7 @@ def test_special_tokens_pass_through_config_json(name, special_ids):
         assert getattr(hf_config, name, None) == as_list(getattr(config, field))
 
 
-def test_defaults_are_those_of_transformers():
+def test_special_token_defaults_match_transformers():
     for family in FAMILIES.values():
         hf_config = getattr(transformers, family.architecture).config_class()
         names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -219,7 +219,7 @@ def test_defaults_are_those_of_transformers():
         }
 
 
-def test_tokens_outside_the_vocabulary_of_a_config_json():
+def test_special_tokens_outside_the_vocabulary_are_read_as_null():
     hf_fields = json.loads(
         transformers.GPT2Config(vocab_size=61, n_embd=16, n_head=2).to_json_string()
     )
@@ -251,14 +251,14 @@ def test_tokens_outside_the_vocabulary_of_a_config_json():
         ),
     ],
 )
-def test_special_tokens_lie_inside_the_vocabulary(fields, message):
+def test_invalid_special_tokens_raise(fields, message):
     with pytest.raises(UserError, match=message):
         small("decoder", **fields)
     assert small("encoder_decoder", decoder_start_id=0).decoder_start_id == 0
     assert small("decoder", eos_id=[3]).eos_id == 3 and small("decoder").eos_id is None
 
 
-def test_special_tokens_are_nothing_to_the_model():
+def test_special_tokens_do_not_change_logits():
     x = tokens(0, 2, 6).at[:, ::2].set(0)
     model, params = make(small("decoder"))
     with_ids = build_model(small("decoder", pad_id=0, bos_id=0, eos_id=0))
@@ -266,7 +266,7 @@ def test_special_tokens_are_nothing_to_the_model():
     assert architecture("bart_base").pad_id is None
 
 
-def test_cached_tokens_are_followed():
+def test_default_positions_continue_after_the_cache():
     """Without `positions`, decoded tokens follow the tokens in the cache."""
     model, params = make(small("decoder", position="learned", scan_layers=False))
     x, cache, chunks = tokens(0, 2, 6), model.empty_cache(2, 6), []
@@ -279,7 +279,7 @@ def test_cached_tokens_are_followed():
         model.apply(params, x[:, :1], cache, method="decode")
 
 
-def test_the_end_is_said_or_in_the_config():
+def test_eos_id_comes_from_the_call_or_the_config():
     plain, params = make(small("decoder", vocab_size=5, scan_layers=False))
     keys, limits, x = jax.random.split(jax.random.key(0), 2), jnp.array([6, 3]), tokens(0, 2, 3, 5)
     with_fields = lambda **fields: build_model(dataclasses.replace(plain.config, **fields))
@@ -298,7 +298,7 @@ def test_the_end_is_said_or_in_the_config():
     assert (ended[0] == [*free[0, : stop + 1], *[3] * (5 - stop)]).all()
 
 
-def test_a_beam_has_no_room_beyond_max_new():
+def test_beam_search_limits_are_capped_at_max_new():
     model, params = make(small("decoder", vocab_size=9, eos_id=2, scan_layers=False), noise=0.5)
     search = jax.jit(
         lambda limits: beam_search(
@@ -309,7 +309,7 @@ def test_a_beam_has_no_room_beyond_max_new():
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_help_says_what_the_defaults_are():
+def test_help_states_the_defaults():
     for family in ("decoder", "encoder_decoder"):
         model = build_model(small(family))
         for text in (pydoc.render_doc(model.apply), pydoc.render_doc(model)):

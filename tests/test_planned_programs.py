@@ -5,7 +5,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, sized, small
+from conftest import TINY, model_fields, small
 
 from transformer.config import Experiment
 from transformer.mapping import from_mapping
@@ -23,12 +23,12 @@ from transformer.planning.work import flops, hbm_bytes
 D, FF, V, T, ROWS = 32, 64, 48, 64, 16
 
 
-def planned(family="decoder", mesh=None, train=(), data=(), **model):
+def planned_experiment(family="decoder", mesh=None, train=(), data=(), **model):
     objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "seq2seq"}[
         family
     ]
     return from_mapping(Experiment, {
-        "model": sized(family, {**TINY, "num_decoder_layers": 3}, **{
+        "model": model_fields(family, {**TINY, "num_decoder_layers": 3}, **{
             "vocab_size": V, "d_model": D, "d_ff": FF, "max_length": T, "use_bias": False,
             "norm_placement": "pre", "position": "rotary", "attention_backend": "reference",
             **model,
@@ -44,17 +44,19 @@ def planned(family="decoder", mesh=None, train=(), data=(), **model):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_products_are_counted_as_often_as_they_run(scan):
+def test_products_in_loops_count_once_per_iteration(scan):
     """A forward pass on one device, with all query-key pairs of reference attention."""
-    config = planned(scan_layers=scan)
+    config = planned_experiment(scan_layers=scan)
     tokens = ROWS * T
     layer_flops = 2 * tokens * (4 * D * D + 2 * D * FF) + 4 * ROWS * T * T * D
     compiled = Programs(config, jax.devices()[:1]).compile("evaluate")
     assert flops(compiled.program) == 3 * layer_flops + 2 * tokens * D * V
 
 
-def test_what_is_kept_of_micro_batches_is_found_in_their_loop():
-    programs = lambda count: Programs(planned(train={"accumulate": count}), jax.devices()[:1])
+def test_accumulation_reduces_saved_activations():
+    programs = lambda count: Programs(
+        planned_experiment(train={"accumulate": count}), jax.devices()[:1]
+    )
     whole, quarters = (kept(programs(count).compile("train").program) for count in (1, 4))
     assert 0 < quarters < whole
 
@@ -69,13 +71,13 @@ def test_what_is_kept_of_micro_batches_is_found_in_their_loop():
         (17, 16, 7 / 16),
     ],
 )
-def test_pairs_that_a_mask_allows(window, block, expected):
+def test_allowed_pairs_of_a_causal_mask(window, block, expected):
     assert allowed_pairs(small("decoder", window=window), "decoder", 64, block) == pytest.approx(
         expected
     )
 
 
-def test_both_ways_in_a_window():
+def test_allowed_pairs_of_a_bidirectional_window():
     mask = np.abs(np.arange(40)[:, None] - np.arange(40)) < 7
     assert allowed_pairs(small("encoder", window=7), "encoder", 40) == pytest.approx(mask.mean())
 
@@ -127,7 +129,7 @@ metadata={op_name="jit(f)/transpose(jvp(layers))/add"}
 """
 
 
-def test_a_program_in_its_own_words():
+def test_parses_hlo_text():
     """Reads a loop that counts by twos, all four notations of groups, and multi-line attributes.
 
     Also reads arrays in on-chip memory, and arrays that are kept for the backward pass.
@@ -189,7 +191,7 @@ ENTRY %main (w: f32[16,64], i: s32[]) -> f32[16,64] {
 """
 
 
-def test_what_is_moved_is_counted_once():
+def test_moved_bytes_are_counted_once():
     """Counts a slice with its index, a copy to on-chip memory, and the update of a part.
 
     The program also contains an all-gather that is written as a sum of zero-padded parts.
@@ -220,12 +222,12 @@ ENTRY %main (a: bf16[64,8]) -> bf16[16,8] {
 """
 
 
-def test_a_sum_of_which_each_keeps_its_part_is_a_scatter():
+def test_fused_all_reduce_scatter_is_a_reduce_scatter():
     (message,) = collectives(HloProgram.read(SCATTER))
     assert (message.kind, message.bytes) == ("reduce-scatter", 1024)
 
 
-def called(name, out, operands, scope, **model):
+def kernel_work(name, out, operands, scope, **model):
     """Returns the work of a call of kernel `name` with operands of the given shapes."""
     operands = ", ".join(f"bf16[{dims}]{{1,0}}" for dims in operands)
     line = (
@@ -238,37 +240,39 @@ def called(name, out, operands, scope, **model):
     return kernel(program.computations["main"][name], small("decoder", **model))
 
 
-def test_an_attention_kernels_products_are_those_of_the_blocks_it_looks_at():
+def test_attention_kernel_flops_count_only_unmasked_blocks():
     shapes = "2,4,1024,64", ("2,4,1024,64", "2,2,1024,64", "2,2,1024,64")
     count = lambda kind, scope="self_attention": (
-        called(f"splash_mha_{kind}_segmented.1", *shapes, scope).flops
+        kernel_work(f"splash_mha_{kind}_segmented.1", *shapes, scope).flops
     )
     whole = 2 * 2 * 4 * 1024 * 1024 * 64
     assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
     assert count("fwd", "cross_attention") == 2 * whole
 
 
-def test_a_grouped_kernel_goes_over_its_experts_share_of_the_rows():
+def test_grouped_kernel_computes_its_share_of_the_rows():
     """A device with 2 of 8 experts computes a quarter of 1024 rows."""
     mixture = {"feed_forward": {"name": "experts", "num_experts": 8}}
-    forward = called("gmm.3", "1024,96", ("1024,64", "2,64,96"), "feed_forward", **mixture)
-    by_matrices = called("tgmm.1", "2,64,96", ("1024,64", "1024,96"), "feed_forward", **mixture)
+    forward = kernel_work("gmm.3", "1024,96", ("1024,64", "2,64,96"), "feed_forward", **mixture)
+    by_matrices = kernel_work(
+        "tgmm.1", "2,64,96", ("1024,64", "1024,96"), "feed_forward", **mixture
+    )
     assert forward == by_matrices  # the gradient with respect to the matrices
     assert (forward.flops, forward.untouched) == (2 * 256 * 64 * 96, 768 * (64 + 96) * 2)
-    by_rows = called("gmm.4", "1024,64", ("1024,96", "2,64,96"), "feed_forward", **mixture)
+    by_rows = kernel_work("gmm.4", "1024,64", ("1024,96", "2,64,96"), "feed_forward", **mixture)
     assert by_rows == forward  # the gradient with respect to the rows
 
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
-def test_what_a_ring_sends():
+def test_bytes_sent_within_a_slice():
     sizes = {kind: sent(Collective(kind, 100, np.arange(4)[None], 3, "")) for kind in KINDS}
     assert {kind: outer for kind, (_, outer) in sizes.items()} == dict.fromkeys(KINDS, 0)
     assert [inner for inner, _ in sizes.values()] == [225, 225, 450, 225, 300]
 
 
-def test_what_goes_beyond_a_slice_is_shared_by_its_devices():
+def test_traffic_between_slices_is_shared_by_their_devices():
     """Eight devices in two slices.
 
     In an all-gather, a device receives 3/4 of the array in its slice. Its share of the traffic
@@ -284,7 +288,7 @@ def test_what_goes_beyond_a_slice_is_shared_by_its_devices():
     assert sizes["all-to-all"] == (300, 400) and sizes["collective-permute"] == (0, 800)
 
 
-def test_what_is_sent_between_slices_is_read():
+def test_reads_transfers_between_slices():
     """The TPU compiler writes a collective between slices as a send to the host."""
     text = (
         "ENTRY %main (a: bf16[1000]) -> bf16[1000] {\n"
@@ -304,7 +308,7 @@ def test_what_is_sent_between_slices_is_read():
     ("kind", "devices", "expected"),
     [("h100", [0, 1, 2, 3], (0.75e9, 0)), ("h100", [0, 1, 8, 9], (0.5e9, 0.25e9))],
 )
-def test_what_leaves_a_host_is_told_apart(kind, devices, expected):
+def test_traffic_between_hosts_is_counted_separately(kind, devices, expected):
     """Ten GPUs: eight in one host, two in another."""
     all_devices = [types.SimpleNamespace(id=i) for i in range(10)]
     text = (

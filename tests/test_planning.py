@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 from test_objectives import CASES, experiment
-from test_planned_programs import FF, ROWS, D, V, planned
+from test_planned_programs import FF, ROWS, D, V, planned_experiment
 
 from transformer.cli import main
 from transformer.config import MeshConfig
@@ -24,7 +24,7 @@ from transformer.planning.search import page, search
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_batch_has_the_shapes_that_the_text_gives(text, case):
+def test_planned_batch_shapes_match_real_batches(text, case):
     objective, family, model, data = CASES[case]
     config = experiment(text, objective, family, model.items(), **data)
     real = open_data(config).batches("train")[0]
@@ -54,7 +54,7 @@ def test_a_batch_has_the_shapes_that_the_text_gives(text, case):
         ("cpu:8", (8,), 8),
     ],
 )
-def test_machines_by_shape_and_by_name(machine, shape, count):
+def test_topology_parses_shapes_and_names(machine, shape, count):
     parsed = topology(machine)
     assert parsed.shape == shape and parsed.chips == count
 
@@ -73,7 +73,7 @@ def test_machines_by_shape_and_by_name(machine, shape, count):
         ("v5e-16", 0, "--slices: 0"),
     ],
 )
-def test_machines_that_there_are_not(machine, slices, message):
+def test_invalid_topologies_raise(machine, slices, message):
     with pytest.raises(UserError, match=message):
         topology(machine, slices)
 
@@ -81,7 +81,7 @@ def test_machines_that_there_are_not(machine, slices, message):
 # ---- plans
 
 
-def test_a_plan_of_simulated_devices(tmp_path, capsys):
+def test_plan_of_simulated_devices(tmp_path, capsys):
     """Checks the sharded state, the collectives, the page and the command line.
 
     Numbers that are unknown for a CPU are left out.
@@ -117,7 +117,7 @@ def test_a_plan_of_simulated_devices(tmp_path, capsys):
     assert f"--json: no folder {tmp_path / 'no'}" in capsys.readouterr().err
 
 
-def test_every_arm_side_by_side(tmp_path, capsys):
+def test_plan_compares_every_arm(tmp_path, capsys):
     (tmp_path / "x.py").write_text(
         "from transformer import vary\n"
         "def sweep():\n    return vary('model.position', 'none', 't5')\n"
@@ -163,27 +163,27 @@ def test_every_arm_side_by_side(tmp_path, capsys):
         ("--topology=cpu:2 --search", "--search: the speed of a CPU is unknown"),
     ],
 )
-def test_what_cannot_be_told_is_refused(flags, message, capsys):
+def test_invalid_plan_arguments_are_rejected(flags, message, capsys):
     assert main(["plan", "--config=experiments/smoke.py", *flags.split()]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("machine", ["v5e-1", "v6e:2x2", "v5p:1x1x1", "v5p:2x2x1"])
-def test_machines_of_one_host(machine):
+def test_topologies_within_one_host(machine):
     assert len(programs.start(topology(machine))) == topology(machine).devices
 
 
-def test_a_shape_that_there_is_not():
+def test_nonexistent_topology_shape_raises():
     with pytest.raises(UserError, match="v5e:3x5 does not exist; shapes are 1x1, 2x2, 2x4"):
         programs.start(topology("v5e:3x5"))
 
 
-def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):
+def test_plan_that_does_not_fit_suggests_remedies(monkeypatch):
     monkeypatch.setitem(
         chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 150_000, 1e12, 1e9, 1e9)
     )
     plan = make_plan(
-        planned(mesh={"data": 4}),
+        planned_experiment(mesh={"data": 4}),
         Topology("h100", (4,)),
         jax.devices()[:4],
         only=("train",),
@@ -199,12 +199,14 @@ def test_what_is_too_large_is_said_with_what_would_help(monkeypatch):
     assert 0 < plan.mfu <= 1
 
 
-def test_a_search_ends_with_the_fastest_that_fits(monkeypatch):
+def test_search_ranks_fitting_plans_by_step_time(monkeypatch):
     monkeypatch.setitem(
         chips.CHIPS, "h100", chips.Chip("a small one", 1e12, 2_300_000, 1e10, 1e9, 1e9)
     )
     progress = []
-    plans = search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, progress.append)
+    plans = search(
+        planned_experiment(), Topology("h100", (4,)), jax.devices()[:4], 3, progress.append
+    )
     assert plans[0].fits and len(plans) <= 3 and len(progress) >= len(plans)
     steps = [plan.step for plan in plans if plan.fits]
     assert steps == sorted(steps) and "best: --config.mesh.data=" in page(plans)
@@ -214,17 +216,17 @@ def test_a_search_ends_with_the_fastest_that_fits(monkeypatch):
     with pytest.raises(
         UserError, match="nothing to try .* parameters, gradients and optimizer take"
     ):
-        search(planned(), Topology("h100", (4,)), jax.devices()[:4], 3, progress.append)
+        search(planned_experiment(), Topology("h100", (4,)), jax.devices()[:4], 3, progress.append)
 
 
 # ---- the TPU compiler, which needs no TPU
 
 
 @pytest.mark.parametrize(("machine", "position"), [("v5e:2x2", "alibi"), ("v5p:2x2x1", "rotary")])
-def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, position):
+def test_training_step_compiles_for_tpu_with_splash_attention(machine, position):
     assert importlib.util.find_spec("libtpu"), "the extra [test] brings it"
     target = topology(machine)
-    config = planned(
+    config = planned_experiment(
         mesh={"fsdp": 2, "tensor": 2}, data={"length": 1024}, position=position,
         attention_backend="auto", dtype="bfloat16", d_head=64, max_length=1024, remat="full",
     )  # fmt: skip
@@ -255,7 +257,7 @@ def test_a_training_step_compiles_for_a_tpu_with_its_fused_attention(machine, po
 @pytest.mark.parametrize(
     ("machine", "mesh"), [("v5e:2x2", {"expert": 2, "fsdp": 2}), ("v5p:2x2x1", {"fsdp": 4})]
 )
-def test_dropless_experts_on_a_tpu_take_each_pair_once(machine, mesh):
+def test_dropless_experts_on_tpu_compute_each_pair_once(machine, mesh):
     """Each pair of token and expert is computed once.
 
     This holds whether the experts are sharded over devices or each device holds all of them.
@@ -263,7 +265,7 @@ def test_dropless_experts_on_a_tpu_take_each_pair_once(machine, mesh):
     experts, top_k = 4, 2
     target = topology(machine)
     mixture = {"name": "experts", "num_experts": experts, "top_k": top_k}
-    config = planned(
+    config = planned_experiment(
         mesh=mesh, data={"length": 256}, dtype="bfloat16", max_length=256, feed_forward=mixture
     )
     plan = make_plan(config, target, programs.start(target), only=("train",))

@@ -15,7 +15,7 @@ from transformer.model import positions
 from transformer.model.positions import StackFacts
 
 
-def facts(d_head, max_length, causal=True):
+def stack_facts(d_head, max_length, causal=True):
     return StackFacts(d_head, 1, 1, d_head, d_head, max_length, causal)
 
 
@@ -46,7 +46,7 @@ def xpos_scores(q_TxH, k_SxH, t, s, theta=1e4, gamma=0.4, scale_base=512.0):
         (3_000, 8, {"gamma": 0.1, "scale_base": 40.0, "theta": 300.0}),
     ],
 )
-def test_xpos_scores_are_the_formula_s_at_every_position(max_length, d_head, options):
+def test_xpos_scores_match_the_formula_at_every_position(max_length, d_head, options):
     draw = np.random.default_rng(max_length)
     starts = [0, 511, 512, 34_999, 35_000, 37_000, 56_319, 56_320, max_length // 2, max_length - 7]
     t = np.unique(
@@ -57,11 +57,11 @@ def test_xpos_scores_are_the_formula_s_at_every_position(max_length, d_head, opt
     q, k = draw.normal(size=(2, len(t), d_head)) * 10.0 ** draw.uniform(-5, 1, (2, len(t), 1))
     q, k = np.float32(q), np.float32(k)
     scheme = positions.build({"name": "xpos", **options})
-    bound = scheme.bind(None, facts(d_head, max_length)).at(jnp.asarray(t)[None])
+    bound = scheme.bind(None, stack_facts(d_head, max_length)).at(jnp.asarray(t)[None])
     rotated_q, rotated_k = bound.rotate(
         jnp.asarray(q)[None, :, None], jnp.asarray(k)[None, :, None]
     )
-    assert rotated_q.shape[-1] == scheme.key_size(facts(d_head, max_length))
+    assert rotated_q.shape[-1] == scheme.key_size(stack_facts(d_head, max_length))
     scores = np.einsum("bthx,bshx->ts", rotated_q, rotated_k)
     expected = xpos_scores(q, k, t, t, **options)
     past = t[:, None] >= t[None]
@@ -72,13 +72,13 @@ def test_xpos_scores_are_the_formula_s_at_every_position(max_length, d_head, opt
     assert (np.abs(scores - expected) / norms)[past].max() < 5e-7
 
 
-def test_xpos_widens_keys_no_more_than_it_must():
+def test_xpos_widens_keys_only_for_long_sequences():
     scheme = positions.build("xpos")
-    sizes = [scheme.key_size(facts(64, length)) for length in (512, 56_320, 56_321, 112_640)]
+    sizes = [scheme.key_size(stack_facts(64, length)) for length in (512, 56_320, 56_321, 112_640)]
     assert sizes == [64, 64, 128, 128]
 
 
-def test_xpos_refuses_what_float32_cannot_hold():
+def test_xpos_rejects_lengths_and_decays_beyond_float32():
     decoder = lambda length, **options: ModelConfig(
         family="decoder", vocab_size=9, max_length=length, position={"name": "xpos", **options}
     )
@@ -94,7 +94,7 @@ def test_xpos_refuses_what_float32_cannot_hold():
             decoder(512, **{name: 0.0})
 
 
-def test_xpos_packs_far_from_the_start():
+def test_xpos_logits_depend_only_on_distances():
     """Logits depend on distances alone.
 
     They are the same from position 0, across a boundary between blocks, and packed with another
@@ -120,7 +120,7 @@ def test_xpos_packs_far_from_the_start():
     np.testing.assert_allclose(packed.reshape(plain.shape), plain, atol=2e-5)
 
 
-def test_xpos_decodes_from_a_cache_across_blocks():
+def test_xpos_cached_decoding_across_blocks():
     config = small("decoder", position={"name": "xpos", "scale_base": 10.0}, max_length=1600)
     assert config.key_size("decoder") > config.head_size
     model, params = make(config)

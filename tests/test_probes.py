@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import TINY, sized
+from conftest import TINY, model_fields
 
 from transformer import UserError
 from transformer.config import Experiment
@@ -21,7 +21,7 @@ from transformer.runs.evaluate import evaluate, load_trained
 from transformer.runs.loop import train
 
 
-def judged(task: str, question: str, answer: str) -> bool:
+def is_correct(task: str, question: str, answer: str) -> bool:
     """Returns whether the answer is right, computed independently of the generator."""
     match task:
         case "copy" | "reverse" | "sort":
@@ -48,7 +48,7 @@ def judged(task: str, question: str, answer: str) -> bool:
 
 
 @pytest.mark.parametrize("task", probes.TASKS)
-def test_answers_are_right(task):
+def test_generated_answers_are_correct(task):
     spec = probes.parse(f"{task}:4-24:300")
     examples = list(spec.draw())
     assert (
@@ -57,9 +57,9 @@ def test_answers_are_right(task):
         and examples != list(probes.parse(f"{task}:4-25:300").draw())
     )
     for question, answer in examples:
-        assert judged(task, question, answer), (question, answer)
+        assert is_correct(task, question, answer), (question, answer)
     wrong = sum(
-        judged(task, question, other_answer)
+        is_correct(task, question, other_answer)
         for (question, answer), (_, other_answer) in itertools.pairwise(examples)
         if answer != other_answer
     )
@@ -77,14 +77,14 @@ def test_answers_are_right(task):
         ("copy:0-3", "1 <= SHORTEST"),
     ],
 )
-def test_a_path_that_asks_for_nothing_is_refused(path, message):
+def test_invalid_probe_paths_raise(path, message):
     with pytest.raises(UserError, match=f"data.train: .*{message}"):
         experiment("decoder", path)
 
 
 def experiment(family: str, path: str = "copy:1-3:2000", **changes) -> Experiment:
     return from_mapping(Experiment, {
-        "model": sized(
+        "model": model_fields(
             family, {**TINY, "num_encoder_layers": 1}, d_model=32, d_ff=64, num_heads=2,
             position="rotary", **changes,
         ),
@@ -104,7 +104,7 @@ def experiment(family: str, path: str = "copy:1-3:2000", **changes) -> Experimen
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])
-def test_what_counts_as_right_is_what_the_model_would_write(family, tmp_path):
+def test_exact_scores_match_generated_answers(family, tmp_path):
     config = experiment(family)
     train(config, tmp_path)
     with use(make_mesh(config.mesh)) as mesh:
@@ -138,7 +138,7 @@ def test_what_counts_as_right_is_what_the_model_would_write(family, tmp_path):
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("task", probes.TASKS)
-def test_no_question_is_asked_in_training_and_in_the_test(task, turned):
+def test_held_out_questions_are_not_in_training(task, turned):
     config = experiment("encoder_decoder", f"{task}:8-12:600", vocab_size=64)
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, reverse=turned, test=f"{task}:8-11:600")
@@ -161,7 +161,7 @@ def test_no_question_is_asked_in_training_and_in_the_test(task, turned):
     }
 
 
-def test_what_is_probed_was_not_trained_on():
+def test_probe_examples_are_not_in_training():
     """The evaluator draws other examples than training does, even for the same path."""
     questions = lambda purpose: {
         question for question, _ in probes.Wanted("copy", 12, 12, 256).draw(purpose)
@@ -172,7 +172,7 @@ def test_what_is_probed_was_not_trained_on():
     assert not questions("probe ") & questions("")
 
 
-def test_a_decoder_is_asked_for_the_answer_alone():
+def test_decoder_targets_are_only_the_answer():
     config = experiment("decoder")
     data = open_data(config)
     rows = data.objective.rows(data.store, "train", config)
@@ -204,7 +204,7 @@ def test_a_decoder_is_asked_for_the_answer_alone():
 
 
 @pytest.mark.parametrize("prefix_lm", [False, True])
-def test_a_text_is_looked_into_as_it_was_trained(prefix_lm):
+def test_inspected_segments_match_training_segments(prefix_lm):
     """`inspect` passes a pair to a decoder as training does.
 
     For a text alone, the targets of a prefix LM are its second half.
@@ -236,7 +236,7 @@ def test_a_text_is_looked_into_as_it_was_trained(prefix_lm):
     )
 
 
-def test_pairs_that_are_too_long_for_a_decoder():
+def test_pairs_too_long_for_a_decoder_are_dropped_or_cut():
     for too_long in ("drop", "cut"):
         base = experiment("decoder", "copy:6-10:200")
         config = from_mapping(

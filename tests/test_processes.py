@@ -51,7 +51,7 @@ def launch(count: int, workdir: Path, *options: str, command=TRAIN) -> list[subp
     ]  # fmt: skip
 
 
-def curve(workdir: Path) -> list[dict]:
+def logged_metrics(workdir: Path) -> list[dict]:
     """Returns the lines of metrics.jsonl, without times and memory."""
     file = workdir / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -60,7 +60,7 @@ def curve(workdir: Path) -> list[dict]:
     ]
 
 
-def until(condition, seconds: float = 120) -> None:
+def wait_until(condition, seconds: float = 120) -> None:
     """Waits until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -68,54 +68,56 @@ def until(condition, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def codes(started: list[subprocess.Popen], seconds: float = 150) -> tuple[list[int], list[str]]:
+def wait_for_exit(
+    started: list[subprocess.Popen], seconds: float = 150
+) -> tuple[list[int], list[str]]:
     """Waits for the processes, and returns their exit codes and outputs."""
     outputs = [process.communicate(timeout=seconds)[0] for process in started]
     return [process.returncode for process in started], outputs
 
 
-def test_a_run_goes_on_on_fewer_processes_bit_for_bit(tmp_path):
+def test_resumes_on_fewer_processes_bitwise(tmp_path):
     """Trains on four processes until one is preempted, on two likewise, then on one.
 
     The run equals that of one process from start to end.
     """
     steps = "--config.train.steps=24"
-    assert codes(launch(1, tmp_path / "whole", steps))[0] == [0]
+    assert wait_for_exit(launch(1, tmp_path / "whole", steps))[0] == [0]
     for count, victim in ((4, 2), (2, 0)):
-        before = len(curve(tmp_path / "parts"))
+        before = len(logged_metrics(tmp_path / "parts"))
         started = launch(count, tmp_path / "parts", steps)
-        until(lambda before=before: len(curve(tmp_path / "parts")) > before)
+        wait_until(lambda before=before: len(logged_metrics(tmp_path / "parts")) > before)
         started[victim].send_signal(signal.SIGTERM)
-        exit_codes, outputs = codes(started)
+        exit_codes, outputs = wait_for_exit(started)
         assert exit_codes == [143] * count, outputs
         assert "stopped at step" in outputs[0]
-    assert 2 < len(curve(tmp_path / "parts")) < 24
-    exit_codes, (output,) = codes(launch(1, tmp_path / "parts", steps))
+    assert 2 < len(logged_metrics(tmp_path / "parts")) < 24
+    exit_codes, (output,) = wait_for_exit(launch(1, tmp_path / "parts", steps))
     assert exit_codes == [0] and "resumed     at step" in output
-    whole, parts = curve(tmp_path / "whole"), curve(tmp_path / "parts")
+    whole, parts = logged_metrics(tmp_path / "whole"), logged_metrics(tmp_path / "parts")
     assert len(whole) == 25 and whole == parts
-    on_one, on_two = (tried(tmp_path / "parts", count) for count in (1, 2))
+    on_one, on_two = (evaluate_and_generate(tmp_path / "parts", count) for count in (1, 2))
     assert on_one["loss"] > 1 and on_one["answer"].strip() and on_one == on_two
     manifest = json.loads((tmp_path / "parts" / "manifest.json").read_text())
     assert [start["processes"] for start in manifest["earlier_starts"]] == [4, 2]
 
 
-def test_all_processes_use_the_checkpoint_before_one_that_a_process_cannot_read(tmp_path):
+def test_all_processes_fall_back_if_one_cannot_read_a_checkpoint(tmp_path):
     run, options = tmp_path / "run", ["--config.train.steps=4", "--config.train.checkpoint_every=2"]
-    assert codes(launch(2, run, *options))[0] == [0, 0]
-    before = curve(run)
+    assert wait_for_exit(launch(2, run, *options))[0] == [0, 0]
+    before = logged_metrics(run)
     damaged_files = list((run / "checkpoints" / "4" / "params" / "ocdbt.process_1").rglob("d/*"))
     for file in damaged_files:
         data = file.read_bytes()
         file.write_bytes(data[: len(data) // 8] + bytes(len(data) - len(data) // 8))
-    exit_codes, outputs = codes(launch(2, run, *options))
+    exit_codes, outputs = wait_for_exit(launch(2, run, *options))
     assert exit_codes == [0, 0] and damaged_files, outputs
     assert "4 is damaged" in outputs[0] and "continuing from step 2" in outputs[0]
     assert "Traceback" not in "".join(outputs)
-    assert curve(run) == before and (run / "damaged" / "4").is_dir()
+    assert logged_metrics(run) == before and (run / "damaged" / "4").is_dir()
 
 
-def tried(workdir: Path, count: int) -> dict:
+def evaluate_and_generate(workdir: Path, count: int) -> dict:
     """Returns the results of `evaluate` and the output of `generate` on `count` processes."""
     prompts, answers = workdir / "asked.txt", workdir / f"answer{count}.txt"
     prompts.write_text("The import statement\n")
@@ -154,7 +156,7 @@ def tried(workdir: Path, count: int) -> dict:
     return json.loads((workdir / "test.json").read_text()) | {"answer": answers.read_text()}
 
 
-def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path):
+def test_killed_process_ends_the_others_and_launcher_restarts(tmp_path):
     command = [
         sys.executable,
         "launch/local.py",
@@ -172,11 +174,11 @@ def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path
     )
     checkpoints = tmp_path / "run" / "checkpoints"
     # Wait for a complete checkpoint.
-    until(lambda: any(folder.name.isdigit() for folder in checkpoints.glob("*")))
+    wait_until(lambda: any(folder.name.isdigit() for folder in checkpoints.glob("*")))
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGKILL)
     killed_at = time.monotonic()
-    until(
+    wait_until(
         lambda: (
             not Path(f"/proc/{children[0]}").exists()
             or "Z" in Path(f"/proc/{children[0]}/stat").read_text()
@@ -190,12 +192,12 @@ def test_a_killed_process_ends_the_others_and_the_launcher_starts_again(tmp_path
     assert "error: process 1 of this run ended or cannot be reached; see its log" in errors
     assert "Traceback" not in errors and "stack trace" not in errors
     assert "resumed     at step" in errors
-    assert [line["step"] for line in curve(tmp_path / "run") if "train/loss" in line] == list(
-        range(1, 81)
-    )
+    assert [
+        line["step"] for line in logged_metrics(tmp_path / "run") if "train/loss" in line
+    ] == list(range(1, 81))
 
 
-def test_who_does_not_arrive_is_named(tmp_path):
+def test_missing_processes_are_named(tmp_path):
     port = local.free_port()
     code = (
         "from transformer.parallel.processes import start_processes; "
@@ -224,7 +226,7 @@ def test_who_does_not_arrive_is_named(tmp_path):
     )
 
 
-def test_a_script_that_dies_ends_the_others():
+def test_failing_script_ends_the_other_processes():
     """A process that raises does not wait for the others.
 
     Processes that all reach the barrier and then exit with 143 print nothing.
@@ -238,7 +240,7 @@ def test_a_script_that_dies_ends_the_others():
     stop = "barrier('that all reach')\nsys.exit(143)"
 
     def run_both(code: str, port: int) -> tuple[list[int], list[str]]:
-        return codes([
+        return wait_for_exit([
             subprocess.Popen(
                 [sys.executable, "-c", code, str(i)],
                 env=os.environ | local.variables(i, 2, 1, port), cwd=ROOT,
@@ -254,7 +256,7 @@ def test_a_script_that_dies_ends_the_others():
     assert run_both(code + stop, local.free_port()) == ([143, 143], ["", ""])
 
 
-def test_processes_build_their_own_rows_of_the_same_batch():
+def test_processes_build_their_own_share_of_each_batch():
     class Rows:
         lengths, report = np.full(10, 6), {}
 
@@ -276,7 +278,7 @@ def test_processes_build_their_own_rows_of_the_same_batch():
     assert whole[2]["weights"].sum() == 12 and parts[3][2]["weights"].sum() == 0
 
 
-def test_processes_that_were_told_different_things_do_not_train_together(tmp_path):
+def test_processes_with_different_configs_or_folders_fail(tmp_path):
     """Covers different configs, and a folder that is not shared."""
     port, command = (
         local.free_port(),
@@ -309,7 +311,7 @@ def test_processes_that_were_told_different_things_do_not_train_together(tmp_pat
     )
 
 
-def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys):
+def test_generate_and_convert_refuse_several_processes(tmp_path, monkeypatch, capsys):
     from transformer.cli import main
     from transformer.config import Experiment
     from transformer.config_io import load_experiment
@@ -330,7 +332,7 @@ def test_what_several_processes_cannot_do_is_told(tmp_path, monkeypatch, capsys)
     assert not (tmp_path / "new").exists() and not (tmp_path / "out").exists()
 
 
-def test_a_pod_sweeps_as_one(tmp_path):
+def test_sweep_uses_all_hosts_and_resumes(tmp_path):
     """Every host starts the sweep, whose runs use all hosts, one run after another.
 
     A signal to one host stops all of them. The same command continues the sweep.
@@ -346,27 +348,27 @@ def test_a_pod_sweeps_as_one(tmp_path):
         tmp_path / "runs",
     )
     stopped = launch(2, runs, command=command)
-    until(lambda: len(curve(runs / "low" / "seed-0")) > 2)
+    wait_until(lambda: len(logged_metrics(runs / "low" / "seed-0")) > 2)
     stopped[1].send_signal(signal.SIGTERM)
-    exit_codes, outputs = codes(stopped)
+    exit_codes, outputs = wait_for_exit(stopped)
     assert exit_codes == [143, 143], outputs
     assert (
         re.search(r"low +stopped", outputs[0])
         and "seed 0" not in outputs[1]
         and not (runs / "high").exists()
     )
-    exit_codes, outputs = codes(launch(2, runs, command=command))
+    exit_codes, outputs = wait_for_exit(launch(2, runs, command=command))
     assert exit_codes == [0, 0], outputs
     assert "2 of 2 runs finished" in outputs[0] and all(
         (runs / arm / "seed-0" / "test.json").exists() for arm in ("low", "high")
     )
-    low, high = (curve(runs / arm / "seed-0") for arm in ("low", "high"))
+    low, high = (logged_metrics(runs / arm / "seed-0") for arm in ("low", "high"))
     assert [line["step"] for line in low if "train/loss" in line] == list(range(1, 13)) and low[
         2
     ] != high[2]
 
 
-def test_a_pod_sweeps_one_run_at_a_time(tmp_path, monkeypatch, capsys):
+def test_sweep_on_several_processes_rejects_jobs(tmp_path, monkeypatch, capsys):
     for name, value in {"COORDINATOR": "localhost:12345", "PROCESSES": "2", "PROCESS": "1"}.items():
         monkeypatch.setenv(f"TRANSFORMER_{name}", value)
     assert (

@@ -48,7 +48,7 @@ from transformer.parallel.sharding import Share
         ),
     ],
 )  # fmt: skip
-def test_variables_that_make_no_sense_are_refused(monkeypatch, variables, message):
+def test_invalid_environment_variables_raise(monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message):
@@ -56,7 +56,7 @@ def test_variables_that_make_no_sense_are_refused(monkeypatch, variables, messag
 
 
 @pytest.mark.parametrize(("wait", "beginning"), [(0.5, "waited 0 s for"), (60, "cannot wait for")])
-def test_how_long_it_waited_is_said_of_one_that_did(monkeypatch, wait, beginning):
+def test_barrier_error_states_how_long_it_waited(monkeypatch, wait, beginning):
     def wait_at_barrier(name, milliseconds):
         time.sleep(milliseconds / 1000 if wait < 1 else 0)
         raise RuntimeError("one is gone")
@@ -70,13 +70,13 @@ def test_how_long_it_waited_is_said_of_one_that_did(monkeypatch, wait, beginning
         processes.barrier("data", wait)
 
 
-def test_a_process_that_is_alone_has_every_row():
+def test_single_process_has_the_whole_batch():
     for sizes in ({"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "context": 8}):
         share = Share(make_mesh(MeshConfig(**sizes)))
         np.testing.assert_array_equal(share.rows(16), np.arange(16))
 
 
-def test_the_launcher_prints_what_would_run(capsys, tmp_path, monkeypatch):
+def test_launcher_dry_run_prints_its_commands(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b.py").touch()
     assert (

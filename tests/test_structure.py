@@ -38,7 +38,7 @@ def imports(path: Path) -> set[str]:
     return modules
 
 
-def test_packages_import_one_way():
+def test_packages_import_in_one_direction():
     rank = {name: i for i, name in enumerate(ORDER)}
     upward = []
     for name, path in FILES.items():
@@ -51,7 +51,7 @@ def test_packages_import_one_way():
     assert not upward
 
 
-def test_no_file_imports_itself_through_others():
+def test_imports_have_no_cycles():
     graph = {name: imports(path) for name, path in FILES.items() if name != "transformer"}
     done, cycles = set(), []
 

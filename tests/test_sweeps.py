@@ -21,12 +21,12 @@ def sweep():
 """
 
 
-def names(grid):
+def point_names(grid):
     return [point.name for point in grid.points]
 
 
-def test_the_algebra():
-    assert names(product(NORMS, PLACES)) == [
+def test_grid_algebra():
+    assert point_names(product(NORMS, PLACES)) == [
         "pre-rotary",
         "pre-alibi",
         "pre-t5",
@@ -45,21 +45,21 @@ def test_the_algebra():
         )
     ).points["none-learning_rate=0.001"]
     assert [point.call(field) for field in point.changes] == ["none", "0.001"]
-    assert names(chain(NORMS, PLACES)) == ["pre", "post", "rotary", "alibi", "t5"]
-    assert names(zipped(NORMS, vary("optimizer.warmup_steps", 1, 100))) == [
+    assert point_names(chain(NORMS, PLACES)) == ["pre", "post", "rotary", "alibi", "t5"]
+    assert point_names(zipped(NORMS, vary("optimizer.warmup_steps", 1, 100))) == [
         "pre-warmup_steps=1",
         "post-warmup_steps=100",
     ]
-    assert names(vary("model.d_ff", narrow=64, wide=256)) == ["narrow", "wide"]
-    assert names(vary("model.position", {"name": "rotary", "theta": 5e5}, "none")) == [
+    assert point_names(vary("model.d_ff", narrow=64, wide=256)) == ["narrow", "wide"]
+    assert point_names(vary("model.position", {"name": "rotary", "theta": 5e5}, "none")) == [
         "rotary+theta=500000.0",
         "none",
     ]
-    assert names(arms(plain={}, deep={"model.num_decoder_layers": 24})) == ["plain", "deep"]
+    assert point_names(arms(plain={}, deep={"model.num_decoder_layers": 24})) == ["plain", "deep"]
     assert product(NORMS, chain(PLACES)) == product(NORMS, PLACES) and len(product()) == 1
 
 
-def test_the_baseline_comes_first_and_seeds_are_the_same_for_all():
+def test_baseline_comes_first_and_arms_share_seeds():
     sweep = Sweep(PLACES, baseline="alibi", seeds=2)
     assert (
         list(sweep.arms) == ["alibi", "rotary", "t5"]
@@ -99,19 +99,19 @@ def test_the_baseline_comes_first_and_seeds_are_the_same_for_all():
         (lambda: Sweep(["a", "b"]), r"\['a', 'b'\]; a Grid is expected: vary"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make, message):
+def test_invalid_sweeps_raise(make, message):
     with pytest.raises(UserError, match=message):
         make()
 
 
-def write(tmp_path, sweep):
+def write_experiment(tmp_path, sweep):
     file = tmp_path / "x.py"
     file.write_text(FILE.replace("SWEEP", sweep))
     return str(file)
 
 
-def test_arms_are_experiments(tmp_path):
-    file = write(
+def test_arms_load_as_experiments(tmp_path):
+    file = write_experiment(
         tmp_path,
         "Sweep(vary('model.position', 'none', {'name': 'rotary', 'theta': 500.0}), "
         "baseline='none')",
@@ -125,7 +125,7 @@ def test_arms_are_experiments(tmp_path):
         load_experiment(file).model.position == load_experiment(file, {}).model.position != "none"
     )
     # sweep() may return a Grid.
-    assert list(load_arms(write(tmp_path, "vary('model.d_ff', 32, 64)"))[1]) == [
+    assert list(load_arms(write_experiment(tmp_path, "vary('model.d_ff', 32, 64)"))[1]) == [
         "d_ff=32",
         "d_ff=64",
     ]
@@ -157,6 +157,6 @@ def test_arms_are_experiments(tmp_path):
         ("3", {}, "returns 3; a Sweep or a Grid is expected"),
     ],
 )
-def test_a_file_that_varies_what_there_is_not(tmp_path, sweep, overrides, message):
+def test_invalid_sweep_files_raise(tmp_path, sweep, overrides, message):
     with pytest.raises(UserError, match=message):
-        load_arms(write(tmp_path, sweep), overrides)
+        load_arms(write_experiment(tmp_path, sweep), overrides)

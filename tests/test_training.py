@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import sized
+from conftest import model_fields
 
 from transformer.config import Experiment, MeshConfig, OptimizerConfig
 from transformer.data.batching import assemble
@@ -32,7 +32,7 @@ def experiment(family="encoder_decoder", mesh=None, model=(), **train):
         family
     ]
     return from_mapping(Experiment, {
-        "model": sized(family, **dict(model)),
+        "model": model_fields(family, **dict(model)),
         "data": {"corpus": "pydoc", "objective": objective, "length": 12, "batch_size": 16},
         "optimizer": {
             "learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1, "clip_norm": 1.0,
@@ -43,7 +43,7 @@ def experiment(family="encoder_decoder", mesh=None, model=(), **train):
     })  # fmt: skip
 
 
-def batch_of(config, seed=0, rows=16):
+def random_batch(config, seed=0, rows=16):
     rng = np.random.default_rng(seed)
     ids = lambda n: rng.integers(4, 40, n).astype(np.int32)
     is_encoder_decoder = config.model.is_encoder_decoder
@@ -67,11 +67,11 @@ def train_steps(config, steps=3):
         state = init_state(config, model, optimizer, placed)
         step, losses = make_train_step(config, model, optimizer, mesh, placed), []
         for i in range(steps):
-            state, metrics = step(state, batch_of(config, i))
+            state, metrics = step(state, random_batch(config, i))
             losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         assert step._cache_size() == 1
         evaluated = make_eval_step(config, model, mesh, placed.params)(
-            state.params, batch_of(config, 9)
+            state.params, random_batch(config, 9)
         )
         return (
             losses,
@@ -148,7 +148,7 @@ MESHES = [
     ],
     ids=lambda x: "-".join(f"{k}{v}" for k, v in x.items())[:40] if isinstance(x, dict) else x,
 )
-def test_every_mesh_gives_what_one_device_gives(mesh, model, train, family):
+def test_every_mesh_matches_one_device(mesh, model, train, family):
     """Compares losses, gradient norms, parameters after three steps, and evaluation losses."""
     absent = [side for side in ("encoder", "decoder") if side not in family]
     model = {n: value for n, value in model.items() if n not in [f"num_{s}_layers" for s in absent]}
@@ -182,9 +182,9 @@ def test_dropout_is_the_same_on_every_mesh():
 
 
 @pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 4, "fsdp": 2}])
-def test_accumulation_of_k_equals_one(mesh):
+def test_gradient_accumulation_equals_one_batch(mesh):
     config = experiment(mesh=mesh, accumulate=2)
-    weights = batch_of(config)["weights"].reshape(8, 2, 12).sum((0, 2))
+    weights = random_batch(config)["weights"].reshape(8, 2, 12).sum((0, 2))
     assert weights[0] != weights[1], (
         "with equal weights of micro-batches, a mean of means would pass"
     )
@@ -218,7 +218,7 @@ def test_every_optimizer_learns_and_shards(name):
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
         _, placed = abstract_state(config, model, optimizer, mesh)
-        state, batch = init_state(config, model, optimizer, placed), batch_of(config)
+        state, batch = init_state(config, model, optimizer, placed), random_batch(config)
         step, losses = make_train_step(config, model, optimizer, mesh, placed), []
         for _ in range(8):
             state, metrics = step(state, batch)
@@ -229,7 +229,7 @@ def test_every_optimizer_learns_and_shards(name):
 @pytest.mark.parametrize(
     "fields", [{"num_kv_heads": 1}, {"scan_layers": False, "logit_bias": True}]
 )
-def test_adafactor_and_multi_query_attention_live_on_a_tensor_mesh(fields):
+def test_adafactor_and_multi_query_attention_on_a_tensor_mesh(fields):
     """The only KV head, and statistics that are not shaped like their parameter, are replicated."""
     base = experiment("decoder", {"data": 2, "tensor": 4}, fields)
     adafactor = dataclasses.replace(
@@ -246,7 +246,7 @@ def test_adafactor_and_multi_query_attention_live_on_a_tensor_mesh(fields):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weight_decay_is_decoupled_in_every_rule(name):
+def test_weight_decay_is_decoupled_in_every_optimizer(name):
     """Without a gradient, a matrix shrinks by rate * decay per step, and a bias stays the same."""
     config = OptimizerConfig(
         name=name, schedule="constant", learning_rate=0.1, warmup_steps=0, weight_decay=0.5
@@ -261,7 +261,7 @@ def test_weight_decay_is_decoupled_in_every_rule(name):
         np.testing.assert_array_equal(params["bias"], 1)
 
 
-def test_adamw_is_the_textbooks_update():
+def test_adamw_matches_the_textbook_update():
     """Three steps of one parameter, by hand. Only matrices decay."""
     config = OptimizerConfig(
         schedule="constant",
@@ -287,7 +287,7 @@ def test_adamw_is_the_textbooks_update():
             assert float(params[name].ravel()[0]) == pytest.approx(expected[name], rel=1e-5)
 
 
-def test_schedules():
+def test_schedules_match_their_formulas():
     make = lambda name, **kw: schedule(
         OptimizerConfig(schedule=name, learning_rate=0.5, warmup_steps=10, **kw), 100
     )
@@ -314,7 +314,7 @@ def test_schedules():
     ]
 
 
-def test_the_moving_average_follows_the_parameters():
+def test_ema_follows_the_parameters():
     config = experiment("decoder", ema_decay=0.5)
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
@@ -325,7 +325,7 @@ def test_the_moving_average_follows_the_parameters():
             jax.device_get(state.params),
         )
         for n in range(3):
-            state, _ = step(state, batch_of(config, n))
+            state, _ = step(state, random_batch(config, n))
             decay = min(0.5, (1 + n) / (10 + n))
             average = jax.tree.map(
                 lambda a, p, d=decay: d * a + (1 - d) * p, average, jax.device_get(state.params)

@@ -35,7 +35,7 @@ wrong = config.d_head_size
 ERRORS = ["[arg-type]", "[call-arg]", "[assignment]", "[attr-defined]"]  # of the last lines
 
 
-def test_the_public_surface_is_typed(tmp_path):
+def test_public_api_is_typed(tmp_path):
     modules = {transformer, *(importlib.import_module(name) for name in transformer._MODULES)}
     files = sorted(inspect.getsourcefile(module) for module in modules)
     user = tmp_path / "user.py"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import initialised, make, masks, small, start_decoding, tokens
+from conftest import init_model, make, masks, small, start_decoding, tokens
 
 from transformer import UserError
 from transformer.convert.hf import abstract_shapes
@@ -35,7 +35,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
+def test_variant_changes_logits_and_decodes_from_its_cache(name):
     config = small("encoder_decoder", position="t5", **VARIANTS[name])
     model, params = make(config)
     source, target = tokens(1, 2, 6).at[1, 4:].set(0), tokens(2, 2, 7)
@@ -61,7 +61,7 @@ def test_a_variant_changes_the_model_and_decodes_from_its_cache(name):
 
 
 @pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
-def test_nan_in_padding_reaches_no_logit_and_no_gradient(family):
+def test_nan_in_padding_does_not_reach_loss_or_gradient(family):
     """The embedding of the padding token is NaN. With a mask alone, 0 * NaN would be NaN."""
     model, params = make(small(family, tie_embeddings=False))
     inputs = [
@@ -79,7 +79,7 @@ def test_nan_in_padding_reaches_no_logit_and_no_gradient(family):
     np.testing.assert_array_equal(gradient, nan_gradient)
 
 
-def test_soft_cap_and_sink_are_their_equations():
+def test_soft_cap_and_sink_match_their_equations():
     q, k, v = (
         jax.random.normal(key, (1, 3, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)
     )
@@ -95,7 +95,7 @@ def test_soft_cap_and_sink_are_their_equations():
     np.testing.assert_allclose(reference(q, k, v, inputs), expected, atol=1e-5)
 
 
-def test_a_zero_centered_gain_is_one_plus_the_parameter():
+def test_zero_centered_gain_adds_one_to_the_parameter():
     config = small("decoder", norm="rmsnorm", norm_zero_centered=True)
     model, params = make(config)
     plain = build_model(dataclasses.replace(config, norm_zero_centered=False))
@@ -120,7 +120,7 @@ def test_token_types_add_an_embedding_and_default_to_the_first():
         small("decoder", token_types=2)
 
 
-def test_what_follows_another_field_follows_it_when_it_is_replaced():
+def test_replacing_a_field_updates_dependent_defaults():
     config = small("decoder")
     names = lambda c: {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(make(c)[1])}
     assert "bias" in names(config)
@@ -129,7 +129,7 @@ def test_what_follows_another_field_follows_it_when_it_is_replaced():
     assert dataclasses.replace(config, d_head=8).value_size == 8
 
 
-def test_random_positions_keep_the_order_and_are_for_training_alone():
+def test_random_positions_keep_order_and_act_only_in_training():
     config, random_config = (
         small("decoder", position="sinusoidal", random_positions=n) for n in (0, 90)
     )
@@ -158,7 +158,7 @@ def test_random_positions_keep_the_order_and_are_for_training_alone():
     ("family", "pooling"),
     [("encoder", "cls"), ("encoder", "mean"), ("decoder", "last"), ("encoder", "none")],
 )
-def test_a_classifier_reads_tokens_and_no_padding(family, pooling):
+def test_classifier_ignores_padding(family, pooling):
     model, params = make(
         small(family, pooling=pooling, num_labels=3, pooler=pooling == "cls", lm_head=False)
     )
@@ -179,7 +179,7 @@ def test_a_classifier_reads_tokens_and_no_padding(family, pooling):
     assert "unembedding" not in params
 
 
-def test_a_language_model_may_have_labels_too():
+def test_language_model_may_also_classify():
     model, params = make(small("encoder", pooling="cls", pooler=True, num_labels=2))
     x = tokens(0, 2, 5)
     assert model.apply(params, x).shape == (2, 5, 37)
@@ -190,7 +190,7 @@ def test_a_language_model_may_have_labels_too():
         small("encoder", lm_head=False)
 
 
-def test_a_pattern_over_layers_is_looped_by_its_period():
+def test_layer_pattern_is_scanned_by_its_period():
     pattern = ({"window": 2}, {"window": 0, "position": "none"})
     config = small("decoder", num_decoder_layers=6, position="rotary", layer_pattern=pattern)
     assert [(layer.window, layer.position) for layer in config.layers("decoder")] == [
@@ -242,7 +242,7 @@ def test_a_pattern_over_layers_is_looped_by_its_period():
         ("kerpel", "model.position: no 'kerpel'; did you mean 'kerple'"),
     ],
 )
-def test_a_position_that_makes_no_sense_is_refused(spec, message):
+def test_invalid_position_schemes_raise(spec, message):
     with pytest.raises(UserError, match=message):
         small("decoder", position=spec)
 
@@ -284,27 +284,27 @@ GOVERNS = {
 
 
 @pytest.fixture(scope="module")
-def plain_start():
-    return _start(small("encoder_decoder", position="none"))
+def plain_initial_values():
+    return initial_values(small("encoder_decoder", position="none"))
 
 
-def _start(config):
+def initial_values(config):
     """Returns the initial values by their names in a model with unrolled layers."""
     return {
         name: np.asarray(x)
         for name, x in flatten(
-            initialised(dataclasses.replace(config, scan_layers=False))[1]
+            init_model(dataclasses.replace(config, scan_layers=False))[1]
         ).items()
     }
 
 
 @pytest.mark.parametrize("field", GOVERNS)
-def test_a_field_changes_only_what_it_governs(plain_start, field):
+def test_field_changes_only_the_parameters_it_governs(plain_initial_values, field):
     """Checks that all other parameters exist in both models, with the same shapes."""
     fields, pattern = GOVERNS[field]
     changed = small("encoder_decoder", **{"position": "none", **fields})
     assert changed != small("encoder_decoder", position="none")
-    shapes = {name: tuple(x.shape) for name, x in plain_start.items()}
+    shapes = {name: tuple(x.shape) for name, x in plain_initial_values.items()}
     changed_shapes = layer_shapes(changed, abstract_shapes(changed))
     differ = {
         name
@@ -318,12 +318,10 @@ def test_a_field_changes_only_what_it_governs(plain_start, field):
 @pytest.mark.parametrize(
     "field", ["norm_placement", "position", "window", "glu", "d_ff", "tie_embeddings"]
 )
-def test_two_arms_start_from_the_same_numbers_where_they_have_the_same_parameters(
-    plain_start, field
-):
+def test_arms_start_from_the_same_values_of_shared_parameters(plain_initial_values, field):
     fields, pattern = GOVERNS[field]
-    start = _start(small("encoder_decoder", **{"position": "none", **fields}))
-    names = [name for name in plain_start if not (pattern and re.fullmatch(pattern, name))]
+    start = initial_values(small("encoder_decoder", **{"position": "none", **fields}))
+    names = [name for name in plain_initial_values if not (pattern and re.fullmatch(pattern, name))]
     assert len(names) > 20
     for name in names:
-        np.testing.assert_array_equal(start[name], plain_start[name], err_msg=name)
+        np.testing.assert_array_equal(start[name], plain_initial_values[name], err_msg=name)

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from faults.property import right_or_one_line
+from faults.property import assert_right_or_one_line
 
 from transformer.data import sources
 
@@ -84,7 +84,7 @@ def check(case: Case) -> None:
             assert examples == wanted, f"read {str(examples)[:200]}, not {str(wanted)[:200]}"
 
         wanted = expected(case)
-        message = right_or_one_line(case, read)
+        message = assert_right_or_one_line(case, read)
         if message is not None:
             assert any(name in message for name in case.files), (
                 f"{case}: no file name in: {message}"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from faults.combinations import OPTIONS
-from faults.property import right_or_one_line
+from faults.property import assert_right_or_one_line
 
 from transformer.config import Choice, Experiment
 from transformer.config_io import load_experiment
@@ -72,7 +72,7 @@ def check(case: Case) -> str | None:
                 same = value != _spelled(used_value) or fields.get(key, used_value) == used_value
                 assert same, f"{key} is {fields[key]!r}"
 
-    return right_or_one_line(case, build) and "refused in one line"
+    return assert_right_or_one_line(case, build) and "refused in one line"
 
 
 def _plausible(rng: random.Random, keys: list[str]) -> tuple[str, str]:

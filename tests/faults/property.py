@@ -7,7 +7,7 @@ from collections.abc import Callable
 from transformer.errors import LONGEST, UserError
 
 
-def right_or_one_line(case, act: Callable[[], None], seconds: float = 2.0) -> str | None:
+def assert_right_or_one_line(case, act: Callable[[], None], seconds: float = 2.0) -> str | None:
     """Runs `act`, which raises AssertionError for a wrong result.
 
     Returns the message of the UserError that `act` raises, or None. Raises AssertionError with the

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from faults.property import right_or_one_line
+from faults.property import assert_right_or_one_line
 
 from transformer.config_io import load_experiment
 from transformer.data.pipeline import open_data
@@ -68,7 +68,9 @@ def check(case: Case) -> None:
         for name, (act, files) in READERS.items():
             if case.file not in files:
                 continue
-            right_or_one_line(f"{case}: {name}", functools.partial(act, folder, case), seconds=20)
+            assert_right_or_one_line(
+                f"{case}: {name}", functools.partial(act, folder, case), seconds=20
+            )
         after = _content(folder)
         assert before == after, f"{case}: {sorted(before.items() ^ after.items())[:4]} has changed"
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import sized
+from conftest import model_fields
 from faults.checkpoints import Subject, harms
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,12 +45,12 @@ X = np.random.default_rng(0).standard_normal((4, 8, 2)).astype(np.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "uint8"])
-def test_a_fingerprint_is_the_sum_that_its_docstring_says(dtype):
+def test_fingerprint_matches_its_definition(dtype):
     x = jnp.asarray(X * 100).astype(dtype)
     assert fingerprints({"x": x}) == {"x": fingerprint(np.asarray(x))}
 
 
-def test_a_fingerprint_is_of_values_and_places_and_not_of_the_mesh():
+def test_fingerprint_depends_on_values_and_indices_not_on_mesh():
     expected = fingerprints([X])["0"]
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     for spec in (P("data"), P("fsdp", "tensor"), P(None, ("data", "tensor"), "fsdp"), P()):
@@ -65,7 +65,7 @@ def test_a_fingerprint_is_of_values_and_places_and_not_of_the_mesh():
     assert len({expected, *other_fingerprints}) == 5
 
 
-def test_devices_exchange_nothing_for_a_fingerprint():
+def test_fingerprint_needs_no_collectives():
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))
     x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "data")))
     program = fingerprint_module._program(x.sharding).lower(x).compile().as_text()
@@ -76,7 +76,7 @@ def test_devices_exchange_nothing_for_a_fingerprint():
 @pytest.fixture(scope="module")
 def config():
     return from_mapping(Experiment, {
-        "model": sized("decoder", vocab_size=400, d_ff=16),
+        "model": model_fields("decoder", vocab_size=400, d_ff=16),
         "data": {
             "corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4,
             "tokenizer": {"kind": "bpe"},
@@ -100,7 +100,7 @@ def trained(config, tmp_path_factory):
     monkeypatch.undo()
 
 
-def test_damage_is_found_and_the_checkpoint_before_it_is_used(trained, tmp_path, capfd):
+def test_damage_is_detected_and_the_previous_checkpoint_is_used(trained, tmp_path, capfd):
     assert trained.steps == [2, 4, 6]
     all_harms = list(itertools.islice(harms(trained.newest, seed=1), 40))
     outcomes = [trained.check(harm, tmp_path) for harm in all_harms]
@@ -114,7 +114,7 @@ def test_damage_is_found_and_the_checkpoint_before_it_is_used(trained, tmp_path,
     assert "Traceback" not in capfd.readouterr().err
 
 
-def harm_arrays(folder) -> None:
+def flip_array_bits(folder) -> None:
     """Flips one bit in the middle of each file with parameter values."""
     for file in sorted(folder.rglob("params/**/d/*")):
         data = bytearray(file.read_bytes())
@@ -122,16 +122,14 @@ def harm_arrays(folder) -> None:
         file.write_bytes(data)
 
 
-def test_training_continues_from_the_checkpoint_before_a_damaged_one(
-    trained, config, tmp_path, capfd
-):
+def test_training_resumes_before_a_damaged_checkpoint(trained, config, tmp_path, capfd):
     run, longer = tmp_path / "run", dataclasses.replace(config.train, steps=7)
     shutil.copytree(trained.run, run)
     losses = lambda folder: {
         line["step"]: line["train/loss"] for line in read_metrics(folder) if "train/loss" in line
     }
     expected = losses(run)
-    harm_arrays(run / "checkpoints" / "6")
+    flip_array_bits(run / "checkpoints" / "6")
     strict = dataclasses.replace(config, train=dataclasses.replace(longer, strict_checkpoints=True))
     with pytest.raises(
         Damaged, match=r"6 is damaged .*set train.strict_checkpoints=False to skip it"
@@ -150,23 +148,23 @@ def test_training_continues_from_the_checkpoint_before_a_damaged_one(
     assert Checkpoints(run, longer).steps == [4, 6, 7]
 
 
-def test_without_an_intact_checkpoint_nothing_is_done(trained, config, tmp_path):
+def test_without_an_intact_checkpoint_raises_and_changes_nothing(trained, config, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained.run, run)
-    harm_arrays(run / "checkpoints")
+    flip_array_bits(run / "checkpoints")
     before = sorted(run.rglob("*"))
     with pytest.raises(Damaged, match="no other checkpoint is intact") as error:
         train(config, run)
     assert "\n" not in str(error.value) and sorted(run.rglob("*")) == before
 
 
-def test_a_checkpoint_in_another_place_is_damaged(trained, config, tmp_path):
+def test_checkpoint_under_another_step_is_damaged(trained, config, tmp_path):
     shutil.copytree(trained.newest, tmp_path / "checkpoints" / "9")
     with pytest.raises(Damaged, match="it is the checkpoint of step 6"):
         trained.read(tmp_path, 9)
 
 
-def test_only_intact_checkpoints_count_when_old_ones_are_deleted(trained, config, tmp_path):
+def test_pruning_counts_only_intact_checkpoints(trained, config, tmp_path):
     """Saving step 8 deletes steps 2 and 4. If step 6 is damaged, step 4 is kept."""
     run = tmp_path / "run"
     train_config = dataclasses.replace(config.train, steps=100, keep_checkpoints=2)
@@ -176,7 +174,7 @@ def test_only_intact_checkpoints_count_when_old_ones_are_deleted(trained, config
         lines: list[str] = []
         checkpoints = Checkpoints(run, train_config, lines.append)
         if is_harmed:
-            harm_arrays(run / "checkpoints" / "6")
+            flip_array_bits(run / "checkpoints" / "6")
         with jax.set_mesh(make_mesh(config.mesh)):
             state = jax.tree.map(jnp.asarray, trained.states[6])
             checkpoints.save(state, 8, {}, layout(config.model))
@@ -185,7 +183,7 @@ def test_only_intact_checkpoints_count_when_old_ones_are_deleted(trained, config
         assert len(lines) == is_harmed and all("6 is damaged" in line for line in lines)
 
 
-def saving(trained, config, run, **fields) -> Checkpoints:
+def save_into_copy(trained, config, run, **fields) -> Checkpoints:
     """Saves step 8 into a copy of the run, so that old checkpoints are due for deletion."""
     shutil.copytree(trained.run, run)
     train_config = dataclasses.replace(config.train, steps=100, keep_checkpoints=2, **fields)
@@ -201,11 +199,11 @@ def saving(trained, config, run, **fields) -> Checkpoints:
     ("strict", "message"),
     [(True, "strict_checkpoints=False"), (False, "same train command continues")],
 )
-def test_pruning_reports_damage_that_it_cannot_do_without(
+def test_pruning_raises_if_the_newest_checkpoint_is_damaged(
     trained, config, tmp_path, strict, message
 ):
-    checkpoints = saving(trained, config, tmp_path / "run", strict_checkpoints=strict)
-    harm_arrays(tmp_path / "run" / "checkpoints" / "8")
+    checkpoints = save_into_copy(trained, config, tmp_path / "run", strict_checkpoints=strict)
+    flip_array_bits(tmp_path / "run" / "checkpoints" / "8")
     before = checkpoints.steps
     with (
         jax.set_mesh(make_mesh(config.mesh)),
@@ -215,20 +213,20 @@ def test_pruning_reports_damage_that_it_cannot_do_without(
     assert checkpoints.steps == before and not (tmp_path / "run" / "damaged").exists()
 
 
-def test_a_run_that_ends_with_an_error_deletes_no_checkpoint(trained, config, tmp_path):
-    checkpoints = saving(trained, config, tmp_path / "run")
+def test_run_that_ends_with_an_error_deletes_no_checkpoint(trained, config, tmp_path):
+    checkpoints = save_into_copy(trained, config, tmp_path / "run")
     before = checkpoints.steps
     checkpoints.close(prune=False)
     assert Checkpoints(tmp_path / "run", config.train).steps == before == [4, 6, 8]
 
 
-def test_a_checkpoint_of_the_first_version_is_named_as_such():
+def test_checkpoint_of_version_0_1_raises():
     with pytest.raises(UserError, match=r"version 0\.1 .* step 7") as error:
         Record.from_json({"data_step": 7, "window": {}}, 7)
     assert not isinstance(error.value, Damaged)
 
 
-def test_verification_holds_few_arrays_at_a_time(trained):
+def test_verification_bounds_the_bytes_read_at_a_time(trained):
     items = checkpoint._items(trained.abstract)
     total = len(jax.tree.leaves(items))
     for limit in (1, 3000, 2**40):
