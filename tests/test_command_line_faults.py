@@ -3,6 +3,7 @@
 Each prints one line on standard error and no traceback. The exit code is 2, or 130 for Ctrl-C.
 """
 
+import errno
 import functools
 import gzip
 import io
@@ -25,7 +26,7 @@ from transformer.data.pipeline import open_data
 from transformer.errors import LONGEST, UserError
 from transformer.files import disk_errors
 from transformer.parallel import processes
-from transformer.runs.metrics import read_metrics
+from transformer.runs.metrics import MetricsLog, read_metrics
 from transformer.runs.rundir import load_config, read_manifest
 from transformer.verbs import common, generate
 
@@ -309,3 +310,21 @@ def test_folder_in_place_of_a_run_file_raises(tmp_path, name):
     reader = {"config.json": load_config, "manifest.json": read_manifest}.get(name, read_metrics)
     with pytest.raises(UserError, match=f"{name}: cannot be read .Is a directory"):
         reader(tmp_path)
+
+
+def test_a_full_disk_does_not_block_tensorboard(tmp_path, monkeypatch):
+    """The event file raises in the thread that writes it, and what was written can be read."""
+    log = MetricsLog(tmp_path, 3, tensorboard=True, wandb="", config={})
+    log.write(4, loss=2.0)
+    log.write_texts(4, {"sample": "text"})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    log._board._events.flush()
+    assert b"loss" in events.read_bytes() and b"sample/text_summary" in events.read_bytes()
+
+    def fail(data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(log._board._events, "write_event", fail)
+    for step in range(5, 40):
+        with pytest.raises(OSError, match="No space left"):
+            log.write(step, loss=1.0)

@@ -65,6 +65,18 @@ def forward_flops(**model) -> float:
     return model_flops(config, shapes, Programs(config, jax.devices()[:1]).state.params) / 3
 
 
+def test_a_mask_excludes_pairs_of_its_own_layer():
+    """Layers that differ cost the mean of models that have only one kind of layer."""
+    kinds = ({"mixer": {"name": "mla", "d_rope": 64}}, {"mixer": "attention", "window": 2})
+    fields = {"num_decoder_layers": 4, "position": "none", "num_kv_heads": 0, "scan_layers": False}
+    one_kind = [forward_flops(layer_pattern=(kind,), **fields) for kind in kinds]
+    full, narrow = (forward_flops(mixer="attention", window=window, **fields) for window in (0, 2))
+    assert narrow < full
+    for scan_layers in (True, False):
+        mixed = forward_flops(layer_pattern=kinds, **fields | {"scan_layers": scan_layers})
+        assert mixed == pytest.approx(np.mean(one_kind))
+
+
 TABLES = {
     # Queries by the key vectors of clipped distances, and attention weights by the value vectors.
     "shaw": (

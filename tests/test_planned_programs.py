@@ -72,14 +72,16 @@ def test_accumulation_reduces_saved_activations():
     ],
 )
 def test_allowed_pairs_of_a_causal_mask(window, block, expected):
-    assert allowed_pairs(small("decoder", window=window), "decoder", 64, block) == pytest.approx(
-        expected
-    )
+    assert allowed_pairs(
+        small("decoder", window=window), "/decoder/layers/", 64, block
+    ) == pytest.approx(expected)
 
 
 def test_allowed_pairs_of_a_bidirectional_window():
     mask = np.abs(np.arange(40)[:, None] - np.arange(40)) < 7
-    assert allowed_pairs(small("encoder", window=7), "encoder", 40) == pytest.approx(mask.mean())
+    assert allowed_pairs(small("encoder", window=7), "/encoder/layers/", 40) == pytest.approx(
+        mask.mean()
+    )
 
 
 TEXT = """HloModule made_up

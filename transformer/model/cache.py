@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
+from transformer.model.inputs import check_interruptions, values
 from transformer.model.masks import Tokens
 from transformer.model.mixers.base import Context, State
 
@@ -88,19 +90,51 @@ def check_cache_room(cache: Cache, tokens_BxT: jax.Array) -> None:
         )
 
 
+def check_cache_padding(config: ModelConfig, cache: Cache, tokens: Tokens) -> None:
+    """Raises UserError for padding that the states in the cache do not support, if it has values.
+
+    A ring of `window` slots counts padding as tokens, so padding must precede the first token.
+    """
+    cached_BxS, new_BxT = (values(x) for x in (cache.tokens.segments_BxT, tokens.segments_BxT))
+    index = values(cache.index)
+    if cached_BxS is None or new_BxT is None or index is None:
+        return
+    new_BxT = np.broadcast_to(new_BxT, (len(cached_BxS), new_BxT.shape[1]))
+    segments_BxT = np.concatenate([cached_BxS[:, :index], new_BxT], axis=1)
+    check_interruptions(config, segments_BxT)
+    windows = {layer.window for layer in config.layers("decoder")} - {0}
+    is_ring = any(window < cached_BxS.shape[1] for window in windows)
+    if is_ring and np.any(np.diff((segments_BxT > 0).astype(np.int8), axis=1) < 0):
+        raise UserError(
+            f"padding_mask: padding after a token, but model.window = {min(windows)} keeps only as "
+            "many entries in the cache; put padding before the first token"
+        )
+
+
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """Returns a cache that can hold `slots` tokens per sequence."""
-    layers = tuple(
-        LayerState(layer.token_mixer.empty_state(layer, batch, slots))
-        for layer in config.layers("decoder")
-    )
-    depth = config.num_decoder_layers
+    configs = config.layers("decoder")
+    period = config.period("decoder") if config.scan_layers else len(configs)
+    layers = tuple(LayerState(_empty_state(layer, batch, slots)) for layer in configs[:period])
     if config.scan_layers:
-        period = config.period("decoder")
-        scanned = layers[0] if period == 1 else layers[:period]
-        layers = jax.tree.map(lambda x: jnp.zeros((depth // period, *x.shape), x.dtype), scanned)
+        count = len(configs) // period
+        scanned = layers[0] if period == 1 else layers
+        layers = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), scanned)
     zeros = jnp.zeros((batch, slots), jnp.int32)
     return Cache(layers, Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
+
+
+def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:
+    """Returns the state of a layer's mixer. Raises TypeError if an array lacks the batch axis."""
+    state = layer.token_mixer.empty_state(layer, batch, slots)
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if x.shape[:1] != (batch,):
+            raise TypeError(
+                f"{type(layer.token_mixer).__name__}.empty_state: array "
+                f"{jax.tree_util.keystr(path)!r} has shape {list(x.shape)}; axis 0 must be the "
+                f"batch, of size {batch}"
+            )
+    return state
 
 
 # ---- Slots: one entry per token, [B, S, ...]

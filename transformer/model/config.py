@@ -322,7 +322,6 @@ class ModelConfig:
         facts = positions.StackFacts(
             d_model=self.d_model,
             num_heads=self.num_heads,
-            num_kv_heads=self.kv_heads,
             d_head=self.head_size,
             d_value=self.value_size,
             max_length=max(self.max_length, self.random_positions),

@@ -212,14 +212,14 @@ def _check_rounds(config) -> None:
     rounds = config.pipeline_rounds
     if rounds > 1 and not config.scan_layers:
         raise UserError(f"model.pipeline_rounds: {rounds} needs model.scan_layers=True; set it")
-    for side in config.sides:
-        repeats = config.num_layers(side)
-        if config.layer_pattern:
-            repeats //= config.period(side)
+    for side in config.sides if rounds > 1 else ():
+        period = config.period(side)
+        repeats = config.num_layers(side) // period
         if repeats % rounds:
+            layers = f"{side} layers" if period == 1 else f"periods of {period} {side} layers"
             raise UserError(
-                f"model.pipeline_rounds: {rounds} does not divide the {repeats} {side} layers "
-                "(or periods of model.layer_pattern); change one"
+                f"model.pipeline_rounds: {rounds} does not divide the {repeats} {layers}; change "
+                "one of them"
             )
 
 

@@ -5,12 +5,11 @@ not hold. Add a line here for every new field that depends on another one.
 """
 
 from transformer.checks import Effect
+from transformer.model.feed_forwards.base import FEED_FORWARDS
 from transformer.model.mixers.base import SHARED_FIELDS
 
 PER_LAYER_FIELDS = ("mixer", "position", "window", "feed_forward", "norm_placement")
 """The fields that `layer_pattern` may set per layer."""
-
-NORM = ("norm", "norm_gain", "norm_epsilon")
 
 
 def has_norm(c, *parts: str) -> bool:
@@ -24,6 +23,15 @@ def has_norm(c, *parts: str) -> bool:
         or c.qk_norm
         or (c.head_transform and c.lm_head)
     )
+
+
+def norm_reads(field: str):
+    """Whether some norm reads this field: a placement's, the embedding's, or one in a mixer."""
+
+    def reads(c) -> bool:
+        return has_norm(c) or any(field in mixer.fields for mixer in c.token_mixers)
+
+    return reads
 
 
 def model_value_used(field: str):
@@ -43,7 +51,8 @@ def mixer_reads(field: str):
 
 def has_feed_forward(c) -> bool:
     """Whether some layer has a feed-forward."""
-    return any(entry.get("feed_forward", c.feed_forward) != "none" for entry in c.used_pattern)
+    specs = [entry.get("feed_forward", c.feed_forward) for entry in c.used_pattern]
+    return any(FEED_FORWARDS.build(spec).exists for spec in specs)
 
 
 def reads_use_bias(c) -> bool:
@@ -89,16 +98,19 @@ EFFECTS = (
         "a position scheme that reads positions (model.position), or model.window",
         depends_on_positions,
     ),
-    Effect(NORM, "a norm (model.norm_placement='pre')", has_norm),
+    *(
+        Effect((field,), "a norm (model.norm_placement='pre')", norm_reads(field))
+        for field in ("norm", "norm_gain", "norm_epsilon")
+    ),
     Effect(
         ("norm_offset",),
         "a norm with an offset: model.norm='layernorm'",
-        lambda c: c.norm == "layernorm" and has_norm(c),
+        lambda c: c.norm == "layernorm" and norm_reads("norm_offset")(c),
     ),
     Effect(
         ("norm_zero_centered",),
         "a norm with a gain: model.norm_gain=True",
-        lambda c: c.norm_gain and has_norm(c),
+        lambda c: c.norm_gain and norm_reads("norm_zero_centered")(c),
     ),
     Effect(
         ("first_norm",),

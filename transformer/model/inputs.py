@@ -50,6 +50,8 @@ def locate(
     if segment_ids is None:
         real_BxT = jnp.ones(tokens_BxT.shape, bool) if padding_mask is None else padding_mask
         segment_ids = real_BxT.astype(bool).astype(jnp.int32)
+    if before is None:
+        check_interruptions(config, values(segment_ids))
     if prefix_mask is None:
         return Tokens(positions, segment_ids, order=order)
     prefix_BxT, positions = prefix_mask.astype(bool), jnp.broadcast_to(positions, tokens_BxT.shape)
@@ -62,6 +64,19 @@ def next_position(tokens: Tokens) -> jax.Array:
     """Returns int32[B]: the position after each sequence's last real token; 0 if it has none."""
     real_BxT = tokens.segments_BxT > 0
     return jnp.max(jnp.where(real_BxT, tokens.positions_BxT, -1), axis=1) + 1
+
+
+def check_interruptions(config: ModelConfig, segments_BxT: np.ndarray | None) -> None:
+    """Raises UserError for padding between tokens of one document if a mixer cannot skip it."""
+    mixers = [mixer for mixer in config.token_mixers if not mixer.skips_padding]
+    for segments_T in segments_BxT if mixers and segments_BxT is not None else ():
+        real = np.flatnonzero(segments_T)
+        same_document = np.diff(segments_T[real]) == 0
+        if np.any(same_document & (np.diff(real) > 1)):
+            raise UserError(
+                f"padding_mask: padding between tokens of one document, which model.mixer = "
+                f"{mixers[0].name!r} does not support; move it before or after the document"
+            )
 
 
 def values(x) -> np.ndarray | None:

@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+PAIRS = "pairs"
+"""The name scope of the products that a mask can exclude: q k^T, and weights v."""
+
 
 @struct.dataclass
 class Tokens:

@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax.core import meta
 
 from transformer.errors import UserError
-from transformer.model.cache import Cache, check_cache_room, empty_cache
+from transformer.model.cache import Cache, check_cache_padding, check_cache_room, empty_cache
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
@@ -213,6 +213,7 @@ class Decoder(_OneStack):
         """
         check_cache_room(cache, tokens_BxT)
         tokens = locate(self.config, tokens_BxT, before=cache.tokens, **options)
+        check_cache_padding(self.config, cache, tokens)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), tokens, cache=cache)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
@@ -314,6 +315,8 @@ class EncoderDecoder(_Family):
             check_cache_room(cache, target_BxT)
         before = None if cache is None else cache.tokens
         tokens = locate(self.config, target_BxT, "target", before=before, **options)
+        if cache is not None:
+            check_cache_padding(self.config, cache, tokens)
         x_BxTxD = self.target_embedding(target_BxT)
         return self.decoder(
             x_BxTxD, tokens, encoded_BxSxD, encoded_tokens, cache, deterministic, dropout_rate

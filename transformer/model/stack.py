@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.checks import Choice
 from transformer.model import pipeline, positions
 from transformer.model.cache import Cache, LayerState
 from transformer.model.config import ModelConfig
@@ -28,8 +27,8 @@ from transformer.model.watch import WATCHED, any_watched, watched
 class Layer(nn.Module):
     """A token mixer, cross-attention and a feed-forward, each in a residual connection.
 
-    Cross-attention requires a source and a mixer that does not read the source itself. The
-    feed-forward is omitted if its kind is "none".
+    Cross-attention requires a source and a mixer that does not read the source itself. The kind of
+    feed-forward determines whether there is one.
     """
 
     config: ModelConfig
@@ -51,7 +50,8 @@ class Layer(nn.Module):
             self.config.placement(self.side),
         )
         cross = context.source_tokens is not None and mixer.source == "cross_attention"
-        feeds, gains = cfg.feed_forward != "none", {"gain": placement.branch_gain, "out_gain": 1.0}
+        feeds = cfg.feed_forward_kind.exists
+        gains = {"gain": placement.branch_gain, "out_gain": 1.0}
         if cfg.residual_init_scale:
             gains["out_gain"] = ((1 + cross + feeds) * cfg.num_layers(self.side)) ** -0.5
         mix = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
@@ -147,8 +147,7 @@ class Stack(nn.Module):
         if encoded_BxSxD is not None:
             encoded_BxSxD = constrain(encoded_BxSxD, ("batch", "length", "activation_embed"))
             encoded_BxSxD = hide_padding(encoded_BxSxD, encoded_tokens)
-        for scheme in schemes.values():
-            x_BxTxD = scheme.embed(x_BxTxD, tokens.positions_BxT)
+        x_BxTxD = self._embedded(x_BxTxD, schemes, tokens)
         if cfg.embedding_norm:
             x_BxTxD = cfg.norm_module(name="embedding_norm")(x_BxTxD)
         x_BxTxD = Dropout(rate_of(cfg, dropout_rate))(x_BxTxD, deterministic)
@@ -181,30 +180,30 @@ class Stack(nn.Module):
             order="growing" if tokens.order == "rows" else tokens.order,
         )
 
-    def _schemes(self) -> dict[tuple[Choice, positions.StackFacts], positions.Position]:
+    def _schemes(self) -> tuple[positions.Position, ...]:
         """Returns the distinct position schemes of all layers, each bound to its parameters.
 
         The parameter names of all but the first scheme end in a number.
         """
-        schemes = {}
-        for spec, facts in dict.fromkeys(self._scheme_of(layer) for layer in self._configs):
+        schemes = []
+        for scheme, facts in distinct_schemes(self.config, self.side)[0]:
             suffix = f"_{len(schemes)}" if schemes else ""
             param = lambda name, *args, suffix=suffix: self.param(name + suffix, *args)
-            schemes[spec, facts] = positions.build(spec).bind(param, facts)
-        return schemes
+            schemes.append(scheme.bind(param, facts))
+        return tuple(schemes)
 
-    @property
-    def _configs(self) -> tuple[ModelConfig, ...]:
-        return self.config.layers(self.side)
-
-    def _scheme_of(self, layer: ModelConfig) -> tuple[Choice, positions.StackFacts]:
-        """Returns the position scheme of a layer, and the facts that the scheme depends on."""
-        return layer.layer_position, layer.stack_facts(self.side)
+    def _embedded(self, x_BxTxD, schemes, tokens: Tokens) -> jax.Array:
+        """Returns the token embeddings with positions added, once for each kind of scheme."""
+        kinds = [scheme for scheme, _ in distinct_schemes(self.config, self.side)[0]]
+        for i, scheme in enumerate(schemes):
+            if kinds[i] not in kinds[:i]:
+                x_BxTxD = scheme.embed(x_BxTxD, tokens.positions_BxT)
+        return x_BxTxD
 
     def _of_layers(self, schemes, tokens: Tokens) -> tuple[positions.Position, ...]:
         """Returns the position scheme of each layer, evaluated at these tokens' positions."""
-        at_tokens = {key: scheme.at(tokens.positions_BxT) for key, scheme in schemes.items()}
-        return tuple(at_tokens[self._scheme_of(layer)] for layer in self._configs)
+        at_tokens = [scheme.at(tokens.positions_BxT) for scheme in schemes]
+        return tuple(at_tokens[i] for i in distinct_schemes(self.config, self.side)[1])
 
     def _layers(self, x_BxTxD, cache: Cache | None, schemes, context: Context, deterministic):
         """Applies all layers: unrolled, scanned or pipelined.
@@ -291,6 +290,42 @@ class Stack(nn.Module):
         if sown:
             self.sow("losses", "layers", sown)
         return x_BxTxD
+
+
+@functools.lru_cache(maxsize=64)
+def distinct_schemes(
+    config: ModelConfig, side: str
+) -> tuple[tuple[tuple[positions.Position, positions.StackFacts], ...], tuple[int, ...]]:
+    """Returns the distinct position schemes of a stack, unbound, and the index of each layer's.
+
+    Layers share a scheme and its parameters if binding the scheme to the facts of either layer
+    declares the same parameters and gives the same static fields.
+    """
+    distinct, numbers, of_layer, indices = [], {}, {}, []
+    for layer in config.layers(side):
+        spec, facts = layer.layer_position, layer.stack_facts(side)
+        if (spec, facts) not in of_layer:
+            scheme = positions.build(spec)
+            key = _signature(scheme, facts)
+            if key not in numbers:
+                numbers[key] = len(distinct)
+                distinct.append((scheme, facts))
+            of_layer[spec, facts] = numbers[key]
+        indices.append(of_layer[spec, facts])
+    return tuple(distinct), tuple(indices)
+
+
+def _signature(scheme: positions.Position, facts: positions.StackFacts) -> tuple:
+    """Returns what `bind` declares and returns, as a value that can be compared."""
+    declared = []
+
+    def param(name, init, shape, dtype):
+        declared.append((name, tuple(shape), str(dtype)))
+        return jnp.zeros(shape, dtype)
+
+    bound = jax.eval_shape(lambda: scheme.bind(param, facts))
+    leaves, structure = jax.tree.flatten(bound)
+    return tuple(declared), structure, tuple((x.shape, x.dtype) for x in leaves)
 
 
 def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:

@@ -39,12 +39,9 @@ def _attention(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
     (*heads, queries, size), (*_, keys, _), (*_, d_value) = [
         dims for _, dims in _operands(op) if len(dims) > 2
     ][:3]
-    side = "encoder" if "/encoder/" in op.source else "decoder"
-    share = (
-        1.0
-        if "/cross_attention" in op.source
-        else allowed_pairs(model, side, queries, block_size(queries))
-    )
+    share = 1.0
+    if "/cross_attention" not in op.source:
+        share = allowed_pairs(model, op.source, queries, block_size(queries))
     # Width d_head: q k in every kernel, and the gradient of q or k. Width d_value: w v or the
     # gradient of w, and in dkv the gradient of v.
     by_keys, by_values = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}[part]

@@ -8,6 +8,7 @@ in MaxText. Documents that share a sequence count as one.
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -16,8 +17,8 @@ from flax.core import FrozenDict
 
 from transformer.checks import Choice
 from transformer.config import Experiment, MeshConfig
-from transformer.model.attention_backends.base import PAIRS
 from transformer.model.config import ModelConfig
+from transformer.model.masks import PAIRS
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.step import batch_sums
@@ -33,48 +34,38 @@ def model_flops(config: Experiment, batch: dict, params) -> float:
     with use(cpu_mesh):
         forward = lambda params, batch: batch_sums(model, params, batch, config, cpu_mesh)
         traced = jax.make_jaxpr(forward)(shapes(params), shapes(batch))
-    lengths = {
-        "encoder": config.data.length,
-        "decoder": config.data.decoder_length
-        if config.model.is_encoder_decoder
-        else config.data.length,
-    }
-    allowed = {
-        side: allowed_pairs(config.model, side, lengths[side]) for side in config.model.sides
-    }
+    data = config.data
+    lengths = {"encoder": data.length, "decoder": data.length}
+    if config.model.is_encoder_decoder:
+        lengths["decoder"] = data.decoder_length
     total = 0.0
     for flops, scope in products(traced.jaxpr):
-        side = "encoder" if "/encoder/" in scope else "decoder"
-        path = scope.split("/")
-        masked = PAIRS in path and "cross_attention" not in path
-        total += flops * allowed[side] if masked else flops
+        if PAIRS in scope.split("/") and "/cross_attention/" not in scope:
+            flops *= allowed_pairs(config.model, scope, lengths[_side(scope)])
+        total += flops
     return 3 * total
 
 
-def allowed_pairs(model: ModelConfig, side: str, length: int, block: int = 1) -> float:
+def allowed_pairs(model: ModelConfig, scope: str, length: int, block: int = 1) -> float:
     """Returns the share of pairs of positions that the mask of self-attention can allow.
 
-    The share is the mean over the layers that attend. With `block` > 1, counts pairs of blocks of
-    positions between which the mask can allow anything.
+    `scope` is the path of modules, which contains the layer. With `block` > 1, counts pairs of
+    blocks of positions between which the mask can allow anything.
     """
+    side = _side(scope)
+    number = re.search(r"/layers?_(\d+)/", scope)
+    window = model.layers(side)[int(number[1]) if number else 0].window
     length //= block
     positions = np.arange(length)
+    window = -(-(window - 1) // block) + 1 if window else length
+    causal = side == "decoder" and model.causal and not model.prefix_lm
+    first = np.maximum(positions - window + 1, 0)
+    last = positions if causal else np.minimum(positions + window - 1, length - 1)
+    return float(np.sum(last - first + 1)) / length**2
 
-    def share(window: int) -> float:
-        window = -(-(window - 1) // block) + 1 if window else 0
-        first = np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
-        causal = side == "decoder" and model.causal and not model.prefix_lm
-        last = (
-            positions
-            if causal
-            else np.minimum(positions + window - 1, length - 1)
-            if window
-            else np.full_like(positions, length - 1)
-        )
-        return float(np.sum(last - first + 1)) / length**2
 
-    layers = [layer for layer in model.layers(side) if layer.token_mixer.pairs]
-    return float(np.mean([share(layer.window) for layer in layers])) if layers else 1.0
+def _side(scope: str) -> str:
+    return "encoder" if "/encoder/" in scope else "decoder"
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:

@@ -42,9 +42,9 @@ class MetricsLog:
         write_atomic(self._path, "".join(json.dumps(line) + "\n" for line in lines))
         self._file = self._path.open("a")
         if tensorboard:
-            from tensorboardX import SummaryWriter
+            from transformer.runs.tensorboard import EventFile
 
-            self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_step + 1)
+            self._board = EventFile(workdir / "tensorboard", resume_step + 1)
         self._wandb = _start_wandb(wandb, workdir, config) if wandb else None
 
     def last(self, name: str) -> int | None:
@@ -58,7 +58,7 @@ class MetricsLog:
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         if self._board:
             for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
+                self._board.scalar(name, value, step)
         if self._wandb:
             self._wandb.log(numbers, step=step)
 
@@ -71,7 +71,7 @@ class MetricsLog:
         write_atomic(folder / f"{step:08d}.txt", "\n".join(texts.values()))
         if self._board:
             for name, text in texts.items():
-                self._board.add_text(name, f"```\n{text}```", step)
+                self._board.text(name, f"```\n{text}```", step)
 
     def close(self) -> None:
         self._file.close()

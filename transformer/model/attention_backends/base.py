@@ -14,7 +14,7 @@ from flax import struct
 
 from transformer.model.activations import soft_cap
 from transformer.model.dropout import keep_mask
-from transformer.model.masks import Mask, Tokens
+from transformer.model.masks import PAIRS, Mask, Tokens
 from transformer.model.positions import Pair, Position
 
 
@@ -91,9 +91,6 @@ class Inputs:
 
         return learned, fixed, merge
 
-
-PAIRS = "pairs"
-"""The name scope of the products that a mask can exclude: q k^T, and weights v."""
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
 """attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs) -> out_BxTxNxH."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import linen as nn
 
@@ -22,10 +22,11 @@ class FeedForward:
     config may set.
     """
 
-    def build(
-        self, config: Config, gain: float, out_gain: float
-    ) -> Callable[..., nn.Module] | None:
-        """Returns a function that constructs the module from its `name`, or None for no sublayer.
+    exists: ClassVar[bool] = True
+    """Whether a layer has the sublayer. Otherwise, `build` is not called."""
+
+    def build(self, config: Config, gain: float, out_gain: float) -> Callable[..., nn.Module]:
+        """Returns a function that constructs the module from its `name`.
 
         The module is called with (x_BxTxD, tokens: Tokens, deterministic: bool) and returns
         out_BxTxD. `gain` scales the initial values of its matrices. `out_gain` additionally scales

@@ -1,6 +1,7 @@
 """Layers without a feed-forward."""
 
 import dataclasses
+from typing import ClassVar
 
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 
@@ -10,5 +11,4 @@ from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 class NoFeedForward(FeedForward):
     """No feed-forward sublayer, as in attention-only models and stacked LSTMs."""
 
-    def build(self, config, gain, out_gain):
-        return None
+    exists: ClassVar[bool] = False

@@ -40,7 +40,6 @@ class SelfAttention(Mixer):
     fields = frozenset(SHARED_FIELDS)
     hooks = frozenset({"embed", "rotate", "bias", "score", "value"})
     observes = frozenset({"heads", "maps"})
-    pairs = True
 
     def build(self, config, side, gain, out_gain):
         return functools.partial(Attention, config, side, gain, out_gain)

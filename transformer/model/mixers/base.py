@@ -42,6 +42,9 @@ SHARED_FIELDS = (
 )
 """The fields of ModelConfig that configure mixers; each mixer lists those that it reads."""
 
+NORM_FIELDS = ("norm", "norm_gain", "norm_offset", "norm_epsilon", "norm_zero_centered")
+"""The fields of ModelConfig that configure norms, also those within mixers."""
+
 Config = Any
 """The layer's ModelConfig. Its module imports this one, so it cannot be imported here."""
 
@@ -79,7 +82,8 @@ class Mixer:
     """The sublayer's name in parameter paths and in the results of evaluators."""
 
     fields: ClassVar[frozenset[str]] = frozenset()
-    """The SHARED_FIELDS that the mixer reads, and "use_bias" if that field adds its biases."""
+    """The SHARED_FIELDS and NORM_FIELDS that the mixer reads, and "use_bias" if that field adds its
+    biases."""
 
     hooks: ClassVar[frozenset[str]] = frozenset({"embed"})
     """The hooks of position schemes (model/positions/base.py) that the mixer supports."""
@@ -95,9 +99,9 @@ class Mixer:
     """Whether each output is computed from the state after the previous token. Then the tokens of a
     sequence stay in order on one device, which rules out context parallelism."""
 
-    pairs: ClassVar[bool] = False
-    """Whether the mixer computes products of token pairs, which a mask can exclude. Only the
-    unmasked share counts as FLOPs (planning/model_flops.py)."""
+    skips_padding: ClassVar[bool] = True
+    """Whether padding between two tokens of a document leaves the results at tokens unchanged.
+    Padding before and after a document always does."""
 
     def check(self, config: Config, side: str) -> str | None:
         """Returns why the mixer cannot serve the layers of this stack, in one line, or None.
@@ -122,6 +126,9 @@ class Mixer:
         `gain` scales the initial values of the matrices that carry values. `out_gain` additionally
         scales the last of them. A state wraps the parts that come from the source in `Shared`
         (model/cache.py), because the beams of a sentence share them.
+
+        Products of token pairs, which a mask can exclude, go into `jax.named_scope(masks.PAIRS)`.
+        Only their unmasked share counts as FLOPs (planning/model_flops.py).
         """
         raise NotImplementedError
 

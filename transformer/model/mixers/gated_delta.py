@@ -48,8 +48,9 @@ class GatedDelta(Mixer):
     """
 
     scope = "gated_delta"
-    fields = frozenset({"num_heads", "d_head", "d_value"})
+    fields = frozenset({"num_heads", "d_head", "d_value", "norm_epsilon"})
     in_order = True
+    skips_padding = False  # the convolution reads adjacent positions
 
     conv: int = 4  # tokens that the convolution reads, including the current one
     negative_eigenvalues: bool = False  # b in (0, 2) instead of (0, 1) (Grazzi et al. 2024)
@@ -128,7 +129,9 @@ class GatedDeltaNet(nn.Module):
         )
         o_BxTxNxV, s = recurrence(q, k, v, log_a_BxTxN, b_BxTxN, document_BxT, state.s_BxNxHxV)
 
-        norm = functools.partial(cfg.norm_module, kind="rmsnorm", gain=True, offset=False)
+        norm = functools.partial(
+            cfg.norm_module, kind="rmsnorm", gain=True, offset=False, zero_centered=False
+        )
         gate_BxTxNxV = self._heads("gate", cfg.value_size)(x_BxTxD)
         o_BxTxNxV = norm(name="norm")(o_BxTxNxV.astype(cfg.dtype)) * nn.silu(gate_BxTxNxV)
         o_BxTxNxV = constrain(o_BxTxNxV, ("batch", "length", "activation_heads", "head"))

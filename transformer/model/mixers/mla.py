@@ -18,7 +18,7 @@ from transformer.model.cache import empty_slots, extend
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Kernel, Linear
 from transformer.model.mixers.attention import inner_attention, self_mask
-from transformer.model.mixers.base import MIXERS, Context, Mixer
+from transformer.model.mixers.base import MIXERS, NORM_FIELDS, Context, Mixer
 from transformer.model.positions import Position, build
 from transformer.model.sharding import constrain
 
@@ -56,11 +56,11 @@ class MLA(Mixer):
             "attention_sink",
             "attention_backend",
             "attention_dropout",
+            *NORM_FIELDS,
         }
     )
     hooks = frozenset({"embed", "rotate", "bias"})
     observes = frozenset({"heads", "maps"})
-    pairs = True
 
     kv_rank: int = 0  # size of c; 0: 4 * d_head
     q_rank: int = 0  # size of a latent vector for queries; 0: project queries from x
@@ -74,7 +74,7 @@ class MLA(Mixer):
         return self.kv_rank or 4 * config.head_size, self.d_rope or config.head_size // 2
 
     def facts(self, config, facts):
-        return dataclasses.replace(facts, d_head=self.sizes(config)[1], num_kv_heads=1)
+        return dataclasses.replace(facts, d_head=self.sizes(config)[1])
 
     def build(self, config, side, gain, out_gain):
         rank, rope = self.sizes(config)

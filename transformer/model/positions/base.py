@@ -43,7 +43,6 @@ class StackFacts:
 
     d_model: int
     num_heads: int
-    num_kv_heads: int
     d_head: int
     d_value: int
     max_length: int
