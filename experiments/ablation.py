@@ -5,8 +5,9 @@
 
 `make ablation` runs both commands. To train one arm: --config=experiments/ablation.py:post-alibi.
 
-The study is small on purpose. A result for four layers and 0.8 M tokens need not hold for more of
-either: Xiong et al. (2020) find that post-norm becomes harder to train with depth.
+The study is small on purpose. A result for four layers and 0.8 M tokens need not hold for deeper
+models or longer training: Xiong et al. (2020) find that post-norm becomes harder to train with
+depth.
 
 Hardware  two CPU cores, about 10 minutes
 

@@ -15,8 +15,8 @@ matter. Post-norm is expected to need the warm-up, and pre-norm is not. To test 
 
 Hardware  two CPU cores, about 4 minutes per arm
 
-Measured after 1,000 steps (two cores of an AMD EPYC 9005; test split, 1,000 sentences, beam 1; one
-seed):
+Measured after 1,000 steps (two cores of an AMD EPYC 9005; test split, 1,000 sentences, greedy
+decoding; one seed):
 
     arm       loss   perplexity  BLEU  chrF
     pre       2.934       18.8   13.7  30.9
@@ -28,8 +28,8 @@ seed):
     none      diverged (loss 891)
 
 In a model of twelve layers, post-norm has hardly begun to learn when pre-norm already translates.
-With a scaled residual (deepnorm), post-norm is level with pre-norm. One seed is enough to
-distinguish a loss of 2.9 from 3.3, but not pre from deepnorm and peri.
+With a scaled residual connection (deepnorm), post-norm is as good as pre-norm. One seed is enough
+to distinguish a loss of 2.9 from 3.3, but not to rank pre, deepnorm and peri.
 """
 
 import ml_collections

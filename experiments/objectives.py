@@ -1,4 +1,4 @@
-r"""What does a small model learn from one text with each of five objectives?
+r"""What does a small model learn from the same text with each of five objectives?
 
     for arm in causal_lm prefix_lm masked_lm span_corruption ul2; do
         python -m transformer train    --config=experiments/objectives.py:$arm \
@@ -8,7 +8,7 @@ r"""What does a small model learn from one text with each of five objectives?
 
 Each objective trains the kind of model that its paper trains. A decoder continues a text from left
 to right, or continues a prefix that it attends to in both directions (Raffel et al. 2020, sec.
-3.2). An encoder predicts hidden words (Devlin et al. 2019). An encoder-decoder writes the spans
+3.2). An encoder predicts masked tokens (Devlin et al. 2019). An encoder-decoder writes the spans
 that were removed (T5; UL2, Tay et al. 2023). The losses are over different tokens and cannot be
 compared, so train the arms with `train`, not with `sweep`.
 
@@ -19,7 +19,7 @@ Another experiment can start from the trained parameters:
 
 Hardware  two CPU cores, about 4 minutes per arm
 Measured  after 1,000 steps, test split (two cores of an AMD EPYC 9005): causal_lm 2.116 bits per
-          byte; masked_lm loss 4.317, and 31.7 % of the hidden tokens are predicted correctly;
+          byte; masked_lm loss 4.317, with 31.7 % of the target tokens predicted correctly;
           span_corruption loss 4.603 and 29.3 %. prefix_lm and ul2 were run for 30 steps only.
 """
 

@@ -12,9 +12,9 @@ The arms differ only in `model.position`; learned adds 32,768 parameters and t5 
 use the reference attention backend, so that none benefits from a kernel that another cannot use.
 
 Hardware  two CPU cores, about 4 minutes per arm
-Expected  at the training length, ALiBi and T5's bias are ahead of rotary and sinusoidal by 1 to 4 %
-          of perplexity on WikiText-103 (Press et al. 2022), and no positions are behind learned
-          ones by 2 to 3 % (Haviv et al. 2022)
+Expected  at the training length, the perplexity with ALiBi and T5's bias is lower than with rotary
+          and sinusoidal by 1 to 4 % on WikiText-103 (Press et al. 2022), and without positions it
+          is higher than with learned ones by 2 to 3 % (Haviv et al. 2022)
 
 Measured after 1,000 steps, about 2 M tokens (two cores of an AMD EPYC 9005; test split, sequences
 that do not overlap; one seed):
@@ -28,9 +28,9 @@ that do not overlap; one seed):
     sinusoidal  5.040       154.5          2.397
 
 This early in training, schemes that favor nearby tokens lead by far more than at the end of the
-papers' runs, and learned positions are not yet ahead of none. Sinusoids are larger than the
-embeddings that they are added to (standard deviation 0.7 against 1 / sqrt(d_model) = 0.09, without
-`embedding_scale`), which may explain why they are last.
+papers' runs, and learned positions are not yet better than none. Sinusoidal position embeddings are
+larger than the token embeddings to which they are added (standard deviation 0.7 against
+1 / sqrt(d_model) = 0.09, without `embedding_scale`), which may explain why they are last.
 """
 
 import ml_collections

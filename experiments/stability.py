@@ -6,12 +6,13 @@
 The argument `rate` scans the learning rate. The argument `warmup` scans the warm-up steps; use
 --config=experiments/stability.py:warmup.
 
-Wortsman et al. (2023), "Small-scale proxies for large-scale Transformer training instabilities":
-instabilities of large models at small learning rates also occur in small models, at large learning
-rates. The report includes their sensitivity: the mean loss over all rates minus the loss at the
-best rate.
+The design follows Wortsman et al. (2023), "Small-scale proxies for large-scale Transformer training
+instabilities": instabilities of large models at small learning rates also occur in small models, at
+large learning rates. The report includes the paper's sensitivity: the mean loss over all rates
+minus the loss at the best rate.
 
-Hardware  two CPU cores, beside other work: 72 runs in 26 minutes (rate), 45 in 14 (warmup)
+Hardware  two CPU cores, beside other work: 72 runs in 26 minutes (rate), 45 runs in 14 minutes
+          (warmup)
 
 Measured (two cores of an AMD EPYC 9005; mean test/loss over three seeds; 95 % intervals of +- 0.05
 to 0.15, +- 0.5 at a rate of 1):
@@ -27,10 +28,10 @@ to 0.15, +- 0.5 at a rate of 1):
     peri                4.87    4.88    4.85    4.81    4.79           0.05
 
 No run diverges. Where post-norm is unstable, its loss stays at 5.85, that of a model that has
-learned only the token frequencies. With 50 steps of warm-up, this happens from a rate of 0.01 on,
-the best rate for the other placements. With a warm-up of 200 of the 300 steps, post-norm is as good
-as the others; with 100 steps, one seed of three trains. The rates within 5 % of the best loss span
-a factor of 3 for pre-norm, and of 30 for peri-norm.
+learned only the token frequencies. With 50 steps of warm-up, this happens at rates of 0.01 and
+more; 0.01 is the best rate for the other placements. With a warm-up of 200 of the 300 steps,
+post-norm is as good as the others; with 100 steps, only one of three seeds trains. The rates within
+5 % of the best loss span a factor of 3 for pre-norm, and of 30 for peri-norm.
 """
 
 import ml_collections

@@ -11,8 +11,8 @@ Data      WMT 2014 English-German (4.5 M pairs; newstest2013 for validation, new
 Hardware  an accelerator: 65 M parameters, 25,000 source and 25,000 target tokens per step; the
           paper took 0.4 s per step on 8 P100
 Expected  the paper reports 27.3 BLEU (tokenized, compound-split) after 100,000 steps. On
-          detokenized text, sacreBLEU is about 0.7 lower for the same output (fairseq's big model:
-          29.29 and 28.6)
+          detokenized text, sacreBLEU is about 0.7 lower for the same output (for fairseq's big
+          model, 28.6 instead of 29.29)
 Measured  not run yet, for lack of an accelerator. The tests build and shard the model.
 
 Choices that the paper leaves open: label smoothing is spread over the whole vocabulary (Szegedy et

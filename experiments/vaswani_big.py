@@ -1,6 +1,6 @@
 """The big Transformer of Vaswani et al. (2017), with all hyperparameters: WMT 2014 English-German.
 
-How much better is it than experiments/vaswani_base.py, with three times the parameters?
+How much better is it than the model of vaswani_base.py, with three times as many parameters?
 
     python -m transformer train    --config=experiments/vaswani_big.py --workdir=runs/vaswani_big
     python -m transformer evaluate --workdir=runs/vaswani_big

@@ -161,7 +161,7 @@ def test_loss_plot_shows_baseline_and_best_of_many_arms(tmp_path):
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert (
         labels == ["arm00", *(f"arm{arm:02d}" for arm in range(4, 15))]
-        and "best 11 of 15 arms; curves.csv lists all arms" in caption
+        and "11 best other arms, of 15 in all; curves.csv contains all arms" in caption
     )
     assert len(pictures["by_arm"][1].axes[0].get_yticks()) == 14, "all arms that finished"
 

@@ -43,7 +43,7 @@ def train(
       `train` again to resume.
 
     Raises:
-      UserError (a ValueError): the experiment is invalid, or `workdir` has another one.
+      UserError (a ValueError): the experiment is invalid, or `workdir` contains a run of another.
     """
     if isinstance(experiment, str | os.PathLike):
         config = load_experiment(os.fspath(experiment), overrides)
@@ -64,7 +64,7 @@ def load_run(workdir: str | os.PathLike, overrides: Mapping[str, Any] = NO_OVERR
         `{"decoding.beam_size": 4, "mesh.data": 8}`. By default, the mesh is one device.
 
     Raises:
-      UserError (a ValueError): there is no run, no checkpoint, or no undamaged one.
+      UserError (a ValueError): there is no run, or it has no undamaged checkpoint.
     """
     config, mesh = run_mesh(run_config(workdir, overrides), overrides)
     with use(mesh):
@@ -75,7 +75,7 @@ def evaluate(run: LoadedRun | str | os.PathLike, part: str = "test") -> dict[str
     """Evaluates a run on its held-out text and returns the metrics by name.
 
     Args:
-      run: from `load_run`, or a run directory.
+      run: a run from `load_run`, or a run directory.
       part: "test" or "valid".
 
     The metrics are also written to the run directory, as by `python -m transformer evaluate`.
@@ -93,8 +93,8 @@ def generate(
     """Translates texts (encoder-decoder) or continues them (decoder).
 
     Args:
-      run: from `load_run`, or a run directory.
-      texts: the inputs. Those that exceed `model.max_length` are cut.
+      run: a run from `load_run`, or a run directory.
+      texts: the inputs. Those that exceed `model.max_length` are truncated.
       **decoding: fields of `config.decoding` to change, such as `beam_size=4` or
         `temperature=0.8`.
 

@@ -12,7 +12,7 @@ import traceback
 from transformer.errors import UserError, nearest, tracebacks
 from transformer.output import flush, red, redirect_to_devnull, survive_closed_readers
 
-ABOUT = """Transformers in JAX: train, evaluate and use any architecture on any machine.
+ABOUT = """Transformers in JAX: train, evaluate and use encoders, decoders and encoder-decoders.
 
   python -m transformer train    --config=experiments/quickstart.py --workdir=runs/quickstart
   python -m transformer evaluate --workdir=runs/quickstart

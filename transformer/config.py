@@ -74,7 +74,7 @@ class Experiment:
     train: TrainConfig = TrainConfig()
     decoding: DecodingConfig = DecodingConfig()
     mesh: MeshConfig = MeshConfig()
-    seed: int = 0  # for parameters, dropout and the data order
+    seed: int = 0  # random seed of the parameters, dropout and the data order
     # auto | cpu | gpu | tpu | accelerator. Training on any other platform raises an error.
     platform: str = "auto"
 

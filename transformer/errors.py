@@ -13,7 +13,7 @@ The middle of a longer message is cut, because the field is at the start and the
 
 
 class UserError(ValueError):
-    """An error outside the code: in a config, a file or a machine.
+    """An error that a user can fix: in a config, a file or a machine.
 
     The message is one line and names a fix.
     """

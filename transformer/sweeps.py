@@ -132,13 +132,13 @@ RESERVED = ("claims", "logs", "report")
 class Sweep:
     """A study: arms, seeds, and how to compare the arms.
 
-    `metric` is the metric that decides, by its name in metrics.jsonl, such as `test/loss` or
-    `test/bleu`. `match` makes arms comparable to the baseline in "parameters" or "flops" by
-    adapting d_ff, or in "time" by adapting the number of steps.
+    `metric` is the primary metric, by which arms are compared. It has its name in metrics.jsonl,
+    such as `test/loss` or `test/bleu`. `match` makes arms equal to the baseline in "parameters" or
+    "flops" by adjusting d_ff, or in "time" by adjusting the number of steps.
 
-    `declared` gives the reasons why arms may differ in a property that they do not vary explicitly:
-    parameters, flops, attention, data, tokenizer or warmup (lab/guard.py). Example: {"parameters":
-    "T5's bias has 128 numbers"}.
+    `declared` maps each property in which arms may differ, although no varied field sets it, to a
+    reason: parameters, flops, attention, data, tokenizer or warmup (lab/guard.py). Example:
+    {"parameters": "T5's bias has 128 numbers"}.
 
     Two arms that build the same programs are an error unless one of them is a control. `controls`
     maps such arms to reasons. Example: {"again": "another spelling of the same model must give the

@@ -2,9 +2,9 @@
 
     python experiments/benchmarks/attention.py [--lengths=512,1024,2048,4096] [--longest=32768]
 
-One sequence, 8 heads of 64, causal, float32. The two backends run in turn. At the `--longest`
-length, only blockwise attention runs: the reference's logits would take 8 * 32,768^2 * 4 bytes =
-34 GB.
+One sequence, 8 heads of size 64, causal, float32. The two backends run in turn. At the `--longest`
+length, only blockwise attention runs: the logits of reference attention would take
+8 * 32,768^2 * 4 bytes = 34 GB.
 """
 
 import sys

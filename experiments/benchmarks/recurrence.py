@@ -3,9 +3,10 @@
     python experiments/benchmarks/recurrence.py
 
 The program is an encoder, forward and backward: LSTMs (model.mixer) against a Transformer of the
-same width and depth. Sequential steps are matrix products that depend on each other: the longest
-chain of them in the traced program, where a loop counts as often as it runs. The time is the best
-of seven runs of the compiled programs, which run in turn on this machine.
+same width and depth. The number of sequential steps is the length of the longest chain of matrix
+products in the traced program, each of which depends on the one before it. The body of a loop
+counts once per iteration. The time is the best of seven runs of the compiled programs, which run in
+turn on this machine.
 
 Measured (two cores of an AMD EPYC 9005):
 
@@ -16,7 +17,7 @@ Measured (two cores of an AMD EPYC 9005):
      1,024          931.4       24          233.0    4,100            0.25
 
 Attention takes the same number of steps at any length. Recurrence takes four steps for each token
-(two layers, forward and backward). Two cores compute little at a time, so their time depends on the
+(two layers, forward and backward). Two cores compute little at a time, so the time depends on the
 amount of work, which grows with the square of the length only in attention. On a machine that
 computes thousands of products at once, the sequential steps would determine the time; this was not
 measured, for lack of such a machine.

@@ -4,12 +4,12 @@ r"""Measures training throughput against the same model in PyTorch (Hugging Face
     python experiments/benchmarks/throughput.py [encoder_decoder] [decoder] [--rounds=8] \
         [--same-allocator]
 
-JAX and PyTorch run in separate processes, which take steps in turn. So they never compute at the
-same time, and a drift of the machine's speed affects both. Prints the median seconds per step, the
+JAX and PyTorch run in separate processes, which take steps in turn. They never compute at the same
+time, and a drift of the machine's speed affects both. Prints the median seconds per step, the
 ratio of times over the rounds (median, min, max), and the share of this machine's matrix-multiply
 rate (the best of a few products of float32 matrices) that the step reaches, counting 6 FLOPs per
-parameter and token plus attention. `--same-allocator` gives PyTorch the allocator setting that
-transformer.parallel.host makes for JAX.
+parameter and token plus attention. `--same-allocator` runs PyTorch with the allocator settings that
+transformer.parallel.host applies for JAX.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""How much faster are R runs trained as one program than one after another?
+"""How much faster do R runs train as one program than one after another?
 
     python experiments/benchmarks/together.py [--devices=8] [--d_model=64]
 
 The model is a decoder of four layers, with 16 sequences of 64 tokens per run. `--devices` simulates
 that many CPU devices: runs that train together are spread over them, and a run that trains alone
-spreads its sequences over them. The ratio is the time of one step of R runs one after another over
-that of R runs together, interleaved on this machine. It excludes compilation, which takes place
-once instead of R times.
+spreads its sequences over them. The ratio is the time of one step of R runs, one after another,
+divided by the time of one step of R runs together. The two are measured in turn on this machine.
+The ratio excludes compilation, which takes place once instead of R times.
 
 Measured (two cores of an AMD EPYC 9005):
 
@@ -15,7 +15,7 @@ Measured (two cores of an AMD EPYC 9005):
     on 8 simulated devices      1.51  1.66  1.81  2.38
 
 One small run keeps two cores busy, so training together saves only compilation there. It is faster
-where a lone run would spread its sequences over devices that communicate. The gain on an
+where a lone run would spread its sequences over devices that communicate. The speedup on an
 accelerator, which a small run leaves idle, was not measured, for lack of one.
 """
 

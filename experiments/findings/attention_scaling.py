@@ -15,8 +15,9 @@ At a larger scale (d_model 1024, 12 layers; TPU v5e-8):
 
 Hardware  two CPU cores, 36 runs, 16 minutes with --jobs=2 beside other work
 
-Measured (two cores of an AMD EPYC 9005; three seeds; test/loss with its 95 % interval; before the
-first step: entropy and largest logit, both means over heads and layers, and the gradient of W_Q):
+Measured (two cores of an AMD EPYC 9005; three seeds; test/loss with its 95 % interval. The other
+columns are measured before the first step: entropy and largest logit, both as means over heads and
+layers, and the norm of the gradient of W_Q):
 
     scaled
     d_k        test/loss  entropy  largest logit  gradient
@@ -38,7 +39,7 @@ first step: entropy and largest logit, both means over heads and layers, and the
 
 As the paper suspects, logits without the scale grow, roughly as sqrt(d_k), and the softmax becomes
 more peaked. After these 200 steps, this costs from 0.07 (d_k 8) to 0.38 nats (d_k 256). With the
-scale, larger heads do no harm.
+scale, larger heads do not increase the loss.
 
 Contrary to the paper, the gradient of W_Q does not become small. By itself, omitting the scale
 would multiply the gradient by sqrt(d_k). Three quarters of that factor remain at d_k 8 and half at

@@ -1,9 +1,9 @@
 r"""How deep can a stack be under each norm placement? Wang et al. (2022), Kim et al. (2025).
 
 The papers are "DeepNet: Scaling Transformers to 1,000 Layers" and "Peri-LN". They claim that
-post-norm trains 6 layers but fails with 24 and more. With a larger residual scale and a smaller
-initialization (DeepNorm), it trains at any depth. So do pre-norm, and norms on both sides of the
-branch (peri-norm).
+post-norm trains with 6 layers but fails with 24 and more. With a larger residual scale and a
+smaller initialization (DeepNorm), it trains at any depth. So do pre-norm, and norms before and
+after the sublayer (peri-norm).
 
     python -m transformer sweep --config=experiments/findings/deep_stacks.py \
         --workdir=runs/deep_stacks
@@ -14,8 +14,8 @@ At the paper's scale (up to 200 layers of d_model 512, WMT14; TPU v5p-16):
 
 Hardware  two CPU cores, 24 runs, about 35 minutes beside other work
 
-Measured (two cores of an AMD EPYC 9005; three seeds; test/loss with its 95 % interval; gradient of
-the feed-forward matrices of the first and last layer after 400 steps):
+Measured (two cores of an AMD EPYC 9005; three seeds; test/loss with its 95 % interval; norm of the
+gradient of the feed-forward matrices in the first and last layer after 400 steps):
 
     placement  6 layers: test/loss  first  last    24 layers: test/loss     first  last
     post            5.269 +- 0.027   0.19  0.19          5.850 +- 0.002  0.000009  0.28

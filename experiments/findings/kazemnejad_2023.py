@@ -1,7 +1,7 @@
-r"""Does a model without positions know the order of its tokens?
+r"""Can a model without a position scheme use the order of its tokens?
 
 Haviv et al. (2022); Kazemnejad et al. (2023), "The Impact of Positional Encoding on Length
-Generalization in Transformers". The papers' answer: with a causal mask it does, because the number
+Generalization in Transformers". The papers' answer: with a causal mask it can, because the number
 of tokens that a token attends to reveals its position. Without a mask, attention is a sum over a
 set, and the model ignores order. The evaluator `order` (evaluation/evaluators/order.py) measures
 how much the last prediction of a sequence changes when the tokens before it are permuted.
@@ -25,7 +25,7 @@ nats; losses with and without the mask are not comparable, because the tasks dif
     unmasked-rotary   0.16  +- 0.14       5.118 +- 0.073
 
 The results confirm the papers. Without a mask and without positions, the prediction does not change
-at all (below 1e-7 in every seed). With the mask, it changes in every seed. After these 0.8 M
+at all (kl below 1e-7 in every seed). With the mask, it changes in every seed. After these 0.8 M
 tokens, the change is sixteen times smaller than with rotary positions, whose loss is lower by 0.07.
 Without a mask, rotary positions reduce the loss by 0.36.
 """
@@ -92,7 +92,7 @@ def sweep(scale="small"):
             ),
             vary("model.position", "none", "rotary"),
         ),
-        question="Does a model without positions know the order of its tokens?",
+        question="Can a model without a position scheme use the order of its tokens?",
         metric="test/order/kl",
         higher_is_better=True,
         declared={

@@ -16,15 +16,15 @@ Hardware  two CPU cores, about 4 minutes
 Measured (two cores of an AMD EPYC 9005; test split, mean and 95 % interval over three seeds, nats
 per token; perplexity in parentheses):
 
-    trained      evaluated with the mask       evaluated without
+    trained      evaluated with the mask       evaluated without it
     masked       4.784 +- 0.056     (120)      4.832 +- 0.033
     unmasked     8.340 +- 0.084   (4,187)      0.149 +- 0.029     (1.2)
 
 The results confirm the exercise. Without the mask, the model reads the target: its perplexity is
 1.2, with a vocabulary of 2,048 tokens. With the mask restored, its loss is 3.556 [3.526, 3.585]
 nats higher than that of the model trained with the mask, and higher than that of uniform
-predictions (log 2,048 = 7.62). The model trained with the mask loses little when it is evaluated
-without, because it has not learned to use later tokens.
+predictions (log 2,048 = 7.62). The loss of the model trained with the mask increases little without
+the mask, because the model has not learned to use later tokens.
 """
 
 import ml_collections

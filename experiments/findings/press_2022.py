@@ -1,10 +1,10 @@
 r"""Which position schemes work in sequences longer than those of training? Press et al. (2022).
 
-Press et al. is "Train Short, Test Long"; see also Kazemnejad et al. (2023), "The Impact of
-Positional Encoding on Length Generalization in Transformers". The papers evaluate models trained at
-length T up to 16 T: learned tables end, sinusoids collapse at once, rotary degrades, T5's bias
-holds for a while, and ALiBi stays flat. A decoder also works without positions, because its causal
-mask lets it count, and extrapolates better than rotary.
+The papers are "Train Short, Test Long" and Kazemnejad et al. (2023), "The Impact of Positional
+Encoding on Length Generalization in Transformers". They evaluate models that were trained at length
+T at lengths up to 16 T. Learned tables end at T, sinusoidal embeddings fail at once, rotary
+degrades, T5's bias holds for a while, and ALiBi stays flat. A decoder also works without a position
+scheme, because its causal mask lets it count tokens, and it extrapolates better than rotary.
 
     python -m transformer sweep --config=experiments/findings/press_2022.py \
         --workdir=runs/press_2022
@@ -15,7 +15,7 @@ At the paper's scale (WikiText-103, 16 layers of d_model 1024, sequences of 512;
 
 Hardware  two CPU cores, about an hour with --jobs=2
 
-Measured (two cores of an AMD EPYC 9005, 1:57 hours beside tests; nats per token, mean and 95 %
+Measured (two cores of an AMD EPYC 9005, 1:57 hours beside other work; nats per token, mean and 95 %
 interval over three seeds; sequences that do not overlap, from the first 65,536 tokens of the test
 split):
 
@@ -30,7 +30,7 @@ split):
     test/loss at length 64: rotary 3.892, alibi 3.980, t5 4.021, sinusoidal 4.053, learned 4.160,
     none 4.181
 
-    only the last 64 tokens of each sequence count; the tokens before them are context
+    loss of only the last 64 tokens of each sequence; the tokens before them are context
     length                  128              256              512            1,024
     rotary       3.907 +- 0.011   4.187 +- 0.066   4.43  +- 0.12    4.617 +- 0.054
     alibi        3.888 +- 0.018   3.890 +- 0.017   3.891 +- 0.016   3.891 +- 0.016
@@ -39,10 +39,11 @@ split):
     none         4.186 +- 0.008   4.265 +- 0.003   4.311 +- 0.016   4.337 +- 0.029
 
 The results confirm the papers. ALiBi stays flat, and even improves by 0.02, since fewer tokens are
-at the beginning of a sequence. The others lose, at twice and at sixteen times the length: T5's bias
-0.05 and 0.32, rotary 0.04 and 0.54. Sinusoids lose 0.32 at twice the length. Apart from ALiBi,
-the model without positions loses least (0.17). It extrapolates better than rotary, though from a
-higher loss. At the training length, rotary is best, 0.088 [0.078, 0.098] ahead of ALiBi.
+at the beginning of a sequence. The loss of the others increases at twice and at sixteen times the
+training length: T5's bias by 0.05 and 0.32, rotary by 0.04 and 0.54, sinusoidal by 0.32 already at
+twice the length. Apart from ALiBi, the model without positions has the smallest increase at sixteen
+times the length (0.17). It extrapolates better than rotary, though from a higher loss. At the
+training length, rotary is best, 0.088 [0.078, 0.098] ahead of ALiBi.
 
 Unlike in Press et al., ALiBi's loss does not fall further with more context: a model of 1.1 M
 parameters does not use context beyond 64 tokens.

@@ -2,9 +2,9 @@ r"""Does post-norm need a warm-up where pre-norm needs none? Xiong et al. (2020)
 
 The paper is "On Layer Normalization in the Transformer Architecture". Before the first step, the
 gradient of the feed-forward matrices grows towards the last layer under post-norm, and is about the
-same in every layer under pre-norm (its figure 3). Therefore post-norm without a warm-up fails at
-rates at which pre-norm trains (IWSLT14: 8.45 BLEU against about 34). With a warm-up, the two are
-level.
+same in every layer under pre-norm (the paper's figure 3). Therefore post-norm without a warm-up
+fails at learning rates at which pre-norm trains (IWSLT14: 8.45 BLEU against about 34). With a
+warm-up, the two perform alike.
 
     python -m transformer sweep --config=experiments/findings/xiong_2020.py \
         --workdir=runs/xiong_2020
@@ -29,13 +29,14 @@ interval over five seeds; every p of paired t-tests with Holm's correction is un
     post        1.06  1.07  1.25  1.25  1.18  1.16
 
 Without a warm-up, post-norm hardly trains at this rate (a unigram model has a loss of 5.9), while
-pre-norm is hardly affected. Unlike in the paper, the two are not level with the warm-up: post-norm
-is still 0.17 behind after these 800 steps.
+pre-norm is hardly affected. Unlike in the paper, the two do not perform alike with the warm-up:
+after these 800 steps, the loss of post-norm is still higher by 0.17.
 
 The gradients differ in the direction that the paper describes, but by less. Under post-norm, the
-gradient does not grow all the way; it rises by a tenth to a sixth over six layers. Under pre-norm,
-it is not constant but falls to six tenths. The last layer's gradient is 2.4 times as large under
-post-norm as under pre-norm, the first layer's 1.3 times.
+gradient does not grow in every layer; it is a sixth larger at its maximum than in the first layer,
+and a tenth larger in the last. Under pre-norm, it is not constant but falls to six tenths of its
+value in the first layer. In the last layer, the gradient is 2.4 times as large under post-norm as
+under pre-norm, and in the first layer 1.3 times.
 """
 
 import ml_collections

@@ -1,13 +1,13 @@
 """How long does BERT large train on a v5e-16, with the recipe of Devlin et al. (2019)?
 
-There is no dropout on attention weights, because no fused kernel supports it.
+Attention weights have no dropout, because no fused kernel supports it.
 
     python -m transformer plan --config=experiments/scale/bert_large.py --topology=v5e-16
 
 Data      your own text in your bucket, one JSON document per line; replace BUCKET with its name
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
           cores of an AMD EPYC 9005
-Compare   no measurement to compare with was found
+Compare   no published measurement was found
 
     machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
     mesh        fsdp 16
@@ -26,19 +26,19 @@ Compare   no measurement to compare with was found
       peak of 16.0 GiB  8.3 GiB (52%)  1.0 GiB (7%)
       compiled in                39 s          10 s
 
-    least time                        train      evaluate
+    minimum time                      train      evaluate
       compute at 197.0TFLOP/s       94.9 ms       29.9 ms
       HBM at 819.0GB/s              77.8 ms       10.1 ms
       network                       23.8 ms        7.0 ms
       step                          94.9 ms       29.9 ms
       bound by                      compute       compute
-      MFU at most 94.5%; 86.3k tokens/s per chip, 119.3G per day
+      MFU at most 94.5%; 86.3k tokens/s per chip, 119.3G tokens per day in total
       run at least 26:21 h, 422 chip-hours, without evaluation and checkpoints
 
-    sent per device in one training step         count        within        beyond
-      all-gather                                   342       1.1 GiB
-      collective-permute                         2,482     740.8 MiB
-      all-reduce                                    52     121.0 MiB
+    sent per device in one training step         count  in slice/host     beyond it
+      all-gather                                   342        1.1 GiB
+      collective-permute                         2,482      740.8 MiB
+      all-reduce                                    52      121.0 MiB
 """
 
 import ml_collections

@@ -6,8 +6,8 @@ Data      allenai/c4's files in your bucket; replace BUCKET with its name. A run
           once, before its first step
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
           cores of an AMD EPYC 9005
-Compare   no measurement was found for this chip and size; MaxText's 16 B model reached 61.1 % MFU
-          on a v5e-256
+Compare   no published measurement was found for this chip and size; MaxText's 16 B model reached
+          61.1 % MFU on a v5e-256
 
     machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
     mesh        fsdp 16
@@ -29,20 +29,20 @@ Compare   no measurement was found for this chip and size; MaxText's 16 B model 
       peak of 16.0 GiB  11.9 GiB (74%)  1.7 GiB (11%)  2.2 GiB (13%)  3.6 GiB (22%)
       compiled in                 28 s            8 s            9 s            3 s
 
-    least time                        train      evaluate       prefill        decode
+    minimum time                      train      evaluate       prefill        decode
       compute at 197.0TFLOP/s        1.84 s      473.9 ms       59.7 ms         53 us
       HBM at 819.0GB/s               1.38 s      180.2 ms       71.3 ms       16.0 ms
       network                       93.1 ms       28.4 ms       28.4 ms       28.4 ms
       step                           1.84 s      473.9 ms       71.3 ms       28.4 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 75.7%; 17.8k tokens/s per chip, 24.6G per day
+      MFU at most 75.7%; 17.8k tokens/s per chip, 24.6G tokens per day in total
       run at least 25:37 h, 410 chip-hours, without evaluation and checkpoints
       decoding: 2.3k tokens/s for 64 sequences
 
-    sent per device in one training step         count        within        beyond
-      all-gather                                   338       4.5 GiB
-      collective-permute                         2,856       2.4 GiB
-      all-reduce                                    28     703.8 MiB
+    sent per device in one training step         count  in slice/host     beyond it
+      all-gather                                   338        4.5 GiB
+      collective-permute                         2,856        2.4 GiB
+      all-reduce                                    28      703.8 MiB
 """
 
 import ml_collections

@@ -29,21 +29,21 @@ Compare   MaxText measured 38.6 % MFU for this model (v6e, 256), and 66.2 % for 
       peak of 95.0 GiB  41.7 GiB (44%)  4.5 GiB (5%)  3.1 GiB (3%)  4.0 GiB (4%)
       compiled in                 67 s          13 s          14 s           2 s
 
-    least time                        train      evaluate       prefill        decode
+    minimum time                      train      evaluate       prefill        decode
       compute at 459.0TFLOP/s       28.59 s        7.53 s      971.5 ms         18 us
       HBM at 2.8TB/s                 4.24 s        1.56 s        2.27 s       76.3 ms
       network                       10.37 s        4.71 s      620.6 ms      279.6 ms
       step                          28.59 s        7.53 s        2.27 s      279.6 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 78.8%; 143 tokens/s per chip, 12.7G per day
+      MFU at most 78.8%; 143 tokens/s per chip, 12.7G tokens per day in total
       run at least 33.1 days, 813,169 chip-hours, without evaluation and checkpoints
       decoding: 458 tokens/s for 128 sequences
 
-    sent per device in one training step         count        within        beyond
-      all-gather                                 2,527     849.9 GiB
-      collective-permute                         3,402     425.2 GiB
-      reduce-scatter                               634     281.7 GiB
-      all-reduce                                   387      69.6 GiB
+    sent per device in one training step         count  in slice/host     beyond it
+      all-gather                                 2,527      849.9 GiB
+      collective-permute                         3,402      425.2 GiB
+      reduce-scatter                               634      281.7 GiB
+      all-reduce                                   387       69.6 GiB
 """
 
 import ml_collections

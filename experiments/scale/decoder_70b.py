@@ -29,19 +29,19 @@ Compare   MaxText measured 65.4 % MFU (692 tokens/s per chip) for Llama 2 70B at
       peak of 95.0 GiB  37.8 GiB (40%)  8.8 GiB (9%)  11.4 GiB (12%)  12.4 GiB (13%)
       compiled in                 95 s          40 s            36 s            23 s
 
-    least time                        train      evaluate       prefill        decode
+    minimum time                      train      evaluate       prefill        decode
       compute at 459.0TFLOP/s       10.34 s        2.68 s        1.41 s         47 us
       HBM at 2.8TB/s                 1.28 s      357.8 ms        2.67 s      215.3 ms
       network                        1.05 s      264.2 ms      264.2 ms      264.2 ms
       step                          10.34 s        2.68 s        2.67 s      264.2 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 77.6%; 793 tokens/s per chip, 17.5G per day
+      MFU at most 77.6%; 793 tokens/s per chip, 17.5G tokens per day in total
       run at least 12.0 days, 73,494 chip-hours, without evaluation and checkpoints
       decoding: 969 tokens/s for 256 sequences
 
-    sent per device in one training step         count        within        beyond
-      all-reduce                                   564     265.7 GiB
-      all-gather                                   962     259.9 GiB
+    sent per device in one training step         count  in slice/host     beyond it
+      all-reduce                                   564      265.7 GiB
+      all-gather                                   962      259.9 GiB
 """
 
 import ml_collections

@@ -1,4 +1,4 @@
-r"""How fast can a decoder of 8 B parameters, shaped like Llama 3, be on a v5p-128 or v6e-64?
+r"""How fast can a decoder of 8 B parameters, shaped like Llama 3, train on a v5p-128 or v6e-64?
 
     python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p-128
     python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v6e-64 \
@@ -30,19 +30,19 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       peak of 95.0 GiB  18.0 GiB (19%)  4.3 GiB (5%)  5.4 GiB (6%)  5.5 GiB (6%)
       compiled in                108 s          24 s          19 s          11 s
 
-    least time                        train      evaluate       prefill        decode
+    minimum time                      train      evaluate       prefill        decode
       compute at 459.0TFLOP/s        2.42 s      617.2 ms      162.9 ms          9 us
       HBM at 2.8TB/s               664.6 ms       91.2 ms      563.3 ms       27.8 ms
       network                      119.0 ms       31.2 ms       31.2 ms       31.2 ms
       step                           2.42 s      617.2 ms      563.3 ms       31.2 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 75.9%; 6.8k tokens/s per chip, 37.4G per day
+      MFU at most 75.9%; 6.8k tokens/s per chip, 37.4G tokens per day in total
       run at least 2.8 days, 4,301 chip-hours, without evaluation and checkpoints
       decoding: 2.1k tokens/s for 64 sequences
 
-    sent per device in one training step         count        within        beyond
-      all-reduce                                   164      31.4 GiB
-      all-gather                                   258      28.5 GiB
+    sent per device in one training step         count  in slice/host     beyond it
+      all-reduce                                   164       31.4 GiB
+      all-gather                                   258       28.5 GiB
 
     machine     v6e:8x8: 64 x TPU v6e, 32.0 GiB each
     mesh        fsdp 64
@@ -61,18 +61,18 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       peak of 32.0 GiB  17.8 GiB (56%)
       compiled in                 99 s
 
-    least time                        train
+    minimum time                      train
       compute at 918.0TFLOP/s        1.21 s
       HBM at 1.6TB/s                 1.07 s
       network                      351.3 ms
       step                           1.21 s
       bound by                      compute
-      MFU at most 75.9%; 13.5k tokens/s per chip, 74.9G per day
+      MFU at most 75.9%; 13.5k tokens/s per chip, 74.9G tokens per day in total
       run at least 33:36 h, 2,151 chip-hours, without evaluation and checkpoints
 
-    sent per device in one training step         count        within        beyond
-      all-reduce                                   164      31.4 GiB
-      all-gather                                   386      27.5 GiB
+    sent per device in one training step         count  in slice/host     beyond it
+      all-reduce                                   164       31.4 GiB
+      all-gather                                   386       27.5 GiB
 """
 
 import ml_collections

@@ -1,4 +1,4 @@
-"""How fast can Mixtral 8x7B, a mixture of eight experts (Jiang et al. 2024), be on a v5p-256?
+"""How fast can Mixtral 8x7B, a mixture of eight experts (Jiang et al. 2024), train on a v5p-256?
 
     python -m transformer plan --config=experiments/scale/mixture_8x7b.py --topology=v5p-256
 
@@ -9,10 +9,10 @@ Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (j
 Compare   MaxText measured 52.6 % MFU (2,909 tokens/s per chip) for Mixtral 8x7B at this length
           (v5p, 256)
 
-Experts are dropless: buffers have room for the case that all tokens of eight devices are routed to
-the experts of one device. With mesh.expert=1, the bound is the same 3.87 s of compute, the peak is
-24.3 GiB, and HBM takes 1.25 s, but a decoding step takes 177 ms. With capacity_factor=1.25, the
-bound is 4.67 s and the MFU at most 60.9 %.
+The mixture is dropless: buffers have room for the case that all tokens of eight devices are routed
+to the experts of one device. With mesh.expert=1, the minimum time of a step is the same (3.87 s,
+compute), the peak is 24.3 GiB, and HBM takes 1.25 s, but a decoding step takes 177 ms. With
+capacity_factor=1.25, the minimum time is 4.67 s and the MFU at most 60.9 %.
 
     machine     v5p:4x4x8: 128 x TPU v5p, 95.0 GiB each
     mesh        fsdp 16 x expert 8
@@ -34,20 +34,20 @@ bound is 4.67 s and the MFU at most 60.9 %.
       peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (22%)  5.2 GiB (6%)  3.8 GiB (4%)
       compiled in                 70 s            26 s          15 s           3 s
 
-    least time                        train      evaluate       prefill        decode
+    minimum time                      train      evaluate       prefill        decode
       compute at 459.0TFLOP/s        3.87 s      953.2 ms      122.2 ms         54 us
       HBM at 2.8TB/s                 2.81 s      648.4 ms      208.5 ms       13.6 ms
       network                      840.5 ms      334.3 ms       41.8 ms       37.7 ms
       step                           3.87 s      953.2 ms      208.5 ms       37.7 ms
       bound by                      compute       compute           HBM       network
-      MFU at most 73.6%; 4.2k tokens/s per chip, 46.8G per day
+      MFU at most 73.6%; 4.2k tokens/s per chip, 46.8G tokens per day in total
       run at least 4.5 days, 13,754 chip-hours, without evaluation and checkpoints
       decoding: 3.4k tokens/s for 128 sequences
 
-    sent per device in one training step         count        within        beyond
-      all-gather                                   674     108.9 GiB
-      reduce-scatter                               224      61.6 GiB
-      all-reduce                                   262      14.9 GiB
+    sent per device in one training step         count  in slice/host     beyond it
+      all-gather                                   674      108.9 GiB
+      reduce-scatter                               224       61.6 GiB
+      all-reduce                                   262       14.9 GiB
 """
 
 import ml_collections

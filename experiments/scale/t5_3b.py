@@ -8,7 +8,8 @@ Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (j
           cores of an AMD EPYC 9005
 Compare   T5X published no utilization for this size on TPUs
 
-No fused kernel supports T5's bias, so logits pass through HBM, which bounds the step.
+No fused kernel supports T5's bias. Attention logits therefore pass through HBM, which determines
+the minimum time of a step.
 
     machine     v4:2x4x4: 32 x TPU v4, 32.0 GiB each
     mesh        fsdp 32
@@ -28,19 +29,19 @@ No fused kernel supports T5's bias, so logits pass through HBM, which bounds the
       peak of 32.0 GiB  12.3 GiB (38%)  3.0 GiB (10%)
       compiled in                 57 s           17 s
 
-    least time                        train      evaluate
+    minimum time                      train      evaluate
       compute at 275.0TFLOP/s        1.70 s      453.3 ms
       HBM at 1.2TB/s                 3.15 s      266.9 ms
       network                      185.5 ms       40.9 ms
       step                           3.15 s      453.3 ms
       bound by                          HBM       compute
-      MFU at most 43.1%; 13.0k tokens/s per chip, 36.0G per day
+      MFU at most 43.1%; 13.0k tokens/s per chip, 36.0G tokens per day in total
       run at least 18.2 days, 13,988 chip-hours, without evaluation and checkpoints
 
-    sent per device in one training step         count        within        beyond
-      all-gather                                   785      10.3 GiB
-      collective-permute                        12,705       5.5 GiB
-      all-reduce                                    53       1.8 GiB
+    sent per device in one training step         count  in slice/host     beyond it
+      all-gather                                   785       10.3 GiB
+      collective-permute                        12,705        5.5 GiB
+      all-reduce                                    53        1.8 GiB
 """
 
 import ml_collections

@@ -140,7 +140,7 @@ def save_hf(
 ) -> None:
     """Writes config.json and safetensors that Transformers can load.
 
-    `params` have the form that `model.init` and `load_hf` return. `fields` override fields of
+    `params` are as returned by `model.init` and `load_hf`. `fields` override fields of
     config.json; `files` are written beside it. Without `family` (a `model_type`), the first family
     that can express this config is used. Raises UserError if `family`, or without it every family,
     cannot. On failure, nothing is left in `directory`.

@@ -36,15 +36,16 @@ class TokenizerConfig:
     # An existing tokenizer: a SentencePiece .model, a tokenizer.json (extra [hf]) or the
     # tokenizer.pair of a run. "" trains one.
     path: str = ""
-    # Special tokens of an existing tokenizer; -1: those that its file defines.
+    # Special token of an existing tokenizer that fills a sequence after its end. -1, here and
+    # below: as the tokenizer's file defines.
     pad_id: int = -1
     bos_id: int = -1  # begins a text, or the input of a decoder
     eos_id: int = -1  # ends a text
     source_bos_id: int = -1  # begins a source (BART); -1: none
     byte_fallback: bool = True  # encode unknown characters as bytes, so that no text is lost
-    # The share of characters that get pieces; the others are encoded as bytes.
+    # Share of the text's characters that get pieces. The others are encoded as bytes.
     character_coverage: float = 0.9995
-    max_sentences: int = 1_000_000  # maximum number of lines that training reads
+    max_sentences: int = 1_000_000  # maximum number of lines to train the tokenizer on
 
     def __post_init__(self):
         one_of("data.tokenizer.kind", self.kind, ("unigram", "bpe", "char"))
@@ -117,7 +118,7 @@ class DataConfig:
     # A path or glob, local or gs://. paired: "source,target"; huggingface: "name[/subset]:split";
     # probe: "reverse:1-20".
     train: str = ""
-    valid: str = ""  # "": held out from train
+    valid: str = ""  # validation text, like train; "": held out from train
     test: str = ""  # test text, like valid
     # jsonl, arrayrecord, huggingface: ("text",) or ("source", "target"); tsv: column numbers.
     fields: tuple[str, ...] = ()
@@ -125,18 +126,18 @@ class DataConfig:
     # causal_lm | seq2seq | prefix_lm | masked_lm | span_corruption | ul2 | classification |
     # tagging, or dict(name=...).
     objective: Choice = "causal_lm"
-    length: int = 128  # tokens in a sequence; in an encoder-decoder, of the encoder
-    target_length: int = 0  # tokens in a sequence of its decoder; 0: `length`
-    # Sequences of `length` tokens in a batch. A shorter bucket has more sequences, so that each
-    # batch has batch_size * length tokens.
+    length: int = 128  # tokens in a sequence; encoder-decoder: in a sequence of the encoder
+    target_length: int = 0  # encoder-decoder: tokens in a sequence of the decoder; 0: `length`
+    # Sequences of `length` tokens in a batch. Batches of a shorter bucket have more sequences, so
+    # that every batch has batch_size * length tokens.
     batch_size: int = 32
-    packing: bool = True  # put several documents in a sequence, separated by segment ids
-    buckets: tuple[int, ...] = ()  # without packing: sequence lengths, ending in `length`
-    too_long: str = "drop"  # drop | cut: examples that are too long; their number is reported
+    packing: bool = True  # put several documents into a sequence, separated by segment ids
+    buckets: tuple[int, ...] = ()  # without packing: increasing sequence lengths up to `length`
+    too_long: str = "drop"  # drop | cut examples that are too long; their number is reported
     # causal_lm: each held-out sequence repeats this many tokens of the sequence before it as
     # context, without loss.
     eval_overlap: int = 0
-    held_out: int = 1000  # sources in each of valid and test for which no file is given
+    held_out: int = 1000  # distinct sources held out for each of valid and test that has no file
     max_examples: int = 0  # maximum number of training examples; 0: all
     tokenizer: TokenizerConfig = TokenizerConfig()  # trained on the text, or an existing file
 

@@ -124,11 +124,12 @@ def beam_search(
     prompt_mask_BxP: jax.Array | None = None,
     source_mask_BxS: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(int32[B, K, max_new], float32[B, K]): the best hypotheses and their scores, best first.
+    """Returns the best hypotheses, int32[B, K, max_new], and scores, float32[B, K]; best first.
 
     `limits_B` and `max_new` bound the length of each sequence, including eos. If no hypothesis of a
-    sequence has ended by then, its live ones are returned, scored in the same way. Missing ones
-    score -1e9. `eos_id`, `pad_id`, `suppress_tokens`, prompts, masks and errors are as in `sample`.
+    sequence has ended by then, its live ones are returned, scored in the same way. Missing
+    hypotheses have a score of -1e9. `eos_id`, `pad_id`, `suppress_tokens`, prompts, masks and
+    errors are as in `sample`.
     """
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)

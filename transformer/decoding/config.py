@@ -19,14 +19,15 @@ _EFFECTS = (
 class DecodingConfig:
     """How a trained model generates text."""
 
-    beam_size: int = 1  # 1: greedy, or sampling where temperature > 0
-    length_penalty: float = 0.6  # alpha of ((5 + |y|) / 6)^alpha
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # sample from the smallest set with this probability (Holtzman et al. 2020)
-    # Maximum number of generated tokens; in an encoder-decoder, plus the length of the source.
+    beam_size: int = 1  # number of beams; 1: greedy decoding, or sampling if temperature > 0
+    length_penalty: float = 0.6  # alpha in the penalty ((5 + |y|) / 6)^alpha of beam search
+    temperature: float = 0.0  # divides the logits before sampling; 0: greedy decoding
+    top_k: int = 0  # sample from the k most likely tokens; 0: from all
+    # Sample from the smallest set of tokens with this probability (Holtzman et al. 2020).
+    top_p: float = 1.0
+    # Maximum number of generated tokens. In an encoder-decoder, the length of the source is added.
     max_extra: int = 50
-    batch_size: int = 64  # sequences that are decoded at a time
+    batch_size: int = 64  # sequences that are decoded at once
 
     def __post_init__(self):
         at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")

@@ -41,10 +41,10 @@ def sample(
 ) -> jax.Array:
     """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
-    `eos_id` (each of several ends a sequence) and `pad_id` default to those of the config; without
-    a pad token, eos fills. Prompts are padded on the left; without `prompt_mask_BxP`, all tokens
-    are real. `prompt_BxP=None` starts an encoder-decoder with the `decoder_start_id` of its config.
-    Raises UserError without any eos, for ids outside the vocabulary, and where `prefill` does.
+    `eos_id` (one or several) and `pad_id` default to those of the config; without a pad token, eos
+    fills. Prompts are padded on the left; without `prompt_mask_BxP`, all tokens are real.
+    `prompt_BxP=None` starts an encoder-decoder with the `decoder_start_id` of its config. Raises
+    UserError if there is no eos, for ids outside the vocabulary, and where `prefill` does.
     """
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)

@@ -50,8 +50,8 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
     results, style = verdict.results, styles(list(verdict.results.arms))
     metric, pictures, shown = results.sweep.metric, {}, _lines(verdict)
     subset = (
-        f" Shown: the baseline and the best {len(shown) - 1} of {len(style)} arms;"
-        " {} lists all arms."
+        f" Shown: the baseline and the {len(shown) - 1} best other arms, of {len(style)} in all;"
+        " {} contains all arms."
         if len(shown) < len(style)
         else ""
     )
@@ -66,7 +66,7 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
         )
     if any(row.value.count for row in verdict.rows.values()):
         pictures["by_arm"] = (
-            f"{metric} of each seed, and the mean with its 95 % interval.",
+            f"{metric} of each seed (vertical marks), and the mean with its 95 % interval.",
             _by_arm(verdict, style, label(metric)),
         )
     if any(row.to_baseline and row.to_baseline.mean.count > 1 for row in verdict.rows.values()):

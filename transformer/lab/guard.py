@@ -130,7 +130,7 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
     """Raises UserError if the arms of a sweep are not comparable.
 
     They are not if two arms have equal configs or build equal programs and neither is a control; if
-    the deciding metric depends on the tokenizer, which differs; if arms differ in an undeclared
+    the primary metric depends on the tokenizer, which differs; if arms differ in an undeclared
     fact; or if a declaration or control is invalid.
     """
     _check_twins(sweep, configs, found)

@@ -124,13 +124,13 @@ def page(view: View, title: str, about: Sequence[str]) -> str:
         parts.append(f"<p><b>model output</b> {escape(view.answer)}</p>")
     if view.cut:
         parts.append(
-            f"<p class=note>{count(view.cut, 'token')} beyond the model's maximum length: cut.</p>"
+            f"<p class=note>Cut off: {count(view.cut, 'token')} beyond the maximum length.</p>"
         )
     losses = view.losses_T[~np.isnan(view.losses_T)]
     parts += [
         "<h2>Loss of each token</h2>",
         f"<div class=tokens>{_tokens(view)}</div>",
-        "<p class=note>Darker tokens are less likely, given all tokens that the model attends to. "
+        "<p class=note>Darker tokens are less likely, given the tokens that the model attends to. "
         f"The mean loss is {losses.mean():.3f} nats per token. Hover over a token for its loss and "
         "for the most likely tokens at its position.</p>",
         "<h2>Logit lens: the prediction after each layer</h2>",
@@ -228,7 +228,7 @@ def _map(attention: Map) -> str:
     ).replace("<", "\\u003c")
     return (
         f"<section class=map><script type=application/json>{data}</script><div class=heads></div>"
-        "<p class='said note'>A script in the page draws this figure.</p>"
+        "<p class='said note'>This figure needs JavaScript.</p>"
         "<div class=large><canvas></canvas></div></section>"
     )
 

@@ -134,6 +134,6 @@ class Table:
         )
         over = sum(status.over for status in statuses.values())
         return (
-            f"{over} of {len(statuses)} runs finished (shown: {self._study.sweep.metric}; "
-            f"of others, train/loss); {human_time(spent)} elapsed{remaining}"
+            f"{over} of {len(statuses)} runs finished (values: {self._study.sweep.metric}, "
+            f"or train/loss of unfinished runs); {human_time(spent)} elapsed{remaining}"
         )

@@ -98,12 +98,12 @@ PROFILES = (
             "",
         )
         for metric, label in {
-            "entropy": "Entropy (nats)",
-            "sink": "Weight on the first token",
-            "distance": "Mean distance (tokens)",
-            "previous": "Weight on the previous token",
+            "entropy": "Entropy of attention weights (nats)",
+            "sink": "Attention weight on the first token",
+            "distance": "Mean attention distance (tokens)",
+            "previous": "Attention weight on the previous token",
             "induction": "Induction score",
-            "logit": "Largest logit",
+            "logit": "Largest attention logit",
         }.items()
         for side in ("encoder", "decoder")
         for when in ("first", "last")
@@ -121,8 +121,8 @@ PROFILES = (
         for metric, label in {
             "gradient": "Norm of the gradient",
             "stream": "Root mean square of the residual stream",
-            "branch": "Branch-to-stream ratio",
-            "update": "Update-to-weight ratio",
+            "branch": "Ratio of branch to residual stream",
+            "update": "Ratio of update to weights",
         }.items()
         for side in ("encoder", "decoder")
         for when in ("first", "last")

@@ -39,7 +39,7 @@ def about(results: Results) -> list[str]:
         f"on {part}" if (part := measured_text(results, sweep.metric)) else "",
     ]
     lines.append(
-        f"Deciding metric: {', '.join(filter(None, metric))}; "
+        f"Primary metric: {', '.join(filter(None, metric))}; "
         f"{'higher' if sweep.higher_is_better else 'lower'} is better."
     )
     lines += _texts(results)
@@ -67,7 +67,7 @@ def _texts(results: Results) -> list[str]:
         for run in arm.runs.values()
     }
     lines += (
-        ["Arms are tested on different texts, which is part of the question."]
+        ["Arms are tested on different texts, as the sweep varies or declares."]
         if len(texts) > 1
         else []
     )
@@ -79,7 +79,7 @@ def _texts(results: Results) -> list[str]:
     if len(objectives) > 1 and of_tokens(sweep.metric, results.predicts_tokens):
         lines.append(
             f"Arms have different objectives ({', '.join(sorted(objectives))}), "
-            f"so {sweep.metric} does not cover the same tokens in all arms."
+            f"so {sweep.metric} is not measured on the same tokens in all arms."
         )
     excluded = {
         arm.name: next(

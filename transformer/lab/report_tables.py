@@ -64,7 +64,7 @@ def outcome(verdict: Verdict) -> list[list[str]]:
 
 def cost(verdict: Verdict) -> list[list[str]]:
     """Returns the table of costs by arm."""
-    rows = [["arm", "parameters", "FLOPs per token", "tokens/s", "memory", "attention"]]
+    rows = [["arm", "parameters", "FLOPs per token", "tokens/s", "peak memory", "attention"]]
     for name, row in verdict.rows.items():
         arm = row.arm
         together = {run.together for run in arm.runs.values()}
@@ -145,9 +145,9 @@ def scanned(verdict: Verdict) -> list[list[str]]:
         [
             "field",
             "arms",
-            "values",
-            "best",
-            verdict.results.sweep.metric,
+            "scanned range",
+            "best value",
+            f"{verdict.results.sweep.metric} at the best value",
             f"range within {CLOSE:.0%} of the best",
             "range without failed seeds",
             "sensitivity",
@@ -172,11 +172,11 @@ def scanned(verdict: Verdict) -> list[list[str]]:
 
 
 PLACES = 9
-"""Maximum number of places in the table of a profile. profiles.csv contains all of them."""
+"""Maximum number of columns in the table of a profile. profiles.csv contains all places."""
 
 
 def profile_table(profile: Profile) -> list[list[str]]:
-    """Returns a table with one row per arm and one column per place."""
+    """Returns a table with one row per arm and one column per place (length, layer, ...)."""
     places = profile.places
     if len(places) > PLACES:
         places = [places[round(n * (len(places) - 1) / (PLACES - 1))] for n in range(PLACES)]
@@ -184,14 +184,14 @@ def profile_table(profile: Profile) -> list[list[str]]:
         [name, *(spell(line[place]) if place in line else "-" for place in places)]
         for name, line in profile.lines.items()
     ]
-    return [[profile.x_label, *map(str, places)], *rows]
+    return [[f"arm, by {profile.x_label}", *map(str, places)], *rows]
 
 
 SCANNED = (
     "Sensitivity (Wortsman et al. 2023) is the mean loss over all scanned values minus the mean "
-    "loss at the best value. A run fails if it diverges or ends with a loss of log V or more, the "
-    "loss of uniform predictions; it then counts as log V. Each range is contiguous and contains "
-    "the best value."
+    "loss at the best value. A run fails if it diverges, or if its final loss is log V or more, "
+    "the loss of uniform predictions; its loss then counts as log V. Each range is contiguous and "
+    "contains the best value."
 )
 
 
@@ -199,10 +199,10 @@ NOTE = (
     "* marks the best arm, and arms with no detectable difference from it. Means are over seeds, "
     "with 95 % t intervals. Differences are paired by seed and tested with a paired t-test; p "
     "values are Holm-corrected for the number of comparisons. The best arm is chosen from the same "
-    "data: among equal arms, a false difference from it appears in 6 to 10 of 100 studies instead "
-    "of 5. Intervals are not corrected, so an interval may exclude zero although the corrected p "
-    "is 0.05 or more. Speed is per run and memory per process, on the devices below; (n together): "
-    "n runs were trained as one program and shared the devices."
+    "data: if all arms are equal, a false difference from it appears in 6 to 10 of 100 studies "
+    "instead of 5. Intervals are not corrected, so an interval may exclude zero although the "
+    "corrected p is 0.05 or more. Speed is per run and memory per process, on the devices below; "
+    "(n together): n runs were trained as one program and shared the devices."
 )
 
 

@@ -26,8 +26,8 @@ class Status:
     """The state of a run.
 
     `kind` is waiting, running, stopped, trained, done, diverged or failed. `loss` is the training
-    loss, or the value of the deciding metric if the run is done. `why` is the reason for a failure,
-    or the deciding metric that a finished run lacks.
+    loss, or the value of the primary metric if the run is done. `why` is the reason for a failure,
+    or the primary metric that a finished run lacks.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Planned:
     study: Path
     arm: str
     config: Experiment
-    metric: str = ""  # the deciding metric
+    metric: str = ""  # the primary metric
 
     @property
     def name(self) -> str:

@@ -130,7 +130,7 @@ def _alike(versus: Difference) -> bool:
 
 
 def validated(results: Results) -> str:
-    """Returns the metric of validation curves: the deciding one if it is logged, else the loss."""
+    """Returns the metric of validation curves: the primary one if it is logged, else the loss."""
     name = "eval/" + results.sweep.metric.partition("/")[2]
     base = results.arms[results.sweep.baseline]
     return name if any(run.curve(name) for run in base.runs.values()) else "eval/loss"

@@ -27,9 +27,10 @@ class ModelConfig:
     d_model: int = 512  # width of the residual stream
     d_ff: int = 0  # width of the feed-forward; 0: 4 d_model
     num_heads: int = 8  # number of query heads
-    num_kv_heads: int = 0  # 0: num_heads; 1: multi-query; in between: grouped-query
-    d_head: int = 0  # of queries and keys; 0: d_model / num_heads
-    d_value: int = 0  # of values; 0: d_head
+    # Number of key/value heads. 0: num_heads; 1: multi-query; in between: grouped-query attention.
+    num_kv_heads: int = 0
+    d_head: int = 0  # size of each head's queries and keys; 0: d_model / num_heads
+    d_value: int = 0  # size of each head's values; 0: d_head
     num_encoder_layers: int = 6  # layers of the encoder
     num_decoder_layers: int = 6  # layers of the decoder
     max_length: int = 512  # longest source or target sequence, in tokens
@@ -43,33 +44,35 @@ class ModelConfig:
     # Train at sorted random positions below this bound (Ruoss et al. 2023). 0: at 0, 1, 2, ...
     random_positions: int = 0
     # Overrides of mixer, position, window, feed_forward and norm_placement for layers 0, 1, ...
-    # After the last entry the pattern starts again.
+    # After its last entry, the pattern repeats.
     layer_pattern: tuple[FrozenDict, ...] = ()
     # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
     norm_placement: Choice = "pre"
     norm: str = "layernorm"  # layernorm | rmsnorm
     norm_gain: bool = True  # norms have a learned gain
-    norm_offset: bool = True  # layernorm only
+    norm_offset: bool = True  # norms have a learned offset (layernorm only)
     # The gain is 1 + w; w starts at 0, and weight decay pulls it to 0 (Gemma).
     norm_zero_centered: bool = False
-    norm_epsilon: float = 1e-6  # added to the variance, or to the mean square
+    norm_epsilon: float = 1e-6  # added to the variance (layernorm) or mean square (rmsnorm)
     embedding_norm: bool = False  # normalize the sum of embeddings and positions
     # False: the first sublayer of a stack has no in_norm (ModernBERT).
     first_norm: bool = True
-    # x + attention(norm(x)) + ff(norm(x)): parallel sublayers (GPT-J, GPT-NeoX).
+    # Parallel sublayers: x + attention(norm(x)) + ff(norm(x)) (GPT-J, GPT-NeoX).
     parallel: bool = False
 
     # dense | none, or dict(name="experts", num_experts=..., top_k=..., capacity_factor=...)
     feed_forward: Choice = "dense"
     activation: str = "relu"  # relu | gelu | gelu_tanh | silu
-    glu: bool = False  # act(x W_gate) * (x W_in)
-    use_bias: bool = True  # in every projection, unless one of the next two fields overrides it
-    attention_bias: bool | None = None  # in the four projections of attention; None: use_bias
-    # In the projections of queries, keys and values (Qwen 2). None: attention_bias.
+    glu: bool = False  # a gated feed-forward: act(x W_gate) * (x W_in) before the output matrix
+    use_bias: bool = True  # biases in all projections, unless the next two fields override it
+    # Biases in the four projections of attention. None: use_bias.
+    attention_bias: bool | None = None
+    # Biases in the projections of queries, keys and values (Qwen 2). None: attention_bias.
     qkv_bias: bool | None = None
     qk_norm: bool = False  # normalize each head's query and key (Henry et al. 2020; Qwen 3)
-    attention_scale: float | None = None  # None: 1 / sqrt(d_head)
-    attention_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
+    attention_scale: float | None = None  # multiplies query-key products; None: 1 / sqrt(d_head)
+    # c in c tanh(logits / c), applied to attention logits (Gemma 2). 0: off.
+    attention_soft_cap: float = 0.0
     # A learned logit per head that takes attention weight without contributing a value (GPT-OSS).
     attention_sink: bool = False
     # In a decoder, a token attends to itself and earlier tokens. False: also to later tokens,
@@ -82,42 +85,45 @@ class ModelConfig:
     # support the inputs is replaced by another, and the reason is recorded.
     attention_backend: str = "auto"
 
-    tie_embeddings: bool = True  # the unembedding is the transposed (target) embedding
-    share_embeddings: bool = True  # encoder_decoder: source and target share one embedding
+    tie_embeddings: bool = True  # the unembedding is the (target) embedding table, transposed
+    share_embeddings: bool = True  # encoder_decoder: source and target share one embedding table
     logit_bias: bool = False  # the unembedding has a bias
     logit_scale: float = 1.0  # multiplies the last hidden state (T5: d_model^-0.5)
-    logit_soft_cap: float = 0.0  # c tanh(logits / c) (Gemma 2); 0: off
-    # norm(act(h W + b)) before the unembedding (BERT's masked-language-model head).
+    # c in c tanh(logits / c), applied to the logits over the vocabulary (Gemma 2). 0: off.
+    logit_soft_cap: float = 0.0
+    # Apply norm(act(h W + b)) before the unembedding (BERT's masked-language-model head).
     head_transform: bool = False
-    # Logits over the vocabulary. An encoder or a decoder with labels or a pooler may omit them.
+    # Compute logits over the vocabulary. An encoder or a decoder with labels or a pooler may omit
+    # them.
     lm_head: bool = True
     # none | cls | mean | last: how hidden states are pooled for labels. none: one label per token.
     pooling: str = "none"
-    pooler: bool = False  # tanh(h W + b) of the pooled hidden state (BERT)
+    pooler: bool = False  # apply tanh(h W + b) to the pooled hidden state (BERT)
     num_labels: int = 0  # outputs of the classifier; 0: no classifier
     embedding_scale: bool = False  # multiply embeddings by sqrt(d_model)
 
-    dropout: float = 0.0  # on every sublayer's output and on the sum of embeddings and positions
-    attention_dropout: float = 0.0  # on the attention weights
-    activation_dropout: float = 0.0  # inside the feed-forward
+    # Dropout rate of every sublayer's output and of the sum of embeddings and positions.
+    dropout: float = 0.0
+    attention_dropout: float = 0.0  # dropout rate of the attention weights
+    activation_dropout: float = 0.0  # dropout rate inside the feed-forward
 
     initializer: str = "xavier_uniform"  # xavier_uniform | lecun_normal | normal
-    init_std: float = 0.02  # of "normal"
-    embedding_init_std: float = 0.0  # 0: 1 / sqrt(d_model)
-    # Scale the initial W_O and output matrix of the feed-forward by 1 / sqrt(sublayers) (GPT-2).
+    init_std: float = 0.02  # standard deviation of the initializer "normal"
+    embedding_init_std: float = 0.0  # standard deviation of embeddings; 0: 1 / sqrt(d_model)
+    # Divide the initial W_O and feed-forward output matrix by sqrt(number of sublayers) (GPT-2).
     residual_init_scale: bool = False
 
     scan_layers: bool = True  # compile one layer and scan over layers; False: unroll them
-    # Micro-batches of a batch in the pipeline over mesh.stage; 0: as many as stages.
+    # Micro-batches per batch in the pipeline over mesh.stage. 0: as many as stages.
     pipeline_microbatches: int = 0
     # Passes of a micro-batch through all stages. Layers are stacked [rounds, layers / rounds].
     pipeline_rounds: int = 1
     remat: str = "none"  # none | full | dots: what the backward pass recomputes
-    dtype: str = "float32"  # of activations; parameters and optimizer state are in param_dtype
-    param_dtype: str = "float32"  # of parameters and optimizer state
-    # Special tokens of the vocabulary; None: it has no such token. They never affect what the model
-    # computes (special_tokens.py).
-    pad_id: int | None = None  # fills a sequence after its end
+    dtype: str = "float32"  # type of activations
+    param_dtype: str = "float32"  # type of parameters and optimizer state
+    # Special token that fills a sequence after its end. None, here and below: the vocabulary has no
+    # such token. Special tokens never affect what the model computes (special_tokens.py).
+    pad_id: int | None = None
     bos_id: int | None = None  # begins a text, or a source (BART)
     eos_id: int | tuple[int, ...] | None = None  # ends a text; several: any of them (Llama 3.1)
     decoder_start_id: int | None = None  # encoder_decoder: the first input token of the decoder

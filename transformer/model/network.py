@@ -41,7 +41,7 @@ class _Family(nn.Module):
             params = model.init(jax.random.key(0), tokens)          # encoder, decoder
             params = model.init(jax.random.key(0), source, target)  # encoder_decoder
 
-        Only the shapes of the tokens matter, and not even their lengths: int[1, 1] will do. Use
+        The values and the lengths of the tokens do not matter; int[1, 1] is enough. Use
         `jax.jit(model.init)` for large models.
 
         Returns:
@@ -78,7 +78,7 @@ class _Family(nn.Module):
           padding_mask: bool[B, T], True at real tokens (like the attention_mask of Transformers;
             PyTorch's key_padding_mask is the opposite). Default: all True.
           segment_ids: int[B, T], the document of each token, counted from 1; 0 is padding. Tokens
-            attend only to tokens of their document. Instead of `padding_mask`. Default: all 1.
+            attend only to tokens of their document. It replaces `padding_mask`. Default: all 1.
           positions: int[B, T], the position of each token in its document. Default: 0, 1, 2, ...
             along the sequence, regardless of padding and documents. Pass positions for packed
             sequences and for padding on the left.

@@ -16,7 +16,7 @@ def compare(plans: dict[str, Plan]) -> str:
             "",
             "parameters",
             "FLOP per token",
-            "peak",
+            "peak memory",
             "step at least",
             "bound by",
             "MFU at most",
@@ -206,7 +206,7 @@ def _times(plan: Plan) -> list[str]:
         "compute": f"{human_count(chip.flops)}FLOP/s",
         "HBM": f"{human_count(chip.hbm_rate)}B/s",
     }
-    rows = [["least time", *parts]]
+    rows = [["minimum time", *parts]]
     for kind in ("compute", "HBM", "network", "slices"):
         if any(part.roofline.seconds.get(kind) for part in parts.values()):
             rate = f" at {rates[kind]}" if kind in rates else ""
@@ -222,23 +222,24 @@ def _times(plan: Plan) -> list[str]:
     lines = table(rows)
     if not plan.topology.is_tpu:
         lines.append(
-            "  the time of HBM is unknown; where it dominates, as in decoding, "
-            "these are far too short"
+            "  HBM traffic is unknown; where it dominates, as in decoding, "
+            "these times are far too short"
         )
     if plan.config.model.dtype == "float32":
         lines.append(
-            "  the rate is that of bfloat16, but model.dtype is float32: products take longer"
+            "  the compute rate is that of bfloat16, but model.dtype is float32, "
+            "whose products take longer"
         )
     if plan.step and plan.step < 1e-3:
         lines.append(
-            "  the latencies of programs and collectives do not count, and exceed this time"
+            "  the latencies of programs and collectives are not included, and exceed this time"
         )
     if plan.step:
         tokens_per_day = plan.tokens / plan.step * 86400
         lines.append(
             f"  MFU at most {plan.mfu:.1%}; "
             f"{human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s per chip, "
-            f"{human_count(tokens_per_day)} per day"
+            f"{human_count(tokens_per_day)} tokens per day in total"
         )
         run = plan.run
         money = f", {_few(run['money'])} at {plan.price:g} each" if "money" in run else ""
@@ -257,7 +258,7 @@ def _times(plan: Plan) -> list[str]:
 
 
 def _collectives(roof: Roofline) -> list[str]:
-    rows = [["sent per device in one training step", "count", "within", "beyond"]]
+    rows = [["sent per device in one training step", "count", "in slice/host", "beyond it"]]
     for kind, traffic in sorted(
         roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer
     ):

@@ -101,7 +101,7 @@ def page(plans: list[Plan]) -> str:
         [
             "",
             "mesh, remat, micro-batches",
-            "peak",
+            "peak memory",
             "step at least",
             "bound by",
             "MFU at most",

@@ -44,7 +44,8 @@ class LoadedRun:
         logits = run.model.apply(run.params, source, target)
         print(transformer.generate(run, ["Where is the library?"]))
 
-    `params` are the moving average, or the mean of the last checkpoints, if the run keeps one.
+    `params` are the last parameters, or their moving average (`train.ema_decay`), or the mean over
+    the last checkpoints (`train.average_checkpoints`).
     """
 
     workdir: Path

@@ -35,15 +35,15 @@ class OptimizerConfig:
     """The update rule and its learning rate, which depends only on the step."""
 
     name: str = "adamw"  # adamw | adafactor | lion | sgd
-    learning_rate: float = 1e-3  # the peak
+    learning_rate: float = 1e-3  # peak learning rate
     schedule: str = "cosine"  # inverse_sqrt | cosine | linear | wsd | constant
-    warmup_steps: int = 1000  # linear, from 0
-    decay_fraction: float = 0.2  # wsd: fraction of the steps, at the end, in which the rate decays
+    warmup_steps: int = 1000  # steps of linear warm-up from 0
+    decay_fraction: float = 0.2  # wsd: fraction of all steps, at the end, in which the rate decays
     final_fraction: float = 0.0  # cosine, linear, wsd: final rate / peak rate
     b1: float = 0.9  # decay of the first moment
     b2: float = 0.98  # decay of the second moment
     epsilon: float = 1e-9  # added to the denominator
-    momentum: float = 0.9  # sgd
+    momentum: float = 0.9  # decay of the sum of gradients (sgd)
     weight_decay: float = 0.0  # decoupled; not for norms, biases, position tables and gates
     clip_norm: float = 0.0  # maximum global norm of the gradient; 0: off
 
@@ -102,26 +102,27 @@ class TrainConfig:
     """The training loop: duration, loss, evaluation, checkpoints and logs."""
 
     steps: int = 1000  # updates of the parameters
-    label_smoothing: float = 0.0  # probability that targets spread over the vocabulary
+    label_smoothing: float = 0.0  # probability mass of a target that is spread over the vocabulary
     z_loss: float = 0.0  # weight of (log Z)^2, which keeps the logits from drifting
-    # Micro-batches per step. More need less memory; the loss is equal but for the dropout masks.
+    # Micro-batches per step. More of them need less memory. The loss is the same, except that
+    # dropout masks differ.
     accumulate: int = 1
     ema_decay: float = 0.0  # moving average of the parameters, used for evaluation; 0: off
     average_checkpoints: int = 0  # evaluate the mean of the last n checkpoints; 0: only the last
     init_from: str = ""  # initialize from a run or from a Hugging Face directory (extra [hf])
     init_new: tuple[str, ...] = ()  # parameters of this model to initialize anew: ("classifier/*",)
-    init_drop: tuple[str, ...] = ()  # parameters of the source to ignore: ("unembedding/*",)
+    init_drop: tuple[str, ...] = ()  # parameters of init_from to ignore: ("unembedding/*",)
     init_positions: str = "same"  # position tables of another length: same | extend | interpolate
-    log_every: int = 50  # steps between lines of metrics
-    eval_every: int = 0  # 0: only at the end
-    eval_batches: int = 0  # validation batches during training; 0: all
+    log_every: int = 50  # steps between log lines
+    eval_every: int = 0  # steps between evaluations; 0: only at the end
+    eval_batches: int = 0  # validation batches in each evaluation during training; 0: all
     # Additional evaluators (evaluation/evaluators/): loss_by_position | depth_profile | attention |
     # ..., or dict(name=..., options).
     evaluators: tuple[Choice, ...] = ()
-    checkpoint_every: int = 0  # 0: only at the end
-    keep_checkpoints: int = 2  # older ones are deleted
-    strict_checkpoints: bool = False  # no fallback to an older checkpoint if the newest is damaged
-    tensorboard: bool = True  # write metrics for TensorBoard, too
+    checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep_checkpoints: int = 2  # number of checkpoints to keep; older ones are deleted
+    strict_checkpoints: bool = False  # if the newest checkpoint is damaged, raise an error
+    tensorboard: bool = True  # also write metrics for TensorBoard
     wandb: str = ""  # a Weights & Biases project; "": off
     profile: int = 0  # trace this many steps, after the 10th, into the run directory; 0: off
 

@@ -114,6 +114,6 @@ def init_state(
     optimizer: optax.GradientTransformation,
     placed: TrainState,
 ) -> TrainState:
-    """Initializes the state of step 0. Every array is created sharded."""
+    """Initializes the state of step 0, sharded as `placed` (the shardings of `abstract_state`)."""
     make = state_maker(config, model, optimizer)
     return jax.jit(lambda key: unbox(make(key)), out_shardings=placed)(jax.random.key(config.seed))

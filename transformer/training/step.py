@@ -91,7 +91,10 @@ def make_train_step(
     mesh: Mesh,
     placed: TrainState,
 ) -> Callable:
-    """Returns jit((state, batch) -> (state, metrics)). The input state is donated."""
+    """Returns jit((state, batch) -> (state, metrics)). The input state is donated.
+
+    `placed` are the shardings of the state, from `abstract_state`.
+    """
     batch_sharding, step = NamedSharding(mesh, BATCH), training_step(config, model, optimizer, mesh)
     return jax.jit(
         step, in_shardings=(placed, batch_sharding), out_shardings=(placed, None), donate_argnums=0

@@ -7,8 +7,8 @@ from transformer.verbs.common import folder
 
 ABOUT = "write a report on a sweep, or on several runs"
 
-DETAIL = """Compare the arms of a sweep, or several runs, and write a report: index.html (one file,
-opens from disk), report.md, summary.csv, runs.csv, curves.csv, profiles.csv, figures/*.png and
+DETAIL = """Compare the arms of a sweep, or several runs, and write a report: index.html (one
+self-contained file), report.md, summary.csv, runs.csv, curves.csv, profiles.csv, figures/*.png and
 *.pdf. The report claims only what the confidence intervals over seeds support.
 
   python -m transformer compare runs/ablation
@@ -35,13 +35,13 @@ def arguments(parser) -> None:
         "--higher-is-better",
         action="store_true",
         default=None,
-        help="for a metric whose name does not imply it",
+        help="for a metric whose name does not imply a direction",
     )
     direction.add_argument(
         "--lower-is-better", dest="higher_is_better", action="store_false", default=None
     )
     parser.add_argument(
-        "--baseline", default="", metavar="ARM", help="the arm to compare the others with"
+        "--baseline", default="", metavar="ARM", help="the arm with which the others are compared"
     )
     parser.add_argument(
         "--output", type=folder, metavar="DIR", help="default: report/ in the first DIR"

@@ -15,8 +15,8 @@ The tokenizer is converted, too.
   python -m transformer generate --workdir=runs/gpt2
   python -m transformer convert --workdir=runs/gpt2 --to=EXPORTED
 
-  --config.model.scan_layers=False and other --config.model.* and --config.mesh.* set how the model
-  runs.
+  --config.model.scan_layers=False and other --config.model.* and --config.mesh.* change how the
+  converted model is run.
 """
 
 
@@ -28,13 +28,13 @@ def arguments(parser) -> None:
         dest="source",
         type=Path,
         metavar="HF_DIR",
-        help="create DIR from this folder (config.json, safetensors)",
+        help="create the run directory DIR from this folder (config.json, safetensors)",
     )
     direction.add_argument(
         "--to",
         type=Path,
         metavar="HF_DIR",
-        help="export the run DIR to this folder, in the format of Transformers",
+        help="export the run in DIR to this folder, in the format of Transformers",
     )
     parser.add_argument(
         "--family",

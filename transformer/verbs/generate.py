@@ -15,7 +15,7 @@ ONLY_PRINTS = True
 DETAIL = """Translate (encoder-decoder) or continue (decoder) text, one line of output per line of
 input.
 
-  --config.decoding.beam_size=4 and other --config.decoding.* set the decoding of this call.
+  --config.decoding.beam_size=4 and other --config.decoding.* override the run's decoding settings.
 """
 
 

@@ -10,15 +10,15 @@ from transformer.verbs.common import ask, check_text, folder, open_run, read_lin
 ABOUT = "write a page with attention maps, logit lens and profiles of a run for a text"
 
 DETAIL = """Inspect a trained model on a text: the loss of each token, the prediction of each layer
-(the logit lens), where each head attends, and how the residual stream grows. The output is one page
-that opens from disk.
+(the logit lens), where each head attends, and how the residual stream grows. The output is one
+self-contained HTML page.
 
   python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?"
   python -m transformer inspect --workdir=runs/quickstart --text="Where is the library?" \\
       --target="¿Dónde está la biblioteca?"
 
-Without --text, it prompts for the text or reads standard input. The decoder of an encoder-decoder
-reads the model's translation unless --target is set.
+Without --text, the command prompts for a text or reads standard input. The decoder of an
+encoder-decoder reads the model's own translation unless --target is set.
 """
 
 
@@ -27,7 +27,7 @@ def arguments(parser) -> None:
     parser.add_argument(
         "--text",
         metavar="TEXT",
-        help="the input of the model; default: from a prompt or standard input",
+        help="the input of the model; default: read from a prompt or standard input",
     )
     parser.add_argument(
         "--target",

@@ -10,10 +10,11 @@ ABOUT = "estimate memory, time and price on a machine that is not present"
 
 ONLY_PRINTS = True
 
-DETAIL = """Estimate what an experiment needs on a machine before it is rented. Its programs are
-compiled here by the machine's compiler, from shapes alone. The plan shows the memory of a device by
-kind, the collectives, the least time of a step (each part at the chip's published rate), and the
-time and price of the run. If the experiment does not fit, the plan shows what would help.
+DETAIL = """Estimate what an experiment needs on a machine, before you rent the machine. The
+programs of the experiment are compiled here, with the machine's compiler and from array shapes
+alone. The plan shows the memory of a device by kind, the collectives, the minimum time of a step
+at the chip's published rates, and the time and price of the run. If the experiment does not fit,
+the plan suggests changes.
 
   python -m transformer plan --config=experiments/scale/decoder_8b.py --topology=v5p:4x4x4 \\
       --price=4.2
@@ -25,7 +26,8 @@ time and price of the run. If the experiment does not fit, the plan shows what w
   TPUs by shape (v5p:4x4x8) or by name (v5p-256): v4, v5e, v5p, v6e, tpu7x. The compiler comes with
   pip install -e '.[tpu]'; no TPU is needed.
   GPUs by number (a100:8, h100:64, h200:8, b200:8), and cpu:8. Their programs are compiled for
-  simulated devices: collectives and held memory are the machine's, temporaries are not.
+  simulated devices: the collectives and the memory of parameters, optimizer state and inputs are
+  those of the machine; temporaries and memory traffic are those of the CPU compiler.
 """
 
 
@@ -41,16 +43,14 @@ def arguments(parser) -> None:
         metavar="N",
         help="number of slices, joined by the data center's network",
     )
-    parser.add_argument(
-        "--price", type=float, metavar="MONEY", help="price of one chip for one hour"
-    )
+    parser.add_argument("--price", type=float, metavar="MONEY", help="price of one chip per hour")
     parser.add_argument(
         "--only",
         metavar="NAMES",
         help="programs to compile: train, evaluate, prefill, decode; default: all",
     )
     parser.add_argument(
-        "--arms", action="store_true", help="compare the arms of the file's sweep()"
+        "--arms", action="store_true", help="plan and compare the arms of the file's sweep()"
     )
     parser.add_argument(
         "--search",
@@ -58,7 +58,7 @@ def arguments(parser) -> None:
         type=int,
         const=8,
         metavar="N",
-        help="try N (8) meshes, remat policies and micro-batches; print the best first",
+        help="try N combinations of mesh, remat policy and micro-batches (default: 8); best first",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
 

@@ -11,17 +11,19 @@ ABOUT = "train and evaluate every arm and seed of a study"
 DETAIL = """Train and evaluate every arm of an experiment file's sweep(), once for each seed.
 
 Finished runs are skipped, and interrupted runs resume. A run that diverges or fails is recorded,
-and the others continue. The same command does what remains. Before any run, it shows what each arm
-changes in the model, and rejects arms that differ in anything that is not declared.
+and the others continue. The same command continues an interrupted sweep. Before any run, the
+command shows what each arm changes in the model, and rejects arms that differ in an undeclared
+property.
 
   python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
   python -m transformer sweep --config=... --workdir=/shared/ablation --shard=2/4
-      the second of four machines that share a folder
+      on the second of four machines that share this folder
   python -m transformer sweep --workdir=runs/ablation
       resumes the sweep in that folder
 
-Runs that differ in numbers alone (seed, learning rate, weight decay, dropout) are trained as one
-program. On a pod, start this command on every host: the runs use all chips, one after another.
+Runs that differ only in numbers (seed, learning rate, weight decay, dropout) are trained as one
+program. On a pod, start this command on every host. Each run then uses all chips, one run after
+another.
 """
 
 
@@ -43,20 +45,24 @@ def arguments(parser) -> None:
         "--shard",
         default="1/1",
         metavar="I/N",
-        help="this is number I of N machines that share DIR",
+        help="this machine is number I of N that share DIR",
     )
     parser.add_argument(
         "--together",
         type=int,
         default=8,
         metavar="N",
-        help="train up to N (8) runs as one program; 1: each run alone",
+        help="train up to N runs as one program (default: 8); 1: each run alone",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the arms and what would run; write nothing"
+        "--dry-run",
+        action="store_true",
+        help="show the arms and the runs that are left; write nothing",
     )
     parser.add_argument(
-        "--runs", metavar="ARM/seed-S,...", help="do only these runs of DIR, in this process"
+        "--runs",
+        metavar="ARM/seed-S,...",
+        help="train and evaluate only these runs of DIR, in this process",
     )
     parser.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
 

@@ -7,17 +7,17 @@ from transformer.verbs.common import folder
 
 ABOUT = "train an experiment, or resume its run"
 
-DETAIL = """Train an experiment, or resume its run. The same command on the same --workdir resumes
-at the last checkpoint, bit for bit, after Ctrl-C, a crash or a preemption.
+DETAIL = """Train an experiment, or resume its run. After Ctrl-C, a crash or a preemption, the same
+command with the same --workdir resumes at the last checkpoint, bit for bit.
 
-  --config=FILE.py            an experiment file; experiments/ holds those of this repository
+  --config=FILE.py            an experiment file, such as those in experiments/
   --config=FILE.py:ARM        an arm of the file's sweep() (norm_placement.py:post)
   --config=FILE.py:ARG[:ARM]  a file that takes an argument (findings/xiong_2020.py:paper:post)
   --config.a.b=VALUE          sets one field: --config.model.d_model=256
                               --config.optimizer.learning_rate=3e-4
-                              an option of a choice: --config.model.position.theta=500000
+                              or an option: --config.model.position.theta=500000
 
-The run directory holds config.json, manifest.json (versions, hashes, devices), metrics.jsonl,
+The run directory contains config.json, manifest.json (versions, hashes, devices), metrics.jsonl,
 tensorboard/, checkpoints/, tokenizer.model and loss.png.
 """
 

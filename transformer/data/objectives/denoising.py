@@ -184,7 +184,7 @@ class SpanCorruption(_Denoising):
 @register("ul2")
 @dataclasses.dataclass(frozen=True)
 class UL2(_Denoising):
-    """UL2's mixture of denoisers, which are all equally likely (Tay et al. 2023, table 1).
+    """UL2's mixture of denoisers, each equally likely (Tay et al. 2023, table 1).
 
     R: short spans (mean length 3 or 8, at 15 %).
     X: long or many spans (mean length 3, 8 or 64 at 50 %, or 64 at 15 %).

@@ -18,10 +18,10 @@ from transformer.output import count
 @EVALUATORS.register("probe")
 @dataclasses.dataclass(frozen=True)
 class Probe(Evaluator):
-    """Accuracy on synthetic tasks (data/probes.py), at the lengths of training and beyond.
+    """Accuracy on synthetic tasks (data/probes.py), at the training lengths and longer ones.
 
-    Draws separate examples of each length. Measures the share of answers that are correct from end
-    to end, and the share of correct tokens. Few short questions exist, so training has seen those.
+    Draws separate examples of each length. Measures the share of answers without a mistake, and the
+    share of correct tokens. Few short questions exist, so they also occur in training.
     """
 
     in_training: ClassVar[bool] = True

@@ -19,9 +19,10 @@ from transformer.output import count
 @EVALUATORS.register("translation")
 @dataclasses.dataclass(frozen=True)
 class Translation(Evaluator):
-    """BLEU and chrF of the first validation sentences at every evaluation, and some translations.
+    """BLEU, chrF and sample translations of the first validation sentences, during training.
 
-    Decodes as `config.decoding` sets. `evaluate` decodes the whole split, so there it adds nothing.
+    Uses the decoding settings of `config.decoding`. It does nothing in `evaluate`, which always
+    translates the whole split.
     """
 
     in_training: ClassVar[bool] = True

@@ -37,7 +37,9 @@ class GatedDeltaState(NamedTuple):
 @MIXERS.register("gated_delta")
 @dataclasses.dataclass(frozen=True)
 class GatedDelta(Mixer):
-    """Gated DeltaNet. For each head,
+    """Gated DeltaNet: a linear memory with a forget gate and delta-rule writes (Yang et al. 2024).
+
+    For each head,
 
         S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T,    o_t = S_t^T q_t
 

@@ -2,8 +2,8 @@
 
     y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )
 
-An absent norm is the identity. A placement says which norms there are, whether the stack ends in
-one, how branches are initialized and how long to warm up. A config may change each part.
+An absent norm is the identity. A placement sets which norms are present, whether the stack ends in
+a norm, how branches are initialized, and a recommended warm-up. A config may change each part.
 model/residual.py applies the formula.
 """
 
@@ -19,15 +19,16 @@ PLACEMENTS = Registry(
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The parts of the formula, and what goes with them.
+    """The parts of the residual formula, and settings that depend on them.
 
-    Register a subclass with `@PLACEMENTS.register("name")`. It gives the parts other defaults.
+    Register a subclass with `@PLACEMENTS.register("name")`. It changes the defaults of the parts.
     """
 
     in_norm: bool = False  # normalize the input of the sublayer
     res_norm: bool = False  # normalize the output of the sublayer
     out_norm: bool = False  # normalize the sum
-    final_norm: bool = False  # end the stack in a norm; needed where the stream is not normalized
+    # End the stack with a norm, which is needed if the residual stream is not normalized.
+    final_norm: bool = False
     residual_scale: float = 1.0  # a; 0 means no residual connection
     branch_gain: float = 1.0  # scales the initial W_V, W_O and both feed-forward matrices
     gate: bool = False  # a learned scalar for each sublayer, initially 0
@@ -40,5 +41,5 @@ class Placement:
             )
 
     def in_stack(self, side: str, encoder_layers: int, decoder_layers: int) -> "Placement":
-        """The parts in one stack of a model. Parts that depend on depth are numbers there."""
+        """Returns the placement in one stack, with numbers for all parts that depend on depth."""
         return Placement(**dataclasses.asdict(self))

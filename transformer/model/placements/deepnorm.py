@@ -8,7 +8,7 @@ from transformer.model.placements.base import PLACEMENTS, Placement
 @PLACEMENTS.register("deepnorm")
 @dataclasses.dataclass(frozen=True)
 class DeepNorm(Placement):
-    """norm(alpha x + f(x)), the branch initialized beta times smaller (Wang et al. 2022, DeepNet).
+    """norm(alpha x + f(x)), with initial branch weights scaled by beta (Wang et al. 2022, DeepNet).
 
     Table 1 of the paper gives alpha (`residual_scale`) and beta (`branch_gain`) for N encoder and M
     decoder layers, or for a single stack of L layers.
