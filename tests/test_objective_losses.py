@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,9 @@ from transformer.data.objectives.language_model import CausalLM
 from transformer.data.pipeline import open_data
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
+from transformer.runs.evaluate import evaluate, load_trained
+from transformer.runs.loop import train
+from transformer.runs.metrics import read_metrics
 from transformer.training.loss import Sums
 from transformer.training.state import TrainState
 from transformer.training.step import training_step
@@ -86,3 +90,43 @@ def test_objective_with_an_additional_loss(text, monkeypatch):
     np.testing.assert_allclose(metrics["objective"], value, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"] + metrics["quiet_loss"], value, rtol=1e-5)
     np.testing.assert_allclose(metrics_in_parts["quiet_loss"], metrics["quiet_loss"], rtol=1e-5)
+
+
+@flax.struct.dataclass
+class SquaredError:
+    """The minimal protocol of a loss."""
+
+    loss: jax.Array
+    weight: jax.Array
+
+    def means(self):
+        return {"loss": self.loss / self.weight}
+
+
+@dataclasses.dataclass(frozen=True)
+class SquaredErrorLM(CausalLM):
+    """Brings the logit of each target close to 1. Replaces the cross-entropy."""
+
+    def losses(self, outputs, batch):
+        logits_BxTxV = outputs.head(outputs.hidden_BxTxE)
+        target_BxT = jnp.take_along_axis(logits_BxTxV, batch["targets"][..., None], axis=-1)[..., 0]
+        error = jnp.sum(jnp.square(target_BxT - 1) * batch["weights"])
+        return {"squared_error": SquaredError(error, jnp.sum(batch["weights"]))}
+
+    def weights(self, batch):
+        return {"squared_error": jnp.sum(batch["weights"])}
+
+
+def test_an_objective_may_replace_the_cross_entropy(text, tmp_path, monkeypatch):
+    """It is trained, resumed, validated and tested. Perplexity and accuracy do not exist."""
+    monkeypatch.setitem(OBJECTIVES._classes, "squared_error_lm", SquaredErrorLM)
+    monkeypatch.setattr(SquaredErrorLM, "name", "squared_error_lm", raising=False)
+    config = experiment(text, "squared_error_lm", "decoder")
+    train_fields = dataclasses.replace(config.train, steps=12, eval_every=6, log_every=6)
+    config = dataclasses.replace(config, train=train_fields)
+    assert train(config, tmp_path / "run") == 12
+    lines = [line for line in read_metrics(tmp_path / "run") if "eval/loss" in line]
+    assert 0 < lines[-1]["eval/loss"] < lines[0]["eval/loss"]
+    with use(make_mesh(config.mesh)) as mesh:
+        metrics = evaluate(load_trained(tmp_path / "run", config, mesh), mesh)
+    assert metrics["loss"] > 0 and not {"perplexity", "accuracy", "bits_per_byte"} & set(metrics)

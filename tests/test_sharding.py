@@ -168,8 +168,14 @@ def test_axis_that_does_not_divide_over_slices_raises():
             {},
             r"data.batch_size: 8 sequences of 8 tokens do not divide over mesh.data = 3",
         ),
+        (
+            {"stage": 2},
+            {"num_decoder_layers": 4, "layer_pattern": ({"window": 2}, {"window": 3}, {"window": 2},
+                                                        {"window": 4})},
+            "mesh.stage: 2 stages .* which repeats 1 times a period of 4 layers",
+        ),
     ],
-)
+)  # fmt: skip
 def test_check_divisibility_by_the_mesh(mesh, model, message):
     config = from_mapping(
         Experiment,
@@ -201,7 +207,7 @@ def test_check_divisibility_by_the_mesh(mesh, model, message):
                 "num_decoder_layers": 4,
                 "layer_pattern": ({"window": 2}, {"window": 3}, {"window": 2}, {"window": 4}),
             },
-            "the 1 decoder layers",
+            "the 1 periods of 4 decoder layers",
         ),
     ],
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from transformer.data.batching import Batches
 from transformer.parallel.sharding import Share
+from transformer.training.loss import Sums
 from transformer.training.step import main_loss_name, means
 
 
@@ -32,6 +33,8 @@ def evaluate_loss(
     With both token and label targets, these are means over tokens, and `labels_loss` and
     `labels_accuracy` are returned as well.
 
+    A main loss that is not a cross-entropy returns its own means, and none of the above.
+
     With `text` (the counts of the text that `batches` cover), for language models:
 
         bits_per_byte    total nats / log 2 / bytes of the UTF-8 text
@@ -48,8 +51,11 @@ def evaluate_loss(
         sums = eval_step(params, placed)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     metrics = {name: float(value) for name, value in means(total).items()}
+    main = total[main_loss_name(total)]
+    if not isinstance(main, Sums):
+        return metrics
     metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
-    nll = float(total[main_loss_name(total)].nll)
+    nll = float(main.nll)
     if text is not None:
         metrics["bits_per_byte"] = nll / math.log(2) / text["bytes"]
         metrics["word_perplexity"] = math.exp(min(nll / text["words"], 700))

@@ -301,18 +301,13 @@ def distinct_schemes(
     Layers share a scheme and its parameters if binding the scheme to the facts of either layer
     declares the same parameters and gives the same static fields.
     """
-    distinct, numbers, of_layer, indices = [], {}, {}, []
-    for layer in config.layers(side):
-        spec, facts = layer.layer_position, layer.stack_facts(side)
-        if (spec, facts) not in of_layer:
-            scheme = positions.build(spec)
-            key = _signature(scheme, facts)
-            if key not in numbers:
-                numbers[key] = len(distinct)
-                distinct.append((scheme, facts))
-            of_layer[spec, facts] = numbers[key]
-        indices.append(of_layer[spec, facts])
-    return tuple(distinct), tuple(indices)
+    distinct, of_layer, layers = {}, {}, config.layers(side)
+    for layer in dict.fromkeys(layers):
+        scheme, facts = positions.build(layer.layer_position), layer.stack_facts(side)
+        signature = _signature(scheme, facts)
+        distinct.setdefault(signature, (scheme, facts))
+        of_layer[layer] = list(distinct).index(signature)
+    return tuple(distinct.values()), tuple(of_layer[layer] for layer in layers)
 
 
 def _signature(scheme: positions.Position, facts: positions.StackFacts) -> tuple:

@@ -8,6 +8,7 @@ from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.model.mixers import MIXERS
+from transformer.output import count
 from transformer.parallel.host import memory
 from transformer.parallel.sharding import ROWS, Share, format_bytes
 
@@ -30,6 +31,14 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
             f"mesh.stage: {stages}, but layers are not scanned; set model.scan_layers=True, or "
             "mesh.stage=1"
         )
+    for side in model.sides if stages > 1 else ():
+        periods = model.num_layers(side) // model.period(side)
+        if periods % (stages * model.pipeline_rounds):
+            raise UserError(
+                f"mesh.stage: {stages} stages and model.pipeline_rounds = {model.pipeline_rounds} "
+                f"do not divide the {side}, which repeats {periods} times a period of "
+                f"{count(model.period(side), 'layer')}; change one of them"
+            )
     if stages > 1 and model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
         raise UserError(
             f"model.pipeline_microbatches: {model.pipeline_microbatches} is fewer than mesh.stage; "

@@ -109,11 +109,19 @@ class Run:
             numbers = {f"eval/{name}": x for name, x in metrics.items() if name not in texts}
             self.log.write(self.step, **numbers)
             self.log.write_texts(self.step, texts)
-            bleu = metrics.get("translation/bleu")
+            shown = {
+                "perplexity": human_number,
+                "accuracy": "{:.1%}".format,
+                "translation/bleu": "{:.1f}".format,
+            }
+            names = {"translation/bleu": "BLEU"}
+            more = [
+                f", {names.get(name, name)} {show(metrics[name])}"
+                for name, show in shown.items()
+                if name in metrics
+            ]
             self.progress.note(
-                f"step {self.step:,}: validation loss {metrics['loss']:.3f}, perplexity "
-                f"{human_number(metrics['perplexity'])}, accuracy {metrics['accuracy']:.1%}"
-                + ("" if bleu is None else f", BLEU {bleu:.1f}")
+                f"step {self.step:,}: validation loss {metrics['loss']:.3f}{''.join(more)}"
             )
 
     @functools.cached_property

@@ -178,15 +178,16 @@ def _summed(gradients: Callable, count: int, params, batch: dict, key: jax.Array
 
 
 def main_loss_name(sums: dict[str, Loss]) -> str:
-    """Returns the name of the main loss: "tokens" if tokens are predicted, else "labels"."""
-    return "tokens" if "tokens" in sums else "labels"
+    """Returns the name of the main loss: "tokens", else "labels", else the first by name."""
+    own = sorted(name for name in sums if name != "router")
+    return next(name for name in ("tokens", "labels", *own) if name in sums)
 
 
 def means(sums: dict[str, Loss]) -> dict:
     """Returns the mean of each metric.
 
-    The main loss yields `loss` and `accuracy`. A label loss beside it yields `labels_loss` and
-    `labels_accuracy`. Routers yield `router_balance` and so on.
+    The main loss yields `loss` and, if it is a cross-entropy, `accuracy`. A label loss beside it
+    yields `labels_loss` and `labels_accuracy`. Routers yield `router_balance` and so on.
     """
     main = main_loss_name(sums)
     return {

@@ -149,8 +149,8 @@ class Objective:
         """The losses of a batch by name, each a sum. By default, the cross-entropy of `predicts`.
 
         Training minimizes the sum of `loss / weight` over all losses. The main loss of a run is
-        "tokens", or "labels" in its absence. Its mean is reported as `loss`, and the mean of any
-        other loss as `NAME_loss`.
+        "tokens", else "labels", else the first by name. Its mean is reported as `loss`, and the
+        mean of any other loss as `NAME_loss`.
         """
         losses = {}
         if "tokens" in self.predicts:
