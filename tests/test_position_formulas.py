@@ -15,8 +15,11 @@ from transformer.model import positions
 from transformer.model.positions import StackFacts
 
 
-def stack_facts(d_head, max_length, causal=True):
-    return StackFacts(d_head, 1, 1, d_head, d_head, max_length, causal)
+def stack_facts(d_head, max_length):
+    return StackFacts(
+        d_model=d_head, num_heads=1, d_head=d_head, d_value=d_head, max_length=max_length,
+        causal=True,
+    )  # fmt: skip
 
 
 def xpos_scores(q_TxH, k_SxH, t, s, theta=1e4, gamma=0.4, scale_base=512.0):
@@ -140,7 +143,8 @@ def test_sandwich_is_the_product_of_two_sinusoidal_embeddings(first):
     angles = t[:, None] / 1e4 ** (2 * (np.arange(width // 2) + first) / width)
     embedding = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     scheme = positions.build({"name": "sandwich", "width": width, "first_index": first})
-    bound = scheme.bind(None, StackFacts(8, 4, 4, 2, 2, 128, True))
+    facts = StackFacts(d_model=8, num_heads=4, d_head=2, d_value=2, max_length=128, causal=True)
+    bound = scheme.bind(None, facts)
     bias = np.asarray(bound.bias(jnp.asarray(t)[None], jnp.asarray(t)[None]))[0]
     for head in range(4):  # a constant does not change the softmax
         expected = (embedding @ embedding.T - width / 2) / (8 * (head + 1) / 4)

@@ -37,7 +37,7 @@ def fact(default=None):
     return struct.field(pytree_node=False, default=default)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StackFacts:
     """The properties of a stack (encoder or decoder) that its position scheme may use."""
 
