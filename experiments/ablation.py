@@ -9,7 +9,7 @@ The study is small on purpose. A result for four layers and 0.8 M tokens need no
 models or longer training: Xiong et al. (2020) find that post-norm becomes harder to train with
 depth.
 
-Hardware  two CPU cores, about 10 minutes
+Hardware  two CPU cores, 11 minutes
 
 Measured (two cores of an AMD EPYC 9005; test split, mean and 95 % interval over three seeds, p of
 paired t-tests with Holm's correction):

@@ -4,7 +4,7 @@
     python -m transformer evaluate --workdir=runs/quickstart
     python -m transformer generate --workdir=runs/quickstart --interactive
 
-Hardware  two CPU cores, about 6 minutes
+Hardware  two CPU cores, 7 minutes
 """
 
 import ml_collections

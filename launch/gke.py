@@ -81,16 +81,11 @@ def manifest(args, tpu) -> dict:
     if args.bucket:
         annotations = {"gke-gcsfuse/volumes": "true"}
         container["volumeMounts"] = [{"name": "runs", "mountPath": "/transformer/runs"}]
-        attributes = {
-            "bucketName": args.bucket,
-            "mountOptions": "implicit-dirs,rename-dir-limit=100000",
-        }
         pod["volumes"] = [
-            {
-                "name": "runs",
-                "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes},
-            }
-        ]
+            {"name": "runs", "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {
+                "bucketName": args.bucket,
+                "mountOptions": "implicit-dirs,rename-dir-limit=100000"}}},
+        ]  # fmt: skip
     if args.service_account:
         pod["serviceAccountName"] = args.service_account
     job = {

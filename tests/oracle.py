@@ -264,12 +264,10 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
             q, k = norm(c, p.get("query_norm", {}), q), norm(c, p.get("key_norm", {}), k)
         if name in ("rotary", "xpos"):
             length = int(q_info[0].max()) + 1
-            q = np.stack(
-                [rotate(name, options, q[t], q_info[0][t], length, 1) for t in range(len(q))]
+            turn = lambda x, at, sign: np.stack(
+                [rotate(name, options, x[t], at[t], length, sign) for t in range(len(x))]
             )
-            k = np.stack(
-                [rotate(name, options, k[s], k_info[0][s], length, -1) for s in range(len(k))]
-            )
+            q, k = turn(q, q_info[0], 1), turn(k, k_info[0], -1)
         for t in range(len(q)):
             mask = np.array([
                 q_info[1][t] == k_info[1][s] and k_info[1][s] > 0

@@ -169,12 +169,9 @@ def test_converted_run_initializes_training_in_another_directory(bert, tmp_path)
     )
     classes = len({t.split()[1] for t in TEXTS})
     head_fields = {
-        "num_labels": classes,
-        "pooling": "cls",
-        "lm_head": False,
-        "head_transform": False,
+        "num_labels": classes, "pooling": "cls", "lm_head": False, "head_transform": False,
         "logit_bias": False,
-    }
+    }  # fmt: skip
     labels = experiment(
         "classification",
         "label.tsv",

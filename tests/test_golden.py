@@ -110,18 +110,12 @@ def test_disentangled_attention_matches_hugging_face():
     n, h, d, max_distance, length = 4, 4, 16, 3, 7
     spec = {"name": "deberta", "max_distance": max_distance}
     config = small(
-        "encoder",
-        position=spec,
-        num_kv_heads=n,
-        use_bias=False,
-        num_encoder_layers=1,
+        "encoder", position=spec, num_kv_heads=n, use_bias=False, num_encoder_layers=1,
         scan_layers=False,
-    )
+    )  # fmt: skip
     _, params = make(config)
-    weights, table = (
-        params["encoder"]["layers_0"]["self_attention"],
-        params["encoder"]["relative_embedding"],
-    )
+    weights = params["encoder"]["layers_0"]["self_attention"]
+    table = params["encoder"]["relative_embedding"]
     reference = deberta.DisentangledSelfAttention(deberta.DebertaConfig(
         hidden_size=d, num_attention_heads=n, relative_attention=True, pos_att_type=["c2p", "p2c"],
         max_relative_positions=max_distance, hidden_dropout_prob=0.0,

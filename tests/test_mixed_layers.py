@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make, small, tokens
+from conftest import init_model, make, small, tokens
 from flax import linen as nn
 
 from transformer import MIXERS, UserError
@@ -114,6 +114,17 @@ def test_every_spelling_of_a_layer_without_feed_forward():
     ]
     first, second = (jax.tree.map(lambda x: x.shape, abstract_params(c)) for c in configs)
     assert first == second != jax.tree.map(lambda x: x.shape, abstract_params(small("decoder")))
+
+
+def test_residual_init_scale_counts_the_sublayers_of_all_layers():
+    fields = {"layer_pattern": ({}, {"feed_forward": "none"}), "scan_layers": False}
+    scaled, plain = (
+        init_model(small("encoder_decoder", residual_init_scale=on, **fields))[1]
+        for on in (True, False)
+    )
+    for side, sublayers in {"encoder": 2 + 1, "decoder": 3 + 2}.items():
+        kernels = [p[side]["layers_1"]["self_attention"]["out"]["kernel"] for p in (scaled, plain)]
+        np.testing.assert_allclose(kernels[0], kernels[1] * sublayers**-0.5, rtol=1e-5)
 
 
 def test_rounds_of_a_pipeline_keep_all_layers():

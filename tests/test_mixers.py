@@ -58,10 +58,6 @@ def cached_model(name: str):
     return model, params, jax.jit(functools.partial(model.apply))
 
 
-def sublayer(params, scope):
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), params["decoder"])[scope]
-
-
 def mixer_output(config, params, x, segments, position=None):
     """Returns the output of the first layer's mixer alone, for x [B, T, D]."""
     from transformer.model.masks import Tokens

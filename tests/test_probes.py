@@ -14,7 +14,7 @@ from transformer.config import Experiment
 from transformer.data import probes
 from transformer.data.pipeline import open_data
 from transformer.decoding.generate import Generator
-from transformer.lab import inside
+from transformer.lab import inspection
 from transformer.mapping import from_mapping
 from transformer.parallel.mesh import make_mesh, use
 from transformer.runs.evaluate import evaluate, load_trained
@@ -217,7 +217,7 @@ def test_inspected_segments_match_training_segments(prefix_lm):
     )
     trained, (segment, truncated) = (
         rows.segments(0, None)[0],
-        inside._segment(config, data.tokenizer, question, answer),
+        inspection._segment(config, data.tokenizer, question, answer),
     )
     assert (
         not truncated and segment.prefix == trained.prefix and (segment.prefix is None) != prefix_lm
@@ -230,7 +230,7 @@ def test_inspected_segments_match_training_segments(prefix_lm):
     text_config = dataclasses.replace(
         config, data=data_of_text, train=dataclasses.replace(config.train, evaluators=())
     )
-    segment, _ = inside._segment(text_config, data.tokenizer, "abcdef", "")
+    segment, _ = inspection._segment(text_config, data.tokenizer, "abcdef", "")
     assert segment.weights.tolist() == [1.0 - prefix_lm] * 3 + [1.0] * 3 and segment.prefix == (
         4 if prefix_lm else None
     )

@@ -45,18 +45,7 @@ _EFFECTS = (
         lambda c: c.model.has_position_table,
     ),
     Effect(
-        tuple(
-            f"decoding.{field}"
-            for field in [
-                "beam_size",
-                "length_penalty",
-                "temperature",
-                "top_k",
-                "top_p",
-                "max_extra",
-                "batch_size",
-            ]
-        ),
+        tuple(f"decoding.{field.name}" for field in dataclasses.fields(DecodingConfig)),
         "a model that generates text (data.objective: causal_lm, prefix_lm or seq2seq)",
         lambda c: c.objective.generates_text,
     ),

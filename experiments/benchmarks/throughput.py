@@ -253,6 +253,11 @@ def compare(case: str, rounds: int, same_allocator: bool) -> None:
     for process in processes.values():
         process.stdin.close()
         process.wait()
+    report(case, facts, times)
+
+
+def report(case: str, facts: dict[str, dict], times: dict[str, list[float]]) -> None:
+    """Prints the medians and the ratios of the rounds."""
     c = CASES[case]
     ratios = [t / j for j, t in zip(times["jax"], times["torch"], strict=True)]
     ours, theirs = (statistics.median(times[side]) for side in ("jax", "torch"))

@@ -82,7 +82,7 @@ _DATA_EFFECTS = (
     Effect(
         ("reverse",),
         "a source and a target to swap: data.objective='seq2seq'",
-        lambda c: c.chosen.columns == ("source", "target"),
+        lambda c: c.chosen.has_pairs,
     ),
     Effect(
         ("packing",),

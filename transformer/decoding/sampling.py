@@ -69,14 +69,9 @@ def sample(
         logits_BxV, memory = advance(model, params, token_B, memory)
         return step + 1, out_BxL, logits_BxV, done_B, memory
 
+    slots = prompt_BxP.shape[1] + max_new
     logits_BxV, memory = prefill(
-        model,
-        params,
-        prompt_BxP,
-        prompt_BxP.shape[1] + max_new,
-        source_BxS,
-        prompt_mask_BxP,
-        source_mask_BxS,
+        model, params, prompt_BxP, slots, source_BxS, prompt_mask_BxP, source_mask_BxS
     )
     blank = jnp.full((prompt_BxP.shape[0], max_new), ending.fill_id, jnp.int32)
     carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory

@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer.evaluation.inside import SELF_ATTENTION_ONLY
 from transformer.lab.figures import new_figure, styles
-from transformer.lab.inside import Map, View
+from transformer.lab.inspection import Map, View
 from transformer.lab.report import STYLE
 from transformer.output import count
 

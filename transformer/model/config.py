@@ -206,7 +206,7 @@ class ModelConfig:
 
     def key_size(self, side: str) -> int:
         """Returns the size of queries and keys in attention; a position scheme may increase it."""
-        return positions.build(self.position).key_size(self.stack_facts(side))
+        return positions.build(self.layer_position).key_size(self.stack_facts(side))
 
     @property
     def embedding_size(self) -> int:
@@ -307,17 +307,21 @@ class ModelConfig:
         specs = [e.get("mixer", self.mixer) for e in self.used_pattern[: self.num_layers(side)]]
         return tuple(map(MIXERS.build, specs))
 
-    @property
-    def has_cross_attention(self) -> bool:
-        """Whether some decoder layer has a cross-attention sublayer."""
-        mixers = self.mixers_of("decoder") if self.is_encoder_decoder else ()
+    def has_cross_attention(self, side: str = "decoder") -> bool:
+        """Returns whether some layer of a stack has a cross-attention sublayer."""
+        mixers = self.mixers_of(side) if side == "decoder" and self.is_encoder_decoder else ()
         return any(mixer.source == "cross_attention" for mixer in mixers)
+
+    def num_sublayers(self, side: str) -> int:
+        """For a layer's config: the number of its sublayers, each with a residual connection."""
+        return 1 + self.has_cross_attention(side) + self.feed_forward_kind.exists
 
     def observes(self, what: str) -> bool:
         """Returns whether some mixer or cross-attention can record `what` (watch.py)."""
-        return self.has_cross_attention or any(
-            what in mixer.observes for mixer in self.token_mixers
-        )
+        mixers = [*self.token_mixers]
+        if self.has_cross_attention():
+            mixers.append(MIXERS.build("attention"))
+        return any(what in mixer.observes for mixer in mixers)
 
     def has_final_norm(self, side: str) -> bool:
         """Returns whether the stack ends in a norm; the placement of its last layer decides."""

@@ -44,7 +44,7 @@ def mixer_reads(field: str):
 
     def reads(c) -> bool:
         by_mixer = any(field in mixer.fields for mixer in c.token_mixers)
-        return by_mixer or (c.has_cross_attention and field != "window")
+        return by_mixer or (c.has_cross_attention() and field != "window")
 
     return reads
 
@@ -135,7 +135,7 @@ EFFECTS = (
     Effect(
         ("parallel",),
         "a second sublayer: model.feed_forward='dense'",
-        lambda c: has_feed_forward(c) or c.has_cross_attention,
+        lambda c: has_feed_forward(c) or c.has_cross_attention(),
     ),
     Effect(
         ("residual_init_scale",),
@@ -143,7 +143,7 @@ EFFECTS = (
         lambda c: (
             any(c.num_layers(side) > 1 for side in c.sides)
             or has_feed_forward(c)
-            or c.has_cross_attention
+            or c.has_cross_attention()
         ),
     ),
     Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),

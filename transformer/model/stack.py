@@ -17,7 +17,7 @@ from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
 from transformer.model.masks import Tokens
 from transformer.model.mixers import Context
-from transformer.model.mixers.attention import Attention, shared_source
+from transformer.model.mixers.attention import CrossAttention
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual
 from transformer.model.sharding import axis_of, constrain
@@ -27,12 +27,13 @@ from transformer.model.watch import WATCHED, any_watched, watched
 class Layer(nn.Module):
     """A token mixer, cross-attention and a feed-forward, each in a residual connection.
 
-    Cross-attention requires a source and a mixer that does not read the source itself. The kind of
-    feed-forward determines whether there is one.
+    Only a decoder layer with an encoder has cross-attention, and only if its mixer does not read
+    the source itself. The kind of feed-forward determines whether there is one.
     """
 
     config: ModelConfig
     side: str
+    out_gain: float  # scales the initial values of the last matrix of each sublayer
     deterministic: bool
 
     @nn.compact
@@ -44,37 +45,23 @@ class Layer(nn.Module):
         context: Context,
     ) -> tuple[jax.Array, LayerState | None]:
         """Returns the residual stream after this layer and, in decoding, the layer's new state."""
-        cfg, mixer, placement = (
-            self.config,
-            self.config.token_mixer,
-            self.config.placement(self.side),
-        )
-        cross = context.source_tokens is not None and mixer.source == "cross_attention"
-        feeds = cfg.feed_forward_kind.exists
-        gains = {"gain": placement.branch_gain, "out_gain": 1.0}
-        if cfg.residual_init_scale:
-            gains["out_gain"] = ((1 + cross + feeds) * cfg.num_layers(self.side)) ** -0.5
-        mix = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
-        if cross:
-            attend = Attention(cfg, self.side, **gains, of_source=True, name="cross_attention")
-        if feeds:
+        cfg, placement = self.config, self.config.placement(self.side)
+        gains = {"gain": placement.branch_gain, "out_gain": self.out_gain}
+        mixers = {"mixer": cfg.token_mixer}
+        if cfg.has_cross_attention(self.side):
+            mixers["source"] = CrossAttention()
+        new_states, sublayers = {}, {}
+
+        def mix(part, module, h):
+            old = state and getattr(state, part)
+            out, new_states[part] = module(h, context, position, old, self.deterministic)
+            return out
+
+        for part, mixer in mixers.items():
+            module = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
+            sublayers[mixer.scope] = functools.partial(mix, part, module)
+        if cfg.feed_forward_kind.exists:
             feed_forward = cfg.feed_forward_kind.build(cfg, **gains)(name="feed_forward")
-        new_state = {"mixer": None, "source": None}
-
-        def apply_mixer(h):
-            old = state and state.mixer
-            out, new_state["mixer"] = mix(h, context, position, old, self.deterministic)
-            return out
-
-        def read_source(h):
-            old = state and state.source
-            out, new_state["source"] = shared_source(attend, h, context, old, self.deterministic)
-            return out
-
-        sublayers = {mixer.scope: apply_mixer}
-        if cross:
-            sublayers["cross_attention"] = read_source
-        if feeds:
             sublayers["feed_forward"] = lambda h: feed_forward(
                 h, context.tokens, self.deterministic
             )
@@ -93,7 +80,7 @@ class Layer(nn.Module):
             )
         if watched(self, "streams"):
             self.sow("streams", "after", x_BxTxD)
-        return x_BxTxD, None if state is None else LayerState(**new_state)
+        return x_BxTxD, None if state is None else LayerState(**new_states)
 
 
 class Period(nn.Module):
@@ -241,7 +228,8 @@ class Stack(nn.Module):
             cls = nn.remat(
                 Layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers
             )
-        return functools.partial(cls, config, self.side, deterministic)
+        out_gain = _out_gain(self.config, self.side)
+        return functools.partial(cls, config, self.side, out_gain, deterministic)
 
     def _loop(self, length: int, deterministic: bool) -> tuple[type[nn.Module], tuple]:
         """Returns a module class that scans `length` periods of layers, and its arguments."""
@@ -290,6 +278,17 @@ class Stack(nn.Module):
         if sown:
             self.sow("losses", "layers", sown)
         return x_BxTxD
+
+
+@functools.lru_cache(maxsize=64)
+def _out_gain(config: ModelConfig, side: str) -> float:
+    """Returns 1 / sqrt(number of sublayers of the stack) if `residual_init_scale` is set, else 1.
+
+    (Radford et al. 2019, sec. 2.3)
+    """
+    if not config.residual_init_scale:
+        return 1.0
+    return sum(layer.num_sublayers(side) for layer in config.layers(side)) ** -0.5
 
 
 @functools.lru_cache(maxsize=64)

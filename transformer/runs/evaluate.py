@@ -119,7 +119,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     generated = Written()
     if objective.generates_text:
         generate = Generator(config, trained.params, trained.tokenizer)
-        write = _translate if objective.columns == ("source", "target") else _continue
+        write = _translate if objective.has_pairs else _continue
         generated = write(generate, data.store.examples(part), config)
     metrics |= generated.scores
     model_state = Snapshot(trained.params, translations=generated.translations)

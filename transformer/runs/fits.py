@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.errors import UserError
+from transformer.model.config import ModelConfig
 from transformer.model.mixers import MIXERS
 from transformer.output import count
 from transformer.parallel.host import memory
@@ -19,19 +20,17 @@ Inputs, segments, positions, targets and weights have 4 bytes each (data/batchin
 """
 
 
-def check_divisibility(config: Experiment, mesh: Mesh) -> None:
-    """Raises UserError if sequences cannot be divided over the mesh.
-
-    In every bucket, the batch must divide over devices and micro-batches, and each sequence over
-    devices. The layers of pipeline stages must be scanned.
-    """
-    stages, model = mesh.shape["stage"], config.model
-    if stages > 1 and not model.scan_layers:
+def check_stages(model: ModelConfig, mesh: Mesh) -> None:
+    """Raises UserError if the layers cannot be divided into pipeline stages."""
+    stages = mesh.shape["stage"]
+    if stages == 1:
+        return
+    if not model.scan_layers:
         raise UserError(
             f"mesh.stage: {stages}, but layers are not scanned; set model.scan_layers=True, or "
             "mesh.stage=1"
         )
-    for side in model.sides if stages > 1 else ():
+    for side in model.sides:
         periods = model.num_layers(side) // model.period(side)
         if periods % (stages * model.pipeline_rounds):
             raise UserError(
@@ -39,11 +38,21 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
                 f"do not divide the {side}, which repeats {periods} times a period of "
                 f"{count(model.period(side), 'layer')}; change one of them"
             )
-    if stages > 1 and model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
+    if model.pipeline_rounds > 1 and 0 < model.pipeline_microbatches < stages:
         raise UserError(
             f"model.pipeline_microbatches: {model.pipeline_microbatches} is fewer than mesh.stage; "
             f"use at least {stages}, or 0"
         )
+
+
+def check_divisibility(config: Experiment, mesh: Mesh) -> None:
+    """Raises UserError if sequences cannot be divided over the mesh.
+
+    In every bucket, the batch must divide over devices and micro-batches, and each sequence over
+    devices.
+    """
+    check_stages(config.model, mesh)
+    stages, model = mesh.shape["stage"], config.model
     specs = [entry.get("mixer", model.mixer) for entry in model.used_pattern]
     specs = [spec for spec in specs if MIXERS.build(spec).in_order]
     if mesh.shape["context"] > 1 and specs:

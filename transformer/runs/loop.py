@@ -23,8 +23,7 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
     """Trains in `workdir`, or continues an interrupted run of the same experiment.
 
     With `verbose`, more details are printed before the first step. Returns the number of completed
-    steps. It is less than `train.steps` after SIGTERM or Ctrl-C;
-    another call continues from there.
+    steps. It is less than `train.steps` after SIGTERM or Ctrl-C; another call continues from there.
     """
     workdir = Path(workdir)
     with (

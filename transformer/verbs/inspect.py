@@ -39,7 +39,7 @@ def arguments(parser) -> None:
 
 
 def run(args, overrides) -> int:
-    from transformer.lab import inside, inspect_page
+    from transformer.lab import inspect_page, inspection
     from transformer.parallel.mesh import use
     from transformer.runs.evaluate import load_trained
 
@@ -64,7 +64,7 @@ def run(args, overrides) -> int:
             text = ""
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
-        view = inside.observe_text(trained, mesh, text, args.target)
+        view = inspection.observe_text(trained, mesh, text, args.target)
     write_atomic(
         output,
         inspect_page.page(

@@ -124,6 +124,11 @@ class Objective:
         return ("labels",) if self.columns[-1] in ("label", "tags") else ("tokens",)
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether an example is a source and its target, and not one text."""
+        return self.columns == ("source", "target")
+
+    @property
     def predicts_tokens(self) -> bool:
         """Whether tokens, and not only classes, are predicted."""
         return "tokens" in self.predicts

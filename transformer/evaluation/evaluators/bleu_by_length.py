@@ -24,7 +24,7 @@ class BleuByLength(Evaluator):
     def why_not(self, task):
         return (
             None
-            if task.objective.columns == ("source", "target")
+            if task.objective.has_pairs
             else "requires translations of a source; set data.objective = 'seq2seq'"
         )
 

@@ -40,7 +40,7 @@ class Probe(Evaluator):
             )
 
     def why_not(self, task):
-        if task.objective.columns != ("source", "target"):
+        if not task.objective.has_pairs:
             return "requires questions and answers; set data.objective = 'seq2seq'"
         if task.data.format != "probe" and not (self.task and self.lengths):
             return "needs task and lengths, because data.format is not 'probe'"

@@ -7,6 +7,7 @@ H head size (d_value for values), E sources, Q queries of all sequences that sha
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -52,93 +53,119 @@ class SelfAttention(Mixer):
         )
 
 
+class CrossAttention(Mixer):
+    """Attention to the source, in a sublayer of its own."""
+
+    scope = "cross_attention"
+    observes = SelfAttention.observes
+
+    def build(self, config, side, gain, out_gain):
+        return functools.partial(SourceAttention, config, side, gain, out_gain)
+
+    def empty_state(self, config, batch, slots):
+        """Returns None: the first call computes the keys and values of the source."""
+        return None
+
+
 class Attention(nn.Module):
-    """softmax(Q K^T / sqrt(d_head)) V W_O. Q comes from `x`, K and V from `x` or the source."""
+    """softmax(Q K^T / sqrt(d_head)) V W_O of the tokens of one stack."""
 
     config: ModelConfig
     side: str  # encoder | decoder
     gain: float  # scales the initial W_V and W_O
     out_gain: float  # additionally scales the initial W_O
-    of_source: bool = False  # keys and values come from the source
 
     @nn.compact
     def __call__(
         self,
         x_BxTxD: jax.Array,
         context: Context,
-        position: Position | None,
+        position: Position,
         state: KeyValue | None,
         deterministic: bool,
     ) -> tuple[jax.Array, KeyValue]:
-        """Returns the output and the state: the keys and values so far, or those of the source."""
+        """Returns the output and the keys and values so far."""
+        position = position.bind_layer(self.param, self.config.stack_facts(self.side))
+        q_BxTxNxH, (k_BxTxKxH, v_BxTxKxH) = self._queries(x_BxTxD), self._keys_and_values(x_BxTxD)
+        q_BxTxNxH, k_BxTxKxH = position.rotate(q_BxTxNxH, k_BxTxKxH)
+        kv = new = KeyValue(k_BxTxKxH, v_BxTxKxH)
+        k_tokens = context.key_tokens
+        if state is not None:
+            kv, k_tokens, new = extend(state, new, context)
+        mask = self_mask(self.config, self.side)
+        tokens = (context.tokens, k_tokens)
+        return self._attend(q_BxTxNxH, kv, mask, tokens, position, deterministic), new
+
+    def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Returns the queries, [B, T, N, H]."""
+        q_BxTxNxH = self._heads("query", self.config.num_heads)(x_BxTxD)
+        return self._normalized("query_norm", q_BxTxNxH)
+
+    def _keys_and_values(self, x_BxSxD: jax.Array) -> KeyValue:
+        """Returns the keys and values, [B, S, K, H]."""
+        k_BxSxKxH = self._heads("key", self.config.kv_heads)(x_BxSxD)
+        v_BxSxKxH = self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
+        return KeyValue(self._normalized("key_norm", k_BxSxKxH), v_BxSxKxH)
+
+    def _attend(self, q_BxTxNxH, kv, mask, tokens, position, deterministic) -> jax.Array:
+        """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
         cfg = self.config
-        shard_heads = lambda x: constrain(x, ("batch", "length", "activation_heads", "head"))
-        if self.of_source:
-            kv_input_BxSxD, q_tokens, k_tokens = (
-                context.source_BxSxD,
-                context.tokens,
-                context.source_tokens,
-            )
-            mask = SAME_SEGMENT
-        else:
-            kv_input_BxSxD, q_tokens, k_tokens = x_BxTxD, context.tokens, context.key_tokens
-            mask = self_mask(cfg, self.side)
-            position = position.bind_layer(self.param, cfg.stack_facts(self.side))
-        q_BxTxNxH = shard_heads(self._heads("query", cfg.num_heads)(x_BxTxD))
-        if cfg.qk_norm:
-            q_BxTxNxH = cfg.norm_module(name="query_norm")(q_BxTxNxH)
-        kv = state
-        if kv_input_BxSxD is not None:
-            k_BxSxKxH = shard_heads(self._heads("key", cfg.kv_heads)(kv_input_BxSxD))
-            if cfg.qk_norm:
-                k_BxSxKxH = cfg.norm_module(name="key_norm")(k_BxSxKxH)
-            v_BxSxKxH = shard_heads(self._heads("value", cfg.kv_heads, self.gain)(kv_input_BxSxD))
-            if position is not None:
-                q_BxTxNxH, k_BxSxKxH = position.rotate(q_BxTxNxH, k_BxSxKxH)
-            kv = new = KeyValue(k_BxSxKxH, v_BxSxKxH)
-            if state is None:
-                state = new
-            else:
-                kv, k_tokens, state = extend(state, new, context)
         out_BxTxNxH = inner_attention(
-            self, (q_BxTxNxH, *kv), mask, q_tokens, k_tokens, position, cfg.head_size, deterministic
+            self, (q_BxTxNxH, *kv), mask, *tokens, position, cfg.head_size, deterministic
         )
         out = Linear(
             cfg, (cfg.d_model,), ("heads", "head", "embed"), cfg.attention_has_bias,
             self.gain * self.out_gain, name="out",
         )  # fmt: skip
-        return out(shard_heads(out_BxTxNxH)), state
+        return out(_shard_heads(out_BxTxNxH))
 
-    def _heads(self, name: str, heads: int, gain: float = 1.0) -> Linear:
+    def _heads(self, name: str, heads: int, gain: float = 1.0) -> Callable[[jax.Array], jax.Array]:
         """Returns the projection D -> heads x H."""
         cfg, axis = self.config, "heads" if name == "query" else "kv_heads"
         size = cfg.value_size if name == "value" else cfg.head_size
-        return Linear(
+        project = Linear(
             cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_has_bias, gain, name=name
         )
+        return lambda x_BxTxD: _shard_heads(project(x_BxTxD))
+
+    def _normalized(self, name: str, x_BxTxNxH: jax.Array) -> jax.Array:
+        return self.config.norm_module(name=name)(x_BxTxNxH) if self.config.qk_norm else x_BxTxNxH
 
 
-def shared_source(
-    attend: Attention,
-    x_BxTxD: jax.Array,
-    context: Context,
-    state: Shared | None,
-    deterministic: bool,
-) -> tuple[jax.Array, Shared]:
-    """Cross-attention in which several sequences, the beams of a sentence, may share one source.
+def _shard_heads(x_BxTxNxH: jax.Array) -> jax.Array:
+    return constrain(x_BxTxNxH, ("batch", "length", "activation_heads", "head"))
+
+
+class SourceAttention(Attention):
+    """softmax(Q K^T / sqrt(d_head)) V W_O, with queries from a stack and K and V from its source.
 
     The queries of sequences that share a source are concatenated into one long sequence, so that
     the source's keys and values need not be repeated.
     """
-    kv, batch = state and state.value, len(x_BxTxD)
-    sources = batch if kv is None else len(kv.k_BxSxKxH)
-    group = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])).reshape(sources, -1, *x.shape[2:])
-    x_ExQxD = x_BxTxD
-    if batch != sources:
-        x_ExQxD = group(x_BxTxD)
-        context = context.replace(tokens=jax.tree.map(group, context.tokens))
-    out_ExQxD, kv = attend(x_ExQxD, context, None, kv, deterministic)
-    return out_ExQxD.reshape(x_BxTxD.shape), Shared(kv)
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        context: Context,
+        position: Position,
+        state: Shared | None,
+        deterministic: bool,
+    ) -> tuple[jax.Array, Shared]:
+        """Returns the output and the keys and values of the source. Does not use `position`."""
+        kv = self._keys_and_values(context.source_BxSxD) if state is None else state.value
+        batch, sources = len(x_BxTxD), len(kv.k_BxSxKxH)
+        group = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])).reshape(
+            sources, -1, *x.shape[2:]
+        )
+        x_ExQxD, tokens = x_BxTxD, context.tokens
+        if batch != sources:
+            x_ExQxD, tokens = group(x_BxTxD), jax.tree.map(group, context.tokens)
+        out_ExQxD = self._attend(
+            self._queries(x_ExQxD), kv, SAME_SEGMENT, (tokens, context.source_tokens), None,
+            deterministic,
+        )  # fmt: skip
+        return out_ExQxD.reshape(x_BxTxD.shape), Shared(kv)
 
 
 def self_mask(config: ModelConfig, side: str) -> Mask:

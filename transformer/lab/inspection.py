@@ -157,7 +157,7 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
             len(ids) - (limit - 2), 0
         )
     prompt, targets = [], ids
-    if config.objective.columns == ("source", "target"):
+    if config.objective.has_pairs:
         prompt, targets = (
             [*tokenizer.source_prefix_ids, *ids, tokenizer.eos],
             [*tokenizer.encode_targets([answer])[0], tokenizer.eos],
