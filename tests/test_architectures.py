@@ -1,5 +1,6 @@
 """The named architectures: their published sizes, and scaled-down versions against the oracle."""
 
+import dataclasses
 import math
 
 import jax
@@ -159,37 +160,47 @@ def test_parameter_count_matches_published_count(name):
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if hf_family(name)])
 def test_parameter_count_equals_transformers(name):
-    """Builds the model of Transformers on the meta device from our config, converted to theirs.
+    """The number of parameters equals that of the model in Transformers.
 
-    The number of parameters must be the same.
+    Models of three and four layers are built there. Each further layer adds as many parameters as
+    the fourth.
     """
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     if name in ("gpt3_13b", "gpt3_xl"):
         pytest.skip(
             "GPT-2's config cannot express these heads: 128 times their number is not d_model"
         )
     config, family = architecture(name), FAMILIES[hf_family(name)]
-    hf_config = family.their_config(config)
-    cls = getattr(transformers, hf_config["architectures"][0])
-    with torch.device("meta"):
-        model = cls(
-            cls.config_class(**{k: v for k, v in hf_config.items() if k != "architectures"})
-        )
-    tied = {name for name in model.state_dict() if model.state_dict()[name].device.type != "meta"}
-    assert not tied
-    unique = sum(math.prod(x.shape) for x in model.parameters())
+    (depth,) = {config.num_layers(side) for side in config.sides}
+    at_depth = lambda layers: transformers_parameters(
+        family,
+        dataclasses.replace(config, **{f"num_{side}_layers": layers for side in config.sides}),
+    )
+    three, four = at_depth(3), at_depth(4)
+    assert four > three and depth > 4
     ours = count_parameters(config)
-    if hf_config["model_type"] == "t5" and not config.tie_embeddings:
-        # Transformers 5 unties when it loads two matrices, not when it builds the model.
-        unique += config.vocab_size * config.d_model
-    if hf_config["model_type"] in ("bart", "marian"):
+    if family.model_type in ("bart", "marian"):
         ours -= config.vocab_size  # the bias on the logits is a buffer in Transformers
-        unique -= sum(
-            math.prod(x.shape)
-            for key, x in model.named_parameters()
-            if hf_config["model_type"] == "marian" and "embed_positions" in key
-        )
-    assert ours == unique
+    assert ours == three + (depth - 3) * (four - three)
+
+
+def transformers_parameters(family, config) -> int:
+    """Returns the parameters of the model that Transformers builds, on the meta device."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    hf_config = family.their_config(config)
+    cls = getattr(transformers, hf_config.pop("architectures")[0])
+    with torch.device("meta"):
+        model = cls(cls.config_class(**hf_config))
+    assert {x.device.type for x in model.state_dict().values()} == {"meta"}
+    parameters = {
+        name: math.prod(x.shape)
+        for name, x in model.named_parameters()
+        if family.model_type != "marian" or "embed_positions" not in name  # not trained
+    }
+    total = sum(parameters.values())
+    if family.model_type == "t5" and not config.tie_embeddings:
+        # Transformers 5 unties when it loads two matrices, not when it builds the model.
+        total += config.vocab_size * config.d_model
+    return total
 
 
 @pytest.mark.parametrize("name", [

@@ -1,5 +1,6 @@
-"""Each page on extending: its files and diffs are applied to a copy of the repository."""
+"""The pages on extending: their files and diffs are applied to a copy of the repository."""
 
+import json
 import os
 import re
 import shlex
@@ -8,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from test_docs import BLOCK, ROOT
 
 PAGES = sorted((ROOT / "docs" / "extending").glob("[!i]*.md"))
@@ -28,28 +28,34 @@ def apply(diff: str, copy: Path) -> None:
     path.write_text(before + anchor + after.replace(old, new, 1))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_worked_example_passes_its_tests(page, tmp_path):
+RUN_ALL = """
+import json, sys, pytest
+sys.exit(max(pytest.main(arguments) for arguments in json.loads(sys.argv[1])))
+"""
+
+
+def test_worked_examples_pass_their_tests(tmp_path):
+    """One copy has all examples, so they also work together. One process runs their commands."""
     for name in ("transformer", "tests", "experiments"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     commands = []
-    for block in BLOCK.finditer(page.read_text()):
-        how, kind, text = block["how"] or "", block["kind"], block["text"]
-        if how.startswith("file "):
-            (tmp_path / how.removeprefix("file ")).write_text(text)
-        elif kind == "diff":
-            apply(text, tmp_path)
-        elif text.startswith("python -m pytest"):
-            commands.append(shlex.split(text))
-    assert commands
-    for _, *arguments in commands:
-        result = subprocess.run(
-            [sys.executable, *arguments, "-p", "no:cacheprovider"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 0, result.stdout[-2000:]
+    for page in PAGES:
+        before = len(commands)
+        for block in BLOCK.finditer(page.read_text()):
+            how, kind, text = block["how"] or "", block["kind"], block["text"]
+            if how.startswith("file "):
+                (tmp_path / how.removeprefix("file ")).write_text(text)
+            elif kind == "diff":
+                apply(text, tmp_path)
+            elif text.startswith("python -m pytest"):
+                commands.append([*shlex.split(text)[3:], "-p", "no:cacheprovider"])
+        assert len(commands) > before, page
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-2000:]
+    assert result.stdout.count("[100%]") == len(commands) == len(PAGES) == 7

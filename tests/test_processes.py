@@ -76,11 +76,12 @@ def wait_for_exit(
     return [process.returncode for process in started], outputs
 
 
-def test_resumes_on_fewer_processes_bitwise(tmp_path):
+def test_resumes_on_fewer_processes_bitwise(tmp_path, monkeypatch):
     """Trains on four processes until one is preempted, on two likewise, then on one.
 
     The run equals that of one process from start to end.
     """
+    monkeypatch.chdir(ROOT)
     steps = "--config.train.steps=24"
     assert wait_for_exit(launch(1, tmp_path / "whole", steps))[0] == [0]
     for count, victim in ((4, 2), (2, 0)):
@@ -118,7 +119,10 @@ def test_all_processes_fall_back_if_one_cannot_read_a_checkpoint(tmp_path):
 
 
 def evaluate_and_generate(workdir: Path, count: int) -> dict:
-    """Returns the results of `evaluate` and the output of `generate` on `count` processes."""
+    """Returns the results of `evaluate` and the output of `generate` on `count` processes.
+
+    One process is this one.
+    """
     prompts, answers = workdir / "asked.txt", workdir / f"answer{count}.txt"
     prompts.write_text("The import statement\n")
     (workdir / "test.json").unlink(missing_ok=True)
@@ -129,15 +133,13 @@ def evaluate_and_generate(workdir: Path, count: int) -> dict:
         "--config.decoding.max_extra=4",
     ]
     for verb in (["evaluate"], generate):
-        command = [
-            sys.executable,
-            "-m",
-            "transformer",
-            *verb,
-            f"--workdir={workdir}",
-            "--config.mesh.fsdp=2",
-            "--config.mesh.data=2",
-        ]
+        arguments = [
+            *verb, f"--workdir={workdir}", "--config.mesh.fsdp=2", "--config.mesh.data=2"
+        ]  # fmt: skip
+        if count == 1:
+            assert main(arguments) == 0
+            continue
+        command = [sys.executable, "-m", "transformer", *arguments]
         port = local.free_port()
         started = [
             subprocess.Popen(
