@@ -1,4 +1,4 @@
-"""An objective with an additional loss."""
+"""Objectives with several losses, and objectives with losses of their own."""
 
 import dataclasses
 
@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from test_objectives import experiment
+import pytest
+from test_objectives import data_of, experiment
 
+from transformer.config import MeshConfig
 from transformer.data.objectives import OBJECTIVES
 from transformer.data.objectives.language_model import CausalLM
 from transformer.data.pipeline import open_data
@@ -18,8 +20,43 @@ from transformer.runs.evaluate import evaluate, load_trained
 from transformer.runs.loop import train
 from transformer.runs.metrics import read_metrics
 from transformer.training.loss import Sums
-from transformer.training.state import TrainState
-from transformer.training.step import training_step
+from transformer.training.optimizer import build_optimizer
+from transformer.training.state import TrainState, abstract_state, init_state
+from transformer.training.step import batch_sums, make_train_step, training_step
+
+
+def test_token_and_label_losses_count_equally_and_accumulate(text):
+    """loss = mean over tokens + mean over labels, for any number of micro-batches and devices."""
+    data = data_of(text, "next sentence")
+    batch = data.batches("train")[0]
+    results = []
+    for mesh_config, accumulate in (
+        (MeshConfig(data=1), 1),
+        (MeshConfig(data=1), 2),
+        (MeshConfig(data=2, fsdp=2), 2),
+    ):
+        config = dataclasses.replace(
+            data.config,
+            mesh=mesh_config,
+            train=dataclasses.replace(data.config.train, accumulate=accumulate),
+        )
+        with use(make_mesh(mesh_config)) as mesh:
+            model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
+            _, placed = abstract_state(config, model, optimizer, mesh)
+            state = init_state(config, model, optimizer, placed)
+            if not results:
+                sums = jax.jit(
+                    lambda p: batch_sums(model, p, batch, config, mesh),  # noqa: B023
+                )(state.params)
+            state, metrics = make_train_step(config, model, optimizer, mesh, placed)(state, batch)
+            results.append((jax.device_get(metrics), jax.device_get(state.params)))
+    expected = sum(float(loss_sums.nll / loss_sums.weight) for loss_sums in sums.values())
+    first, params = results[0]
+    assert {"loss", "accuracy", "labels_loss", "labels_accuracy"} <= first.keys()
+    assert float(first["objective"]) == pytest.approx(expected, rel=1e-5)
+    for metrics, updated in results[1:]:
+        assert float(metrics["objective"]) == pytest.approx(float(first["objective"]), rel=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), updated, params)
 
 
 @dataclasses.dataclass(frozen=True)
