@@ -123,3 +123,26 @@ def test_cache_longer_than_the_positions_raises(position):
         prefill(model, params, x, 25)
     model, params = make(small("decoder", position="rotary"))
     assert prefill(model, params, x, 25)[0].shape == (1, 37)
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(4, 2), (4, 8), (4, 1), (4, 3)])
+def test_each_target_has_a_source(sources, targets):
+    model, params = make(small("encoder_decoder"))
+    with pytest.raises(UserError, match=f"source: {sources} sequences, but the target has"):
+        model.apply(params, tokens(0, sources, 5), tokens(1, targets, 6))
+    one = model.apply(params, tokens(0, 1, 5), tokens(1, 3, 6))
+    np.testing.assert_allclose(
+        one, model.apply(params, jnp.tile(tokens(0, 1, 5), (3, 1)), tokens(1, 3, 6)), atol=1e-5
+    )
+
+
+def test_cache_accepts_one_source():
+    model, params = make(small("encoder_decoder"))
+    encode = lambda seed: model.apply(params, tokens(seed, 2, 5), method="encode")
+    _, wider = model.apply(params, tokens(0, 4, 5), method="encode")
+    cache = model.empty_cache(2, 8)
+    _, cache = model.apply(params, tokens(1, 2, 3), cache, *encode(0), method="decode")
+    with pytest.raises(UserError, match="the cache already has a source"):
+        model.apply(params, tokens(2, 2, 1), cache, *encode(3), method="decode")
+    with pytest.raises(UserError, match="source: 4 sequences, but the target has 2"):
+        model.apply(params, tokens(2, 2, 1), cache, None, wider, method="decode")

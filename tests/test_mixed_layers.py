@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from conftest import init_model, make, small, tokens
 from flax import linen as nn
+from flax import struct
 
 from transformer import MIXERS, UserError
 from transformer.model.cache import empty_cache
 from transformer.model.linear import Linear
 from transformer.model.mixers import Mixer
 from transformer.model.network import abstract_params
+from transformer.model.positions import SCHEMES, Position
 from transformer.model.positions.absolute import sinusoids
+from transformer.model.stack import distinct_schemes
 
 OTHER_MIXERS = {
     "mla": ({"mixer": "mla"}, {"mixer": "attention"}),
@@ -76,6 +79,42 @@ class RunningMax(nn.Module):
             state = y_BxTxD[:, -1]
         names = ("embed", "ff")
         return Linear(self.config, (16,), names, False, name="out")(y_BxTxD), state
+
+
+def scheme_with_slope(steepness: float):
+    """Returns a new class of a scheme whose bias depends on the size of a head."""
+
+    @struct.dataclass
+    class Slope(Position):
+        by_distance: ClassVar = True
+        slope: jax.Array | float = 0.0
+
+        def bind(self, param, facts):
+            return self.replace(slope=jnp.float32(steepness / facts.d_head))
+
+        def bias(self, q_positions_BxT, k_positions_BxS):
+            distance_BxTxS = q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]
+            return -self.slope * jnp.abs(distance_BxTxS)[:, None].astype(jnp.float32)
+
+    return Slope
+
+
+def test_layers_share_a_scheme_only_if_bind_reads_equal_facts(monkeypatch):
+    monkeypatch.setitem(SCHEMES._classes, "slope", scheme_with_slope(1.0))
+    alike, other_heads = (
+        small("decoder", position="slope", num_kv_heads=0, layer_pattern=pattern)
+        for pattern in ((), OTHER_MIXERS["mla"])
+    )
+    assert [len(distinct_schemes(c, "decoder")[0]) for c in (alike, other_heads)] == [1, 2]
+
+
+def test_scheme_that_is_defined_again_replaces_the_former_one(monkeypatch):
+    outputs = []
+    for steepness in (1.0, 40.0):
+        monkeypatch.setitem(SCHEMES._classes, "slope", scheme_with_slope(steepness))
+        model, params = make(small("decoder", position="slope"))
+        outputs.append(model.apply(params, tokens(0, 2, 9)))
+    assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
 
 
 @dataclasses.dataclass(frozen=True)

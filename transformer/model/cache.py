@@ -101,13 +101,24 @@ def check_cache_padding(config: ModelConfig, cache: Cache, tokens: Tokens) -> No
         return
     new_BxT = np.broadcast_to(new_BxT, (len(cached_BxS), new_BxT.shape[1]))
     segments_BxT = np.concatenate([cached_BxS[:, :index], new_BxT], axis=1)
-    check_interruptions(config, segments_BxT)
-    windows = {layer.window for layer in config.layers("decoder")} - {0}
-    is_ring = any(window < cached_BxS.shape[1] for window in windows)
-    if is_ring and np.any(np.diff((segments_BxT > 0).astype(np.int8), axis=1) < 0):
+    check_interruptions(config, "decoder", segments_BxT)
+    layers, slots = config.layers("decoder"), cached_BxS.shape[1]
+    windows = {layer.window for layer in layers if "window" in layer.token_mixer.fields} - {0}
+    rings = {window for window in windows if window < min(slots, segments_BxT.shape[1])}
+    if rings and np.any(np.diff((segments_BxT > 0).astype(np.int8), axis=1) < 0):
         raise UserError(
-            f"padding_mask: padding after a token, but model.window = {min(windows)} keeps only as "
+            f"padding_mask: padding after a token, but model.window = {min(rings)} keeps only as "
             "many entries in the cache; put padding before the first token"
+        )
+
+
+def check_cache_source(cache: Cache, encoded_BxSxD: jax.Array | None) -> None:
+    """Raises UserError for an encoder's output if the cache already has what it needs of one."""
+    is_shared = lambda x: isinstance(x, Shared)
+    leaves = jax.tree.leaves(cache.layers, is_leaf=is_shared)
+    if encoded_BxSxD is not None and any(map(is_shared, leaves)):
+        raise UserError(
+            "encoded_BxSxD: the cache already has a source; pass None, or begin with an empty cache"
         )
 
 

@@ -313,7 +313,7 @@ class ModelConfig:
         return any(mixer.source == "cross_attention" for mixer in mixers)
 
     def num_sublayers(self, side: str) -> int:
-        """For a layer's config: the number of its sublayers, each with a residual connection."""
+        """For a layer's config: the number of its sublayers, in sequence or parallel."""
         return 1 + self.has_cross_attention(side) + self.feed_forward_kind.exists
 
     def observes(self, what: str) -> bool:

@@ -51,7 +51,8 @@ def locate(
         real_BxT = jnp.ones(tokens_BxT.shape, bool) if padding_mask is None else padding_mask
         segment_ids = real_BxT.astype(bool).astype(jnp.int32)
     if before is None:
-        check_interruptions(config, values(segment_ids))
+        side = "encoder" if name == "source" or config.family == "encoder" else "decoder"
+        check_interruptions(config, side, values(segment_ids))
     if prefix_mask is None:
         return Tokens(positions, segment_ids, order=order)
     prefix_BxT, positions = prefix_mask.astype(bool), jnp.broadcast_to(positions, tokens_BxT.shape)
@@ -66,9 +67,9 @@ def next_position(tokens: Tokens) -> jax.Array:
     return jnp.max(jnp.where(real_BxT, tokens.positions_BxT, -1), axis=1) + 1
 
 
-def check_interruptions(config: ModelConfig, segments_BxT: np.ndarray | None) -> None:
-    """Raises UserError for padding between tokens of one document if a mixer cannot skip it."""
-    mixers = [mixer for mixer in config.token_mixers if not mixer.skips_padding]
+def check_interruptions(config: ModelConfig, side: str, segments_BxT: np.ndarray | None) -> None:
+    """Raises UserError for padding within a document if a mixer of the stack cannot skip it."""
+    mixers = [mixer for mixer in config.mixers_of(side) if not mixer.skips_padding]
     for segments_T in segments_BxT if mixers and segments_BxT is not None else ():
         real = np.flatnonzero(segments_T)
         same_document = np.diff(segments_T[real]) == 0
@@ -84,6 +85,19 @@ def values(x) -> np.ndarray | None:
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
+
+
+def check_sources(sources: int, targets: int, shared: bool) -> None:
+    """Raises UserError unless each target sequence has a source.
+
+    One source serves all targets. In decoding (`shared`), several sequences, the beams of a
+    sentence, share each source.
+    """
+    if sources not in (1, targets) and (not shared or targets % sources):
+        raise UserError(
+            f"source: {sources} sequences, but the target has {targets}; "
+            "pass one source for each target"
+        )
 
 
 def check_same_documents(segment_ids, source_segment_ids) -> None:

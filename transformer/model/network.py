@@ -15,11 +15,22 @@ from flax import linen as nn
 from flax.core import meta
 
 from transformer.errors import UserError
-from transformer.model.cache import Cache, check_cache_padding, check_cache_room, empty_cache
+from transformer.model.cache import (
+    Cache,
+    check_cache_padding,
+    check_cache_room,
+    check_cache_source,
+    empty_cache,
+)
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
-from transformer.model.inputs import check_same_documents, check_token_types, locate
+from transformer.model.inputs import (
+    check_same_documents,
+    check_sources,
+    check_token_types,
+    locate,
+)
 from transformer.model.masks import Tokens
 from transformer.model.stack import Stack
 
@@ -311,8 +322,10 @@ class EncoderDecoder(_Family):
         dropout_rate=None,
         **options,
     ):
+        check_sources(len(encoded_tokens.segments_BxT), len(target_BxT), shared=cache is not None)
         if cache is not None:
             check_cache_room(cache, target_BxT)
+            check_cache_source(cache, encoded_BxSxD)
         before = None if cache is None else cache.tokens
         tokens = locate(self.config, target_BxT, "target", before=before, **options)
         if cache is not None:

@@ -199,9 +199,9 @@ class Stack(nn.Module):
         """
         cfg, configs = self.config, self.config.layers(self.side)
         if not cfg.scan_layers:
-            states = []
+            states, out_gain = [], self._out_gain()
             for i, position in enumerate(self._of_layers(schemes, context.tokens)):
-                layer = self._layer(configs[i], deterministic)(name=f"layers_{i}")
+                layer = self._layer(configs[i], out_gain, deterministic)(name=f"layers_{i}")
                 x_BxTxD, state = layer(x_BxTxD, cache and cache.layers[i], position, context)
                 states.append(state)
             return x_BxTxD, tuple(states) if cache is not None else None
@@ -221,22 +221,30 @@ class Stack(nn.Module):
         x_BxTxD, states = layers(*args, name="layers")(x_BxTxD, old_states, position, context)
         return x_BxTxD, jax.tree.map(join, states)
 
-    def _layer(self, config: ModelConfig, deterministic: bool) -> Callable[..., Layer]:
+    def _layer(self, config: ModelConfig, out_gain: float, deterministic: bool):
         """Returns a layer, rematerialized as `remat` sets, without its `name`."""
         cls = Layer
         if config.remat != "none":
             cls = nn.remat(
                 Layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers
             )
-        out_gain = _out_gain(self.config, self.side)
         return functools.partial(cls, config, self.side, out_gain, deterministic)
+
+    def _out_gain(self) -> float:
+        """Returns 1 / sqrt(number of the stack's sublayers) with `residual_init_scale`, else 1.
+
+        (Radford et al. 2019, sec. 2.3)
+        """
+        if not self.config.residual_init_scale:
+            return 1.0
+        layers = self.config.layers(self.side)
+        return sum(layer.num_sublayers(self.side) for layer in layers) ** -0.5
 
     def _loop(self, length: int, deterministic: bool) -> tuple[type[nn.Module], tuple]:
         """Returns a module class that scans `length` periods of layers, and its arguments."""
-        cfg = self.config
-        layers = [
-            self._layer(c, deterministic) for c in cfg.layers(self.side)[: cfg.period(self.side)]
-        ]
+        cfg, out_gain = self.config, self._out_gain()
+        period = cfg.layers(self.side)[: cfg.period(self.side)]
+        layers = [self._layer(c, out_gain, deterministic) for c in period]
         if len(layers) > 1:
             return _scanned(Period, length, "layers"), (tuple(layers),)
         return _scanned(layers[0].func, length, "layers"), layers[0].args
@@ -280,46 +288,35 @@ class Stack(nn.Module):
         return x_BxTxD
 
 
-@functools.lru_cache(maxsize=64)
-def _out_gain(config: ModelConfig, side: str) -> float:
-    """Returns 1 / sqrt(number of sublayers of the stack) if `residual_init_scale` is set, else 1.
-
-    (Radford et al. 2019, sec. 2.3)
-    """
-    if not config.residual_init_scale:
-        return 1.0
-    return sum(layer.num_sublayers(side) for layer in config.layers(side)) ** -0.5
-
-
-@functools.lru_cache(maxsize=64)
 def distinct_schemes(
     config: ModelConfig, side: str
 ) -> tuple[tuple[tuple[positions.Position, positions.StackFacts], ...], tuple[int, ...]]:
     """Returns the distinct position schemes of a stack, unbound, and the index of each layer's.
 
-    Layers share a scheme and its parameters if binding the scheme to the facts of either layer
-    declares the same parameters and gives the same static fields.
+    Layers share a scheme and its parameters if the facts that `bind` reads are the same.
     """
     distinct, of_layer, layers = {}, {}, config.layers(side)
     for layer in dict.fromkeys(layers):
         scheme, facts = positions.build(layer.layer_position), layer.stack_facts(side)
-        signature = _signature(scheme, facts)
-        distinct.setdefault(signature, (scheme, facts))
-        of_layer[layer] = list(distinct).index(signature)
+        key = scheme, _facts_read(scheme, facts)
+        distinct.setdefault(key, (scheme, facts))
+        of_layer[layer] = list(distinct).index(key)
     return tuple(distinct.values()), tuple(of_layer[layer] for layer in layers)
 
 
-def _signature(scheme: positions.Position, facts: positions.StackFacts) -> tuple:
-    """Returns what `bind` declares and returns, as a value that can be compared."""
-    declared = []
+@functools.lru_cache(maxsize=256)
+def _facts_read(scheme: positions.Position, facts: positions.StackFacts) -> frozenset:
+    """Returns (name, value) of each fact that `bind` reads."""
+    read = {}
 
-    def param(name, init, shape, dtype):
-        declared.append((name, tuple(shape), str(dtype)))
-        return jnp.zeros(shape, dtype)
+    class Recorded:
+        def __getattr__(self, name):
+            read[name] = getattr(facts, name)
+            return read[name]
 
-    bound = jax.eval_shape(lambda: scheme.bind(param, facts))
-    leaves, structure = jax.tree.flatten(bound)
-    return tuple(declared), structure, tuple((x.shape, x.dtype) for x in leaves)
+    param = lambda name, init, *args: init(jax.random.key(0), *args)
+    jax.eval_shape(lambda: scheme.bind(param, Recorded()))
+    return frozenset(read.items())
 
 
 def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:

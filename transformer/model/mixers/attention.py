@@ -54,17 +54,13 @@ class SelfAttention(Mixer):
 
 
 class CrossAttention(Mixer):
-    """Attention to the source, in a sublayer of its own."""
+    """Attention to the source, in a sublayer of its own. The first call creates its state."""
 
     scope = "cross_attention"
     observes = SelfAttention.observes
 
     def build(self, config, side, gain, out_gain):
         return functools.partial(SourceAttention, config, side, gain, out_gain)
-
-    def empty_state(self, config, batch, slots):
-        """Returns None: the first call computes the keys and values of the source."""
-        return None
 
 
 class Attention(nn.Module):
