@@ -30,6 +30,7 @@ from shell import (
     MISTAKE,
     ROOT,
     Parser,
+    bucket,
     check_command,
     check_name,
     check_numbers,
@@ -119,9 +120,11 @@ def main(argv: list[str] | None = None) -> int:
         "--spot", action="store_true", help="use cheaper machines that may be preempted"
     )
     parser.add_argument("--image", required=True)
-    parser.add_argument("--bucket", default="", help="bucket that keeps the runs")
+    parser.add_argument("--bucket", type=bucket, help="bucket that keeps the runs")
     parser.add_argument("--service-account", default="")
-    parser.add_argument("--restarts", type=int, default=20)
+    parser.add_argument(
+        "--restarts", type=int, default=20, help="restarts after a failure (default: 20)"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the manifest without applying it"
     )

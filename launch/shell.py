@@ -64,6 +64,14 @@ def parse(parser: Parser, argv: list[str] | None):
     return args
 
 
+def bucket(text: str) -> str:
+    """Returns the name of a bucket: NAME or gs://NAME."""
+    name = text.removeprefix("gs://").rstrip("/")
+    if not re.fullmatch("[a-z0-9][a-z0-9._-]*", name):
+        mistake(f"--bucket: {text!r} is not the name of a bucket; write NAME or gs://NAME")
+    return name
+
+
 def option(command: list[str], name: str) -> str:
     """Returns the value of an option, --name=VALUE or --name VALUE, or "" if it is missing."""
     value = ""
@@ -82,6 +90,11 @@ def check_command(command: list[str], root: Path, travels: bool = True) -> None:
         mistake("no command to run; put it after --: -- train --config=... --workdir=...")
     if command[0] not in VERBS:
         mistake(f"no verb {command[0]!r} after --; there is: {', '.join(VERBS)}")
+    if "://" in (workdir := option(command, "--workdir")):
+        mistake(
+            f"--workdir: {workdir!r} is not a folder; write the path where the bucket is mounted, "
+            "such as runs/NAME"
+        )
     config = option(command, "--config")
     file = Path(config.partition(":")[0])
     if travels and (file.is_absolute() or ".." in file.parts):

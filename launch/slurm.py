@@ -100,7 +100,9 @@ def main(argv: list[str] | None = None) -> int:
         help="split a sweep over N jobs; 0: one job",
     )
     parser.add_argument("--time", default="24:00:00")
-    parser.add_argument("--restarts", type=int, default=20)
+    parser.add_argument(
+        "--restarts", type=int, default=20, help="requeues after a failure (default: 20)"
+    )
     parser.add_argument("--name", default="transformer")
     parser.add_argument("--log", default="slurm-%j.log")
     parser.add_argument("--folder", default=ROOT, help="folder of the code on the cluster")

@@ -13,10 +13,11 @@ also a verb:
     create   install   start   follow   status   stop   delete
 
 The bucket is mounted as ~/transformer/runs on every worker (gcsfuse), so all workers share one
---workdir, and it outlives the TPU. Ctrl-C stops following the output; the run continues. The exit
-code is that of the run. Exit code 2, a mistake, is not retried. The TPU stays up, unless --delete
-is given and the run succeeds. Each run of a sweep uses the whole TPU, one run after another. To
-split a sweep instead, start several TPUs with --shard=1/4, --shard=2/4, ...
+--workdir, and it outlives the TPU. Ctrl-C stops following the output; the run continues. `stop`
+saves a checkpoint and ends the run, also while `up` runs. The exit code is that of the run. Exit
+code 2, a mistake, is not retried. The TPU stays up, unless --delete is given and the run succeeds.
+Each run of a sweep uses the whole TPU, one run after another. To split a sweep instead, start
+several TPUs with --shard=1/4, --shard=2/4, ...
 """
 
 import re
@@ -30,6 +31,7 @@ from shell import (
     MISTAKE,
     ROOT,
     Parser,
+    bucket,
     check_command,
     check_name,
     check_numbers,
@@ -63,6 +65,12 @@ STAYS = re.compile(r"(?i)quota\b.*\bexceeded")
 GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 
 ARCHIVE = "transformer.tar.gz"
+
+PYTHON = "3.12"
+"""The version that `install` gets. The system's own is older than this project requires."""
+
+STOPPED = 130
+"""The exit code of `follow` and `up` after `stop`, as after Ctrl-C."""
 
 
 def product(text: str) -> tuple[str, str]:
@@ -106,17 +114,21 @@ class Tpu:
         return MISTAKE if code and (STAYS.search(errors) or not PASSES.search(errors)) else code
 
     def install(self) -> int:
-        """Copies the committed code to all workers, installs it, and mounts the bucket."""
-        steps = (
-            f"mkdir -p transformer/runs && tar xzf {ARCHIVE} -C transformer && "
-            "cd transformer && python3 -m venv .venv && "
-        )
-        steps += (
-            ".venv/bin/pip install --quiet --constraint constraints.txt --editable '.[tpu,gcs]'"
-        )
+        """Copies the committed code to all workers, installs it, and mounts the bucket.
+
+        Returns MISTAKE if a step fails on a worker, because it would fail again.
+        """
+        uv = "python3 -m uv"
+        steps = [
+            f"mkdir -p transformer/runs && tar xzf {ARCHIVE} -C transformer && cd transformer",
+            "python3 -m pip install --quiet --user uv",
+            f"([ -x .venv/bin/python ] || {uv} venv --quiet --python {PYTHON} .venv)",
+            f"{uv} pip install --quiet --python .venv/bin/python --constraint constraints.txt "
+            "--editable '.[tpu,gcs]'",
+        ]
         if self.args.bucket:
-            steps += (
-                " && (mountpoint -q runs || gcsfuse --implicit-dirs --rename-dir-limit=100000 "
+            steps.append(
+                "(mountpoint -q runs || gcsfuse --implicit-dirs --rename-dir-limit=100000 "
                 f"{self.args.bucket} runs)"
             )
         with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +157,7 @@ class Tpu:
                     ],
                     self.dry,
                 )
-                or self.on("all", steps)
+                or self.on("all", f"{{ {' && '.join(steps)}; }} || exit {MISTAKE}")
             )
 
     def start(self) -> int:
@@ -154,15 +166,18 @@ class Tpu:
         script = f"{command} > run.log 2>&1; echo $? > run.code"
         return self.on(
             "all",
-            "cd transformer && rm -f run.code && "
+            "cd transformer && rm -f run.code run.stopped && "
             f"(setsid nohup sh -c {shlex.quote(script)} > /dev/null 2>&1 &)",
         )
 
     def follow(self) -> int:
-        """Prints the first worker's output until its run ends, and returns the run's exit code."""
+        """Prints the first worker's output until its run ends.
+
+        Returns the run's exit code, or STOPPED if `stop` ended it.
+        """
         watch = (
             "tail -n +1 -F run.log 2> /dev/null & while [ ! -s run.code ]; do sleep 5; done; "
-            "sleep 2; kill $!; exit $(cat run.code)"
+            f"sleep 2; kill $!; [ -e run.stopped ] && exit {STOPPED}; exit $(cat run.code)"
         )
         return self.on("0", f"cd transformer || exit; {watch}")
 
@@ -172,7 +187,10 @@ class Tpu:
         The pattern only matches at the beginning of a command. The shell that waits to write
         run.code contains the same words further on, and must not be stopped.
         """
-        return self.on("all", "pkill -TERM -f '^[^ ]*python -m transformer' || true")
+        return self.on(
+            "all",
+            "touch transformer/run.stopped; pkill -TERM -f '^[^ ]*python -m transformer' || true",
+        )
 
     def status(self) -> int:
         """Prints the state of the TPU."""
@@ -183,15 +201,25 @@ class Tpu:
         return self.gcloud("delete", "--quiet")
 
     def state(self) -> str:
-        """Returns READY, PREEMPTED, ..., or "" if the TPU does not exist."""
+        """Returns READY, PREEMPTED, ..., or "" if the TPU does not exist.
+
+        Exits with code 2 if it is of another --type.
+        """
         if self.dry:
             return ""
-        installed("gcloud")
-        describe = [*GCLOUD, "describe", *self.where, "--format=value(state)"]
-        return subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+        describe = [*GCLOUD, "describe", *self.where, "--format=value(state,acceleratorType)"]
+        output = subprocess.run(describe, capture_output=True, text=True, check=False).stdout
+        state, kind = (*output.split(), "", "")[:2]
+        wanted, _ = product(self.args.type)
+        if kind and kind.rpartition("/")[2] != wanted:
+            mistake(
+                f"--type: {self.args.name} exists and is a {kind.rpartition('/')[2]}, not a "
+                f"{wanted}; delete it, or choose another name"
+            )
+        return state
 
     def up(self) -> int:
-        """Creates, installs, starts and follows. Retries after any exit code but 0 and MISTAKE."""
+        """Creates, installs, starts and follows. Retries after failures that may pass."""
         for attempt in range(self.args.restarts + 1):
             if attempt:
                 print(f"launch: restarting ({attempt} of {self.args.restarts})", file=sys.stderr)
@@ -202,7 +230,7 @@ class Tpu:
             code = 0 if state == "READY" else self.create()
             is_up = code == 0
             code = code or self.install() or self.start() or self.follow()
-            if code in (0, MISTAKE):
+            if code in (0, MISTAKE, STOPPED):
                 break
         if code == 0 and self.args.delete:
             return self.delete()
@@ -215,6 +243,14 @@ class Tpu:
         return code
 
 
+def _uncommitted() -> str:
+    """Returns the names of files with changes that are not committed, at most five."""
+    command = ["git", "-C", str(ROOT), "status", "--porcelain"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    names = [line[3:] for line in lines]
+    return ", ".join(names[:5] + [f"and {len(names) - 5} more"] * (len(names) > 5))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     verbs = ("up", "create", "install", "start", "follow", "status", "stop", "delete")
@@ -223,11 +259,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--zone", required=True)
     parser.add_argument("--project", default="")
     parser.add_argument("--type", default="", help="v4-64, v5e-16, v5p-128, v5p:4x4x4, v6e-64, ...")
-    parser.add_argument("--bucket", default="", help="bucket that keeps the runs")
+    parser.add_argument("--bucket", type=bucket, help="bucket that keeps the runs")
     parser.add_argument(
         "--spot", action="store_true", help="use a cheaper TPU that may be preempted"
     )
-    parser.add_argument("--restarts", type=int, default=20)
+    parser.add_argument(
+        "--restarts", type=int, default=20, help="attempts after the first one (default: 20)"
+    )
     parser.add_argument("--wait", type=float, default=60, help="seconds before a restart")
     parser.add_argument("--delete", action="store_true", help="delete the TPU when `up` succeeds")
     parser.add_argument(
@@ -249,6 +287,10 @@ def main(argv: list[str] | None = None) -> int:
         )
     if args.bucket:
         check_workdir(args.command, args.bucket)
+    if not args.dry_run:
+        installed("gcloud")
+    if args.verb in ("up", "install") and (changed := _uncommitted()):
+        print(f"launch: uncommitted changes are not copied: {changed}", file=sys.stderr)
     return getattr(Tpu(args), args.verb)()
 
 

@@ -81,18 +81,6 @@ def test_tpu_vm_prints_its_commands_in_order():
         assert "my-tpu" in launch("tpu_vm.py", verb, *options, "--dry-run")
 
 
-@pytest.fixture
-def fake_tool(tmp_path):
-    """Writes fake programs: tools("gcloud", script) returns the folder to add to PATH."""
-
-    def write(name: str, script: str) -> Path:
-        (tmp_path / name).write_text("#!/bin/bash\n" + script)
-        (tmp_path / name).chmod(0o755)
-        return tmp_path
-
-    return write
-
-
 def test_tpu_vm_restarts_after_preemption_and_not_after_an_error(fake_tool, tmp_path):
     """The run exits with 143 twice, and the TPU is preempted once. The third attempt succeeds."""
     script = f"""
@@ -101,7 +89,7 @@ case "$*" in
   *describe*) [ $(grep -c ' create ' $log) -eq 0 ] && exit 1
     [ $(grep -c 'run.code.*exit' $log) -eq 1 ] && [ $(grep -c ' create ' $log) -eq 1 ] &&
       echo PREEMPTED || echo READY;;
-  *"exit "*) n=$(grep -c 'run.code.*exit' $log); [ $n -ge 3 ] && exit 0; exit 143;;
+  *run.code*exit*) n=$(grep -c 'run.code.*exit' $log); [ $n -ge 3 ] && exit 0; exit 143;;
 esac
 """
     path = fake_tool("gcloud", script)
@@ -113,7 +101,7 @@ esac
     )  # the preempted TPU is replaced
     assert log.count("setsid") == 3
     path = fake_tool(
-        "gcloud", f'echo "$@" >> {tmp_path}/log2\ncase "$*" in *"exit "*) exit 2;; esac\n'
+        "gcloud", f'echo "$@" >> {tmp_path}/log2\ncase "$*" in *run.code*exit*) exit 2;; esac\n'
     )
     launch("tpu_vm.py", *options, *TRAIN, path=path, code=2)
     assert (tmp_path / "log2").read_text().count("setsid") == 1
@@ -187,7 +175,7 @@ def test_tpu_vm_retries_only_if_capacity_is_missing(fake_tool, tmp_path, said, t
     [(0, [], True), (2, [], True), (2, ["--delete"], True), (0, ["--delete"], False)],
 )
 def test_tpu_that_stays_up_is_reported_last(fake_tool, code, delete, stays):
-    path = fake_tool("gcloud", f'case "$*" in *"exit "*) exit {code};; esac')
+    path = fake_tool("gcloud", f'case "$*" in *run.code*exit*) exit {code};; esac')
     result = subprocess.run(
         [sys.executable, "launch/tpu_vm.py", *UP, "--project=p", *delete, *TRAIN],
         cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
@@ -215,6 +203,55 @@ def test_up_reuses_an_existing_tpu(fake_tool, tmp_path):
         and " delete " not in log
         and "setsid" in log
     )
+
+
+def test_up_refuses_an_existing_tpu_of_another_type(fake_tool, tmp_path):
+    script = f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) echo "READY $KIND";; esac'
+    path = fake_tool("gcloud", "KIND=v5p-128\n" + script)
+    launch("tpu_vm.py", *UP, *TRAIN, path=path)
+    (tmp_path / "log").unlink()
+    fake_tool("gcloud", "KIND=projects/p/v5p-64\n" + script)
+    errors = launch("tpu_vm.py", *UP, *TRAIN, path=path, code=2)
+    assert "launch: --type: my-tpu exists and is a v5p-64, not a v5p-128; delete it" in errors
+    assert (tmp_path / "log").read_text().count("\n") == 1
+
+
+def test_failed_installation_is_not_repeated(tmp_path):
+    """The steps run in a shell in which one program is missing."""
+    command = worker_command(launch("tpu_vm.py", "install", "my-tpu", "--zone=z", "--dry-run"))
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
+    assert result.returncode == 2 and b"tar" in result.stderr
+
+
+def test_up_does_not_restart_a_run_after_stop(fake_tool, tmp_path):
+    """The workers are a folder here. `stop` is called while `up` waits for the run."""
+    (tmp_path / "transformer").mkdir()
+    shell = f"""
+for word; do case "$word" in --command=*) command=${{word#--command=}};; esac; done
+cd {tmp_path}; echo x >> {tmp_path}/log
+case "$command" in
+  *tar*|*nohup*) ;;
+  *"tail -n"*) {{ sleep 0.5; touch transformer/run.stopped; echo 143 > transformer/run.code; }} &
+    bash -c "$command";;
+esac
+"""
+    path = fake_tool("gcloud", shell)
+    launch("tpu_vm.py", *UP, "--restarts=2", *TRAIN, path=path, code=130)
+    stop = worker_command(launch("tpu_vm.py", "stop", "my-tpu", "--zone=z", "--dry-run"))
+    start = worker_command(launch("tpu_vm.py", "start", "t", "--zone=z", "--dry-run", *TRAIN))
+    assert "touch transformer/run.stopped" in stop and "rm -f run.code run.stopped" in start
+
+
+def test_uncommitted_changes_are_reported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    import tpu_vm
+
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(tpu_vm, "ROOT", tmp_path)
+    assert tpu_vm._uncommitted() == ""
+    for i in range(7):
+        (tmp_path / f"{i}.py").touch()
+    assert tpu_vm._uncommitted() == "0.py, 1.py, 2.py, 3.py, 4.py, and 2 more"
 
 
 MACHINES = [  # name in `plan`, gcloud's accelerator type, GKE's node selector
@@ -268,108 +305,6 @@ def test_launchers_accept_every_verb(capsys):
     assert main(["?"]) == 2
     for verb in capsys.readouterr().err.partition("there is: ")[2].strip().split(", "):
         launch("local.py", "--dry-run", "--", verb)
-
-
-def test_slurm_script_requeues_itself(fake_tool, tmp_path):
-    printed = launch(
-        "slurm.py",
-        "--nodes=4",
-        "--gpus-per-node=8",
-        "--sbatch=--partition=gpu",
-        "--dry-run",
-        *TRAIN,
-    )
-    for line in (
-        "--nodes=4",
-        "--ntasks-per-node=8",
-        "--gpus-per-node=8",
-        "--signal=TERM@120",
-        "--partition=gpu",
-    ):
-        assert f"#SBATCH {line}\n" in printed
-    assert "JAX_PLATFORMS" not in printed
-    assert (
-        "JAX_PLATFORMS=cpu" in (cpu := launch("slurm.py", "--dry-run", *TRAIN))
-        and "ntasks-per-node=1" in cpu
-    )
-    # Run the script with several exit codes of srun.
-    script = tmp_path / "job.sh"
-    fake_tool("sbatch", f"cat > {script}")
-    path = fake_tool("scontrol", f'echo "$@" > {tmp_path}/queued')
-    environment = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    # The output can be pasted into a shell.
-    subprocess.run(["bash", "-c", printed], stdin=subprocess.DEVNULL, env=environment, check=True)
-    assert script.read_text().startswith("#!/bin/bash\n#SBATCH ") and script.read_text().endswith(
-        "exit $code\n"
-    )
-    for code, restarts, queued in (
-        (143, 0, True),
-        (134, 3, True),
-        (0, 0, False),
-        (2, 0, False),
-        (143, 20, False),
-    ):
-        fake_tool("srun", f'printf "%s|" "$@" > {tmp_path}/ran\nexit {code}')
-        result = subprocess.run(
-            ["bash", str(script)],
-            env=environment | {"SLURM_RESTART_COUNT": str(restarts)},
-            check=False,
-        )
-        assert result.returncode == code
-        assert (tmp_path / "queued").exists() == queued
-        (tmp_path / "queued").unlink(missing_ok=True)
-    assert (
-        "|-m|transformer|train|--config=experiments/smoke.py|--workdir=runs/a b|"
-        in (tmp_path / "ran").read_text()
-    )
-
-
-def test_slurm_array_shards_a_sweep(fake_tool, tmp_path):
-    sweep = ["--", "sweep", "--config=experiments/norm_placement.py", "--workdir=runs/a b"]
-    printed = launch("slurm.py", "--array=3", "--gpus-per-node=8", "--dry-run", *sweep)
-    assert "#SBATCH --array=0-2\n" in printed and "#SBATCH --ntasks-per-node=1\n" in printed
-    path = fake_tool("srun", f'printf "%s|" "$@" >> {tmp_path}/ran; echo >> {tmp_path}/ran')
-    fake_tool(
-        "sbatch",
-        f"cat > {tmp_path}/job; "
-        f"for i in 0 1 2; do SLURM_ARRAY_TASK_ID=$i bash {tmp_path}/job; done",
-    )
-    subprocess.run(
-        ["bash", "-c", printed],
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
-        check=True,
-    )
-    ran = (tmp_path / "ran").read_text().splitlines()
-    assert [line.split("|")[-3:-1] for line in ran] == [
-        ["--workdir=runs/a b", f"--shard={i}/3"] for i in (1, 2, 3)
-    ]
-    assert "--array" not in launch("slurm.py", "--dry-run", *sweep)
-    # Without --array, each run uses all nodes.
-    whole = launch("slurm.py", "--nodes=2", "--gpus-per-node=8", "--dry-run", *sweep)
-    assert "#SBATCH --nodes=2\n" in whole and "#SBATCH --ntasks-per-node=8\n" in whole
-
-
-@pytest.mark.parametrize("time", ["90", "90:30", "24:00:00", "2-12", "2-12:30", "2-12:30:00"])
-def test_slurm_accepts_its_time_formats(time):
-    assert f"#SBATCH --time={time}\n" in launch("slurm.py", f"--time={time}", "--dry-run", *TRAIN)
-
-
-def test_slurm_warns_of_a_missing_environment(fake_tool, tmp_path):
-    path = fake_tool("sbatch", f"cat > {tmp_path}/job")
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "smoke.py").touch()
-    for exists in (False, True):
-        result = subprocess.run(
-            [sys.executable, "launch/slurm.py", f"--folder={tmp_path}", *TRAIN],
-            cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert (
-            f"no {tmp_path}/.venv on this machine" in result.stderr
-        ) != exists and result.stderr.count("\n") == (not exists)
-        assert (tmp_path / "job").read_text().startswith("#!/bin/bash")
-        (tmp_path / ".venv").mkdir(exist_ok=True)
 
 
 def pod_of(printed: str) -> dict:
