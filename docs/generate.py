@@ -49,7 +49,7 @@ def comments(cls: type) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         if match := re.match(r"    (\w+): ", line):
             starts[match[1]] = number
-    found = {}
+    by_field = {}
     for field in dataclasses.fields(cls):
         if field.name not in starts:  # inherited
             continue
@@ -67,8 +67,8 @@ def comments(cls: type) -> dict[str, str]:
         while after + 1 in own_line and lines[after].startswith("     "):
             after += 1
         text = [notes[n] for n in range(above, after + 1) if n in notes]
-        found[field.name] = " ".join(text)
-    return found
+        by_field[field.name] = " ".join(text)
+    return by_field
 
 
 def default_of(field: dataclasses.Field) -> str:

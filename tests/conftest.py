@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from pathlib import Path
 
 from xla_flags import known_flags
 
@@ -171,3 +172,15 @@ def run_config():
             "checkpoint_every": 5, "keep_checkpoints": 4, "tensorboard": False, "ema_decay": 0.9,
         },
     })  # fmt: skip
+
+
+@pytest.fixture
+def fake_tool(tmp_path):
+    """Writes fake programs: tools("gcloud", script) returns the folder to add to PATH."""
+
+    def write(name: str, script: str) -> Path:
+        (tmp_path / name).write_text("#!/bin/bash\n" + script)
+        (tmp_path / name).chmod(0o755)
+        return tmp_path
+
+    return write

@@ -159,7 +159,10 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
             "platform: the config sets 'tpu', but JAX runs on 'cpu'",
         ),
         ([*TRAIN, "--config.platform=accelerator"], "JAX runs on 'cpu'"),
-        ([*TRAIN, "--config.data.train=no.tsv"], "data: no file no.tsv"),
+        (
+            [*TRAIN, "--config.data.train=no.tsv"],
+            "data.train: no file 'no.tsv'; the path is relative to ",
+        ),
         (
             ["train", "--config=config.py", "--workdir=run", "--config.seed=4"],
             "holds a different experiment: seed was 0, is 4",
@@ -173,6 +176,11 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         ([*TRAIN, "--config.train.wandb=p"], "train.wandb needs the extra [wandb]"),
         (["generate", "--workdir=run", "--output=run"], "--output: run is a folder; name a file"),
         (["evaluate", "--workdir=nothing"], "no run in nothing"),
+        (["evaluate", "--workdir=config.py"], "--workdir: config.py is a file; choose a folder"),
+        (
+            ["train", "--config=config.py", "--workdir=http://x"],
+            "argument --workdir: 'http://x' is not a local folder",
+        ),
         (["generate", "--workdir=run", "--input=no.txt"], "--input: no file 'no.txt'"),
         (
             ["generate", "--workdir=run", "--config.model.d_model=8"],

@@ -355,6 +355,7 @@ def test_layer_pattern_round_trips_through_json_and_overrides(tmp_path):
         "[{'window': True}]": "window = True",
         "[{'position': {'name': ['a']}}]": "name: ",
         "abc": "model.layer_pattern: expected a mapping",
+        "[{'mixer': {1, 2}}]": "model.layer_pattern.mixer: a set, {1, 2}; write a list",
     }.items():
         with pytest.raises(UserError, match=re.escape(message)):
             apply_overrides(config, {"model.layer_pattern": invalid})

@@ -343,6 +343,12 @@ def test_generation_config_overrides_special_tokens(saved_model, tmp_path, famil
         if name in generation:
             assert our_value == (tuple(value) if isinstance(value, list) else value)
         assert (our_value != getattr(before, ours)) == (name in generation)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for value in ("x", True, 1.0, [1, "x"]):  # also if generation_config.json replaces it
+        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": value}))
+        with pytest.raises(UserError, match=r"/config\.json: eos_token_id = .* must be a token ID"):
+            load_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": [3]}))
     with pytest.raises(UserError, match=r"generation_config\.json: pad_token_id = \[3\] must be"):
         load_hf(tmp_path)

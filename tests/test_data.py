@@ -240,7 +240,7 @@ def test_batches_are_a_function_of_seed_and_step(pairs):
     assert n < 100
     first, second = ([batches[e * n + i]["inputs"].tobytes() for i in range(n)] for e in (0, 1))
     assert first != second
-    other = Batches(batches._rows, length=32, batch_size=4, seed=1)
+    other = Batches(batches._sequences, length=32, batch_size=4, seed=1)
     assert not np.array_equal(other[0]["inputs"], batches[0]["inputs"])
 
 
@@ -253,7 +253,7 @@ def test_too_long_pairs_are_dropped_or_cut_and_counted(pairs):
         )
         assert 0 < (lengths > 40).sum() < len(lengths)
         assert list(batches.report.values()) == [(lengths > 40).sum()]
-        assert len(batches._rows.lengths) == (
+        assert len(batches._sequences.lengths) == (
             len(lengths) if policy == "cut" else (lengths <= 40).sum()
         )
         # A cut text keeps its end.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import make, masks, schemes, small, start_decoding, tokens
 
+from transformer import UserError
 from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance
 from transformer.decoding.sampling import sample, truncate
@@ -231,6 +232,19 @@ def test_sampling_follows_the_distribution_with_one_key_per_sequence():
     np.testing.assert_array_equal(
         np.asarray(draw(prompt[:10], keys[:10], jnp.ones(10, jnp.int32)))[:, 0], out[:10]
     )
+
+
+def test_low_temperature_selects_the_most_likely_token():
+    """Quotients of logits and a small temperature would be infinite for several tokens."""
+    model, params = make(small("decoder", logit_scale=1e4))
+    x, limits, keys = tokens(0, 3, 4), jnp.full(3, 5), jax.random.split(jax.random.key(0), 3)
+    cold, greedy = (
+        sample(model, params, x, limits, keys, max_new=5, temperature=temperature, **ENDING)
+        for temperature in (1e-6, 0.0)
+    )
+    np.testing.assert_array_equal(cold, greedy)
+    with pytest.raises(UserError, match=r"temperature: 1e-38 is too small; at least 1e-6"):
+        sample(model, params, x, limits, keys, max_new=5, temperature=1e-38, **ENDING)
 
 
 def test_top_k_and_top_p_truncate_the_distribution():

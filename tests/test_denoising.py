@@ -144,7 +144,7 @@ def test_corrupted_spans_reconstruct_the_text(text, case):
     assert top == 379  # the first sentinel has the highest id of the vocabulary
     ids, noise, total = data.store.texts("train", 0).ids.tolist(), 0, 0
     size = data.objective.piece(data.config)
-    rows = data.objective.rows(data.store, "train", data.config)
+    rows = data.objective.sequences(data.store, "train", data.config)
     for row in range(30):
         (segment,) = rows.segments(row, lambda row=row: np.random.default_rng(row))
         if case == "spans":
@@ -207,7 +207,7 @@ def test_sentinels_come_from_the_tokenizer_if_it_has_enough(text, tmp_path):
 
 def test_ul2_mixes_seven_denoisers_with_mode_tokens(text):
     data = data_of(text, "ul2")
-    tokenizer, rows = data.tokenizer, data.objective.rows(data.store, "train", data.config)
+    tokenizer, rows = data.tokenizer, data.objective.sequences(data.store, "train", data.config)
     first_mode, counts = tokenizer.vocab_size, {0: 0, 1: 0, 2: 0}
     piece_size = data.objective.piece(data.config)
     ids = data.store.texts("train", 0).ids.tolist()

@@ -184,6 +184,10 @@ def test_field_without_effect_raises(field):
         (lambda: DataConfig(packing="x"), "data.packing: expected bool, got 'x'"),
         (lambda: DataConfig(length=True), "data.length: expected int, got True"),
         (lambda: DataConfig(buckets=(8, "x")), "data.buckets: expected int, got 'x'"),
+        (
+            lambda: small("decoder", position={"name": {1}}),
+            "model.position.name: a set, {1}",
+        ),
         (lambda: TokenizerConfig(kind=3), "data.tokenizer.kind: expected text, got 3"),
         (lambda: TrainConfig(evaluators="order"), "train.evaluators: expected a list"),
         (lambda: OptimizerConfig(b3=0.1), "OptimizerConfig.b3: no such field; did you mean 'b"),
@@ -208,6 +212,26 @@ def test_field_without_effect_raises(field):
             "decoding.temperature: 1e+30 is too large; at most 100",
         ),
         (
+            lambda: DecodingConfig(temperature=1e-38),
+            "decoding.temperature: 1e-38 is too small; at least 1e-6, or 0 for greedy",
+        ),
+        (
+            lambda: DecodingConfig(beam_size=2, length_penalty=1e30),
+            "decoding.length_penalty: 1e+30 is too large; at most 100",
+        ),
+        (
+            lambda: OptimizerConfig(clip_norm=1e30),
+            "optimizer.clip_norm: 1e+30 is too large; at most 1,000,000,000",
+        ),
+        (
+            lambda: OptimizerConfig(b2=0.99999999999),
+            "optimizer.b2: 0.99999999999 must lie in [0, 1), also in float32",
+        ),
+        (
+            lambda: OptimizerConfig(name={"name": "adafactor", "decay_rate": -1.0}),
+            "optimizer.name.decay_rate: -1.0 must be more than 0",
+        ),
+        (
             lambda: DataConfig(packing=False, length=32, buckets=(-1, 32)),
             "data.buckets: (-1, 32); a sequence has at least 1",
         ),
@@ -230,6 +254,13 @@ def test_field_without_effect_raises(field):
         (
             lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}),
             "reads sequences of data.length * times = 256 tokens, but the table",
+        ),
+        (
+            lambda: experiment(
+                {"layer_pattern": ({"position": "learned"}, {})},
+                train={"evaluators": ["extrapolation"]},
+            ),
+            "but the table of model.position = 'learned' ends",
         ),
         (
             lambda: experiment(

@@ -213,9 +213,10 @@ def test_training_inside_a_converted_run_raises(gpt2, tmp_path):
         train(config, run)
 
 
-def test_round_trip_keeps_weights_tokenizer_and_special_tokens(t5, tmp_path):
+def test_round_trip_keeps_weights_tokenizer_and_special_tokens(t5, tmp_path, capsys):
     convert(f"--from={t5}", f"--workdir={tmp_path / 'run'}")
     convert(f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'back'}")
+    assert "load it with transformers.T5ForConditionalGeneration.from_" in capsys.readouterr().err
     original, exported = (
         transformers.T5ForConditionalGeneration.from_pretrained(folder).state_dict()
         for folder in (t5, tmp_path / "back")

@@ -96,12 +96,13 @@ def test_heads_are_dropped_and_added_by_name(trained):
     data = {"objective": "classification", "packing": False}
     with pytest.raises(
         UserError,
-        match=r"has no classifier/labels/bias, classifier/labels/kernel; name in train\.init_new",
+        match=r"has no classifier/labels/bias, classifier/labels/kernel; list these in",
     ):
         fresh_and_initialized(experiment(model, {"init_from": str(workdir)}, data))
     train = {"init_from": str(workdir), "init_new": ("classifier/*",)}
     with pytest.raises(
-        UserError, match=r"this model has no parameter unembedding/bias; name in train\.init_drop"
+        UserError,
+        match=r"this model has no parameter unembedding/bias; list these in train\.init_drop",
     ):
         fresh_and_initialized(experiment(model, train, data))
     fresh, initialized = fresh_and_initialized(

@@ -1,12 +1,14 @@
 """Inputs that do not fit a model raise errors of one line."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make, small, tokens
 
-from transformer import UserError, build_model
+from transformer import UserError, beam_search, build_model, sample
 from transformer.decoding.prefill import prefill
 
 ONES = np.ones((2, 5), np.int32)
@@ -20,6 +22,8 @@ FAULTS = {
     "float": (
         (ONES * 1.0,), {}, r"tokens: expected integers of shape \[B, T\], got float64",
     ),
+    "no tokens": ((ONES[:, :0],), {}, r"tokens: an array of shape \[2, 0\] has no tokens"),
+    "no sequences": ((ONES[:0],), {}, r"tokens: an array of shape \[0, 5\] has no tokens"),
     "list": (([[1, 2]],), {}, "tokens: expected an integer array, got a list"),
     "long": (
         (np.ones((1, 25), int),), {},
@@ -109,8 +113,27 @@ def test_invalid_prompts_and_caches_raise():
         UserError, match="prompt_mask: padding after a real token; pad prompts on the left"
     ):
         prefill(model, params, x, 8, None, x[:, ::-1] != x[:, :1])
-    with pytest.raises(UserError, match=r"cache: 3 slots cannot hold 0 \+ 4 tokens"):
+    with pytest.raises(UserError, match=r"slots: 3 are fewer than the 4 tokens of the prompt"):
         prefill(model, params, x, 3)
+
+
+def test_models_that_cannot_generate_raise():
+    x, limits, keys = tokens(0, 2, 4), jnp.full(2, 3), jax.random.split(jax.random.key(0), 2)
+    for family, source, message in (
+        ("encoder", None, "model.family: 'encoder' does not generate text; use another family"),
+        ("decoder", x, "source: passed; leave it out, because model.family = 'decoder'"),
+        ("encoder_decoder", None, "source: missing; pass one, because model.family = 'encoder_d"),
+    ):
+        model, params = make(small(family))
+        options = {"max_new": 3, "eos_id": 1, "source_BxS": source}
+        for generate, *arguments in (
+            (sample, limits, keys),
+            (functools.partial(beam_search, beam_size=2, alpha=0.6), limits),
+        ):
+            with pytest.raises(UserError, match=message):
+                generate(model, params, x, *arguments, **options)
+        with pytest.raises(UserError, match=message):
+            prefill(model, params, x, 8, source)
 
 
 @pytest.mark.parametrize("position", ["learned", "xpos"])

@@ -133,7 +133,7 @@ def test_model_flops_are_close_to_the_count_of_xla(mixer, monkeypatch):
     )  # fmt: skip
     mesh, params = make_mesh(MeshConfig(data=1)), Programs(config, jax.devices()[:1]).state.params
     batch = batch_shapes(config, mesh)
-    monkeypatch.setattr("transformer.planning.model_flops.allowed_pairs", lambda *_: 1.0)
+    monkeypatch.setattr("transformer.planning.model_flops.allowed_share", lambda _: 1.0)
     counted = model_flops(config, batch, params) / 3
 
     def unrolled(*args, **options):

@@ -76,7 +76,7 @@ def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
     jax.tree.map(np.testing.assert_array_equal, valid[0], data.batches("valid")[0])
     draws = []
     draw = lambda epoch: draws.append(epoch) or np.random.default_rng(epoch)
-    rows = data.objective.rows(data.store, "train", data.config)
+    rows = data.objective.sequences(data.store, "train", data.config)
     segments = lambda epoch: rows.segments(5, lambda: draw(epoch))
     same = len(segments(0)) == len(segments(1)) and all(
         np.array_equal(getattr(a, field.name), getattr(b, field.name))
@@ -88,7 +88,7 @@ def test_draws_depend_only_on_seed_epoch_and_sequence(text, case):
 
 def test_prefix_length_is_random_and_prefix_has_no_target_tokens(text):
     data = data_of(text, "prefix")
-    rows, cuts = data.objective.rows(data.store, "train", data.config), set()
+    rows, cuts = data.objective.sequences(data.store, "train", data.config), set()
     for seed in range(30):
         (segment,) = rows.segments(
             int(np.argmax(rows.lengths)), lambda seed=seed: np.random.default_rng(seed)

@@ -359,7 +359,7 @@ def test_models_that_cannot_become_runs_raise():
     from transformer.runs.exchange import _experiment
 
     headless = dataclasses.replace(small("encoder"), lm_head=False, pooler=True, pooling="cls")
-    with user_error("an encoder without a head for words or labels cannot be a run"):
+    with user_error("this encoder has no head; a run needs a language-model head"):
         _experiment(headless, TokenizerConfig())
     with user_error("model.prefix_lm: True, but data.objective 'causal_lm' defines no prefix"):
         _experiment(small("decoder", prefix_lm=True), TokenizerConfig())

@@ -244,7 +244,10 @@ def test_every_tokenizer_field_has_an_effect():
         config = TokenizerConfig(**tree)
         if config.path:
             return repr(
-                (SentencePiece(trained[config.path], config).signs, len(trained[config.path]))
+                (
+                    SentencePiece(trained[config.path], config).special_tokens,
+                    len(trained[config.path]),
+                )
             )
         return hashlib.sha256(
             train_tokenizer(config, 300 if config.byte_fallback else 60, words).content

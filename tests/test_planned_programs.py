@@ -15,7 +15,7 @@ from transformer.planning.chips import topology
 from transformer.planning.collectives import Collective, collectives
 from transformer.planning.hlo import HloProgram
 from transformer.planning.kernels import kernel
-from transformer.planning.model_flops import allowed_pairs
+from transformer.planning.model_flops import allowed_share
 from transformer.planning.programs import Programs
 from transformer.planning.roofline import roofline, sent
 from transformer.planning.work import flops, hbm_bytes
@@ -71,17 +71,14 @@ def test_accumulation_reduces_saved_activations():
         (17, 16, 7 / 16),
     ],
 )
-def test_allowed_pairs_of_a_causal_mask(window, block, expected):
-    assert allowed_pairs(
-        small("decoder", window=window), "/decoder/layers/", 64, block
-    ) == pytest.approx(expected)
+def test_allowed_share_of_a_causal_mask(window, block, expected):
+    assert allowed_share(f"/decoder/pairs.64.64.1.{window}/", block) == pytest.approx(expected)
 
 
-def test_allowed_pairs_of_a_bidirectional_window():
+def test_allowed_share_of_other_masks():
     mask = np.abs(np.arange(40)[:, None] - np.arange(40)) < 7
-    assert allowed_pairs(small("encoder", window=7), "/encoder/layers/", 40) == pytest.approx(
-        mask.mean()
-    )
+    assert allowed_share("/encoder/pairs.40.40.0.7") == pytest.approx(mask.mean())
+    assert allowed_share("/cross_attention/pairs.40.24.0.0") == allowed_share("/query") == 1.0
 
 
 TEXT = """HloModule made_up
@@ -244,12 +241,16 @@ def kernel_work(name, out, operands, scope, **model):
 
 def test_attention_kernel_flops_count_only_unmasked_blocks():
     shapes = "2,4,1024,64", ("2,4,1024,64", "2,2,1024,64", "2,2,1024,64")
-    count = lambda kind, scope="self_attention": (
-        kernel_work(f"splash_mha_{kind}_segmented.1", *shapes, scope).flops
+    count = lambda kind, causal=1: (
+        kernel_work(
+            f"splash_mha_{kind}_segmented.1",
+            *shapes,
+            f"attention/pairs.1024.1024.{causal}.0/shard_map",
+        ).flops
     )
     whole = 2 * 2 * 4 * 1024 * 1024 * 64
     assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
-    assert count("fwd", "cross_attention") == 2 * whole
+    assert count("fwd", causal=0) == 2 * whole
 
 
 def test_grouped_kernel_computes_its_share_of_the_rows():

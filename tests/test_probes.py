@@ -175,11 +175,12 @@ def test_probe_examples_are_not_in_training():
 def test_decoder_targets_are_only_the_answer():
     config = experiment("decoder")
     data = open_data(config)
-    rows = data.objective.rows(data.store, "train", config)
-    assert max(map(len, rows.rows)) > 1, "several pairs share a sequence"
-    tokenizer, (first, *_) = data.tokenizer, rows.segments(0, None)
+    sequences = data.objective.sequences(data.store, "train", config)
+    assert max(map(len, sequences.members)) > 1, "several pairs share a sequence"
+    tokenizer, (first, *_) = data.tokenizer, sequences.segments(0, None)
     question, answer = (
-        tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1)
+        tokenizer.decode(data.store.texts("train", side)[sequences.members[0][0]])
+        for side in (0, 1)
     )
     (answer_ids,) = tokenizer.encode([answer])
     assert first.inputs.tolist() == [
@@ -196,7 +197,7 @@ def test_decoder_targets_are_only_the_answer():
     prefix_config = experiment("decoder", prefix_lm=True)
     assert (
         open_data(prefix_config)
-        .objective.rows(data.store, "train", prefix_config)
+        .objective.sequences(data.store, "train", prefix_config)
         .segments(0, None)[0]
         .prefix
         == len(question) + 2
@@ -211,12 +212,13 @@ def test_inspected_segments_match_training_segments(prefix_lm):
     """
     config = experiment("decoder", prefix_lm=prefix_lm)
     data = open_data(config)
-    rows = data.objective.rows(data.store, "train", config)
+    sequences = data.objective.sequences(data.store, "train", config)
     question, answer = (
-        data.tokenizer.decode(data.store.texts("train", side)[rows.rows[0][0]]) for side in (0, 1)
+        data.tokenizer.decode(data.store.texts("train", side)[sequences.members[0][0]])
+        for side in (0, 1)
     )
     trained, (segment, truncated) = (
-        rows.segments(0, None)[0],
+        sequences.segments(0, None)[0],
         inspection._segment(config, data.tokenizer, question, answer),
     )
     assert (
@@ -247,20 +249,20 @@ def test_pairs_too_long_for_a_decoder_are_dropped_or_cut():
             },
         )
         data = open_data(config)
-        rows = data.objective.rows(data.store, "train", config)
+        sequences = data.objective.sequences(data.store, "train", config)
         sizes = [
             sum(len(data.store.texts("train", side)[i]) for side in (0, 1))
             for i in range(len(data.store.texts("train", 0)))
         ]
         num_long = sum(size > 16 for size in sizes)
-        assert 0 < num_long < len(sizes) and list(rows.report.values()) == [num_long]
+        assert 0 < num_long < len(sizes) and list(sequences.report.values()) == [num_long]
         assert (
-            len(rows.lengths) == (len(sizes) if too_long == "cut" else len(sizes) - num_long)
-            and max(rows.lengths) <= 16
+            len(sequences.lengths) == (len(sizes) if too_long == "cut" else len(sizes) - num_long)
+            and max(sequences.lengths) <= 16
         )
-        for row in range(len(rows.lengths)):
-            (segment,) = rows.segments(row, None)
+        for row in range(len(sequences.lengths)):
+            (segment,) = sequences.segments(row, None)
             assert (
-                len(segment.inputs) == len(segment.targets) == rows.lengths[row]
+                len(segment.inputs) == len(segment.targets) == sequences.lengths[row]
                 and segment.targets[-1] == data.tokenizer.eos
             )

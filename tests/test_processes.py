@@ -259,7 +259,7 @@ def test_failing_script_ends_the_other_processes():
 
 
 def test_processes_build_their_own_share_of_each_batch():
-    class Rows:
+    class FakeSequences:
         lengths, report = np.full(10, 6), {}
 
         def segments(self, row, draw):
@@ -268,7 +268,7 @@ def test_processes_build_their_own_share_of_each_batch():
             ids = np.arange(6, dtype=np.int32) + 10 * row
             return [Segment(ids, ids)]
 
-    batches = lambda share: Batches(Rows(), length=6, batch_size=4, seed=None, share=share)
+    batches = lambda share: Batches(FakeSequences(), length=6, batch_size=4, seed=None, share=share)
     whole, parts = (
         batches(np.arange),
         [batches(lambda n, p=p: np.arange(p * n // 4, (p + 1) * n // 4)) for p in range(4)],

@@ -1,13 +1,18 @@
 """The files of a run: atomic writes, full disks, damaged metrics, and runs of other versions."""
 
+import errno
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from transformer.errors import UserError
+from transformer import cli, plugins
+from transformer.config import TokenizerConfig
+from transformer.data.tokenizer import SentencePiece, train_tokenizer
+from transformer.errors import TemporaryError, UserError
 from transformer.mapping import to_mapping
-from transformer.runs.rundir import load_config
+from transformer.runs.rundir import load_config, read_manifest, tokenizer_file
 from transformer.version import __version__
 
 
@@ -108,3 +113,68 @@ def test_run_of_another_version_raises_and_names_the_version(run_config, tmp_pat
         UserError, match=r"version 0\.1\.0 of this package wrote .*; read it with that"
     ):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle", "f"), 1),
+        (OSError(errno.EACCES, "Permission denied", "f"), 2),
+        (TemporaryError("processes 1 of 2 did not connect"), 1),
+        (UserError("data.length: 0 is too small"), 2),
+    ],
+)
+def test_only_mistakes_exit_with_code_2(error, code, monkeypatch, capsys):
+    """Launchers start a run again after exit code 1."""
+
+    def fail(args, overrides):
+        raise error
+
+    monkeypatch.setattr("transformer.verbs.data.run", fail)
+    assert cli.main(["data"]) == code
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_changed_plugin_is_reported(tmp_path):
+    code = "import transformer\n\n@transformer.SCHEMES.register('changed_plugin')\n"
+    code += "class Changed(transformer.Position):\n    number = {}\n"
+
+    def run_file(file, number):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(code.format(number))
+        spec = importlib.util.spec_from_file_location("experiment", file)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+    run_file(tmp_path / "experiment.py", 1)
+    plugins.save(tmp_path / "run", {"position": "changed_plugin"})
+    plugins.load(tmp_path / "run")
+    (tmp_path / "run" / "plugins" / "experiment.py").write_text(code.format(2))
+    with pytest.raises(UserError, match=r"experiment.py has changed since it was copied to "):
+        plugins.load(tmp_path / "run")
+
+
+def test_damaged_text_files_of_a_run_raise(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"commit": "\\ud800"}')
+    with pytest.raises(UserError, match=r"manifest\.json: damaged \(.*surrogates not allowed"):
+        read_manifest(tmp_path)
+    tokenizer = train_tokenizer(TokenizerConfig(kind="bpe"), 275, ["some text"] * 50)
+    damaged = bytearray(tokenizer.content)
+    damaged[damaged.index(b"<unk>")] ^= 0x80
+    with pytest.raises(UserError, match=r"x\.model is damaged \(not UTF-8\)"):
+        SentencePiece(bytes(damaged), name="x.model")
+
+
+def test_replaced_tokenizer_of_a_run_raises(tmp_path):
+    """Another tokenizer of the same size would give other ids to the same text."""
+    one, other = (
+        train_tokenizer(TokenizerConfig(kind="bpe"), 275, [text] * 50)
+        for text in ("these are some words", "and quite another text")
+    )
+    assert one.vocab_size == other.vocab_size and one.encode(["some"]) != other.encode(["some"])
+    (tmp_path / one.name).write_bytes(one.content)
+    manifest = {"tokenizer_sha256": one.sha256}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert tokenizer_file(tmp_path) == tmp_path / one.name
+    (tmp_path / one.name).write_bytes(other.content)
+    with pytest.raises(UserError, match=r"tokenizer\.model: damaged or replaced; it is not the"):
+        tokenizer_file(tmp_path)

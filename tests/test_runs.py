@@ -99,7 +99,7 @@ def test_resumes_on_another_mesh(run_config, tmp_path):
 
 
 def test_resumes_in_another_layout(run_config, tmp_path):
-    """Trains with scanned layers, then unrolled, then in rounds over pipeline stages.
+    """Trains with scanned layers, then unrolled in two micro-batches, then in pipeline stages.
 
     Each start restores the parameters, the optimizer state and the moving average.
     """
@@ -113,9 +113,10 @@ def test_resumes_in_another_layout(run_config, tmp_path):
         optimizer=dataclasses.replace(run_config.optimizer, schedule="constant"),
     )
 
-    def train_until(steps, mesh=None, **layout):
+    def train_until(steps, mesh=None, accumulate=1, **layout):
         changed = dataclasses.replace(
             base,
+            train=dataclasses.replace(base.train, accumulate=accumulate),
             model=dataclasses.replace(model, **layout),
             mesh=MeshConfig(**(mesh or {"data": 1})),
         )
@@ -132,7 +133,7 @@ def test_resumes_in_another_layout(run_config, tmp_path):
     train_until(12)
     workdir = tmp_path / "parts"
     train_until(4)
-    train_until(8, scan_layers=False)
+    train_until(8, accumulate=2, scan_layers=False)
     config = train_until(12, {"data": 2, "stage": 2}, pipeline_rounds=2)
     losses = [
         [line["train/loss"] for line in logged_metrics(tmp_path / name) if "train/loss" in line]
@@ -155,8 +156,11 @@ def test_step_functions_compile_once_per_run(run_config, tmp_path, monkeypatch):
         monkeypatch.setattr(
             run, name, lambda *a, original=original: steps.append(original(*a)) or steps[-1]
         )
-    loop.train(run_config, tmp_path / "run")
+    profiled = dataclasses.replace(run_config.train, profile=5)
+    loop.train(dataclasses.replace(run_config, train=profiled), tmp_path / "run")
     assert [step._cache_size() for step in steps] == [1, 1]
+    # The run has 12 steps and ends before the trace of steps 11 to 15, which is saved anyway.
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
 def test_workdir_of_another_experiment_raises(run_config, tmp_path):
@@ -181,6 +185,7 @@ def test_workdir_of_another_experiment_raises(run_config, tmp_path):
         (tmp_path / "other" / "thesis.tex", "is a file"),
         (tmp_path / "odd", "checkpoints is a file"),
         ("gs://bucket/run", "not a local folder"),
+        ("s3://bucket/run", "not a local folder"),
     ]:
         with pytest.raises(UserError, match=message):
             check(Path(workdir), run_config)

@@ -245,6 +245,20 @@ def test_adafactor_and_multi_query_attention_on_a_tensor_mesh(fields):
     np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
+def test_optimizers_may_have_options():
+    """With a larger exponent, Adafactor remembers the large first gradient for longer."""
+    grads = [{"kernel": jnp.full((2, 2), x)} for x in (9.0, 1.0)]
+    updates = []
+    for rate in (0.5, 0.9):
+        name = {"name": "adafactor", "decay_rate": rate, "clip_threshold": 9.0}
+        optimizer = build_optimizer(OptimizerConfig(name=name, warmup_steps=0), 10)
+        state = optimizer.init(grads[0])
+        for grad in grads:
+            update, state = optimizer.update(grad, state, grads[0])
+        updates.append(abs(float(update["kernel"][0, 0])))
+    assert updates[0] > 1.1 * updates[1]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_decoupled_in_every_optimizer(name):
     """Without a gradient, a matrix shrinks by rate * decay per step, and a bias stays the same."""

@@ -49,6 +49,6 @@ def test_public_api_is_typed(tmp_path):
         capture_output=True,
         text=True,
     )
-    found = [line.split() for line in result.stdout.splitlines() if ": error: " in line]
-    assert [line[-1] for line in found] == ERRORS, result.stdout + result.stderr
-    assert all(line[0].startswith(str(user)) for line in found), result.stdout
+    errors = [line.split() for line in result.stdout.splitlines() if ": error: " in line]
+    assert [line[-1] for line in errors] == ERRORS, result.stdout + result.stderr
+    assert all(line[0].startswith(str(user)) for line in errors), result.stdout

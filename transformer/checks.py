@@ -59,8 +59,8 @@ def positive(section: str, config, *fields: str) -> None:
 def _bounded(section: str, field: str, value) -> None:
     if not math.isfinite(value) or (isinstance(value, int) and value > LARGEST):
         raise UserError(
-            f"{section}.{field}: {value} is too large"
-            + (f"; at most {LARGEST:,}" if isinstance(value, int) else "; a finite number")
+            f"{section}.{field}: {value} is "
+            + (f"too large; at most {LARGEST:,}" if isinstance(value, int) else "not finite")
         )
 
 
@@ -77,8 +77,9 @@ def at_most(section: str, config, maximum, **why: str) -> None:
 def in_unit_interval(section: str, config, *fields: str) -> None:
     """Raises UserError unless these fields of `config` lie in [0, 1)."""
     for field in fields:
-        if not 0 <= getattr(config, field) < 1:
-            raise UserError(f"{section}.{field}: {getattr(config, field)} must lie in [0, 1)")
+        value = getattr(config, field)
+        if not 0 <= value < 1 or np.float32(value) == 1:
+            raise UserError(f"{section}.{field}: {value} must lie in [0, 1), also in float32")
 
 
 # ---- Fields that have no effect
@@ -98,11 +99,11 @@ class Effect:
 
 
 def refuse_without_effect(
-    section: str, config, effects: tuple[Effect, ...], given: Mapping
+    section: str, config, effects: tuple[Effect, ...], arguments: Mapping
 ) -> None:
     """Raises UserError for a field that is set, differs from its default and has no effect.
 
-    `given` holds the constructor's arguments. A field that the config resolves itself
+    `arguments` holds the constructor's arguments. A field that the config resolves itself
     (`config.resolved`: field -> value) may also have the resolved value.
     """
     resolved = getattr(config, "resolved", {})
@@ -111,7 +112,7 @@ def refuse_without_effect(
             continue
         for name in effect.fields:
             value, default = _value_and_default(config, name)
-            value = value if "." in name else given.get(name, default)
+            value = value if "." in name else arguments.get(name, default)
             if value in (default, resolved.get(name, default)):
                 continue
             path = f"{section}.{name}" if section else name
@@ -188,7 +189,7 @@ def coerce(value, kind, path: str):
     """Converts `value` to the annotated type `kind`. Raises UserError if it does not fit."""
     if isinstance(value, np.generic):
         value = value.item()
-    _printable(value, path)
+    _check_literal(value, path)
     if dataclasses.is_dataclass(kind):
         if isinstance(value, kind):
             return value
@@ -236,17 +237,20 @@ def table_of(cls) -> str:
     return f"a mapping of fields, dict({next(iter(typing.get_type_hints(cls)))}=...)"
 
 
-def _printable(value, path: str) -> None:
-    """Raises UserError if `value` is or contains an integer that a float cannot hold.
+def _check_literal(value, path: str) -> None:
+    """Raises UserError if `value` is or contains a set, or an integer that a float cannot hold.
 
-    Python refuses to convert the largest integers to text, even for an error message.
+    Sets cannot be hashed. Python refuses to convert the largest integers to text, even for an error
+    message.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _printable(item, f"{path}.{key}")
+            _check_literal(item, f"{path}.{key}")
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _printable(item, path)
+            _check_literal(item, path)
+    elif isinstance(value, (set, frozenset)):
+        raise UserError(f"{path}: a set, {value!r}; write a list")
     elif isinstance(value, int) and value.bit_length() > 1023:
         raise UserError(f"{path}: an integer of {value.bit_length():,} bits is too large")
 

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 
-from transformer.errors import UserError, nearest, tracebacks
+from transformer.errors import UserError, from_os_error, nearest, tracebacks
 from transformer.output import flush, red, redirect_to_devnull, survive_closed_readers
 
 ABOUT = """Transformers in JAX: train, evaluate and use encoders, decoders and encoder-decoders.
@@ -24,32 +24,28 @@ VERBS = ("data", "train", "evaluate", "generate", "sweep", "compare", "inspect",
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit code. User errors print one line and return 2."""
+    """Runs one command and returns its exit code. User errors print one line."""
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except UserError as e:
-        _print_error(f"error: {e}")
-        _exit_if_distributed(2)
-        return 2
+        return _fail(e)
     except BrokenPipeError:
         redirect_to_devnull(sys.stdout)
         return 0
     except OSError as e:
         reason = "the disk is full" if e.errno == errno.ENOSPC else e.strerror or str(e)
-        _print_error(f"error: {e.filename or type(e).__name__}: {reason}")
-        _exit_if_distributed(2)
-        return 2
+        return _fail(from_os_error(e, f"{e.filename or type(e).__name__}: {reason}"))
     except RuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
             _exit_if_distributed(1, e)
             raise
-        _print_error(
-            f"error: out of memory ({str(e).splitlines()[0][:120]}); reduce data.batch_size or the "
-            "model's size, increase train.accumulate, set model.remat='full', or spread the "
-            "parameters with mesh.fsdp"
+        return _fail(
+            UserError(
+                f"out of memory ({str(e).splitlines()[0][:120]}); reduce data.batch_size or the "
+                "model's size, increase train.accumulate, set model.remat='full', or spread the "
+                "parameters with mesh.fsdp"
+            )
         )
-        _exit_if_distributed(2)
-        return 2
     except KeyboardInterrupt:
         _print_error("\ninterrupted")
         _exit_if_distributed(130)
@@ -57,6 +53,13 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as e:
         _exit_if_distributed(1, e)
         raise
+
+
+def _fail(error: UserError) -> int:
+    """Prints an error and returns its exit code."""
+    _print_error(f"error: {error}")
+    _exit_if_distributed(error.exit_code)
+    return error.exit_code
 
 
 def _print_error(line: str) -> None:

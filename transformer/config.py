@@ -42,7 +42,7 @@ _EFFECTS = (
     Effect(
         ("train.init_positions",),
         "a position table: model.position='learned'",
-        lambda c: c.model.has_position_table,
+        lambda c: bool(c.model.position_table),
     ),
     Effect(
         tuple(f"decoding.{field.name}" for field in dataclasses.fields(DecodingConfig)),

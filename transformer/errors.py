@@ -1,6 +1,7 @@
-"""Errors that a user can fix. The command line prints them as one line and exits with code 2."""
+"""Errors that a user can fix. The command line prints one line and exits with the error's code."""
 
 import difflib
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -18,8 +19,33 @@ class UserError(ValueError):
     The message is one line and names a fix.
     """
 
+    exit_code = 2
+
     def __init__(self, message: str):
         super().__init__(one_line(message))
+
+
+class TemporaryError(UserError):
+    """A fault of another process, a network or a file system, which a restart may not meet again.
+
+    Launchers start a run again after this exit code, but not after that of a mistake.
+    """
+
+    exit_code = 1
+
+
+_TEMPORARY = {
+    getattr(errno, name, None)
+    for name in (
+        "EAGAIN", "EBUSY", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTUNREACH", "EIO",
+        "ENETDOWN", "ENETUNREACH", "ENOTCONN", "EPIPE", "EREMOTEIO", "ESTALE", "ETIMEDOUT",
+    )
+} - {None}  # fmt: skip
+
+
+def from_os_error(error: OSError, message: str) -> UserError:
+    """Returns the error to raise: a TemporaryError if the network or a disk failed."""
+    return (TemporaryError if error.errno in _TEMPORARY else UserError)(message)
 
 
 def one_line(message: str) -> str:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformer.errors import UserError
+from transformer.errors import UserError, from_os_error
 
 _FULL = "the disk is full; earlier files are intact: free some space and start again"
 
@@ -74,6 +74,7 @@ def read_json(file: Path) -> dict:
     """Reads a JSON file that holds an object. Raises UserError if it is damaged or unreadable."""
     try:
         content = json.loads(read_bytes(file).decode("utf-8"))
+        json.dumps(content, ensure_ascii=False).encode("utf-8")  # no half of a surrogate pair
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
@@ -88,4 +89,4 @@ def read_bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as e:
-        raise UserError(f"{file}: cannot be read ({e.strerror or e})") from None
+        raise from_os_error(e, f"{file}: cannot be read ({e.strerror or e})") from None

@@ -106,7 +106,7 @@ def override(tree: dict, dotted: str, value, root: type, said: str = "--config."
             raise UserError(
                 f"{said}{path}: no such field; {way_out(key, fields, root)}"
                 if fields
-                else f"{said}{dotted}: {path} has no fields"
+                else f"{said}{dotted}: {path} has no fields; set the whole list"
             )
         if cls is Choice and key == "name":
             raise UserError(f"{said}{dotted}: {path} is a single value without fields")

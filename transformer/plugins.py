@@ -83,6 +83,12 @@ def load(folder: Path) -> None:
         try:
             spec.loader.exec_module(module)
         except UserError:
+            for other, _ in _files.values():
+                if other.name == file.name:
+                    raise UserError(
+                        f"{other} has changed since it was copied to {file}; restore it, or choose "
+                        "another directory"
+                    ) from None
             raise
         except Exception as e:
             raise UserError(

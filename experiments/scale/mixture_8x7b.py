@@ -2,8 +2,8 @@
 
     python -m transformer plan --config=experiments/scale/mixture_8x7b.py --topology=v5p-256
 
-Data      allenai/c4's files in your bucket; replace BUCKET with its name. A run tokenizes them
-          once, before its first step
+Data      allenai/c4's files in your bucket; replace BUCKET with its name. Each host
+          tokenizes them before its first step
 Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (jax 0.10.2) on two
           cores of an AMD EPYC 9005
 Compare   MaxText measured 52.6 % MFU (2,909 tokens/s per chip) for Mixtral 8x7B at this length

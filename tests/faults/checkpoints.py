@@ -73,7 +73,7 @@ def harms(checkpoint: Path, seed: int) -> Iterator[Harm]:
 
 
 @functools.cache
-def _subject() -> "Subject":
+def _subject() -> "CheckpointSubject":
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     config = from_mapping(Experiment, {
         "model": {
@@ -91,7 +91,7 @@ def _subject() -> "Subject":
         },
     })  # fmt: skip
     train(config, folder / "run")
-    return Subject(folder / "run", config)
+    return CheckpointSubject(folder / "run", config)
 
 
 def cases(seed: int) -> Iterator[Harm]:
@@ -100,12 +100,12 @@ def cases(seed: int) -> Iterator[Harm]:
 
 
 def check(harm: Harm) -> str:
-    """See `Subject.check`."""
+    """See `CheckpointSubject.check`."""
     with tempfile.TemporaryDirectory() as scratch:
         return f"{harm.kind}: {_subject().check(harm, Path(scratch))}"
 
 
-class Subject:
+class CheckpointSubject:
     """A run with several checkpoints of known content."""
 
     def __init__(self, run: Path, config: Experiment):

@@ -67,7 +67,7 @@ def cases(seed: int) -> Iterator[Case]:
         yield Case(seed, number, format, files, "; ".join(made), records)
 
 
-def check(case: Case) -> None:
+def check(case: Case) -> str | None:
     """Checks that `sources.read` returns what `expected` returns, and raises where that is None.
 
     Its error must contain the name of a file. A damaged ArrayRecord file may always be refused.
@@ -91,6 +91,7 @@ def check(case: Case) -> None:
             )
             damaged_record = case.records is not None and "damaged" in case.made
             assert wanted is None or damaged_record, f"{case}: refused, but well-formed: {message}"
+        return message
 
 
 def expected(case: Case) -> list[tuple[str, ...]] | None:

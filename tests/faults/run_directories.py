@@ -18,7 +18,7 @@ from faults.property import assert_right_or_one_line
 
 from transformer.config_io import load_experiment
 from transformer.data.pipeline import open_data
-from transformer.data.tokenizer import find_tokenizer, load_tokenizer
+from transformer.data.tokenizer import load_tokenizer
 from transformer.lab import report, results, verdict
 from transformer.mapping import apply_overrides, to_mapping
 from transformer.parallel.mesh import start, use
@@ -111,7 +111,7 @@ def _check_manifest(folder: Path, case: Case) -> None:
 
 
 def _read_tokenizer(folder: Path, case: Case) -> None:
-    file = find_tokenizer(folder)
+    file = rundir.tokenizer_file(folder)  # raises if the file has changed in any way
     if file is not None:
         load_tokenizer(file).decode(load_tokenizer(file).encode(["a word"])[0])
 

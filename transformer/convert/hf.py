@@ -21,7 +21,7 @@ import numpy as np
 from transformer.convert import families
 from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
-from transformer.convert.special_tokens import read_generation_config
+from transformer.convert.special_tokens import read_both
 from transformer.convert.tensors import Tensors, check, require_safetensors
 from transformer.errors import UserError, look_up
 from transformer.files import disk_errors, read_json
@@ -74,7 +74,7 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
     theirs = read_json(file)
     family = look_up(FAMILIES, _name(theirs.get("model_type", "")), f"{file}: model_type")
     if family.ours != "encoder":
-        theirs |= read_generation_config(directory)
+        theirs |= read_both(directory, theirs)
     return family, theirs, Tensors(directory, family)
 
 

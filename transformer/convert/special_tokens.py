@@ -38,18 +38,21 @@ def read(theirs: Mapping, defaults: Mapping[str, int], fields: Mapping) -> dict:
     }
 
 
-def read_generation_config(directory: Path) -> dict:
-    """Returns the special tokens of generation_config.json, or {} without this file.
+def read_both(directory: Path, theirs: Mapping) -> dict:
+    """Returns the special tokens of generation_config.json or, if missing there, of config.json.
 
-    If the file exists, Transformers generates with its tokens. Transformers treats a token missing
-    from it as absent; here, config.json provides it.
+    If the first file exists, Transformers generates with its tokens, and treats missing tokens as
+    absent. `theirs` is the content of config.json. Raises UserError for an invalid ID in either.
     """
-    file = directory / "generation_config.json"
+    file, tokens = directory / "generation_config.json", {}
     generation = read_json(file) if file.is_file() else {}
-    tokens = {name: generation[name] for name in NAMES.values() if name in generation}
-    for name, value in tokens.items():
-        if not is_token(value, several=name == NAMES["eos_id"]):
-            raise UserError(f"{file}: {name} = {shown(value)} must be a token ID or null")
+    for source, fields in ((directory / "config.json", theirs), (file, generation)):
+        for name in NAMES.values() & fields.keys():
+            tokens[name] = fields[name]
+            if not is_token(tokens[name], several=name == NAMES["eos_id"]):
+                raise UserError(
+                    f"{source}: {name} = {shown(tokens[name])} must be a token ID or null"
+                )
     return tokens
 
 

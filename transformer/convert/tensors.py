@@ -181,8 +181,8 @@ def check(
     for copy in copies:
         if copy.compared and not _equal(tensors, copy.theirs, copy.of):
             raise UserError(
-                f"{copy.theirs} and {copy.of} hold different numbers, but a {kind} model with this "
-                "config.json has one tensor for both; one of the files is wrong"
+                f"{copy.theirs} and {copy.of} hold different numbers, but this package has one "
+                f"tensor for both; separate tensors are not supported for {kind}"
             )
     for name, expected in constants.items():
         _check_constant(tensors, name, expected(tensors.shape(name)))

@@ -18,7 +18,7 @@ import grain
 import numpy as np
 
 from transformer.checks import LARGEST
-from transformer.data.objectives.base import Rows, Segment
+from transformer.data.objectives.base import Segment, Sequences
 
 Batch = dict[str, np.ndarray]
 
@@ -33,7 +33,7 @@ class Batches:
 
     def __init__(
         self,
-        rows: Rows,
+        sequences: Sequences,
         *,
         length: int,
         decoder_length: int = 0,
@@ -43,13 +43,14 @@ class Batches:
         share: Callable[[int], np.ndarray] = np.arange,
     ):
         """`share` maps a batch size to the indices of the sequences that this process builds."""
-        self._rows, self._seed, self._share, self.report = rows, seed, share, rows.report
+        self._sequences, self._seed, self._share = sequences, seed, share
+        self.report = sequences.report
         self._widths = list(buckets) or [length]
         self._decoder_widths = [
             width * (decoder_length or length) // length for width in self._widths
         ]
         self._sizes = [batch_size * length // width for width in self._widths]
-        bucket_of = np.searchsorted(self._widths, rows.lengths)
+        bucket_of = np.searchsorted(self._widths, sequences.lengths)
         self._members = [np.flatnonzero(bucket_of == b) for b in range(len(self._widths))]
         counts = [
             -(-len(members) // size)
@@ -64,22 +65,22 @@ class Batches:
         return self._count
 
     def __getitem__(self, step: int) -> Batch:
-        epoch, index = divmod(step, self.per_epoch)
-        bucket, rows = self._plan(epoch)[index]
-        build = lambda row: self._rows.segments(
-            int(row), functools.partial(self._draw, epoch, int(row))
+        epoch, number = divmod(step, self.per_epoch)
+        bucket, indices = self._plan(epoch)[number]
+        build = lambda index: self._sequences.segments(
+            int(index), functools.partial(self._draw, epoch, int(index))
         )
         segments = [
-            build(rows[i]) if i < len(rows) else [] for i in self._share(self._sizes[bucket])
+            build(indices[i]) if i < len(indices) else [] for i in self._share(self._sizes[bucket])
         ]
         # If all sequences of this process are empty, a sample determines the fields of the batch.
-        sample = [] if any(segments) else [build(rows[0])]
+        sample = [] if any(segments) else [build(indices[0])]
         batch = assemble(sample + segments, self._widths[bucket], self._decoder_widths[bucket])
         return {name: x[len(sample) :] for name, x in batch.items()}
 
-    def _draw(self, epoch: int, row: int) -> np.random.Generator:
+    def _draw(self, epoch: int, index: int) -> np.random.Generator:
         """The random generator of a sequence. In training, its seed includes the epoch."""
-        return np.random.default_rng([row] if self._seed is None else [self._seed, epoch, row])
+        return np.random.default_rng([index] if self._seed is None else [self._seed, epoch, index])
 
     def _plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
         """(bucket, sequence indices) of every batch of an epoch. The last plan is cached."""
@@ -108,41 +109,41 @@ class Batches:
         )
 
 
-def _chunks(rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+def _chunks(indices: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
 
 
-def assemble(rows: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:
+def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:
     """Assembles sequences of segments into a batch, padded to `length`.
 
     If the segments have a source, `length` applies to the encoder, and `decoder_length` (default:
     `length`) to the decoder.
     """
-    inputs = [[segment.token_fields() for segment in row] for row in rows]
-    if not any(segment.source is not None for row in rows for segment in row):
+    inputs = [[segment.token_fields() for segment in segments] for segments in sequences]
+    if not any(segment.source is not None for segments in sequences for segment in segments):
         batch = _side_by_side(inputs, length)
     else:
         source = _side_by_side(
-            [[{"source": segment.source} for segment in row] for row in rows], length
+            [[{"source": segment.source} for segment in segments] for segments in sequences], length
         )
         batch = _side_by_side(inputs, decoder_length or length)
         batch |= {name if name == "source" else f"source_{name}": x for name, x in source.items()}
-    return batch | _labels(rows, batch["inputs"].shape)
+    return batch | _labels(sequences, batch["inputs"].shape)
 
 
-def _side_by_side(rows: Sequence[Sequence[Batch]], width: int) -> Batch:
-    """Concatenates the segments of each sequence: arrays [len(rows), width].
+def _side_by_side(sequences: Sequence[Sequence[Batch]], width: int) -> Batch:
+    """Concatenates the segments of each sequence: arrays [len(sequences), width].
 
     Segment ids count from 1 in each sequence. Positions restart in each segment.
     """
-    fields = next(segment for row in rows for segment in row)
+    fields = next(segment for segments in sequences for segment in segments)
     dtypes = {name: np.float32 if x.dtype.kind == "f" else np.int32 for name, x in fields.items()}
     dtypes |= {"segments": np.int32, "positions": np.int32}
-    batch = {name: np.zeros((len(rows), width), dtype) for name, dtype in dtypes.items()}
-    for r, row in enumerate(rows):
+    batch = {name: np.zeros((len(sequences), width), dtype) for name, dtype in dtypes.items()}
+    for r, segments in enumerate(sequences):
         start = 0
-        for number, segment in enumerate(row, 1):
+        for number, segment in enumerate(segments, 1):
             size = len(next(iter(segment.values())))
             for name, x in (segment | {"segments": number, "positions": np.arange(size)}).items():
                 batch[name][r, start : start + size] = x
@@ -150,12 +151,12 @@ def _side_by_side(rows: Sequence[Sequence[Batch]], width: int) -> Batch:
     return batch
 
 
-def _labels(rows: Sequence[Sequence[Segment]], shape: tuple[int, int]) -> Batch:
+def _labels(sequences: Sequence[Sequence[Segment]], shape: tuple[int, int]) -> Batch:
     """The class of each sequence, or of each input. Negative labels get weight 0."""
     labeled = [
-        (r, np.asarray(row[0].label))
-        for r, row in enumerate(rows)
-        if row and row[0].label is not None
+        (r, np.asarray(segments[0].label))
+        for r, segments in enumerate(sequences)
+        if segments and segments[0].label is not None
     ]
     if not labeled:
         return {}

@@ -12,7 +12,7 @@ from transformer.model.config import ModelConfig
 _TOKENIZER_EFFECTS = (
     Effect(
         ("kind", "byte_fallback", "character_coverage", "max_sentences"),
-        "a tokenizer to train: data.tokenizer.path=''",
+        "data.tokenizer.path='', which trains a tokenizer",
         lambda c: not c.path,
     ),
     Effect(

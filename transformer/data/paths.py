@@ -19,8 +19,7 @@ def as_path(text: str, field: str) -> epath.Path:
             path.exists()  # imports the package that reads the bucket
     except KeyError:
         raise UserError(
-            f"{field}: {text}: {scheme}:// cannot be read; download the file, or use a local path "
-            "or gs://"
+            f"{field}: {text!r} cannot be read; download the file, or use a local path or gs://"
         ) from None
     except ImportError as e:
         way_out = (

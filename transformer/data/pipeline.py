@@ -35,9 +35,9 @@ class Data:
         sequence once, in order.
         """
         data, train = self.config.data, part == "train"
-        rows = self.objective.rows(self.store, part, self.config)
+        sequences = self.objective.sequences(self.store, part, self.config)
         batches = Batches(
-            rows,
+            sequences,
             length=data.length,
             decoder_length=data.decoder_length,
             batch_size=data.batch_size,

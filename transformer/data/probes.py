@@ -62,9 +62,10 @@ def induction(draw: Draw, length: int) -> tuple[str, str]:
 
 
 def needle(draw: Draw, length: int) -> tuple[str, str]:
-    """The digit after the queried capital: fjsB4kq...A7..lsB -> 4.
+    """Returns a text that ends in a capital letter, and the digit after its first occurrence.
 
-    The text consists of lowercase letters and up to four pairs of a capital and a digit.
+    Example: fjsB4kq...A7..lsB -> 4. The text consists of lowercase letters and up to four pairs of
+    a capital and a digit.
     """
     text, count = list(_letters(draw, length)), max(1, min(4, length // 4))
     positions = draw.choice(max(length // 2, 1), count, replace=False) * 2

@@ -15,12 +15,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from etils import epath
 
 from transformer.data import probes
 from transformer.data.paths import as_path
-from transformer.errors import UserError
+from transformer.errors import UserError, from_os_error
 
 Example = tuple[str, ...]
 
@@ -66,14 +67,17 @@ def patterns(format: str, path: str) -> list[str]:
     return names
 
 
-def expand(pattern: str) -> list[epath.Path]:
-    """The files of a path or glob, sorted."""
-    path = as_path(pattern, "data")
+def expand(pattern: str, field: str = "data") -> list[epath.Path]:
+    """Returns the files of a path or glob, sorted. Raises UserError for `field` without any."""
+    path = as_path(pattern, field)
     if not any(c in path.name for c in "*?["):
         if not path.exists():
-            raise UserError(f"data: no file {pattern}")
+            where = "" if path.is_absolute() else f"; the path is relative to {Path.cwd()}"
+            raise UserError(f"{field}: no file {pattern!r}{where}")
         if path.is_dir():
-            raise UserError(f"data: {pattern} is a folder; name its files: {pattern.rstrip('/')}/*")
+            raise UserError(
+                f"{field}: {pattern!r} is a folder; name its files: {pattern.rstrip('/')}/*"
+            )
         return [path]
     files = (
         sorted(f for f in path.parent.iterdir() if fnmatch.fnmatch(f.name, path.name))
@@ -81,7 +85,7 @@ def expand(pattern: str) -> list[epath.Path]:
         else []
     )
     if not files:
-        raise UserError(f"data: no file matches {pattern}")
+        raise UserError(f"{field}: no file matches {pattern!r}; correct the pattern")
     return files
 
 
@@ -100,7 +104,7 @@ def _lines(file: epath.Path) -> Iterator[tuple[int, str]]:
                 f"{file}: damaged or cut off after line {number} ({e}); fetch it again"
             ) from None
         except OSError as e:
-            raise UserError(f"{file}: cannot be read ({e.strerror or e})") from None
+            raise from_os_error(e, f"{file}: cannot be read ({e.strerror or e})") from None
 
 
 _SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip (name it .gz)"}
@@ -207,7 +211,9 @@ def _record(text: str, fields, where: str) -> Example:
     except _DuplicateField as e:
         raise UserError(f"{where}: two fields {e.args[0]!r} in one object") from None
     # These include a number with too many digits, and nesting that is too deep.
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as e:
+        if "digits" in str(e):
+            raise UserError(f"{where}: an integer has more than 4,300 digits") from None
         record = None
     if not isinstance(record, dict):
         raise UserError(f"{where}: not a JSON object: {text[:60]!r}")
@@ -231,8 +237,8 @@ def _field(record: dict, field: str, where: str) -> str:
     value = record
     for key in field.split("."):
         if not isinstance(value, dict) or key not in value:
-            names = ", ".join(value) if isinstance(value, dict) else "no further field"
-            raise UserError(f"{where}: no field {field!r}; there is: {names}; set data.fields")
+            names = ", ".join(value) if isinstance(value, dict) else "none"
+            raise UserError(f"{where}: no field {field!r}; its fields are {names}; set data.fields")
         value = value[key]
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)  # the index of a class

@@ -171,9 +171,9 @@ class _Text:
             return sorted(self.paths.items())
         files = [
             f
-            for path in self.paths.values()
+            for part, path in self.paths.items()
             for name in sources.patterns(self.format, path)
-            for f in sources.expand(name)
+            for f in sources.expand(name, f"data.{part}")
         ]
         return [[str(f), f.stat().length, _modified(f)] for f in files]
 
@@ -194,9 +194,9 @@ class _Text:
             )
             if components <= 2 * self.held_out:
                 raise UserError(
-                    f"data.held_out: {self.held_out} sources for each of valid and test leave "
-                    f"nothing to train on; the text has {count(components, 'part')} that share no "
-                    "sentence: reduce data.held_out"
+                    f"data.held_out: with {count(self.held_out, 'source')} in each of valid and "
+                    f"test, no text is left for training; there are {count(components, 'part')} "
+                    "without common sentences: reduce it, or set data.valid and data.test"
                 )
         index = split.SPLITS.index(part)
         in_part = self._assigned == index

@@ -44,10 +44,14 @@ class SentencePiece(Tokenizer):
         except RuntimeError:
             raise UserError(f"data.tokenizer.path: {name} is not a SentencePiece model") from None
         self.content, self.vocab_size = content, self._processor.vocab_size()
+        try:
+            self._pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
+        except UnicodeDecodeError:
+            raise UserError(f"data.tokenizer.path: {name} is damaged (not UTF-8)") from None
         defaults = {
             token: getattr(self._processor, f"{token}_id")() for token in ("pad", "bos", "eos")
         }
-        self.signs = _special_tokens(config, defaults, self.vocab_size, name)
+        self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
 
     def encode(self, texts):
         return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
@@ -56,7 +60,7 @@ class SentencePiece(Tokenizer):
         return self._processor.decode(ids)
 
     def piece(self, i):
-        return self._processor.id_to_piece(i) if i < self.vocab_size else f"<{i}>"
+        return self._pieces[i] if i < self.vocab_size else f"<{i}>"
 
     def find(self, piece):
         p = self._processor
@@ -72,12 +76,7 @@ class SentencePiece(Tokenizer):
 
     @functools.cached_property
     def starts_word(self):
-        return np.array(
-            [
-                self._processor.id_to_piece(i).startswith(("\u2581", "\n"))
-                for i in range(self.vocab_size)
-            ]
-        )
+        return np.array([piece.startswith(("\u2581", "\n")) for piece in self._pieces])
 
 
 class Fast(Tokenizer):
@@ -109,7 +108,7 @@ class Fast(Tokenizer):
             "bos": find("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
             "eos": find("[SEP]", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
         }
-        self.signs = _special_tokens(config, defaults, self.vocab_size, name)
+        self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
         mask = find("[MASK]", "<mask>")
         self.mask = mask if mask >= 0 else None
 
@@ -184,7 +183,7 @@ class TokenizerPair(Tokenizer):
         ]
         self.content, self.vocab_size = content, max(self._pieces) + 1
         defaults = {"pad": self.find("<pad>"), "bos": self.find("<pad>"), "eos": self.find("</s>")}
-        self.signs = _special_tokens(
+        self.special_tokens = _special_tokens(
             config,
             {token: -1 if i is None else i for token, i in defaults.items()},
             self.vocab_size,
@@ -356,7 +355,7 @@ def train_tokenizer(
             + (f", and data.objective needs {reserved} more for special tokens" if reserved else "")
         ) from None
     trained = SentencePiece(model.getvalue())
-    assert trained.signs == SpecialTokens(), trained.signs
+    assert trained.special_tokens == SpecialTokens(), trained.special_tokens
     return trained
 
 

@@ -32,26 +32,26 @@ class Tokenizer:
 
     content: bytes
     name: str
-    signs: SpecialTokens
+    special_tokens: SpecialTokens
     vocab_size: int
     mask: int | None = None  # the id of the mask token, if there is one
 
     @property
     def pad(self) -> int:
-        return self.signs.pad
+        return self.special_tokens.pad
 
     @property
     def bos(self) -> int:
-        return self.signs.bos
+        return self.special_tokens.bos
 
     @property
     def eos(self) -> int:
-        return self.signs.eos
+        return self.special_tokens.eos
 
     @property
     def source_prefix_ids(self) -> list[int]:
         """The special token that begins a source, as a list of one id or none."""
-        return [self.signs.source_bos] if self.signs.source_bos >= 0 else []
+        return [self.special_tokens.source_bos] if self.special_tokens.source_bos >= 0 else []
 
     @property
     def files(self) -> dict[str, bytes]:

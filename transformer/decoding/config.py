@@ -32,7 +32,14 @@ class DecodingConfig:
     def __post_init__(self):
         at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")
         at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
-        at_most("decoding", self, 100, temperature="above it, all tokens are about equally likely")
+        at_most(
+            "decoding",
+            self,
+            100,
+            temperature="above it, all tokens are about equally likely",
+            length_penalty="above it, all beams score about 0",
+        )
+        check_temperature("decoding.temperature", self.temperature)
         if self.beam_size > 1 and self.temperature:
             raise UserError(
                 "decoding.beam_size and decoding.temperature: beam search does not sample; set "
@@ -40,6 +47,14 @@ class DecodingConfig:
             )
         if not 0 < self.top_p <= 1:
             raise UserError(f"decoding.top_p: {self.top_p} must lie in (0, 1]")
+
+
+def check_temperature(field: str, temperature: float) -> None:
+    """Raises UserError for a temperature by which logits cannot be divided."""
+    if 0 < temperature < 1e-6:
+        raise UserError(
+            f"{field}: {temperature} is too small; at least 1e-6, or 0 for greedy decoding"
+        )
 
 
 class DecodingTask(Task, Protocol):

@@ -37,8 +37,7 @@ class Ending:
             check_inside(field, ids, config.vocab_size)
         if not eos_ids:
             raise UserError(
-                "eos_id: neither given nor in the config, so no sequence ends; give it, or set "
-                "model.eos_id"
+                "eos_id: not set, so no sequence would end; pass eos_id, or set model.eos_id"
             )
         fill_id = eos_ids[0] if pad_id is None else pad_id
         return cls(eos_ids, fill_id, tuple(suppress_tokens))

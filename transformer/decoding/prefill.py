@@ -32,12 +32,15 @@ def first_prompt(
 
     Raises UserError if there is neither a prompt nor a start token.
     """
+    _check_family(model, source_BxS)
     if prompt_BxP is not None:
         return prompt_BxP
     start_id = model.config.decoder_start_id
-    if source_BxS is None or start_id is None:
+    if source_BxS is None:
+        raise UserError("prompt: None, but a decoder continues a prompt; pass one")
+    if start_id is None:
         raise UserError(
-            "prompt: None, and there is no start token; give a prompt, or set "
+            "prompt: None, and there is no start token; pass a prompt, or set "
             "model.decoder_start_id"
         )
     return jnp.full((source_BxS.shape[0], 1), start_id, jnp.int32)
@@ -59,6 +62,12 @@ def prefill(
     the prompt. Raises UserError for a prompt mask with padding on the right (if its values are
     known, that is, outside `jax.jit`), and for more slots than the model has positions.
     """
+    _check_family(model, source_BxS)
+    if slots < prompt_BxP.shape[1]:
+        raise UserError(
+            f"slots: {slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt; "
+            "add the number of tokens to generate"
+        )
     last = model.config.last_position
     if last is not None and slots > last + 1:
         raise UserError(
@@ -86,6 +95,16 @@ def prefill(
         params, prompt_BxP, cache, *encoded, **options, last_only=True, method="decode"
     )
     return logits[:, -1], DecodeState(cache, encoded[1])
+
+
+def _check_family(model: nn.Module, source_BxS: jax.Array | None) -> None:
+    """Raises UserError if the model cannot generate, or for a source that it does not match."""
+    family = model.config.family
+    if family == "encoder":
+        raise UserError("model.family: 'encoder' does not generate text; use another family")
+    if (source_BxS is not None) != model.config.is_encoder_decoder:
+        problem = "missing; pass one" if source_BxS is None else "passed; leave it out"
+        raise UserError(f"source: {problem}, because model.family = {family!r}")
 
 
 def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: jax.Array) -> None:

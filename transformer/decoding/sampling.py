@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from transformer.decoding.config import check_temperature
 from transformer.decoding.ending import Ending
 from transformer.decoding.prefill import advance, first_prompt, prefill
 from transformer.model.special_tokens import Ids
@@ -46,6 +47,7 @@ def sample(
     `prompt_BxP=None` starts an encoder-decoder with the `decoder_start_id` of its config. Raises
     UserError if there is no eos, for ids outside the vocabulary, and where `prefill` does.
     """
+    check_temperature("temperature", temperature)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
 
@@ -53,7 +55,8 @@ def sample(
         logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
         if temperature == 0.0:
             return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
-        allowed_BxV = truncate(logits_BxV / temperature, top_k, top_p)
+        relative_BxV = logits_BxV - jnp.max(logits_BxV, axis=-1, keepdims=True)  # no overflow
+        allowed_BxV = truncate(relative_BxV / temperature, top_k, top_p)
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)
         return jax.vmap(jax.random.categorical)(keys, allowed_BxV).astype(jnp.int32)
 

@@ -26,12 +26,12 @@ def signed(x: float, half: float = math.nan) -> str:
     return "-" if math.isnan(x) else f"{x:+,.{digits(half, x)}f}"
 
 
-def spell(one: Mean) -> str:
+def spell(value: Mean) -> str:
     """Formats `mean ± half-width of the 95 % interval`. The mean has about six digits at most."""
-    if one.count < 2:
-        return f"{number(one.mean)} (one seed)" if one.count else "-"
-    shown = max(one.half, abs(one.mean) / 10**4) if one.half else 0.0
-    return f"{number(one.mean, shown)} ± {number(one.half, shown)}"
+    if value.count < 2:
+        return f"{number(value.mean)} (one seed)" if value.count else "-"
+    shown = max(value.half, abs(value.mean) / 10**4) if value.half else 0.0
+    return f"{number(value.mean, shown)} ± {number(value.half, shown)}"
 
 
 def p_value(p: float) -> str:

@@ -109,12 +109,12 @@ def allowed_facts(sweep: Sweep) -> set[str]:
     return {name for name, given_by in SET_BY.items() if varies(given_by)} | set(sweep.declared)
 
 
-def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
+def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
     """Returns a line for each fact in which arms differ although the sweep does not allow it."""
-    lines, base = [], found[sweep.baseline]
+    lines, base = [], facts[sweep.baseline]
     for name in [name for name in SET_BY if name not in allowed_facts(sweep)]:
         different = {
-            arm: fact for arm, fact in found.items() if not _same(name, fact, base, sweep.match)
+            arm: fact for arm, fact in facts.items() if not _same(name, fact, base, sweep.match)
         }
         if different:
             arm, fact = next(iter(different.items()))
@@ -126,16 +126,16 @@ def undeclared(sweep: Sweep, found: Mapping[str, Facts]) -> list[str]:
     return lines
 
 
-def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]) -> None:
+def check(sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, Facts]) -> None:
     """Raises UserError if the arms of a sweep are not comparable.
 
     They are not if two arms have equal configs or build equal programs and neither is a control; if
     the primary metric depends on the tokenizer, which differs; if arms differ in an undeclared
     fact; or if a declaration or control is invalid.
     """
-    _check_twins(sweep, configs, found)
+    _check_twins(sweep, configs, facts)
     retokenized = [
-        arm for arm, fact in found.items() if fact.tokenizer != found[sweep.baseline].tokenizer
+        arm for arm, fact in facts.items() if fact.tokenizer != facts[sweep.baseline].tokenizer
     ]
     if (
         retokenized
@@ -151,9 +151,10 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
     for name in sweep.declared:
         if name not in SET_BY:
             raise UserError(
-                f"sweep: declared: {name!r} is not a compared fact; there is: {', '.join(SET_BY)}"
+                f"sweep: declared: {name!r} is not a compared fact; "
+                f"choose from: {', '.join(SET_BY)}"
             )
-    if lines := undeclared(sweep, found):
+    if lines := undeclared(sweep, facts):
         name = lines[0].partition(":")[0]
         hint = f"; or match the sizes: match={name!r}" if name in SIZES and not sweep.match else ""
         raise UserError(
@@ -165,10 +166,10 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, F
 
 
 def _check_twins(
-    sweep: Sweep, configs: Mapping[str, Experiment], found: Mapping[str, Facts]
+    sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, Facts]
 ) -> None:
     """Raises UserError if two arms build the same programs, or a control matches no other arm."""
-    twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in found.items()})
+    twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in facts.items()})
     for arm, first in twin_of.items():
         if sweep.controls.keys() & {arm, first}:
             continue

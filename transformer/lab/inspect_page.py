@@ -103,7 +103,7 @@ document.querySelectorAll('section.map').forEach(section => {
 });
 """
 
-SAID = {
+CAPTIONS = {
     "entropy": "entropy of the weights (nats)",
     "sink": "weight on the first token",
     "distance": "mean distance (tokens)",
@@ -179,7 +179,7 @@ def _likely(view: View, position: int) -> str:
 
 def _tokens(view: View) -> str:
     spans = []
-    for position, (piece, loss) in enumerate(zip(view.asked, view.losses_T, strict=True)):
+    for position, (piece, loss) in enumerate(zip(view.targets, view.losses_T, strict=True)):
         text = html.escape(piece.replace("\u2581", " ").replace("\n", "\u21b5\n"))
         if np.isnan(loss):
             spans.append(f"<span title='no target'>{text}</span>")
@@ -199,7 +199,7 @@ def _lens(view: View) -> str:
         for position, top in enumerate(view.top_tokens_LxT[layer]):
             piece, p = top[0]
             likely = ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in top)
-            correct = piece == view.asked[position]
+            correct = piece == view.targets[position]
             cells.append(
                 f"<td class=cell style='{_blue(p)}' title='{likely}'>"
                 f"{'<b>' if correct else ''}{_shown(piece)}{'</b>' if correct else ''}</td>"
@@ -208,7 +208,7 @@ def _lens(view: View) -> str:
             f"<tr><td>layer {layer} <span class=note>{view.lens_L[layer]:.2f} nats</span></td>"
             f"{''.join(cells)}</tr>"
         )
-    targets = "".join(f"<td class=cell>{_shown(piece)}</td>" for piece in view.asked)
+    targets = "".join(f"<td class=cell>{_shown(piece)}</td>" for piece in view.targets)
     return (
         f"<div class=wide><table><thead><tr><th>input</th>{head}</tr></thead><tbody>{''.join(rows)}"
         f"<tr><td>target</td>{targets}</tr></tbody></table></div>"
@@ -236,7 +236,7 @@ def _map(attention: Map) -> str:
 def _numbers(attention: Map) -> list[str]:
     """Returns a table for each statistic, with one row per layer and one column per head."""
     parts = []
-    for statistic, label in SAID.items():
+    for statistic, label in CAPTIONS.items():
         if "cross_attention" in attention.name and statistic in SELF_ATTENTION_ONLY:
             continue
         values_LxN = attention.numbers[statistic]

@@ -44,7 +44,7 @@ class View:
     text: str
     answer: str  # what the model generates; "" if it generates nothing or a target is given
     read: list[str]  # input tokens of the last stack
-    asked: list[str]  # target token at each position
+    targets: list[str]  # target token at each position
     losses_T: np.ndarray  # nats; NaN at positions without a target
     # most likely tokens and their probabilities, by layer and position
     top_tokens_LxT: list[list[list[tuple[str, float]]]]

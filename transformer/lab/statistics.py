@@ -78,15 +78,17 @@ def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
     return Difference(mean(pairs), float(stats.ttest_1samp(pairs, 0.0).pvalue))
 
 
-def corrected(found: dict[str, Difference]) -> dict[str, Difference]:
+def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
     """Applies the Holm correction to the p values.
 
     The smallest of m p values is multiplied by m, the next by m - 1, and so on. The results are
     monotonic and at most 1. NaN does not count as a comparison.
     """
-    ranked = sorted((value.p, name) for name, value in found.items() if not math.isnan(value.p))
-    result, largest = dict(found), 0.0
+    ranked = sorted(
+        (value.p, name) for name, value in differences.items() if not math.isnan(value.p)
+    )
+    result, largest = dict(differences), 0.0
     for n, (p, name) in enumerate(ranked):
         largest = max(largest, min(1.0, p * (len(ranked) - n)))
-        result[name] = dataclasses.replace(found[name], p=largest)
+        result[name] = dataclasses.replace(differences[name], p=largest)
     return result

@@ -85,8 +85,8 @@ def check_cache_room(cache: Cache, tokens_BxT: jax.Array) -> None:
         used = int(cache.index)
     if used + tokens_BxT.shape[1] > slots:
         raise UserError(
-            f"cache: {slots} slots cannot hold {used} + {tokens_BxT.shape[1]} tokens; "
-            "create it with more slots"
+            f"cache: {tokens_BxT.shape[1]} tokens do not fit, because {used} of the {slots} slots "
+            "are used; create it with more slots"
         )
 
 

@@ -12,7 +12,7 @@ from transformer.model import positions, special_tokens
 from transformer.model.config_checks import check
 from transformer.model.effects import EFFECTS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
-from transformer.model.mixers.base import MIXERS, Mixer
+from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Mixer
 from transformer.model.norms import Norm
 from transformer.model.placements import PLACEMENTS, Placement
 
@@ -155,9 +155,9 @@ class ModelConfig:
         return tuple(map(positions.build, specs))
 
     @property
-    def has_position_table(self) -> bool:
-        """Whether some position scheme has a parameter per position."""
-        return any(scheme.bounded for scheme in self.position_schemes)
+    def position_table(self) -> str:
+        """The name of a position scheme that has a parameter per position; "" if there is none."""
+        return next((scheme.name for scheme in self.position_schemes if scheme.bounded), "")
 
     @property
     def last_position(self) -> int | None:
@@ -297,31 +297,38 @@ class ModelConfig:
         each = (self.part(norm_placement=spec).placement(s) for spec in specs for s in self.sides)
         return tuple(dict.fromkeys(each))
 
-    @property
-    def token_mixers(self) -> tuple[Mixer, ...]:
-        """The distinct mixers of all layers."""
-        return tuple(dict.fromkeys(mixer for side in self.sides for mixer in self.mixers_of(side)))
+    def mixers(self, side: str) -> dict[str, Mixer]:
+        """For a layer's config: the mixers of its sublayers, by their part of a LayerState.
 
-    def mixers_of(self, side: str) -> tuple[Mixer, ...]:
-        """Returns the mixer of each `layer_pattern` entry that a stack uses."""
-        specs = [e.get("mixer", self.mixer) for e in self.used_pattern[: self.num_layers(side)]]
-        return tuple(map(MIXERS.build, specs))
+        "mixer" reads the tokens of the stack. "source" reads the encoder's output; it is missing if
+        there is no encoder or the former reads it.
+        """
+        mixers = {"mixer": self.token_mixer}
+        source = self.token_mixer.source
+        if side == "decoder" and self.is_encoder_decoder and source in SOURCE_MIXERS:
+            mixers["source"] = SOURCE_MIXERS.build(source)
+        return mixers
 
-    def has_cross_attention(self, side: str = "decoder") -> bool:
-        """Returns whether some layer of a stack has a cross-attention sublayer."""
-        mixers = self.mixers_of(side) if side == "decoder" and self.is_encoder_decoder else ()
-        return any(mixer.source == "cross_attention" for mixer in mixers)
+    def mixers_of(self, *sides: str, unset: str = "") -> tuple[Mixer, ...]:
+        """Returns the distinct mixers of the stacks' layers, including cross-attention.
+
+        Leaves out the layers whose `layer_pattern` entry sets the field `unset`.
+        """
+        layers = (
+            self.part(mixer=entry.get("mixer", self.mixer)).mixers(side)
+            for side in sides or self.sides
+            for entry in self.used_pattern[: self.num_layers(side)]
+            if unset not in entry
+        )
+        return tuple(dict.fromkeys(mixer for layer in layers for mixer in layer.values()))
 
     def num_sublayers(self, side: str) -> int:
         """For a layer's config: the number of its sublayers, in sequence or parallel."""
-        return 1 + self.has_cross_attention(side) + self.feed_forward_kind.exists
+        return len(self.mixers(side)) + self.feed_forward_kind.exists
 
     def observes(self, what: str) -> bool:
         """Returns whether some mixer or cross-attention can record `what` (watch.py)."""
-        mixers = [*self.token_mixers]
-        if self.has_cross_attention():
-            mixers.append(MIXERS.build("attention"))
-        return any(what in mixer.observes for mixer in mixers)
+        return any(what in mixer.observes for mixer in self.mixers_of())
 
     def has_final_norm(self, side: str) -> bool:
         """Returns whether the stack ends in a norm; the placement of its last layer decides."""

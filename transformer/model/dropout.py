@@ -24,9 +24,9 @@ class Dropout(nn.Module):
         return drop(self.make_rng("dropout"), self.rate, x)
 
 
-def rate_of(config, given: float | jax.Array | None) -> float | jax.Array:
-    """Returns the dropout rate: `given`, or the config's if that is None."""
-    return config.dropout if given is None else given
+def rate_of(config, override: float | jax.Array | None) -> float | jax.Array:
+    """Returns the dropout rate: `override`, or the config's if that is None."""
+    return config.dropout if override is None else override
 
 
 def drop(key: jax.Array, rate: float | jax.Array, x: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ def norm_reads(field: str):
     """Whether some norm reads this field: a placement's, the embedding's, or one in a mixer."""
 
     def reads(c) -> bool:
-        return has_norm(c) or any(field in mixer.fields for mixer in c.token_mixers)
+        return has_norm(c) or any(field in mixer.fields for mixer in c.mixers_of())
 
     return reads
 
@@ -40,13 +40,8 @@ def model_value_used(field: str):
 
 
 def mixer_reads(field: str):
-    """Whether some layer's mixer reads this field, or its cross-attention, which has no window."""
-
-    def reads(c) -> bool:
-        by_mixer = any(field in mixer.fields for mixer in c.token_mixers)
-        return by_mixer or (c.has_cross_attention() and field != "window")
-
-    return reads
+    """Whether a mixer reads this field, in a layer that has the model's value."""
+    return lambda c: any(field in mixer.fields for mixer in c.mixers_of(unset=field))
 
 
 def has_feed_forward(c) -> bool:
@@ -55,10 +50,15 @@ def has_feed_forward(c) -> bool:
     return any(FEED_FORWARDS.build(spec).exists for spec in specs)
 
 
+def several_sublayers(c) -> bool:
+    """Whether some layer has more than one sublayer."""
+    return any(layer.num_sublayers(side) > 1 for side in c.sides for layer in c.layers(side))
+
+
 def reads_use_bias(c) -> bool:
     """Whether `use_bias` controls the biases of some projection."""
     in_attention = c.attention_bias is None and mixer_reads("attention_bias")(c)
-    in_mixer = any("use_bias" in mixer.fields for mixer in c.token_mixers)
+    in_mixer = any("use_bias" in mixer.fields for mixer in c.mixers_of())
     return in_attention or in_mixer or has_feed_forward(c) or c.head_transform
 
 
@@ -135,16 +135,12 @@ EFFECTS = (
     Effect(
         ("parallel",),
         "a second sublayer: model.feed_forward='dense'",
-        lambda c: has_feed_forward(c) or c.has_cross_attention(),
+        several_sublayers,
     ),
     Effect(
         ("residual_init_scale",),
         "a stack with more than one sublayer",
-        lambda c: (
-            any(c.num_layers(side) > 1 for side in c.sides)
-            or has_feed_forward(c)
-            or c.has_cross_attention()
-        ),
+        lambda c: any(c.num_layers(side) > 1 for side in c.sides) or several_sublayers(c),
     ),
     Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
     Effect(

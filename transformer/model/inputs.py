@@ -135,6 +135,8 @@ def _check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
         raise UserError(
             f"{name}: expected integers of shape [B, T], got {dtype}{list(shape)}{way_out}"
         )
+    if 0 in shape:
+        raise UserError(f"{name}: an array of shape {list(shape)} has no tokens")
     if shape[1] > config.max_length:
         raise UserError(
             f"{name}: a sequence of {shape[1]} tokens is longer than model.max_length = "

@@ -14,9 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-PAIRS = "pairs"
-"""The name scope of the products that a mask can exclude: q k^T, and weights v."""
-
 
 @struct.dataclass
 class Tokens:
@@ -126,3 +123,14 @@ def window(size: int) -> Mask:
         return jnp.abs(q.positions_BxT[:, :, None] - k.positions_BxT[:, None, :]) < size
 
     return Mask(near, f"window({size})", window=size, plain=True)
+
+
+def pairs(mask: Mask, q: Tokens, num_queries: int, num_keys: int):
+    """Returns a name scope for products over all queries and keys: q k^T, and weights v.
+
+    Of these products, only the share that the mask allows counts as FLOPs
+    (planning/model_flops.py). The scope's name has the numbers of queries and keys, whether the
+    mask is causal, and its window: "pairs.64.64.1.0".
+    """
+    causal = mask.causal and q.until_BxT is None
+    return jax.named_scope(f"pairs.{num_queries}.{num_keys}.{causal:d}.{mask.window}")

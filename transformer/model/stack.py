@@ -17,7 +17,6 @@ from transformer.model.config import ModelConfig
 from transformer.model.dropout import Dropout, rate_of
 from transformer.model.masks import Tokens
 from transformer.model.mixers import Context
-from transformer.model.mixers.attention import CrossAttention
 from transformer.model.remat import REMAT_POLICIES
 from transformer.model.residual import Residual
 from transformer.model.sharding import axis_of, constrain
@@ -47,9 +46,6 @@ class Layer(nn.Module):
         """Returns the residual stream after this layer and, in decoding, the layer's new state."""
         cfg, placement = self.config, self.config.placement(self.side)
         gains = {"gain": placement.branch_gain, "out_gain": self.out_gain}
-        mixers = {"mixer": cfg.token_mixer}
-        if cfg.has_cross_attention(self.side):
-            mixers["source"] = CrossAttention()
         new_states, sublayers = {}, {}
 
         def mix(part, module, h):
@@ -57,7 +53,7 @@ class Layer(nn.Module):
             out, new_states[part] = module(h, context, position, old, self.deterministic)
             return out
 
-        for part, mixer in mixers.items():
+        for part, mixer in cfg.mixers(self.side).items():
             module = mixer.build(cfg, self.side, **gains)(name=mixer.scope)
             sublayers[mixer.scope] = functools.partial(mix, part, module)
         if cfg.feed_forward_kind.exists:

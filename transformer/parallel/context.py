@@ -23,7 +23,7 @@ def order_of(config: ModelConfig, mesh: Mesh) -> str:
         mesh.shape["context"] == 1
         or "decoder" not in config.sides
         or config.num_labels
-        or any(mixer.in_order for mixer in config.token_mixers)
+        or any(mixer.in_order for mixer in config.mixers_of())
     ):
         return "rows"
     pairwise = all(positions.build(layer.position).pairwise for layer in config.layers("decoder"))

@@ -31,7 +31,7 @@ from typing import NoReturn
 import jax
 import numpy as np
 
-from transformer.errors import UserError
+from transformer.errors import TemporaryError, UserError
 from transformer.output import flush
 
 WAIT = 300
@@ -47,7 +47,7 @@ DAY = 24 * 3600
 def start_processes() -> bool:
     """Connects this process to the others, before JAX's first computation.
 
-    Returns False if no processes are configured. Raises UserError, which names missing processes.
+    Returns False if no processes are configured. Raises TemporaryError with the missing processes.
     """
     if jax.distributed.is_initialized():
         return True
@@ -55,10 +55,8 @@ def start_processes() -> bool:
     if settings is None:
         return False
     coordinator, count, index, local_devices = settings
-    wait, heartbeat = (
-        _seconds("TRANSFORMER_WAIT", WAIT),
-        _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT),
-    )
+    wait = _seconds("TRANSFORMER_WAIT", WAIT)
+    heartbeat = _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT)
     connections = _connect(coordinator, count, index, wait)
     _watch(connections)
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
@@ -239,40 +237,39 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
                 connection.settimeout(10)
                 number, total, hostname = json.loads(_read_line(connection))
                 if total != count:
-                    _reply(
-                        [connection],
+                    problem = (
                         f"process {number} on {hostname} is set up for {total} processes, "
-                        f"but process 0 for {count}; set the same number for all",
+                        f"but process 0 for {count}; set the same number for all"
                     )
+                    _reply([connection], UserError(problem))
                     continue
                 if number in hosts:
-                    _reply(
-                        [connection],
+                    problem = (
                         f"process {number} runs twice, on {hosts[number]} and {hostname}; "
-                        "give each process a different number",
+                        "give each process a different number"
                     )
+                    _reply([connection], UserError(problem))
                     continue
                 hosts[number] = hostname
                 connections[number] = connection
         missing = [str(i) for i in range(count) if i not in hosts]
         present = ", ".join(f"{i} ({hostname})" for i, hostname in sorted(hosts.items()))
-        problem = (
+        problem = TemporaryError(
             f"processes {', '.join(missing)} of {count} did not connect within {wait:.0f} s; "
             f"connected: {present}; see the logs of the missing processes"
-            if missing
-            else ""
         )
-        _reply(connections.values(), problem)
-    if problem:
-        raise UserError(problem)
+        _reply(connections.values(), problem if missing else None)
+    if missing:
+        raise problem
     return connections
 
 
-def _reply(connections: Iterable[socket.socket], problem: str) -> None:
-    """Sends each process the problem and closes its connection; "" keeps the connection open."""
+def _reply(connections: Iterable[socket.socket], problem: UserError | None) -> None:
+    """Sends each process its error and closes the connection, or None and keeps it open."""
+    reply = problem and [problem.exit_code, str(problem)]
     for connection in connections:
         with contextlib.suppress(OSError):
-            connection.sendall((json.dumps(problem) + "\n").encode())
+            connection.sendall((json.dumps(reply) + "\n").encode())
             if problem:
                 connection.close()
 
@@ -288,17 +285,18 @@ def _connect_to_first(
             )
             connection.sendall((json.dumps([index, count, socket.gethostname()]) + "\n").encode())
             connection.settimeout(max(deadline - time.monotonic(), 0) + 30)
-            problem = json.loads(_read_line(connection))
+            reply = json.loads(_read_line(connection))
             break
         except (OSError, ValueError):
             if time.monotonic() > deadline:
-                raise UserError(
+                raise TemporaryError(
                     f"process {index}: process 0 did not answer at {host}:{port} within "
                     f"{wait:.0f} s; see its log, and check that the port is open"
                 ) from None
             time.sleep(0.2)
-    if problem:
-        raise UserError(problem)
+    if reply:
+        code, problem = reply
+        raise (TemporaryError if code == TemporaryError.exit_code else UserError)(problem)
     return connection
 
 
@@ -318,7 +316,8 @@ def is_first() -> bool:
 def barrier(name: str, wait: float = DAY) -> None:
     """Waits until all processes have reached the barrier `name`.
 
-    Raises UserError with the late processes after `wait` seconds, or at once if one is unreachable.
+    Raises TemporaryError with the late processes after `wait` seconds, or at once if one cannot be
+    reached.
     """
     if jax.process_count() == 1:
         return
@@ -329,7 +328,7 @@ def barrier(name: str, wait: float = DAY) -> None:
         reason = " ".join(line.strip() for line in str(e).splitlines() if line.strip())[:300]
         late = time.monotonic() >= deadline
         failure = f"waited {wait:.0f} s for" if late else "cannot wait for"
-        raise UserError(f"{failure} the other processes at {name!r}: {reason}") from None
+        raise TemporaryError(f"{failure} the other processes at {name!r}: {reason}") from None
 
 
 def _service():

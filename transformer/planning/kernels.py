@@ -10,7 +10,7 @@ import re
 from transformer.model.attention_backends.splash import block_size
 from transformer.model.config import ModelConfig
 from transformer.planning.hlo import Instruction
-from transformer.planning.model_flops import allowed_pairs
+from transformer.planning.model_flops import allowed_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,13 @@ class KernelWork:
 def kernel(op: Instruction, model: ModelConfig) -> KernelWork:
     """Returns the work of an instruction that calls a kernel, and no work for any other."""
     if match := re.match(r"splash_m[hq]a_(fwd|dq|dkv)", op.name):
-        return _attention(match.group(1), op, model)
+        return _attention(match.group(1), op)
     if match := re.match(r"t?gmm\b", op.name):
         return _grouped(match.group(), op, model)
     return KernelWork()
 
 
-def _attention(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
+def _attention(part: str, op: Instruction) -> KernelWork:
     """Returns the work of splash attention over the blocks that the mask can allow.
 
     The forward pass computes 2 products over queries and keys. The gradient of the queries takes 3,
@@ -39,9 +39,7 @@ def _attention(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
     (*heads, queries, size), (*_, keys, _), (*_, d_value) = [
         dims for _, dims in _operands(op) if len(dims) > 2
     ][:3]
-    share = 1.0
-    if "/cross_attention" not in op.source:
-        share = allowed_pairs(model, op.source, queries, block_size(queries))
+    share = allowed_share(op.source, block_size(queries))
     # Width d_head: q k in every kernel, and the gradient of q or k. Width d_value: w v or the
     # gradient of w, and in dkv the gradient of v.
     by_keys, by_values = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}[part]

@@ -18,7 +18,6 @@ from flax.core import FrozenDict
 from transformer.checks import Choice
 from transformer.config import Experiment, MeshConfig
 from transformer.model.config import ModelConfig
-from transformer.model.masks import PAIRS
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.step import batch_sums
@@ -34,38 +33,25 @@ def model_flops(config: Experiment, batch: dict, params) -> float:
     with use(cpu_mesh):
         forward = lambda params, batch: batch_sums(model, params, batch, config, cpu_mesh)
         traced = jax.make_jaxpr(forward)(shapes(params), shapes(batch))
-    data = config.data
-    lengths = {"encoder": data.length, "decoder": data.length}
-    if config.model.is_encoder_decoder:
-        lengths["decoder"] = data.decoder_length
-    total = 0.0
-    for flops, scope in products(traced.jaxpr):
-        if PAIRS in scope.split("/") and "/cross_attention/" not in scope:
-            flops *= allowed_pairs(config.model, scope, lengths[_side(scope)])
-        total += flops
-    return 3 * total
+    return 3 * sum(flops * allowed_share(scope) for flops, scope in products(traced.jaxpr))
 
 
-def allowed_pairs(model: ModelConfig, scope: str, length: int, block: int = 1) -> float:
-    """Returns the share of pairs of positions that the mask of self-attention can allow.
+def allowed_share(scope: str, block: int = 1) -> float:
+    """Returns the share of pairs of queries and keys that the mask of a product can allow.
 
-    `scope` is the path of modules, which contains the layer. With `block` > 1, counts pairs of
-    blocks of positions between which the mask can allow anything.
+    `scope` is the product's path of name scopes. Outside `masks.pairs`, the share is 1. With
+    `block` > 1, counts pairs of blocks of tokens between which the mask can allow anything.
     """
-    side = _side(scope)
-    number = re.search(r"/layers?_(\d+)/", scope)
-    window = model.layers(side)[int(number[1]) if number else 0].window
-    length //= block
-    positions = np.arange(length)
-    window = -(-(window - 1) // block) + 1 if window else length
-    causal = side == "decoder" and model.causal and not model.prefix_lm
+    match = re.search(r"/pairs\.(\d+)\.(\d+)\.([01])\.(\d+)(?=/|$)", scope)
+    queries, keys, causal, window = map(int, match.groups()) if match else (1, 1, 0, 0)
+    if not causal and not window:
+        return 1.0
+    queries, keys = queries // block, keys // block
+    window = -(-(window - 1) // block) + 1 if window else max(queries, keys)
+    positions = np.arange(queries) + keys - queries  # those of the queries are the last ones
     first = np.maximum(positions - window + 1, 0)
-    last = positions if causal else np.minimum(positions + window - 1, length - 1)
-    return float(np.sum(last - first + 1)) / length**2
-
-
-def _side(scope: str) -> str:
-    return "encoder" if "/encoder/" in scope else "decoder"
+    last = positions if causal else np.minimum(positions + window - 1, keys - 1)
+    return float(np.sum(last - first + 1)) / (queries * keys)
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:

@@ -56,7 +56,7 @@ def remedies(plan: Plan) -> list[str]:
                 f"optimizer and gradients over {mesh['data']} times as many devices, "
                 f"{format_bytes(needed / mesh['data'])} instead of {format_bytes(needed)} each"
             )
-        if config.optimizer.name == "adamw":
+        if config.optimizer.rule.name == "adamw":
             changes.append(
                 "optimizer.name=adafactor: avoids AdamW's two moments, which saves about "
                 f"{format_bytes(2 * parameters)} per device"
@@ -110,7 +110,7 @@ def page(plan: Plan) -> str:
             else []
         ),
         f"model       {plan.parameters:,} parameters, "
-        f"{human_count(plan.model_flops / plan.tokens)}FLOP per token in training",
+        f"{human_count(plan.model_flops / plan.tokens)} FLOPs per token in training",
         f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are "
         f"{human_count(plan.tokens * config.train.steps)} tokens",
     ]

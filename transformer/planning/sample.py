@@ -19,9 +19,9 @@ from transformer.parallel.sharding import BATCH
 def batch_shapes(config: Experiment, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of a training batch of full length, sharded over the mesh."""
     data, sharding = config.data, NamedSharding(mesh, BATCH)
-    rows = config.objective.rows(_SyntheticStore(config), "train", config)
+    sequences = config.objective.sequences(_SyntheticStore(config), "train", config)
     sample = assemble(
-        [rows.segments(0, lambda: np.random.default_rng(0))], data.length, data.decoder_length
+        [sequences.segments(0, lambda: np.random.default_rng(0))], data.length, data.decoder_length
     )
     shape = lambda x: jax.ShapeDtypeStruct(
         (data.batch_size, *x.shape[1:]), x.dtype, sharding=sharding

@@ -181,11 +181,8 @@ def _num_parameters(config: Experiment) -> float:
 
 
 def _state_bytes(config: Experiment, size: float) -> float:
-    """Returns the bytes of parameters, gradients, optimizer moments and the moving average.
-
-    AdamW has two moments and Lion one. No moments are counted for other optimizers.
-    """
-    moments = {"adamw": 2, "lion": 1}.get(config.optimizer.name, 0) + bool(config.train.ema_decay)
+    """Returns the bytes of parameters, gradients, optimizer moments and the moving average."""
+    moments = config.optimizer.rule.moments + bool(config.train.ema_decay)
     return size * (4 if config.model.param_dtype == "float32" else 2) * (2 + moments)
 
 

@@ -61,20 +61,20 @@ class Record:
         return content | {"sha256": _sha256(content)}
 
     @classmethod
-    def from_json(cls, given: Any, step: int) -> "Record":
+    def from_json(cls, parsed: Any, step: int) -> "Record":
         """Parses the record of the checkpoint of that step.
 
         Raises Damaged if it differs from what was saved, and UserError if another version wrote it.
         """
-        if isinstance(given, dict) and "data_step" in given:
+        if isinstance(parsed, dict) and "data_step" in parsed:
             raise UserError(
                 f"version 0.1 of this package wrote the checkpoint of step {step:,}; train again, "
                 "or read it with that version"
             )
-        if not isinstance(given, dict) or "sha256" not in given:
+        if not isinstance(parsed, dict) or "sha256" not in parsed:
             raise Damaged("its record is incomplete")
-        content = {key: value for key, value in given.items() if key != "sha256"}
-        if given["sha256"] != _sha256(content):
+        content = {key: value for key, value in parsed.items() if key != "sha256"}
+        if parsed["sha256"] != _sha256(content):
             raise Damaged("its record has changed since it was saved")
         if content.pop("format") != FORMAT:
             raise UserError(

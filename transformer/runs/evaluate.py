@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from transformer.config import Experiment
 from transformer.data.pipeline import Data, open_data
-from transformer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from transformer.data.tokenizer import Tokenizer, load_tokenizer
 from transformer.decoding.generate import Generator
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
@@ -30,7 +30,7 @@ from transformer.parallel.sharding import Share
 from transformer.runs.checkpoint import Checkpoints
 from transformer.runs.fits import check_divisibility
 from transformer.runs.metrics import append_metrics
-from transformer.runs.rundir import is_converted, read_manifest
+from transformer.runs.rundir import is_converted, read_manifest, tokenizer_file
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step
@@ -82,7 +82,7 @@ def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> 
     check_memory(abstract.params, mesh, "parameters")
     item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
-    file = find_tokenizer(workdir)
+    file = tokenizer_file(workdir)
     tokenizer = load_tokenizer(file, config.data.tokenizer) if file else None
     step = checkpoints.steps[-1]
     return LoadedRun(workdir, config, params, placed.params, tokenizer, step, mesh)
@@ -101,7 +101,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     config, workdir = trained.config, trained.workdir
     check_divisibility(config, mesh)
     with process_zero_first("the text to evaluate on"):
-        data = open_data(config, find_tokenizer(workdir))
+        data = open_data(config, tokenizer_file(workdir))
     _check_text(workdir, data, part)
     objective = data.objective
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)

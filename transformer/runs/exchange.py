@@ -141,8 +141,8 @@ def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experi
     """Returns the experiment for the config.json of a converted model."""
     if not model.lm_head and not model.num_labels:  # its objective would require train.init_from
         raise UserError(
-            f"an {model.family} without a head for words or labels cannot be a run; convert a "
-            "model with such a head"
+            f"this {model.family} has no head; a run needs a language-model head or a classifier, "
+            "so convert a model that has one"
         )
     objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[
         model.family

@@ -120,13 +120,13 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
     source = train.init_from
     if missing := sorted(targets.keys() - sources.keys() - new):
         raise UserError(
-            f"train.init_from: {source} has no {_some(missing)}; name in train.init_new what to "
-            "initialize anew"
+            f"train.init_from: {source} has no {_some(missing)}; list these in train.init_new to "
+            "initialize them anew"
         )
     if surplus := sorted(sources.keys() - targets.keys() - dropped):
         raise UserError(
-            f"train.init_from: this model has no parameter {_some(surplus)}; name in "
-            "train.init_drop what to drop"
+            f"train.init_from: this model has no parameter {_some(surplus)}; list these "
+            "in train.init_drop to ignore them"
         )
     names = set(targets) - new - dropped
     if unset := sorted(dropped & targets.keys() - new):

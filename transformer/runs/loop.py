@@ -101,14 +101,15 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 def _profile(workdir: Path, steps: int, start: int) -> Iterator[Callable[[int], None]]:
     """Traces `steps` steps, after the first 10 of this process, into `workdir/profile`.
 
-    Open the trace with TensorBoard or Perfetto.
+    If the run ends earlier, the trace is shorter. Open it with TensorBoard or Perfetto.
     """
-    first = start + 10
+    first, tracing = start + 10, contextlib.ExitStack()
 
     def after_step(step: int) -> None:
         if steps and step == first:
-            jax.profiler.start_trace(str(workdir / "profile"))
+            tracing.enter_context(jax.profiler.trace(str(workdir / "profile")))
         if steps and step == first + steps:
-            jax.profiler.stop_trace()
+            tracing.close()
 
-    yield after_step
+    with tracing:
+        yield after_step

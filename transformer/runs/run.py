@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data, open_data
-from transformer.data.tokenizer import find_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.loss import evaluate_loss
 from transformer.evaluation.measure import measure
@@ -262,7 +261,7 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
 def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
     """Step 2: reads and tokenizes the data, with the run's own tokenizer if it resumes."""
     with process_zero_first("data"):
-        tokenizer = find_tokenizer(workdir) if rundir.has_checkpoint(workdir) else None
+        tokenizer = rundir.tokenizer_file(workdir) if rundir.has_checkpoint(workdir) else None
         data = open_data(config, tokenizer)
     text = Text(data, *(data.batches(part, share.rows) for part in ("train", "valid")))
     agree(

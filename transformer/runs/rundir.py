@@ -6,9 +6,11 @@ samples.txt, loss.png.
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,9 +22,9 @@ from jax.sharding import Mesh
 from transformer import plugins
 from transformer.claims import Claim, holding
 from transformer.config import Experiment
-from transformer.data.tokenizer import FILES, Tokenizer
+from transformer.data.tokenizer import FILES, Tokenizer, find_tokenizer
 from transformer.errors import UserError
-from transformer.files import read_json, write_atomic
+from transformer.files import read_bytes, read_json, write_atomic
 from transformer.mapping import from_mapping, to_mapping
 from transformer.model.special_tokens import SPECIAL_TOKENS
 from transformer.parallel.processes import is_first, max_over_processes
@@ -35,6 +37,7 @@ OUTPUT_FIELDS = (
     "train.tensorboard",
     "train.wandb",
     "train.profile",
+    "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.strict_checkpoints",
 )
@@ -48,6 +51,7 @@ RESUME_FIELDS = (
     "model.pipeline_rounds",
     "model.pipeline_microbatches",
     "model.remat",
+    "train.accumulate",
     # The tokenizer determines the special tokens. The config must agree with it.
     *(f"model.{field}" for field in SPECIAL_TOKENS),
     "data.eval_overlap",
@@ -56,8 +60,9 @@ RESUME_FIELDS = (
 )
 """Fields that may change when a run resumes.
 
-They do not affect the results of training, except for rounding and, if layers change between
-scanned and unrolled, the dropout masks.
+They do not affect the results of training, except for rounding, for the dropout masks if
+`scan_layers` or `accumulate` changes, and for the capacity of experts if the batch is split into
+other parts (`accumulate`, `pipeline_microbatches`).
 """
 
 
@@ -135,7 +140,7 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
 
 def check_folder(workdir: Path) -> None:
     """Raises UserError if `workdir` cannot be a run directory."""
-    if "://" in str(workdir) or str(workdir).startswith("gs:/"):
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):  # Path turns :// into :/
         raise UserError(
             f"--workdir: {workdir} is not a local folder; choose a local one for the run (data may "
             "be on gs://)"
@@ -182,6 +187,19 @@ def read_manifest(workdir: Path) -> dict:
     return manifest
 
 
+def tokenizer_file(workdir: Path) -> Path | None:
+    """Returns the run's tokenizer, if it has one. Raises UserError if the file has changed."""
+    file, manifest = find_tokenizer(workdir), workdir / "manifest.json"
+    if file is None or not manifest.exists():
+        return file
+    recorded = read_manifest(workdir).get("tokenizer_sha256")
+    if recorded not in (None, hashlib.sha256(read_bytes(file)).hexdigest()):
+        raise UserError(
+            f"{file}: damaged or replaced; it is not the tokenizer with which this run was trained"
+        )
+    return file
+
+
 def has_checkpoint(workdir: Path) -> bool:
     """Returns whether the directory holds a checkpoint."""
     return any((workdir / "checkpoints").glob("[0-9]*"))
@@ -190,6 +208,7 @@ def has_checkpoint(workdir: Path) -> bool:
 def load_config(workdir: Path) -> Experiment:
     """Loads the experiment of a run directory."""
     file = Path(workdir) / "config.json"
+    check_folder(Path(workdir))
     if not file.exists():
         raise UserError(
             f"--workdir: no run in {workdir} (no config.json); train one: python -m transformer "
@@ -258,6 +277,7 @@ def record_start(
         for name in FILES.values():  # from an earlier start with another config
             (workdir / name).unlink(missing_ok=True)
         write_atomic(workdir / tokenizer.name, tokenizer.content)
+        manifest["tokenizer_sha256"] = tokenizer.sha256
     file = workdir / "manifest.json"
     previous = read_manifest(workdir) if file.exists() else {}
     earlier = (

@@ -124,6 +124,7 @@ def _advice(config: Experiment, data: Data) -> list[str]:
         )
     if not config.train.checkpoint_every:
         notes.append(
-            "no checkpoint before the end or a stop; set train.checkpoint_every to save more often"
+            "a checkpoint is saved only when the run ends or is stopped; to save more often, set "
+            "train.checkpoint_every"
         )
     return notes

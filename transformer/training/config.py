@@ -3,18 +3,27 @@
 import dataclasses
 from typing import Protocol
 
-from transformer.checks import Choice, Effect, at_least, in_unit_interval, one_of, positive, strict
+from transformer.checks import (
+    Choice,
+    Effect,
+    at_least,
+    at_most,
+    in_unit_interval,
+    one_of,
+    positive,
+    strict,
+)
 from transformer.data.config import Task
 from transformer.data.objectives.base import Objective
 from transformer.errors import UserError
 from transformer.parallel.config import MeshConfig
-from transformer.training.optimizers import OPTIMIZERS
+from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 
 def _of_optimizers(field: str) -> Effect:
     """Returns the effect of a field that only some optimizers read."""
     names = [repr(name) for name, cls in OPTIMIZERS.items() if field in cls.fields]
-    reads = lambda c: field in OPTIMIZERS[c.name].fields
+    reads = lambda c: field in c.rule.fields
     return Effect((field,), f"optimizer.name={' or '.join(names)}", reads)
 
 
@@ -34,7 +43,7 @@ _OPTIMIZER_EFFECTS = (
 class OptimizerConfig:
     """The update rule and its learning rate, which depends only on the step."""
 
-    name: str = "adamw"  # adamw | adafactor | lion | sgd
+    name: Choice = "adamw"  # adamw | adafactor | lion | sgd, or dict(name=..., options)
     learning_rate: float = 1e-3  # peak learning rate
     schedule: str = "cosine"  # inverse_sqrt | cosine | linear | wsd | constant
     warmup_steps: int = 1000  # steps of linear warm-up from 0
@@ -48,7 +57,7 @@ class OptimizerConfig:
     clip_norm: float = 0.0  # maximum global norm of the gradient; 0: off
 
     def __post_init__(self):
-        one_of("optimizer.name", self.name, OPTIMIZERS)
+        OPTIMIZERS.build(self.name)
         one_of(
             "optimizer.schedule",
             self.schedule,
@@ -65,6 +74,7 @@ class OptimizerConfig:
         )
         if not 0 <= self.final_fraction <= 1:
             raise UserError(f"optimizer.final_fraction: {self.final_fraction} must lie in [0, 1]")
+        at_most("optimizer", self, 10**9, clip_norm="above it, no gradient is clipped")
         positive("optimizer", self, "epsilon")
         in_unit_interval("optimizer", self, "b1", "b2", "momentum")
         if not 0 < self.decay_fraction <= 1:
@@ -74,6 +84,11 @@ class OptimizerConfig:
                 "optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' divides by it; set it to 1 "
                 "or more"
             )
+
+    @property
+    def rule(self) -> Optimizer:
+        """The optimizer that `name` selects, with its options."""
+        return OPTIMIZERS.build(self.name)
 
 
 _TRAIN_EFFECTS = (

@@ -9,7 +9,6 @@ import optax
 
 from transformer.checks import is_zero
 from transformer.training.config import OptimizerConfig
-from transformer.training.optimizers import OPTIMIZERS
 
 Number = float | jax.Array
 """A hyperparameter. It is traced if it differs between runs of one program (lab/together.py)."""
@@ -70,7 +69,7 @@ def build_optimizer(
     """
     rate = schedule(config, steps, learning_rate)
     weight_decay = config.weight_decay if weight_decay is None else weight_decay
-    direction = OPTIMIZERS[config.name]().direction(config)
+    direction = config.rule.direction(config)
     decays = not is_zero(weight_decay)
     decay = optax.add_decayed_weights(weight_decay, decayed) if decays else optax.identity()
     rule = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))

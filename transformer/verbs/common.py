@@ -11,6 +11,8 @@ def folder(text: str) -> Path:
     """Parses an argument that names a folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("empty; name a folder")
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a local folder; mount the bucket")
     return Path(text)
 
 

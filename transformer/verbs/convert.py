@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from transformer.errors import UserError
+from transformer.files import read_json
 from transformer.verbs.common import folder, open_run
 
 ABOUT = "convert Hugging Face weights to a run directory, and back"
@@ -49,11 +50,9 @@ def run(args, overrides) -> int:
         from transformer.runs.exchange import to_hf
 
         to_hf(args.workdir, args.to, config, mesh, args.family)
-        print(
-            f"{args.to}: written; "
-            f"load it with transformers.AutoModel.from_pretrained({str(args.to)!r})",
-            file=sys.stderr,
-        )
+        (name,) = read_json(args.to / "config.json")["architectures"]
+        load = f"transformers.{name}.from_pretrained({str(args.to)!r})"
+        print(f"{args.to}: written; load it with {load}", file=sys.stderr)
         return 0
     if args.family:
         raise UserError("--family: applies to --to only; leave it out (--from reads config.json)")

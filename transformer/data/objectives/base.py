@@ -63,13 +63,13 @@ class Segment:
         return out if self.token_types is None else out | {"token_types": self.token_types}
 
 
-class Rows(Protocol):
+class Sequences(Protocol):
     """The sequences of a split. `lengths[i]` is the length that sequence i needs."""
 
     lengths: np.ndarray
     report: dict[str, int]  # description -> number of texts or parts dropped or cut
 
-    def segments(self, row: int, draw: Draw) -> Sequence[Segment]: ...
+    def segments(self, index: int, draw: Draw) -> Sequence[Segment]: ...
 
 
 class Loss(Protocol):
@@ -146,7 +146,7 @@ class Objective:
         """Why the task does not support this objective, in one line; None if it does."""
         return None
 
-    def rows(self, store: Store, part: str, task: Task) -> Rows:
+    def sequences(self, store: Store, part: str, task: Task) -> Sequences:
         """Assigns the texts of a split to sequences."""
         raise NotImplementedError
 
@@ -183,29 +183,29 @@ def parts(texts: Texts, most: int) -> tuple[np.ndarray, np.ndarray]:
     return starts, np.minimum(starts + most, np.repeat(ends, counts))
 
 
-def pack(
-    sizes: Sequence[np.ndarray], rooms: Sequence[int], open_rows: int = 16
-) -> list[np.ndarray]:
+def pack(sizes: Sequence[np.ndarray], rooms: Sequence[int], num_open: int = 16) -> list[np.ndarray]:
     """Packs examples into sequences: first fit over a few open ones, in a fixed random order.
 
     `sizes` and `rooms` have one entry for each side of a sequence (encoder, decoder). In each side,
-    the sizes of the examples in a sequence add up to at most its room. At most `open_rows`
+    the sizes of the examples in a sequence add up to at most its room. At most `num_open`
     sequences are open at once. Returns the indices of the examples in each sequence.
     """
     order = np.random.Generator(np.random.Philox(0)).permutation(len(sizes[0]))
     needs = np.stack(sizes, axis=1)[order].tolist()
     full: list[tuple[list[int], list[int]]] = []  # ([room left in each side], members)
-    rows: list[tuple[list[int], list[int]]] = []  # open sequences
+    sequences: list[tuple[list[int], list[int]]] = []  # the open ones
     for i, need in zip(order.tolist(), needs, strict=True):
-        row = next((row for row in rows if all(map(operator.le, need, row[0]))), None)
-        if row is None:
-            if len(rows) == open_rows:  # close the fullest
-                full.append(rows.pop(min(range(open_rows), key=lambda r: min(rows[r][0]))))
-            row = list(rooms), []
-            rows.append(row)
-        row[0][:] = map(operator.sub, row[0], need)
-        row[1].append(i)
-    return [np.asarray(members) for _, members in full + rows]
+        sequence = next(
+            (sequence for sequence in sequences if all(map(operator.le, need, sequence[0]))), None
+        )
+        if sequence is None:
+            if len(sequences) == num_open:  # close the fullest
+                full.append(sequences.pop(min(range(num_open), key=lambda s: min(sequences[s][0]))))
+            sequence = list(rooms), []
+            sequences.append(sequence)
+        sequence[0][:] = map(operator.sub, sequence[0], need)
+        sequence[1].append(i)
+    return [np.asarray(members) for _, members in full + sequences]
 
 
 def shifted(start: int, targets: np.ndarray) -> np.ndarray:
@@ -213,8 +213,8 @@ def shifted(start: int, targets: np.ndarray) -> np.ndarray:
     return np.concatenate([[start], targets[:-1]]).astype(np.int32)
 
 
-def continued(start: int, given: np.ndarray, asked: np.ndarray) -> Segment:
-    """A segment in which a decoder-only model reads `given` as a prefix and predicts `asked`."""
-    targets = np.concatenate([given, asked]).astype(np.int32)
-    weights = (np.arange(len(targets)) >= len(given)).astype(np.float32)
-    return Segment(shifted(start, targets), targets, weights=weights, prefix=len(given) + 1)
+def continued(start: int, prefix_ids: np.ndarray, target_ids: np.ndarray) -> Segment:
+    """A segment in which a decoder-only model reads `prefix_ids` and predicts `target_ids`."""
+    targets = np.concatenate([prefix_ids, target_ids]).astype(np.int32)
+    weights = (np.arange(len(targets)) >= len(prefix_ids)).astype(np.float32)
+    return Segment(shifted(start, targets), targets, weights=weights, prefix=len(prefix_ids) + 1)

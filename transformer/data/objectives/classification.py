@@ -15,8 +15,8 @@ class _Labels(Objective):
     never_splits: ClassVar = True
     generates_text: ClassVar = False
 
-    def rows(self, store, part, task):
-        return _LabeledRows(store, part, task.data, whole=self.columns[-1] == "label")
+    def sequences(self, store, part, task):
+        return _LabeledSequences(store, part, task.data, whole=self.columns[-1] == "label")
 
 
 @register("classification")
@@ -71,7 +71,7 @@ def _check_unpacked(task) -> str | None:
     return None
 
 
-class _LabeledRows:
+class _LabeledSequences:
     def __init__(self, store, part: str, data, whole: bool):
         self._texts, self._labels, self._tokenizer = (
             store.texts(part, 0),
@@ -87,11 +87,13 @@ class _LabeledRows:
             if long.any()
             else {}
         )
-        self._rows = np.flatnonzero(~long) if data.too_long == "drop" else np.arange(len(lengths))
-        self.lengths = np.minimum(lengths[self._rows], self._room) + 1
+        self._members = (
+            np.flatnonzero(~long) if data.too_long == "drop" else np.arange(len(lengths))
+        )
+        self.lengths = np.minimum(lengths[self._members], self._room) + 1
 
-    def segments(self, row: int, draw: Draw) -> list[Segment]:
-        i, tokenizer = self._rows[row], self._tokenizer
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
+        i, tokenizer = self._members[index], self._tokenizer
         ids = np.array(self._texts[i][: self._room], np.int32)
         ids[-1] = tokenizer.eos
         inputs = np.concatenate([[tokenizer.bos], ids]).astype(np.int32)

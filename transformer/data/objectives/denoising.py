@@ -17,7 +17,7 @@ class Denoiser(NamedTuple):
 
     rate: float
     mean_length: float = 0.0
-    sign: int = -1  # index of the mode token that precedes the inputs; -1: none
+    mode_token: int = -1  # index of the mode token that precedes the inputs; -1: none
 
     def counts(self, tokens: int) -> tuple[int, int]:
         """(removed tokens, spans) of a piece. At least one token is removed, and never all."""
@@ -28,7 +28,7 @@ class Denoiser(NamedTuple):
     def needs(self, tokens: int) -> tuple[int, int]:
         """(input length, target length) of a piece, with sentinels, eos and mode token."""
         noise, spans = self.counts(tokens)
-        inputs = tokens - noise + (self.sign >= 0)
+        inputs = tokens - noise + (self.mode_token >= 0)
         return (inputs + spans + 1, noise + spans + 1) if self.mean_length else (inputs, noise)
 
     def split(
@@ -124,7 +124,7 @@ class _Denoising(Objective):
             size -= 1
         return size
 
-    def rows(self, store, part, task):
+    def sequences(self, store, part, task):
         return _Pieces(self, store, part, task)
 
 
@@ -136,8 +136,8 @@ class _Pieces:
         count = len(self._ids) // self._size + (len(self._ids) % self._size >= 2)
         self.lengths = np.full(count, task.data.length)
 
-    def segments(self, row: int, draw: Draw) -> list[Segment]:
-        ids = np.asarray(self._ids[row * self._size : (row + 1) * self._size], np.int32)
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
+        ids = np.asarray(self._ids[index * self._size : (index + 1) * self._size], np.int32)
         generator, tokenizer, denoisers = draw(), self._tokenizer, self._objective.denoisers
         denoiser = (
             denoisers[generator.integers(len(denoisers))] if len(denoisers) > 1 else denoisers[0]
@@ -145,8 +145,8 @@ class _Pieces:
         inputs, targets = denoiser.split(
             ids, self._objective.first_sentinel(tokenizer), tokenizer.eos, generator
         )
-        if denoiser.sign >= 0:
-            inputs = np.concatenate([[tokenizer.vocab_size + denoiser.sign], inputs])
+        if denoiser.mode_token >= 0:
+            inputs = np.concatenate([[tokenizer.vocab_size + denoiser.mode_token], inputs])
         inputs, targets = inputs.astype(np.int32), targets.astype(np.int32)
         if self._alone:
             return [continued(tokenizer.bos, inputs, targets)]
@@ -209,4 +209,4 @@ class UL2(_Denoising):
             (0.15, 64.0, x),
             (0.5, 64.0, x),
         ]
-        return (*(Denoiser(*options) for options in spans), Denoiser(0.25, sign=s))
+        return (*(Denoiser(*options) for options in spans), Denoiser(0.25, mode_token=s))

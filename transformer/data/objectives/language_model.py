@@ -33,14 +33,14 @@ class CausalLM(Objective):
     families: ClassVar = ("decoder",)
     scores_every_token: ClassVar = True
 
-    def rows(self, store, part, task):
+    def sequences(self, store, part, task):
         data = task.data
-        return _LMRows(
+        return _LMSequences(
             store, part, data.length, data.packing, 0 if part == "train" else data.eval_overlap
         )
 
 
-class _LMRows:
+class _LMSequences:
     def __init__(self, store, part: str, length: int, packing: bool, overlap: int):
         texts, self._tokenizer = store.texts(part, 0), store.tokenizer
         self._ids, self._ends = texts.ids, np.asarray(texts.ends)
@@ -56,8 +56,8 @@ class _LMRows:
             )
         self.lengths = self._stops - self._reads
 
-    def segments(self, row: int, draw: Draw) -> list[Segment]:
-        read, start, stop = (int(x[row]) for x in (self._reads, self._starts, self._stops))
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
+        read, start, stop = (int(x[index]) for x in (self._reads, self._starts, self._stops))
         text_ends = self._ends[
             np.searchsorted(self._ends, read, "right") : np.searchsorted(self._ends, stop, "left")
         ]
@@ -90,8 +90,8 @@ class PrefixLM(Objective):
     def check(self, task):
         return check_prefix(task)
 
-    def rows(self, store, part, task):
-        return _PrefixRows(store, part, task)
+    def sequences(self, store, part, task):
+        return _PrefixSequences(store, part, task)
 
 
 def check_prefix(task) -> str | None:
@@ -101,7 +101,7 @@ def check_prefix(task) -> str | None:
     return None
 
 
-class _PrefixRows:
+class _PrefixSequences:
     def __init__(self, store, part: str, task):
         texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, task.data
         self._ids, self._alone = texts.ids, task.model.family == "decoder"
@@ -118,8 +118,8 @@ class _PrefixRows:
         )
         self.report = {"parts of one token: dropped": int((~keep).sum())} if not keep.all() else {}
 
-    def segments(self, row: int, draw: Draw) -> list[Segment]:
-        ids = np.asarray(self._ids[self._starts[row] : self._stops[row]], np.int32)
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
+        ids = np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32)
         cut, tokenizer = int(draw().integers(1, len(ids))), self._tokenizer
         if self._alone:
             return [continued(tokenizer.bos, ids[:cut], ids[cut:])]

@@ -78,8 +78,10 @@ class MaskedLM(Objective):
             )
         return None
 
-    def rows(self, store, part, task):
-        return (_SentencePairs if self.next_sentence else _MaskedRows)(self, store, part, task.data)
+    def sequences(self, store, part, task):
+        return (_SentencePairs if self.next_sentence else _MaskedSequences)(
+            self, store, part, task.data
+        )
 
     def corrupt(
         self, ids: np.ndarray, tokenizer, generator: np.random.Generator
@@ -113,21 +115,21 @@ class MaskedLM(Objective):
         return np.flatnonzero(np.isin(word, chosen))
 
 
-class _MaskedRows:
+class _MaskedSequences:
     def __init__(self, objective: MaskedLM, store, part: str, data):
         texts, self._objective, self._tokenizer = store.texts(part, 0), objective, store.tokenizer
         self._ids, self.report = texts.ids, {}
         self._starts, self._stops = parts(texts, data.length - 1)
         sizes = self._stops - self._starts + 1
         if data.packing:
-            self._rows = pack([sizes], [data.length])
-            self.lengths = np.full(len(self._rows), data.length)
+            self._members = pack([sizes], [data.length])
+            self.lengths = np.full(len(self._members), data.length)
         else:
-            self._rows, self.lengths = np.arange(len(sizes))[:, None], sizes
+            self._members, self.lengths = np.arange(len(sizes))[:, None], sizes
 
-    def segments(self, row: int, draw: Draw) -> list[Segment]:
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
         out, generator = [], draw()
-        for i in self._rows[row]:
+        for i in self._members[index]:
             ids = np.concatenate(
                 [[self._tokenizer.bos], self._ids[self._starts[i] : self._stops[i]]]
             ).astype(np.int32)
@@ -156,8 +158,8 @@ class _SentencePairs:
         self.lengths = np.full(len(self._first), data.length)
         self.report = {"texts are too short to form a pair": alone} if alone else {}
 
-    def segments(self, row: int, draw: Draw) -> list[Segment]:
-        generator, first = draw(), int(self._first[row])
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
+        generator, first = draw(), int(self._first[index])
         label, second = int(generator.random() < 0.5), first + 1
         while label and self._text[second] == self._text[first]:
             second = int(generator.integers(len(self._starts)))

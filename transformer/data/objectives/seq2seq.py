@@ -35,7 +35,7 @@ class Seq2Seq(Objective):
     never_splits: ClassVar = True
     has_prefix: ClassVar = True
 
-    def rows(self, store, part, task):
+    def sequences(self, store, part, task):
         return (
             _DecoderPairs(store, part, task)
             if task.model.family == "decoder"
@@ -69,13 +69,13 @@ class _Pairs:
         )
         pairs = np.flatnonzero(~self.long) if data.too_long == "drop" else np.arange(len(self.long))
         sizes = [np.minimum(size[pairs], room) for size, room in zip(sizes, rooms, strict=True)]
-        self.rows = (
+        self.members = (
             [pairs[members] for members in pack(sizes, rooms)] if data.packing else pairs[:, None]
         )
         # A bucket scales the lengths of encoder and decoder sequences by the same factor.
         scaled = [-(-size * data.length // room) for size, room in zip(sizes, rooms, strict=True)]
         self.lengths = (
-            np.full(len(self.rows), data.length) if data.packing else np.max(scaled, axis=0)
+            np.full(len(self.members), data.length) if data.packing else np.max(scaled, axis=0)
         )
 
     def pair(self, number: int, rooms: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -102,8 +102,8 @@ class _EncoderDecoderPairs(_Pairs):
     def rooms(self, data):
         return [data.length, data.decoder_length]
 
-    def segments(self, row: int, draw: Draw) -> list[Segment]:
-        pairs = [self.pair(number, self._rooms) for number in self.rows[row]]
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
+        pairs = [self.pair(number, self._rooms) for number in self.members[index]]
         return [
             Segment(shifted(self._tokenizer.bos, targets), targets, source)
             for source, targets in pairs
@@ -125,9 +125,9 @@ class _DecoderPairs(_Pairs):
     def rooms(self, data):
         return [data.length]
 
-    def segments(self, row: int, draw: Draw) -> list[Segment]:
+    def segments(self, index: int, draw: Draw) -> list[Segment]:
         out = []
-        for number in self.rows[row]:
+        for number in self.members[index]:
             source, targets = self.pair(
                 number, self._halves if self.long[number] else (self._length, self._length)
             )

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from transformer.checks import at_least, plain
+from transformer.checks import at_least
 from transformer.errors import UserError
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
@@ -48,10 +48,10 @@ class Extrapolation(Evaluator):
         if task.model.family != "decoder" or not task.objective.scores_every_token:
             return "requires a decoder that predicts every token (causal_lm)"
         model, longest = task.model, task.data.length * self.times
-        if longest > model.max_length and model.has_position_table:
+        if longest > model.max_length and model.position_table:
             return (
                 f"reads sequences of data.length * times = {longest} tokens, but the table of "
-                f"model.position = {plain(model.position)!r} ends at model.max_length = "
+                f"model.position = {model.position_table!r} ends at model.max_length = "
                 f"{model.max_length}; lower times, or raise model.max_length"
             )
 

@@ -14,7 +14,7 @@ from flax import struct
 
 from transformer.model.activations import soft_cap
 from transformer.model.dropout import keep_mask
-from transformer.model.masks import PAIRS, Mask, Tokens
+from transformer.model.masks import Mask, Tokens, pairs
 from transformer.model.positions import Pair, Position
 
 
@@ -105,7 +105,7 @@ def logits(
     """
     heads, kv_heads = q_BxTxNxH.shape[2], k_BxSxKxH.shape[2]
     q_BxTxKxGxH = q_BxTxNxH.reshape(*q_BxTxNxH.shape[:2], kv_heads, heads // kv_heads, -1)
-    with jax.named_scope(PAIRS):
+    with pairs(inputs.mask, inputs.q_tokens, q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]):
         logits_BxKxGxTxS = inputs.scale * jnp.einsum(
             "BTKGH,BSKH->BKGTS", q_BxTxKxGxH, k_BxSxKxH, preferred_element_type=jnp.float32
         )
@@ -142,7 +142,7 @@ def read(
         weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - inputs.dropout), 0.0)
     weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
     weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
-    with jax.named_scope(PAIRS):
+    with pairs(inputs.mask, inputs.q_tokens, queries, keys):
         out_BxTxKxGxH = jnp.einsum(
             "BKGTS,BSKH->BTKGH", weights_BxKxGxTxS, v_BxSxKxH, preferred_element_type=dtype
         )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from transformer.model.attention_backends.base import Inputs
+from transformer.model.masks import pairs
 from transformer.model.sharding import axis_of, fitting, platform
 
 LANES = 128
@@ -98,7 +99,8 @@ def splash(
         local = jax.shard_map(
             local, in_specs=specs, out_specs=by_heads, axis_names=axes, check_vma=False
         )
-    return local(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, *segments, inputs.sink_N)
+    with pairs(inputs.mask, inputs.q_tokens, q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]):
+        return local(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, *segments, inputs.sink_N)
 
 
 def with_slopes(q_BxTxNxH, k_BxSxKxH, slopes_N, positions_BxS) -> tuple[jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ from transformer.model.cache import Shared, empty_slots, extend
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Linear
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window
-from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, Context, Mixer
+from transformer.model.mixers.base import MIXERS, SHARED_FIELDS, SOURCE_MIXERS, Context, Mixer
 from transformer.model.positions import Position
 from transformer.model.sharding import constrain
 from transformer.model.watch import watched
@@ -53,10 +53,12 @@ class SelfAttention(Mixer):
         )
 
 
+@SOURCE_MIXERS.register("cross_attention")
 class CrossAttention(Mixer):
     """Attention to the source, in a sublayer of its own. The first call creates its state."""
 
     scope = "cross_attention"
+    fields = SelfAttention.fields - {"window"}
     observes = SelfAttention.observes
 
     def build(self, config, side, gain, out_gain):

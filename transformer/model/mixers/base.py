@@ -25,6 +25,9 @@ from transformer.registry import Registry
 
 MIXERS = Registry("model.mixer", __package__)
 
+SOURCE_MIXERS = Registry("model.mixer.source", __package__)
+"""The mixers of the sublayer in which a decoder layer reads the encoder."""
+
 SHARED_FIELDS = (
     "num_heads",
     "num_kv_heads",
@@ -92,8 +95,8 @@ class Mixer:
     """The statistics that the mixer can record (model/watch.py)."""
 
     source: ClassVar[str] = "cross_attention"
-    """How a decoder layer reads the encoder. "cross_attention": in a separate sublayer. "none": not
-    at all. Any other value: inside the mixer. A mixer may make this an option."""
+    """How a decoder layer reads the encoder. A name in SOURCE_MIXERS: in a separate sublayer.
+    "none": not at all. Any other value: inside the mixer. A mixer may make this an option."""
 
     in_order: ClassVar[bool] = False
     """Whether each output is computed from the state after the previous token. Then the tokens of a
@@ -127,8 +130,8 @@ class Mixer:
         scales the last of them. A state wraps the parts that come from the source in `Shared`
         (model/cache.py), because the beams of a sentence share them.
 
-        Products of token pairs, which a mask can exclude, go into `jax.named_scope(masks.PAIRS)`.
-        Only their unmasked share counts as FLOPs (planning/model_flops.py).
+        Products of token pairs, which a mask can exclude, go into the scope `masks.pairs`. Only the
+        share that the mask allows counts as FLOPs (planning/model_flops.py).
         """
         raise NotImplementedError
 

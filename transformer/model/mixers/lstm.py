@@ -18,10 +18,8 @@ from transformer.model.cache import Shared
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Kernel, Linear
 from transformer.model.masks import SAME_SEGMENT, Tokens
-from transformer.model.mixers.base import MIXERS, Context, Mixer
+from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Context, Mixer
 from transformer.model.positions import Position
-
-SOURCES = ("cross_attention", "attention", "last", "none")
 
 
 class LSTMState(NamedTuple):
@@ -66,7 +64,7 @@ class LSTM(Mixer):
     source: str = "cross_attention"
 
     def __post_init__(self):
-        one_of("model.mixer.source", self.source, SOURCES)
+        one_of("model.mixer.source", self.source, (*SOURCE_MIXERS, "attention", "last", "none"))
 
     def check(self, config, side):
         if side == "encoder" and config.d_model % 2:

@@ -74,6 +74,17 @@ class MLA(Mixer):
         """Returns kv_rank and d_rope, with defaults filled in."""
         return self.kv_rank or 4 * config.head_size, self.d_rope or config.head_size // 2
 
+    def check(self, config, side):
+        rope = self.sizes(config)[1]
+        if rope < 1:
+            return "model.mixer.d_rope: 0 defaults to d_head / 2, which is less than 1; set it"
+        if "rotate" in build(config.layer_position).hooks and rope % 2:
+            return (
+                f"model.mixer.d_rope: {rope} must be even, because model.position = "
+                f"{config.layer_position!r} rotates pairs of features"
+            )
+        return None
+
     def facts(self, config, facts):
         return dataclasses.replace(facts, d_head=self.sizes(config)[1])
 

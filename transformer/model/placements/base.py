@@ -1,6 +1,6 @@
 """The parts of the residual formula, which every placement fills in.
 
-    y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )
+    y = out_norm( a * x + g * res_norm( dropout( f( in_norm(x) ) ) ) )
 
 An absent norm is the identity. A placement sets which norms are present, whether the stack ends in
 a norm, how branches are initialized, and a recommended warm-up. A config may change each part.
@@ -31,7 +31,7 @@ class Placement:
     final_norm: bool = False
     residual_scale: float = 1.0  # a; 0 means no residual connection
     branch_gain: float = 1.0  # scales the initial W_V, W_O and both feed-forward matrices
-    gate: bool = False  # a learned scalar for each sublayer, initially 0
+    gate: bool = False  # g is a learned scalar per sublayer, initially 0; without a gate, g = 1
     warmup_hint: int = 0  # warm-up steps without which training is known to fail; 0: none
 
     def __post_init__(self):

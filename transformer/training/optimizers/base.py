@@ -1,5 +1,11 @@
-"""The interface of optimizers. A new optimizer is a class in a file of this package."""
+"""The interface of optimizers. A new optimizer is a class in a file of this package.
 
+The settings that most optimizers share (`b1`, `b2`, `epsilon`, `momentum`, and those of the
+schedule) are fields of OptimizerConfig. Other settings are the fields of the optimizer's dataclass,
+and a config sets them as options: `name=dict(name="adafactor", ...)`.
+"""
+
+import dataclasses
 from typing import Any, ClassVar
 
 import optax
@@ -12,6 +18,7 @@ Config = Any
 """An OptimizerConfig. Its module imports this one, so it cannot be imported here."""
 
 
+@dataclasses.dataclass(frozen=True)
 class Optimizer:
     """The base class of optimizers. Register a subclass with `@OPTIMIZERS.register("name")`."""
 
@@ -20,6 +27,9 @@ class Optimizer:
 
     fields: ClassVar[frozenset[str]] = frozenset()
     """Those of `b1`, `b2`, `epsilon`, `momentum` that it reads. The config rejects the others."""
+
+    moments: ClassVar[int] = 0
+    """The number of arrays in its state that have the shape of the parameters."""
 
     def direction(self, config: Config) -> optax.GradientTransformation:
         """Returns the transformation from gradient to update direction.
