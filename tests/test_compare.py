@@ -25,8 +25,8 @@ def test_verdict_agrees_with_confidence_intervals(tmp_path):
     assert list(judged.rows) == ["a", "b", "c"]
     a, b, c = judged.rows.values()
     assert (
-        b.to_baseline.tells
-        and not c.to_baseline.tells
+        b.to_baseline.is_detectable
+        and not c.to_baseline.is_detectable
         and a.among_best
         and c.among_best
         and not b.among_best
@@ -176,7 +176,9 @@ def test_single_seed_supports_no_conclusion(tmp_path):
         and "worse" not in text
         and "better" not in text
     )
-    assert not any(row.to_baseline and row.to_baseline.tells for row in judged.rows.values())
+    assert not any(
+        row.to_baseline and row.to_baseline.is_detectable for row in judged.rows.values()
+    )
     assert "one seed" in report.markdown(judged) and "there are no intervals" in report.markdown(
         judged
     )

@@ -34,7 +34,7 @@ def test_effect_of_a_field_over_all_settings_of_the_others(tmp_path):
             )
     factors = verdict.judge(results.read([tmp_path])).factors
     wide, thick = factors["model.d_ff"]["wide - narrow"], factors["model.d_model"]["thick - thin"]
-    assert wide.mean.mean == pytest.approx(0.101) and wide.tells and not thick.tells
+    assert wide.mean.mean == pytest.approx(0.101) and wide.is_detectable and not thick.is_detectable
     configs["beside"] = dataclasses.replace(next(iter(configs.values())), seed=7)
     extended = dataclasses.replace(
         sweep, grid=chain(grid, arms(beside={"optimizer.weight_decay": 0.3}))

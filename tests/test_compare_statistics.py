@@ -44,7 +44,7 @@ def test_false_positive_rate_against_the_best_arm_is_bounded(arms):
         values = rng.normal(size=(arms, 3))
         best = values.mean(axis=1).argmin()
         detected += any(
-            versus.tells
+            versus.is_detectable
             for versus in corrected(
                 {
                     n: difference(dict(enumerate(values[n])), dict(enumerate(values[best])))
@@ -73,7 +73,7 @@ def test_holm_controls_the_family_wise_error_rate():
         base = draw()
         detected.append(
             any(
-                versus.tells
+                versus.is_detectable
                 for versus in corrected(
                     {str(i): difference(draw(), base) for i in range(6)}
                 ).values()
@@ -84,14 +84,19 @@ def test_holm_controls_the_family_wise_error_rate():
 
 def test_too_few_or_constant_values_detect_no_difference():
     assert math.isnan(mean([3.0]).low) and mean([]).count == 0
-    assert math.isnan(difference({0: 1.0}, {0: 2.0}).p) and not difference({0: 1.0}, {0: 2.0}).tells
+    assert (
+        math.isnan(difference({0: 1.0}, {0: 2.0}).p)
+        and not difference({0: 1.0}, {0: 2.0}).is_detectable
+    )
     same = {0: 1.0, 1: 2.0}
-    assert difference(same, same).p == 1.0 and not difference(same, same).tells
+    assert difference(same, same).p == 1.0 and not difference(same, same).is_detectable
     # The difference is the same in every seed, exactly or up to rounding: no spread, no evidence.
     for shift in (1.0, 0.1):
         versus = difference({seed: x + shift for seed, x in same.items()}, same)
         assert (
-            math.isnan(versus.p) and not versus.tells and versus.mean.mean == pytest.approx(shift)
+            math.isnan(versus.p)
+            and not versus.is_detectable
+            and versus.mean.mean == pytest.approx(shift)
         )
 
 

@@ -167,7 +167,7 @@ def test_invalid_model_configs_raise(fields, message):
         ({"model": MODEL, "seed": -1}, r"seed: -1 must lie between 0 and"),
         (
             {"model": MODEL, "optimizer": {"learning_rate": float("inf")}},
-            r"optimizer.learning_rate: inf is too large",
+            r"optimizer.learning_rate: inf is not finite",
         ),
         (
             {"model": MODEL, "optimizer": {"epsilon": 0.0}},
@@ -278,6 +278,13 @@ def test_positional_arguments_are_checked():
             r"returns 3; a ConfigDict or a dict is expected",
         ),
         ("x.py", "def get_config():\n    return [1]\n", r"returns \[1\]"),
+        (
+            "x.py",
+            "from ml_collections import ConfigDict\n\n\ndef get_config():\n"
+            "    config = ConfigDict(dict(data=dict(objective='causal_lm')))\n"
+            "    config.data.objective = dict(name='masked_lm')\n",
+            r"x.py:6: TypeError: .*; set 'objective' once, where its section is created",
+        ),
         ("x.txt", "", "neither a Python file nor a config.json"),
         ("x.json", "{", "damaged"),
     ],

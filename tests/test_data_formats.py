@@ -70,7 +70,8 @@ def test_every_format_reads_the_same_pairs(tmp_path):
         ),
         ("a.jsonl", b"oops\n", {"format": "jsonl"}, r"a\.jsonl:1: not a JSON object"),
         ("a.txt", b"one\n", {"format": "text"}, "yields 1 text"),
-        ("a.tsv", b"one\ttwo\nthree\tfour\n", {}, "held_out"),
+        ("a.tsv", b"one\ttwo\nthree\tfour\n", {}, "leave no text for training; set data.valid"),
+        ("a.tsv", b"a\tA\nb\tB\nc\tC\nd\tD\ne\tE\n", {}, "for training; use at most 2, or"),
         ("a.tsv", b"one\ttwo\n", {"format": "paired"}, "two paths separated by a comma"),
         (
             "a.jsonl",

@@ -73,9 +73,13 @@ def test_encoder_decoder_generates_like_pytorch(t5, tmp_path, beams):
         ids = [*trained.tokenizer.encode([source])[0], 1]
         with torch.no_grad():
             out = model.generate(
-                torch.tensor([ids]), max_new_tokens=len(ids) + 8, do_sample=False,
-                num_beams=beams, length_penalty=0.0, bad_words_ids=[[0]],
-            )[0, 1:]  # fmt: skip
+                torch.tensor([ids]),
+                max_new_tokens=len(ids) + 8,
+                do_sample=False,
+                num_beams=beams,
+                length_penalty=0.0,
+                bad_words_ids=[[0]],
+            )[0, 1:]
         assert answer == trained.tokenizer.decode(out.tolist())
     assert all(ours)
 

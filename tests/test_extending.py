@@ -54,8 +54,10 @@ def test_worked_examples_pass_their_tests(tmp_path):
         assert len(commands) > before, page
     result = subprocess.run(
         [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stdout[-2000:]
     assert result.stdout.count("[100%]") == len(commands) == len(PAGES) == 7

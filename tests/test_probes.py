@@ -113,7 +113,7 @@ def test_exact_scores_match_generated_answers(family, tmp_path):
         metrics, exact_shares = json.loads((tmp_path / "test.json").read_text()), []
         for length in (2, 5):
             questions, answers = zip(
-                *probes.Wanted("copy", length, length, 64).draw("probe "), strict=True
+                *probes.TaskSpec("copy", length, length, 64).draw("probe "), strict=True
             )
             written = Generator(config, trained.params, trained.tokenizer)(questions)
             exact_shares.append(np.mean([a == b for a, b in zip(answers, written, strict=True)]))
@@ -164,7 +164,7 @@ def test_held_out_questions_are_not_in_training(task, turned):
 def test_probe_examples_are_not_in_training():
     """The evaluator draws other examples than training does, even for the same path."""
     questions = lambda purpose: {
-        question for question, _ in probes.Wanted("copy", 12, 12, 256).draw(purpose)
+        question for question, _ in probes.TaskSpec("copy", 12, 12, 256).draw(purpose)
     }
     assert len(questions("probe ")) == 256 and questions("") == {
         question for question, _ in probes.parse("copy:12-12:256").draw()

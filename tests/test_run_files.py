@@ -3,6 +3,9 @@
 import errno
 import importlib.util
 import json
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from transformer.config import TokenizerConfig
 from transformer.data.tokenizer import SentencePiece, train_tokenizer
 from transformer.errors import TemporaryError, UserError
 from transformer.mapping import to_mapping
+from transformer.model.positions import SCHEMES
 from transformer.runs.rundir import load_config, read_manifest, tokenizer_file
 from transformer.version import __version__
 
@@ -135,7 +139,8 @@ def test_only_mistakes_exit_with_code_2(error, code, monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_changed_plugin_is_reported(tmp_path):
+def test_changed_plugin_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(SCHEMES, "_classes", dict(SCHEMES))
     code = "import transformer\n\n@transformer.SCHEMES.register('changed_plugin')\n"
     code += "class Changed(transformer.Position):\n    number = {}\n"
 
@@ -151,6 +156,32 @@ def test_changed_plugin_is_reported(tmp_path):
     (tmp_path / "run" / "plugins" / "experiment.py").write_text(code.format(2))
     with pytest.raises(UserError, match=r"experiment.py has changed since it was copied to "):
         plugins.load(tmp_path / "run")
+
+
+def test_entry_point_of_an_installed_package_registers_its_classes(tmp_path, monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "extending" / "index.md").read_text()
+    toml = tomllib.loads(re.search(r"```toml\n(.*?)```", page, re.S)[1])
+    ((group, entries),) = toml["project"]["entry-points"].items()
+    info, package = tmp_path / "my_package-1.0.dist-info", tmp_path / "my_package"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    lines = [f"{name} = {module}\n" for name, module in entries.items()]
+    (info / "entry_points.txt").write_text(f"[{group}]\n" + "".join(lines))
+    package.mkdir()
+    code = "import transformer\n\n@transformer.SCHEMES.register('installed')\n"
+    (package / "schemes.py").write_text(code + "class Installed(transformer.Position):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(SCHEMES, "_classes", dict(SCHEMES))
+    plugins.load_installed.__wrapped__()
+    assert SCHEMES["installed"].__module__ == "my_package.schemes"
+    (package / "schemes.py").write_text("1 / 0")
+    monkeypatch.delitem(sys.modules, "my_package.schemes")
+    with pytest.raises(
+        UserError,
+        match="plugin 'my_package.schemes' of package 'my-package' cannot be imported "
+        r"\(ZeroDivisionError: division by zero\); repair it, or uninstall",
+    ):
+        plugins.load_installed.__wrapped__()
 
 
 def test_damaged_text_files_of_a_run_raise(tmp_path):

@@ -52,6 +52,14 @@ def test_invalid_logical_axes_raise_and_name_the_parameter(names, shape, message
         shardings(boxed(names, shape), mesh)
 
 
+def test_array_without_logical_axes_raises_and_names_the_parameter():
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    array = lambda *shape: {"layer": {"gate": jax.ShapeDtypeStruct(shape, jnp.float32)}}
+    with pytest.raises(UserError, match="layer/gate: a parameter without logical axes; wrap its"):
+        shardings(array(16), mesh)
+    assert not shardings(array(), mesh)["layer"]["gate"].spec  # a number is replicated
+
+
 @pytest.mark.parametrize("family", ["encoder", "decoder", "encoder_decoder"])
 @pytest.mark.parametrize(
     "fields",

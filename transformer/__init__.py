@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformer.sweeps import Sweep, arms, chain, product, scan, vary, zipped
     from transformer.training.optimizer import build_optimizer
     from transformer.training.optimizers import OPTIMIZERS
-    from transformer.training.state import TrainState, init_state
+    from transformer.training.state import TrainState, abstract_state, init_state
     from transformer.training.step import make_train_step
 
 _MODULES = {
@@ -57,7 +57,7 @@ _MODULES = {
     "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "vary", "zipped"),
     "transformer.training.optimizer": ("build_optimizer",),
     "transformer.training.optimizers": ("OPTIMIZERS",),
-    "transformer.training.state": ("TrainState", "init_state"),
+    "transformer.training.state": ("TrainState", "abstract_state", "init_state"),
     "transformer.training.step": ("make_train_step",),
 }
 """Module -> the public names that it defines.
@@ -85,6 +85,7 @@ __all__ = [
     "TrainState",
     "UserError",
     "__version__",
+    "abstract_state",
     "architecture",
     "arms",
     "beam_search",

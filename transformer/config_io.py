@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import re
 import traceback
 import types
 from collections.abc import Iterator, Mapping
@@ -201,7 +202,8 @@ def _errors_in(path: Path) -> Iterator[None]:
             if Path(frame.filename) == path.absolute()
         ]
         line = getattr(e, "lineno", None) or (frames[-1].lineno if frames else 0)
-        raise UserError(
-            f"--config: {path}:{line}: {type(e).__name__}: "
-            f"{str(e).splitlines()[0] if str(e) else ''}"
-        ) from e
+        text = str(e).splitlines()[0] if str(e) else ""
+        # A ConfigDict keeps the type of a field, so a name cannot become a dict with options.
+        if field := re.match(r"Could not override field '(\w+)'", text):
+            text += f"; set {field[1]!r} once, where its section is created"
+        raise UserError(f"--config: {path}:{line}: {type(e).__name__}: {text}") from e

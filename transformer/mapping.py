@@ -85,11 +85,11 @@ def build(cls, tree: dict, overrides: Mapping[str, str]):
     return from_mapping(cls, tree)
 
 
-def override(tree: dict, dotted: str, value, root: type, said: str = "--config.") -> None:
+def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config.") -> None:
     """Sets the field `dotted` in the nested dicts of a config.
 
     A string value is parsed like command-line text. Types are checked when the dataclasses are
-    built. `said` is the prefix of the field in errors. Raises UserError for an unknown field.
+    built. `prefix` is the prefix of the field in errors. Raises UserError for an unknown field.
     """
     cls, *parents, last = root, *dotted.split(".")
     node, path = tree, ""
@@ -104,26 +104,26 @@ def override(tree: dict, dotted: str, value, root: type, said: str = "--config."
         )
         if key not in fields:
             raise UserError(
-                f"{said}{path}: no such field; {way_out(key, fields, root)}"
+                f"{prefix}{path}: no such field; {way_out(key, fields, root)}"
                 if fields
-                else f"{said}{dotted}: {path} has no fields; set the whole list"
+                else f"{prefix}{dotted}: {path} has no fields; set the whole list"
             )
         if cls is Choice and key == "name":
-            raise UserError(f"{said}{dotted}: {path} is a single value without fields")
+            raise UserError(f"{prefix}{dotted}: {path} is a single value without fields")
         default = {} if cls is Choice else {f.name: f.default for f in dataclasses.fields(cls)}[key]
         cls = fields[key]
         if cls is Choice and isinstance(chosen := node.get(key, default), str):
             node[key] = {"name": chosen}  # "rotary" becomes dict(name="rotary", ...)
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
-            raise UserError(f"{said}{dotted}: {path} is a single value without fields")
+            raise UserError(f"{prefix}{dotted}: {path} is a single value without fields")
         path += "."
     fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
     if fields and last not in fields:
-        raise UserError(f"{said}{dotted}: no such field; {way_out(last, fields, root)}")
+        raise UserError(f"{prefix}{dotted}: no such field; {way_out(last, fields, root)}")
     if dataclasses.is_dataclass(fields.get(last)):
         raise UserError(
-            f"{said}{dotted}: a mapping of fields; set one of them: "
+            f"{prefix}{dotted}: a mapping of fields; set one of them: "
             f"{dotted}.{next(iter(typing.get_type_hints(fields[last])))}"
         )
     node[last] = _parse(value, fields.get(last)) if isinstance(value, str) else thaw(value)

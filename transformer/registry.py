@@ -84,3 +84,6 @@ class Registry(Mapping[str, type]):
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def __repr__(self) -> str:
+        return f"<registry of {self._field}: {', '.join(self)}>"

@@ -64,16 +64,16 @@ def unit(metric: str, predicts_tokens: bool = True) -> str:
     return metric_kind.unit if metric_kind else ""
 
 
-def higher_is_better(metric: str, said: bool | None) -> bool:
-    """Returns `said` if it is set, or else the direction that the metric's name implies.
+def higher_is_better(metric: str, declared: bool | None) -> bool:
+    """Returns `declared` if it is set, or else the direction that the metric's name implies.
 
     Raises UserError if neither is known.
     """
     metric_kind = kind(metric)
-    if said is None and metric_kind is None:
+    if declared is None and metric_kind is None:
         raise UserError(
             f"sweep: metric {metric!r}: its direction is unknown; set Sweep(..., "
             "higher_is_better=True) or False, or pass --higher-is-better or --lower-is-better to "
             "compare"
         )
-    return metric_kind.higher if said is None else said
+    return metric_kind.higher if declared is None else declared

@@ -102,7 +102,7 @@ def look_up_task(field: str, name: str) -> Callable[[Draw, int], tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class TaskSpec:
     """The contents of a path: a task, a range of lengths, and a number of examples."""
 
     task: str
@@ -121,7 +121,7 @@ class Wanted:
             yield make(draw, int(draw.integers(self.shortest, self.longest + 1)))
 
 
-def parse(path: str, field: str = "data.train") -> Wanted:
+def parse(path: str, field: str = "data.train") -> TaskSpec:
     """Parses a path. Raises UserError for an invalid one."""
     match = re.fullmatch(r"(\w+):(\d+)-(\d+)(?::(\d+))?", path)
     if not match:
@@ -136,4 +136,4 @@ def parse(path: str, field: str = "data.train") -> Wanted:
             f"{field}: {path!r}: lengths from {shortest} to {longest} must satisfy "
             "1 <= SHORTEST <= LONGEST"
         )
-    return Wanted(match[1], shortest, longest, *([int(match[4])] if match[4] else []))
+    return TaskSpec(match[1], shortest, longest, *([int(match[4])] if match[4] else []))

@@ -31,7 +31,6 @@ from transformer.data.tokenizer import (
 from transformer.errors import UserError
 from transformer.files import disk_errors
 from transformer.mapping import to_mapping
-from transformer.output import count
 
 VERSION = 4
 """A part of every key. Increase it when a change of the code changes the tokens or counts of some
@@ -193,10 +192,11 @@ class _Text:
                 np.int8,
             )
             if components <= 2 * self.held_out:
+                limit = (components - 1) // 2
                 raise UserError(
-                    f"data.held_out: with {count(self.held_out, 'source')} in each of valid and "
-                    f"test, no text is left for training; there are {count(components, 'part')} "
-                    "without common sentences: reduce it, or set data.valid and data.test"
+                    f"data.held_out: {self.held_out:,} sources in each of valid and test leave no "
+                    f"text for training; {f'use at most {limit:,}, or ' if limit else ''}set "
+                    "data.valid and data.test"
                 )
         index = split.SPLITS.index(part)
         in_part = self._assigned == index

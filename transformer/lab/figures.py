@@ -97,7 +97,7 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
             pictures[f"loss_by_{name}"] = (caption, figure)
     for profile in verdict.profiles:
         caption = (
-            f"{profile.said}: mean over seeds with its 95 % interval."
+            f"{profile.caption}: mean over seeds with its 95 % interval."
             f"{subset.format('profiles.csv')}"
         )
         pictures[profile.name] = (caption, _profile(profile, shown, style))
@@ -255,7 +255,7 @@ def _differences(verdict: Verdict, style: Style, label: str) -> Figure:
             color=style[name]["color"],
             marker=style[name]["marker"],
             markersize=6,
-            markerfacecolor=style[name]["color"] if difference.tells else "white",
+            markerfacecolor=style[name]["color"] if difference.is_detectable else "white",
         )
     _arms_down(axes, rows)
     axes.set_xlabel(f"difference in {label}\nfilled: detectable difference from the baseline")

@@ -41,7 +41,7 @@ document.querySelectorAll('section.map').forEach(section => {
   const [L, N, T, S] = map.shape, bytes = Uint8Array.from(atob(map.weights), c => c.charCodeAt(0));
   const at = (l, n, t, s) => bytes[((l * N + n) * T + t) * S + s] / 255;
   const grid = section.querySelector('.heads'), large = section.querySelector('.large canvas');
-  const said = section.querySelector('.said');
+  const caption = section.querySelector('.caption');
   grid.style.gridTemplateColumns = `auto repeat(${N}, minmax(0, 5rem))`;
   const paint = (canvas, l, n) => {
     canvas.width = S; canvas.height = T;
@@ -79,13 +79,14 @@ document.querySelectorAll('section.map').forEach(section => {
     }
     c.strokeStyle = '#ccc'; c.strokeRect(left, top, S * cell, T * cell);
     const head = `layer ${map.layers[l]}, head ${n}`;
-    said.textContent = `${head}. Rows: queries; columns: keys. Hover over a cell for its weight.`;
+    caption.textContent =
+      `${head}. Rows: queries; columns: keys. Hover over a cell for its weight.`;
     large.onmousemove = e => {
       const s = Math.floor((e.offsetX - left) / cell), t = Math.floor((e.offsetY - top) / cell);
       if (s >= 0 && s < S && t >= 0 && t < T) {
         const query = piece(map.queries[t]), key = piece(map.keys[s]);
         const weight = at(l, n, t, s).toFixed(2);
-        said.textContent = `${head}: ${query} attends to ${key} with weight ${weight}`;
+        caption.textContent = `${head}: ${query} attends to ${key} with weight ${weight}`;
       }
     };
   };
@@ -228,7 +229,7 @@ def _map(attention: Map) -> str:
     ).replace("<", "\\u003c")
     return (
         f"<section class=map><script type=application/json>{data}</script><div class=heads></div>"
-        "<p class='said note'>This figure needs JavaScript.</p>"
+        "<p class='caption note'>This figure needs JavaScript.</p>"
         "<div class=large><canvas></canvas></div></section>"
     )
 

@@ -49,7 +49,7 @@ class Table:
     def __init__(self, study: Study, stream):
         self._study, self._stream, self._live = study, stream, stream.isatty()
         self._began, self._shown, self._last, self._kinds = time.monotonic(), 0, 0.0, {}
-        self._said, self._first = self._began, None
+        self._printed, self._first = self._began, None
         self._started: dict[str, float] = {}  # when a run was first seen starting
 
     def show(self, last: bool = False) -> None:
@@ -77,8 +77,8 @@ class Table:
                     )
                     self._stream.write(f"{name}  {line}\n")
                 self._kinds[name] = status.kind
-            if time.monotonic() - self._said > 60 and not last:
-                self._said = time.monotonic()
+            if time.monotonic() - self._printed > 60 and not last:
+                self._printed = time.monotonic()
                 running = [
                     f"{name} {cell(status, self._steps(name))}"
                     for name, status in statuses.items()

@@ -17,7 +17,7 @@ class Profile:
     """A metric as a function of a length, layer or position: means over seeds for each arm."""
 
     name: str
-    said: str  # the caption
+    caption: str
     x_label: str
     y_label: str
     log: str  # the axes with a logarithmic scale: "x", "y", "xy", ""

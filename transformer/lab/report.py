@@ -95,7 +95,7 @@ def markdown(verdict: Verdict) -> str:
         lines += [*_rows(rows), ""]
     lines += [NOTE, "", *_rows(arms_table(results)), ""]
     for profile in verdict.profiles:
-        lines += [f"{profile.said} ({profile.y_label}):", "", *_rows(profile_table(profile)), ""]
+        lines += [f"{profile.caption} ({profile.y_label}):", "", *_rows(profile_table(profile)), ""]
     if results.left_out:
         lines += ["Left out or damaged:", "", *(f"- {line}" for line in results.left_out), ""]
     lines += [

@@ -47,7 +47,7 @@ class Difference:
     p: float
 
     @property
-    def tells(self) -> bool:
+    def is_detectable(self) -> bool:
         """Whether there is a detectable difference, by both the interval and p."""
         return self.p < 1 - LEVEL and not self.mean.low <= 0 <= self.mean.high
 

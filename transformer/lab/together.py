@@ -70,7 +70,7 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
         locked(workdirs),
     ):
         runs = [
-            begin(c, w, mesh, together=len(configs), speaks=n == 0)
+            begin(c, w, mesh, together=len(configs), prints=n == 0)
             for n, (c, w) in enumerate(zip(configs, workdirs, strict=True))
         ]
         if len({run.step for run in runs}) > 1:

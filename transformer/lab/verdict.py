@@ -126,7 +126,7 @@ def _alike(versus: Difference) -> bool:
 
     False if the difference is nonzero and the same in every seed, in which case p is NaN.
     """
-    return not versus.tells and not (versus.mean.count > 1 and math.isnan(versus.p))
+    return not versus.is_detectable and not (versus.mean.count > 1 and math.isnan(versus.p))
 
 
 def validated(results: Results) -> str:
@@ -288,7 +288,7 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
                 f"{versus.mean.count} seeds, which leaves no spread for a t-test"
             )
             untested.setdefault(reason, []).append(name)
-        elif versus.tells:
+        elif versus.is_detectable:
             better = (versus.mean.mean < 0) != sweep.higher_is_better
             lines.append(
                 f"{name} is {'better' if better else 'worse'} than {base} by "
@@ -339,13 +339,15 @@ def _of_undetected(undetected: Mapping[str, Difference], base: str, correction: 
 
 def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
     """Returns a sentence for each effect of a field, averaged over the other fields."""
-    lines = []
+    lines, effects = [], [effect for by_pair in factors.values() for effect in by_pair.values()]
+    tested = sum(not math.isnan(effect.p) for effect in effects)
+    correction = f", Holm-corrected for {tested} comparisons" if tested > 1 else ""
     for field, effects in factors.items():
         for pair, effect in effects.items():
             if effect.mean.count >= 2:
                 remark = (
                     ""
-                    if effect.tells
+                    if effect.is_detectable
                     else "; the same in every seed, so no conclusion is drawn"
                     if math.isnan(effect.p)
                     else "; no detectable difference from zero"
@@ -353,7 +355,8 @@ def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
                 lines.append(
                     f"Effect of {field.rpartition('.')[2]} ({pair}), averaged over the other "
                     f"fields: {signed(effect.mean.mean, effect.mean.half)} "
-                    f"[{spell_range(effect.mean)}] (95 % interval), {p_value(effect.p)}{remark}."
+                    f"[{spell_range(effect.mean)}] (95 % interval), {p_value(effect.p)}"
+                    f"{'' if math.isnan(effect.p) else correction}{remark}."
                 )
     return lines
 

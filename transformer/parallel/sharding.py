@@ -120,13 +120,19 @@ def path_name(path) -> str:
 def shardings(abstract_boxed, mesh: Mesh):
     """Returns a NamedSharding for every leaf of a boxed abstract tree.
 
-    Raises UserError, with the parameter's name, for a logical name that is not in the table, for
-    two dimensions on one mesh axis, and for a dimension that is not divisible by its devices.
+    Raises UserError, with the parameter's name, for an array without logical names, for a logical
+    name that is not in the table, for two dimensions on one mesh axis, and for a dimension that is
+    not divisible by its devices.
     """
     table = dict(RULES)
 
     def sharding_of(path, leaf):
         if not _is_box(leaf):
+            if leaf.size > 1:
+                raise UserError(
+                    f"{path_name(path)}: a parameter without logical axes; wrap its initializer in "
+                    "nn.with_logical_partitioning(initializer, names)"
+                )
             return NamedSharding(mesh, P())
         names, shape = leaf.names, leaf.value.shape
         # A small optimizer statistic whose dimensions are not its parameter's (Adafactor)

@@ -56,6 +56,9 @@ class LoadedRun:
     step: int
     mesh: Mesh
 
+    def __repr__(self) -> str:
+        return f"LoadedRun({str(self.workdir)!r}, step={self.step})"
+
     @property
     def model(self) -> nn.Module:
         """The model, whose `apply` takes `params`."""

@@ -184,17 +184,17 @@ def begin(
     mesh: Mesh,
     *,
     together: int = 1,
-    speaks: bool = True,
+    prints: bool = True,
     verbose: bool = False,
 ) -> Run:
     """Prepares everything that a run needs before its first step.
 
-    `together` is the number of runs that are trained as one program. Only one of them `speaks`,
+    `together` is the number of runs that are trained as one program. Only one of them `prints`,
     that is, prints progress. With `verbose`, it prints more details before the first step.
     """
     program = check(config, workdir, mesh)
     text = read_text(config, workdir, Share(mesh))
-    progress = Progress(config.train.steps, None if is_first() and speaks else io.StringIO())
+    progress = Progress(config.train.steps, None if is_first() and prints else io.StringIO())
     start = find_state(config, workdir, mesh, program, text, progress.note)
     record_run(config, workdir, mesh, program, text, start, together, progress.note, verbose)
     checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)

@@ -35,17 +35,17 @@ def summary(
     attention backends, each with the reason why it is used. `resumed` describes where the run
     resumes, if it does.
     """
-    fallbacks = any(backends.values())
     described = "; ".join(name + (f" ({why})" if why else "") for name, why in backends.items())
-    attention = [f"attention   {described}"] if backends and (fallbacks or verbose) else []
-    notes = "; ".join(_advice(config, data))
+    is_fallback = any(backends.values())
+    attention = [f"attention {described}"] if backends and (is_fallback or verbose) else []
+    notes = "; ".join([*attention, *([] if resumed else _advice(config, data))])
     return [
         _model(config, mesh, params, placed),
         *(_table(params, placed) if verbose else ()),
         _text(config, data, verbose),
         _batches(config, batches),
-        *attention,
-        *([f"resumed     {resumed}"] if resumed else [f"note        {notes}"] if notes else ()),
+        *([f"resumed     {resumed}"] if resumed else ()),
+        *([f"note        {notes}"] if notes else ()),
     ]
 
 

@@ -60,7 +60,7 @@ class Probe(Evaluator):
         for length in self.lengths or tuple(times * trained.longest for times in (1, 2, 4)):
             store = _Answers(
                 subject.data.store.tokenizer,
-                probes.Wanted(self.task or trained.task, length, length, self.examples),
+                probes.TaskSpec(self.task or trained.task, length, length, self.examples),
             )
             longest = store.longest(config.model.is_encoder_decoder)
             if (model := reading(config.model, longest)) is None:
@@ -104,7 +104,7 @@ class _Answers:
     """Questions and answers in the form of a Store: token IDs, with eos at the end of each text."""
 
     tokenizer: object
-    wanted: probes.Wanted
+    wanted: probes.TaskSpec
 
     def texts(self, part: str, side: int) -> Texts:
         ids = [
