@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 import tokenize
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -172,11 +173,12 @@ def _config_fields() -> str:
         cls = hints[field.name]
         if not dataclasses.is_dataclass(cls):
             continue
-        parts.append(f"## {field.name}\n\n{summary(cls)}\n\n{fields(cls)}")
+        parts.append(f"## {field.name}\n\n{textwrap.fill(summary(cls), 100)}\n\n{fields(cls)}")
         for inner in dataclasses.fields(cls):
             kind = typing.get_type_hints(cls)[inner.name]
             if dataclasses.is_dataclass(kind):
-                parts.append(f"### {field.name}.{inner.name}\n\n{summary(kind)}\n\n{fields(kind)}")
+                intro = textwrap.fill(summary(kind), 100)
+                parts.append(f"### {field.name}.{inner.name}\n\n{intro}\n\n{fields(kind)}")
     notes = comments(Experiment)
     parts.append("## Other fields\n\n" + table(
         ("field", "default", "meaning"),
@@ -188,7 +190,7 @@ def _config_fields() -> str:
 def _architectures() -> str:
     from transformer.model.architectures import ARCHITECTURES
 
-    return ", ".join(f"`{name}`" for name in ARCHITECTURES) + "\n"
+    return textwrap.fill(", ".join(f"`{name}`" for name in ARCHITECTURES), 100) + "\n"
 
 
 def _hf() -> str:

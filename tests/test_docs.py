@@ -69,6 +69,14 @@ def test_readme_is_short_and_its_links_resolve():
     assert "docs/report.png" in targets and all((ROOT / target).is_file() for target in targets)
 
 
+def test_pages_are_at_most_100_columns_wide():
+    """Except rows of tables and the comments that tell how a block is tested."""
+    pages = PAGES | {name: ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")}
+    lines = [(name, line) for name, path in pages.items() for line in path.read_text().splitlines()]
+    wide = [(name, line) for name, line in lines if len(line) > 100]
+    assert not [pair for pair in wide if not pair[1].startswith(("|", "<!-- test:"))]
+
+
 @pytest.mark.parametrize(
     "name", ["README.md", *(name for name in PAGES if not name.startswith("extending/"))]
 )

@@ -50,7 +50,9 @@ def test_worked_examples_pass_their_tests(tmp_path):
             elif kind == "diff":
                 apply(text, tmp_path)
             elif text.startswith("python -m pytest"):
-                commands.append([*shlex.split(text)[3:], "-p", "no:cacheprovider"])
+                commands.append(
+                    [*shlex.split(text.replace("\\\n", ""))[3:], "-p", "no:cacheprovider"]
+                )
         assert len(commands) > before, page
     result = subprocess.run(
         [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
