@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import model_fields
-from faults.checkpoints import Subject, harms
+from faults.checkpoints import CheckpointSubject, harms
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -99,7 +99,7 @@ def trained(config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     monkeypatch.setenv("TRANSFORMER_DATA", str(folder / "data"))
     train(config, folder / "run")
-    yield Subject(folder / "run", config)
+    yield CheckpointSubject(folder / "run", config)
     monkeypatch.undo()
 
 
