@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -256,12 +256,7 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
     a sentence.
     """
     sweep, lines, base = results.sweep, [], results.sweep.baseline
-    p_values = [
-        row.to_baseline.p
-        for row in rows.values()
-        if row.to_baseline is not None and not math.isnan(row.to_baseline.p)
-    ]
-    correction = f", Holm-corrected for {len(p_values)} comparisons" if len(p_values) > 1 else ""
+    correction = _correction(row.to_baseline for row in rows.values() if row.to_baseline)
     undetected: dict[str, Difference] = {}
     untested: dict[str, list[str]] = {}  # reason -> arms
     for name, row in rows.items():
@@ -337,11 +332,16 @@ def _of_undetected(undetected: Mapping[str, Difference], base: str, correction: 
     return []
 
 
+def _correction(differences: Iterable[Difference]) -> str:
+    """Returns the words that follow a corrected p value."""
+    count = sum(not math.isnan(difference.p) for difference in differences)
+    return f", Holm-corrected for {count} comparisons" if count > 1 else ""
+
+
 def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
     """Returns a sentence for each effect of a field, averaged over the other fields."""
-    lines, effects = [], [effect for by_pair in factors.values() for effect in by_pair.values()]
-    tested = sum(not math.isnan(effect.p) for effect in effects)
-    correction = f", Holm-corrected for {tested} comparisons" if tested > 1 else ""
+    lines = []
+    correction = _correction(e for effects in factors.values() for e in effects.values())
     for field, effects in factors.items():
         for pair, effect in effects.items():
             if effect.mean.count >= 2:
