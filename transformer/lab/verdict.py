@@ -110,15 +110,9 @@ def judge(results: Results) -> Verdict:
 
 def _peak_memory(arm: Arm) -> float:
     """Returns the largest logged peak memory of an arm in bytes, or NaN."""
-    return max(
-        (
-            float(line["memory/peak_bytes"])
-            for run in arm.runs.values()
-            for line in run.lines
-            if "memory/peak_bytes" in line
-        ),
-        default=math.nan,
-    )
+    lines = (line for run in arm.runs.values() for line in run.lines)
+    peaks = (line["memory/peak_bytes"] for line in lines if "memory/peak_bytes" in line)
+    return max(map(float, peaks), default=math.nan)
 
 
 def _alike(versus: Difference) -> bool:
@@ -227,11 +221,8 @@ def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
         )
         finished, runs = rows[best].value.count, len(sweep.seeds)
         seeds = f", over the {finished} of {runs} seeds that finished" if finished < runs else ""
-        kind = (
-            "mean"
-            if rows[best].value.count > 1
-            else "single value, from which no conclusion is drawn"
-        )
+        is_single = rows[best].value.count == 1
+        kind = "single value, from which no conclusion is drawn" if is_single else "mean"
         all_equal = len(equals) + 1 == len(rows) and all(
             row.to_baseline is None or row.to_baseline.mean.low == row.to_baseline.mean.high == 0
             for row in rows.values()
