@@ -67,21 +67,11 @@ def get_config(scale="small"):
     )
     if scale == "paper":
         config.model.update(
-            family="encoder_decoder",
-            vocab_size=37000,
-            num_encoder_layers=18,
-            num_decoder_layers=18,
-            d_model=512,
-            d_ff=2048,
-            num_heads=8,
-            max_length=256,
-            position="sinusoidal",
-            embedding_scale=True,
-            dropout=0.1,
-            dtype="bfloat16",
-            remat="full",
-            attention_backend="auto",
-        )
+            family="encoder_decoder", vocab_size=37000, num_encoder_layers=18,
+            num_decoder_layers=18, d_model=512, d_ff=2048, num_heads=8, max_length=256,
+            position="sinusoidal", embedding_scale=True, dropout=0.1, dtype="bfloat16",
+            remat="full", attention_backend="auto",
+        )  # fmt: skip
         wmt = {
             part: f"data/wmt14_en_de/{file}.tsv"
             for part, file in {
