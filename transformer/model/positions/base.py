@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from transformer.registry import Registry
@@ -35,6 +36,11 @@ def option(default):
 def fact(default=None):
     """Declares a static field that `bind` fills in from the stack."""
     return struct.field(pytree_node=False, default=default)
+
+
+def per_head(x_N: jax.Array, distance: jax.Array) -> jax.Array:
+    """Returns float32[N, 1, ...], which broadcasts against `distance`."""
+    return x_N.astype(jnp.float32).reshape(-1, *[1] * distance.ndim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,9 @@ class Position:
     Beyond the training length: well defined.
     """
 
+    def __init_subclass__(cls):
+        cls.by_distance |= "distance_bias" in vars(cls)
+
     def check(self, facts: StackFacts) -> str | None:
         """Returns why the scheme cannot serve this stack, in one line, or None."""
         return None
@@ -109,9 +118,21 @@ class Position:
         """Returns the head size of the queries and keys that `rotate` returns."""
         return facts.d_head
 
-    def bias(self, q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array | None:
-        """Returns float32[B, N, T, S], to be added to the scaled logits, or None."""
+    def distance_bias(self, distance: jax.Array) -> jax.Array | None:
+        """Returns the term of the scaled logits that depends on distance alone, or None.
+
+        `distance` is int32, of any shape: query position minus key position, positive for keys
+        before the query. The result is float32[N, ...], or float32[1, ...] for all heads.
+        """
         return None
+
+    def bias(self, q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array | None:
+        """Returns float32[B, N, T, S], to be added to the scaled logits, or None.
+
+        A scheme that depends on distances alone overrides `distance_bias` instead.
+        """
+        bias = self.distance_bias(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :])
+        return None if bias is None else jnp.moveaxis(bias, 0, 1)
 
     def score(
         self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair"
@@ -141,7 +162,8 @@ class Position:
     """Whether `bias`, `score` and `value` at a query and a key depend on this pair alone."""
 
     by_distance: ClassVar[bool] = False
-    """Whether `bias`, `score` and `value` depend on positions only through the distance t - s."""
+    """Whether `bias`, `score` and `value` depend on positions only through the distance t - s. Set
+    automatically for a scheme that overrides `distance_bias`."""
 
     bounded: ClassVar[bool] = False
     """Whether the scheme has one parameter vector for each position below `max_length`."""
@@ -152,10 +174,9 @@ class Position:
     @property
     def hooks(self) -> frozenset[str]:
         """The hooks that the scheme overrides, among embed, rotate, bias, score and value."""
-        names = ("embed", "rotate", "bias", "score", "value")
-        return frozenset(
-            hook for hook in names if getattr(type(self), hook) is not getattr(Position, hook)
-        )
+        names = ("embed", "rotate", "distance_bias", "bias", "score", "value")
+        overrides = lambda name: getattr(type(self), name) is not getattr(Position, name)
+        return frozenset(name.removeprefix("distance_") for name in names if overrides(name))
 
     @property
     def reads_positions(self) -> bool:

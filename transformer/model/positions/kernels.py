@@ -5,21 +5,22 @@ In equations, d = |t - s| is the distance between query and key.
 Shape suffixes: B batch, T query length, S key length, N heads.
 """
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.positions.base import Param, Position, StackFacts, fact, option, register
+from transformer.model.positions.base import (
+    Param,
+    Position,
+    StackFacts,
+    fact,
+    option,
+    per_head,
+    register,
+)
 
 _PER_HEAD = ("heads",)
-
-
-def _distance(q_positions_BxT: jax.Array, k_positions_BxS: jax.Array) -> jax.Array:
-    """Returns |t - s|, float32[B, T, S]."""
-    return jnp.abs(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
 
 
 @register("kerple")
@@ -37,8 +38,6 @@ class Kerple(Position):
     Cost: a float32[N, T, S] bias.
     """
 
-    by_distance: ClassVar = True
-
     r_N: jax.Array | None = None
     a_N: jax.Array | None = None
 
@@ -54,13 +53,10 @@ class Kerple(Position):
         )
         return self.replace(r_N=learned("kernel_r", 2.0), a_N=learned("kernel_a", 1.0))
 
-    def bias(self, q_positions_BxT, k_positions_BxS):
+    def distance_bias(self, distance):
         # The minimum of 0.01, as in the authors' code, keeps them positive and gradients finite.
-        r, a = (
-            jnp.maximum(x_N.astype(jnp.float32), 1e-2)[:, None, None]
-            for x_N in (self.r_N, self.a_N)
-        )
-        return -r * jnp.log1p(a * _distance(q_positions_BxT, k_positions_BxS)[:, None])
+        r, a = (jnp.maximum(per_head(x_N, distance), 1e-2) for x_N in (self.r_N, self.a_N))
+        return -r * jnp.log1p(a * jnp.abs(distance).astype(jnp.float32))
 
 
 @register("sandwich")
@@ -80,8 +76,6 @@ class Sandwich(Position):
     Cost: a float32[N, T, S] bias, and w/2 cosines per pair of tokens.
     """
 
-    by_distance: ClassVar = True
-
     width: int = option(128)
     first_index: int = option(0)
     num_heads: int = fact()
@@ -96,15 +90,15 @@ class Sandwich(Position):
     def bind(self, param: Param, facts: StackFacts) -> "Sandwich":
         return self.replace(num_heads=facts.num_heads)
 
-    def bias(self, q_positions_BxT, k_positions_BxS):
-        d = _distance(q_positions_BxT, k_positions_BxS)
+    def distance_bias(self, distance):
+        d = jnp.abs(distance).astype(jnp.float32)
         frequencies = 10_000.0 ** (
             -2.0 * (jnp.arange(self.width // 2, dtype=jnp.float32) + self.first_index) / self.width
         )
         add = lambda i, total: total + jnp.cos(d * frequencies[i])
         total = jax.lax.fori_loop(0, self.width // 2, add, jnp.zeros_like(d))
         divisor_N = 8.0 * jnp.arange(1, self.num_heads + 1, dtype=jnp.float32) / self.num_heads
-        return (total - self.width / 2)[:, None] / divisor_N[:, None, None]
+        return (total - self.width / 2) / per_head(divisor_N, d)
 
 
 @register("fire")

@@ -1,17 +1,24 @@
 """Positions added to the attention logits as a function of distance: ALiBi and T5's buckets.
 
-Shape suffixes: B batch, T query length, S key length, N heads, R buckets.
+Shape suffixes: N heads, R buckets.
 """
 
 import math
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.positions.base import Param, Position, StackFacts, fact, option, register
+from transformer.model.positions.base import (
+    Param,
+    Position,
+    StackFacts,
+    fact,
+    option,
+    per_head,
+    register,
+)
 
 
 @register("alibi")
@@ -32,8 +39,6 @@ class ALiBi(Position):
         six additional features of queries and keys instead.
     """
 
-    by_distance: ClassVar = True
-
     num_heads: int = fact()
 
     def bind(self, param: Param, facts: StackFacts) -> "ALiBi":
@@ -43,11 +48,8 @@ class ALiBi(Position):
     def past_slopes_N(self):
         return jnp.asarray(alibi_slopes(self.num_heads), jnp.float32)
 
-    def bias(self, q_positions_BxT, k_positions_BxS):
-        distance = jnp.abs(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(
-            jnp.float32
-        )
-        return -self.past_slopes_N[:, None, None] * distance[:, None]
+    def distance_bias(self, distance):
+        return -per_head(self.past_slopes_N, distance) * jnp.abs(distance).astype(jnp.float32)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -74,8 +76,6 @@ class T5Bias(Position):
         bucket.
     """
 
-    by_distance: ClassVar = True
-
     num_buckets: int = option(32)
     max_distance: int = option(128)
     causal: bool = fact(False)
@@ -100,10 +100,9 @@ class T5Bias(Position):
         table = param("relative_bias", init, (self.num_buckets, facts.num_heads), facts.param_dtype)
         return self.replace(causal=facts.causal, table_RxN=table)
 
-    def bias(self, q_positions_BxT, k_positions_BxS):
-        distance = k_positions_BxS[:, None, :] - q_positions_BxT[:, :, None]
-        bucket = t5_bucket(distance, self.num_buckets, self.max_distance, self.causal)
-        return jnp.moveaxis(self.table_RxN[bucket].astype(jnp.float32), -1, 1)
+    def distance_bias(self, distance):
+        bucket = t5_bucket(-distance, self.num_buckets, self.max_distance, self.causal)
+        return jnp.moveaxis(self.table_RxN[bucket].astype(jnp.float32), -1, 0)
 
 
 def t5_bucket(distance: jax.Array, num_buckets: int, max_distance: int, causal: bool) -> jax.Array:
