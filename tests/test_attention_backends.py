@@ -108,37 +108,36 @@ def test_blockwise_matches_reference(mask, position):
 
 
 @pytest.mark.parametrize("position", SCHEMES)
-def test_by_index_applies_only_to_distance_based_schemes(position):
+def test_by_index_applies_if_logits_depend_on_distances_alone(position):
     inputs = Inputs(
         SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound_scheme(position, "decoder", ORDERED, 3), 0.4
     )
     by_index = inputs.by_index()
-    by_distance = SCHEMES[position].by_distance
-    assert by_distance or position not in (
-        "alibi",
-        "t5",
-        "shaw",
-        "transformer_xl",
-        "deberta",
-        "kerple",
-        "sandwich",
-    )
-    if by_distance:
-        assert by_index.q_tokens.positions_BxT.shape == (1, T)
+    if position in ("fire", "cope"):
+        assert by_index is inputs
+        return
+    assert by_index.q_tokens.positions_BxT.shape == (1, T)
+    on_logits = ("alibi", "t5", "shaw", "transformer_xl", "deberta", "kerple", "sandwich")
+    assert (inputs.logits_position is not None) == (position in on_logits)
+    if inputs.logits_position is not None:
         out = [
             BACKENDS["reference"].attend(*random_qkv(3), variant)
             for variant in (by_index, inputs, inputs.replace(position=None))
         ]
         assert np.abs(out[1] - out[2]).max() > 1e-3
         assert_trees_close(*out[:2])
-    else:
-        assert by_index is inputs
     for unchanged in (
         inputs.replace(mask=CAUSAL),
-        inputs.replace(q_tokens=PREFIX, k_tokens=PREFIX),
         inputs.replace(q_tokens=SHUFFLED, k_tokens=SHUFFLED),
     ):
         assert unchanged.by_index() is unchanged
+
+
+def test_by_index_keeps_the_mask_of_a_prefix():
+    inputs = Inputs(SAME_SEGMENT & CAUSAL, PREFIX, PREFIX, None, 0.4)
+    masks = [x.mask(x.q_tokens, x.k_tokens) for x in (inputs, inputs.by_index())]
+    assert np.any(masks[0] != SAME_SEGMENT(PREFIX, PREFIX) & CAUSAL(ORDERED, ORDERED))
+    np.testing.assert_array_equal(*masks)
 
 
 def test_padded_slots_of_the_last_block_are_masked():

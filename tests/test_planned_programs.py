@@ -243,14 +243,14 @@ def test_attention_kernel_flops_count_only_unmasked_blocks():
     shapes = "2,4,1024,64", ("2,4,1024,64", "2,2,1024,64", "2,2,1024,64")
     count = lambda kind, causal=1: (
         kernel_work(
-            f"splash_mha_{kind}_segmented.1",
+            f"flash_{kind}.1",
             *shapes,
             f"attention/pairs.1024.1024.{causal}.0/shard_map",
         ).flops
     )
     whole = 2 * 2 * 4 * 1024 * 1024 * 64
-    assert [count(kind) / whole for kind in ("fwd", "dq", "dkv")] == [2 * 0.75, 3 * 0.75, 4 * 0.75]
-    assert count("fwd", causal=0) == 2 * whole
+    assert [count(kind) / whole for kind in ("forward", "backward")] == [2 * 0.75, 5 * 0.75]
+    assert count("forward", causal=0) == 2 * whole
 
 
 def test_grouped_kernel_computes_its_share_of_the_rows():

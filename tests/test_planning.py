@@ -222,8 +222,8 @@ def test_search_ranks_fitting_plans_by_step_time(monkeypatch):
 # ---- the TPU compiler, which needs no TPU
 
 
-@pytest.mark.parametrize(("machine", "position"), [("v5e:2x2", "alibi"), ("v5p:2x2x1", "rotary")])
-def test_training_step_compiles_for_tpu_with_splash_attention(machine, position):
+@pytest.mark.parametrize(("machine", "position"), [("v5e:2x2", "t5"), ("v5p:2x2x1", "rotary")])
+def test_training_step_compiles_for_tpu_with_flash_attention(machine, position):
     assert importlib.util.find_spec("libtpu"), "the extra [test] brings it"
     target = topology(machine)
     config = planned_experiment(
@@ -232,23 +232,19 @@ def test_training_step_compiles_for_tpu_with_splash_attention(machine, position)
     )  # fmt: skip
     plan = make_plan(config, target, programs.start(target), only=("train",))
     kernels = {
-        op.name.split("_segmented")[0]
+        op.name.split(".")[0]
         for op, *_ in plan.train.compiled.program.runs
-        if op.opcode == "custom-call" and "splash" in op.name
+        if op.opcode == "custom-call" and "flash" in op.name
     }
-    assert plan.train.compiled.attention == {"splash": ""} and kernels == {
-        "splash_mha_fwd",
-        "splash_mha_dq",
-        "splash_mha_dkv",
-    }
+    assert plan.train.compiled.attention == {"flash": ""}
+    assert kernels == {"flash_forward", "flash_backward"}
     assert plan.fits and 0 < plan.mfu < 1 and plan.train.memory["activations"] > 0
     # The products of the layers run four times (forward, rematerialized, two gradients), and those
     # of the head three times. Attention has two products in the forward pass, two rematerialized,
-    # and three and four in the gradients. It computes three quarters of all blocks of 512.
+    # and five in the backward pass. It computes three quarters of all tiles of 512.
     tokens, width = ROWS * 1024, 4 * 64
     layers = 4 * 3 * 2 * tokens * (4 * D * width + 2 * D * FF)
-    by_keys, by_values = (2 + 2 + 2) * (70 if position == "alibi" else 64), (2 + 1 + 2) * 64
-    attention = 3 * (by_keys + by_values) * 2 * ROWS * 1024**2 * 4 * 0.75
+    attention = 3 * (2 + 2 + 5) * 64 * 2 * ROWS * 1024**2 * 4 * 0.75
     assert plan.train.roofline.flops * 4 == pytest.approx(
         layers + 3 * 2 * tokens * D * V + attention, rel=0.01
     )

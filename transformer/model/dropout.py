@@ -41,3 +41,36 @@ def keep_mask(key: jax.Array, rate: float | jax.Array, shape: tuple[int, ...]) -
         return jax.random.bits(key, shape, jnp.uint16) >= threshold
     words = jax.random.bits(key, (*shape[:-1], shape[-1] // 2), jnp.uint32)
     return jax.lax.bitcast_convert_type(words, jnp.uint16).reshape(shape) >= threshold
+
+
+# ---- Masks of pairs of tokens. Each is a function of the two tokens' numbers, so it is the same
+# however the pairs are divided into blocks and over devices.
+
+
+def seeds(key: jax.Array) -> jax.Array:
+    """Returns int32[2]: the seeds of the two sides of pairs."""
+    return jax.lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
+
+
+def token_bits(seed: jax.Array, stream: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns random int32 of the shape of `tokens`, a function of (seed, stream, token).
+
+    A stream is a head of a sequence. The mixing function is "lowbias32" (Wellons 2018).
+    """
+    return _mix(_mix(seed + _mix(stream)) + tokens)
+
+
+def keep_pairs(rate: float, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns whether each pair of tokens is kept, with probability 1 - rate.
+
+    `a` and `b` are `token_bits` with different seeds, and are broadcast to a common shape.
+    """
+    x = a + b
+    x = (x ^ jax.lax.shift_right_logical(x, 15)) * 0x2C1B3C6D
+    return x >= round(rate * 2**32) - 2**31
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    x = (x ^ jax.lax.shift_right_logical(x, 16)) * 0x7FEB352D
+    x = (x ^ jax.lax.shift_right_logical(x, 15)) * (0x846CA68B - 2**32)
+    return x ^ jax.lax.shift_right_logical(x, 16)

@@ -4,12 +4,12 @@ Shape suffixes: B batch, T length.
 """
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer.model import positions
 from transformer.model.config import ModelConfig
+from transformer.model.masks import zigzag
 from transformer.parallel.sharding import ROWS
 
 
@@ -44,13 +44,3 @@ def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
         )
 
     return {name: constrain(name, x) for name, x in batch.items()} if mesh.size > 1 else batch
-
-
-def zigzag(x_BxT: jax.Array, count: int) -> jax.Array:
-    """Reorders each sequence for zigzag order.
-
-    Cuts it into 2 `count` chunks. Part n of the result holds chunks n and 2 count - 1 - n.
-    """
-    chunks = x_BxT.reshape(x_BxT.shape[0], 2 * count, -1)
-    pairs = jnp.stack([chunks[:, :count], jnp.flip(chunks[:, count:], axis=1)], axis=2)
-    return pairs.reshape(x_BxT.shape)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 
-from transformer.model.attention_backends.splash import block_size
+from transformer.model.attention_backends.flash import tile_size
 from transformer.model.config import ModelConfig
 from transformer.planning.hlo import Instruction
 from transformer.planning.model_flops import allowed_share
@@ -23,7 +23,7 @@ class KernelWork:
 
 def kernel(op: Instruction, model: ModelConfig) -> KernelWork:
     """Returns the work of an instruction that calls a kernel, and no work for any other."""
-    if match := re.match(r"splash_m[hq]a_(fwd|dq|dkv)", op.name):
+    if match := re.match(r"flash_(forward|backward)", op.name):
         return _attention(match.group(1), op)
     if match := re.match(r"t?gmm\b", op.name):
         return _grouped(match.group(), op, model)
@@ -31,18 +31,17 @@ def kernel(op: Instruction, model: ModelConfig) -> KernelWork:
 
 
 def _attention(part: str, op: Instruction) -> KernelWork:
-    """Returns the work of splash attention over the blocks that the mask can allow.
+    """Returns the work of flash attention over the tiles that the mask can allow.
 
-    The forward pass computes 2 products over queries and keys. The gradient of the queries takes 3,
-    and that of keys and values takes 4.
+    The forward pass computes 2 products over queries and keys, and the backward pass 5.
     """
     (*heads, queries, size), (*_, keys, _), (*_, d_value) = [
         dims for _, dims in _operands(op) if len(dims) > 2
     ][:3]
-    share = allowed_share(op.source, block_size(queries))
-    # Width d_head: q k in every kernel, and the gradient of q or k. Width d_value: w v or the
-    # gradient of w, and in dkv the gradient of v.
-    by_keys, by_values = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}[part]
+    share = allowed_share(op.source, tile_size(queries))
+    # Width d_head: q k, and the gradients of q and k. Width d_value: w v, and the gradients of w
+    # and v.
+    by_keys, by_values = {"forward": (1, 1), "backward": (3, 2)}[part]
     return KernelWork(
         2.0 * math.prod(heads) * queries * keys * share * (by_keys * size + by_values * d_value)
     )

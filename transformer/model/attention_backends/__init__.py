@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from transformer.model.attention_backends import blockwise, cudnn, ring, splash
+from transformer.model.attention_backends import blockwise, cudnn, flash, ring
 from transformer.model.attention_backends.base import Attend, Inputs
 from transformer.model.attention_backends.reference import reference
 from transformer.model.sharding import axis_of, platform
@@ -32,7 +32,7 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference),
     "blockwise": Backend(blockwise.blockwise, blockwise.why_not),
     "ring": Backend(ring.ring, ring.why_not),
-    "splash": Backend(splash.splash, splash.why_not),
+    "flash": Backend(flash.flash, flash.why_not),
     "cudnn": Backend(cudnn.cudnn, cudnn.why_not),
 }
 
@@ -44,14 +44,15 @@ logits at once. On two CPU cores, it is faster from 512 (experiments/benchmarks/
 def choose(name: str, q, k, v, inputs: Inputs) -> Attend:
     """Returns the backend for these inputs, where `name` is the config's `attention_backend`.
 
-    "auto" prefers `ring` where sequences are sharded, then `splash` on TPUs. If the preferred
-    backends do not support the inputs, long inputs fall back to `blockwise`, and all inputs finally
-    to `reference`. `record` collects the reasons.
+    "auto" prefers `flash` on TPUs, except for single queries, and then `ring` where sequences are
+    sharded. If the preferred backends do not support the inputs, long inputs fall back to
+    `blockwise`, and all inputs finally to `reference`. `record` collects the reasons.
     """
     sharded, size = axis_of("length")[1] > 1, min(q.shape[1], k.shape[1])
-    preferred = [name] if name != "auto" else ["ring"] if sharded and q.shape[1] > 1 else []
-    if name == "auto" and platform() == "tpu" and size >= splash.LANES:
-        preferred.append("splash")
+    preferred = [name]
+    if name == "auto":
+        on_tpu = platform() == "tpu" and size > 1
+        preferred = ["flash"] * on_tpu + ["ring"] * (sharded and q.shape[1] > 1)
     if size >= LONG and name not in ("reference", "blockwise"):
         preferred.append("blockwise")
     problems = {}

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from transformer.model.activations import soft_cap
-from transformer.model.dropout import keep_mask
-from transformer.model.masks import Mask, Tokens, pairs
+from transformer.model.dropout import keep_pairs, seeds, token_bits
+from transformer.model.masks import Mask, Tokens, pairs, zigzag
 from transformer.model.positions import Pair, Position
+from transformer.model.sharding import axis_of
 
 
 def static(default=dataclasses.MISSING):
@@ -28,7 +29,9 @@ def static(default=dataclasses.MISSING):
 class Inputs:
     """The inputs of a backend, besides queries, keys and values.
 
-    `position` is None in cross-attention. `dropout_key` is None without dropout.
+    `position` is None in cross-attention. `dropout_key` is None without dropout. `first`, int32[2],
+    has the indices of the first query and of the first key in the whole sequence, if these are
+    parts of one; it selects the part of the dropout mask.
     """
 
     mask: Mask = static()
@@ -40,6 +43,7 @@ class Inputs:
     sink_N: jax.Array | None = None
     dropout: float = static(0.0)
     dropout_key: jax.Array | None = None
+    first: jax.Array | None = None
 
     @property
     def logits_position(self) -> Position | None:
@@ -49,21 +53,28 @@ class Inputs:
     def by_index(self) -> "Inputs":
         """Replaces positions by indices in the sequence, if this does not change results.
 
-        All sequences then have the same positions, so that one bias array serves the whole batch.
-        Results do not change if the tokens of a document are contiguous, queries attend only to
-        keys of their document, and the position scheme depends on distances alone.
+        All sequences then have the same positions, so that one bias array serves the whole batch,
+        and blocks of tokens that a mask excludes are known from the positions. Results do not
+        change if the tokens of a document are contiguous, queries attend only to keys of their
+        document, and the position scheme's logits depend on distances alone.
         """
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
-        same_order = (
-            q.order == k.order == "rows"
+        if not (
+            q.order == k.order in ("rows", "zigzag")
             and q.positions_BxT.shape == k.positions_BxT.shape
-            and q.until_BxT is None
-        )
-        if not same_order or not self.mask.within or position is None or not position.by_distance:
+            and self.mask.within
+            and (position is None or position.by_distance)
+        ):
             return self
-        indices = jnp.arange(q.positions_BxT.shape[1], dtype=q.positions_BxT.dtype)[None]
+        indices = jnp.arange(q.positions_BxT.shape[1], dtype=jnp.int32)[None]
+        if q.order == "zigzag":
+            indices = zigzag(indices, axis_of("length")[1])
+        until = q.until_BxT
+        if until is not None:
+            until = until - q.positions_BxT + indices
         return self.replace(
-            q_tokens=q.replace(positions_BxT=indices), k_tokens=k.replace(positions_BxT=indices)
+            q_tokens=q.replace(positions_BxT=indices, until_BxT=until),
+            k_tokens=k.replace(positions_BxT=indices),
         )
 
     def split(self) -> tuple[tuple, tuple, Callable[[tuple, tuple], "Inputs"]]:
@@ -138,7 +149,7 @@ def read(
     batch, heads, queries, keys = weights_BxNxTxS.shape
     kv_heads = v_BxSxKxH.shape[2]
     if inputs.dropout_key is not None:
-        keep = keep_mask(inputs.dropout_key, inputs.dropout, weights_BxNxTxS.shape)
+        keep = _keep(inputs, weights_BxNxTxS.shape)
         weights_BxNxTxS = jnp.where(keep, weights_BxNxTxS / (1.0 - inputs.dropout), 0.0)
     weights_BxNxTxS = weights_BxNxTxS.astype(v_BxSxKxH.dtype)
     weights_BxKxGxTxS = weights_BxNxTxS.reshape(batch, kv_heads, heads // kv_heads, queries, keys)
@@ -151,6 +162,16 @@ def read(
     if position is not None and position.reads_content:
         out_BxTxNxH = position.value(out_BxTxNxH, weights_BxNxTxS, _pair(inputs, mask_BxTxS))
     return out_BxTxNxH
+
+
+def _keep(inputs: Inputs, shape: tuple[int, int, int, int]) -> jax.Array:
+    """Returns bool[B, N, T, S]: False for the weights that dropout sets to zero."""
+    batch, heads, queries, keys = shape
+    seed, streams = seeds(inputs.dropout_key), jnp.arange(batch * heads).reshape(batch, heads, 1)
+    q_first, k_first = (0, 0) if inputs.first is None else inputs.first
+    q_bits_BxNxT = token_bits(seed[0], streams, q_first + jnp.arange(queries))
+    k_bits_BxNxS = token_bits(seed[1], streams, k_first + jnp.arange(keys))
+    return keep_pairs(inputs.dropout, q_bits_BxNxT[..., None], k_bits_BxNxS[:, :, None])
 
 
 def _pair(inputs: Inputs, mask_BxTxS: jax.Array) -> Pair:

@@ -1,16 +1,18 @@
-"""Attention in blocks of queries and keys: memory linear in length, in plain JAX, on all platforms.
+"""Attention in blocks of queries and keys, in plain JAX: memory linear in length.
 
-The softmax of a query is accumulated over blocks of keys, with a running maximum m, a running sum l
-of exp(logit - m), and a running sum of exp(logit - m) v (Milakov & Gimelshein 2018; Rabe & Staats
-2021). The backward pass recomputes the weights of each block from the query's log-sum-exp (Dao et
-al. 2022): with D = sum(dO * O), d logits = weights * (d weights - D).
+The output o_j of a query over block j of keys, and the log-sum-exp of its logits (lse_j), suffice
+to combine it with the outputs over other blocks: o = sum_j exp(lse_j - lse) o_j, where exp(lse) =
+sum_j exp(lse_j) (Milakov & Gimelshein 2018; Rabe & Staats 2021). The backward pass recomputes the
+weights of each block from the query's lse (Dao et al. 2022): with D = sum(dO * O), d logits =
+weights * (d weights - D).
 
-The logits of a block and the product of its weights and values come from base.py, and so do their
-gradients. Therefore all masks, soft caps, sinks and dropout are supported, and all position schemes
+A pair of blocks is computed by an inner object: `Einsum`, or a fused kernel (flash/). The logits of
+`Einsum` and the product of its weights and values come from base.py, and so do their gradients.
+Therefore all masks, soft caps, sinks and dropout are supported, and all position schemes
 whose logits depend on one pair of a query and a key at a time.
 
 Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
-size, I blocks of queries, J blocks of keys, t queries per block, s keys per block.
+size (of values: V), I blocks of queries, J blocks of keys, t queries per block, s keys per block.
 """
 
 from typing import Any
@@ -26,19 +28,25 @@ from transformer.model.masks import REAL
 BLOCK = 256
 """The number of queries, and of keys, per block."""
 
+LOWEST = -1e30
+"""The log-sum-exp before the first key: below that of all logits, above `MASKED`."""
+
+MASKED = -2e38
+"""The logit of a masked pair: exp(MASKED - x) is 0 for every x from `LOWEST` on."""
+
 
 def blockwise(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs, inner=None
 ) -> jax.Array:
-    """Returns what `reference` returns. Dropout draws a separate mask for each block."""
-    T, S = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]
-    sizes = (min(BLOCK, T), min(BLOCK, S))
+    """Returns what `reference` returns."""
+    T, S, inner = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], inner or Einsum()
+    sizes = (min(inner.block, T), min(inner.block, S))
     q_Ixs, q_tokens = cut((q_BxTxNxH, inputs.q_tokens), sizes[0])
     kv_Jxs, k_tokens = cut(((k_BxSxKxH, v_BxSxKxH), inputs.k_tokens), sizes[1])
     if S % sizes[1]:
         inputs = inputs.replace(mask=inputs.mask & REAL)
     inputs = inputs.replace(q_tokens=q_tokens, k_tokens=k_tokens, position=inputs.logits_position)
-    out_IxBxtxNxH = attend(q_Ixs, *kv_Jxs, inputs, needed(inputs, T, S, sizes))
+    out_IxBxtxNxH = attend(q_Ixs, *kv_Jxs, inputs, needed(inputs, T, S, sizes), inner)
     return join(out_IxBxtxNxH)[:, :T]
 
 
@@ -92,67 +100,89 @@ def join(x_IxBxt: jax.Array) -> jax.Array:
     return x_BxIxt.reshape(x_BxIxt.shape[0], -1, *x_BxIxt.shape[3:])
 
 
-@struct.dataclass
-class Running:
-    """Statistics of each query over the keys so far, in float32.
+class Einsum:
+    """Computes a pair of blocks with the steps in base.py.
 
-    These are the maximum m of the logits, the sum l of exp(logit - m), and the sum `read` of
-    exp(logit - m) v.
+    An object with these methods computes pairs of blocks for `attend` and for ring.py.
     """
 
-    m_IxBxNxt: jax.Array
-    l_IxBxNxt: jax.Array
-    read_IxBxtxNxH: jax.Array
+    @property
+    def block(self) -> int:
+        """The largest number of queries, and of keys, per block."""
+        return BLOCK
+
+    def forward(self, q, k, v, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+        """Returns the output of a block of queries that attends to one block of keys.
+
+        Returns (float32[B, t, N, V], log-sum-exp of the logits, float32[B, N, t]). They are 0 and
+        `LOWEST` for a query without keys.
+        """
+        logits_BxNxtxs, mask_Bxtxs = logits(q, k, inputs)
+        logits_BxNxtxs = jnp.where(mask_Bxtxs[:, None], logits_BxNxtxs, MASKED)
+        m = jnp.maximum(jnp.max(logits_BxNxtxs, axis=-1), LOWEST)
+        weights = jnp.exp(logits_BxNxtxs - m[..., None])
+        total = jnp.sum(weights, axis=-1)
+        total = jnp.where(total > 0, total, 1.0)
+        out = read(weights, v, inputs, mask_Bxtxs, jnp.float32)
+        return out / jnp.swapaxes(total, 1, 2)[..., None], m + jnp.log(total)
+
+    def backward(self, q, k, v, inputs: Inputs, lse, delta, d_out):
+        """Returns the gradients of q, k, v and the position scheme.
+
+        `lse` and `delta`, float32[B, N, t], are over all keys of the queries.
+        """
+        score = lambda q, k, position: logits(q, k, inputs.replace(position=position))
+        logits_BxNxtxs, pull_logits, mask_Bxtxs = jax.vjp(
+            score, q, k, inputs.position, has_aux=True
+        )
+        mask = mask_Bxtxs[:, None]
+        weights = jnp.where(
+            mask, jnp.exp(jnp.where(mask, logits_BxNxtxs - lse[..., None], 0.0)), 0.0
+        )
+        apply_weights = lambda w, v, position: read(
+            w, v, inputs.replace(position=position), mask_Bxtxs, jnp.float32
+        )
+        _, pull_read = jax.vjp(apply_weights, weights, v, inputs.position)
+        d_weights, d_v, d_position_of_read = pull_read(d_out.astype(jnp.float32))
+        d_q, d_k, d_position_of_logits = pull_logits(weights * (d_weights - delta[..., None]))
+        add = lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32)
+        return d_q, d_k, d_v, jax.tree.map(add, d_position_of_read, d_position_of_logits)
+
+
+@struct.dataclass
+class Running:
+    """The outputs of all queries over the keys so far, and the log-sum-exp of their logits."""
+
+    out_IxBxtxNxV: jax.Array
+    lse_IxBxNxt: jax.Array
 
     @staticmethod
     def nothing(q_IxBxtxNxH: jax.Array, d_value: int, sink_N: jax.Array | None) -> "Running":
+        """Before the first key. A sink is a key whose logit is its own and whose value is zero."""
         blocks, batch, size, heads, _ = q_IxBxtxNxH.shape
         shape = (blocks, batch, heads, size)
-        m = (
-            jnp.full(shape, jnp.finfo(jnp.float32).min)
-            if sink_N is None
-            else jnp.broadcast_to(sink_N.astype(jnp.float32)[:, None], shape)
-        )
-        return Running(
-            m,
-            jnp.full(shape, float(sink_N is not None)),
-            jnp.zeros((blocks, batch, size, heads, d_value)),
-        )
+        lse = jnp.full(shape, LOWEST)
+        if sink_N is not None:
+            lse = jnp.broadcast_to(sink_N.astype(jnp.float32)[:, None], shape)
+        return Running(jnp.zeros((blocks, batch, size, heads, d_value)), lse)
 
-    def finish(self, dtype) -> tuple[jax.Array, jax.Array]:
-        """Returns (out_IxBxtxNxH, log-sum-exp of the logits IxBxNxt).
-
-        The output of a query without keys is zero.
-        """
-        l_IxBxNxt = jnp.where(self.l_IxBxNxt > 0, self.l_IxBxNxt, 1.0)
-        out = self.read_IxBxtxNxH / jnp.swapaxes(l_IxBxNxt, 2, 3)[..., None]
-        return out.astype(dtype), self.m_IxBxNxt + jnp.log(l_IxBxNxt)
+    def add(self, i, out_BxtxNxV: jax.Array, lse_BxNxt: jax.Array) -> "Running":
+        """Adds the output of block i over further keys."""
+        old, new = self.lse_IxBxNxt[i], jnp.logaddexp(self.lse_IxBxNxt[i], lse_BxNxt)
+        share = lambda lse: jnp.swapaxes(jnp.exp(lse - new), 1, 2)[..., None]
+        out = share(old) * self.out_IxBxtxNxV[i] + share(lse_BxNxt) * out_BxtxNxV
+        return Running(self.out_IxBxtxNxV.at[i].set(out), self.lse_IxBxNxt.at[i].set(new))
 
 
-def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs) -> Running:
+def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inner) -> Running:
     """Returns `running` after these pairs of blocks. The tokens of `inputs` are in blocks, too."""
 
     def add(running: Running, pair):
         i, j = pair
-        (q, k, v), block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
-        logits_BxNxtxs, mask_Bxtxs = logits(q, k, block)
-        mask = mask_Bxtxs[:, None]
-        statistics = (running.m_IxBxNxt, running.l_IxBxNxt, running.read_IxBxtxNxH)
-        m, total, total_read = (x[i] for x in statistics)
-        new_m = jnp.maximum(
-            m, jnp.max(jnp.where(mask, logits_BxNxtxs, jnp.finfo(jnp.float32).min), axis=-1)
-        )
-        weights = jnp.where(
-            mask, jnp.exp(jnp.where(mask, logits_BxNxtxs, 0.0) - new_m[..., None]), 0.0
-        )
-        rescale = jnp.exp(m - new_m)
-        total_read = total_read * jnp.swapaxes(rescale, 1, 2)[..., None] + read(
-            weights, v, block, mask_Bxtxs, jnp.float32
-        )
-        new = (new_m, total * rescale + jnp.sum(weights, axis=-1), total_read)
-        return Running(*(old.at[i].set(x) for old, x in zip(statistics, new, strict=True))), None
+        qkv, block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
+        return running.add(i, *inner.forward(*qkv, block)), None
 
-    return jax.lax.scan(add, running, _arrays(pairs))[0]
+    return _scan(add, running, pairs)
 
 
 def accumulate_gradients(
@@ -161,6 +191,7 @@ def accumulate_gradients(
     v_Jxs,
     inputs: Inputs,
     pairs,
+    inner,
     lse_IxBxNxt,
     d_out_Ixs,
     delta_IxBxNxt,
@@ -170,28 +201,26 @@ def accumulate_gradients(
 
     def add(grads: Gradients, pair):
         i, j = pair
-        (q, k, v), block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
-        score = lambda q, k, position: logits(q, k, block.replace(position=position))
-        logits_BxNxtxs, pull_logits, mask_Bxtxs = jax.vjp(score, q, k, block.position, has_aux=True)
-        mask = mask_Bxtxs[:, None]
-        weights = jnp.where(
-            mask, jnp.exp(jnp.where(mask, logits_BxNxtxs - lse_IxBxNxt[i][..., None], 0.0)), 0.0
+        qkv, block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
+        d_q, d_k, d_v, d_position = inner.backward(
+            *qkv, block, lse_IxBxNxt[i], delta_IxBxNxt[i], d_out_Ixs[i]
         )
-        apply_weights = lambda w, v, position: read(
-            w, v, block.replace(position=position), mask_Bxtxs, jnp.float32
-        )
-        _, pull_read = jax.vjp(apply_weights, weights, v, block.position)
-        d_weights, d_v, d_position_of_read = pull_read(d_out_Ixs[i].astype(jnp.float32))
-        d_logits = weights * (d_weights - delta_IxBxNxt[i][..., None])
-        d_q, d_k, d_position_of_logits = pull_logits(d_logits)
         add_at = lambda total, index, x: total.at[index].add(x.astype(total.dtype))
-        sum_of = lambda total, *parts: sum(part.astype(total.dtype) for part in parts) + total
         return Gradients(
             add_at(grads.q_Ixs, i, d_q), add_at(grads.k_Jxs, j, d_k), add_at(grads.v_Jxs, j, d_v),
-            jax.tree.map(sum_of, grads.position, d_position_of_read, d_position_of_logits),
+            jax.tree.map(lambda total, x: total + x, grads.position, d_position),
         ), None  # fmt: skip
 
-    return jax.lax.scan(add, grads, _arrays(pairs))[0]
+    return _scan(add, grads, pairs)
+
+
+def _scan(add, carry, pairs):
+    """Applies `add` to each pair of blocks. A single pair needs no loop."""
+    if not isinstance(pairs, jax.Array):
+        pairs = np.asarray(pairs, np.int32).reshape(-1, 2)
+        if len(pairs) == 1:
+            return add(carry, tuple(pairs[0]))[0]
+    return jax.lax.scan(add, carry, (pairs[:, 0], pairs[:, 1]))[0]
 
 
 @struct.dataclass
@@ -210,32 +239,24 @@ class Gradients:
         )
 
 
-def _arrays(pairs):
-    """Returns the two arrays of block indices, for a scan."""
-    pairs = pairs if isinstance(pairs, jax.Array) else np.asarray(pairs, np.int32).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
-
-
 def _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs) -> tuple[tuple[jax.Array, ...], Inputs]:
     """Returns the queries of block i, the keys and values of block j, and their inputs."""
     pick = lambda tokens, n: jax.tree.map(lambda x: x[n], tokens)
     block = inputs.replace(q_tokens=pick(inputs.q_tokens, i), k_tokens=pick(inputs.k_tokens, j))
     if inputs.dropout_key is not None:
-        block = block.replace(
-            dropout_key=jax.random.fold_in(jax.random.fold_in(inputs.dropout_key, i), j)
-        )
+        first = jnp.stack([i * q_Ixs.shape[2], j * k_Jxs.shape[2]]).astype(jnp.int32)
+        block = block.replace(first=first if inputs.first is None else inputs.first + first)
     return (q_Ixs[i], k_Jxs[j], v_Jxs[j]), block
 
 
-def attend(q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs) -> jax.Array:
+def attend(q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inner) -> jax.Array:
     """Returns out_IxBxtxNxH over all `pairs`, with a custom gradient."""
     learned, fixed, merge = inputs.split()
 
     def forward(q, k, v, learned, fixed):
-        running = accumulate(
-            Running.nothing(q, v.shape[-1], learned[1]), q, k, v, merge(learned, fixed), pairs
-        )
-        out, lse = running.finish(v.dtype)
+        running = Running.nothing(q, v.shape[-1], learned[1])
+        running = accumulate(running, q, k, v, merge(learned, fixed), pairs, inner)
+        out, lse = running.out_IxBxtxNxV.astype(v.dtype), running.lse_IxBxNxt
         return out, (q, k, v, learned, fixed, out, lse)
 
     def backward(residuals, d_out):
@@ -243,7 +264,7 @@ def attend(q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs) -> jax.Array:
         delta_IxBxNxt = row_products(d_out, out)
         zero = Gradients.zero(q, k, v, learned[0])
         grads = accumulate_gradients(
-            q, k, v, merge(learned, fixed), pairs, lse, d_out, delta_IxBxNxt, zero
+            q, k, v, merge(learned, fixed), pairs, inner, lse, d_out, delta_IxBxNxt, zero
         )
         d_sink = None if learned[1] is None else sink_gradient(learned[1], lse, delta_IxBxNxt)
         cast_like = lambda d, x: d.astype(x.dtype)

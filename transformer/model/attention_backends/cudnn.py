@@ -4,18 +4,24 @@ CPUs use that function's XLA implementation, for tests.
 
 Every mask is passed as an array, so that documents in one sequence do not attend to each other. A
 causal mask is also declared as causal, so that products above the diagonal are skipped. ALiBi with
-a causal mask becomes features of queries and keys, as in splash.py.
+a causal mask needs no bias: -m (t - s) = m s - m t, and m t is the same for all keys of a query, so
+the softmax does not depend on it. m s is the product of a number per head and a number per key, and
+is computed by additional features of queries and keys. Each position is split into 256 a + b, and
+each slope into three parts of eight bits. bfloat16 represents all of these exactly, so each product
+is exact, and the products are summed in float32.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads,
-H head size.
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
+size, F additional features.
 """
 
 import jax
 import jax.numpy as jnp
 
 from transformer.model.attention_backends.base import Inputs
-from transformer.model.attention_backends.splash import FARTHEST, too_far, with_slopes
 from transformer.model.sharding import axis_of, fitting, platform
+
+FARTHEST = 2**16
+"""Positions below this are exact as two numbers of eight bits."""
 
 MAX_PAIRS = 8192**2
 """The largest T * S. In each sequence, the mask, the bias made from it and the bias's gradient take
@@ -36,7 +42,7 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
         "the position scheme changes logits": (
             position is not None and (position.past_slopes_N is None or not inputs.mask.causal)
         ),
-        f"positions may be {FARTHEST:,} or more": position is not None and too_far(inputs, S),
+        f"positions may be {FARTHEST:,} or more": position is not None and _too_far(inputs, S),
         "there are fewer key heads than devices for heads": (
             fitting("activation_heads", q.shape[2]) != fitting("activation_heads", k.shape[2])
         ),
@@ -79,3 +85,26 @@ def cudnn(
         implementation="cudnn" if platform() == "gpu" else "xla",
     )[..., :d_value]
     return jnp.where(jnp.any(mask_BxTxS, axis=-1)[..., None, None], out_BxTxNxH, 0)
+
+
+def _too_far(inputs: Inputs, keys: int) -> bool:
+    """Whether keys may have positions for which `with_slopes` is not exact."""
+    return keys > FARTHEST or "growing" in (inputs.q_tokens.order, inputs.k_tokens.order)
+
+
+def with_slopes(q_BxTxNxH, k_BxSxKxH, slopes_N, positions_BxS) -> tuple[jax.Array, jax.Array]:
+    """Appends six features to q and k, so that their product is q k + slope_n * position_s.
+
+    The added term is exact in any dtype that is at least as wide as bfloat16.
+    """
+    dtype, remainder, parts = q_BxTxNxH.dtype, slopes_N.astype(jnp.float32), []
+    for _ in range(3):
+        parts.append(jax.lax.reduce_precision(remainder, exponent_bits=8, mantissa_bits=7))
+        remainder = remainder - parts[-1]
+    slopes_NxF = jnp.stack([part for part in parts for _ in range(2)], axis=-1)
+    low_BxS = positions_BxS % 256
+    positions_BxSxF = jnp.stack([positions_BxS - low_BxS, low_BxS] * 3, axis=-1)
+    append = lambda x, features: jnp.concatenate(
+        [x, jnp.broadcast_to(features, (*x.shape[:3], 6)).astype(dtype)], axis=-1
+    )
+    return append(q_BxTxNxH, slopes_NxF), append(k_BxSxKxH, positions_BxSxF[:, :, None])

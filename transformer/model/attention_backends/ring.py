@@ -41,15 +41,17 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
 
 
 def ring(
-    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
+    q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs, inner=None
 ) -> jax.Array:
     """Returns what `reference` returns, with T and S sharded over the mesh axis of "length".
 
-    Dropout draws a separate mask for each block.
+    `inner` computes a pair of blocks (see blockwise.py). In zigzag order, the dropout mask is that
+    of the tokens in this order.
     """
     axis, count = axis_of("length")
     learned, fixed, merge = inputs.replace(position=inputs.logits_position).split()
-    plan = _Plan.of(axis, count, inputs, q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
+    lengths = (q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
+    plan = _Plan.of(axis, count, inputs, *lengths, inner or blockwise.Einsum())
     by_token, replicated = P(None, axis), P()
     by_query = P(None, None, axis)
     in_specs = (by_token, by_token, by_token, replicated, (by_token, by_token, replicated))
@@ -88,6 +90,7 @@ class _Plan:
     sizes: queries per block, keys per block.
     blocks: blocks of queries per device, blocks of keys per device.
     zigzag: whether tokens are in zigzag order under a causal mask.
+    inner: computes a pair of blocks.
     """
 
     axis: str
@@ -95,9 +98,10 @@ class _Plan:
     sizes: tuple[int, int]
     blocks: tuple[int, int]
     zigzag: bool
+    inner: blockwise.Einsum
 
     @staticmethod
-    def of(axis: str, count: int, inputs: Inputs, T: int, S: int) -> "_Plan":
+    def of(axis: str, count: int, inputs: Inputs, T: int, S: int, inner) -> "_Plan":
         orders = {inputs.q_tokens.order, inputs.k_tokens.order}
         has_prefix = (
             inputs.q_tokens.until_BxT is not None
@@ -109,8 +113,8 @@ class _Plan:
             and not has_prefix
             and T == S
         )
-        sizes = tuple(_block_size(n // (1 + zigzag)) for n in (T, S))
-        return _Plan(axis, count, sizes, (T // sizes[0], S // sizes[1]), zigzag)
+        sizes = tuple(_block_size(n // (1 + zigzag), inner.block) for n in (T, S))
+        return _Plan(axis, count, sizes, (T // sizes[0], S // sizes[1]), zigzag, inner)
 
     @property
     def chunk(self) -> int:
@@ -134,10 +138,10 @@ class _Plan:
         return jnp.concatenate([late_early, same_half])
 
 
-def _block_size(tokens: int) -> int:
-    """Returns the divisor of `tokens` that is nearest to BLOCK (in ratio)."""
+def _block_size(tokens: int, block: int) -> int:
+    """Returns the divisor of `tokens` that is nearest to `block` (in ratio)."""
     sizes = [size for size in range(1, tokens + 1) if tokens % size == 0]
-    return min(sizes, key=lambda size: abs(math.log(size / blockwise.BLOCK)))
+    return min(sizes, key=lambda size: abs(math.log(size / block)))
 
 
 def _pass_on(plan: _Plan, tree):
@@ -155,10 +159,9 @@ def _scan_ring(plan: _Plan, inputs: Inputs, carry, process: Callable):
     device = jax.lax.axis_index(plan.axis)
 
     def inputs_from(source, k_tokens) -> Inputs:
-        key = inputs.dropout_key
-        if key is not None:
-            key = jax.random.fold_in(jax.random.fold_in(key, device), source)
-        return inputs.replace(k_tokens=k_tokens, dropout_key=key)
+        lengths = [size * blocks for size, blocks in zip(plan.sizes, plan.blocks, strict=True)]
+        first = jnp.stack([device * lengths[0], source * lengths[1]])
+        return inputs.replace(k_tokens=k_tokens, first=first)
 
     def step(carry, distance):
         stays, travels = carry
@@ -182,13 +185,11 @@ def _forward(plan: _Plan, q, k, v, inputs: Inputs):
 
     def process(carry, pairs, inputs: Inputs):
         running, (k, v, tokens) = carry
-        return blockwise.accumulate(running, q, k, v, inputs, pairs), (k, v, tokens)
+        return blockwise.accumulate(running, q, k, v, inputs, pairs, plan.inner), (k, v, tokens)
 
-    running, _ = _scan_ring(
-        plan, inputs, (Running.nothing(q, v.shape[-1], inputs.sink_N), kv), process
-    )
-    out, lse_IxBxNxt = running.finish(v.dtype)
-    return join(out), _join_rows(lse_IxBxNxt)
+    running = Running.nothing(q, v.shape[-1], inputs.sink_N)
+    running, _ = _scan_ring(plan, inputs, (running, kv), process)
+    return join(running.out_IxBxtxNxV).astype(v.dtype), _join_rows(running.lse_IxBxNxt)
 
 
 def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
@@ -205,7 +206,9 @@ def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
     def process(carry, pairs, inputs: Inputs):
         (d_q, d_position), (k, v, d_k, d_v, tokens) = carry
         grads = Gradients(d_q, d_k, d_v, d_position)
-        grads = blockwise.accumulate_gradients(q, k, v, inputs, pairs, lse, d_out, delta, grads)
+        grads = blockwise.accumulate_gradients(
+            q, k, v, inputs, pairs, plan.inner, lse, d_out, delta, grads
+        )
         return (grads.q_Ixs, grads.position), (k, v, grads.k_Jxs, grads.v_Jxs, tokens)
 
     zero = Gradients.zero(q, k, v, inputs.position)

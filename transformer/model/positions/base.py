@@ -151,6 +151,12 @@ class Position:
         return out_BxTxNxH
 
     @property
+    def is_distance_bias(self) -> bool:
+        """Whether the scheme adds `distance_bias` to the logits and nothing else."""
+        overrides = lambda name: getattr(type(self), name) is not getattr(Position, name)
+        return overrides("distance_bias") and not any(map(overrides, ("bias", "score", "value")))
+
+    @property
     def past_slopes_N(self) -> jax.Array | None:
         """float32[N], the slopes m_n, if `bias` is -m_n (t - s) for past keys; otherwise None.
 

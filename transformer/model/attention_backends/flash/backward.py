@@ -1,0 +1,177 @@
+"""The backward kernel of flash attention (Dao et al. 2022) on TPUs.
+
+One kernel computes all gradients, with five products per tile: the logits are computed once. The
+grid runs over heads, sequences and blocks of keys. The queries of a head and the gradients of its
+outputs stay in on-chip memory, and a loop passes over those of their blocks that the mask allows.
+The gradients of a head's queries and of its bias are summed in on-chip memory, in the order of the
+loop, so repeated gradients are equal bit by bit.
+
+The rows of a tile are keys and its lanes are queries, so that only one product needs a transposed
+tile. With D = sum(dO * O), d logits = weights * (d weights - D).
+
+Shape suffixes: B batch, N query heads, K key/value heads, T query length, S key length, H head size
+(of values: V), D distances, t queries per block, s keys per block.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from transformer.model.attention_backends.flash import toeplitz
+from transformer.model.attention_backends.flash.settings import (
+    NN,
+    NT,
+    TN,
+    Settings,
+    column_spec,
+    row_spec,
+    vector_spec,
+)
+from transformer.model.attention_backends.flash.tiles import (
+    LANES,
+    Limits,
+    Schedule,
+    in_columns,
+    in_row,
+    widen,
+)
+
+
+def backward(
+    settings: Settings,
+    q_BxNxTxH: jax.Array,
+    k_BxKxSxH: jax.Array,
+    v_BxKxSxV: jax.Array,
+    limits: Limits,
+    bias_NxD: jax.Array | None,
+    seed: jax.Array,
+    lse_BxNxT: jax.Array,
+    delta_BxNxT: jax.Array,
+    d_out_BxNxTxV: jax.Array,
+    learned: bool,
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients of queries, keys, values and, if `learned`, the bias.
+
+    `delta_BxNxT` is D. The gradients of keys and values are per query head, [B, N, S, ...].
+    """
+    (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
+    t, s = settings.q_block, settings.k_block
+    vector = None if bias_NxD is None else toeplitz.packed(bias_NxD[:, ::-1])
+    states = jnp.swapaxes(limits.states(t, s), 1, 2)
+    limits = limits.map(in_row, in_columns)
+    by_query_head = lambda n, b, j, *_: (b, n, 0, 0)
+    by_key = lambda n, b, j, *_: (b, lax.div(n, heads // kv_heads), j, 0)
+    by_key_of_query_head = lambda n, b, j, *_: (b, n, j, 0)
+    row = pl.BlockSpec((None, None, 1, T), by_query_head)
+    f32, gradient = jnp.float32, vector if learned else None
+    call = settings.call(
+        _kernel,
+        name="flash_backward",
+        grid=(heads, batch, S // s),
+        in_specs=[
+            pl.BlockSpec((None, None, T, H), by_query_head),
+            pl.BlockSpec((None, None, s, H), by_key),
+            pl.BlockSpec((None, None, s, V), by_key),
+            limits.map(row_spec, functools.partial(column_spec, s)),
+            vector_spec(vector),
+            row,
+            row,
+            pl.BlockSpec((None, None, T, V), by_query_head),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, T, H), by_query_head),
+            pl.BlockSpec((None, None, s, H), by_key_of_query_head),
+            pl.BlockSpec((None, None, s, V), by_key_of_query_head),
+            vector_spec(gradient),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct(q_BxNxTxH.shape, q_BxNxTxH.dtype),
+            jax.ShapeDtypeStruct((batch, heads, S, H), k_BxKxSxH.dtype),
+            jax.ShapeDtypeStruct((batch, heads, S, V), v_BxKxSxV.dtype),
+            None if gradient is None else jax.ShapeDtypeStruct(vector.shape, f32),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((T, H), f32),
+            pltpu.VMEM((s, H), f32),
+            pltpu.VMEM((s, V), f32),
+            toeplitz.table(vector),
+            toeplitz.table(gradient),
+            pltpu.VMEM((s, LANES), jnp.int32) if settings.dropout else None,
+        ],
+    )
+    d_q, d_k, d_v, d_vector = call(
+        Schedule.of(states), seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits, vector,
+        lse_BxNxT[:, :, None], delta_BxNxT[:, :, None], d_out_BxNxTxV,
+    )  # fmt: skip
+    return d_q, d_k, d_v, *([toeplitz.unpacked(d_vector)[:, ::-1]] if learned else [])
+
+
+def _kernel(
+    settings: Settings, schedule: Schedule, seed_ref,
+    q_ref, k_ref, v_ref, limits: Limits, vector_ref, lse_ref, delta_ref, d_out_ref,
+    d_q_ref, d_k_ref, d_v_ref, d_vector_ref,
+    d_q_sum, d_k_sum, d_v_sum, table_ref, d_table_ref, bits_ref,
+):  # fmt: skip
+    t, s, T = settings.q_block, settings.k_block, q_ref.shape[0]
+    sequence, block = pl.program_id(1), pl.program_id(2)
+    last_block = block == pl.num_programs(2) - 1
+    in_first = (sequence == 0) & (block == 0)
+    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
+
+    def clear(ref):
+        ref[...] = jnp.zeros_like(ref)
+
+    pl.when(block == 0)(lambda: clear(d_q_sum))
+    if table_ref is not None:
+        pl.when(in_first)(lambda: toeplitz.build(vector_ref, table_ref))
+    if d_table_ref is not None:
+        pl.when(in_first)(lambda: clear(d_table_ref))
+    clear(d_k_sum)
+    clear(d_v_sum)
+    if settings.dropout:
+        bits = settings.token_bits(seed_ref)
+        bits_ref[...] = bits(1, block, s, bits_ref.shape)
+
+    def add_tile(other, masked: bool):
+        queries = pl.ds(pl.multiple_of(other * t, t), t)
+        q, d_out = q_ref[queries, :], d_out_ref[queries, :]
+        start = toeplitz.first_row(block * s, other * t, T)
+        logits = settings.logits(
+            product(k_ref[...], q, NT),
+            table_ref,
+            start,
+            limits.map(lambda ref: ref[:, queries], lambda ref: widen(ref[...], t))
+            if masked
+            else None,
+        )
+        weights = dropped = jnp.exp(logits - lse_ref[:, queries])
+        d_weights = product(v_ref[...], d_out, NT)
+        if settings.dropout:
+            q_bits, k_bits = bits(0, other, t, (1, t)), widen(bits_ref[...], t)
+            dropped, d_weights = (settings.drop(x, q_bits, k_bits) for x in (weights, d_weights))
+        d_v_sum[...] += product(dropped.astype(d_out.dtype), d_out, NN)
+        d_logits = weights * (d_weights - delta_ref[:, queries])
+        if settings.soft_cap:
+            d_logits *= 1.0 - jnp.minimum(jnp.square(logits / settings.soft_cap), 1.0)
+        if d_table_ref is not None:
+            toeplitz.accumulate(d_logits, d_table_ref, start)
+        d_logits = d_logits.astype(q.dtype)
+        d_k_sum[...] += product(d_logits, q, NN)
+        d_q_sum[queries, :] += product(d_logits, k_ref[...], TN)
+
+    schedule.for_each_tile(add_tile)
+    d_k_ref[...] = d_k_sum[...].astype(d_k_ref.dtype)
+    d_v_ref[...] = d_v_sum[...].astype(d_v_ref.dtype)
+
+    @pl.when(last_block)
+    def _():
+        d_q_ref[...] = d_q_sum[...].astype(d_q_ref.dtype)
+
+    if d_table_ref is not None:
+        pl.when(last_block & (sequence == pl.num_programs(1) - 1))(
+            lambda: toeplitz.collect(d_table_ref, d_vector_ref)
+        )

@@ -1,0 +1,154 @@
+"""The forward kernel of flash attention (Dao et al. 2022) on TPUs.
+
+The grid runs over heads, sequences and blocks of queries. The keys and values of a head stay in
+on-chip memory, and a loop passes over those of their blocks that the mask allows. As in
+blockwise.py, m is the running maximum of a query's logits, and l the running sum of
+exp(logit - m).
+
+The rows of a tile are queries and its lanes are keys. m and l are stored in all lanes of a row.
+
+Shape suffixes: B batch, N query heads, K key/value heads, T query length, S key length, H head size
+(of values: V), D distances, t queries per block, s keys per block.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from transformer.model.attention_backends.flash import toeplitz
+from transformer.model.attention_backends.flash.settings import (
+    LOWEST,
+    NN,
+    NT,
+    Settings,
+    column_spec,
+    row_spec,
+    vector_spec,
+)
+from transformer.model.attention_backends.flash.tiles import (
+    LANES,
+    Limits,
+    Schedule,
+    in_columns,
+    in_row,
+    widen,
+)
+
+
+def forward(
+    settings: Settings,
+    q_BxNxTxH: jax.Array,
+    k_BxKxSxH: jax.Array,
+    v_BxKxSxV: jax.Array,
+    limits: Limits,
+    bias_NxD: jax.Array | None,
+    seed: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs, [B, N, T, V], and the log-sum-exp of the logits, float32[B, N, T].
+
+    Queries are scaled. `bias_NxD[:, d]` is the bias at distance d + 1 - settings.reach. The output
+    of a query without keys is zero, and its log-sum-exp is `LOWEST`.
+    """
+    (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
+    t, s = settings.q_block, settings.k_block
+    vector = None if bias_NxD is None else toeplitz.packed(bias_NxD)
+    states = limits.states(t, s)
+    limits = limits.map(in_columns, in_row)
+    by_query = lambda n, b, i, *_: (b, n, i, 0)
+    by_head = lambda n, b, i, *_: (b, lax.div(n, heads // kv_heads), 0, 0)
+    call = settings.call(
+        _kernel,
+        name="flash_forward",
+        grid=(heads, batch, T // t),
+        in_specs=[
+            pl.BlockSpec((None, None, t, H), by_query),
+            pl.BlockSpec((None, None, S, H), by_head),
+            pl.BlockSpec((None, None, S, V), by_head),
+            limits.map(functools.partial(column_spec, t), row_spec),
+            vector_spec(vector),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, t, V), by_query),
+            pl.BlockSpec((None, None, 1, t), lambda n, b, i, *_: (b, n, 0, i)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, T, V), v_BxKxSxV.dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, T), jnp.float32),
+        ],
+        scratch_shapes=[
+            pltpu.VMEM((t, LANES), jnp.float32),
+            pltpu.VMEM((t, LANES), jnp.float32),
+            pltpu.VMEM((t, V), jnp.float32),
+            toeplitz.table(vector),
+            pltpu.VMEM((t, LANES), jnp.int32) if settings.dropout else None,
+        ],
+    )
+    out, lse = call(Schedule.of(states), seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits, vector)
+    return out, lse[:, :, 0]
+
+
+def _kernel(
+    settings: Settings,
+    schedule: Schedule,
+    seed_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    limits: Limits,
+    vector_ref,
+    out_ref,
+    lse_ref,
+    m_ref,
+    l_ref,
+    sum_ref,
+    table_ref,
+    bits_ref,
+):
+    t, s = settings.q_block, settings.k_block
+    block, V = pl.program_id(2), v_ref.shape[-1]
+    if table_ref is not None:
+        pl.when((pl.program_id(1) == 0) & (block == 0))(
+            lambda: toeplitz.build(vector_ref, table_ref)
+        )
+    m_ref[...] = jnp.full_like(m_ref, LOWEST)
+    l_ref[...] = jnp.zeros_like(l_ref)
+    sum_ref[...] = jnp.zeros_like(sum_ref)
+    if settings.dropout:
+        bits = settings.token_bits(seed_ref)
+        bits_ref[...] = bits(0, block, t, bits_ref.shape)
+
+    def add_tile(other, masked: bool):
+        keys = pl.ds(pl.multiple_of(other * s, s), s)
+        products = lax.dot_general(
+            q_ref[...], k_ref[keys, :], NT, preferred_element_type=jnp.float32
+        )
+        logits = settings.logits(
+            products,
+            table_ref,
+            toeplitz.first_row(block * t, other * s, settings.reach),
+            limits.map(lambda ref: widen(ref[...], s), lambda ref: ref[:, keys])
+            if masked
+            else None,
+        )
+        old_m, old_l = m_ref[...], l_ref[...]
+        m = jnp.maximum(old_m, jnp.max(logits, axis=1, keepdims=True))
+        weights = jnp.exp(logits - widen(m, s))
+        rescale = jnp.exp(old_m - m)
+        m_ref[...] = m
+        l_ref[...] = rescale * old_l + jnp.sum(weights, axis=1, keepdims=True)
+        if settings.dropout:
+            k_bits = bits(1, other, s, (1, s))
+            weights = settings.drop(weights, widen(bits_ref[...], s), k_bits)
+        read = lax.dot_general(
+            weights.astype(v_ref.dtype), v_ref[keys, :], NN, preferred_element_type=jnp.float32
+        )
+        sum_ref[...] = widen(rescale, V) * sum_ref[...] + read
+
+    schedule.for_each_tile(add_tile)
+    total = jnp.where(l_ref[...] > 0, l_ref[...], 1.0)
+    out_ref[...] = (sum_ref[...] / widen(total, V)).astype(out_ref.dtype)
+    lse_ref[...] = (m_ref[...] + jnp.log(total)).T[:1]

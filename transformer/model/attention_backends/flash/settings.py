@@ -1,0 +1,113 @@
+"""What the forward and the backward kernel share: settings, and the logits of a tile."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from transformer.model.attention_backends.flash import toeplitz
+from transformer.model.attention_backends.flash.tiles import LANES, Limits
+from transformer.model.dropout import keep_pairs, token_bits
+
+LOWEST = -1e30
+"""The running maximum before the first key: below every logit, above `MASKED`."""
+
+MASKED = -2e38
+"""The logit of a masked pair: exp(MASKED - m) is 0 for every m from `LOWEST` on."""
+
+NT, NN, TN = ((((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ())))
+"""Dimension numbers of products with both operands as they are (NN) or with one transposed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The static part of attention.
+
+    q_block, k_block: queries and keys per tile.
+    reach: the bias is given for the distances from 1 - reach to T - 1.
+    heads: query heads on all devices.
+    vmem: bytes of on-chip memory that a kernel may use.
+    """
+
+    q_block: int
+    k_block: int
+    reach: int = 0
+    soft_cap: float = 0.0
+    dropout: float = 0.0
+    heads: int = 1
+    vmem: int = 96 * 2**20
+    interpret: bool = False
+
+    def call(self, kernel: Callable, **arguments) -> Callable:
+        """Returns `pallas_call` of kernel(settings, schedule, seed, ...) over a grid.
+
+        The grid is (heads, sequences, blocks). Heads may run on several cores.
+        """
+        scratch = {
+            name: arguments.pop(name)
+            for name in ("grid", "in_specs", "out_specs", "scratch_shapes")
+        }
+        return pl.pallas_call(
+            functools.partial(kernel, self),
+            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, **scratch),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+                vmem_limit_bytes=self.vmem,
+            ),
+            interpret=self.interpret,
+            **arguments,
+        )
+
+    def logits(self, products: jax.Array, table_ref, start, limits: Limits | None) -> jax.Array:
+        """Returns the logits of a tile from its scaled products of queries and keys.
+
+        `limits` is None for a tile without masked pairs. `start` is its row in the bias table.
+        """
+        logits = products
+        if table_ref is not None:
+            logits = toeplitz.add(logits, table_ref, start)
+        if self.soft_cap:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        return logits if limits is None else jnp.where(limits.allowed(), logits, MASKED)
+
+    def token_bits(self, seed_ref) -> Callable:
+        """Returns a function that returns the random bits of a block's tokens.
+
+        bits(side, block, size, shape): `side` is 0 for queries and 1 for keys; the tokens are along
+        the axis of `shape` that has their number, `size`. The seed has the seeds of both sides,
+        the indices of the first query and key, and those of the device's first sequence and head.
+        """
+        stream = (seed_ref[4] + pl.program_id(1)) * self.heads + seed_ref[5] + pl.program_id(0)
+
+        def bits(side: int, block, size: int, shape: tuple[int, int]) -> jax.Array:
+            axis = 0 if shape[0] == size else 1
+            first = seed_ref[2 + side] + block * size
+            tokens = first + lax.broadcasted_iota(jnp.int32, shape, axis)
+            return token_bits(seed_ref[side], stream, tokens)
+
+        return bits
+
+    def drop(self, weights: jax.Array, q_bits: jax.Array, k_bits: jax.Array) -> jax.Array:
+        """Returns the weights after dropout."""
+        keep = keep_pairs(self.dropout, q_bits, k_bits)
+        return jnp.where(keep, weights / (1.0 - self.dropout), 0.0)
+
+
+def column_spec(size: int, x: jax.Array) -> pl.BlockSpec:
+    """The blocks of [B, T, LANES], `size` tokens each. B may be 1, for all sequences."""
+    return pl.BlockSpec((None, size, LANES), lambda n, b, i, *_: (b if len(x) > 1 else 0, i, 0))
+
+
+def row_spec(x: jax.Array) -> pl.BlockSpec:
+    """A sequence of [B, 1, T]. B may be 1, for all sequences."""
+    return pl.BlockSpec((None, *x.shape[1:]), lambda n, b, *_: (b if len(x) > 1 else 0, 0, 0))
+
+
+def vector_spec(x: jax.Array | None) -> pl.BlockSpec | None:
+    """The vector of a head, of [N, 1, D]."""
+    return None if x is None else pl.BlockSpec((None, *x.shape[1:]), lambda n, *_: (n, 0, 0))

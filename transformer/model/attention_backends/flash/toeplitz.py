@@ -1,0 +1,107 @@
+"""Biases that depend on distance alone, without an array over queries and keys.
+
+A tile of such a bias is a Toeplitz matrix: the element of query t and key s is r[t - s]. It has
+only as many different rows of 128 lanes as it has diagonals, so a table holds each of them once:
+
+    table[x, c] = r[x - c],    c = 0..127
+
+128 copies of the vector r, each shifted by one. Every tile consists of slices of the table: its
+lanes 128 b..128 b + 127 are rows x = t - 128 b. Slices begin at multiples of 128, so that adding
+one to a tile takes one load and one addition per register. The gradient of r is collected in the
+same way: the gradients of all tiles are added to a table, whose diagonals are summed once.
+
+The table of a head stays in the on-chip memory: 512 bytes per distance.
+
+Shape suffixes: N heads, X rows of a table, L = 128 lanes, t rows and s lanes of a tile.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from transformer.model.attention_backends.flash.tiles import LANES
+
+
+def packed(r_NxD: jax.Array) -> jax.Array:
+    """Returns the vectors as `build` needs them, float32[N, 1, D + 1].
+
+    `r_NxD[:, y]` is the bias where (index of the row) - (index of the lane) + lanes - 1 = y, so D
+    is rows + lanes - 1.
+    """
+    return jnp.pad(r_NxD.astype(jnp.float32)[:, ::-1], ((0, 0), (0, 1)))[:, None]
+
+
+def build(vector_ref, table_ref) -> None:
+    """Writes table[x, c] = r[x + 127 - c], from a vector that `packed` returns."""
+    chunks = table_ref.shape[0] // LANES
+
+    def write(chunk, _):
+        start = pl.multiple_of((chunks - 1 - chunk) * LANES, LANES)
+        window = jnp.broadcast_to(vector_ref[:, pl.ds(start, 2 * LANES)], (LANES, 2 * LANES))
+        rolled = pltpu.roll(window, 1, 1, stride=1, stride_axis=0)  # row x is rolled by x + 1
+        table_ref[pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES), :] = rolled[:, LANES:]
+
+    lax.fori_loop(0, chunks, write, None)
+
+
+def table(vector_Nx1xD: jax.Array | None):
+    """Returns the scratch memory of a head's table, or None."""
+    if vector_Nx1xD is None:
+        return None
+    return pltpu.VMEM((vector_Nx1xD.shape[-1] - LANES, LANES), jnp.float32)
+
+
+def first_row(row, lane, lanes: int):
+    """Returns the table row of a tile's first 128 lanes, whose first element is at (row, lane).
+
+    `lanes` is the number of lanes of the whole array, not of the tile.
+    """
+    return pl.multiple_of(row - lane + lanes - LANES, LANES)
+
+
+def add(tile_txs: jax.Array, table_ref, start) -> jax.Array:
+    """Returns the tile plus its bias. `start` is the tile's `first_row`."""
+    rows, lanes = tile_txs.shape
+    return jnp.concatenate(
+        [
+            tile_txs[:, lane : lane + LANES] + table_ref[pl.ds(start - lane, rows), :]
+            for lane in range(0, lanes, LANES)
+        ],
+        axis=1,
+    )
+
+
+def accumulate(tile_txs: jax.Array, table_ref, start) -> None:
+    """Adds a tile to the table, the transpose of `add`."""
+    rows, lanes = (size // LANES for size in tile_txs.shape)
+    block = lambda row, lane: tile_txs[
+        row * LANES : (row + 1) * LANES, lane * LANES : (lane + 1) * LANES
+    ]
+    # The blocks of 128 x 128 on one block diagonal go to the same rows.
+    for diagonal in range(1 - lanes, rows):
+        blocks = [block(row, row - diagonal) for row in range(rows) if 0 <= row - diagonal < lanes]
+        table_ref[pl.ds(start + diagonal * LANES, LANES), :] += sum(blocks[1:], blocks[0])
+
+
+def collect(table_ref, vector_ref) -> None:
+    """Sums a table over its diagonals: the transpose of `build`."""
+    chunks = table_ref.shape[0] // LANES
+    vector_ref[...] = jnp.zeros_like(vector_ref)
+
+    def read(chunk, _):
+        start = pl.multiple_of((chunks - 1 - chunk) * LANES, LANES)
+        rows = table_ref[pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES), :]
+        rows = jnp.concatenate([jnp.zeros_like(rows), rows], axis=1)
+        # Sum the rows, row x rolled back by x + 1: in each step, half of the rows join the others.
+        while (half := rows.shape[0] // 2) > 0:
+            rows = rows[:half] + pltpu.roll(rows[half:], 2 * LANES - half, 1)
+        vector_ref[:, pl.ds(start, 2 * LANES)] += pltpu.roll(rows, 2 * LANES - 1, 1)
+
+    lax.fori_loop(0, chunks, read, None)
+
+
+def unpacked(vector_Nx1xD: jax.Array) -> jax.Array:
+    """Returns float32[N, D], the transpose of `packed`."""
+    return vector_Nx1xD[:, 0, -2::-1]
