@@ -92,12 +92,12 @@ class Fused:
         self.block, self.whole = block, whole
 
     def forward(self, q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs):
-        """Returns (out float32[B, T, N, V], log-sum-exp float32[B, N, T])."""
+        """Returns (out [B, T, N, V], log-sum-exp float32[B, N, T])."""
         call = _Call.of(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, self.whole)
         bias_NxD = call.bias(inputs.position)
         out_BxNxTxV, lse_BxNxT = call.on_each_device(forward, 2, bias_NxD)
         T = q_BxTxNxH.shape[1]
-        return _by_token(out_BxNxTxV)[:, :T].astype(jnp.float32), lse_BxNxT[:, :, :T]
+        return _by_token(out_BxNxTxV)[:, :T], lse_BxNxT[:, :, :T]
 
     def backward(
         self, q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs, lse_BxNxT, delta_BxNxT, d_out
@@ -114,14 +114,12 @@ class Fused:
             functools.partial(backward, learned=learned), 3, bias_NxD,
             lse_BxNxT, delta_BxNxT, d_out_BxNxTxV, learned=learned,
         )  # fmt: skip
-        of_group = lambda x: jnp.sum(
-            x.astype(jnp.float32).reshape(len(x), K, N // K, *x.shape[2:]), axis=2
-        )
+        of_group = lambda x: jnp.sum(x.reshape(len(x), K, N // K, *x.shape[2:]), axis=2)
         d_k, d_v = (_by_token(of_group(x))[:, :S] for x in (d_k, d_v))
         d_position = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), inputs.position)
         if learned:
             d_position = pull_bias(d_bias[0])[0]
-        return inputs.scale * _by_token(d_q)[:, :T].astype(jnp.float32), d_k, d_v, d_position
+        return inputs.scale * _by_token(d_q)[:, :T], d_k, d_v, d_position
 
 
 def _by_head(x_BxTxNxH: jax.Array) -> jax.Array:
@@ -164,7 +162,7 @@ class _Call:
         settings = Settings(
             t, s, reach, inputs.soft_cap,
             inputs.dropout if inputs.dropout_key is not None else 0.0,
-            N, int(0.9 * _memory()), platform() == "cpu",
+            N, not whole, int(0.9 * _memory()), platform() == "cpu",
         )  # fmt: skip
         seed = jnp.zeros(4, jnp.int32)
         if inputs.dropout_key is not None:

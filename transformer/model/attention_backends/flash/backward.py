@@ -27,7 +27,6 @@ from transformer.model.attention_backends.flash.settings import (
     NT,
     TN,
     Settings,
-    column_spec,
     row_spec,
     vector_spec,
 )
@@ -35,9 +34,8 @@ from transformer.model.attention_backends.flash.tiles import (
     LANES,
     Limits,
     Schedule,
-    in_columns,
-    in_row,
     widen,
+    write_column,
 )
 
 
@@ -62,7 +60,7 @@ def backward(
     t, s = settings.q_block, settings.k_block
     vector = None if bias_NxD is None else toeplitz.packed(bias_NxD[:, ::-1])
     states = jnp.swapaxes(limits.states(t, s), 1, 2)
-    limits = limits.map(in_row, in_columns)
+    queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     by_query_head = lambda n, b, j, *_: (b, n, 0, 0)
     by_key = lambda n, b, j, *_: (b, lax.div(n, heads // kv_heads), j, 0)
     by_key_of_query_head = lambda n, b, j, *_: (b, n, j, 0)
@@ -76,7 +74,8 @@ def backward(
             pl.BlockSpec((None, None, T, H), by_query_head),
             pl.BlockSpec((None, None, s, H), by_key),
             pl.BlockSpec((None, None, s, V), by_key),
-            limits.map(row_spec, functools.partial(column_spec, s)),
+            jax.tree.map(row_spec, queries),
+            jax.tree.map(functools.partial(row_spec, block=s), keys),
             vector_spec(vector),
             row,
             row,
@@ -89,9 +88,9 @@ def backward(
             vector_spec(gradient),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct(q_BxNxTxH.shape, q_BxNxTxH.dtype),
-            jax.ShapeDtypeStruct((batch, heads, S, H), k_BxKxSxH.dtype),
-            jax.ShapeDtypeStruct((batch, heads, S, V), v_BxKxSxV.dtype),
+            settings.like(q_BxNxTxH, (batch, heads, T, H)),
+            settings.like(k_BxKxSxH, (batch, heads, S, H)),
+            settings.like(v_BxKxSxV, (batch, heads, S, V)),
             None if gradient is None else jax.ShapeDtypeStruct(vector.shape, f32),
         ],
         scratch_shapes=[
@@ -100,11 +99,12 @@ def backward(
             pltpu.VMEM((s, V), f32),
             toeplitz.table(vector),
             toeplitz.table(gradient),
+            jax.tree.map(lambda x: pltpu.VMEM((s, LANES), x.dtype), keys),
             pltpu.VMEM((s, LANES), jnp.int32) if settings.dropout else None,
         ],
     )
     d_q, d_k, d_v, d_vector = call(
-        Schedule.of(states), seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits, vector,
+        Schedule.of(states), seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, vector,
         lse_BxNxT[:, :, None], delta_BxNxT[:, :, None], d_out_BxNxTxV,
     )  # fmt: skip
     return d_q, d_k, d_v, *([toeplitz.unpacked(d_vector)[:, ::-1]] if learned else [])
@@ -112,9 +112,9 @@ def backward(
 
 def _kernel(
     settings: Settings, schedule: Schedule, seed_ref,
-    q_ref, k_ref, v_ref, limits: Limits, vector_ref, lse_ref, delta_ref, d_out_ref,
+    q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, lse_ref, delta_ref, d_out_ref,
     d_q_ref, d_k_ref, d_v_ref, d_vector_ref,
-    d_q_sum, d_k_sum, d_v_sum, table_ref, d_table_ref, bits_ref,
+    d_q_sum, d_k_sum, d_v_sum, table_ref, d_table_ref, column_refs, bits_ref,
 ):  # fmt: skip
     t, s, T = settings.q_block, settings.k_block, q_ref.shape[0]
     sequence, block = pl.program_id(1), pl.program_id(2)
@@ -130,6 +130,7 @@ def _kernel(
         pl.when(in_first)(lambda: toeplitz.build(vector_ref, table_ref))
     if d_table_ref is not None:
         pl.when(in_first)(lambda: clear(d_table_ref))
+    jax.tree.map(write_column, column_refs, key_refs)
     clear(d_k_sum)
     clear(d_v_sum)
     if settings.dropout:
@@ -139,14 +140,16 @@ def _kernel(
     def add_tile(other, masked: bool):
         queries = pl.ds(pl.multiple_of(other * t, t), t)
         q, d_out = q_ref[queries, :], d_out_ref[queries, :]
+        of_tile = lambda: Limits(
+            *jax.tree.map(lambda ref: ref[:, queries], query_refs),
+            *(widen(ref[...], t) for ref in column_refs),
+        )
         start = toeplitz.first_row(block * s, other * t, T)
         logits = settings.logits(
             product(k_ref[...], q, NT),
             table_ref,
             start,
-            limits.map(lambda ref: ref[:, queries], lambda ref: widen(ref[...], t))
-            if masked
-            else None,
+            of_tile() if masked else None,
         )
         weights = dropped = jnp.exp(logits - lse_ref[:, queries])
         d_weights = product(v_ref[...], d_out, NT)

@@ -25,7 +25,6 @@ from transformer.model.attention_backends.flash.settings import (
     NN,
     NT,
     Settings,
-    column_spec,
     row_spec,
     vector_spec,
 )
@@ -33,9 +32,8 @@ from transformer.model.attention_backends.flash.tiles import (
     LANES,
     Limits,
     Schedule,
-    in_columns,
-    in_row,
     widen,
+    write_column,
 )
 
 
@@ -57,7 +55,7 @@ def forward(
     t, s = settings.q_block, settings.k_block
     vector = None if bias_NxD is None else toeplitz.packed(bias_NxD)
     states = limits.states(t, s)
-    limits = limits.map(in_columns, in_row)
+    queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     by_query = lambda n, b, i, *_: (b, n, i, 0)
     by_head = lambda n, b, i, *_: (b, lax.div(n, heads // kv_heads), 0, 0)
     call = settings.call(
@@ -68,7 +66,8 @@ def forward(
             pl.BlockSpec((None, None, t, H), by_query),
             pl.BlockSpec((None, None, S, H), by_head),
             pl.BlockSpec((None, None, S, V), by_head),
-            limits.map(functools.partial(column_spec, t), row_spec),
+            jax.tree.map(functools.partial(row_spec, block=t), queries),
+            jax.tree.map(row_spec, keys),
             vector_spec(vector),
         ],
         out_specs=[
@@ -76,7 +75,7 @@ def forward(
             pl.BlockSpec((None, None, 1, t), lambda n, b, i, *_: (b, n, 0, i)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, T, V), v_BxKxSxV.dtype),
+            settings.like(v_BxKxSxV, (batch, heads, T, V)),
             jax.ShapeDtypeStruct((batch, heads, 1, T), jnp.float32),
         ],
         scratch_shapes=[
@@ -84,36 +83,28 @@ def forward(
             pltpu.VMEM((t, LANES), jnp.float32),
             pltpu.VMEM((t, V), jnp.float32),
             toeplitz.table(vector),
+            jax.tree.map(lambda x: pltpu.VMEM((t, LANES), x.dtype), queries),
             pltpu.VMEM((t, LANES), jnp.int32) if settings.dropout else None,
         ],
     )
-    out, lse = call(Schedule.of(states), seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits, vector)
+    out, lse = call(
+        Schedule.of(states), seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, vector
+    )
     return out, lse[:, :, 0]
 
 
 def _kernel(
-    settings: Settings,
-    schedule: Schedule,
-    seed_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    limits: Limits,
-    vector_ref,
-    out_ref,
-    lse_ref,
-    m_ref,
-    l_ref,
-    sum_ref,
-    table_ref,
-    bits_ref,
-):
+    settings: Settings, schedule: Schedule, seed_ref,
+    q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, out_ref, lse_ref,
+    m_ref, l_ref, sum_ref, table_ref, column_refs, bits_ref,
+):  # fmt: skip
     t, s = settings.q_block, settings.k_block
     block, V = pl.program_id(2), v_ref.shape[-1]
     if table_ref is not None:
         pl.when((pl.program_id(1) == 0) & (block == 0))(
             lambda: toeplitz.build(vector_ref, table_ref)
         )
+    jax.tree.map(write_column, column_refs, query_refs)
     m_ref[...] = jnp.full_like(m_ref, LOWEST)
     l_ref[...] = jnp.zeros_like(l_ref)
     sum_ref[...] = jnp.zeros_like(sum_ref)
@@ -123,6 +114,10 @@ def _kernel(
 
     def add_tile(other, masked: bool):
         keys = pl.ds(pl.multiple_of(other * s, s), s)
+        of_tile = lambda: Limits(
+            *jax.tree.map(lambda ref: widen(ref[...], s), column_refs),
+            *(ref[:, keys] for ref in key_refs),
+        )
         products = lax.dot_general(
             q_ref[...], k_ref[keys, :], NT, preferred_element_type=jnp.float32
         )
@@ -130,9 +125,7 @@ def _kernel(
             products,
             table_ref,
             toeplitz.first_row(block * t, other * s, settings.reach),
-            limits.map(lambda ref: widen(ref[...], s), lambda ref: ref[:, keys])
-            if masked
-            else None,
+            of_tile() if masked else None,
         )
         old_m, old_l = m_ref[...], l_ref[...]
         m = jnp.maximum(old_m, jnp.max(logits, axis=1, keepdims=True))

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.flash import toeplitz
-from transformer.model.attention_backends.flash.tiles import LANES, Limits
+from transformer.model.attention_backends.flash.tiles import Limits
 from transformer.model.dropout import keep_pairs, token_bits
 
 LOWEST = -1e30
@@ -31,6 +31,7 @@ class Settings:
     q_block, k_block: queries and keys per tile.
     reach: the bias is given for the distances from 1 - reach to T - 1.
     heads: query heads on all devices.
+    exact: whether results are float32. Otherwise, they have the type of what they belong to.
     vmem: bytes of on-chip memory that a kernel may use.
     """
 
@@ -40,8 +41,13 @@ class Settings:
     soft_cap: float = 0.0
     dropout: float = 0.0
     heads: int = 1
+    exact: bool = False
     vmem: int = 96 * 2**20
     interpret: bool = False
+
+    def like(self, x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """Returns the shape and type of a result that belongs to `x`."""
+        return jax.ShapeDtypeStruct(shape, jnp.float32 if self.exact else x.dtype)
 
     def call(self, kernel: Callable, **arguments) -> Callable:
         """Returns `pallas_call` of kernel(settings, schedule, seed, ...) over a grid.
@@ -98,14 +104,12 @@ class Settings:
         return jnp.where(keep, weights / (1.0 - self.dropout), 0.0)
 
 
-def column_spec(size: int, x: jax.Array) -> pl.BlockSpec:
-    """The blocks of [B, T, LANES], `size` tokens each. B may be 1, for all sequences."""
-    return pl.BlockSpec((None, size, LANES), lambda n, b, i, *_: (b if len(x) > 1 else 0, i, 0))
-
-
-def row_spec(x: jax.Array) -> pl.BlockSpec:
-    """A sequence of [B, 1, T]. B may be 1, for all sequences."""
-    return pl.BlockSpec((None, *x.shape[1:]), lambda n, b, *_: (b if len(x) > 1 else 0, 0, 0))
+def row_spec(x_Bx1xT: jax.Array, block: int = 0) -> pl.BlockSpec:
+    """A sequence of [B, 1, T], or one block of it. B may be 1, for all sequences."""
+    size = block or x_Bx1xT.shape[-1]
+    return pl.BlockSpec(
+        (None, 1, size), lambda n, b, i, *_: (b if len(x_Bx1xT) > 1 else 0, 0, i if block else 0)
+    )
 
 
 def vector_spec(x: jax.Array | None) -> pl.BlockSpec | None:

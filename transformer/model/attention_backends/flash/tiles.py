@@ -60,19 +60,19 @@ class Limits:
         """Appends padding to the queries and to the keys. It repeats the last positions."""
         edge = lambda size: lambda x: jnp.pad(x, ((0, 0), (0, size)), mode="edge")
         segments = lambda x, size, value: jnp.pad(x, ((0, 0), (0, size)), constant_values=value)
-        return self.map(edge(queries), edge(keys)).replace(
+        padded = Limits(*jax.tree.map(edge(queries), self.queries), *map(edge(keys), self.keys))
+        return padded.replace(
             q_segments=segments(self.q_segments, queries, -1),
             k_segments=segments(self.k_segments, keys, -2),
         )
 
-    def map(self, queries: Callable, keys: Callable) -> "Limits":
-        """Applies functions to the arrays of queries and to those of keys."""
-        of_queries = (self.q_segments, self.q_first, self.q_last)
-        return Limits(
-            *(None if x is None else queries(x) for x in of_queries),
-            keys(self.k_segments),
-            keys(self.k_positions),
-        )
+    @property
+    def queries(self) -> tuple[jax.Array | None, ...]:
+        return self.q_segments, self.q_first, self.q_last
+
+    @property
+    def keys(self) -> tuple[jax.Array, ...]:
+        return self.k_segments, self.k_positions
 
     def allowed(self) -> jax.Array:
         """Returns whether each query may attend to each key, where all arrays broadcast."""
@@ -108,14 +108,10 @@ class Limits:
         return jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int32)
 
 
-def in_columns(x_BxT: jax.Array) -> jax.Array:
-    """Returns [B, T, LANES]: each value in all lanes of a row, for tiles whose rows are T."""
-    return jnp.broadcast_to(x_BxT[..., None], (*x_BxT.shape, LANES))
-
-
-def in_row(x_BxT: jax.Array) -> jax.Array:
-    """Returns [B, 1, T], for tiles whose lanes are T."""
-    return x_BxT[:, None]
+def write_column(column_ref, row_ref) -> None:
+    """Copies [1, t] to [t, LANES]: element t to all lanes of row t."""
+    row_1xt = row_ref[...]
+    column_ref[...] = jnp.broadcast_to(row_1xt, (LANES, row_1xt.shape[1])).T
 
 
 def widen(x_txL: jax.Array, width: int) -> jax.Array:
