@@ -15,6 +15,7 @@ from transformer.model import attention_backends
 from transformer.model.attention_backends import BACKENDS, Inputs, choose, flash, record
 from transformer.model.attention_backends.base import _keep
 from transformer.model.attention_backends.cudnn import with_slopes
+from transformer.model.attention_backends.flash import call
 from transformer.model.attention_backends.flash.tiles import EMPTY, FULL, PARTIAL, Limits
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window, zigzag
 from transformer.model.positions import SCHEMES
@@ -56,7 +57,7 @@ DISTANCE_BIASES = [name for name, scheme in SCHEMES.items() if scheme().is_dista
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles per sequence, so that all states of tiles occur."""
-    monkeypatch.setattr(flash, "COST", {128: 1.0})
+    monkeypatch.setattr(call, "COST", {128: 1.0})
 
 
 def random_qkv(keys=T, kv_heads=2, d_value=24, batch=2, queries=T, dtype=jnp.float32, size=16):
@@ -122,7 +123,7 @@ def test_output_of_queries_without_keys_is_zero():
 
 @pytest.mark.parametrize("position", [None, "t5"])
 def test_long_sequences_are_computed_in_pairs_of_blocks(monkeypatch, position):
-    monkeypatch.setattr(flash, "_block", lambda *_: 128)
+    monkeypatch.setattr(flash, "block_size", lambda *_: 128)
     assert_matches_reference(*random_qkv(), make_inputs("sink", position))
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 
-from transformer.model.attention_backends.flash import tile_size
+from transformer.model.attention_backends.flash.call import tile_size
 from transformer.model.config import ModelConfig
 from transformer.planning.hlo import Instruction
 from transformer.planning.model_flops import allowed_share

@@ -251,28 +251,18 @@ def attend(q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inner) -> jax.Array:
     learned, fixed, merge = inputs.split()
 
     def forward(q, k, v, learned, fixed):
-        inputs = merge(learned, fixed)
-        if len(pairs) == 1:
-            out, lse = _forward_one(q, k, v, inputs, inner)
-        else:
-            running = Running.nothing(q, v.shape[-1], inputs.sink_N)
-            running = accumulate(running, q, k, v, inputs, pairs, inner)
-            out, lse = running.out_IxBxtxNxV, running.lse_IxBxNxt
-        out = out.astype(v.dtype)
+        running = Running.nothing(q, v.shape[-1], learned[1])
+        running = accumulate(running, q, k, v, merge(learned, fixed), pairs, inner)
+        out, lse = running.out_IxBxtxNxV.astype(v.dtype), running.lse_IxBxNxt
         return out, (q, k, v, learned, fixed, out, lse)
 
     def backward(residuals, d_out):
         q, k, v, learned, fixed, out, lse = residuals
-        inputs, delta_IxBxNxt = merge(learned, fixed), row_products(d_out, out)
-        if len(pairs) == 1:
-            qkv, block = _block(0, 0, q, k, v, inputs)
-            *d_qkv, d_position = inner.backward(*qkv, block, lse[0], delta_IxBxNxt[0], d_out[0])
-            grads = Gradients(*(d[None] for d in d_qkv), d_position)
-        else:
-            zero = Gradients.zero(q, k, v, learned[0])
-            grads = accumulate_gradients(
-                q, k, v, inputs, pairs, inner, lse, d_out, delta_IxBxNxt, zero
-            )
+        delta_IxBxNxt = row_products(d_out, out)
+        zero = Gradients.zero(q, k, v, learned[0])
+        grads = accumulate_gradients(
+            q, k, v, merge(learned, fixed), pairs, inner, lse, d_out, delta_IxBxNxt, zero
+        )
         d_sink = None if learned[1] is None else sink_gradient(learned[1], lse, delta_IxBxNxt)
         cast_like = lambda d, x: d.astype(x.dtype)
         d_q, d_k, d_v = map(cast_like, (grads.q_Ixs, grads.k_Jxs, grads.v_Jxs), (q, k, v))
@@ -281,16 +271,6 @@ def attend(q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inner) -> jax.Array:
     attention = jax.custom_vjp(lambda *args: forward(*args)[0])
     attention.defvjp(forward, backward)
     return attention(q_Ixs, k_Jxs, v_Jxs, learned, fixed)
-
-
-def _forward_one(q_1xs, k_1xs, v_1xs, inputs: Inputs, inner) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs and their log-sum-exp where there is one pair of blocks."""
-    qkv, block = _block(0, 0, q_1xs, k_1xs, v_1xs, inputs)
-    out_BxtxNxV, lse = inner.forward(*qkv, block)
-    if inputs.sink_N is not None:
-        without, lse = lse, jnp.logaddexp(lse, inputs.sink_N.astype(jnp.float32)[:, None])
-        out_BxtxNxV = out_BxtxNxV * jnp.swapaxes(jnp.exp(without - lse), 1, 2)[..., None]
-    return out_BxtxNxV[None], lse[None]
 
 
 def row_products(d_out_IxBxtxNxH, out_IxBxtxNxH) -> jax.Array:

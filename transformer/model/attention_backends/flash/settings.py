@@ -113,5 +113,5 @@ def row_spec(x_Bx1xT: jax.Array, block: int = 0) -> pl.BlockSpec:
 
 
 def vector_spec(x: jax.Array | None) -> pl.BlockSpec | None:
-    """The vector of a head, of [N, 1, D]."""
+    """The vector of a head, of [N, 8, D]."""
     return None if x is None else pl.BlockSpec((None, *x.shape[1:]), lambda n, *_: (n, 0, 0))

@@ -23,34 +23,68 @@ from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.flash.tiles import LANES
 
+SUBLANES = 8
+"""The number of rows of a vector register."""
+
 
 def packed(r_NxD: jax.Array) -> jax.Array:
-    """Returns the vectors as `build` needs them, float32[N, 1, D + 1].
+    """Returns the vectors as `build` needs them, float32[N, 8, D + 1].
 
     `r_NxD[:, y]` is the bias where (index of the row) - (index of the lane) + lanes - 1 = y, so D
-    is rows + lanes - 1.
+    is rows + lanes - 1. The result has eight copies in reverse order; copy b is rolled by b + 1.
     """
-    return jnp.pad(r_NxD.astype(jnp.float32)[:, ::-1], ((0, 0), (0, 1)))[:, None]
+    reverse = jnp.pad(r_NxD.astype(jnp.float32)[:, ::-1], ((0, 0), (0, 1)))
+    return jnp.stack([jnp.roll(reverse, b + 1, axis=1) for b in range(SUBLANES)], axis=1)
 
 
-def build(vector_ref, table_ref) -> None:
-    """Writes table[x, c] = r[x + 127 - c], from a vector that `packed` returns."""
+def unpacked(vectors_Nx8xD: jax.Array) -> jax.Array:
+    """Returns float32[N, D], the transpose of `packed`."""
+    copies = [jnp.roll(vectors_Nx8xD[:, b], -b - 1, axis=1) for b in range(SUBLANES)]
+    return sum(copies)[:, -2::-1]
+
+
+def build(vectors_ref, table_ref) -> None:
+    """Writes table[x, c] = r[x + 127 - c], from vectors that `packed` returns."""
+
+    def write(chunk, window):
+        for row in range(0, LANES, SUBLANES):  # row + b is the window of copy b rolled by row
+            at = pl.ds(pl.multiple_of(chunk * LANES + row, SUBLANES), SUBLANES)
+            table_ref[at, :] = pltpu.roll(window, row, 1)[:, LANES:]
+
+    _for_each_chunk(lambda chunk, window: write(chunk, vectors_ref[:, window]), table_ref)
+
+
+def collect(table_ref, vectors_ref) -> None:
+    """Sums a table over its diagonals: the transpose of `build`."""
+    vectors_ref[...] = jnp.zeros_like(vectors_ref)
+
+    def read(chunk, window):
+        total = jnp.zeros((SUBLANES, 2 * LANES), jnp.float32)
+        for row in range(0, LANES, SUBLANES):
+            at = pl.ds(pl.multiple_of(chunk * LANES + row, SUBLANES), SUBLANES)
+            rows = jnp.concatenate([jnp.zeros((SUBLANES, LANES)), table_ref[at, :]], axis=1)
+            total += pltpu.roll(rows, (2 * LANES - row) % (2 * LANES), 1)
+        vectors_ref[:, window] += total
+
+    _for_each_chunk(read, table_ref)
+
+
+def _for_each_chunk(process, table_ref) -> None:
+    """Calls process(chunk, window) for each 128 rows of a table and their window of the vectors."""
     chunks = table_ref.shape[0] // LANES
 
-    def write(chunk, _):
+    def step(chunk, _):
         start = pl.multiple_of((chunks - 1 - chunk) * LANES, LANES)
-        window = jnp.broadcast_to(vector_ref[:, pl.ds(start, 2 * LANES)], (LANES, 2 * LANES))
-        rolled = pltpu.roll(window, 1, 1, stride=1, stride_axis=0)  # row x is rolled by x + 1
-        table_ref[pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES), :] = rolled[:, LANES:]
+        process(chunk, pl.ds(start, 2 * LANES))
 
-    lax.fori_loop(0, chunks, write, None)
+    lax.fori_loop(0, chunks, step, None)
 
 
-def table(vector_Nx1xD: jax.Array | None):
+def table(vectors_Nx8xD: jax.Array | None):
     """Returns the scratch memory of a head's table, or None."""
-    if vector_Nx1xD is None:
+    if vectors_Nx8xD is None:
         return None
-    return pltpu.VMEM((vector_Nx1xD.shape[-1] - LANES, LANES), jnp.float32)
+    return pltpu.VMEM((vectors_Nx8xD.shape[-1] - LANES, LANES), jnp.float32)
 
 
 def first_row(row, lane, lanes: int):
@@ -83,25 +117,3 @@ def accumulate(tile_txs: jax.Array, table_ref, start) -> None:
     for diagonal in range(1 - lanes, rows):
         blocks = [block(row, row - diagonal) for row in range(rows) if 0 <= row - diagonal < lanes]
         table_ref[pl.ds(start + diagonal * LANES, LANES), :] += sum(blocks[1:], blocks[0])
-
-
-def collect(table_ref, vector_ref) -> None:
-    """Sums a table over its diagonals: the transpose of `build`."""
-    chunks = table_ref.shape[0] // LANES
-    vector_ref[...] = jnp.zeros_like(vector_ref)
-
-    def read(chunk, _):
-        start = pl.multiple_of((chunks - 1 - chunk) * LANES, LANES)
-        rows = table_ref[pl.ds(pl.multiple_of(chunk * LANES, LANES), LANES), :]
-        rows = jnp.concatenate([jnp.zeros_like(rows), rows], axis=1)
-        # Sum the rows, row x rolled back by x + 1: in each step, half of the rows join the others.
-        while (half := rows.shape[0] // 2) > 0:
-            rows = rows[:half] + pltpu.roll(rows[half:], 2 * LANES - half, 1)
-        vector_ref[:, pl.ds(start, 2 * LANES)] += pltpu.roll(rows, 2 * LANES - 1, 1)
-
-    lax.fori_loop(0, chunks, read, None)
-
-
-def unpacked(vector_Nx1xD: jax.Array) -> jax.Array:
-    """Returns float32[N, D], the transpose of `packed`."""
-    return vector_Nx1xD[:, 0, -2::-1]

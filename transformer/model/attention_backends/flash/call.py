@@ -1,0 +1,174 @@
+"""Calls of the kernels: padding to whole tiles, the bias of all distances, and sharding.
+
+Each device computes its own sequences and heads.
+
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head size
+(of values: V), D distances.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from transformer.model.attention_backends.base import Inputs
+from transformer.model.attention_backends.flash.backward import backward
+from transformer.model.attention_backends.flash.forward import forward
+from transformer.model.attention_backends.flash.settings import Settings
+from transformer.model.attention_backends.flash.tiles import LANES, Limits
+from transformer.model.dropout import seeds
+from transformer.model.masks import REAL, pairs
+from transformer.model.sharding import fitting, platform
+
+MEMORY = {"TPU v4": 16, "TPU v5": 64, "TPU v5p": 64, "TPU7x": 64}
+"""MiB of on-chip vector memory of a core, by kind of device. Others have 128."""
+
+COST = {512: 1.0, 256: 1.15, 128: 1.5}
+"""Time per pair of tokens by the number of tokens per tile, relative to the largest tile."""
+
+
+TILES = 6 * 2**20
+"""Bytes of on-chip memory for the tiles that a kernel works on."""
+
+
+def bytes_per_token(itemsize: int, H: int, V: int) -> int:
+    """Returns the on-chip memory that the backward pass needs per token.
+
+    It holds queries, the gradients of outputs and of queries, each in two buffers; the sum of the
+    gradients of queries; and rows of the bias table and of its gradient. A sequence has two rows
+    per token.
+    """
+    lanes = lambda size: -(-size // LANES) * LANES
+    return 2 * itemsize * (2 * lanes(H) + lanes(V)) + 4 * lanes(H) + 2 * 2 * 4 * LANES
+
+
+def memory() -> int:
+    """Returns the bytes of on-chip memory of the device that the program is traced for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = device.device_kind if device is not None else jax.devices()[0].device_kind
+    return MEMORY.get(kind, 128) * 2**20
+
+
+def tile_size(tokens: int) -> int:
+    """Returns the number of tokens per tile. Smaller tiles need less padding."""
+    return min(COST, key=lambda tile: -(-tokens // tile) * tile * COST[tile])
+
+
+def by_head(x_BxTxNxH: jax.Array) -> jax.Array:
+    """Returns [B, N, T, H], or the reverse."""
+    return jnp.swapaxes(x_BxTxNxH, 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call.
+
+    settings: those of the kernels.
+    scope: the name scope by which the planner counts FLOPs (model/masks.py).
+    learned: whether the bias has parameters.
+    """
+
+    settings: Settings
+    scope: jax.named_scope
+    learned: bool
+
+    @staticmethod
+    def of(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs, whole: bool) -> tuple["Call", tuple]:
+        """Returns (call, (q, k, v, bias, limits, seed)), padded to whole tiles and by head.
+
+        `whole`: there are no other queries and keys. Otherwise, results are float32.
+        """
+        T, S, N = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], q_BxTxNxH.shape[2]
+        t, s = tile_size(T), tile_size(S)
+        more_T, more_S = -T % t, -S % s
+        # Under a causal mask of one sequence, the tiles end less than a tile after their queries.
+        causal = whole and inputs.mask.causal and inputs.q_tokens.until_BxT is None
+        reach = min(t + s - LANES, S + more_S) if causal else S + more_S
+        dropout = inputs.dropout if inputs.dropout_key is not None else 0.0
+        position, seed = inputs.logits_position, jnp.zeros(4, jnp.int32)
+        if dropout:
+            first = seed[:2] if inputs.first is None else inputs.first
+            seed = jnp.concatenate([seeds(inputs.dropout_key), first])
+        bias_NxD = None
+        if position is not None:
+            q_start, k_start = (
+                tokens.positions_BxT[0, 0] for tokens in (inputs.q_tokens, inputs.k_tokens)
+            )
+            distances_D = q_start - k_start + jnp.arange(1 - reach, T + more_T, dtype=jnp.int32)
+            bias_NxD = position.distance_bias(distances_D)
+            bias_NxD = jnp.broadcast_to(bias_NxD, (N, distances_D.size)).astype(jnp.float32)
+        pad = lambda x, size: jnp.pad(by_head(x), ((0, 0), (0, 0), (0, size), (0, 0)))
+        scaled = (q_BxTxNxH * inputs.scale).astype(k_BxSxKxH.dtype)
+        # XLA keeps arrays between kernels in the remaining memory.
+        sizes = (k_BxSxKxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
+        vmem = max(T + more_T, S + more_S) * bytes_per_token(*sizes) + TILES
+        call = Call(
+            Settings(
+                t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu",
+            ),
+            # The share of pairs that a causal mask allows differs between pairs of blocks.
+            pairs(inputs.mask if whole else REAL, inputs.q_tokens, T + more_T, S + more_S),
+            bool(jax.tree.leaves(position)),
+        )  # fmt: skip
+        limits = Limits.of(inputs).pad(more_T, more_S)
+        q, k, v = pad(scaled, more_T), pad(k_BxSxKxH, more_S), pad(v_BxSxKxV, more_S)
+        return call, (q, k, v, bias_NxD, limits, seed)
+
+    def forward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, bias_NxD, limits: Limits, seed):
+        """Returns (out [B, N, T, V], log-sum-exp float32[B, N, T])."""
+        qkv = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV)
+        return self._on_each_device(forward, 2, *qkv, bias_NxD, limits, seed)
+
+    def backward(self, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, bias_NxD, limits, seed, *of_queries):
+        """Returns the gradients of q, k, v and the bias.
+
+        `of_queries` are the log-sum-exp, delta and the gradients of the outputs (backward.py).
+        """
+        d_q, d_k, d_v, *d_bias = self._on_each_device(
+            functools.partial(backward, learned=self.learned), 3,
+            q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, bias_NxD, limits, seed, *of_queries,
+            learned=self.learned,
+        )  # fmt: skip
+        kv_heads = k_BxKxSxH.shape[1]
+        of_group = lambda x: jnp.sum(x.reshape(len(x), kv_heads, -1, *x.shape[2:]), axis=2)
+        zero = None if bias_NxD is None else jnp.zeros_like(bias_NxD)
+        return d_q, of_group(d_k), of_group(d_v), d_bias[0] if self.learned else zero
+
+    def _on_each_device(
+        self, kernel, results: int, q, k, v, bias_NxD, limits, seed, *more, learned: bool = False
+    ):
+        """Calls kernel(settings, q, k, v, limits, bias, seed, *more) on every device.
+
+        `more` and the `results` results are [B, N, ...]. If `learned`, the gradient of the bias
+        follows, [N, D].
+        """
+        batch, heads = q.shape[:2]
+        batch_axes, head_axes = fitting("batch", batch), fitting("activation_heads", heads)
+        if head_axes != fitting("activation_heads", k.shape[1]):  # fewer key heads than devices
+            k, v = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
+
+        def local(q, k, v, limits, bias_NxD, seed, *more):
+            index = lambda axes: jax.lax.axis_index(axes) if axes else 0
+            seed = jnp.stack([*seed, index(batch_axes) * len(q), index(head_axes) * q.shape[1]])
+            out = kernel(self.settings, q, k, v, limits, bias_NxD, seed, *more)
+            if learned and batch_axes:
+                out = (*out[:-1], jax.lax.psum(out[-1], batch_axes))
+            return out
+
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.empty and (axes := set(mesh.axis_names) - set(mesh.manual_axes)):
+            by_head, by_sequence = P(batch_axes or None, head_axes or None), P(batch_axes or None)
+            of_limits = jax.tree.map(lambda x: by_sequence if len(x) > 1 else P(), limits)
+            of_bias = None if bias_NxD is None else P(head_axes or None)
+            more_specs = [by_head] * len(more)
+            local = jax.shard_map(
+                local,
+                in_specs=(by_head, by_head, by_head, of_limits, of_bias, P(), *more_specs),
+                out_specs=(*[by_head] * results, *[of_bias] * learned),
+                axis_names=axes,
+                check_vma=False,
+            )
+        with self.scope:
+            return local(q, k, v, limits, bias_NxD, seed, *more)
