@@ -176,7 +176,7 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         ([*TRAIN, "--config.train.wandb=p"], "train.wandb needs the extra [wandb]"),
         (["generate", "--workdir=run", "--output=run"], "--output: run is a folder; name a file"),
         (["evaluate", "--workdir=nothing"], "no run in nothing"),
-        (["evaluate", "--workdir=config.py"], "--workdir: config.py is a file; choose a folder"),
+        (["evaluate", "--workdir=config.py"], "workdir: config.py is a file; choose a folder"),
         (
             ["train", "--config=config.py", "--workdir=http://x"],
             "argument --workdir: 'http://x' is not a local folder",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import jax
 import pytest
@@ -197,6 +198,13 @@ def test_plan_that_does_not_fit_suggests_remedies(monkeypatch):
         and plan.train.roofline.bound in text
     )
     assert 0 < plan.mfu <= 1
+    assert "  compute at 1.0 TFLOP/s" in text
+    assert "within the slice\n" in text and "between slices" not in text
+    assert re.search(r"run: at least .* chip-hours, price .* \(2 per chip-hour\)", text)
+    assert [pages._duration(s) for s in (485, 94_860, 200_000)] == [
+        "8 min 5 s", "26 h 21 min", "2.3 days"
+    ]  # fmt: skip
+    assert pages._last("a" * 99, 9) == "…" + 8 * "a"
 
 
 def test_search_ranks_fitting_plans_by_step_time(monkeypatch):

@@ -149,6 +149,17 @@ def human_count(n: float) -> str:
     return f"{n:.1f}Z"
 
 
+def human_tokens(n: float) -> str:
+    """Formats a number of tokens: 1.3e9 -> '1.3B'."""
+    return human_count(n).replace("G", "B")
+
+
+def with_unit(n: float, unit: str) -> str:
+    """Formats a quantity: 1.97e14 -> '197.0 TFLOP/s'."""
+    number = (text := human_count(n)).rstrip("kMGTPEZ")
+    return f"{number} {text[len(number) :]}{unit}"
+
+
 def human_number(x: float) -> str:
     """Formats a number: 18.807 -> '18.81'; after divergence 1.2e304 -> '1.2e+304'."""
     return f"{x:,.2f}" if abs(x) < 1e6 else f"{x:.1e}"

@@ -15,7 +15,7 @@ import sentencepiece
 
 from transformer.data.config import TokenizerConfig
 from transformer.data.paths import as_path
-from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, SpecialTokens, Tokenizer
+from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, SpecialTokens, Tokenizer, as_list
 from transformer.errors import UserError
 
 FILE_DEFAULTS = TokenizerConfig()
@@ -54,7 +54,7 @@ class SentencePiece(Tokenizer):
         self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
 
     def encode(self, texts):
-        return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
+        return self._processor.encode(as_list(texts), num_threads=os.cpu_count() or 1)
 
     def _text(self, ids):
         return self._processor.decode(ids)
@@ -115,7 +115,7 @@ class Fast(Tokenizer):
     def encode(self, texts):
         return [
             encoding.ids
-            for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            for encoding in self._tokenizer.encode_batch(as_list(texts), add_special_tokens=False)
         ]
 
     def encode_words(self, words):
@@ -205,7 +205,7 @@ class TokenizerPair(Tokenizer):
 
     def encode(self, texts):
         out = []
-        for text in texts:
+        for text in as_list(texts):
             language = re.match(r">>[^<>]+<<", text)
             prefix = [language[0]] if language else []
             out.append(
@@ -216,7 +216,7 @@ class TokenizerPair(Tokenizer):
         return out
 
     def encode_targets(self, texts):
-        return [self._ids(self._models[1].encode(text, out_type=str)) for text in texts]
+        return [self._ids(self._models[1].encode(text, out_type=str)) for text in as_list(texts)]
 
     def _ids(self, pieces: list[str]) -> list[int]:
         return [self.vocabulary.get(piece, self._unknown) for piece in pieces]
@@ -346,9 +346,9 @@ def train_tokenizer(
                 f"data.tokenizer: SentencePiece cannot be trained on this text ({str(e).strip()})"
             ) from None
         way_out = (
-            f"it allows at most {most[1]}"
+            f"set it to {most[1]} or less"
             if most
-            else f"its characters and bytes require at least {least[1]}"
+            else f"set it to {least[1]} or more, for its characters and bytes"
         )
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"

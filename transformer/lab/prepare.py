@@ -10,7 +10,7 @@ from transformer.errors import UserError
 from transformer.lab.guard import SET_BY, check, facts, matched
 from transformer.lab.runner import share_of
 from transformer.lab.study import Study, load_study
-from transformer.output import columns, count, human_count
+from transformer.output import columns, count, human_count, human_tokens
 from transformer.parallel.mesh import disable_tpu_search
 from transformer.parallel.processes import start_processes
 
@@ -99,7 +99,7 @@ def describe(study: Study) -> str:
                 parameters,
                 flops,
                 properties.attention,
-                *([] if equal else [human_count(tokens[arm])]),
+                *([] if equal else [human_tokens(tokens[arm])]),
             ]
         )
     lines = [f"question    {sweep.question}"] if sweep.question else []

@@ -9,7 +9,7 @@ from transformer.lab.results import Results
 from transformer.lab.scans import CLOSE
 from transformer.lab.statistics import mean
 from transformer.lab.verdict import Verdict, validated
-from transformer.output import human_count
+from transformer.output import human_count, human_tokens
 from transformer.parallel.sharding import format_bytes
 
 
@@ -82,7 +82,7 @@ def cost(verdict: Verdict) -> list[list[str]]:
                 name,
                 or_dash(arm.parameters, "{:,}".format),
                 or_dash(arm.flops, human_count),
-                or_dash(row.tokens_per_second, human_count, mark),
+                or_dash(row.tokens_per_second, human_tokens, mark),
                 or_dash(row.memory, format_bytes, mark),
                 " + ".join(attention) or "-",
             ]

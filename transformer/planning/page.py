@@ -2,7 +2,7 @@
 
 import math
 
-from transformer.output import count, human_count, human_time
+from transformer.output import count, human_count, human_tokens, with_unit
 from transformer.parallel.sharding import format_bytes
 from transformer.planning.buffers import largest
 from transformer.planning.plan import Part, Plan, name_of
@@ -15,7 +15,7 @@ def compare(plans: dict[str, Plan]) -> str:
         [
             "",
             "parameters",
-            "FLOP per token",
+            "FLOPs per token",
             "peak memory",
             "step at least",
             "bound by",
@@ -110,9 +110,9 @@ def page(plan: Plan) -> str:
             else []
         ),
         f"model       {plan.parameters:,} parameters, "
-        f"{human_count(plan.model_flops / plan.tokens)} FLOPs per token in training",
+        f"{with_unit(plan.model_flops / plan.tokens, 'FLOPs')} per token in training",
         f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are "
-        f"{human_count(plan.tokens * config.train.steps)} tokens",
+        f"{human_tokens(plan.tokens * config.train.steps)} tokens",
     ]
     if plan.parts.keys() & {"prefill", "decode"}:
         length, sequences = (
@@ -124,6 +124,9 @@ def page(plan: Plan) -> str:
             f"tokens, a cache of {length:,}"
         )
     lines += _attention(plan)
+    compiled = {name: part.compiled for name, part in plan.parts.items() if part.compiled}
+    durations = [f"{x.seconds:.0f} s for {name}" for name, x in compiled.items()]
+    lines += [f"compiling   {', '.join(durations)}"] if durations else []
     lines += ["", *_memory(plan)]
     if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
         lines += ["", *_times(plan)]
@@ -185,15 +188,6 @@ def _memory(plan: Plan) -> list[str]:
             *(share(part).strip() for part in plan.parts.values()),
         ]
     )
-    rows.append(
-        [
-            "  compiled in",
-            *(
-                f"{part.compiled.seconds:.0f} s" if part.compiled else "-"
-                for part in plan.parts.values()
-            ),
-        ]
-    )
     return table(rows)
 
 
@@ -203,8 +197,8 @@ def _times(plan: Plan) -> list[str]:
         {name: part for name, part in plan.parts.items() if part.roofline},
     )
     rates = {
-        "compute": f"{human_count(chip.flops)}FLOP/s",
-        "HBM": f"{human_count(chip.hbm_rate)}B/s",
+        "compute": with_unit(chip.flops, "FLOP/s"),
+        "HBM": with_unit(chip.hbm_rate, "B/s"),
     }
     rows = [["minimum time", *parts]]
     for kind in ("compute", "HBM", "network", "slices"):
@@ -238,38 +232,36 @@ def _times(plan: Plan) -> list[str]:
         tokens_per_day = plan.tokens / plan.step * 86400
         lines.append(
             f"  MFU at most {plan.mfu:.1%}; "
-            f"{human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s per chip, "
-            f"{human_count(tokens_per_day)} tokens per day in total"
+            f"{human_tokens(plan.tokens / plan.step / plan.topology.chips)} tokens/s per chip, "
+            f"{human_tokens(tokens_per_day)} tokens per day in total"
         )
         run = plan.run
-        money = f", {_few(run['money'])} at {plan.price:g} each" if "money" in run else ""
+        price = (
+            f", price {_few(run['money'])} ({plan.price:g} per chip-hour)" if "money" in run else ""
+        )
         lines.append(
-            f"  run at least {human_time(run['seconds'])}, {_few(run['chip_hours'])} chip-hours"
-            f"{money}, without evaluation and checkpoints"
+            f"  run: at least {_duration(run['seconds'])}, {_few(run['chip_hours'])} chip-hours"
+            f"{price}, without evaluation and checkpoints"
         )
     if "decode" in parts and plan.topology.is_tpu:
         decoding, step = plan.config.decoding, parts["decode"].roofline.step
         beams = f" of {decoding.beam_size} beams" if decoding.beam_size > 1 else ""
         lines.append(
-            f"  decoding: {human_count(decoding.batch_size / step)} tokens/s for "
+            f"  decoding: {human_tokens(decoding.batch_size / step)} tokens/s for "
             f"{count(decoding.batch_size, 'sequence')}{beams}"
         )
     return lines
 
 
 def _collectives(roof: Roofline) -> list[str]:
-    rows = [["sent per device in one training step", "count", "in slice/host", "beyond it"]]
+    rows = [["sent per device in one training step", "count", "within the slice", "between slices"]]
     for kind, traffic in sorted(
         roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer
     ):
-        rows.append(
-            [
-                f"  {kind}",
-                f"{traffic.count:,.0f}",
-                format_bytes(traffic.inner),
-                format_bytes(traffic.outer) if traffic.outer else "",
-            ]
-        )
+        outer = format_bytes(traffic.outer) if traffic.outer else ""
+        rows.append([f"  {kind}", f"{traffic.count:,.0f}", format_bytes(traffic.inner), outer])
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
     return table(rows) if roof.traffic else ["no collectives between devices"]
 
 
@@ -280,7 +272,7 @@ def _buffers(part: Part, most: int = 8) -> list[str]:
     return buffers and [
         "largest buffers of a training step",
         *(
-            f"  {format_bytes(size):>10}  {shape:<28} {name_of(source)[-90:]}"
+            f"  {format_bytes(size):>10}  {shape:<28} {_last(name_of(source), 90)}"
             for size, shape, source in buffers
         ),
     ]
@@ -301,6 +293,19 @@ def table(rows: list[list[str]]) -> list[str]:
 def _few(x: float) -> str:
     """Formats a number with few digits: 4301.03 -> '4,301', 0.0312 -> '0.031'."""
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+
+
+def _last(text: str, most: int) -> str:
+    """Returns the end of a long text, after an ellipsis."""
+    return text if len(text) <= most else f"…{text[1 - most :]}"
+
+
+def _duration(s: float) -> str:
+    """Formats a duration: 485 -> '8 min 5 s', 94860 -> '26 h 21 min'."""
+    hours, minutes = divmod(round(s) // 60, 60)
+    if s >= 48 * 3600:
+        return f"{s / 86400:.1f} days"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {round(s) % 60} s"
 
 
 def seconds(s: float) -> str:

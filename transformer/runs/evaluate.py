@@ -41,11 +41,14 @@ class LoadedRun:
     """A trained run, ready for use.
 
         run = transformer.load_run("runs/quickstart")
+        source = jnp.array(run.tokenizer.encode(["Where is the library?"]))
         logits = run.model.apply(run.params, source, target)
         print(transformer.generate(run, ["Where is the library?"]))
 
     `params` are the last parameters, or their moving average (`train.ema_decay`), or the mean over
-    the last checkpoints (`train.average_checkpoints`).
+    the last checkpoints (`train.average_checkpoints`). `tokenizer.encode` takes a list of texts and
+    returns a list of token ids for each; it appends no eos. `tokenizer.decode` takes the ids of one
+    text and returns the text.
     """
 
     workdir: Path
@@ -76,7 +79,7 @@ def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> 
     ).steps
     if not has_any:
         raise UserError(
-            f"--workdir: {workdir} has no checkpoint yet; continue training, or set "
+            f"workdir: {workdir} has no checkpoint yet; continue training, or set "
             "train.checkpoint_every"
         )
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))
@@ -196,7 +199,7 @@ def _check_text(workdir: Path, data: Data, part: str) -> None:
         raise UserError(f"{workdir / 'manifest.json'}: damaged (no data.{part}.sha256)") from None
     if recorded != current:
         raise UserError(
-            f"--workdir: the {part} text has changed since {workdir} was trained; restore it to "
+            f"workdir: the {part} text has changed since {workdir} was trained; restore it to "
             "get comparable results"
         )
 

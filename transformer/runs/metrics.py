@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
-from transformer.output import elapsed, human_count, human_time
+from transformer.output import elapsed, human_time, human_tokens
 
 
 class MetricsLog:
@@ -160,7 +160,7 @@ class Progress:
             previous = self._seconds_per_step or seconds_per_step
             self._seconds_per_step = 0.7 * previous + 0.3 * seconds_per_step
             left = human_time(self._seconds_per_step * (self._steps - step))
-            line += f"  {human_count(tokens_per_second):>6} tok/s  {left:>7} left"
+            line += f"  {human_tokens(tokens_per_second):>6} tok/s  {left:>7} left"
         self._write(line)
 
     def note(self, text: str) -> None:

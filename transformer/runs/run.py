@@ -290,7 +290,7 @@ def find_state(
     state, loop = _resume(config, checkpoints, program.abstract, program.optimizer, mesh)
     if loop["text_sha256"] != text.data.store.meta["train"]["sha256"]:
         raise UserError(
-            f"--workdir: the training text has changed since {workdir} was trained on it; choose "
+            f"workdir: the training text has changed since {workdir} was trained on it; choose "
             "another directory or restore the text"
         )
     return Start(state, checkpoints, loop["data_step"], loop["window"])
@@ -317,7 +317,7 @@ def record_run(
     barrier("writing of the run directory")
     if not (workdir / "config.json").exists():
         raise UserError(
-            f"--workdir: process {jax.process_index()} cannot see the files that process 0 wrote "
+            f"workdir: process {jax.process_index()} cannot see the files that process 0 wrote "
             f"to {workdir}; use a shared folder"
         )
     where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
@@ -333,7 +333,7 @@ def _existing_checkpoints(
     if not (workdir / "checkpoints").exists():
         return None
     checkpoints = Checkpoints(workdir, config.train, tell)
-    agree("--workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))
+    agree("workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))
     return checkpoints if checkpoints.steps else None
 
 

@@ -11,7 +11,7 @@ from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data
-from transformer.output import count, human_count
+from transformer.output import count, human_tokens
 from transformer.parallel.sharding import format_bytes, path_name
 
 LARGEST = 6
@@ -94,7 +94,7 @@ def _text(config: Experiment, data: Data, verbose: bool) -> str:
     sha256 = f", sha256 {data.tokenizer.sha256[:12]}" if verbose else ""
     return (
         f"text        {config.data.corpus or config.data.train}: {counts} examples; "
-        f"{human_count(meta['train']['tokens'])} training tokens; {tokenizer}, "
+        f"{human_tokens(meta['train']['tokens'])} training tokens; {tokenizer}, "
         f"{data.tokenizer.vocab_size:,} pieces{sha256}"
     )
 
