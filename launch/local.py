@@ -25,7 +25,7 @@ import threading
 import time
 from pathlib import Path
 
-from shell import Parser, check_command, check_numbers, parse
+from shell import Parser, check_command, check_numbers, parse, start
 
 PATIENCE = 60  # seconds after the death of a process until the others are killed
 
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
         "--restarts",
         type=int,
         default=0,
-        help="maximum number of restarts after preemptions and deaths",
+        help="maximum number of restarts after preemptions and crashes",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the commands without running them"
@@ -195,4 +195,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)
