@@ -23,7 +23,7 @@ def test_incomparable_runs_are_excluded(tmp_path):
     judged = compare(tmp_path)
     exclusions = "\n".join(judged.results.left_out)
     for words in (
-        "was tested on another text",
+        "was tested on a different text",
         "has another tokenizer",
         "test/loss has no final value",
         "test/loss is not logged yet",
@@ -32,7 +32,7 @@ def test_incomparable_runs_are_excluded(tmp_path):
         assert words in exclusions
     assert next(iter(judged.rows.values())).value.count == 2
     page = report.write(judged, tmp_path / "report")
-    assert "was tested on another text" in page.read_text()
+    assert "was tested on a different text" in page.read_text()
 
 
 def test_test_text_may_differ_if_the_sweep_varies_it(tmp_path):
@@ -58,7 +58,7 @@ def test_test_text_may_differ_if_the_sweep_varies_it(tmp_path):
         judged = verdict.judge(results.read([folder]))
         assert [row.value.count for row in judged.rows.values()] == counts
         assert len(
-            [line for line in judged.results.left_out if "was tested on another text" in line]
+            [line for line in judged.results.left_out if "was tested on a different text" in line]
         ) == 4 - sum(counts)
         assert ("tested on different texts" in report.markdown(judged)) == (
             field == "data.held_out"
@@ -165,7 +165,7 @@ def test_validation_losses_need_the_same_text_and_batch_count(tmp_path):
     assert [bool(arm.runs) for arm in compared.arms.values()] == [True, False, False]
     assert (
         "was validated on 4 batches" in compared.left_out[0]
-        and "was validated on another text" in compared.left_out[1]
+        and "was validated on a different text" in compared.left_out[1]
     )
     assert all(
         arm.runs for arm in results.read([tmp_path / arm / "seed-0" for arm in "abc"]).arms.values()
@@ -176,11 +176,9 @@ def test_report_lists_exclusions_from_the_test_text(tmp_path):
     for arm, size in (("a", 32), ("b", 48)):
         run = write_run(tmp_path, arm, 0, 4.0, model__d_ff=size)
         (run / "test.json").write_text(
-            json.dumps(
-                {"step": 8, "left_out": {"pairs too long: dropped": 3} if arm == "b" else {}}
-            )
+            json.dumps({"step": 8, "left_out": {"pairs were dropped": 3} if arm == "b" else {}})
         )
     assert (
-        "Excluded from the test text, by arm: a (nothing); b (pairs too long: dropped 3)."
+        "Excluded from the test text, by arm: a (nothing); b (3 pairs were dropped)."
         in report.markdown(compare(tmp_path))
     )

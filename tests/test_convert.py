@@ -243,7 +243,7 @@ def test_bfloat16_and_sharded_weights_round_trip(saved_model, tmp_path, monkeypa
          "activation_function = 'mish' is not supported; use one of 'relu', 'gelu'"),
         ("gpt2", {"some_new_switch": 3},
          "some_new_switch = 3 is not a known field of a gpt2 model"),
-        ("gpt2", {"model_type": "gpt3"}, "model_type: no 'gpt3'; did you mean 'gpt2'"),
+        ("gpt2", {"model_type": "gpt3"}, "model_type: unknown value 'gpt3'; did you mean 'gpt2'"),
         ("bloom", {"apply_residual_connection_post_layernorm": True},
          "apply_residual_connection_post_layernorm"),
         ("bert", {"position_embedding_type": "relative_key"},

@@ -233,7 +233,7 @@ def test_evaluators_run_before_the_first_step_and_at_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("evaluator", "message"),
     [
-        ("depth_profil", "train.evaluators: no 'depth_profil'; did you mean 'depth_profile'"),
+        ("depth_profil", "unknown value 'depth_profil'; did you mean 'depth_profile'"),
         ({"name": "extrapolation", "times": 3}, "times: 3 must be a power of two"),
         ({"name": "loss_with", "change": "seed=3"}, "must be a field of the model"),
         ({"name": "probe", "task": "copi"}, "did you mean 'copy'"),

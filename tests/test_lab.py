@@ -220,7 +220,7 @@ def test_compare_reports_a_sweep(finished_sweep, capsys):
 def test_sweep_without_the_seed_of_an_existing_run_raises(tmp_path):
     make_study(tmp_path, seeds=3).write()
     write_run(tmp_path, "rotary", 2, 4.0)
-    with pytest.raises(UserError, match="holds run rotary/seed-2, whose seed this sweep lacks"):
+    with pytest.raises(UserError, match="contains run rotary/seed-2, whose seed is not in"):
         make_study(tmp_path, seeds=2).check()
     make_study(tmp_path, seeds=4).check()
 

@@ -7,6 +7,7 @@ head`).
 import contextlib
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -119,6 +120,13 @@ def _is_redundant_exception(unraisable) -> bool:
 def count(number: int, noun: str) -> str:
     """Returns a number with its noun: "1 step", "5,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def event(number: int, text: str) -> str:
+    """Formats an event: (1, "texts were cut") -> "1 text was cut"."""
+    if number == 1:
+        text = re.sub(r"^(\w+)s\b", r"\1", text.replace(" were ", " was ").replace(" are ", " is "))
+    return f"{number:,} {text}"
 
 
 def columns(rows: list[list[str]]) -> list[str]:

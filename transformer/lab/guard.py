@@ -144,21 +144,21 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, F
     ):
         raise UserError(
             f"sweep: metric {sweep.metric!r} depends on the tokenizer, and arm "
-            f"{retokenized[0]!r} has another tokenizer than {sweep.baseline!r}; use a metric that "
-            "does not, such as Sweep(..., metric='test/bits_per_byte'), or declare the reason, "
-            "declared={'tokenizer': \"...\"}"
+            f"{retokenized[0]!r} has a different tokenizer from {sweep.baseline!r}; use a metric "
+            "that does not, such as Sweep(..., metric='test/bits_per_byte'), or declare the "
+            "reason, declared={'tokenizer': \"...\"}"
         )
     for name in sweep.declared:
         if name not in SET_BY:
             raise UserError(
-                f"sweep: declared: {name!r} is not a compared fact; "
+                f"sweep: declared: {name!r} is not a compared property; "
                 f"choose from: {', '.join(SET_BY)}"
             )
     if lines := undeclared(sweep, facts):
         name = lines[0].partition(":")[0]
         hint = f"; or match the sizes: match={name!r}" if name in SIZES and not sweep.match else ""
         raise UserError(
-            "sweep: arms differ in undeclared facts: "
+            "sweep: arms differ in undeclared properties: "
             + "; ".join(lines)
             + "; if the difference is intended, give the reason: "
             f'Sweep(..., declared={{{name!r}: "..."}}){hint}'
@@ -187,8 +187,7 @@ def _check_twins(
     for arm in sweep.controls:
         if arm not in (*twin_of.keys(), *twin_of.values()):
             raise UserError(
-                f"sweep: controls: {arm!r} matches no other arm, so it controls for nothing; "
-                "remove it from controls"
+                f"sweep: controls: {arm!r} matches no other arm; remove it from controls"
             )
 
 

@@ -199,10 +199,10 @@ NOTE = (
     "* marks the best arm, and arms with no detectable difference from it. Means are over seeds, "
     "with 95 % t intervals. Differences are paired by seed and tested with a paired t-test; p "
     "values are Holm-corrected for the number of comparisons. The best arm is chosen from the same "
-    "data: if all arms are equal, a false difference from it appears in 6 to 10 of 100 studies "
-    "instead of 5. Intervals are not corrected, so an interval may exclude zero although the "
-    "corrected p is 0.05 or more. Speed is per run and memory per process, on the devices below; "
-    "(n together): n runs were trained as one program and shared the devices."
+    "data, so comparisons with it have a false-positive rate of 6 to 10 % instead of 5 %. "
+    "Intervals are not corrected, so an interval may exclude zero although the corrected p is 0.05 "
+    "or more. Speed is per run and memory per process, on the devices below; (n together): n runs "
+    "were trained as one program and shared the devices."
 )
 
 

@@ -184,12 +184,12 @@ class Study:
             for arm, config in previous.configs.items() if started else ():
                 if arm not in self.configs:
                     raise UserError(
-                        f"--workdir: {self.folder} holds a sweep with arm {arm!r}, "
-                        "which this sweep lacks; choose another directory"
+                        f"--workdir: {self.folder} contains arm {arm!r}, "
+                        "which is not in this sweep; choose another directory"
                     )
                 if config != self.configs[arm]:
                     raise UserError(
-                        f"--workdir: {self.folder} holds a sweep with a different arm {arm!r}: "
+                        f"--workdir: {self.folder} contains a different arm {arm!r}: "
                         f"{_difference(config, self.configs[arm])}; choose another directory"
                     )
             dropped = [
@@ -199,12 +199,12 @@ class Study:
             ]
             if dropped:
                 raise UserError(
-                    f"--workdir: {self.folder} holds run {dropped[0].name}, whose seed this sweep "
-                    "lacks; keep its seed, or choose another directory"
+                    f"--workdir: {self.folder} contains run {dropped[0].name}, whose seed is not "
+                    "in this sweep; keep the seed, or choose another directory"
                 )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise UserError(
-                f"--workdir: {self.folder} is not empty and holds no sweep (no sweep.json); "
+                f"--workdir: {self.folder} is not empty and contains no sweep (no sweep.json); "
                 "choose another directory"
             )
 

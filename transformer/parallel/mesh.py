@@ -71,7 +71,7 @@ def check_platform(wanted: str) -> str:
     if backend not in allowed:
         raise UserError(
             f"platform: the config sets {wanted!r}, but JAX runs on {backend!r}; "
-            f"to use that platform, set --config.platform={backend}"
+            f"to train on the {backend.upper()}, set --config.platform={backend}"
         )
     return backend
 

@@ -38,7 +38,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of an experiment on a machine that is not present."""
+    """The plan of an experiment on a machine that you do not have."""
 
     config: Experiment
     topology: Topology

@@ -1,4 +1,4 @@
-"""Compiles an experiment's programs for a machine that is not present.
+"""Compiles an experiment's programs for a machine that you do not have.
 
 Programs for TPUs are compiled by the TPU compiler in libtpu (extra [tpu]), which needs no TPU.
 Programs for GPUs and CPUs are compiled for simulated CPU devices. That compiler shards arrays and
@@ -63,7 +63,7 @@ class Compiled:
 
 
 def start(topology: Topology) -> list:
-    """Returns the devices of a machine that is not present.
+    """Returns the devices of a machine that you do not have.
 
     Must be called before JAX's first computation. Raises UserError if libtpu is missing, or if the
     topology does not exist.

@@ -184,7 +184,7 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
         samples,
         scores | {"sentences": count, "sentences_per_second": speed},
         signatures,
-        {"cut for translation": generate.cut} if generate.cut else {},
+        {"sources were cut to translate them": generate.cut} if generate.cut else {},
         tuple(texts),
     )
 

@@ -88,13 +88,19 @@ def check(workdir: Path, config: Experiment) -> None:
         ]
         if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             changed = []  # these schedules do not depend on it, so a run may be extended
+        if changed == ["train.steps"]:
+            raise UserError(
+                f"workdir: {workdir} was started with train.steps = {old['train.steps']}, and the "
+                f"schedule {config.optimizer.schedule!r} depends on it; restore it, or start a new "
+                f"run with train.init_from={workdir}"
+            )
         if changed:
             changes = "; ".join(
                 f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in changed[:6]
             )
             more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
             raise UserError(
-                f"workdir: {workdir} holds a different experiment: {changes}{more}; choose "
+                f"workdir: {workdir} contains a different experiment: {changes}{more}; choose "
                 "another directory or restore the old values"
             )
     elif workdir.exists() and any(

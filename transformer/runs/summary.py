@@ -11,7 +11,7 @@ from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data
-from transformer.output import count, human_tokens
+from transformer.output import count, event, human_tokens
 from transformer.parallel.sharding import format_bytes, path_name
 
 LARGEST = 6
@@ -101,7 +101,7 @@ def _text(config: Experiment, data: Data, verbose: bool) -> str:
 
 def _batches(config: Experiment, batches: Batches) -> str:
     tokens = config.data.batch_size * config.data.length
-    left_out = "".join(f"; {number:,} {event}" for event, number in batches.report.items())
+    left_out = "".join(f"; {event(number, text)}" for text, number in batches.report.items())
     return (
         f"batches     {tokens:,} tokens, {batches.per_epoch:,} per epoch, "
         f"{config.train.steps / batches.per_epoch:.1f} epochs{left_out}"
@@ -111,8 +111,8 @@ def _batches(config: Experiment, batches: Batches) -> str:
 def _advice(config: Experiment, data: Data) -> list[str]:
     """Returns warnings about the configuration and the data."""
     notes = [
-        f"{count(number, 'example')} of the {part} split share a sentence with the training data, "
-        "so its scores are too good"
+        f"{count(number, 'example')} of the {part} split "
+        f"share{'s' * (number == 1)} a sentence with the training data, so its scores are inflated"
         for part, number in data.store.meta["overlap"].items()
         if number
     ]

@@ -164,7 +164,8 @@ class TrainConfig:
         if self.average_checkpoints > self.keep_checkpoints:
             raise UserError(
                 f"train.average_checkpoints: {self.average_checkpoints}, but "
-                f"train.keep_checkpoints = {self.keep_checkpoints}; raise the latter"
+                f"train.keep_checkpoints = {self.keep_checkpoints}; increase "
+                "train.keep_checkpoints"
             )
         if self.average_checkpoints > 1 and self.ema_decay:
             raise UserError(

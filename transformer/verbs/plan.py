@@ -1,4 +1,4 @@
-"""`plan`: estimates memory, time and price on a machine that is not present."""
+"""`plan`: estimates memory, time and price for a machine that you do not have."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from transformer.errors import UserError, nearest
 from transformer.files import write_atomic
 
-ABOUT = "estimate memory, time and price on a machine that is not present"
+ABOUT = "estimate memory, time and price for a machine that you do not have"
 
 ONLY_PRINTS = True
 
@@ -32,7 +32,7 @@ the plan suggests changes.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="the experiment")
     parser.add_argument(
         "--topology", required=True, metavar="KIND:SHAPE", help="v5p:4x4x8, v5p-256, h100:64, cpu:8"
     )

@@ -116,7 +116,9 @@ class _PrefixSequences:
             if self._alone
             else np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
         )
-        self.report = {"parts of one token: dropped": int((~keep).sum())} if not keep.all() else {}
+        self.report = (
+            {"parts of one token were dropped": int((~keep).sum())} if not keep.all() else {}
+        )
 
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         ids = np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32)
