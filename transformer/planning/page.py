@@ -11,33 +11,15 @@ from transformer.planning.roofline import Roofline
 
 def compare(plans: dict[str, Plan]) -> str:
     """Returns a table of the training steps of several experiments."""
-    rows = [
-        [
-            "",
-            "parameters",
-            "FLOPs per token",
-            "peak memory",
-            "step at least",
-            "bound by",
-            "MFU at most",
-            "attention",
-        ]
-    ]
+    bounds = "step at least", "bound by", "MFU at most"
+    rows = [["", "parameters", "FLOPs per token", "peak memory", *bounds, "attention"]]
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
-        bounds = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
+        least = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
         peak = format_bytes(part.peak) + ("" if plan.fits else " (!)")
         backends = " ".join(part.compiled.attention) if part.compiled else ""
-        rows.append(
-            [
-                name,
-                f"{plan.parameters:,}",
-                human_count(plan.model_flops / plan.tokens),
-                peak,
-                *bounds,
-                backends,
-            ]
-        )
+        flops = human_count(plan.model_flops / plan.tokens)
+        rows.append([name, f"{plan.parameters:,}", flops, peak, *least, backends])
     return "\n".join(table(rows)) + "\n"
 
 
@@ -101,24 +83,16 @@ def page(plan: Plan) -> str:
         + (f", {format_bytes(chip.hbm)} each" if chip.hbm else "")
         + (f", {chip.devices} devices per chip" if chip.devices > 1 else ""),
         f"mesh        {mesh}",
-        *(
-            [
-                "compiled    for simulated devices: "
-                "temporaries and memory traffic are the CPU compiler's"
-            ]
-            if not topology.is_tpu
-            else []
-        ),
+        *["compiled    for simulated devices: temporaries and HBM traffic are the CPU compiler's"]
+        * (not topology.is_tpu),
         f"model       {plan.parameters:,} parameters, "
         f"{with_unit(plan.model_flops / plan.tokens, 'FLOPs')} per token in training",
         f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are "
         f"{human_tokens(plan.tokens * config.train.steps)} tokens",
     ]
     if plan.parts.keys() & {"prefill", "decode"}:
-        length, sequences = (
-            config.model.max_length,
-            config.decoding.batch_size * config.decoding.beam_size,
-        )
+        length = config.model.max_length
+        sequences = config.decoding.batch_size * config.decoding.beam_size
         lines.append(
             f"decoding    {count(sequences, 'sequence')}, prompts of {max(length // 2, 1):,} "
             f"tokens, a cache of {length:,}"
@@ -163,16 +137,9 @@ def _attention(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     kinds = dict.fromkeys(kind for part in plan.parts.values() for kind in part.memory)
     rows = [["memory per device", *plan.parts]]
+    size = lambda part, kind: format_bytes(part.memory[kind]) if kind in part.memory else ""
     for kind in kinds:
-        rows.append(
-            [
-                f"  {kind}",
-                *(
-                    format_bytes(part.memory[kind]) if kind in part.memory else ""
-                    for part in plan.parts.values()
-                ),
-            ]
-        )
+        rows.append([f"  {kind}", *(size(part, kind) for part in plan.parts.values())])
     share = lambda part: (
         f"{format_bytes(part.peak)} "
         f"{'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
@@ -182,34 +149,19 @@ def _memory(plan: Plan) -> list[str]:
             format_bytes(max(part.peak - sum(part.memory.values()), 0)) if part.too_large else ""
         )
         rows.append(["  everything else", *map(other, plan.parts.values())])
-    rows.append(
-        [
-            f"  peak of {format_bytes(plan.room)}" if plan.room else "  peak",
-            *(share(part).strip() for part in plan.parts.values()),
-        ]
-    )
-    return table(rows)
+    peak = f"  peak of {format_bytes(plan.room)}" if plan.room else "  peak"
+    return table([*rows, [peak, *(share(part).strip() for part in plan.parts.values())]])
 
 
 def _times(plan: Plan) -> list[str]:
-    chip, parts = (
-        plan.topology.chip,
-        {name: part for name, part in plan.parts.items() if part.roofline},
-    )
-    rates = {
-        "compute": with_unit(chip.flops, "FLOP/s"),
-        "HBM": with_unit(chip.hbm_rate, "B/s"),
-    }
+    chip, parts = plan.topology.chip, {n: part for n, part in plan.parts.items() if part.roofline}
+    rates = {"compute": with_unit(chip.flops, "FLOP/s"), "HBM": with_unit(chip.hbm_rate, "B/s")}
     rows = [["minimum time", *parts]]
     for kind in ("compute", "HBM", "network", "slices"):
         if any(part.roofline.seconds.get(kind) for part in parts.values()):
             rate = f" at {rates[kind]}" if kind in rates else ""
-            rows.append(
-                [
-                    f"  {kind}{rate}",
-                    *(seconds(part.roofline.seconds.get(kind, 0.0)) for part in parts.values()),
-                ]
-            )
+            times = (seconds(part.roofline.seconds.get(kind, 0.0)) for part in parts.values())
+            rows.append([f"  {kind}{rate}", *times])
     rows.append(["  step", *(seconds(part.roofline.step) for part in parts.values())])
     if plan.topology.is_tpu:
         rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
