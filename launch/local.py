@@ -81,10 +81,10 @@ def free_port() -> int:
                 continue
 
 
-def run(command: list[str], count: int, devices: int, port: int, told: list[int]) -> int:
+def run(command: list[str], count: int, devices: int, port: int, signals: list[int]) -> int:
     """Runs a command in `count` processes. Returns the first nonzero exit code, or 0.
 
-    Signals to this process are passed on to all of them, and appended to `told`.
+    Signals to this process are passed on to all of them, and appended to `signals`.
     """
     processes, threads = [], []
     for index in range(count):
@@ -103,7 +103,7 @@ def run(command: list[str], count: int, devices: int, port: int, told: list[int]
         threads[-1].start()
 
     def pass_on(number: int, frame) -> None:
-        told.append(number)
+        signals.append(number)
         for process in processes:
             process.send_signal(number)
 

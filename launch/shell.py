@@ -196,21 +196,21 @@ def start(main: Callable[[], int]) -> NoReturn:
 
 
 def run(
-    command: list[str], dry: bool, stdin: str | None = None, said: list[str] | None = None
+    command: list[str], dry: bool, stdin: str | None = None, stderr_lines: list[str] | None = None
 ) -> int:
     """Runs a command with this process's output, and returns its exit code.
 
-    Lines of its stderr are also appended to `said`. With `dry`, the command is only printed.
+    Lines of its stderr are also appended to `stderr_lines`. With `dry`, prints the command only.
     """
     if dry:
         print(shlex.join(command) + (f" <<'END'\n{stdin}END" if stdin else ""))
         return 0
     installed(command[0])
     print(shlex.join(command), flush=True)
-    if said is None:
+    if stderr_lines is None:
         return subprocess.run(command, input=stdin, text=True, check=False).returncode
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
             sys.stderr.write(line)
-            said.append(line)
+            stderr_lines.append(line)
     return process.returncode

@@ -97,9 +97,9 @@ class Tpu:
             [f"--project={args.project}"] if args.project else []
         )
 
-    def gcloud(self, verb: str, *options: str, said: list[str] | None = None) -> int:
+    def gcloud(self, verb: str, *options: str, stderr_lines: list[str] | None = None) -> int:
         """Runs a gcloud command for this TPU VM."""
-        return run([*GCLOUD, verb, *self.where, *options], self.dry, said=said)
+        return run([*GCLOUD, verb, *self.where, *options], self.dry, stderr_lines=stderr_lines)
 
     def on(self, worker: str, command: str) -> int:
         """Runs a shell command on one worker, or on "all"."""
@@ -111,7 +111,7 @@ class Tpu:
         spot = ["--spot"] if self.args.spot else []
         lines: list[str] = []
         code = self.gcloud(
-            "create", f"--accelerator-type={kind}", f"--version={image}", *spot, said=lines
+            "create", f"--accelerator-type={kind}", f"--version={image}", *spot, stderr_lines=lines
         )
         errors = "".join(lines)
         return MISTAKE if code and (STAYS.search(errors) or not PASSES.search(errors)) else code
@@ -213,11 +213,11 @@ class Tpu:
         describe = [*GCLOUD, "describe", *self.where, "--format=value(state,acceleratorType)"]
         output = subprocess.run(describe, capture_output=True, text=True, check=False).stdout
         state, kind = (*output.split(), "", "")[:2]
-        wanted, _ = product(self.args.type)
-        if kind and kind.rpartition("/")[2] != wanted:
+        target_type, _ = product(self.args.type)
+        if kind and kind.rpartition("/")[2] != target_type:
             mistake(
                 f"--type: {self.args.name} exists and is a {kind.rpartition('/')[2]}, not a "
-                f"{wanted}; delete it, or choose another name"
+                f"{target_type}; delete it, or choose another name"
             )
         return state
 

@@ -55,7 +55,7 @@ def test_test_text_may_differ_if_the_sweep_varies_it(tmp_path):
         for name in configs:
             for seed in range(2):
                 write_run(folder, name, seed, 4.0 + seed, test=name)
-        judged = verdict.judge(results.read([folder]))
+        judged = verdict.derive_verdict(results.read([folder]))
         assert [row.value.count for row in judged.rows.values()] == counts
         assert len(
             [line for line in judged.results.left_out if "was tested on a different text" in line]
@@ -99,7 +99,7 @@ def test_losses_per_token_of_different_tokenizers_are_not_compared(tmp_path):
     counts = {
         metric: [
             row.value.count
-            for row in verdict.judge(results.read([tmp_path], metric=metric)).rows.values()
+            for row in verdict.derive_verdict(results.read([tmp_path], metric=metric)).rows.values()
         ]
         for metric in ("test/bleu", "test/loss")
     }

@@ -231,11 +231,11 @@ def in_float32(path: str, value) -> None:
     Subnormal numbers count as 0, because accelerators flush them to 0.
     """
     if isinstance(value, float) and value and math.isfinite(value):
-        least, most = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
-        if not least <= abs(value) <= most:
+        smallest, largest = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
+        if not smallest <= abs(value) <= largest:
             raise UserError(
                 f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; take a "
-                f"number between {least:.1e} and {most:.1e}"
+                f"number between {smallest:.1e} and {largest:.1e}"
             )
 
 
@@ -273,12 +273,8 @@ def _type_name(option) -> str:
     if option is type(None):
         return "None"
     origin = typing.get_origin(option) or option
-    names = {
-        FrozenDict: "a mapping, {'name': ...}",
-        tuple: "a list, (..., ...)",
-        str: "text",
-        float: "a number",
-    }
+    names = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)"}
+    names |= {str: "text", float: "a number"}
     return names.get(origin, getattr(option, "__name__", str(option)))
 
 

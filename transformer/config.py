@@ -29,11 +29,7 @@ __all__ = [
 ]
 
 _EFFECTS = (
-    Effect(
-        ("model.pipeline_microbatches",),
-        "stages: mesh.stage > 1",
-        lambda c: c.mesh.stage != 1,
-    ),
+    Effect(("model.pipeline_microbatches",), "stages: mesh.stage > 1", lambda c: c.mesh.stage != 1),
     Effect(
         ("train.z_loss",),
         "an objective that predicts tokens",

@@ -340,15 +340,15 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as e:
-        most, least = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
-        if not most and not least:
+        largest, smallest = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
+        if not largest and not smallest:
             raise UserError(
                 f"data.tokenizer: SentencePiece cannot be trained on this text ({str(e).strip()})"
             ) from None
         way_out = (
-            f"set it to {most[1]} or less"
-            if most
-            else f"set it to {least[1]} or more, for its characters and bytes"
+            f"set it to {largest[1]} or less"
+            if largest
+            else f"set it to {smallest[1]} or more, for its characters and bytes"
         )
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"
@@ -359,14 +359,14 @@ def train_tokenizer(
     return trained
 
 
-def _sample(texts: Iterable[str], most: int) -> list[str]:
-    """All lines, or a reservoir sample of `most` of them."""
+def _sample(texts: Iterable[str], max_lines: int) -> list[str]:
+    """All lines, or a reservoir sample of `max_lines` of them."""
     sample: list[str] = []
     draw = random.Random(0)
     lines = (line for text in texts for line in text.split("\n") if line.strip())
     for count, line in enumerate(lines):
-        if count < most:
+        if count < max_lines:
             sample.append(line)
-        elif (index := draw.randrange(count + 1)) < most:
+        elif (index := draw.randrange(count + 1)) < max_lines:
             sample[index] = line
     return sample

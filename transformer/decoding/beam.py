@@ -43,11 +43,7 @@ def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
 
 
 def _grow(
-    beams: Beams,
-    logits_BxKxV: jax.Array,
-    limits_B: jax.Array,
-    alpha: float,
-    ending: Ending,
+    beams: Beams, logits_BxKxV: jax.Array, limits_B: jax.Array, alpha: float, ending: Ending
 ) -> tuple[Beams, jax.Array, jax.Array]:
     """Extends the beams by one token.
 

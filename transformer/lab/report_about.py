@@ -173,7 +173,7 @@ def provenance(results: Results) -> list[tuple[str, str]]:
     ]
 
 
-def again(results: Results) -> str:
+def reproduction_commands(results: Results) -> str:
     """Returns the commands that reproduce the report."""
     where = " ".join(map(str, results.folders))
     compare = ["python", "-m", "transformer", "compare", *map(str, results.folders)]

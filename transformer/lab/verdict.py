@@ -54,7 +54,7 @@ class Verdict:
     sentences: tuple[str, ...]
 
 
-def judge(results: Results) -> Verdict:
+def derive_verdict(results: Results) -> Verdict:
     """Computes means, paired differences from the baseline and from the best arm, and sentences.
 
     p values are corrected for the number of comparisons.

@@ -28,12 +28,7 @@ from transformer.model.cache import (
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
-from transformer.model.inputs import (
-    check_same_documents,
-    check_sources,
-    check_token_types,
-    locate,
-)
+from transformer.model.inputs import check_same_documents, check_sources, check_token_types, locate
 from transformer.model.masks import Tokens
 from transformer.model.stack import Stack
 from transformer.model.watch import WATCHED
@@ -357,11 +352,7 @@ class EncoderDecoder(_Family):
         )
 
 
-FAMILIES = {
-    "encoder": Encoder,
-    "decoder": Decoder,
-    "encoder_decoder": EncoderDecoder,
-}
+FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}
 
 
 @functools.cache

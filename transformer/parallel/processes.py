@@ -339,19 +339,19 @@ def _service():
     return distributed.global_state.client
 
 
-def stop_agreed(wanted: bool, step: int, run: int) -> bool:
+def stop_agreed(stop_requested: bool, step: int, run: int) -> bool:
     """Returns whether to stop after this step.
 
-    A single process stops if `wanted`. Several processes stop at a step that they agree on: the
-    first that wants to stop sets it to four steps later. No process is then more than three steps
-    ahead, because each waits for the metrics of the step before the one it starts, and these need
-    all processes.
+    A single process stops if `stop_requested`. Several processes stop at a step that they agree on:
+    the first that wants to stop sets it to four steps later. No process is then more than three
+    steps ahead, because each waits for the metrics of the step before the one it starts, and these
+    need all processes.
     """
     if jax.process_count() == 1:
-        return wanted
+        return stop_requested
     key = f"transformer/run {run} stops at step"
     stop_step = _agreed_step(key)
-    if wanted and not stop_step:
+    if stop_requested and not stop_step:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process set it first
             _service().key_value_set(key, str(step + 4))
         stop_step = _agreed_step(key)

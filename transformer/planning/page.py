@@ -109,16 +109,10 @@ def page(plan: Plan) -> str:
         lines += ["", *buffers] if (buffers := _buffers(plan.train)) else []
     for name, part in plan.parts.items():
         if not plan.fits_in(part):
-            lines += [
-                "",
-                f"IT DOES NOT FIT: {name} takes {format_bytes(part.peak)} of "
-                f"{format_bytes(plan.room)} per device.",
-            ]
-            lines += (
-                ["What would help:", *(f"  {line}" for line in remedies(plan))]
-                if name == "train"
-                else []
-            )
+            sizes = f"{format_bytes(part.peak)} of {format_bytes(plan.room)} per device"
+            lines += ["", f"IT DOES NOT FIT: {name} takes {sizes}."]
+            if name == "train":
+                lines += ["What would help:", *(f"  {line}" for line in remedies(plan))]
     return "\n".join(lines) + "\n"
 
 
@@ -207,9 +201,8 @@ def _times(plan: Plan) -> list[str]:
 
 def _collectives(roof: Roofline) -> list[str]:
     rows = [["sent per device in one training step", "count", "within the slice", "between slices"]]
-    for kind, traffic in sorted(
-        roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer
-    ):
+    by_size = lambda item: -item[1].inner - item[1].outer
+    for kind, traffic in sorted(roof.traffic.items(), key=by_size):
         outer = format_bytes(traffic.outer) if traffic.outer else ""
         rows.append([f"  {kind}", f"{traffic.count:,.0f}", format_bytes(traffic.inner), outer])
     if not any(row[-1] for row in rows[1:]):
@@ -217,9 +210,11 @@ def _collectives(roof: Roofline) -> list[str]:
     return table(rows) if roof.traffic else ["no collectives between devices"]
 
 
-def _buffers(part: Part, most: int = 8) -> list[str]:
+def _buffers(part: Part, max_buffers: int = 8) -> list[str]:
     buffers = (
-        largest(part.compiled.program, most) if part.compiled else part.too_large.buffers[:most]
+        largest(part.compiled.program, max_buffers)
+        if part.compiled
+        else part.too_large.buffers[:max_buffers]
     )
     return buffers and [
         "largest buffers of a training step",
@@ -247,9 +242,9 @@ def _few(x: float) -> str:
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 
-def _last(text: str, most: int) -> str:
+def _last(text: str, max_length: int) -> str:
     """Returns the end of a long text, after an ellipsis."""
-    return text if len(text) <= most else f"…{text[1 - most :]}"
+    return text if len(text) <= max_length else f"…{text[1 - max_length :]}"
 
 
 def _duration(s: float) -> str:

@@ -124,7 +124,9 @@ class Programs:
             build_optimizer(config.optimizer, config.train.steps),
         )
         with use(self.mesh):
-            self.state, self.placed = abstract_state(config, self.model, self.optimizer, self.mesh)
+            self.state, self.shardings = abstract_state(
+                config, self.model, self.optimizer, self.mesh
+            )
             self.batch = batch_shapes(config, self.mesh)
         self._memory_shardings = None  # set when prefill is compiled
 
@@ -169,11 +171,11 @@ class Programs:
             return getattr(self, f"_{name}")()[1][1:]
 
     def _train(self):
-        step = make_train_step(self.config, self.model, self.optimizer, self.mesh, self.placed)
+        step = make_train_step(self.config, self.model, self.optimizer, self.mesh, self.shardings)
         return step, (self.state, self.batch)
 
     def _evaluate(self):
-        step = make_eval_step(self.config, self.model, self.mesh, self.placed.params)
+        step = make_eval_step(self.config, self.model, self.mesh, self.shardings.params)
         return step, (self.state.params, self.batch)
 
     def _prefill(self):
@@ -200,8 +202,8 @@ class Programs:
         if self._memory_shardings is None:
             self._memory_shardings = self._compiled(jitted, args)[0].output_shardings[1]
         _, memory = jax.eval_shape(jitted, *args)
-        placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        memory = jax.tree.map(placed, memory, self._memory_shardings)
+        with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        memory = jax.tree.map(with_sharding, memory, self._memory_shardings)
         tokens = jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=self._replicated)
         run = lambda params, tokens, memory: advance(self.model, params, tokens, memory)
         return jax.jit(run, donate_argnums=2, keep_unused=True), (self.state.params, tokens, memory)

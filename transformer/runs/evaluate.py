@@ -54,7 +54,7 @@ class LoadedRun:
     workdir: Path
     config: Experiment
     params: Any
-    placed: Any  # shardings of `params`
+    shardings: Any  # of `params`
     tokenizer: Tokenizer | None  # None if a converted model has no readable one
     step: int
     mesh: Mesh
@@ -84,14 +84,14 @@ def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> 
         )
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))
     optimizer = build_optimizer(config.optimizer, train.steps)
-    abstract, placed = abstract_state(config, build_model(config.model), optimizer, mesh)
+    abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
     check_memory(abstract.params, mesh, "parameters")
     item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
     file = tokenizer_file(workdir)
     tokenizer = load_tokenizer(file, config.data.tokenizer) if file else None
     step = checkpoints.steps[-1]
-    return LoadedRun(workdir, config, params, placed.params, tokenizer, step, mesh)
+    return LoadedRun(workdir, config, params, shardings.params, tokenizer, step, mesh)
 
 
 def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
@@ -110,7 +110,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
         data = open_data(config, tokenizer_file(workdir))
     _check_text(workdir, data, part)
     objective = data.objective
-    eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)
+    eval_step = make_eval_step(config, build_model(config.model), mesh, trained.shardings)
     share = Share(mesh)
     batches, text = (
         data.batches(part, share.rows),

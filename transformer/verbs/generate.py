@@ -23,10 +23,7 @@ input.
 def arguments(parser) -> None:
     parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="the run")
     parser.add_argument(
-        "--input",
-        default="-",
-        metavar="FILE",
-        help="a text file; default: - (standard input)",
+        "--input", default="-", metavar="FILE", help="a text file; default: - (standard input)"
     )
     parser.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
     parser.add_argument(

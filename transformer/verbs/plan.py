@@ -83,17 +83,14 @@ def run(args, overrides) -> int:
     log = lambda line: print(line, file=sys.stderr)
     if args.search:
         ranked = search.search(configs[""], machine, devices, args.search, log, args.price)
-        fits, text, numbers = (
-            ranked[0].fits,
-            search.page(ranked),
-            [plan.to_json() for plan in ranked],
-        )
+        fits, text = ranked[0].fits, search.page(ranked)
+        numbers = [plan.to_json() for plan in ranked]
     else:
         plans = {}
         for arm, config in configs.items():
             log_arm = (lambda line, arm=arm: log(f"{arm}: {line}")) if arm else log
             plans[arm] = make_plan(
-                config, machine, devices, only=only, price=args.price, tell=log_arm
+                config, machine, devices, only=only, price=args.price, report=log_arm
             )
         fits = all(plan.fits for plan in plans.values())
         text = page.compare(plans) if args.arms else page.page(plans[""])

@@ -106,8 +106,8 @@ class _PrefixSequences:
         texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, task.data
         self._ids, self._alone = texts.ids, task.model.family == "decoder"
         # The inputs of an encoder end in eos, too.
-        most = data.length if self._alone else min(data.length - 1, data.decoder_length)
-        starts, stops = parts(texts, most)
+        max_tokens = data.length if self._alone else min(data.length - 1, data.decoder_length)
+        starts, stops = parts(texts, max_tokens)
         keep = stops - starts >= 2
         self._starts, self._stops = starts[keep], stops[keep]
         sizes = self._stops - self._starts

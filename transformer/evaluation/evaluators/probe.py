@@ -104,13 +104,13 @@ class _Answers:
     """Questions and answers in the form of a Store: token IDs, with eos at the end of each text."""
 
     tokenizer: object
-    wanted: probes.TaskSpec
+    target_task: probes.TaskSpec
 
     def texts(self, part: str, side: int) -> Texts:
         ids = [
             [*tokens, self.tokenizer.eos]
             for tokens in self.tokenizer.encode(
-                [example[side] for example in self.wanted.draw("probe ")]
+                [example[side] for example in self.target_task.draw("probe ")]
             )
         ]
         return Texts(
