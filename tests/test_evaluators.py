@@ -76,7 +76,7 @@ def measure_at_start(config, max_batches=3, in_training=False, like=None):
             Snapshot(state.params, state.opt_state),
             in_training,
         )
-        batches = data.batches("valid", share.rows)
+        batches = data.batches("valid", share.sequences)
         loss = evaluate_loss(
             make_eval_step(config, model, mesh, placed.params),
             state.params,

@@ -145,8 +145,8 @@ def beam_search(
     def body(carry):
         beams, logits_BxKxV = carry
         beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
-        old_rows = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
-        cache = beams.memory.cache.reorder(lambda x: x[old_rows], scanned)
+        old_beams = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
+        cache = beams.memory.cache.reorder(lambda x: x[old_beams], scanned)
         memory = beams.memory.replace(cache=cache)
         logits, memory = advance(model, params, token.reshape(-1), memory)
         return beams.replace(memory=memory), logits.reshape(batch, k, vocab)

@@ -180,9 +180,9 @@ class Programs:
 
     def _prefill(self):
         """The program that reads a batch of prompts (or sources) of half the maximum length."""
-        model, rows = self.config.model, self.rows
+        model, sequences = self.config.model, self.sequences
         array = lambda length, dtype: jax.ShapeDtypeStruct(
-            (rows, length), dtype, sharding=self._replicated
+            (sequences, length), dtype, sharding=self._replicated
         )
         with_mask = lambda length: (array(length, jnp.int32), array(length, jnp.bool_))
         half = max(model.max_length // 2, 1)
@@ -204,12 +204,12 @@ class Programs:
         _, memory = jax.eval_shape(jitted, *args)
         with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         memory = jax.tree.map(with_sharding, memory, self._memory_shardings)
-        tokens = jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=self._replicated)
+        tokens = jax.ShapeDtypeStruct((self.sequences,), jnp.int32, sharding=self._replicated)
         run = lambda params, tokens, memory: advance(self.model, params, tokens, memory)
         return jax.jit(run, donate_argnums=2, keep_unused=True), (self.state.params, tokens, memory)
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         """Sequences that are decoded at a time: batch size times beam size."""
         return self.config.decoding.batch_size * self.config.decoding.beam_size
 

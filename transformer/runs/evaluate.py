@@ -113,7 +113,7 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.shardings)
     share = Share(mesh)
     batches, text = (
-        data.batches(part, share.rows),
+        data.batches(part, share.sequences),
         data.store.meta[part] if objective.scores_every_token else None,
     )
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)

@@ -267,7 +267,7 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
     with process_zero_first("data"):
         tokenizer = rundir.tokenizer_file(workdir) if rundir.has_checkpoint(workdir) else None
         data = open_data(config, tokenizer)
-    text = Text(data, *(data.batches(part, share.rows) for part in ("train", "valid")))
+    text = Text(data, *(data.batches(part, share.sequences) for part in ("train", "valid")))
     agree(
         "the training text, or its tokenizer",
         data.store.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32],

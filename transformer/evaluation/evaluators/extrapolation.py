@@ -83,13 +83,13 @@ class Extrapolation(Evaluator):
                     else []
                 ),
             ):
-                rows = (
+                count = (
                     max(config.data.batch_size // times // subject.mesh.size, 1) * subject.mesh.size
                 )
                 data = dataclasses.replace(
-                    config.data, length=longer, batch_size=rows, eval_overlap=overlap, buckets=()
+                    config.data, length=longer, batch_size=count, eval_overlap=overlap, buckets=()
                 )
-                max_batches = -(-self.tokens // (rows * (longer - overlap))) if self.tokens else 0
+                max_batches = -(-self.tokens // (count * (longer - overlap))) if self.tokens else 0
                 train = dataclasses.replace(config.train, accumulate=1, evaluators=())
                 longer_subject = subject.with_config(
                     dataclasses.replace(config, data=data, model=model, train=train)

@@ -91,7 +91,7 @@ def _right(subject: Subject, store: "_Answers", snapshot: Snapshot) -> tuple[flo
 
     run, batches = (
         subject.program("right", right),
-        dataclasses.replace(subject.data, store=store).batches("test", subject.share.rows),
+        dataclasses.replace(subject.data, store=store).batches("test", subject.share.sequences),
     )
     exact, answers, right_tokens, targets = sum(
         np.asarray(run(snapshot.params, subject.share.place(batch))) for batch in batches.stream()
