@@ -103,7 +103,7 @@ def test_huge_final_loss_counts_as_divergence(tmp_path):
         and not judged.rows["b"].among_best
     )
     assert any(
-        line.startswith("b diverged with 2 of 3 seeds, at step 8, 8") for line in judged.sentences
+        line.startswith("b diverged in 2 of 3 seeds, at step 8, 8") for line in judged.sentences
     )
 
 
@@ -197,7 +197,7 @@ def test_divergence_is_reported(tmp_path):
         write_run(tmp_path, "a", seed, 4.0 + seed)
         write_run(tmp_path, "b", seed, 4.0 + seed, diverged=5 if seed else 0, model__d_ff=48)
     judged = compare(tmp_path)
-    assert any("diverged with 1 of 2 seeds, at step 5" in line for line in judged.sentences)
+    assert any("diverged in 1 of 2 seeds, at step 5" in line for line in judged.sentences)
     assert [row.value.count for row in judged.rows.values()] == [2, 1]
 
 

@@ -150,7 +150,7 @@ def test_scan_of_many_values_gets_one_sentence(tmp_path):
         )
         assert any(line.startswith(f"Of {points} values of learning_rate") for line in sentences)
         assert any(
-            line.startswith("learning_rate=0.1 diverged with 1 of 3 seeds") for line in sentences
+            line.startswith("learning_rate=0.1 diverged in 1 of 3 seeds") for line in sentences
         )
 
 

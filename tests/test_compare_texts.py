@@ -24,7 +24,7 @@ def test_incomparable_runs_are_excluded(tmp_path):
     exclusions = "\n".join(judged.results.left_out)
     for words in (
         "was tested on a different text",
-        "has another tokenizer",
+        "has a different tokenizer",
         "test/loss has no final value",
         "test/loss is not logged yet",
         "has logged nothing yet",

@@ -202,7 +202,7 @@ def test_compare_reports_a_sweep(finished_sweep, capsys):
         and "Does an excessive learning rate train?&quot;" in page
     ), "the experiment file is in the report"
     assert (
-        "wild diverged with 2 of 2 seeds" in output.out
+        "wild diverged in 2 of 2 seeds" in output.out
         and f"report: {folder / 'report' / 'index.html'}" in output.err
     )
     assert {path.name for path in (folder / "report").iterdir()} == {

@@ -175,7 +175,7 @@ def change(tree: dict, changes: Mapping[str, object]) -> None:
 
 def _existing(name: str) -> Path:
     if not Path(name).is_file():
-        raise UserError(f"no experiment file {name!r}; the shipped ones are in experiments/")
+        raise UserError(f"no file {name!r}; the shipped experiments are in experiments/")
     return Path(name)
 
 

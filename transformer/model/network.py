@@ -141,7 +141,7 @@ class _Family(nn.Module):
         for name in names if isinstance(names, (list, tuple, set)) else ():
             one_of("mutable", name, _COLLECTIONS)
         if method in (None, "features", "hidden", "classify"):
-            known = _options(type(self))
+            known = _options(self.config.family)
             for name in options.keys() - known:
                 raise UserError(f"apply: no option {name!r}; {nearest(name, known)}")
 
@@ -356,9 +356,10 @@ FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDe
 
 
 @functools.cache
-def _options(family: type) -> frozenset[str]:
+def _options(family: str) -> frozenset[str]:
     """Returns the names of the options of `apply`."""
-    functions = (getattr(family, "hidden", family.features), locate)
+    model: Any = FAMILIES[family]
+    functions = (getattr(model, "hidden", model.features), locate)
     parameters = [p for f in functions for p in inspect.signature(f).parameters.values()]
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) - {"before"}
 
