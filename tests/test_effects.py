@@ -140,9 +140,8 @@ def test_dynamic_scaling_has_an_effect_with_factor_one():
 
 @pytest.mark.parametrize("field", WITHOUT_EFFECT)
 def test_field_without_effect_raises(field):
-    with pytest.raises(
-        UserError, match=rf"^{re.escape(field.strip())}: .* has no effect( without |, because )"
-    ):
+    message = rf"^{re.escape(field.strip())}: .* has no effect( without |, because )"
+    with pytest.raises(UserError, match=message):
         WITHOUT_EFFECT[field]()
 
 

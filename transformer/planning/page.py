@@ -105,7 +105,8 @@ def page(plan: Plan) -> str:
     if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
         lines += ["", *_times(plan)]
     if plan.train:
-        lines += ["", *_collectives(plan.train.roofline)] if plan.train.roofline else []
+        place = "slice" if topology.is_tpu else "host"
+        lines += ["", *_collectives(plan.train.roofline, place)] if plan.train.roofline else []
         lines += ["", *buffers] if (buffers := _buffers(plan.train)) else []
     for name, part in plan.parts.items():
         if not plan.fits_in(part):
@@ -199,8 +200,9 @@ def _times(plan: Plan) -> list[str]:
     return lines
 
 
-def _collectives(roof: Roofline) -> list[str]:
-    rows = [["sent per device in one training step", "count", "within the slice", "between slices"]]
+def _collectives(roof: Roofline, place: str) -> list[str]:
+    places = f"within the {place}", f"between {place}s"
+    rows = [["sent per device in one training step", "count", *places]]
     by_size = lambda item: -item[1].inner - item[1].outer
     for kind, traffic in sorted(roof.traffic.items(), key=by_size):
         outer = format_bytes(traffic.outer) if traffic.outer else ""
@@ -252,7 +254,8 @@ def _duration(s: float) -> str:
     hours, minutes = divmod(round(s) // 60, 60)
     if s >= 48 * 3600:
         return f"{s / 86400:.1f} days"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {round(s) % 60} s"
+    shorter = f"{minutes} min {round(s) % 60} s" if minutes else f"{round(s)} s"
+    return f"{hours} h {minutes} min" if hours else shorter
 
 
 def seconds(s: float) -> str:
