@@ -108,7 +108,8 @@ class _Family(nn.Module):
           rngs: {"dropout": key}, required with `deterministic=False`.
           method: another method: "classify" (labels), "hidden" or "features" (the last hidden
             state), "encode", "decode" (with a cache). Default: `__call__`.
-          mutable, capture_intermediates: as in `flax.linen.Module.apply`.
+          mutable: collections to record: "sizes", "streams", "heads", "maps" (model/watch.py).
+          capture_intermediates: as in `flax.linen.Module.apply`.
 
         Returns:
           float32[B, T, V], the logits of the next token (in an encoder, of the token itself).
@@ -142,7 +143,7 @@ class _Family(nn.Module):
             one_of("mutable", name, _COLLECTIONS)
         if method in (None, "features", "hidden", "classify"):
             known = _options(self.config.family)
-            for name in options.keys() - known:
+            for name in sorted(options.keys() - known):
                 raise UserError(f"apply: no option {name!r}; {nearest(name, known)}")
 
     @nn.nowrap
