@@ -80,8 +80,8 @@ def test_losses_per_token_of_different_tokenizers_are_not_compared(tmp_path):
     configs, facts = configs_and_facts(sweep_by("test/loss"))
     with pytest.raises(
         UserError,
-        match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has another "
-        r"tokenizer than 'vocab_size=512'.*test/bits_per_byte",
+        match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has a "
+        r"different tokenizer from 'vocab_size=512'.*test/bits_per_byte",
     ):
         guard.check(sweep_by("test/loss"), configs, facts)
     for allowed in (

@@ -370,7 +370,7 @@ def test_damaged_and_missing_files_raise(saved_model, tmp_path):
         "{": "config.json: damaged",
         "[1]": "config.json: damaged (not a JSON object)",
         "[" * 100_000: "config.json: damaged",
-        json.dumps({"model_type": ["gpt2"]}): "model_type: no \"['gpt2']\"",
+        json.dumps({"model_type": ["gpt2"]}): "model_type: unknown value \"['gpt2']\"",
         json.dumps(theirs | {"n_embd": "x"}): "config.json: n_embd = 'x' must be a whole number",
         json.dumps(theirs | {"n_embd": None}): "config.json: n_embd = None must be a whole number",
         json.dumps(theirs | {"n_head": [2]}): "config.json: n_head = [2] must be a whole number",

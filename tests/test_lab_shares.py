@@ -95,10 +95,10 @@ def test_runs_at_the_same_step_train_together(tmp_path, monkeypatch):
 
 
 def run_worker(folder, runs, evaluate) -> int:
-    """Calls `runner.work` in this process, and restores the signal handler."""
+    """Calls `runner.train_and_evaluate` in this process, and restores the signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        return runner.work(folder, [run.name for run in runs], evaluate)
+        return runner.train_and_evaluate(folder, [run.name for run in runs], evaluate)
     finally:
         signal.signal(signal.SIGTERM, handler)
 

@@ -128,7 +128,7 @@ def describe(study: Study) -> str:
 def describe_runs(study: Study, shard: tuple[int, int], max_group: int) -> str:
     """Describes the runs that are left, in order, and those that are finished."""
     statuses = {run.name: run.status() for run in study.runs}
-    finished = [f"{name} ({status.kind})" for name, status in statuses.items() if status.over]
+    finished = [f"{name} ({s.kind})" for name, s in statuses.items() if s.is_finished]
     lines = [""]
     for n, unit in enumerate(share_of(study, shard, max_group), 1):
         names = ", ".join(
