@@ -158,7 +158,8 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         ([*TRAIN, "--config.mesh.data=64"], "mesh: mesh.data=64 needs 64 devices"),
         (
             [*TRAIN, "--config.platform=tpu"],
-            "platform: the config sets 'tpu', but JAX runs on 'cpu'",
+            "platform: the config sets 'tpu', but JAX runs on 'cpu'; to train on the CPU, set "
+            "--config.platform=cpu",
         ),
         ([*TRAIN, "--config.platform=accelerator"], "JAX runs on 'cpu'"),
         (

@@ -64,8 +64,8 @@ def test_topology_parses_shapes_and_names(machine, shape, count):
     ("machine", "slices", "message"),
     [
         ("v5p", 1, "write v5p:4x4x8"),
-        ("v7:2x2", 1, "no chip 'v7'"),
-        ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"),
+        ("v7:2x2", 1, "no chip 'v7'; choose from: v4, v5e"),
+        ("v5p:4x4", 1, "has the wrong number of axes; a TPU v5p slice has 3 axes, like"),
         ("v5e-12", 1, "is a power of two; or write the shape, v5e:4x4"),
         ("v5e:32x32", 1, "has 256 chips at most, 16 along an axis"),
         ("h100:2x4", 1, "write their number, h100:8"),
