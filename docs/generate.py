@@ -108,9 +108,11 @@ def choices(
 
 
 def _positions() -> str:
-    from transformer.model.positions import SCHEMES
+    from transformer.model.positions import SCHEMES, Position
 
-    hooks = lambda cls: ", ".join(f"`{hook}`" for hook in sorted(cls().hooks)) or "nothing"
+    names = ("embed", "rotate", "distance_bias", "bias", "score", "value")
+    overrides = lambda cls, name: getattr(cls, name) is not getattr(Position, name)
+    hooks = lambda cls: ", ".join(f"`{x}`" for x in names if overrides(cls, x)) or "nothing"
     return choices(SCHEMES, ("hooks", hooks), is_option=lambda f: f.metadata.get("option", False))
 
 

@@ -14,16 +14,15 @@ The cluster needs the JobSet controller and a node pool of that topology. With -
 needs the GCS FUSE driver and a Kubernetes service account that may use the bucket. The bucket is
 mounted as /transformer/runs; all other files of a pod are lost with it. Pods find each other
 through the settings of GKE. When a pod is preempted or dies, the whole set restarts, at most
-`--restarts` times, and the run resumes from its last checkpoint. Exit code 2, a mistake, ends the
-set. Each run of a sweep uses all slices, one run after another. To split a sweep instead, start
-several sets with --shard=1/4, --shard=2/4, ...
+`--restarts` times, and the run resumes from its last checkpoint. A run that exits with code 2 (user
+error) is not restarted. Each run of a sweep uses all slices, one run after another. To split a
+sweep instead, start several sets with --shard=1/4, --shard=2/4, ...
 
 Follow it:   kubectl logs --follow -l jobset.sigs.k8s.io/jobset-name=NAME --prefix
 Delete it:   kubectl delete jobset NAME
 """
 
 import json
-import sys
 
 from shell import (
     HOST,
@@ -38,6 +37,7 @@ from shell import (
     machine,
     parse,
     run,
+    start,
 )
 
 ACCELERATORS = {
@@ -115,13 +115,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--topology", required=True, help="v5p:4x4x4, v5p-128, v5e:4x8, v6e-64, tpu7x:4x4x4, ..."
     )
-    parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("--slices", type=int, default=1, help="number of slices (default: 1)")
     parser.add_argument(
         "--spot", action="store_true", help="use cheaper machines that may be preempted"
     )
-    parser.add_argument("--image", required=True)
+    parser.add_argument("--image", required=True, help="image of the code; see above")
     parser.add_argument("--bucket", type=bucket, help="bucket that keeps the runs")
-    parser.add_argument("--service-account", default="")
+    parser.add_argument("--service-account", default="", help="account that may use the bucket")
     parser.add_argument(
         "--restarts", type=int, default=20, help="restarts after a failure (default: 20)"
     )
@@ -142,4 +142,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

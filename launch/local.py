@@ -25,7 +25,7 @@ import threading
 import time
 from pathlib import Path
 
-from shell import Parser, check_command, check_numbers, parse
+from shell import Parser, check_command, check_numbers, parse, start
 
 PATIENCE = 60  # seconds after the death of a process until the others are killed
 
@@ -81,10 +81,10 @@ def free_port() -> int:
                 continue
 
 
-def run(command: list[str], count: int, devices: int, port: int, told: list[int]) -> int:
+def run(command: list[str], count: int, devices: int, port: int, signals: list[int]) -> int:
     """Runs a command in `count` processes. Returns the first nonzero exit code, or 0.
 
-    Signals to this process are passed on to all of them, and appended to `told`.
+    Signals to this process are passed on to all of them, and appended to `signals`.
     """
     processes, threads = [], []
     for index in range(count):
@@ -103,7 +103,7 @@ def run(command: list[str], count: int, devices: int, port: int, told: list[int]
         threads[-1].start()
 
     def pass_on(number: int, frame) -> None:
-        told.append(number)
+        signals.append(number)
         for process in processes:
             process.send_signal(number)
 
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
         "--restarts",
         type=int,
         default=0,
-        help="maximum number of restarts after preemptions and deaths",
+        help="maximum number of restarts after preemptions and crashes",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the commands without running them"
@@ -195,4 +195,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -6,13 +6,14 @@ would type it.
 
 import argparse
 import math
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -89,7 +90,7 @@ def check_command(command: list[str], root: Path, travels: bool = True) -> None:
     if not command:
         mistake("no command to run; put it after --: -- train --config=... --workdir=...")
     if command[0] not in VERBS:
-        mistake(f"no verb {command[0]!r} after --; there is: {', '.join(VERBS)}")
+        mistake(f"no verb {command[0]!r} after --; choose from: {', '.join(VERBS)}")
     if "://" in (workdir := option(command, "--workdir")):
         mistake(
             f"--workdir: {workdir!r} is not a folder; write the path where the bucket is mounted, "
@@ -178,22 +179,38 @@ def installed(tool: str) -> None:
         mistake(f"{tool} is not installed on this machine")
 
 
+def start(main: Callable[[], int]) -> NoReturn:
+    """Runs the main function of a launcher and exits with its code.
+
+    The reader of a dry run may close the pipe early, as `head` does.
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if "--dry-run" not in sys.argv:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
 def run(
-    command: list[str], dry: bool, stdin: str | None = None, said: list[str] | None = None
+    command: list[str], dry: bool, stdin: str | None = None, stderr_lines: list[str] | None = None
 ) -> int:
     """Runs a command with this process's output, and returns its exit code.
 
-    Lines of its stderr are also appended to `said`. With `dry`, the command is only printed.
+    Lines of its stderr are also appended to `stderr_lines`. With `dry`, prints the command only.
     """
     if dry:
         print(shlex.join(command) + (f" <<'END'\n{stdin}END" if stdin else ""))
         return 0
     installed(command[0])
     print(shlex.join(command), flush=True)
-    if said is None:
+    if stderr_lines is None:
         return subprocess.run(command, input=stdin, text=True, check=False).returncode
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
             sys.stderr.write(line)
-            said.append(line)
+            stderr_lines.append(line)
     return process.returncode

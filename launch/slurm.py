@@ -9,7 +9,7 @@ The job has one task per GPU, or without GPUs one per node. Tasks find each othe
 environment variables. Two minutes before the time limit, every task receives SIGTERM, saves and
 exits with code 143, and the job requeues itself, at most `--restarts` times. It also does so when a
 process or a node dies. The run resumes from its last checkpoint. A finished run is not requeued,
-nor is a mistake (exit code 2).
+nor is a run that exits with code 2 (user error).
 
 A sweep on one node is one task, which starts processes for its runs. --array=N splits the sweep
 over N such jobs (--shard=1/N to N/N). On several nodes, each run of a sweep uses all of them, one
@@ -25,7 +25,18 @@ import shlex
 import sys
 from pathlib import Path
 
-from shell import MISTAKE, ROOT, Parser, check_command, check_numbers, mistake, option, parse, run
+from shell import (
+    MISTAKE,
+    ROOT,
+    Parser,
+    check_command,
+    check_numbers,
+    mistake,
+    option,
+    parse,
+    run,
+    start,
+)
 
 
 def script(args) -> str:
@@ -116,4 +127,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -13,11 +13,12 @@ also a verb:
     create   install   start   follow   status   stop   delete
 
 The bucket is mounted as ~/transformer/runs on every worker (gcsfuse), so all workers share one
---workdir, and it outlives the TPU. Ctrl-C stops following the output; the run continues. `stop`
-saves a checkpoint and ends the run, also while `up` runs. The exit code is that of the run. Exit
-code 2, a mistake, is not retried. The TPU stays up, unless --delete is given and the run succeeds.
-Each run of a sweep uses the whole TPU, one run after another. To split a sweep instead, start
-several TPUs with --shard=1/4, --shard=2/4, ...
+--workdir, and it outlives the TPU. A slice of more than one host needs a bucket. Ctrl-C stops
+following the output; the run continues. `stop` saves a checkpoint and ends the run, also while `up`
+runs. The exit code is that of the run. A run that exits with code 2 (user error) is not restarted.
+The TPU stays up, unless --delete is given and the run succeeds. Each run of a sweep uses the whole
+TPU, one run after another. To split a sweep instead, start several TPUs with --shard=1/4,
+--shard=2/4, ...
 """
 
 import re
@@ -28,6 +29,7 @@ import tempfile
 import time
 
 from shell import (
+    HOST,
     MISTAKE,
     ROOT,
     Parser,
@@ -41,6 +43,7 @@ from shell import (
     mistake,
     parse,
     run,
+    start,
 )
 
 IMAGES = {
@@ -94,9 +97,9 @@ class Tpu:
             [f"--project={args.project}"] if args.project else []
         )
 
-    def gcloud(self, verb: str, *options: str, said: list[str] | None = None) -> int:
+    def gcloud(self, verb: str, *options: str, stderr_lines: list[str] | None = None) -> int:
         """Runs a gcloud command for this TPU VM."""
-        return run([*GCLOUD, verb, *self.where, *options], self.dry, said=said)
+        return run([*GCLOUD, verb, *self.where, *options], self.dry, stderr_lines=stderr_lines)
 
     def on(self, worker: str, command: str) -> int:
         """Runs a shell command on one worker, or on "all"."""
@@ -108,7 +111,7 @@ class Tpu:
         spot = ["--spot"] if self.args.spot else []
         lines: list[str] = []
         code = self.gcloud(
-            "create", f"--accelerator-type={kind}", f"--version={image}", *spot, said=lines
+            "create", f"--accelerator-type={kind}", f"--version={image}", *spot, stderr_lines=lines
         )
         errors = "".join(lines)
         return MISTAKE if code and (STAYS.search(errors) or not PASSES.search(errors)) else code
@@ -210,11 +213,11 @@ class Tpu:
         describe = [*GCLOUD, "describe", *self.where, "--format=value(state,acceleratorType)"]
         output = subprocess.run(describe, capture_output=True, text=True, check=False).stdout
         state, kind = (*output.split(), "", "")[:2]
-        wanted, _ = product(self.args.type)
-        if kind and kind.rpartition("/")[2] != wanted:
+        target_type, _ = product(self.args.type)
+        if kind and kind.rpartition("/")[2] != target_type:
             mistake(
                 f"--type: {self.args.name} exists and is a {kind.rpartition('/')[2]}, not a "
-                f"{wanted}; delete it, or choose another name"
+                f"{target_type}; delete it, or choose another name"
             )
         return state
 
@@ -256,8 +259,8 @@ def main(argv: list[str] | None = None) -> int:
     verbs = ("up", "create", "install", "start", "follow", "status", "stop", "delete")
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("name", help="name of the TPU VM")
-    parser.add_argument("--zone", required=True)
-    parser.add_argument("--project", default="")
+    parser.add_argument("--zone", required=True, help="zone of the TPU, such as us-east5-a")
+    parser.add_argument("--project", default="", help="default: the project of gcloud's config")
     parser.add_argument("--type", default="", help="v4-64, v5e-16, v5p-128, v5p:4x4x4, v6e-64, ...")
     parser.add_argument("--bucket", type=bucket, help="bucket that keeps the runs")
     parser.add_argument(
@@ -280,6 +283,16 @@ def main(argv: list[str] | None = None) -> int:
         if not args.type:
             mistake("--type: missing; set the kind of TPU, such as v5p-128")
         product(args.type)
+        tpu = machine("--type", args.type, IMAGES)
+        if (
+            args.verb == "up"
+            and not args.bucket
+            and tpu.chips > (8 if tpu.chip.axes == 2 else HOST)
+        ):
+            mistake(
+                f"--type: {args.type!r} has more than one host, and all must share --workdir; "
+                "keep runs/ in a bucket with --bucket=NAME"
+            )
     if args.verb == "up" and args.spot and not args.bucket:
         mistake(
             "--spot: the run's checkpoints would be lost when the TPU is preempted; "
@@ -295,4 +308,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

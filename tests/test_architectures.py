@@ -239,7 +239,7 @@ def test_overrides_fields_and_rejects_unknown_names():
     assert architecture("gpt2", num_decoder_layers=6).num_decoder_layers == 6
     assert architecture("gpt2_medium").d_model == 1024
     with pytest.raises(
-        UserError, match="architecture: no 'gpt2_medum'; did you mean 'gpt2_medium'"
+        UserError, match="architecture: unknown value 'gpt2_medum'; did you mean 'gpt2_medium'"
     ):
         architecture("gpt2_medum")
     with pytest.raises(UserError, match="no such field"):

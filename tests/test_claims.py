@@ -229,7 +229,7 @@ def test_stdout_may_be_none(monkeypatch):
 CLOSED = {
     "data >&-": (0, ""),
     "data <&- >&- 2>&-": (0, ""),
-    "train --config=none.py --workdir=none >&-": (2, "error: --config: no file 'none.py'"),
+    "train --config=none.py --workdir=none >&-": (2, "error: no file 'none.py'"),
     "train --config=none.py --workdir=none 2>&-": (2, ""),
 }
 

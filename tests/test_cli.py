@@ -1,5 +1,6 @@
 """The command line from end to end, in separate processes; and its errors."""
 
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from xla_flags import one_device_flags
 
 from transformer import cli
+from transformer.output import event
 
 ROOT = Path(__file__).parent.parent
 
@@ -118,7 +120,7 @@ def test_evaluate_and_generate(folder):
     result = run(folder, "generate", "--workdir=run", stdin=text)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("\n") == 4
-    assert "1 of 4 lines exceeded the model's maximum length and were cut" in result.stderr
+    assert "1 of 4 lines exceeded the model's maximum length and was cut" in result.stderr
     (folder / "input.txt").write_text(text)
     from_file = run(folder, "generate", "--workdir=run", "--input=input.txt", "--output=out.txt")
     assert (folder / "out.txt").read_text() == result.stdout and from_file.stdout == ""
@@ -156,7 +158,8 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         ([*TRAIN, "--config.mesh.data=64"], "mesh: mesh.data=64 needs 64 devices"),
         (
             [*TRAIN, "--config.platform=tpu"],
-            "platform: the config sets 'tpu', but JAX runs on 'cpu'",
+            "platform: the config sets 'tpu', but JAX runs on 'cpu'; to train on the CPU, set "
+            "--config.platform=cpu",
         ),
         ([*TRAIN, "--config.platform=accelerator"], "JAX runs on 'cpu'"),
         (
@@ -165,7 +168,12 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         ),
         (
             ["train", "--config=config.py", "--workdir=run", "--config.seed=4"],
-            "holds a different experiment: seed was 0, is 4",
+            "contains a different experiment: seed was 0, is 4",
+        ),
+        (
+            ["train", "--config=config.py", "--workdir=run", "--config.train.steps=9"],
+            "run was started with train.steps = 6, and the schedule 'cosine' depends on it; "
+            "restore it, or start a new run with train.init_from=run",
         ),
         (["train", "--config=config.py", "--workdir="], "argument --workdir: empty; name a folder"),
         (
@@ -176,7 +184,7 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
         ([*TRAIN, "--config.train.wandb=p"], "train.wandb needs the extra [wandb]"),
         (["generate", "--workdir=run", "--output=run"], "--output: run is a folder; name a file"),
         (["evaluate", "--workdir=nothing"], "no run in nothing"),
-        (["evaluate", "--workdir=config.py"], "--workdir: config.py is a file; choose a folder"),
+        (["evaluate", "--workdir=config.py"], "workdir: config.py is a file; choose a folder"),
         (
             ["train", "--config=config.py", "--workdir=http://x"],
             "argument --workdir: 'http://x' is not a local folder",
@@ -186,7 +194,7 @@ TRAIN = ["train", "--config=config.py", "--workdir=x"]
             ["generate", "--workdir=run", "--config.model.d_model=8"],
             "a trained run keeps its config",
         ),
-        (["data", "wikitext"], "data.corpus: no 'wikitext'; did you mean 'wikitext2'?"),
+        (["data", "wikitext"], "data.corpus: unknown value 'wikitext'; did you mean 'wikitext2'?"),
     ],
 )
 def test_invalid_arguments_print_one_line_and_leave_no_files(
@@ -227,3 +235,28 @@ def test_help_prints_usage(args, capsys):
         assert cli.main(args) == 0
     out = capsys.readouterr().out
     assert "python -m transformer" in out or "tatoeba" in out
+
+
+def test_progress_line_stays_above_notes_and_ends_once():
+    from transformer.runs.metrics import Progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    progress = Progress(20, stream := Terminal())
+    progress.show(10, 1.0, 1e-3, 0, 0)
+    progress.note("validation loss 2")
+    progress.show(20, 0.5, 1e-3, 0, 0)
+    progress.close()
+    progress.close()
+    lines = [line.removeprefix("\r\x1b[K") for line in stream.getvalue().split("\n")]
+    assert [line[:10] for line in lines] == ["step 10/20", "validation", "step 20/20", ""]
+
+
+def test_events_of_one_are_singular():
+    assert event(1, "examples longer than 9 tokens were cut") == (
+        "1 example longer than 9 tokens was cut"
+    )
+    assert event(2000, "texts are too short") == "2,000 texts are too short"
+    assert event(1, "texts are too short") == "1 text is too short"

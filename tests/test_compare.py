@@ -12,7 +12,7 @@ from transformer.lab import figures, report, results, verdict
 
 def compare(folder, **options):
     runs = sorted(path.parent for path in folder.glob("*/*/config.json"))
-    return verdict.judge(results.read(runs, **options))
+    return verdict.derive_verdict(results.read(runs, **options))
 
 
 def test_verdict_agrees_with_confidence_intervals(tmp_path):
@@ -40,7 +40,7 @@ def test_verdict_agrees_with_confidence_intervals(tmp_path):
     higher = dataclasses.replace(
         judged.results, sweep=dataclasses.replace(judged.results.sweep, higher_is_better=True)
     )
-    assert "is better than" in " ".join(verdict.judge(higher).sentences)
+    assert "is better than" in " ".join(verdict.derive_verdict(higher).sentences)
 
 
 def test_indistinguishable_arms_share_a_sentence(tmp_path):
@@ -103,7 +103,7 @@ def test_huge_final_loss_counts_as_divergence(tmp_path):
         and not judged.rows["b"].among_best
     )
     assert any(
-        line.startswith("b diverged with 2 of 3 seeds, at step 8, 8") for line in judged.sentences
+        line.startswith("b diverged in 2 of 3 seeds, at step 8, 8") for line in judged.sentences
     )
 
 
@@ -197,7 +197,7 @@ def test_divergence_is_reported(tmp_path):
         write_run(tmp_path, "a", seed, 4.0 + seed)
         write_run(tmp_path, "b", seed, 4.0 + seed, diverged=5 if seed else 0, model__d_ff=48)
     judged = compare(tmp_path)
-    assert any("diverged with 1 of 2 seeds, at step 5" in line for line in judged.sentences)
+    assert any("diverged in 1 of 2 seeds, at step 5" in line for line in judged.sentences)
     assert [row.value.count for row in judged.rows.values()] == [2, 1]
 
 
@@ -247,7 +247,9 @@ def test_metric_name_determines_which_direction_is_better(tmp_path):
         "a has the best mean"
         in compare(tmp_path, metric="test/loss", higher_is_better=True).sentences[0]
     )
-    command = report.again(compare(tmp_path, metric="test/bleu", baseline="b").results)
+    command = report.reproduction_commands(
+        compare(tmp_path, metric="test/bleu", baseline="b").results
+    )
     assert command.endswith("--metric=test/bleu --baseline=b")
     write_run(tmp_path, "c", 0, 4.0, test_beauty=1.0)
     with pytest.raises(UserError, match="metric 'test/beauty': its direction is unknown"):

@@ -32,7 +32,7 @@ def test_effect_of_a_field_over_all_settings_of_the_others(tmp_path):
                 + (0.1 + 0.001 * seed) * ("wide" in name)
                 + 0.01 * seed * ("thick" in name),
             )
-    factors = verdict.judge(results.read([tmp_path])).factors
+    factors = verdict.derive_verdict(results.read([tmp_path])).factors
     wide, thick = factors["model.d_ff"]["wide - narrow"], factors["model.d_model"]["thick - thin"]
     assert wide.mean.mean == pytest.approx(0.101) and wide.is_detectable and not thick.is_detectable
     configs["beside"] = dataclasses.replace(next(iter(configs.values())), seed=7)
@@ -40,7 +40,7 @@ def test_effect_of_a_field_over_all_settings_of_the_others(tmp_path):
         sweep, grid=chain(grid, arms(beside={"optimizer.weight_decay": 0.3}))
     )
     Study(tmp_path, extended, configs, facts | {"beside": next(iter(facts.values()))}).write()
-    assert verdict.judge(results.read([tmp_path])).factors == factors, (
+    assert verdict.derive_verdict(results.read([tmp_path])).factors == factors, (
         "an arm outside the grid does not change the effects"
     )
 
@@ -70,7 +70,7 @@ def test_scan_reports_best_value_stable_range_and_sensitivity(tmp_path):
     for name, loss in zip(configs, (*losses["pre"], *losses["post"]), strict=True):
         for seed in range(2):
             write_run(tmp_path, name, seed, loss and loss + 0.1 * seed, diverged=0 if loss else 3)
-    judged = verdict.judge(results.read([tmp_path]))
+    judged = verdict.derive_verdict(results.read([tmp_path]))
     pre, post = judged.scans
     uniform = math.log(next(iter(configs.values())).model.vocab_size)
     assert (pre.setting, pre.best, pre.stable) == ("pre", 0.01, (0.001, 0.1)) and (
@@ -118,7 +118,7 @@ def test_arms_that_set_different_fields_form_separate_scans(tmp_path):
     Study(tmp_path, sweep, configs, facts).write()
     for index, name in enumerate(configs):
         write_run(tmp_path, name, 0, 4.0 + 0.1 * index)
-    judged = verdict.judge(results.read([tmp_path]))
+    judged = verdict.derive_verdict(results.read([tmp_path]))
     assert [
         [round(point.mean, 3) for point in scanned.points.values()] for scanned in judged.scans
     ] == [[4.0, 4.1, 4.2], [4.3, 4.4, 4.5], [4.6, 4.7, 4.8]]
@@ -144,13 +144,13 @@ def test_scan_of_many_values_gets_one_sentence(tmp_path):
                     None if diverges else 5.0 - 0.3 * index + 0.01 * seed * (-1) ** index,
                     diverged=3 if diverges else 0,
                 )
-        sentences = verdict.judge(results.read([folder])).sentences
+        sentences = verdict.derive_verdict(results.read([folder])).sentences
         assert any("is better than learning_rate=0.001" in line for line in sentences) == (
             points == 3
         )
         assert any(line.startswith(f"Of {points} values of learning_rate") for line in sentences)
         assert any(
-            line.startswith("learning_rate=0.1 diverged with 1 of 3 seeds") for line in sentences
+            line.startswith("learning_rate=0.1 diverged in 1 of 3 seeds") for line in sentences
         )
 
 

@@ -23,8 +23,8 @@ def test_incomparable_runs_are_excluded(tmp_path):
     judged = compare(tmp_path)
     exclusions = "\n".join(judged.results.left_out)
     for words in (
-        "was tested on another text",
-        "has another tokenizer",
+        "was tested on a different text",
+        "has a different tokenizer",
         "test/loss has no final value",
         "test/loss is not logged yet",
         "has logged nothing yet",
@@ -32,7 +32,7 @@ def test_incomparable_runs_are_excluded(tmp_path):
         assert words in exclusions
     assert next(iter(judged.rows.values())).value.count == 2
     page = report.write(judged, tmp_path / "report")
-    assert "was tested on another text" in page.read_text()
+    assert "was tested on a different text" in page.read_text()
 
 
 def test_test_text_may_differ_if_the_sweep_varies_it(tmp_path):
@@ -55,10 +55,10 @@ def test_test_text_may_differ_if_the_sweep_varies_it(tmp_path):
         for name in configs:
             for seed in range(2):
                 write_run(folder, name, seed, 4.0 + seed, test=name)
-        judged = verdict.judge(results.read([folder]))
+        judged = verdict.derive_verdict(results.read([folder]))
         assert [row.value.count for row in judged.rows.values()] == counts
         assert len(
-            [line for line in judged.results.left_out if "was tested on another text" in line]
+            [line for line in judged.results.left_out if "was tested on a different text" in line]
         ) == 4 - sum(counts)
         assert ("tested on different texts" in report.markdown(judged)) == (
             field == "data.held_out"
@@ -80,8 +80,8 @@ def test_losses_per_token_of_different_tokenizers_are_not_compared(tmp_path):
     configs, facts = configs_and_facts(sweep_by("test/loss"))
     with pytest.raises(
         UserError,
-        match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has another "
-        r"tokenizer than 'vocab_size=512'.*test/bits_per_byte",
+        match=r"metric 'test/loss' depends on the tokenizer, and arm 'vocab_size=300' has a "
+        r"different tokenizer from 'vocab_size=512'.*test/bits_per_byte",
     ):
         guard.check(sweep_by("test/loss"), configs, facts)
     for allowed in (
@@ -99,7 +99,7 @@ def test_losses_per_token_of_different_tokenizers_are_not_compared(tmp_path):
     counts = {
         metric: [
             row.value.count
-            for row in verdict.judge(results.read([tmp_path], metric=metric)).rows.values()
+            for row in verdict.derive_verdict(results.read([tmp_path], metric=metric)).rows.values()
         ]
         for metric in ("test/bleu", "test/loss")
     }
@@ -165,7 +165,7 @@ def test_validation_losses_need_the_same_text_and_batch_count(tmp_path):
     assert [bool(arm.runs) for arm in compared.arms.values()] == [True, False, False]
     assert (
         "was validated on 4 batches" in compared.left_out[0]
-        and "was validated on another text" in compared.left_out[1]
+        and "was validated on a different text" in compared.left_out[1]
     )
     assert all(
         arm.runs for arm in results.read([tmp_path / arm / "seed-0" for arm in "abc"]).arms.values()
@@ -176,11 +176,9 @@ def test_report_lists_exclusions_from_the_test_text(tmp_path):
     for arm, size in (("a", 32), ("b", 48)):
         run = write_run(tmp_path, arm, 0, 4.0, model__d_ff=size)
         (run / "test.json").write_text(
-            json.dumps(
-                {"step": 8, "left_out": {"pairs too long: dropped": 3} if arm == "b" else {}}
-            )
+            json.dumps({"step": 8, "left_out": {"pairs were dropped": 3} if arm == "b" else {}})
         )
     assert (
-        "Excluded from the test text, by arm: a (nothing); b (pairs too long: dropped 3)."
+        "Excluded from the test text, by arm: a (nothing); b (3 pairs were dropped)."
         in report.markdown(compare(tmp_path))
     )

@@ -25,20 +25,24 @@ MODEL = {"family": "decoder", "vocab_size": 50}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"family": "decodr"}, r"model.family: no 'decodr'; did you mean 'decoder'"),
+        ({"family": "decodr"}, r"model.family: unknown value 'decodr'; did you mean 'decoder'"),
         (
             {"d_model": 100, "num_heads": 8},
             r"model.d_model: 100 is not divisible by model.num_heads = 8; "
             r"change one, or set model.d_head",
         ),
         ({"num_heads": 8, "num_kv_heads": 3}, r"model.num_kv_heads: 3 does not divide"),
-        ({"position": "rotory"}, r"model.position: no 'rotory'; did you mean 'rotary'"),
+        ({"position": "rotory"}, r"model.position: unknown value 'rotory'; did you mean 'rotary'"),
         (
             {"position": {"name": "rotary", "thea": 1.0}},
             r"model.position: 'rotary' has no option 'thea'; did you mean 'theta'",
         ),
         ({"position": {"name": "none", "x": 1.0}}, r"takes no options"),
-        ({"position": {"name": "rotary", "layout": "x"}}, r"model.position.layout: no 'x'"),
+        (
+            {"position": {"name": "rotary", "layout": "x"}},
+            r"model.position.layout: unknown value 'x'; choose from: halves, interleaved",
+        ),
+        ({"d_model": 8, "init_std": "x"}, r"model.init_std: expected a number, got 'x'"),
         ({"position": "rotary", "d_head": 5}, r"rotation needs pairs"),
         (
             {
@@ -69,7 +73,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ),
         ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
         ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
-        ({"norm_placement": "prenorm"}, r"model.norm_placement: no 'prenorm'"),
+        ({"norm_placement": "prenorm"}, r"model.norm_placement: unknown value 'prenorm'"),
         (
             {"norm_placement": {"name": "pre", "outnorm": True}},
             r"no option 'outnorm'; did you mean 'out_norm'",
@@ -78,7 +82,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
             {"norm_placement": {"name": "pre", "out_norm": 3}},
             r"model.norm_placement.out_norm: expected bool, got 3",
         ),
-        ({"activation": "relu2"}, r"model.activation: no 'relu2'; did you mean 'relu'"),
+        ({"activation": "relu2"}, r"model.activation: unknown value 'relu2'; did you mean 'relu'"),
         ({"dropout": 1.0}, r"model.dropout: 1.0 must lie in \[0, 1\)"),
         ({"num_decoder_layers": 0}, r"a family with a decoder needs at least 1"),
         (
@@ -103,7 +107,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
             {"norm_placement": {"name": "pre", "out_norm": {"x": 2}}},
             r"out_norm: expected bool, got \{'x': 2\}$",
         ),
-        ({"dtype": "float16"}, r"model.dtype: no 'float16'"),
+        ({"dtype": "float16"}, r"model.dtype: unknown value 'float16'"),
     ],
 )
 def test_invalid_model_configs_raise(fields, message):
@@ -134,15 +138,15 @@ def test_invalid_model_configs_raise(fields, message):
         ({"model": 3}, r"model: expected a mapping of fields"),
         (
             {"model": {**MODEL, "max_length": 64}, "data": {"corpus": "pydoc", "length": 128}},
-            r"data.length: 128 is longer than model.max_length",
+            r"data.length: 128 is longer than model.max_length = 64; reduce it, or increase model",
         ),
         (
             {"model": {**MODEL, "family": "encoder_decoder"}},
-            r"'causal_lm' trains a model of family 'decoder'",
+            r"'causal_lm' trains a model of family 'decoder', .*; change one of them",
         ),
         (
             {"model": MODEL, "train": {"accumulate": 3}},
-            r"train.accumulate: 3 does not divide data.batch_size = 32",
+            r"train.accumulate: 3 does not divide data.batch_size = 32; change one of them",
         ),
         (
             {"model": MODEL, "mesh": {"data": -1, "fsdp": -1}},

@@ -311,6 +311,14 @@ def test_trained_tokenizer_is_lossless(kind):
     assert EOS not in tokenizer.encode(["</s> <s>"])[0]
 
 
+def test_a_text_in_place_of_a_list_of_texts_raises():
+    tokenizer = train_tokenizer(TokenizerConfig(), 300, ENGLISH + SPANISH)
+    with pytest.raises(UserError, match="texts: 'the red cat' is one text; pass a list of texts"):
+        tokenizer.encode("the red cat")
+    with pytest.raises(UserError, match="is one text"):
+        tokenizer.encode_targets("the red cat")
+
+
 def test_failed_store_leaves_no_files(pairs, tmp_path):
     from transformer.data.corpora import data_home
 

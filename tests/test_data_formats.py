@@ -208,7 +208,7 @@ def test_corpora_state_licenses_and_builtin_one_works_offline():
     ]
     assert len("".join(documents)) > 400_000
     assert all(
-        c.licence and c.attribution and (not c.package or c.sha256[""]) for c in CORPORA.values()
+        c.license and c.attribution and (not c.package or c.sha256[""]) for c in CORPORA.values()
     )
     with pytest.raises(UserError, match="did you mean 'wikitext2'"):
         fetch("wikitext")

@@ -140,7 +140,8 @@ def test_dynamic_scaling_has_an_effect_with_factor_one():
 
 @pytest.mark.parametrize("field", WITHOUT_EFFECT)
 def test_field_without_effect_raises(field):
-    with pytest.raises(UserError, match=rf"^{re.escape(field.strip())}: .* has no effect without "):
+    message = rf"^{re.escape(field.strip())}: .* has no effect( without |, because )"
+    with pytest.raises(UserError, match=message):
         WITHOUT_EFFECT[field]()
 
 
@@ -193,7 +194,18 @@ def test_field_without_effect_raises(field):
         (lambda: OptimizerConfig(b3=0.1), "OptimizerConfig.b3: no such field; did you mean 'b"),
         (lambda: small("decoder", d_model="wide"), "model.d_model: expected int, got 'wide'"),
         (lambda: Experiment(small("decoder"), data=3), "data: expected a mapping of fields"),
-        (lambda: Experiment(small("decoder")), "data: must be set"),
+        (
+            lambda: Experiment(small("decoder")),
+            "data: must be set; add the section config.data = dict(...)",
+        ),
+        (
+            lambda: DataConfig(train="a", valid="b", test="c", held_out=5),
+            "data.held_out: 5 has no effect, because valid and test have their own files; leave",
+        ),
+        (
+            lambda: TrainConfig(average_checkpoints=9, keep_checkpoints=3),
+            "train.keep_checkpoints = 3; increase train.keep_checkpoints",
+        ),
         (lambda: small("decoder", logit_scale=1e-300), "model.logit_scale: 1e-300 is 0 in float32"),
         (
             lambda: OptimizerConfig(learning_rate=1e39),
@@ -227,6 +239,7 @@ def test_field_without_effect_raises(field):
             lambda: OptimizerConfig(b2=0.99999999999),
             "optimizer.b2: 0.99999999999 must lie in [0, 1), also in float32",
         ),
+        (lambda: OptimizerConfig(b2=1.5), "optimizer.b2: 1.5 must lie in [0, 1)"),
         (
             lambda: OptimizerConfig(name={"name": "adafactor", "decay_rate": -1.0}),
             "optimizer.name.decay_rate: -1.0 must be more than 0",

@@ -69,7 +69,9 @@ def test_every_evaluator_option_has_an_effect(monkeypatch):
         "by_token",
         lambda *args: [(np.ones((1, 16)), np.arange(16)[None], np.ones((1, 16)))],
     )
-    monkeypatch.setattr(probe, "_right", lambda subject, store, snapshot: (hash(store.wanted), 0.0))
+    monkeypatch.setattr(
+        probe, "_right", lambda subject, store, snapshot: (hash(store.target_task), 0.0)
+    )
     translations = (texts, texts, [[text] for text in texts])
     snapshot = types.SimpleNamespace(translations=translations)
     untranslated = types.SimpleNamespace(translations=None, params=None)

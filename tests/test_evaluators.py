@@ -54,7 +54,7 @@ def initial_state(config, optimizer, mesh):
     return init_state(config, model, optimizer, abstract_state(config, model, optimizer, mesh)[1])
 
 
-def measure_at_start(config, most=3, in_training=False, like=None):
+def measure_at_start(config, max_batches=3, in_training=False, like=None):
     """Measures a model at the start of training. If `like` is set, its initial state is used.
 
     Returns (metrics, loss of the same batches, parameters, first batch).
@@ -72,17 +72,17 @@ def measure_at_start(config, most=3, in_training=False, like=None):
             )
         data, share = open_data(config), Share(mesh)
         metrics = measure(
-            Subject(config, data, "valid", mesh, most, optimizer),
+            Subject(config, data, "valid", mesh, max_batches, optimizer),
             Snapshot(state.params, state.opt_state),
             in_training,
         )
-        batches = data.batches("valid", share.rows)
+        batches = data.batches("valid", share.sequences)
         loss = evaluate_loss(
             make_eval_step(config, model, mesh, placed.params),
             state.params,
             batches,
             share,
-            most=most,
+            max_batches=max_batches,
         )
         return metrics, loss["loss"], state.params, batches[0]
 
@@ -233,7 +233,7 @@ def test_evaluators_run_before_the_first_step_and_at_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("evaluator", "message"),
     [
-        ("depth_profil", "train.evaluators: no 'depth_profil'; did you mean 'depth_profile'"),
+        ("depth_profil", "unknown value 'depth_profil'; did you mean 'depth_profile'"),
         ({"name": "extrapolation", "times": 3}, "times: 3 must be a power of two"),
         ({"name": "loss_with", "change": "seed=3"}, "must be a field of the model"),
         ({"name": "probe", "task": "copi"}, "did you mean 'copy'"),
@@ -323,7 +323,9 @@ def test_evaluators_do_not_change_the_training_step():
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_logit_lens_of_the_last_layer_equals_the_loss(placement):
-    metrics, loss, *_ = measure_at_start(experiment("logit_lens", norm_placement=placement), most=1)
+    metrics, loss, *_ = measure_at_start(
+        experiment("logit_lens", norm_placement=placement), max_batches=1
+    )
     assert metrics["lens/loss/01"] == pytest.approx(loss, rel=1e-5)
     assert metrics["lens/agrees/01"] == 1.0
     assert abs(metrics["lens/loss/00"] - loss) > 1e-3 and metrics["lens/agrees/00"] < 1

@@ -11,7 +11,7 @@ from transformer import UserError
 
 def test_extrapolation_measures_longer_sequences():
     metrics, loss, *_ = measure_at_start(
-        experiment({"name": "extrapolation", "times": 4, "tokens": 0}), most=0
+        experiment({"name": "extrapolation", "times": 4, "tokens": 0}), max_batches=0
     )
     context = [metrics.pop(f"context/{length:06d}") for length in (16, 32, 64)]
     assert list(metrics) == [
@@ -39,7 +39,7 @@ def test_sliding_loss_of_windowed_model_does_not_depend_on_length():
     """
     metrics, *_ = measure_at_start(
         experiment({"name": "extrapolation", "times": 4, "tokens": 0}, position="none", window=4),
-        most=0,
+        max_batches=0,
     )
     sliding = [metrics[f"extrapolation_sliding/{length:06d}"] for length in (32, 64)]
     assert sliding[0] == pytest.approx(sliding[1], rel=2e-3) and sliding[0] != pytest.approx(

@@ -173,7 +173,7 @@ def test_training_starts_from_a_run_and_rejects_another_tokenizer(trained, tmp_p
             {"init_new": ("classifier/*",)},
             "has no effect without parameters to start from: train.init_from",
         ),
-        ({"init_positions": "strech"}, "train.init_positions: no 'strech'"),
+        ({"init_positions": "strech"}, "train.init_positions: unknown value 'strech'"),
     ],
 )
 def test_invalid_init_fields_raise(fields, message):

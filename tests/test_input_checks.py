@@ -84,6 +84,31 @@ def test_invalid_inputs_raise_in_one_line(fault):
             trace()
 
 
+def test_invalid_parameters_options_and_collections_raise():
+    model, params = make(small("decoder"))
+    x = tokens(0, 2, 4)
+    for argument, options, message in (
+        (params["decoder"], {}, "params: there is no 'embedding'; pass what `init` returned"),
+        (params, {"train": True}, "apply: no option 'train'; .*deterministic"),
+        (params, {"paddingmask": x}, "apply: no option 'paddingmask'; .*'padding_mask'"),
+        (params, {"mutable": ["map"]}, "mutable: .* 'map'; did you mean 'maps'?"),
+        (params, {"mutable": "attention"}, "mutable: .* 'attention'; .*sizes, streams"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model.apply(argument, x, **options)
+
+
+def test_sampling_needs_a_key_for_each_sequence():
+    model, params = make(small("decoder"))
+    x, limits, key = tokens(0, 2, 4), jnp.full(2, 3), jax.random.key(0)
+    options = {"max_new": 3, "eos_id": 1, "temperature": 1.0}
+    for keys in (key, jax.random.split(key, 3), jax.random.PRNGKey(0)):
+        with pytest.raises(UserError, match=r"keys: expected \[2\] keys; use jax.random.split"):
+            sample(model, params, x, limits, keys, **options)
+    keys = jax.random.split(jax.random.PRNGKey(0), 2)
+    assert sample(model, params, x, limits, keys, **options).shape == (2, 3)
+
+
 def test_invalid_encoder_decoder_inputs_raise_and_name_the_side():
     model, params = make(small("encoder_decoder"))
     x = jnp.asarray(ONES)
@@ -125,7 +150,7 @@ def test_models_that_cannot_generate_raise():
         ("encoder_decoder", None, "source: missing; pass one, because model.family = 'encoder_d"),
     ):
         model, params = make(small(family))
-        options = {"max_new": 3, "eos_id": 1, "source_BxS": source}
+        options = {"max_new": 3, "source_BxS": source}  # no eos: the family is checked first
         for generate, *arguments in (
             (sample, limits, keys),
             (functools.partial(beam_search, beam_size=2, alpha=0.6), limits),

@@ -18,7 +18,7 @@ from transformer import Sweep, UserError, vary
 from transformer.cli import main
 from transformer.lab import runner
 from transformer.lab.study import Study
-from transformer.lab.together import NUMBERS, alike, train_together
+from transformer.lab.together import NUMBERS, program_key, train_together
 from transformer.mapping import to_mapping
 from transformer.runs.loop import train
 from transformer.runs.metrics import read_metrics
@@ -98,17 +98,17 @@ def test_runs_trained_together_resume(tmp_path):
 def test_only_runs_that_differ_in_numbers_train_together():
     base = experiment()
     assert (
-        alike(base)
-        == alike(experiment(seed=3))
-        == alike(experiment(optimizer__learning_rate=0.5))
-        != alike(experiment(model__d_ff=48))
+        program_key(base)
+        == program_key(experiment(seed=3))
+        == program_key(experiment(optimizer__learning_rate=0.5))
+        != program_key(experiment(model__d_ff=48))
     )
     assert (
-        alike(experiment(model__dropout=0.1))
-        == alike(experiment(model__dropout=0.2))
-        != alike(base)
+        program_key(experiment(model__dropout=0.1))
+        == program_key(experiment(model__dropout=0.2))
+        != program_key(base)
     )  # zero dropout gives another program
-    assert alike(experiment(mesh__tensor=2)) is None
+    assert program_key(experiment(mesh__tensor=2)) is None
     with pytest.raises(ValueError, match="more than numbers"):
         train_together([base, experiment(model__d_ff=48)], [None, None])
 
@@ -202,7 +202,7 @@ def test_compare_reports_a_sweep(finished_sweep, capsys):
         and "Does an excessive learning rate train?&quot;" in page
     ), "the experiment file is in the report"
     assert (
-        "wild diverged with 2 of 2 seeds" in output.out
+        "wild diverged in 2 of 2 seeds" in output.out
         and f"report: {folder / 'report' / 'index.html'}" in output.err
     )
     assert {path.name for path in (folder / "report").iterdir()} == {
@@ -220,7 +220,7 @@ def test_compare_reports_a_sweep(finished_sweep, capsys):
 def test_sweep_without_the_seed_of_an_existing_run_raises(tmp_path):
     make_study(tmp_path, seeds=3).write()
     write_run(tmp_path, "rotary", 2, 4.0)
-    with pytest.raises(UserError, match="holds run rotary/seed-2, whose seed this sweep lacks"):
+    with pytest.raises(UserError, match="contains run rotary/seed-2, whose seed is not in"):
         make_study(tmp_path, seeds=2).check()
     make_study(tmp_path, seeds=4).check()
 
@@ -235,7 +235,7 @@ def test_missing_metric_is_reported(tmp_path, capsys):
     for run in study.runs:
         write_run(tmp_path, run.arm, run.config.seed, 4.0)
         (run.folder / "test.json").write_text(json.dumps({"step": run.config.train.steps}))
-    assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 0
+    assert runner.run_study(study, jobs=1, shard=(1, 1), max_group=1) == 0
     errors = capsys.readouterr().err
     assert errors.count("done: without test/bleu; there is test/loss") == len(study.runs) + 1, (
         "once per run, and once at the end"

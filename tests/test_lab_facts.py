@@ -24,7 +24,7 @@ def test_undeclared_differences_raise():
         Sweep(vary("model.position", "rotary", "alibi")),
         *({arm: by_arm[arm] for arm in ("rotary", "alibi")} for by_arm in (configs, facts)),
     )
-    with pytest.raises(UserError, match="'params' is not a compared fact; choose from: parameters"):
+    with pytest.raises(UserError, match="'params' is not a compared property; choose from: p"):
         guard.check(dataclasses.replace(sweep, declared={"params": "?"}), configs, facts)
 
 

@@ -14,7 +14,7 @@ from studies import make_study, write_run
 
 from transformer import UserError
 from transformer.lab import results, runner
-from transformer.lab.study import Planned
+from transformer.lab.study import PlannedRun
 from transformer.runs.metrics import read_metrics
 from transformer.runs.recorder import Diverged
 from transformer.runs.run import Run
@@ -49,7 +49,7 @@ def test_only_one_process_holds_a_run(tmp_path):
 
 def test_keep_raises_if_the_claim_cannot_be_taken(tmp_path, monkeypatch):
     run = make_study(tmp_path).runs[0]
-    monkeypatch.setattr(Planned, "take", lambda run: False)
+    monkeypatch.setattr(PlannedRun, "take", lambda run: False)
     with pytest.raises(UserError, match=f"--runs: another process works on {run.name}; wait"):
         run.keep()
 
@@ -95,10 +95,10 @@ def test_runs_at_the_same_step_train_together(tmp_path, monkeypatch):
 
 
 def run_worker(folder, runs, evaluate) -> int:
-    """Calls `runner.work` in this process, and restores the signal handler."""
+    """Calls `runner.train_and_evaluate` in this process, and restores the signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        return runner.work(folder, [run.name for run in runs], evaluate)
+        return runner.train_and_evaluate(folder, [run.name for run in runs], evaluate)
     finally:
         signal.signal(signal.SIGTERM, handler)
 
@@ -192,7 +192,7 @@ def test_sweep_waits_for_other_processes_and_takes_over_their_runs(tmp_path, mon
             or popen([sys.executable, "-c", "raise SystemExit(1)"], **options)
         ),
     )
-    assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 1
+    assert runner.run_study(study, jobs=1, shard=(1, 1), max_group=1) == 1
     assert [name for name, _ in started] == ["--runs=rotary/seed-0", "--runs=alibi/seed-0"] and all(
         code == 0 for _, code in started
     ), "after the other process ended"
@@ -233,7 +233,7 @@ def test_killed_run_is_reported_and_the_sweep_continues(tmp_path, monkeypatch, c
         "Popen",
         lambda command, **options: popen([sys.executable, "-c", program, command[-1]], **options),
     )
-    assert runner.run_study(study, jobs=1, shard=(1, 1), most=8) == 1
+    assert runner.run_study(study, jobs=1, shard=(1, 1), max_group=8) == 1
     errors = capsys.readouterr().err
     assert (
         "rotary/seed-0  failed: ended by SIGKILL (out of memory?)" in errors
@@ -270,5 +270,5 @@ def test_a_run_that_crashes_after_a_stop_signal_is_stopped_and_not_failed(tmp_pa
     )
     stopping = contextlib.nullcontext(started.exists)
     monkeypatch.setattr(runner, "_stopping", lambda: stopping)
-    assert runner.run_study(study, jobs=1, shard=(1, 1), most=1) == 143
+    assert runner.run_study(study, jobs=1, shard=(1, 1), max_group=1) == 143
     assert not list((tmp_path / "claims").glob("*.failed"))

@@ -28,7 +28,7 @@ def launch(script: str, *options: str, path: Path | None = None, code: int = 0) 
     return result.stderr if code else result.stdout
 
 
-UP = ["up", "my-tpu", "--zone=z", "--type=v5p-128", "--wait=0"]
+UP = ["up", "my-tpu", "--zone=z", "--type=v5p-8", "--wait=0"]
 
 
 def worker_command(line: str) -> str:
@@ -36,6 +36,13 @@ def worker_command(line: str) -> str:
     return next(word for word in shlex.split(line) if word.startswith("--command=")).removeprefix(
         "--command="
     )
+
+
+def test_dry_run_ends_quietly_when_its_reader_does():
+    command = shlex.join([sys.executable, "launch/tpu_vm.py", *UP, "--dry-run", *TRAIN])
+    command = f"({command}; echo $? >&2) | (sleep 0; exec 0<&-; sleep 2)"
+    result = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert result.stderr.split("\n")[-2:] == ["0", ""] and "Traceback" not in result.stderr
 
 
 def test_tpu_vm_prints_its_commands_in_order():
@@ -207,12 +214,12 @@ def test_up_reuses_an_existing_tpu(fake_tool, tmp_path):
 
 def test_up_refuses_an_existing_tpu_of_another_type(fake_tool, tmp_path):
     script = f'echo "$@" >> {tmp_path}/log; case "$*" in *describe*) echo "READY $KIND";; esac'
-    path = fake_tool("gcloud", "KIND=v5p-128\n" + script)
+    path = fake_tool("gcloud", "KIND=v5p-8\n" + script)
     launch("tpu_vm.py", *UP, *TRAIN, path=path)
     (tmp_path / "log").unlink()
     fake_tool("gcloud", "KIND=projects/p/v5p-64\n" + script)
     errors = launch("tpu_vm.py", *UP, *TRAIN, path=path, code=2)
-    assert "launch: --type: my-tpu exists and is a v5p-64, not a v5p-128; delete it" in errors
+    assert "launch: --type: my-tpu exists and is a v5p-64, not a v5p-8; delete it" in errors
     assert (tmp_path / "log").read_text().count("\n") == 1
 
 
@@ -303,7 +310,7 @@ def test_launchers_accept_every_verb(capsys):
     from transformer.cli import main
 
     assert main(["?"]) == 2
-    for verb in capsys.readouterr().err.partition("there is: ")[2].strip().split(", "):
+    for verb in capsys.readouterr().err.partition("choose from: ")[2].strip().split(", "):
         launch("local.py", "--dry-run", "--", verb)
 
 

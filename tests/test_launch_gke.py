@@ -136,11 +136,12 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
          "--workdir: 'runs/../a' would be lost with the machine"),
         ("gke.py", ["n", "--image=i", "--bucket=b/runs", V5P, *TRAIN],
          "--bucket: 'b/runs' is not the name of a bucket; write NAME or gs://NAME"),
-        ("gke.py", [*GKE, V5P, "--", "trian"], "no verb 'trian' after --; there is: train, "),
+        ("gke.py", [*GKE, V5P, "--", "trian"], "no verb 'trian' after --; choose from: train, "),
         ("tpu_vm.py", ["up", "n", "--zone=z", *TRAIN], "--type: missing; set the kind of TPU"),
         ("tpu_vm.py", ["up", "n"],
          "the following arguments are required: --zone; see tpu_vm.py --help"),
-        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v9-8"], "--type: no chip 'v9'"),
+        ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v9-8"],
+         "--type: no chip 'v9'; choose from: v4, v5e"),
         ("tpu_vm.py", ["create", "n", "--zone=z", "--type=tpu7x-8"],
          "--type: 'tpu7x-8' is not available here; choose one of v4, v5e, v5p, v6e"),
         ("tpu_vm.py", ["create", "n", "--zone=z", "--type=v5p:2x2x16"],
@@ -153,6 +154,9 @@ SHAPES = "a TPU v5e slice is one of 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
          "NAME: 'a-' is not a valid name; write at most 40 lowercase letters"),
         ("tpu_vm.py", [*UP, "--spot", *TRAIN],
          "--spot: the run's checkpoints would be lost when the TPU is preempted"),
+        ("tpu_vm.py", ["up", "n", "--zone=z", "--type=v5e-16", "--", "train", "--workdir=/data/x"],
+         "--type: 'v5e-16' has more than one host, and all must share --workdir; keep runs/ in a"),
+        ("tpu_vm.py", ["up", "n", "--zone=z", "--type=v5p-16", *TRAIN], "has more than one host"),
         ("tpu_vm.py", [*UP, "--spot", "--bucket=b", "--", "train", "--workdir=out"],
          "--workdir: 'out' would be lost with the machine"),
         ("tpu_vm.py", [*UP, "--", "train", "--workdir=gs://b/runs/1"],
@@ -209,5 +213,5 @@ def test_launchers_list_the_verbs_of_the_command_line(capsys):
 
     main([])
     listed = capsys.readouterr().out.partition("verbs:")[2]
-    verbs = launch("slurm.py", "--", "trian", code=2).partition("there is: ")[2]
+    verbs = launch("slurm.py", "--", "trian", code=2).partition("choose from: ")[2]
     assert set(re.findall(r"^ {4}(\w+) ", listed, re.M)) == set(verbs.strip().split(", "))

@@ -222,7 +222,7 @@ def test_beams_share_the_cached_source():
     ("build", "message"),
     [
         (lambda: small("decoder", mixer="gated"),
-         "model.mixer: no 'gated'; did you mean 'gated_delta'?"),
+         "model.mixer: unknown value 'gated'; did you mean 'gated_delta'?"),
         (lambda: small("decoder", mixer={"name": "mla", "rank": 3}),
          "model.mixer: 'mla' has no option 'rank'"),
         (lambda: small("decoder", mixer={"name": "mla", "kv_rank": -1}),

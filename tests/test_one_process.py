@@ -73,7 +73,7 @@ def test_barrier_error_states_how_long_it_waited(monkeypatch, wait, beginning):
 def test_single_process_has_the_whole_batch():
     for sizes in ({"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "context": 8}):
         share = Share(make_mesh(MeshConfig(**sizes)))
-        np.testing.assert_array_equal(share.rows(16), np.arange(16))
+        np.testing.assert_array_equal(share.sequences(16), np.arange(16))
 
 
 def test_launcher_dry_run_prints_its_commands(capsys, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import jax
 import pytest
@@ -63,8 +64,8 @@ def test_topology_parses_shapes_and_names(machine, shape, count):
     ("machine", "slices", "message"),
     [
         ("v5p", 1, "write v5p:4x4x8"),
-        ("v7:2x2", 1, "no chip 'v7'"),
-        ("v5p:4x4", 1, "has 3 axes, like v5p:4x4x4"),
+        ("v7:2x2", 1, "no chip 'v7'; choose from: v4, v5e"),
+        ("v5p:4x4", 1, "has the wrong number of axes; a TPU v5p slice has 3 axes, like"),
         ("v5e-12", 1, "is a power of two; or write the shape, v5e:4x4"),
         ("v5e:32x32", 1, "has 256 chips at most, 16 along an axis"),
         ("h100:2x4", 1, "write their number, h100:8"),
@@ -197,6 +198,13 @@ def test_plan_that_does_not_fit_suggests_remedies(monkeypatch):
         and plan.train.roofline.bound in text
     )
     assert 0 < plan.mfu <= 1
+    assert "  compute at 1.0 TFLOP/s" in text
+    assert "within the host\n" in text and "between hosts" not in text
+    assert re.search(r"run: at least .* chip-hours, price .* \(2 per chip-hour\)", text)
+    assert [pages._duration(s) for s in (485, 94_860, 200_000)] == [
+        "8 min 5 s", "26 h 21 min", "2.3 days"
+    ]  # fmt: skip
+    assert pages._last("a" * 99, 9) == "…" + 8 * "a"
 
 
 def test_search_ranks_fitting_plans_by_step_time(monkeypatch):

@@ -136,6 +136,22 @@ def test_xpos_cached_decoding_across_blocks():
         logits, memory = step(text[:, t], memory)
 
 
+def test_a_bias_without_an_axis_of_heads_is_an_error():
+    class Half(positions.Position):
+        name = "halfpos"
+
+        def distance_bias(self, distance):
+            return -0.5 * distance
+
+    t = jnp.zeros((8, 32), int)
+    expected = (
+        r"'halfpos': distance_bias returned shape \[8, 32, 32\] for distances of shape "
+        r"\[8, 32, 32\]; expected \[num_heads or 1, 8, 32, 32\]"
+    )
+    with pytest.raises(UserError, match=expected):
+        Half().bias(t, t)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_sandwich_is_the_product_of_two_sinusoidal_embeddings(first):
     """Indices from 0 give the frequencies of Vaswani et al.; indices from 1 give the next ones."""

@@ -275,7 +275,7 @@ def test_only_biases_are_exempt_from_weight_decay(model):
         ),
         (
             {"layer_pattern": (), "mixer": {"name": "lstm", "source": "first"}},
-            "model.mixer.source: no 'first'",
+            "model.mixer.source: unknown value 'first'",
         ),
         ({"causal": False}, "model.causal=True"),
         ({"num_heads": 4}, "model.num_heads: 4 has no effect"),

@@ -124,7 +124,7 @@ def test_run_of_another_version_raises_and_names_the_version(run_config, tmp_pat
     [
         (OSError(errno.ESTALE, "Stale file handle", "f"), 1),
         (OSError(errno.EACCES, "Permission denied", "f"), 2),
-        (TemporaryError("processes 1 of 2 did not connect"), 1),
+        (TemporaryError("process 1 of 2 did not connect"), 1),
         (UserError("data.length: 0 is too small"), 2),
     ],
 )

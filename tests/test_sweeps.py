@@ -145,7 +145,7 @@ def test_arms_load_as_experiments(tmp_path):
             {},
             "sweep: model: a mapping of fields; set one of them",
         ),
-        ("vary('model.position', 'rotery')", {}, "sweep: arm 'rotery': .*no 'rotery'"),
+        ("vary('model.position', 'rotery')", {}, "sweep: arm 'rotery': .*unknown value 'rotery'"),
         ("vary('model.num_heads', 4, 5)", {}, "sweep: arm 'num_heads=5': "),
         ("vary('model.d_ff', 'wide')", {}, "arm 'wide': model.d_ff: expected int"),
         (

@@ -224,7 +224,7 @@ def test_layer_pattern_is_scanned_by_its_period():
         ),
         (
             {"name": "rotary", "scaling": {"name": "yarrn"}},
-            "model.position.scaling: no 'yarrn'; did you mean 'yarn'",
+            "model.position.scaling: unknown value 'yarrn'; did you mean 'yarn'",
         ),
         (
             {"name": "rotary", "scaling": {"name": "linear", "factor": 0.5}},
@@ -239,7 +239,7 @@ def test_layer_pattern_is_scanned_by_its_period():
             {"name": "shaw", "max_distance": True},
             r"model\.position\.max_distance: expected int, got True",
         ),
-        ("kerpel", "model.position: no 'kerpel'; did you mean 'kerple'"),
+        ("kerpel", "model.position: unknown value 'kerpel'; did you mean 'kerple'"),
     ],
 )
 def test_invalid_position_schemes_raise(spec, message):

@@ -118,7 +118,7 @@ def run_config(workdir: str | os.PathLike, overrides: Mapping[str, Any]) -> Expe
     for key in overrides:
         if key.split(".")[0] not in settable and key != "data.eval_overlap":
             raise UserError(
-                f"--config.{key}: a trained run keeps its config; "
+                f"{key}: a trained run keeps its config; "
                 "set only decoding, mesh, platform, seed and data.eval_overlap"
             )
     return apply_overrides(load_config(Path(workdir)), overrides)

@@ -25,7 +25,7 @@ Choice = str | FrozenDict
 def one_of(field: str, value, names) -> None:
     """Raises UserError unless `value` is one of `names`."""
     if value not in names:
-        raise UserError(f"{field}: no {plain(value)!r}; {nearest(str(value), names)}")
+        raise UserError(f"{field}: unknown value {plain(value)!r}; {nearest(str(value), names)}")
 
 
 LARGEST = 2**31 - 1
@@ -79,7 +79,8 @@ def in_unit_interval(section: str, config, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)
         if not 0 <= value < 1 or np.float32(value) == 1:
-            raise UserError(f"{section}.{field}: {value} must lie in [0, 1), also in float32")
+            rounded = ", also in float32" if 0 <= value < 1 else ""
+            raise UserError(f"{section}.{field}: {value} must lie in [0, 1){rounded}")
 
 
 # ---- Fields that have no effect
@@ -90,7 +91,8 @@ class Effect:
     """The condition under which fields have an effect.
 
     `when(config)` returns whether `fields` have an effect. `needs` describes the condition as
-    settings, such as "model.norm='layernorm'". Fields of nested configs are dotted.
+    settings, such as "model.norm='layernorm'", or gives the reason: "because ...". Fields of nested
+    configs are dotted.
     """
 
     fields: tuple[str, ...]
@@ -116,8 +118,11 @@ def refuse_without_effect(
             if value in (default, resolved.get(name, default)):
                 continue
             path = f"{section}.{name}" if section else name
+            reason = f"{path}: {plain(value)!r} has no effect"
+            if effect.needs.startswith("because "):
+                raise UserError(f"{reason}, {effect.needs}; leave it out")
             raise UserError(
-                f"{path}: {plain(value)!r} has no effect without {effect.needs}; set that, or "
+                f"{reason} without {effect.needs}; set that, or "
                 f"leave {path} at {plain(resolved.get(name, default))!r}"
             )
 
@@ -171,7 +176,9 @@ def strict(section: str, effects: tuple[Effect, ...] = ()):
                     )
             for name, field in fields.items():
                 if field.default is dataclasses.MISSING and name not in values:
-                    raise UserError(f"{path}{name}: must be set")
+                    is_section = dataclasses.is_dataclass(hints()[name])
+                    hint = f"; add the section config.{name} = dict(...)" if is_section else ""
+                    raise UserError(f"{path}{name}: must be set{hint}")
             kinds = hints()
             values = {name: coerce(x, kinds[name], path + name) for name, x in values.items()}
             init(self, **values)
@@ -224,11 +231,11 @@ def in_float32(path: str, value) -> None:
     Subnormal numbers count as 0, because accelerators flush them to 0.
     """
     if isinstance(value, float) and value and math.isfinite(value):
-        least, most = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
-        if not least <= abs(value) <= most:
+        smallest, largest = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
+        if not smallest <= abs(value) <= largest:
             raise UserError(
                 f"{path}: {value} is {'0' if abs(value) < 1 else 'infinite'} in float32; take a "
-                f"number between {least:.1e} and {most:.1e}"
+                f"number between {smallest:.1e} and {largest:.1e}"
             )
 
 
@@ -266,7 +273,8 @@ def _type_name(option) -> str:
     if option is type(None):
         return "None"
     origin = typing.get_origin(option) or option
-    names = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)", str: "text"}
+    names = {FrozenDict: "a mapping, {'name': ...}", tuple: "a list, (..., ...)"}
+    names |= {str: "text", float: "a number"}
     return names.get(origin, getattr(option, "__name__", str(option)))
 
 

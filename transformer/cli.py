@@ -80,9 +80,8 @@ def _exit_if_distributed(code: int, error: Exception | None = None) -> None:
             from transformer.parallel.processes import exit_after_loss, is_lost_process
 
             if is_lost_process(error) and not tracebacks():
-                time.sleep(
-                    3
-                )  # meanwhile the thread that watches connections may name the lost process
+                # Meanwhile, the thread that watches connections may name the lost process.
+                time.sleep(3)
                 exit_after_loss("another process of this run")
             with contextlib.suppress(OSError):
                 traceback.print_exception(error)

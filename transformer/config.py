@@ -29,11 +29,7 @@ __all__ = [
 ]
 
 _EFFECTS = (
-    Effect(
-        ("model.pipeline_microbatches",),
-        "stages: mesh.stage > 1",
-        lambda c: c.mesh.stage != 1,
-    ),
+    Effect(("model.pipeline_microbatches",), "stages: mesh.stage > 1", lambda c: c.mesh.stage != 1),
     Effect(
         ("train.z_loss",),
         "an objective that predicts tokens",
@@ -75,12 +71,12 @@ class Experiment:
             if getattr(self.data, field) > self.model.max_length:
                 raise UserError(
                     f"data.{field}: {getattr(self.data, field)} is longer than model.max_length = "
-                    f"{self.model.max_length}"
+                    f"{self.model.max_length}; reduce it, or increase model.max_length"
                 )
         if self.data.batch_size % self.train.accumulate:
             raise UserError(
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = "
-                f"{self.data.batch_size}"
+                f"{self.data.batch_size}; change one of them"
             )
         objective = self.objective
         choice = self.data.objective
@@ -89,7 +85,7 @@ class Experiment:
             raise UserError(
                 f"data.objective: {name!r} trains a model of family "
                 f"{' or '.join(map(repr, objective.families))}, "
-                f"but model.family = {self.model.family!r}"
+                f"but model.family = {self.model.family!r}; change one of them"
             )
         if objective.predicts_tokens and not self.model.lm_head:
             raise UserError(f"data.objective: {name!r} predicts tokens; set model.lm_head=True")

@@ -120,7 +120,7 @@ class _File:
         if not hasattr(self.module, "sweep"):
             raise UserError(
                 f"--config: {str(self.path)!r} defines no sweep(), as experiments/ablation.py "
-                "does; see transformer/sweeps.py"
+                "does; see docs/sweeps.md"
             )
         sweep = self._call("sweep")
         sweep = Sweep(sweep) if isinstance(sweep, Grid) else sweep
@@ -175,7 +175,7 @@ def change(tree: dict, changes: Mapping[str, object]) -> None:
 
 def _existing(name: str) -> Path:
     if not Path(name).is_file():
-        raise UserError(f"--config: no file {name!r}; the shipped experiments are in experiments/")
+        raise UserError(f"no file {name!r}; the shipped experiments are in experiments/")
     return Path(name)
 
 

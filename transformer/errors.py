@@ -26,9 +26,9 @@ class UserError(ValueError):
 
 
 class TemporaryError(UserError):
-    """A fault of another process, a network or a file system, which a restart may not meet again.
+    """A fault of another process, a network or a file system that may not recur after a restart.
 
-    Launchers start a run again after this exit code, but not after that of a mistake.
+    Launchers start a run again after this exit code, but not after that of a UserError.
     """
 
     exit_code = 1
@@ -63,13 +63,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a hint for a misspelled name: `did you mean 'd_model'?`, or all valid names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(known)}"
+    return f"did you mean {close[0]!r}?" if close else f"choose from: {', '.join(known)}"
 
 
 def look_up(table: dict, name: str, what: str):
     """Returns `table[name]`. Raises UserError with the nearest name if there is no such entry."""
     if name not in table:
-        raise UserError(f"{what}: no {name!r}; {nearest(str(name), table)}")
+        raise UserError(f"{what}: unknown value {name!r}; {nearest(str(name), table)}")
     return table[name]
 
 

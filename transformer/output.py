@@ -7,6 +7,7 @@ head`).
 import contextlib
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -121,6 +122,13 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def event(number: int, text: str) -> str:
+    """Formats an event: (1, "texts were cut") -> "1 text was cut"."""
+    if number == 1:
+        text = re.sub(r"^(\w+)s\b", r"\1", text.replace(" were ", " was ").replace(" are ", " is "))
+    return f"{number:,} {text}"
+
+
 def columns(rows: list[list[str]]) -> list[str]:
     """Formats rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -147,6 +155,17 @@ def human_count(n: float) -> str:
             return f"{n:.3g}{unit}" if unit == "" else f"{n:.1f}{unit}"
         n /= 1000
     return f"{n:.1f}Z"
+
+
+def human_tokens(n: float) -> str:
+    """Formats a number of tokens: 1.3e9 -> '1.3B'."""
+    return human_count(n).replace("G", "B")
+
+
+def with_unit(n: float, unit: str) -> str:
+    """Formats a quantity: 1.97e14 -> '197.0 TFLOP/s'."""
+    number = (text := human_count(n)).rstrip("kMGTPEZ")
+    return f"{number} {text[len(number) :]}{unit}"
 
 
 def human_number(x: float) -> str:

@@ -11,7 +11,7 @@ import sys
 import time
 
 
-def one(depth: int, scan: bool) -> None:
+def measure_in_this_process(depth: int, scan: bool) -> None:
     """Compiles one train step in this process, and prints the seconds."""
     import jax
     import jax.numpy as jnp
@@ -54,7 +54,7 @@ def one(depth: int, scan: bool) -> None:
 def main() -> None:
     options = dict(a.removeprefix("--").partition("=")[::2] for a in sys.argv[1:])
     if "depth" in options:
-        one(int(options["depth"]), options["scan"] == "True")
+        measure_in_this_process(int(options["depth"]), options["scan"] == "True")
         return
     depths = [int(d) for d in options.get("depths", "6,48").split(",")]
     for scan in (True, False):

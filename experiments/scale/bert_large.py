@@ -11,9 +11,10 @@ Compare   no published measurement was found
 
     machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
     mesh        fsdp 16
-    model       336,226,108 parameters, 2.2GFLOP per token in training
-    batch       131,072 tokens; 1,000,000 steps are 131.1G tokens
+    model       336,226,108 parameters, 2.2 GFLOPs per token in training
+    batch       131,072 tokens; 1,000,000 steps are 131.1B tokens
     attention   splash: train, evaluate
+    compiling   39 s for train, 10 s for evaluate
 
     memory per device           train      evaluate
       parameters             81.3 MiB      81.3 MiB
@@ -24,21 +25,20 @@ Compare   no published measurement was found
       temporaries             4.2 GiB     956.7 MiB
       results, code          43.3 MiB       9.0 MiB
       peak of 16.0 GiB  8.3 GiB (52%)  1.0 GiB (7%)
-      compiled in                39 s          10 s
 
-    minimum time                      train      evaluate
-      compute at 197.0TFLOP/s       94.9 ms       29.9 ms
-      HBM at 819.0GB/s              77.8 ms       10.1 ms
-      network                       23.8 ms        7.0 ms
-      step                          94.9 ms       29.9 ms
-      bound by                      compute       compute
-      MFU at most 94.5%; 86.3k tokens/s per chip, 119.3G tokens per day in total
-      run at least 26:21 h, 422 chip-hours, without evaluation and checkpoints
+    minimum time                       train      evaluate
+      compute at 197.0 TFLOP/s       94.9 ms       29.9 ms
+      HBM at 819.0 GB/s              77.8 ms       10.1 ms
+      network                        23.8 ms        7.0 ms
+      step                           94.9 ms       29.9 ms
+      bound by                       compute       compute
+      MFU at most 94.5%; 86.3k tokens/s per chip, 119.3B tokens per day in total
+      run: at least 26 h 21 min, 422 chip-hours, without evaluation and checkpoints
 
-    sent per device in one training step         count  in slice/host     beyond it
-      all-gather                                   342        1.1 GiB
-      collective-permute                         2,482      740.8 MiB
-      all-reduce                                    52      121.0 MiB
+    sent per device in one training step         count  within the slice
+      all-gather                                   342           1.1 GiB
+      collective-permute                         2,482         740.8 MiB
+      all-reduce                                    52         121.0 MiB
 """
 
 import ml_collections

@@ -12,12 +12,13 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
 
     machine     v5p:4x4x4: 64 x TPU v5p, 95.0 GiB each
     mesh        fsdp 64
-    model       8,030,261,248 parameters, 51.5GFLOP per token in training
-    batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
+    model       8,030,261,248 parameters, 51.5 GFLOPs per token in training
+    batch       1,048,576 tokens; 100,000 steps are 104.9B tokens
     decoding    64 sequences, prompts of 4,096 tokens, a cache of 8,192
     attention   splash: train, evaluate
     attention   blockwise (splash: the order of tokens is unknown): prefill
     attention   reference: decode
+    compiling   108 s for train, 24 s for evaluate, 19 s for prefill, 11 s for decode
 
     memory per device            train      evaluate       prefill        decode
       parameters             479.6 MiB     479.6 MiB     479.6 MiB     479.6 MiB
@@ -28,27 +29,27 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       temporaries             11.9 GiB       3.8 GiB       3.9 GiB       4.0 GiB
       results, code           65.5 MiB      21.7 MiB       1.0 GiB      16.7 MiB
       peak of 95.0 GiB  18.0 GiB (19%)  4.3 GiB (5%)  5.4 GiB (6%)  5.5 GiB (6%)
-      compiled in                108 s          24 s          19 s          11 s
 
-    minimum time                      train      evaluate       prefill        decode
-      compute at 459.0TFLOP/s        2.42 s      617.2 ms      162.9 ms          9 us
-      HBM at 2.8TB/s               664.6 ms       91.2 ms      563.3 ms       27.8 ms
-      network                      119.0 ms       31.2 ms       31.2 ms       31.2 ms
-      step                           2.42 s      617.2 ms      563.3 ms       31.2 ms
-      bound by                      compute       compute           HBM       network
-      MFU at most 75.9%; 6.8k tokens/s per chip, 37.4G tokens per day in total
-      run at least 2.8 days, 4,301 chip-hours, without evaluation and checkpoints
+    minimum time                       train      evaluate       prefill        decode
+      compute at 459.0 TFLOP/s        2.42 s      617.2 ms      162.9 ms          9 us
+      HBM at 2.8 TB/s               664.6 ms       91.2 ms      563.3 ms       27.8 ms
+      network                       119.0 ms       31.2 ms       31.2 ms       31.2 ms
+      step                            2.42 s      617.2 ms      563.3 ms       31.2 ms
+      bound by                       compute       compute           HBM       network
+      MFU at most 75.9%; 6.8k tokens/s per chip, 37.4B tokens per day in total
+      run: at least 2.8 days, 4,301 chip-hours, without evaluation and checkpoints
       decoding: 2.1k tokens/s for 64 sequences
 
-    sent per device in one training step         count  in slice/host     beyond it
-      all-reduce                                   164       31.4 GiB
-      all-gather                                   258       28.5 GiB
+    sent per device in one training step         count  within the slice
+      all-reduce                                   164          31.4 GiB
+      all-gather                                   258          28.5 GiB
 
     machine     v6e:8x8: 64 x TPU v6e, 32.0 GiB each
     mesh        fsdp 64
-    model       8,030,261,248 parameters, 51.5GFLOP per token in training
-    batch       1,048,576 tokens; 100,000 steps are 104.9G tokens
+    model       8,030,261,248 parameters, 51.5 GFLOPs per token in training
+    batch       1,048,576 tokens; 100,000 steps are 104.9B tokens
     attention   splash: train
+    compiling   99 s for train
 
     memory per device            train
       parameters             479.6 MiB
@@ -59,20 +60,19 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       temporaries             11.7 GiB
       results, code           39.3 MiB
       peak of 32.0 GiB  17.8 GiB (56%)
-      compiled in                 99 s
 
-    minimum time                      train
-      compute at 918.0TFLOP/s        1.21 s
-      HBM at 1.6TB/s                 1.07 s
-      network                      351.3 ms
-      step                           1.21 s
-      bound by                      compute
-      MFU at most 75.9%; 13.5k tokens/s per chip, 74.9G tokens per day in total
-      run at least 33:36 h, 2,151 chip-hours, without evaluation and checkpoints
+    minimum time                       train
+      compute at 918.0 TFLOP/s        1.21 s
+      HBM at 1.6 TB/s                 1.07 s
+      network                       351.3 ms
+      step                            1.21 s
+      bound by                       compute
+      MFU at most 75.9%; 13.5k tokens/s per chip, 74.9B tokens per day in total
+      run: at least 33 h 36 min, 2,151 chip-hours, without evaluation and checkpoints
 
-    sent per device in one training step         count  in slice/host     beyond it
-      all-reduce                                   164       31.4 GiB
-      all-gather                                   386       27.5 GiB
+    sent per device in one training step         count  within the slice
+      all-reduce                                   164          31.4 GiB
+      all-gather                                   386          27.5 GiB
 """
 
 import ml_collections

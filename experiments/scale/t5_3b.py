@@ -13,10 +13,11 @@ the minimum time of a step.
 
     machine     v4:2x4x4: 32 x TPU v4, 32.0 GiB each
     mesh        fsdp 32
-    model       2,851,598,336 parameters, 9.1GFLOP per token in training
-    batch       1,310,720 tokens; 500,000 steps are 655.4G tokens
+    model       2,851,598,336 parameters, 9.1 GFLOPs per token in training
+    batch       1,310,720 tokens; 500,000 steps are 655.4B tokens
     attention   reference (splash: the position scheme changes logits): train, evaluate
     attention   splash: train, evaluate
+    compiling   57 s for train, 17 s for evaluate
 
     memory per device            train       evaluate
       parameters             340.4 MiB      340.4 MiB
@@ -27,21 +28,20 @@ the minimum time of a step.
       temporaries              9.1 GiB        2.7 GiB
       results, code           75.3 MiB       14.0 MiB
       peak of 32.0 GiB  12.3 GiB (38%)  3.0 GiB (10%)
-      compiled in                 57 s           17 s
 
-    minimum time                      train      evaluate
-      compute at 275.0TFLOP/s        1.70 s      453.3 ms
-      HBM at 1.2TB/s                 3.15 s      266.9 ms
-      network                      185.5 ms       40.9 ms
-      step                           3.15 s      453.3 ms
-      bound by                          HBM       compute
-      MFU at most 43.1%; 13.0k tokens/s per chip, 36.0G tokens per day in total
-      run at least 18.2 days, 13,988 chip-hours, without evaluation and checkpoints
+    minimum time                       train      evaluate
+      compute at 275.0 TFLOP/s        1.70 s      453.3 ms
+      HBM at 1.2 TB/s                 3.15 s      266.9 ms
+      network                       185.5 ms       40.9 ms
+      step                            3.15 s      453.3 ms
+      bound by                           HBM       compute
+      MFU at most 43.1%; 13.0k tokens/s per chip, 36.0B tokens per day in total
+      run: at least 18.2 days, 13,988 chip-hours, without evaluation and checkpoints
 
-    sent per device in one training step         count  in slice/host     beyond it
-      all-gather                                   785       10.3 GiB
-      collective-permute                        12,705        5.5 GiB
-      all-reduce                                    53        1.8 GiB
+    sent per device in one training step         count  within the slice
+      all-gather                                   785          10.3 GiB
+      collective-permute                        12,705           5.5 GiB
+      all-reduce                                    53           1.8 GiB
 """
 
 import ml_collections

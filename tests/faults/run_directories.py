@@ -130,7 +130,7 @@ def _metrics(folder: Path, case: Case) -> None:
 
 def _compare(folder: Path, case: Case) -> None:
     other = run_directory().parent / "other"
-    judged = verdict.judge(results.read([folder, other], "eval/loss"))
+    judged = verdict.derive_verdict(results.read([folder, other], "eval/loss"))
     with tempfile.TemporaryDirectory() as empty:
         page = report.write(judged, Path(empty)).read_text()
     assert "eval/loss" in page

@@ -52,7 +52,7 @@ class Field:
     kind: type
     nullable: bool = False  # the family's code handles null
     above: float | None = None  # numbers must be greater than this
-    most: float = LARGEST  # the largest permitted magnitude
+    max_magnitude: float = LARGEST  # the largest permitted magnitude
 
     def problem(self, value: Any) -> str | None:
         """Returns what is wrong with `value`, in words, or None."""
@@ -62,8 +62,8 @@ class Field:
         if not isinstance(value, accepted) or isinstance(value, bool) != (self.kind is bool):
             return f"must be {self._kind}"
         if self.kind in (int, float):
-            if not abs(value) <= self.most:  # true for NaN, too
-                return f"is out of bounds; at most {self.most:,}"
+            if not abs(value) <= self.max_magnitude:  # true for NaN, too
+                return f"is out of bounds; at most {self.max_magnitude:,}"
             if self.above is not None and value <= self.above:
                 return f"is too small; it must be more than {self.above:g}"
         return None
@@ -99,7 +99,7 @@ def count(default: int) -> Field:
 
 def layer_count(default: int | None) -> Field:
     """Returns a Field for a number of layers. It may be null if its default is null."""
-    return Field(default, int, nullable=default is None, above=0, most=MAX_LAYERS)
+    return Field(default, int, nullable=default is None, above=0, max_magnitude=MAX_LAYERS)
 
 
 def positive(default: float) -> Field:
@@ -192,23 +192,23 @@ class Fields:
             )
         return table[value]
 
-    def same(self, name: str, wanted, why: str) -> None:
-        """Raises UserError unless the field, or its default, is `wanted`, the value of another."""
+    def same(self, name: str, target, why: str) -> None:
+        """Raises UserError unless the field, or its default, is `target`, the value of another."""
         value = self.get(name)
-        if value != wanted:
+        if value != target:
             note = "" if self.has(name) else " (the default)"
-            raise self.error(name, f"is not supported: {why}; it must be {wanted!r}", value, note)
+            raise self.error(name, f"is not supported: {why}; it must be {target!r}", value, note)
 
-    def must(self, name: str, wanted, why: str = "") -> None:
-        """Raises UserError unless the field is missing or `wanted`, its only supported value.
+    def must(self, name: str, target, why: str = "") -> None:
+        """Raises UserError unless the field is missing or `target`, its only supported value.
 
         null counts as False, as in Python's `if`.
         """
         self._seen.add(name)
-        value = self._values.get(name, wanted)
-        if value != wanted and (value is not None or wanted):
+        value = self._values.get(name, target)
+        if value != target and (value is not None or target):
             raise self.error(
-                name, f"is not supported{why and ': ' + why}; it must be {wanted!r}", value
+                name, f"is not supported{why and ': ' + why}; it must be {target!r}", value
             )
 
     def ignore(self, *names: str) -> None:
@@ -250,10 +250,10 @@ def shortest_period(layers: list) -> list:
     return layers[:period]
 
 
-def printable(name: str, most: int = 100) -> str:
-    """Returns a name from outside as one printable line of at most `most` characters."""
+def printable(name: str, max_length: int = 100) -> str:
+    """Returns a name from outside as one printable line of at most `max_magnitude` characters."""
     text = name.encode("unicode_escape").decode("ascii") if not name.isprintable() else name
-    return text if len(text) <= most else text[:most] + "..."
+    return text if len(text) <= max_length else text[:max_length] + "..."
 
 
 def is_token(value: Any, several: bool) -> bool:

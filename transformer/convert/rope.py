@@ -67,12 +67,7 @@ def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
     rotated = f.get(fraction) if fraction else 1.0
     length = f.get("max_position_embeddings")
     position = rope(
-        legacy or current or {},
-        f.family,
-        length,
-        f.get(theta),
-        rotated,
-        partial=bool(fraction),
+        legacy or current or {}, f.family, length, f.get(theta), rotated, partial=bool(fraction)
     )
     scaling = position.get("scaling", {})
     if scaling.get("name") == "dynamic":  # their length is the length before scaling

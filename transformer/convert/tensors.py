@@ -224,7 +224,7 @@ def spell(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape)) or "that of a single number"
 
 
-def listed(names: list[str], most: int = 8) -> str:
-    """Returns the first `most` names, and the number of the others, as one line."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(printable, names[:most])) + more
+def listed(names: list[str], max_names: int = 8) -> str:
+    """Returns the first `max_names` names, and the number of the others, as one line."""
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(map(printable, names[:max_names])) + more

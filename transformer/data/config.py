@@ -102,7 +102,7 @@ _DATA_EFFECTS = (
     Effect(("eval_overlap",), "data.objective='causal_lm'", lambda c: c.chosen.scores_every_token),
     Effect(
         ("held_out",),
-        "a split to hold out: data.valid='', data.test='', or a corpus that lacks one",
+        "because valid and test have their own files",
         lambda c: not _has_own_splits(c),
     ),
 )
@@ -132,12 +132,14 @@ class DataConfig:
     # that every batch has batch_size * length tokens.
     batch_size: int = 32
     packing: bool = True  # put several documents into a sequence, separated by segment ids
-    buckets: tuple[int, ...] = ()  # without packing: increasing sequence lengths up to `length`
+    # with packing=False: bucket lengths, increasing; the last is `length`
+    buckets: tuple[int, ...] = ()
     too_long: str = "drop"  # drop | cut examples that are too long; their number is reported
     # causal_lm: each held-out sequence repeats this many tokens of the sequence before it as
     # context, without loss.
     eval_overlap: int = 0
-    held_out: int = 1000  # distinct sources held out for each of valid and test that has no file
+    # distinct sources to hold out for each of valid and test, unless it has its own file
+    held_out: int = 1000
     max_examples: int = 0  # maximum number of training examples; 0: all
     tokenizer: TokenizerConfig = TokenizerConfig()  # trained on the text, or an existing file
 

@@ -28,7 +28,7 @@ class Corpus:
     """A corpus: its description, its origin, and the function that writes its files."""
 
     about: str
-    licence: str
+    license: str
     attribution: str
     format: str  # as in data.format
     # Split -> file name. The pipeline splits a corpus without valid and test.
@@ -96,7 +96,7 @@ CORPORA: dict[str, Corpus] = {
     "tatoeba_en_es": Corpus(
         about="140,000 short English-Spanish sentence pairs; many sentences have several "
         "translations",
-        licence="CC BY 2.0 FR",
+        license="CC BY 2.0 FR",
         attribution="tatoeba.org, via manythings.org/anki; "
         "authors of every pair in attribution.txt",
         format="tsv",
@@ -113,7 +113,7 @@ CORPORA: dict[str, Corpus] = {
     "wikitext2": Corpus(
         about="WikiText-2 raw: 720 good or featured Wikipedia articles, 2.6 M words; "
         "published splits",
-        licence="CC BY-SA 3.0",
+        license="CC BY-SA 3.0",
         attribution="Wikipedia authors; collected by Merity et al. 2016",
         format="jsonl",
         files={"train": "train.jsonl", "valid": "valid.jsonl", "test": "test.jsonl"},
@@ -123,7 +123,7 @@ CORPORA: dict[str, Corpus] = {
     ),
     "pydoc": Corpus(
         about="Python's built-in help texts, 0.7 MB of English; needs no network",
-        licence="PSF License",
+        license="PSF License",
         attribution="Python Software Foundation",
         format="jsonl",
         files={"train": "train.jsonl"},
@@ -158,7 +158,7 @@ def fetch(name: str) -> tuple[Corpus, Path]:
         else:
             corpus.make(prepared, lambda member: b"")
         (prepared / "LICENCE.txt").write_text(
-            f"{corpus.about}\nLicense: {corpus.licence}\nAttribution: {corpus.attribution}\n"
+            f"{corpus.about}\nLicense: {corpus.license}\nAttribution: {corpus.attribution}\n"
         )
         shutil.rmtree(folder, ignore_errors=True)
         prepared.rename(folder)  # atomic: complete or absent

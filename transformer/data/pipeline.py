@@ -14,6 +14,7 @@ from transformer.data.tokenizer_base import Tokenizer
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 from transformer.model.special_tokens import as_tuple
+from transformer.output import event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Data:
             share=share,
         )
         if not batches.per_epoch:
-            reasons = "; ".join(f"{count:,} {text}" for text, count in batches.report.items())
+            reasons = "; ".join(event(number, text) for text, number in batches.report.items())
             raise UserError(
                 f"data.length: the {part} split has no sequence of {data.length} tokens"
                 f"{f' ({reasons})' if reasons else ''}; add text, or change data.length"

@@ -16,87 +16,86 @@ import numpy as np
 
 from transformer.errors import UserError, look_up
 
-Draw = np.random.Generator
 LETTERS = np.array(list(string.ascii_lowercase))
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 DEEPEST = 8
 """Maximum number of open brackets. A stack of bounded depth can hold them."""
 
 
-def _letters(draw: Draw, length: int) -> str:
-    return "".join(draw.choice(LETTERS, length))
+def _letters(rng: np.random.Generator, length: int) -> str:
+    return "".join(rng.choice(LETTERS, length))
 
 
-def copy(draw: Draw, length: int) -> tuple[str, str]:
+def copy(rng: np.random.Generator, length: int) -> tuple[str, str]:
     """The same letters."""
-    letters = _letters(draw, length)
+    letters = _letters(rng, length)
     return letters, letters
 
 
-def reverse(draw: Draw, length: int) -> tuple[str, str]:
+def reverse(rng: np.random.Generator, length: int) -> tuple[str, str]:
     """The letters from last to first."""
-    letters = _letters(draw, length)
+    letters = _letters(rng, length)
     return letters, letters[::-1]
 
 
-def sort(draw: Draw, length: int) -> tuple[str, str]:
+def sort(rng: np.random.Generator, length: int) -> tuple[str, str]:
     """The letters in the order of the alphabet."""
-    letters = _letters(draw, length)
+    letters = _letters(rng, length)
     return letters, "".join(sorted(letters))
 
 
-def addition(draw: Draw, length: int) -> tuple[str, str]:
+def addition(rng: np.random.Generator, length: int) -> tuple[str, str]:
     """The sum of two numbers of `length` digits: 457+268 -> 725."""
-    a, b = ("".join(map(str, draw.integers(0, 10, length))) for _ in range(2))
+    a, b = ("".join(map(str, rng.integers(0, 10, length))) for _ in range(2))
     return f"{a}+{b}", str(int(a) + int(b)).zfill(length)
 
 
-def induction(draw: Draw, length: int) -> tuple[str, str]:
+def induction(rng: np.random.Generator, length: int) -> tuple[str, str]:
     """What followed the previous occurrence of the last letter: ...xy......x -> y.
 
     See Olsson et al. 2022.
     """
-    letters = _letters(draw, max(length - 1, 1))
-    query = letters[int(draw.integers(0, len(letters)))]
+    letters = _letters(rng, max(length - 1, 1))
+    query = letters[int(rng.integers(0, len(letters)))]
     return letters + query, (letters + query)[letters.rindex(query) + 1]
 
 
-def needle(draw: Draw, length: int) -> tuple[str, str]:
+def needle(rng: np.random.Generator, length: int) -> tuple[str, str]:
     """Returns a text that ends in a capital letter, and the digit after its first occurrence.
 
     Example: fjsB4kq...A7..lsB -> 4. The text consists of lowercase letters and up to four pairs of
     a capital and a digit.
     """
-    text, count = list(_letters(draw, length)), max(1, min(4, length // 4))
-    positions = draw.choice(max(length // 2, 1), count, replace=False) * 2
-    capitals = draw.choice(LETTERS, count, replace=False)
-    digits = draw.integers(0, 10, count)
+    text, count = list(_letters(rng, length)), max(1, min(4, length // 4))
+    positions = rng.choice(max(length // 2, 1), count, replace=False) * 2
+    capitals = rng.choice(LETTERS, count, replace=False)
+    digits = rng.integers(0, 10, count)
     for position, capital, digit in zip(positions, capitals, digits, strict=True):
         text[position : position + 2] = [capital.upper(), str(digit)]
-    query = int(draw.integers(0, count))
+    query = int(rng.integers(0, count))
     return "".join(text) + capitals[query].upper(), str(digits[query])
 
 
-def dyck(draw: Draw, length: int) -> tuple[str, str]:
+def dyck(rng: np.random.Generator, length: int) -> tuple[str, str]:
     """The brackets that close all open ones, up to eight deep: ([]{( -> )})."""
     text, still_open = [], []
     for position in range(length):
         last_and_closed = position == length - 1 and len(still_open) <= 1
-        if not still_open or last_and_closed or (len(still_open) < DEEPEST and draw.random() < 0.5):
-            text.append(str(draw.choice(list(BRACKETS))))
+        if not still_open or last_and_closed or (len(still_open) < DEEPEST and rng.random() < 0.5):
+            text.append(str(rng.choice(list(BRACKETS))))
             still_open.append(text[-1])
         else:
             text.append(BRACKETS[still_open.pop()])
     return "".join(text), "".join(BRACKETS[bracket] for bracket in reversed(still_open))
 
 
-TASKS: dict[str, Callable[[Draw, int], tuple[str, str]]] = {
+TASKS: dict[str, Callable[[np.random.Generator, int], tuple[str, str]]] = {
     task.__name__: task for task in (copy, reverse, sort, addition, induction, needle, dyck)
 }
-"""task(draw, length) -> (question, answer)."""
+"""task(rng, length) -> (question, answer)."""
 
 
-def look_up_task(field: str, name: str) -> Callable[[Draw, int], tuple[str, str]]:
+def look_up_task(field: str, name: str) -> Callable[[np.random.Generator, int], tuple[str, str]]:
     """The task called `name`. Raises UserError for an unknown name."""
     return look_up(TASKS, name, field)
 
@@ -113,12 +112,12 @@ class TaskSpec:
     def draw(self, purpose: str = "") -> Iterator[tuple[str, str]]:
         """Yields (question, answer) pairs, always the same ones for a path and a `purpose`."""
         identity = f"{purpose}{self.task}:{self.shortest}-{self.longest}"
-        draw = np.random.default_rng(
+        rng = np.random.default_rng(
             int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
         )
         make = TASKS[self.task]
         for _ in range(self.examples):
-            yield make(draw, int(draw.integers(self.shortest, self.longest + 1)))
+            yield make(rng, int(rng.integers(self.shortest, self.longest + 1)))
 
 
 def parse(path: str, field: str = "data.train") -> TaskSpec:

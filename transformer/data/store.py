@@ -119,7 +119,7 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     # The key contains a hash of the tokenizer instead of its path.
     inputs["tokenizer"] = {k: v for k, v in inputs["tokenizer"].items() if k != "path"}
     existing = read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
-    inputs["given"] = "" if existing is None else hashlib.sha256(existing).hexdigest()
+    inputs["tokenizer_sha256"] = "" if existing is None else hashlib.sha256(existing).hexdigest()
     inputs |= {
         "vocab_size": vocab_size,
         "reserved": objective.reserved,
@@ -186,7 +186,9 @@ class _Text:
             yield from self._file("train")
             return
         if self._assigned is None:
-            parts, components = split.assign(map(self._apart, self._file("train")), self.held_out)
+            parts, components = split.assign(
+                map(self._texts_to_separate, self._file("train")), self.held_out
+            )
             self._assigned = np.array(
                 [split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts],
                 np.int8,
@@ -216,13 +218,14 @@ class _Text:
     def overlap(self) -> dict[str, int]:
         """The number of examples in each held-out file that share a text with training.
 
-        Only the texts that `_apart` returns count.
+        Only the texts that `_texts_to_separate` returns count.
         """
         parts = [part for part in ("valid", "test") if part in self.paths]
         if not parts:
             return {}
         keys = lambda example: [
-            hash((side, split.normalize(text))) for side, text in enumerate(self._apart(example))
+            hash((side, split.normalize(text)))
+            for side, text in enumerate(self._texts_to_separate(example))
         ]
         # Memory holds the keys of held-out texts, which are fewer than those of training.
         held_out = {key for part in parts for example in self._file(part) for key in keys(example)}
@@ -230,7 +233,7 @@ class _Text:
         is_shared = lambda example: any(key in shared for key in keys(example))
         return {part: sum(map(is_shared, self._file(part))) for part in parts}
 
-    def _apart(self, example: Example) -> Example:
+    def _texts_to_separate(self, example: Example) -> Example:
         """The texts that held-out examples must not share with training: source and target.
 
         In a synthetic task, the question alone: there may be only ten different answers.

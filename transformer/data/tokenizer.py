@@ -15,7 +15,7 @@ import sentencepiece
 
 from transformer.data.config import TokenizerConfig
 from transformer.data.paths import as_path
-from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, SpecialTokens, Tokenizer
+from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, SpecialTokens, Tokenizer, as_list
 from transformer.errors import UserError
 
 FILE_DEFAULTS = TokenizerConfig()
@@ -54,7 +54,7 @@ class SentencePiece(Tokenizer):
         self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
 
     def encode(self, texts):
-        return self._processor.encode(list(texts), num_threads=os.cpu_count() or 1)
+        return self._processor.encode(as_list(texts), num_threads=os.cpu_count() or 1)
 
     def _text(self, ids):
         return self._processor.decode(ids)
@@ -115,7 +115,7 @@ class Fast(Tokenizer):
     def encode(self, texts):
         return [
             encoding.ids
-            for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            for encoding in self._tokenizer.encode_batch(as_list(texts), add_special_tokens=False)
         ]
 
     def encode_words(self, words):
@@ -205,7 +205,7 @@ class TokenizerPair(Tokenizer):
 
     def encode(self, texts):
         out = []
-        for text in texts:
+        for text in as_list(texts):
             language = re.match(r">>[^<>]+<<", text)
             prefix = [language[0]] if language else []
             out.append(
@@ -216,7 +216,7 @@ class TokenizerPair(Tokenizer):
         return out
 
     def encode_targets(self, texts):
-        return [self._ids(self._models[1].encode(text, out_type=str)) for text in texts]
+        return [self._ids(self._models[1].encode(text, out_type=str)) for text in as_list(texts)]
 
     def _ids(self, pieces: list[str]) -> list[int]:
         return [self.vocabulary.get(piece, self._unknown) for piece in pieces]
@@ -340,15 +340,15 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as e:
-        most, least = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
-        if not most and not least:
+        largest, smallest = re.search(r"<= (\d+)", str(e)), re.search(r"\d+ vs (\d+)", str(e))
+        if not largest and not smallest:
             raise UserError(
                 f"data.tokenizer: SentencePiece cannot be trained on this text ({str(e).strip()})"
             ) from None
         way_out = (
-            f"it allows at most {most[1]}"
-            if most
-            else f"its characters and bytes require at least {least[1]}"
+            f"set it to {largest[1]} or less"
+            if largest
+            else f"set it to {smallest[1]} or more, for its characters and bytes"
         )
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"
@@ -359,14 +359,14 @@ def train_tokenizer(
     return trained
 
 
-def _sample(texts: Iterable[str], most: int) -> list[str]:
-    """All lines, or a reservoir sample of `most` of them."""
+def _sample(texts: Iterable[str], max_lines: int) -> list[str]:
+    """All lines, or a reservoir sample of `max_lines` of them."""
     sample: list[str] = []
     draw = random.Random(0)
     lines = (line for text in texts for line in text.split("\n") if line.strip())
     for count, line in enumerate(lines):
-        if count < most:
+        if count < max_lines:
             sample.append(line)
-        elif (index := draw.randrange(count + 1)) < most:
+        elif (index := draw.randrange(count + 1)) < max_lines:
             sample[index] = line
     return sample

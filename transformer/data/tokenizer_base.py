@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from transformer.errors import UserError
+
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 """Special tokens of the tokenizers that this library trains. An existing one may have others."""
 
@@ -25,6 +27,13 @@ class SpecialTokens:
     bos: int = BOS
     eos: int = EOS
     source_bos: int = -1
+
+
+def as_list(texts: Sequence[str]) -> list[str]:
+    """Returns a list of texts. Raises UserError for one text, whose characters are texts too."""
+    if isinstance(texts, str):
+        raise UserError(f"texts: {texts[:20]!r} is one text; pass a list of texts")
+    return list(texts)
 
 
 class Tokenizer:
@@ -63,7 +72,7 @@ class Tokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without bos or eos."""
+        """The ids of each text, without bos or eos. Raises UserError unless `texts` is a list."""
         raise NotImplementedError
 
     def encode_targets(self, texts: Sequence[str]) -> list[list[int]]:

@@ -43,11 +43,7 @@ def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
 
 
 def _grow(
-    beams: Beams,
-    logits_BxKxV: jax.Array,
-    limits_B: jax.Array,
-    alpha: float,
-    ending: Ending,
+    beams: Beams, logits_BxKxV: jax.Array, limits_B: jax.Array, alpha: float, ending: Ending
 ) -> tuple[Beams, jax.Array, jax.Array]:
     """Extends the beams by one token.
 
@@ -126,23 +122,21 @@ def beam_search(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the best hypotheses, int32[B, K, max_new], and scores, float32[B, K]; best first.
 
-    `limits_B` and `max_new` bound the length of each sequence, including eos. If no hypothesis of a
-    sequence has ended by then, its live ones are returned, scored in the same way. Missing
-    hypotheses have a score of -1e9. `eos_id`, `pad_id`, `suppress_tokens`, prompts, masks and
-    errors are as in `sample`.
+    Missing hypotheses have a score of -1e9. If no hypothesis of a sequence has ended within its
+    limit, its live ones are returned, scored in the same way.
+
+    Args:
+      beam_size: K, the number of hypotheses that are extended and returned.
+      alpha: the exponent of the length penalty. 0: none; larger values favor longer hypotheses.
+
+    The other arguments and the errors are those of `sample`.
     """
-    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
+    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     limits_B = jnp.minimum(limits_B, max_new)
-    batch, k, scanned = prompt_BxP.shape[0], beam_size, model.config.scan_layers
+    (batch, length), k, scanned = prompt_BxP.shape, beam_size, model.config.scan_layers
     logits_BxV, memory = prefill(
-        model,
-        params,
-        prompt_BxP,
-        prompt_BxP.shape[1] + max_new,
-        source_BxS,
-        prompt_mask_BxP,
-        source_mask_BxS,
+        model, params, prompt_BxP, length + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
     )
     vocab = logits_BxV.shape[-1]
     spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0), scanned)
@@ -151,8 +145,8 @@ def beam_search(
     def body(carry):
         beams, logits_BxKxV = carry
         beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
-        old_rows = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
-        cache = beams.memory.cache.reorder(lambda x: x[old_rows], scanned)
+        old_beams = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
+        cache = beams.memory.cache.reorder(lambda x: x[old_beams], scanned)
         memory = beams.memory.replace(cache=cache)
         logits, memory = advance(model, params, token.reshape(-1), memory)
         return beams.replace(memory=memory), logits.reshape(batch, k, vocab)

@@ -24,7 +24,7 @@ class Ending:
     ) -> "Ending":
         """The tokens of the arguments, or of `config` where an argument is None.
 
-        Without a pad token, eos fills a sequence. Raises UserError if there is no eos, and for ids
+        If there is no pad token, eos pads. Raises UserError if there is no eos, and for ids
         outside the vocabulary.
         """
         eos_ids = as_tuple(config.eos_id if eos_id is None else eos_id)

@@ -9,6 +9,7 @@ or less gets no tokens.
 Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,46 +20,46 @@ from flax import linen as nn
 from transformer.decoding.config import check_temperature
 from transformer.decoding.ending import Ending
 from transformer.decoding.prefill import advance, first_prompt, prefill
+from transformer.errors import UserError
 from transformer.model.special_tokens import Ids
 
 
 def sample(
-    model: nn.Module,
-    params: Any,
-    prompt_BxP: jax.Array | None,
-    limits_B: jax.Array,
-    keys_B: jax.Array,
-    *,
-    max_new: int,
-    eos_id: Ids = None,
-    pad_id: int | None = None,
-    suppress_tokens: Sequence[int] = (),
-    source_BxS: jax.Array | None = None,
-    prompt_mask_BxP: jax.Array | None = None,
-    source_mask_BxS: jax.Array | None = None,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> jax.Array:
+    model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array,
+    keys_B: jax.Array, *, max_new: int, eos_id: Ids = None, pad_id: int | None = None,
+    suppress_tokens: Sequence[int] = (), source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None, source_mask_BxS: jax.Array | None = None,
+    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+) -> jax.Array:  # fmt: skip
     """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
-    `eos_id` (one or several) and `pad_id` default to those of the config; without a pad token, eos
-    fills. Prompts are padded on the left; without `prompt_mask_BxP`, all tokens are real.
-    `prompt_BxP=None` starts an encoder-decoder with the `decoder_start_id` of its config. Raises
-    UserError if there is no eos, for ids outside the vocabulary, and where `prefill` does.
+    B is the number of sequences, P the length of the longest prompt and S that of the longest
+    source.
+
+    Args:
+      model, params: a decoder or an encoder-decoder, and its parameters.
+      prompt_BxP: token ids, padded on the left. None starts an encoder-decoder with the
+        `decoder_start_id` of its config.
+      limits_B: the maximum number of new tokens of each sequence, including eos.
+      keys_B: one random key per sequence, `jax.random.split(key, B)`. Temperature 0 ignores them.
+      max_new: the length of the result, and a limit for all sequences.
+      eos_id, pad_id: one or several tokens that end a sequence, and the token that pads it.
+        Default: those of the config; if there is no pad token, eos pads.
+      suppress_tokens: tokens that are never generated.
+      source_BxS: the token ids of an encoder-decoder's sources, padded on the right.
+      prompt_mask_BxP, source_mask_BxS: True at real tokens. Default: all True.
+      temperature, top_k, top_p: see the top of this module. 0, 0 and 1 are off.
+
+    Raises:
+      UserError (a ValueError): no eos; ids outside the vocabulary; prompts padded on the right;
+        prompt plus max_new exceed the positions; not one key per sequence.
     """
     check_temperature("temperature", temperature)
-    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
-
-    def draw(logits_BxV, step):
-        logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
-        if temperature == 0.0:
-            return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
-        relative_BxV = logits_BxV - jnp.max(logits_BxV, axis=-1, keepdims=True)  # no overflow
-        allowed_BxV = truncate(relative_BxV / temperature, top_k, top_p)
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)
-        return jax.vmap(jax.random.categorical)(keys, allowed_BxV).astype(jnp.int32)
+    ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
+    if temperature:
+        _check_keys(keys_B, len(prompt_BxP))
+    draw = functools.partial(_draw, keys_B, ending, temperature, top_k, top_p)
 
     def cond(carry):
         step, _, _, done_B, _ = carry
@@ -79,6 +80,25 @@ def sample(
     blank = jnp.full((prompt_BxP.shape[0], max_new), ending.fill_id, jnp.int32)
     carry = jnp.zeros((), jnp.int32), blank, logits_BxV, limits_B <= 0, memory
     return jax.lax.while_loop(cond, body, carry)[1]
+
+
+def _draw(
+    keys_B, ending: Ending, temperature: float, top_k: int, top_p: float, logits_BxV, step
+) -> jax.Array:
+    """Returns the next token of each sequence, int32[B]."""
+    logits_BxV = ending.suppress(logits_BxV, -jnp.inf)
+    if temperature == 0.0:
+        return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
+    relative_BxV = logits_BxV - jnp.max(logits_BxV, axis=-1, keepdims=True)  # no overflow
+    allowed_BxV = truncate(relative_BxV / temperature, top_k, top_p)
+    keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, step)
+    return jax.vmap(jax.random.categorical)(keys, allowed_BxV).astype(jnp.int32)
+
+
+def _check_keys(keys_B: jax.Array, batch: int) -> None:
+    is_typed = jnp.issubdtype(keys_B.dtype, jax.dtypes.prng_key)
+    if keys_B.ndim != (1 if is_typed else 2) or len(keys_B) != batch:
+        raise UserError(f"keys: expected [{batch}] keys; use jax.random.split(key, {batch})")
 
 
 def truncate(logits_BxV: jax.Array, top_k: int, top_p: float) -> jax.Array:

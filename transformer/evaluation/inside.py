@@ -14,13 +14,13 @@ SELF_ATTENTION_ONLY = ("distance", "previous")
 """Attention statistics that compare positions, which has no meaning in cross-attention."""
 
 
-def streams(subject: Subject, params, told: dict) -> Iterator[tuple[jax.Array, Callable]]:
+def streams(subject: Subject, params, recorded: dict) -> Iterator[tuple[jax.Array, Callable]]:
     """Yields (input of the head, head) after each layer of the last stack, as if it ended there.
 
-    `told` holds the residual streams after the layers (the collection "streams" of
+    `recorded` holds the residual streams after the layers (the collection "streams" of
     model/watch.py). The stack's final norm is applied to each.
     """
-    config, flat = subject.config.model, flatten(told)
+    config, flat = subject.config.model, flatten(recorded)
     side = config.sides[-1]
     norm = config.norm_module(parent=None)
     locations = where(config, flat)

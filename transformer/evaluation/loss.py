@@ -21,10 +21,10 @@ def evaluate_loss(
     batches: Batches,
     share: Share,
     *,
-    most: int = 0,
+    max_batches: int = 0,
     text: dict | None = None,
 ) -> dict[str, float]:
-    """Evaluates `batches` once (or the first `most` batches). Returns means over tokens or labels:
+    """Evaluates `batches`, or the first `max_batches`. Returns means over tokens or labels:
 
         loss        -log p(target), nats per token
         perplexity  exp(loss), per token
@@ -42,7 +42,7 @@ def evaluate_loss(
                          ends, the published count for WikiText
     """
     total = None
-    count = min(most or len(batches), len(batches))
+    count = min(max_batches or len(batches), len(batches))
     for batch in batches.stream(0, count):
         placed = share.place(batch)
         # Steps run one after another. Nothing else orders two evaluation steps, and concurrent

@@ -53,7 +53,7 @@ def by_token(
         )
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 
-    batches = subject.data.batches(subject.part, subject.share.rows)
+    batches = subject.data.batches(subject.part, subject.share.sequences)
     run = subject.program("losses", losses)
     limits = (max_batches, subject.max_batches, len(batches))
     count = min((limit for limit in limits if limit), default=0)

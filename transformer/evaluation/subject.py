@@ -56,7 +56,7 @@ class Subject:
     @functools.cached_property
     def batch(self) -> dict[str, jax.Array]:
         """The first batch of the text."""
-        return self.share.place(self.data.batches(self.part, self.share.rows)[0])
+        return self.share.place(self.data.batches(self.part, self.share.sequences)[0])
 
     def with_config(self, config: TrainTask) -> "Subject":
         """Returns a Subject with the same text and another config. Results are cached."""
@@ -90,11 +90,11 @@ class Subject:
 
         This avoids holding the logits of all tokens at once.
         """
-        rows, length = arrays_BxT[0].shape[:2]
-        chunks = auto_chunks(rows, length, self.config.model.vocab_size, self.mesh)
-        split = lambda x: jnp.moveaxis(x.reshape(rows, chunks, -1, *x.shape[2:]), 1, 0)
+        count, length = arrays_BxT[0].shape[:2]
+        chunks = auto_chunks(count, length, self.config.model.vocab_size, self.mesh)
+        split = lambda x: jnp.moveaxis(x.reshape(count, chunks, -1, *x.shape[2:]), 1, 0)
         out = jax.lax.map(lambda chunk: function(*chunk), tuple(map(split, arrays_BxT)))
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, length), out)
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(count, length), out)
 
 
 def token_losses(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:

@@ -71,10 +71,8 @@ difference needs no declaration."""
 def facts(config: Experiment) -> Facts:
     """Returns the facts of the model and training program of a config, computed on shapes."""
     config = config.on(MeshConfig(data=1))
-    model, optimizer = (
-        build_model(config.model),
-        build_optimizer(config.optimizer, config.train.steps),
-    )
+    model = build_model(config.model)
+    optimizer = build_optimizer(config.optimizer, config.train.steps)
     mesh = make_mesh(config.mesh, jax.local_devices()[:1])
     with use(mesh):
         state, _ = abstract_state(config, model, optimizer, mesh)
@@ -101,12 +99,12 @@ def facts(config: Experiment) -> Facts:
 
 def allowed_facts(sweep: Sweep) -> set[str]:
     """Returns the facts in which arms may differ: declared ones, and those set by varied fields."""
-    varies = lambda given_by: any(
+    varies = lambda fields: any(
         field == prefix or field.startswith(prefix + ".")
         for field in sweep.fields
-        for prefix in given_by
+        for prefix in fields
     )
-    return {name for name, given_by in SET_BY.items() if varies(given_by)} | set(sweep.declared)
+    return {name for name, fields in SET_BY.items() if varies(fields)} | set(sweep.declared)
 
 
 def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
@@ -144,21 +142,21 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, F
     ):
         raise UserError(
             f"sweep: metric {sweep.metric!r} depends on the tokenizer, and arm "
-            f"{retokenized[0]!r} has another tokenizer than {sweep.baseline!r}; use a metric that "
-            "does not, such as Sweep(..., metric='test/bits_per_byte'), or declare the reason, "
-            "declared={'tokenizer': \"...\"}"
+            f"{retokenized[0]!r} has a different tokenizer from {sweep.baseline!r}; use a metric "
+            "that does not, such as Sweep(..., metric='test/bits_per_byte'), or declare the "
+            "reason, declared={'tokenizer': \"...\"}"
         )
     for name in sweep.declared:
         if name not in SET_BY:
             raise UserError(
-                f"sweep: declared: {name!r} is not a compared fact; "
+                f"sweep: declared: {name!r} is not a compared property; "
                 f"choose from: {', '.join(SET_BY)}"
             )
     if lines := undeclared(sweep, facts):
         name = lines[0].partition(":")[0]
         hint = f"; or match the sizes: match={name!r}" if name in SIZES and not sweep.match else ""
         raise UserError(
-            "sweep: arms differ in undeclared facts: "
+            "sweep: arms differ in undeclared properties: "
             + "; ".join(lines)
             + "; if the difference is intended, give the reason: "
             f'Sweep(..., declared={{{name!r}: "..."}}){hint}'
@@ -187,8 +185,7 @@ def _check_twins(
     for arm in sweep.controls:
         if arm not in (*twin_of.keys(), *twin_of.values()):
             raise UserError(
-                f"sweep: controls: {arm!r} matches no other arm, so it controls for nothing; "
-                "remove it from controls"
+                f"sweep: controls: {arm!r} matches no other arm; remove it from controls"
             )
 
 
@@ -211,13 +208,8 @@ def _spell(name: str, arm_facts: Facts, other: Facts) -> str:
             ", ".join(setting for setting in value if setting not in getattr(other, name))
             or "none of these"
         )
-    return (
-        f"{value:,}"
-        if name == "parameters"
-        else f"{value:,.0f} per token"
-        if name == "flops"
-        else value
-    )
+    formats = {"parameters": "{:,}", "flops": "{:,.0f} per token"}
+    return formats.get(name, "{}").format(value)
 
 
 def _settings(tree: dict) -> tuple[str, ...]:
@@ -228,7 +220,7 @@ def matched(
     sweep: Sweep,
     configs: Mapping[str, Experiment],
     before: Mapping[str, Experiment],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> dict[str, Experiment]:
     """Returns the arms, sized to match the baseline as `sweep.match` requires.
 
@@ -239,47 +231,49 @@ def matched(
     if not sweep.match:
         return dict(configs)
     if sweep.match == "time":
-        return _in_time(sweep, configs, before, tell)
+        return _in_time(sweep, configs, before, report)
     if "model.d_ff" in sweep.fields:
         raise UserError(
             f"sweep: match={sweep.match!r} sizes arms by model.d_ff, which varies; "
             "remove one of the two"
         )
-    wanted = getattr(facts(configs[sweep.baseline]), sweep.match)
-    return {arm: _sized(arm, config, sweep.match, wanted, tell) for arm, config in configs.items()}
+    target = getattr(facts(configs[sweep.baseline]), sweep.match)
+    return {
+        arm: _sized(arm, config, sweep.match, target, report) for arm, config in configs.items()
+    }
 
 
-def _sized(arm: str, config: Experiment, fact: str, wanted: float, tell) -> Experiment:
+def _sized(arm: str, config: Experiment, fact: str, target: float, report) -> Experiment:
     width = lambda eights: dataclasses.replace(
         config, model=dataclasses.replace(config.model, d_ff=8 * eights)
     )
     size_at = lambda eights: getattr(facts(width(eights)), fact)
-    if abs(getattr(facts(config), fact) - wanted) <= 1e-6 * wanted:
+    if abs(getattr(facts(config), fact) - target) <= 1e-6 * target:
         return config
     low, high = 1, max(1, config.model.ff_size // 8)
-    while size_at(high) < wanted and high < 2**20:
+    while size_at(high) < target and high < 2**20:
         low, high = high, 2 * high
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (middle, high) if size_at(middle) < wanted else (low, middle)
-    best = min((low, high), key=lambda eights: abs(size_at(eights) - wanted))
-    if abs(size_at(best) - wanted) > CLOSE * wanted:
+        low, high = (middle, high) if size_at(middle) < target else (low, middle)
+    best = min((low, high), key=lambda eights: abs(size_at(eights) - target))
+    if abs(size_at(best) - target) > CLOSE * target:
         raise UserError(
-            f"sweep: arm {arm!r} cannot be sized to the baseline's {fact} ({wanted:,.0f}) by "
+            f"sweep: arm {arm!r} cannot be sized to the baseline's {fact} ({target:,.0f}) by "
             f"model.d_ff: the closest is {size_at(best):,.0f} at {8 * best}, not within "
             f"{CLOSE:.0%}; only multiples of 8 are tried: use a larger model, or set the arm's "
             "fields by hand and declare the difference"
         )
     if 8 * best != config.model.ff_size:
-        tell(
+        report(
             f"{arm}: model.d_ff {config.model.ff_size} -> {8 * best}, {fact} {size_at(best):,.0f} "
-            f"(baseline: {wanted:,.0f})"
+            f"(baseline: {target:,.0f})"
         )
     return width(best)
 
 
 def _in_time(
-    sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], tell
+    sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], report
 ) -> dict[str, Experiment]:
     """Matches training time by the number of steps.
 
@@ -301,29 +295,27 @@ def _in_time(
     seconds = seconds_per_step(base) if unmeasured else math.nan
     for arm in unmeasured:
         steps = max(1, round(seconds / seconds_per_step(configs[arm]) * base.train.steps))
-        tell(f"{arm}: train.steps {base.train.steps:,} -> {steps:,}, to match the baseline's time")
+        report(f"{arm}: train.steps {base.train.steps:,} -> {steps:,}, for the baseline's time")
         sized[arm] = with_steps(configs[arm], steps)
     return {arm: sized[arm] for arm in configs}
 
 
 def seconds_per_step(config: Experiment, steps: int = 10) -> float:
     """Returns the median time of a training step on this machine, on dummy data, in seconds."""
-    model, optimizer = (
-        build_model(config.model),
-        build_optimizer(config.optimizer, config.train.steps),
-    )
+    model = build_model(config.model)
+    optimizer = build_optimizer(config.optimizer, config.train.steps)
     with use(make_mesh(config.mesh)) as mesh:
-        _, placed = abstract_state(config, model, optimizer, mesh)
-        state = init_state(config, model, optimizer, placed)
+        _, shardings = abstract_state(config, model, optimizer, mesh)
+        state = init_state(config, model, optimizer, shardings)
         batch = {name: np.ones(x.shape, x.dtype) for name, x in batch_shapes(config, mesh).items()}
         batch = {
             name: jax.device_put(x, batch_shapes(config, mesh)[name].sharding)
             for name, x in batch.items()
         }
-        step, taken = make_train_step(config, model, optimizer, mesh, placed), []
+        step, step_seconds = make_train_step(config, model, optimizer, mesh, shardings), []
         for _ in range(steps + 2):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             state, metrics = step(state, batch)
             jax.block_until_ready(metrics)
-            taken.append(time.perf_counter() - began)
-    return float(np.median(taken[2:]))
+            step_seconds.append(time.perf_counter() - start_time)
+    return float(np.median(step_seconds[2:]))

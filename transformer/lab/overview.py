@@ -12,10 +12,10 @@ def cell(status: Status, steps: int) -> str:
     """Returns the status of a run as the text of a table cell."""
     loss = (
         ""
-        if math.isnan(status.loss)
-        else f" {status.loss:.3f}"
-        if abs(status.loss) < 1e5
-        else f" {status.loss:.1e}"
+        if math.isnan(status.value)
+        else f" {status.value:.3f}"
+        if abs(status.value) < 1e5
+        else f" {status.value:.1e}"
     )
     return {
         "done": f"done{loss}",
@@ -30,12 +30,7 @@ def overview(study: Study, cells: dict[str, str]) -> list[str]:
     """Returns the lines of a table with one row per arm and one column per seed."""
     rows = [["arm", *(f"seed {seed}" for seed in study.sweep.seeds)]]
     for arm in study.configs:
-        rows.append(
-            [
-                arm,
-                *(cells[f"{arm}/seed-{seed}"] for seed in study.sweep.seeds),
-            ]
-        )
+        rows.append([arm, *(cells[f"{arm}/seed-{seed}"] for seed in study.sweep.seeds)])
     return columns(rows)
 
 
@@ -120,7 +115,7 @@ class Table:
     def _summary(self, statuses: dict[str, Status]) -> str:
         """Returns the number of finished runs, and the remaining time at the present speed."""
         share = lambda name, status: (
-            1.0 if status.over else min(status.step / self._steps(name), 1.0)
+            1.0 if status.is_finished else min(status.step / self._steps(name), 1.0)
         )
         done = sum(
             share(name, status) * self._work(name) for name, status in statuses.items()
@@ -132,7 +127,7 @@ class Table:
             if progress > 0.02 and done < 1
             else ""
         )
-        over = sum(status.over for status in statuses.values())
+        over = sum(status.is_finished for status in statuses.values())
         return (
             f"{over} of {len(statuses)} runs finished (values: {self._study.sweep.metric}, "
             f"or train/loss of unfinished runs); {human_time(spent)} elapsed{remaining}"

@@ -10,13 +10,13 @@ from transformer.errors import UserError
 from transformer.lab.guard import SET_BY, check, facts, matched
 from transformer.lab.runner import share_of
 from transformer.lab.study import Study, load_study
-from transformer.output import columns, count, human_count
+from transformer.output import columns, count, human_count, human_tokens
 from transformer.parallel.mesh import disable_tpu_search
 from transformer.parallel.processes import start_processes
 
 
 def study(
-    file: str, folder: Path, overrides: Mapping[str, str], tell: Callable[[str], None]
+    file: str, folder: Path, overrides: Mapping[str, str], report: Callable[[str], None]
 ) -> Study:
     """Returns the study of an experiment file, and writes nothing.
 
@@ -30,7 +30,7 @@ def study(
         sweep,
         configs,
         previous.configs if previous and previous.sweep.match == sweep.match else {},
-        tell,
+        report,
     )
     facts_of = {arm: facts(config) for arm, config in configs.items()}
     check(sweep, configs, facts_of)
@@ -39,7 +39,7 @@ def study(
     )
 
 
-def elsewhere(file: str, folder: Path, overrides: Mapping[str, str]) -> None:
+def prepare_in_subprocess(file: str, folder: Path, overrides: Mapping[str, str]) -> None:
     """Prepares the study in a subprocess, which writes sweep.json.
 
     This process must not hold the device, because its runs need it.
@@ -99,7 +99,7 @@ def describe(study: Study) -> str:
                 parameters,
                 flops,
                 properties.attention,
-                *([] if equal else [human_count(tokens[arm])]),
+                *([] if equal else [human_tokens(tokens[arm])]),
             ]
         )
     lines = [f"question    {sweep.question}"] if sweep.question else []
@@ -125,12 +125,12 @@ def describe(study: Study) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe_runs(study: Study, shard: tuple[int, int], most: int) -> str:
+def describe_runs(study: Study, shard: tuple[int, int], max_group: int) -> str:
     """Describes the runs that are left, in order, and those that are finished."""
     statuses = {run.name: run.status() for run in study.runs}
-    finished = [f"{name} ({status.kind})" for name, status in statuses.items() if status.over]
+    finished = [f"{name} ({s.kind})" for name, s in statuses.items() if s.is_finished]
     lines = [""]
-    for n, unit in enumerate(share_of(study, shard, most), 1):
+    for n, unit in enumerate(share_of(study, shard, max_group), 1):
         names = ", ".join(
             run.name
             + (f" ({statuses[run.name].kind})" if statuses[run.name].kind != "waiting" else "")

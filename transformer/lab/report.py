@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformer.files import write_atomic
 from transformer.lab.figures import draw
-from transformer.lab.report_about import _study, about, again, provenance
+from transformer.lab.report_about import _study, about, provenance, reproduction_commands
 from transformer.lab.report_tables import (
     NOTE,
     SCANNED,
@@ -104,7 +104,7 @@ def markdown(verdict: Verdict) -> str:
         *(f"- {name}: {value}" for name, value in provenance(results)),
         "",
         "```",
-        again(results),
+        reproduction_commands(results),
         "```",
         "",
     ]
@@ -148,7 +148,7 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         _table(*_split(settings), classes=(1, 2)),
         "<h2>Provenance</h2>",
         _table(["", ""], [[name, text] for name, text in provenance(results)], classes=(1,)),
-        f"<pre>{escape(again(results))}</pre>",
+        f"<pre>{escape(reproduction_commands(results))}</pre>",
     ]
     if (study := _study(results)) and study.text:
         parts.append(

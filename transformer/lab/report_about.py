@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from transformer.lab.profiles import measured_text
 from transformer.lab.results import Results, RunResult
 from transformer.lab.study import Study, load_study
-from transformer.output import count
+from transformer.output import count, event
 from transformer.units import kind, of_tokens, unit
 
 
@@ -101,7 +101,7 @@ def _texts(results: Results) -> list[str]:
 
 
 def _counts(counts: Mapping) -> str:
-    return ", ".join(f"{reason} {count:,}" for reason, count in counts.items())
+    return ", ".join(event(number, text) for text, number in counts.items())
 
 
 def _reads(run: RunResult) -> tuple:
@@ -173,7 +173,7 @@ def provenance(results: Results) -> list[tuple[str, str]]:
     ]
 
 
-def again(results: Results) -> str:
+def reproduction_commands(results: Results) -> str:
     """Returns the commands that reproduce the report."""
     where = " ".join(map(str, results.folders))
     compare = ["python", "-m", "transformer", "compare", *map(str, results.folders)]

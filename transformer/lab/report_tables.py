@@ -9,7 +9,7 @@ from transformer.lab.results import Results
 from transformer.lab.scans import CLOSE
 from transformer.lab.statistics import mean
 from transformer.lab.verdict import Verdict, validated
-from transformer.output import human_count
+from transformer.output import human_count, human_tokens
 from transformer.parallel.sharding import format_bytes
 
 
@@ -82,7 +82,7 @@ def cost(verdict: Verdict) -> list[list[str]]:
                 name,
                 or_dash(arm.parameters, "{:,}".format),
                 or_dash(arm.flops, human_count),
-                or_dash(row.tokens_per_second, human_count, mark),
+                or_dash(row.tokens_per_second, human_tokens, mark),
                 or_dash(row.memory, format_bytes, mark),
                 " + ".join(attention) or "-",
             ]
@@ -199,10 +199,10 @@ NOTE = (
     "* marks the best arm, and arms with no detectable difference from it. Means are over seeds, "
     "with 95 % t intervals. Differences are paired by seed and tested with a paired t-test; p "
     "values are Holm-corrected for the number of comparisons. The best arm is chosen from the same "
-    "data: if all arms are equal, a false difference from it appears in 6 to 10 of 100 studies "
-    "instead of 5. Intervals are not corrected, so an interval may exclude zero although the "
-    "corrected p is 0.05 or more. Speed is per run and memory per process, on the devices below; "
-    "(n together): n runs were trained as one program and shared the devices."
+    "data, so comparisons with it have a false-positive rate of 6 to 10 % instead of 5 %. "
+    "Intervals are not corrected, so an interval may exclude zero although the corrected p is 0.05 "
+    "or more. Speed is per run and memory per process, on the devices below; (n together): n runs "
+    "were trained as one program and shared the devices."
 )
 
 

@@ -307,7 +307,7 @@ def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -
         left_out.append(f"{name}: {', '.join(textual)}: not numeric in metrics.jsonl")
     lines = [numbers(line) for line in lines]
     if damaged := len(parsed) - len(lines):
-        left_out.append(f"{name}: metrics.jsonl has {damaged} damaged lines")
+        left_out.append(f"{name}: metrics.jsonl has {count(damaged, 'damaged line')}")
     if not lines:
         left_out.append(f"{name}: has logged nothing yet")
         return None
@@ -340,8 +340,8 @@ def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
     )
     if not same(part, "sha256") and not ("data" in sweep.declared or set(sweep.fields) & TEXT):
         return (
-            f"was {'validated' if part == 'valid' else 'tested'} on another text "
-            f"than {first.folder}"
+            f"was {'validated' if part == 'valid' else 'tested'} on a different text "
+            f"from {first.folder}"
         )
     if (
         "tokenizer" not in sweep.declared
@@ -349,13 +349,13 @@ def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
         and of_tokens(sweep.metric, first.config.objective.predicts_tokens)
     ):
         return (
-            f"has another tokenizer than {first.folder}, and {sweep.metric} depends on it "
+            f"has a different tokenizer from {first.folder}, and {sweep.metric} depends on it "
             "(test/bits_per_byte does not)"
         )
     if "data" not in allowed and not same("objective"):
         return (
-            f"has another objective ({data(run, 'objective')}) "
-            f"than {first.folder} ({data(first, 'objective')})"
+            f"has a different objective ({data(run, 'objective')}) "
+            f"from {first.folder} ({data(first, 'objective')})"
         )
     if (value := measures(run.config.train.evaluators, sweep.metric)) != (
         reference := measures(first.config.train.evaluators, sweep.metric)

@@ -17,8 +17,8 @@ from pathlib import Path
 from transformer.claims import start_renewing
 from transformer.errors import UserError, nearest
 from transformer.lab.overview import Table
-from transformer.lab.study import Planned, Study, load_study
-from transformer.lab.together import alike, train_together
+from transformer.lab.study import PlannedRun, Study, load_study
+from transformer.lab.together import program_key, train_together
 from transformer.parallel.processes import process_index_and_count
 from transformer.runs.recorder import Diverged
 
@@ -26,12 +26,12 @@ MOST_PARAMETERS = 100_000_000
 """Maximum total number of parameters of runs that are trained together."""
 
 
-def groups(study: Study, runs: Sequence[Planned], most: int) -> list[list[Planned]]:
-    """Groups runs that can be trained as one program, up to `most` each. Others stay alone."""
-    by_kind: dict[object, list[list[Planned]]] = {}
+def groups(study: Study, runs: Sequence[PlannedRun], max_group: int) -> list[list[PlannedRun]]:
+    """Groups up to `max_group` runs that can be trained as one program. Others stay alone."""
+    by_kind: dict[object, list[list[PlannedRun]]] = {}
     for run in runs:
-        room = min(most, MOST_PARAMETERS // max(study.facts[run.arm].parameters, 1))
-        kind = alike(run.config) if room > 1 else None
+        room = min(max_group, MOST_PARAMETERS // max(study.facts[run.arm].parameters, 1))
+        kind = program_key(run.config) if room > 1 else None
         batches = by_kind.setdefault(kind or run.name, [[]])
         if len(batches[-1]) >= max(room, 1):
             batches.append([])
@@ -39,22 +39,27 @@ def groups(study: Study, runs: Sequence[Planned], most: int) -> list[list[Planne
     return [group for batches in by_kind.values() for group in batches]
 
 
-def share_of(study: Study, shard: tuple[int, int], most: int) -> list[list[Planned]]:
+def share_of(study: Study, shard: tuple[int, int], max_group: int) -> list[list[PlannedRun]]:
     """Returns the groups of machine shard[0] of shard[1], without finished runs.
 
     The assignment does not depend on which runs are finished, because machines may start at
     different times.
     """
-    share = groups(study, study.runs, most)[shard[0] - 1 :: shard[1]]
+    share = groups(study, study.runs, max_group)[shard[0] - 1 :: shard[1]]
     return [
         unfinished
         for group in share
-        if (unfinished := [run for run in group if not run.status().over])
+        if (unfinished := [run for run in group if not run.status().is_finished])
     ]
 
 
 def run_study(
-    study: Study, *, jobs: int, shard: tuple[int, int], most: int, host: tuple[int, int] = (0, 1)
+    study: Study,
+    *,
+    jobs: int,
+    shard: tuple[int, int],
+    max_group: int,
+    host: tuple[int, int] = (0, 1),
 ) -> int:
     """Runs the unfinished runs of a study, in up to `jobs` processes at a time.
 
@@ -62,7 +67,7 @@ def run_study(
     Returns the exit code: 0 if all runs are finished, 1 if some failed, 143 if this process or a
     run was stopped.
     """
-    waiting, table = share_of(study, shard, most), Table(study, sys.stderr)
+    waiting, table = share_of(study, shard, max_group), Table(study, sys.stderr)
     first, alone = host[0] == 0, host[1] == 1
     working, failed, interrupted, next_check = [], [], False, 0.0
     with _stopping() as stopped, _stopping_children(working):
@@ -78,7 +83,7 @@ def run_study(
                     unfinished := [
                         run
                         for run in group
-                        if not (child and run in child.runs) and not run.status().over
+                        if not (child and run in child.runs) and not run.status().is_finished
                     ]
                 ):
                     waiting.append(unfinished)
@@ -123,7 +128,7 @@ def _stopping_children(working: list["_Child"]) -> Iterator[None]:
 class _Child:
     """A process that trains and evaluates runs. On a pod, this is the process of host `index`."""
 
-    def __init__(self, study: Study, runs: list[Planned], index: int):
+    def __init__(self, study: Study, runs: list[PlannedRun], index: int):
         self.runs, self.stopping, self.first = runs, False, index == 0
         log = runs[0].log if self.first else runs[0].log.with_suffix(f".process-{index}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +158,7 @@ class _Child:
             self.stopping = True
             self.process.send_signal(signal.SIGTERM)
 
-    def end(self, code: int) -> list[Planned]:
+    def end(self, code: int) -> list[PlannedRun]:
         """Releases the claims on its runs, and returns the runs that failed."""
         self.log.close()
         # A process that is interrupted while it imports JAX may end by another signal.
@@ -162,17 +167,17 @@ class _Child:
         for run in self.runs:
             if self.first:
                 run.release()
-            if code and not stopped and not run.status().over:
+            if code and not stopped and not run.status().is_finished:
                 failed.append(run)
                 if self.first and run.status().kind != "failed":  # else the process gave a reason
                     run.release(_reason(code, self.runs[0].log, self.began))
         return failed
 
 
-def _begin(study: Study, runs: list[Planned], host: tuple[int, int]) -> _Child | None:
+def _begin(study: Study, runs: list[PlannedRun], host: tuple[int, int]) -> _Child | None:
     """Starts a process for those runs that are unfinished and not claimed by another process."""
     index, count = host
-    unfinished = [run for run in runs if not run.status().over]
+    unfinished = [run for run in runs if not run.status().is_finished]
     if count == 1:
         unfinished = [run for run in unfinished if run.take()]
     elif index == 0:  # all hosts start these runs, so an old claim must not stop the first host
@@ -198,7 +203,9 @@ def _reason(code: int, log: Path, began: int) -> str:
     return f"exit code {code}: {error.removeprefix('error: ')[:200]}; see {log}"
 
 
-def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]) -> int:
+def train_and_evaluate(
+    folder: Path, names: Sequence[str], evaluate: Callable[[PlannedRun], None]
+) -> int:
     """Trains or resumes the named runs of a study in this process, and evaluates them.
 
     Runs that are alike and at the same step are trained together, or one by one if that fails. A
@@ -216,22 +223,24 @@ def work(folder: Path, names: Sequence[str], evaluate: Callable[[Planned], None]
         run.keep()
     start_renewing([run.claim for run in claimed])
     try:
-        return _work(chosen, evaluate)
+        return _train_and_evaluate(chosen, evaluate)
     finally:
         for run in claimed:
             run.release()
 
 
-def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int:
-    """`work`, on runs that this process has claimed."""
-    from transformer.runs.loop import heard, train
+def _train_and_evaluate(
+    chosen: Sequence[PlannedRun], evaluate: Callable[[PlannedRun], None]
+) -> int:
+    """`train_and_evaluate`, on runs that this process has claimed."""
+    from transformer.runs.loop import received_signals, train
 
-    heard.clear()
-    failed: list[Planned] = []
-    unfinished = lambda run: not run.status().over and run.saved() < run.config.train.steps
+    received_signals.clear()
+    failed: list[PlannedRun] = []
+    unfinished = lambda run: not run.status().is_finished and run.saved() < run.config.train.steps
 
     @contextlib.contextmanager
-    def isolated(run: Planned) -> Iterator[None]:
+    def isolated(run: PlannedRun) -> Iterator[None]:
         """Records the failure of a run, so that other runs continue. A lone run reraises."""
         try:
             yield
@@ -244,10 +253,10 @@ def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int
             failed.append(run)
             run.release(f"{_spell(e)}; see {chosen[0].log}")
 
-    by_step: dict[object, list[Planned]] = {}
+    by_step: dict[object, list[PlannedRun]] = {}
     for run in chosen:
         if unfinished(run):
-            by_step.setdefault((alike(run.config) or run.name, run.saved()), []).append(run)
+            by_step.setdefault((program_key(run.config) or run.name, run.saved()), []).append(run)
     for group in by_step.values():
         if len(group) > 1:
             try:
@@ -259,14 +268,14 @@ def _work(chosen: Sequence[Planned], evaluate: Callable[[Planned], None]) -> int
                     e,
                 )
         for run in group:
-            if not heard and unfinished(run):
+            if not received_signals and unfinished(run):
                 with isolated(run):
                     if train(run.config, run.folder) < run.config.train.steps:
                         return 143  # on a pod, another host may have received the signal
-        if heard:
+        if received_signals:
             return 143
     for run in chosen:
-        if run not in failed and not run.status().over:
+        if run not in failed and not run.status().is_finished:
             with isolated(run):
                 evaluate(run)
     return 1 if failed else 0

@@ -53,7 +53,7 @@ class Difference:
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Returns the mean and its 95 % interval, mean -+ t s / sqrt(n)."""
+    """Returns the mean and its 95 % interval, mean ± t s / sqrt(n)."""
     x = np.asarray(values, np.float64)
     if not len(x):
         return Mean(math.nan, math.nan, math.nan, 0)

@@ -25,24 +25,24 @@ from transformer.sweeps import Grid, Point, Sweep
 class Status:
     """The state of a run.
 
-    `kind` is waiting, running, stopped, trained, done, diverged or failed. `loss` is the training
+    `kind` is waiting, running, stopped, trained, done, diverged or failed. `value` is the training
     loss, or the value of the primary metric if the run is done. `why` is the reason for a failure,
     or the primary metric that a finished run lacks.
     """
 
     kind: str
     step: int = 0
-    loss: float = float("nan")
+    value: float = float("nan")
     why: str = ""
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the run is finished: done or diverged."""
         return self.kind in ("done", "diverged")
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A run of a study."""
 
     study: Path
@@ -62,7 +62,7 @@ class Planned:
         """Returns the state, as read from the run's directory."""
         lines = read_metrics(self.folder)
         losses = [line for line in lines if "train/loss" in line]
-        progress = {"step": losses[-1]["step"], "loss": losses[-1]["train/loss"]} if losses else {}
+        progress = {"step": losses[-1]["step"], "value": losses[-1]["train/loss"]} if losses else {}
         if diverged := [line for line in lines if line.get("train/diverged")]:
             return Status("diverged", diverged[-1]["step"])
         has_test_metrics = any(key.startswith("test/") for line in lines for key in line)
@@ -88,7 +88,7 @@ class Planned:
         return Status(
             "trained" if saved == self.config.train.steps else "stopped",
             saved,
-            progress.get("loss", float("nan")),
+            progress.get("value", float("nan")),
         )
 
     def saved(self) -> int:
@@ -164,11 +164,11 @@ class Study:
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the command line
 
     @property
-    def runs(self) -> list[Planned]:
+    def runs(self) -> list[PlannedRun]:
         """All runs, seed by seed, so that early results cover all arms."""
         with_seed = lambda config, seed: dataclasses.replace(config, seed=seed)
         return [
-            Planned(self.folder, arm, with_seed(config, seed), self.sweep.metric)
+            PlannedRun(self.folder, arm, with_seed(config, seed), self.sweep.metric)
             for seed in self.sweep.seeds
             for arm, config in self.configs.items()
         ]
@@ -184,12 +184,12 @@ class Study:
             for arm, config in previous.configs.items() if started else ():
                 if arm not in self.configs:
                     raise UserError(
-                        f"--workdir: {self.folder} holds a sweep with arm {arm!r}, "
-                        "which this sweep lacks; choose another directory"
+                        f"--workdir: {self.folder} contains arm {arm!r}, "
+                        "which is not in this sweep; choose another directory"
                     )
                 if config != self.configs[arm]:
                     raise UserError(
-                        f"--workdir: {self.folder} holds a sweep with a different arm {arm!r}: "
+                        f"--workdir: {self.folder} contains a different arm {arm!r}: "
                         f"{_difference(config, self.configs[arm])}; choose another directory"
                     )
             dropped = [
@@ -199,12 +199,12 @@ class Study:
             ]
             if dropped:
                 raise UserError(
-                    f"--workdir: {self.folder} holds run {dropped[0].name}, whose seed this sweep "
-                    "lacks; keep its seed, or choose another directory"
+                    f"--workdir: {self.folder} contains run {dropped[0].name}, whose seed is not "
+                    "in this sweep; keep the seed, or choose another directory"
                 )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise UserError(
-                f"--workdir: {self.folder} is not empty and holds no sweep (no sweep.json); "
+                f"--workdir: {self.folder} is not empty and contains no sweep (no sweep.json); "
                 "choose another directory"
             )
 

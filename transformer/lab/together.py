@@ -34,7 +34,7 @@ NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.d
 """The fields in which runs of one program may differ."""
 
 
-def alike(config: Experiment) -> str | None:
+def program_key(config: Experiment) -> str | None:
     """Returns a key that is equal for runs that can be trained together.
 
     None means that the run must be trained alone.
@@ -62,7 +62,7 @@ def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> l
     the number of steps that each run has done.
     """
     config = configs[0]
-    if len({alike(c) for c in configs}) > 1 or alike(config) is None:
+    if len({program_key(c) for c in configs}) > 1 or program_key(config) is None:
         raise ValueError("these runs differ in more than numbers")
     with (
         disk_errors(workdirs[0].parent),
@@ -160,7 +160,7 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
             # Runs are evaluated in turn. This time does not count as training time of any run.
             with contextlib.ExitStack() as paused:
                 for n in group.going:
-                    paused.enter_context(runs[n].recorder.aside())
+                    paused.enter_context(runs[n].recorder.untimed())
                 group.each(finish_step)
         if stop or not group.going:
             break

@@ -54,7 +54,7 @@ class Verdict:
     sentences: tuple[str, ...]
 
 
-def judge(results: Results) -> Verdict:
+def derive_verdict(results: Results) -> Verdict:
     """Computes means, paired differences from the baseline and from the best arm, and sentences.
 
     p values are corrected for the number of comparisons.
@@ -69,7 +69,7 @@ def judge(results: Results) -> Verdict:
         name: sign * mean(list(values[name].values())).mean for name in arms if values[name]
     }
     most_seeds = max(map(len, values.values()), default=0)
-    # An arm that lacks a seed may lack a hard one, so it cannot be the best.
+    # An arm with missing seeds may be missing the hardest one, so it cannot be the best.
     best = min(
         (name for name in finished if len(values[name]) == most_seeds), key=finished.get, default=""
     )
@@ -256,7 +256,7 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
             steps = ", ".join(f"{step:,}" for step in diverged.values())
             note = "; means are over the other seeds" if row.value.count else ""
             lines.append(
-                f"{name} diverged with {len(diverged)} of {len(row.arm.runs)} seeds, "
+                f"{name} diverged in {len(diverged)} of {len(row.arm.runs)} seeds, "
                 f"at step {steps}{note}."
             )
         if row.to_baseline is None or not row.value.count or name in without:

@@ -63,16 +63,17 @@ class Cache:
         put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)
         return jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
 
-    def reorder(self, rows: Callable[[jax.Array], jax.Array], scanned: bool) -> "Cache":
-        """Applies `rows`, an indexing of axis 0, to the batch axis of everything but `Shared`.
+    def reorder(self, select: Callable[[jax.Array], jax.Array], scanned: bool) -> "Cache":
+        """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`.
 
         `scanned`: the states of layers are stacked on axis 0, so their batch axis is 1.
         """
-        on_batch = (lambda x: jnp.swapaxes(rows(jnp.swapaxes(x, 0, 1)), 0, 1)) if scanned else rows
+        swapped = lambda x: jnp.swapaxes(select(jnp.swapaxes(x, 0, 1)), 0, 1)
+        on_batch = swapped if scanned else select
         is_shared = lambda x: isinstance(x, Shared)
         move = lambda x: x if is_shared(x) else on_batch(x)
         layers = jax.tree.map(move, self.layers, is_leaf=is_shared)
-        return self.replace(layers=layers, tokens=jax.tree.map(rows, self.tokens))
+        return self.replace(layers=layers, tokens=jax.tree.map(select, self.tokens))
 
 
 def check_cache_room(cache: Cache, tokens_BxT: jax.Array) -> None:

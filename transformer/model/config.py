@@ -118,7 +118,9 @@ class ModelConfig:
     pipeline_microbatches: int = 0
     # Passes of a micro-batch through all stages. Layers are stacked [rounds, layers / rounds].
     pipeline_rounds: int = 1
-    remat: str = "none"  # none | full | dots: what the backward pass recomputes
+    # none: keep all activations; dots: keep products with weight matrices; full: keep only each
+    # layer's input. The backward pass recomputes the rest.
+    remat: str = "none"
     dtype: str = "float32"  # type of activations
     param_dtype: str = "float32"  # type of parameters and optimizer state
     # Special token that fills a sequence after its end. None, here and below: the vocabulary has no
@@ -301,7 +303,7 @@ class ModelConfig:
         """For a layer's config: the mixers of its sublayers, by their part of a LayerState.
 
         "mixer" reads the tokens of the stack. "source" reads the encoder's output; it is missing if
-        there is no encoder or the former reads it.
+        there is no encoder or if "mixer" already reads the encoder.
         """
         mixers = {"mixer": self.token_mixer}
         source = self.token_mixer.source

@@ -18,7 +18,7 @@ from transformer.model.pooling import POOLINGS
 from transformer.model.remat import REMAT_POLICIES
 
 MAX_LAYERS = 10_000
-"""The most layers of a stack. Building a config checks each of them; the deepest published
+"""Maximum number of layers in a stack. Building a config checks each of them; the deepest published
 Transformer has 1,000."""
 
 

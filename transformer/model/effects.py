@@ -132,11 +132,7 @@ EFFECTS = (
         "a projection: a feed-forward, a mixer that has a bias, or model.head_transform=True",
         reads_use_bias,
     ),
-    Effect(
-        ("parallel",),
-        "a second sublayer: model.feed_forward='dense'",
-        several_sublayers,
-    ),
+    Effect(("parallel",), "a second sublayer: model.feed_forward='dense'", several_sublayers),
     Effect(
         ("residual_init_scale",),
         "a stack with more than one sublayer",

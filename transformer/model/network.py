@@ -6,6 +6,8 @@ Every family has two methods. `features` returns the input of the language-model
 the last hidden state, and the head. `__call__` returns the logits.
 """
 
+import functools
+import inspect
 from typing import Any
 
 import jax
@@ -14,7 +16,8 @@ import numpy as np
 from flax import linen as nn
 from flax.core import meta
 
-from transformer.errors import UserError
+from transformer.checks import one_of
+from transformer.errors import UserError, nearest
 from transformer.model.cache import (
     Cache,
     check_cache_padding,
@@ -25,14 +28,13 @@ from transformer.model.cache import (
 from transformer.model.config import ModelConfig
 from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
-from transformer.model.inputs import (
-    check_same_documents,
-    check_sources,
-    check_token_types,
-    locate,
-)
+from transformer.model.inputs import check_same_documents, check_sources, check_token_types, locate
 from transformer.model.masks import Tokens
 from transformer.model.stack import Stack
+from transformer.model.watch import WATCHED
+
+_COLLECTIONS = (*WATCHED, "losses", "intermediates")
+"""The collections that `apply` may return."""
 
 
 class _Family(nn.Module):
@@ -106,7 +108,8 @@ class _Family(nn.Module):
           rngs: {"dropout": key}, required with `deterministic=False`.
           method: another method: "classify" (labels), "hidden" or "features" (the last hidden
             state), "encode", "decode" (with a cache). Default: `__call__`.
-          mutable, capture_intermediates: as in `flax.linen.Module.apply`.
+          mutable: collections to record: "sizes", "streams", "heads", "maps" (model/watch.py).
+          capture_intermediates: as in `flax.linen.Module.apply`.
 
         Returns:
           float32[B, T, V], the logits of the next token (in an encoder, of the token itself).
@@ -114,20 +117,34 @@ class _Family(nn.Module):
           collections.
 
         Raises:
-          UserError (a ValueError): an input has the wrong rank, shape or type, or a sequence is
-            longer than `max_length`. Outside `jax.jit`, where values are available, also for token
-            ids outside the vocabulary and for masks, segments, positions and types out of range.
+          UserError (a ValueError): an option or a collection does not exist, an input has the wrong
+            rank, shape or type, or a sequence is longer than `max_length`. Outside `jax.jit`, where
+            values are available, also for token ids outside the vocabulary and for masks, segments,
+            positions and types out of range.
         """
-        if "params" in params:
-            raise UserError(
-                "params: the parameters are in another dict, under 'params'; pass params['params']"
-            )
+        self._check_arguments(params, method, mutable, options)
         # NumPy arrays cannot be indexed by traced arrays.
         as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
         return super().apply(
             {"params": jax.tree.map(as_array, params)}, *inputs, rngs=rngs, method=method,
             mutable=mutable, capture_intermediates=capture_intermediates, **options,
         )  # fmt: skip
+
+    @nn.nowrap
+    def _check_arguments(self, params, method, mutable, options) -> None:
+        if "params" in params:
+            raise UserError(
+                "params: the parameters are in another dict, under 'params'; pass params['params']"
+            )
+        if "embedding" not in params:
+            raise UserError("params: there is no 'embedding'; pass what `init` returned")
+        names = [mutable] if isinstance(mutable, str) else mutable
+        for name in names if isinstance(names, (list, tuple, set)) else ():
+            one_of("mutable", name, _COLLECTIONS)
+        if method in (None, "features", "hidden", "classify"):
+            known = _options(self.config.family)
+            for name in sorted(options.keys() - known):
+                raise UserError(f"apply: no option {name!r}; {nearest(name, known)}")
 
     @nn.nowrap
     def empty_cache(self, batch: int, slots: int) -> Cache:
@@ -336,11 +353,16 @@ class EncoderDecoder(_Family):
         )
 
 
-FAMILIES = {
-    "encoder": Encoder,
-    "decoder": Decoder,
-    "encoder_decoder": EncoderDecoder,
-}
+FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}
+
+
+@functools.cache
+def _options(family: str) -> frozenset[str]:
+    """Returns the names of the options of `apply`."""
+    model: Any = FAMILIES[family]
+    functions = (getattr(model, "hidden", model.features), locate)
+    parameters = [p for f in functions for p in inspect.signature(f).parameters.values()]
+    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) - {"before"}
 
 
 def build_model(config: ModelConfig) -> nn.Module:

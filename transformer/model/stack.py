@@ -27,7 +27,7 @@ class Layer(nn.Module):
     """A token mixer, cross-attention and a feed-forward, each in a residual connection.
 
     Only a decoder layer with an encoder has cross-attention, and only if its mixer does not read
-    the source itself. The kind of feed-forward determines whether there is one.
+    the source itself. feed_forward='none' omits the feed-forward.
     """
 
     config: ModelConfig
@@ -80,7 +80,7 @@ class Layer(nn.Module):
 
 
 class Period(nn.Module):
-    """The layers of one period, which are scanned together if not all layers are alike."""
+    """One repetition of the layer pattern, the unit that is scanned if layers differ."""
 
     layers: tuple[Callable[..., Layer], ...]
 

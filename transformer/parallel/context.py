@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from transformer.model import positions
 from transformer.model.config import ModelConfig
 from transformer.model.masks import zigzag
-from transformer.parallel.sharding import ROWS
+from transformer.parallel.sharding import BATCH_AXES
 
 
 def order_of(config: ModelConfig, mesh: Mesh) -> str:
@@ -40,7 +40,7 @@ def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
         if x.ndim > 1 and order == "zigzag" and not name.startswith("source"):
             x = zigzag(x, mesh.shape["context"])
         return jax.lax.with_sharding_constraint(
-            x, NamedSharding(mesh, P(ROWS, *["context"][: x.ndim - 1]))
+            x, NamedSharding(mesh, P(BATCH_AXES, *["context"][: x.ndim - 1]))
         )
 
     return {name: constrain(name, x) for name, x in batch.items()} if mesh.size > 1 else batch

@@ -45,7 +45,7 @@ def disable_tpu_search() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def check_platform(wanted: str) -> str:
+def check_platform(target: str) -> str:
     """Returns the platform that JAX runs on.
 
     Raises UserError if it is not the one that the config sets: no run trains on a CPU by accident.
@@ -61,17 +61,17 @@ def check_platform(wanted: str) -> str:
             "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"
         ) from None
     backend = "gpu" if backend in ("cuda", "rocm") else backend
-    if wanted == "auto" and backend == "cpu" and (accelerator := _accelerator_on_this_machine()):
+    if target == "auto" and backend == "cpu" and (accelerator := _accelerator_on_this_machine()):
         raise UserError(
             f"platform: this machine has {accelerator}, but JAX found only the CPU; "
             "install the extra [gpu] or [tpu] and check that no other process holds the device, "
             "or train on the CPU with --config.platform=cpu"
         )
-    allowed = {"auto": (backend,), "accelerator": ("gpu", "tpu")}.get(wanted, (wanted,))
+    allowed = {"auto": (backend,), "accelerator": ("gpu", "tpu")}.get(target, (target,))
     if backend not in allowed:
         raise UserError(
-            f"platform: the config sets {wanted!r}, but JAX runs on {backend!r}; "
-            f"to use that platform, set --config.platform={backend}"
+            f"platform: the config sets {target!r}, but JAX runs on {backend!r}; "
+            f"to train on the {backend.upper()}, set --config.platform={backend}"
         )
     return backend
 

@@ -113,8 +113,8 @@ def _broadcast(connections: dict[int, socket.socket], message: bytes) -> None:
 def _leave(connections: dict[int, socket.socket]) -> None:
     """Sends a goodbye, or ends this process at once if an exception ended the interpreter.
 
-    The others notice the latter. Python has printed that exception, and keeps it in sys.last_value.
-    An interactive Python keeps every exception there.
+    Other processes notice the abrupt exit. Python has printed that exception, and keeps it in
+    sys.last_value. An interactive Python keeps every exception there.
     """
     if hasattr(sys, "last_value") and not hasattr(sys, "ps1"):
         flush()
@@ -253,9 +253,10 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
                 hosts[number] = hostname
                 connections[number] = connection
         missing = [str(i) for i in range(count) if i not in hosts]
+        noun = "process" if len(missing) == 1 else "processes"
         present = ", ".join(f"{i} ({hostname})" for i, hostname in sorted(hosts.items()))
         problem = TemporaryError(
-            f"processes {', '.join(missing)} of {count} did not connect within {wait:.0f} s; "
+            f"{noun} {', '.join(missing)} of {count} did not connect within {wait:.0f} s; "
             f"connected: {present}; see the logs of the missing processes"
         )
         _reply(connections.values(), problem if missing else None)
@@ -338,19 +339,19 @@ def _service():
     return distributed.global_state.client
 
 
-def stop_agreed(wanted: bool, step: int, run: int) -> bool:
+def stop_agreed(stop_requested: bool, step: int, run: int) -> bool:
     """Returns whether to stop after this step.
 
-    A single process stops if `wanted`. Several processes stop at a step that they agree on: the
-    first that wants to stop sets it to four steps later. No process is then more than three steps
-    ahead, because each waits for the metrics of the step before the one it starts, and these need
-    all processes.
+    A single process stops if `stop_requested`. Several processes stop at a step that they agree on:
+    the first that wants to stop sets it to four steps later. No process is then more than three
+    steps ahead, because each waits for the metrics of the step before the one it starts, and these
+    need all processes.
     """
     if jax.process_count() == 1:
-        return wanted
+        return stop_requested
     key = f"transformer/run {run} stops at step"
     stop_step = _agreed_step(key)
-    if wanted and not stop_step:
+    if stop_requested and not stop_step:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process set it first
             _service().key_value_set(key, str(step + 4))
         stop_step = _agreed_step(key)
@@ -389,8 +390,7 @@ def agree(what: str, value: str) -> None:
     values = gather_from_all(np.frombuffer(value.encode()[:64].ljust(64), np.uint8))
     if different := [i for i, other in enumerate(values) if not np.array_equal(other, values[0])]:
         raise UserError(
-            f"{what}: process {different[0]} has a different one than process 0; "
-            "give all processes the same"
+            f"{what} differs between processes 0 and {different[0]}; use the same on all"
         )
 
 

@@ -47,15 +47,15 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("activation_vocab", "tensor"),
 )
 
-ROWS = dict(RULES)["batch"]
+BATCH_AXES = dict(RULES)["batch"]
 """The mesh axes that shard the batch."""
 
-BATCH = P(ROWS)
+BATCH = P(BATCH_AXES)
 
 
-def row_parts(mesh: Mesh) -> int:
+def batch_parts(mesh: Mesh) -> int:
     """Returns the number of parts into which a batch is split."""
-    return math.prod(mesh.shape[axis] for axis in ROWS)
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Share:
 
     @property
     def parts(self) -> int:
-        return row_parts(self.mesh)
+        return batch_parts(self.mesh)
 
     @functools.cached_property
     def here(self) -> list[int]:
@@ -80,7 +80,7 @@ class Share:
         )
         return sorted({part.start or 0 for (part,) in slices})
 
-    def rows(self, count: int) -> np.ndarray:
+    def sequences(self, count: int) -> np.ndarray:
         """Returns the indices of this process's sequences in a batch of `count` sequences."""
         size = count // self.parts
         return np.concatenate([np.arange(part * size, (part + 1) * size) for part in self.here])

@@ -1,4 +1,4 @@
-"""What an experiment needs on a machine that is not present: memory, collectives, time and price.
+"""What an experiment needs on a machine that you do not have: memory, collectives, time and price.
 
 A topology names chips (chips.py). The experiment's programs are compiled for them (programs.py).
 The text of these programs shows their work (hlo.py), and the chips' rates give the least time of

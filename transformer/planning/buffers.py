@@ -10,15 +10,7 @@ _MOVES = {
 # fmt: on
 """Opcodes that only move or reshape their operand."""
 
-_FORWARDS = {
-    "tuple",
-    "while",
-    "get-tuple-element",
-    "bitcast",
-    "conditional",
-    "call",
-    "opt-barrier",
-}
+_FORWARDS = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier"}
 """Opcodes whose results another instruction has computed."""
 
 
@@ -94,8 +86,8 @@ def _element(
     return None
 
 
-def largest(program: HloProgram, most: int = 8) -> list[tuple[float, str, str]]:
-    """Returns (bytes, shape, source) of the `most` largest arrays in HBM on one device."""
+def largest(program: HloProgram, max_arrays: int = 8) -> list[tuple[float, str, str]]:
+    """Returns (bytes, shape, source) of the `max_arrays` largest arrays in HBM on one device."""
     sizes = {}
     for op, computation, _, fused in program.runs:
         forwarded = op.opcode in _FORWARDS
@@ -114,7 +106,7 @@ def largest(program: HloProgram, most: int = 8) -> list[tuple[float, str, str]]:
                 sizes.setdefault((shape, source), array.bytes)
     return [
         (size, shape, source)
-        for (shape, source), size in sorted(sizes.items(), key=lambda item: -item[1])[:most]
+        for (shape, source), size in sorted(sizes.items(), key=lambda item: -item[1])[:max_arrays]
     ]
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import re
 
-from transformer.errors import UserError, nearest
+from transformer.errors import UserError
 
 GIB = 2**30
 
@@ -109,7 +109,7 @@ def topology(text: str, slices: int = 1) -> Topology:
     kind, separator, size = match.groups()
     kind = {"v5": "v5e"}.get(kind, kind)
     if kind not in CHIPS:
-        raise UserError(f"--topology: no chip {kind!r}; {nearest(kind, CHIPS)}")
+        raise UserError(f"--topology: no chip {kind!r}; choose from: {', '.join(CHIPS)}")
     chip, shape = CHIPS[kind], tuple(map(int, size.split("x")))
     if slices < 1 or (slices > 1 and not chip.axes):
         raise UserError(
@@ -139,7 +139,7 @@ def topology(text: str, slices: int = 1) -> Topology:
         shape = _usual_shape(count, chip.axes)
     if len(shape) != chip.axes:
         raise UserError(
-            f"--topology: {text!r} has another number of axes; a {chip.title} slice has "
+            f"--topology: {text!r} has the wrong number of axes; a {chip.title} slice has "
             f"{chip.axes} axes, like {kind}:{'x'.join(['4'] * chip.axes)}"
         )
     if math.prod(shape) > chip.pod[0] or max(shape) > chip.pod[1]:

@@ -2,7 +2,7 @@
 
 import math
 
-from transformer.output import count, human_count, human_time
+from transformer.output import count, human_count, human_tokens, with_unit
 from transformer.parallel.sharding import format_bytes
 from transformer.planning.buffers import largest
 from transformer.planning.plan import Part, Plan, name_of
@@ -11,33 +11,15 @@ from transformer.planning.roofline import Roofline
 
 def compare(plans: dict[str, Plan]) -> str:
     """Returns a table of the training steps of several experiments."""
-    rows = [
-        [
-            "",
-            "parameters",
-            "FLOP per token",
-            "peak memory",
-            "step at least",
-            "bound by",
-            "MFU at most",
-            "attention",
-        ]
-    ]
+    bounds = "step at least", "bound by", "MFU at most"
+    rows = [["", "parameters", "FLOPs per token", "peak memory", *bounds, "attention"]]
     for name, plan in plans.items():
         part, roof = plan.train, plan.train.roofline
-        bounds = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
+        least = [seconds(plan.step), roof.bound, f"{plan.mfu:.1%}"] if plan.step else ["", "", ""]
         peak = format_bytes(part.peak) + ("" if plan.fits else " (!)")
         backends = " ".join(part.compiled.attention) if part.compiled else ""
-        rows.append(
-            [
-                name,
-                f"{plan.parameters:,}",
-                human_count(plan.model_flops / plan.tokens),
-                peak,
-                *bounds,
-                backends,
-            ]
-        )
+        flops = human_count(plan.model_flops / plan.tokens)
+        rows.append([name, f"{plan.parameters:,}", flops, peak, *least, backends])
     return "\n".join(table(rows)) + "\n"
 
 
@@ -101,47 +83,37 @@ def page(plan: Plan) -> str:
         + (f", {format_bytes(chip.hbm)} each" if chip.hbm else "")
         + (f", {chip.devices} devices per chip" if chip.devices > 1 else ""),
         f"mesh        {mesh}",
-        *(
-            [
-                "compiled    for simulated devices: "
-                "temporaries and memory traffic are the CPU compiler's"
-            ]
-            if not topology.is_tpu
-            else []
-        ),
+        *["compiled    for simulated devices: temporaries and HBM traffic are the CPU compiler's"]
+        * (not topology.is_tpu),
         f"model       {plan.parameters:,} parameters, "
-        f"{human_count(plan.model_flops / plan.tokens)} FLOPs per token in training",
+        f"{with_unit(plan.model_flops / plan.tokens, 'FLOPs')} per token in training",
         f"batch       {plan.tokens:,} tokens; {config.train.steps:,} steps are "
-        f"{human_count(plan.tokens * config.train.steps)} tokens",
+        f"{human_tokens(plan.tokens * config.train.steps)} tokens",
     ]
     if plan.parts.keys() & {"prefill", "decode"}:
-        length, sequences = (
-            config.model.max_length,
-            config.decoding.batch_size * config.decoding.beam_size,
-        )
+        length = config.model.max_length
+        sequences = config.decoding.batch_size * config.decoding.beam_size
         lines.append(
             f"decoding    {count(sequences, 'sequence')}, prompts of {max(length // 2, 1):,} "
             f"tokens, a cache of {length:,}"
         )
     lines += _attention(plan)
+    compiled = {name: part.compiled for name, part in plan.parts.items() if part.compiled}
+    durations = [f"{x.seconds:.0f} s for {name}" for name, x in compiled.items()]
+    lines += [f"compiling   {', '.join(durations)}"] if durations else []
     lines += ["", *_memory(plan)]
     if any(part.roofline and part.roofline.seconds for part in plan.parts.values()):
         lines += ["", *_times(plan)]
     if plan.train:
-        lines += ["", *_collectives(plan.train.roofline)] if plan.train.roofline else []
+        place = "slice" if topology.is_tpu else "host"
+        lines += ["", *_collectives(plan.train.roofline, place)] if plan.train.roofline else []
         lines += ["", *buffers] if (buffers := _buffers(plan.train)) else []
     for name, part in plan.parts.items():
         if not plan.fits_in(part):
-            lines += [
-                "",
-                f"IT DOES NOT FIT: {name} takes {format_bytes(part.peak)} of "
-                f"{format_bytes(plan.room)} per device.",
-            ]
-            lines += (
-                ["What would help:", *(f"  {line}" for line in remedies(plan))]
-                if name == "train"
-                else []
-            )
+            sizes = f"{format_bytes(part.peak)} of {format_bytes(plan.room)} per device"
+            lines += ["", f"IT DOES NOT FIT: {name} takes {sizes}."]
+            if name == "train":
+                lines += ["What would help:", *(f"  {line}" for line in remedies(plan))]
     return "\n".join(lines) + "\n"
 
 
@@ -160,16 +132,9 @@ def _attention(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     kinds = dict.fromkeys(kind for part in plan.parts.values() for kind in part.memory)
     rows = [["memory per device", *plan.parts]]
+    size = lambda part, kind: format_bytes(part.memory[kind]) if kind in part.memory else ""
     for kind in kinds:
-        rows.append(
-            [
-                f"  {kind}",
-                *(
-                    format_bytes(part.memory[kind]) if kind in part.memory else ""
-                    for part in plan.parts.values()
-                ),
-            ]
-        )
+        rows.append([f"  {kind}", *(size(part, kind) for part in plan.parts.values())])
     share = lambda part: (
         f"{format_bytes(part.peak)} "
         f"{'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
@@ -179,43 +144,19 @@ def _memory(plan: Plan) -> list[str]:
             format_bytes(max(part.peak - sum(part.memory.values()), 0)) if part.too_large else ""
         )
         rows.append(["  everything else", *map(other, plan.parts.values())])
-    rows.append(
-        [
-            f"  peak of {format_bytes(plan.room)}" if plan.room else "  peak",
-            *(share(part).strip() for part in plan.parts.values()),
-        ]
-    )
-    rows.append(
-        [
-            "  compiled in",
-            *(
-                f"{part.compiled.seconds:.0f} s" if part.compiled else "-"
-                for part in plan.parts.values()
-            ),
-        ]
-    )
-    return table(rows)
+    peak = f"  peak of {format_bytes(plan.room)}" if plan.room else "  peak"
+    return table([*rows, [peak, *(share(part).strip() for part in plan.parts.values())]])
 
 
 def _times(plan: Plan) -> list[str]:
-    chip, parts = (
-        plan.topology.chip,
-        {name: part for name, part in plan.parts.items() if part.roofline},
-    )
-    rates = {
-        "compute": f"{human_count(chip.flops)}FLOP/s",
-        "HBM": f"{human_count(chip.hbm_rate)}B/s",
-    }
+    chip, parts = plan.topology.chip, {n: part for n, part in plan.parts.items() if part.roofline}
+    rates = {"compute": with_unit(chip.flops, "FLOP/s"), "HBM": with_unit(chip.hbm_rate, "B/s")}
     rows = [["minimum time", *parts]]
     for kind in ("compute", "HBM", "network", "slices"):
         if any(part.roofline.seconds.get(kind) for part in parts.values()):
             rate = f" at {rates[kind]}" if kind in rates else ""
-            rows.append(
-                [
-                    f"  {kind}{rate}",
-                    *(seconds(part.roofline.seconds.get(kind, 0.0)) for part in parts.values()),
-                ]
-            )
+            times = (seconds(part.roofline.seconds.get(kind, 0.0)) for part in parts.values())
+            rows.append([f"  {kind}{rate}", *times])
     rows.append(["  step", *(seconds(part.roofline.step) for part in parts.values())])
     if plan.topology.is_tpu:
         rows.append(["  bound by", *(part.roofline.bound for part in parts.values())])
@@ -238,49 +179,49 @@ def _times(plan: Plan) -> list[str]:
         tokens_per_day = plan.tokens / plan.step * 86400
         lines.append(
             f"  MFU at most {plan.mfu:.1%}; "
-            f"{human_count(plan.tokens / plan.step / plan.topology.chips)} tokens/s per chip, "
-            f"{human_count(tokens_per_day)} tokens per day in total"
+            f"{human_tokens(plan.tokens / plan.step / plan.topology.chips)} tokens/s per chip, "
+            f"{human_tokens(tokens_per_day)} tokens per day in total"
         )
         run = plan.run
-        money = f", {_few(run['money'])} at {plan.price:g} each" if "money" in run else ""
+        price = (
+            f", price {_few(run['money'])} ({plan.price:g} per chip-hour)" if "money" in run else ""
+        )
         lines.append(
-            f"  run at least {human_time(run['seconds'])}, {_few(run['chip_hours'])} chip-hours"
-            f"{money}, without evaluation and checkpoints"
+            f"  run: at least {_duration(run['seconds'])}, {_few(run['chip_hours'])} chip-hours"
+            f"{price}, without evaluation and checkpoints"
         )
     if "decode" in parts and plan.topology.is_tpu:
         decoding, step = plan.config.decoding, parts["decode"].roofline.step
         beams = f" of {decoding.beam_size} beams" if decoding.beam_size > 1 else ""
         lines.append(
-            f"  decoding: {human_count(decoding.batch_size / step)} tokens/s for "
+            f"  decoding: {human_tokens(decoding.batch_size / step)} tokens/s for "
             f"{count(decoding.batch_size, 'sequence')}{beams}"
         )
     return lines
 
 
-def _collectives(roof: Roofline) -> list[str]:
-    rows = [["sent per device in one training step", "count", "in slice/host", "beyond it"]]
-    for kind, traffic in sorted(
-        roof.traffic.items(), key=lambda item: -item[1].inner - item[1].outer
-    ):
-        rows.append(
-            [
-                f"  {kind}",
-                f"{traffic.count:,.0f}",
-                format_bytes(traffic.inner),
-                format_bytes(traffic.outer) if traffic.outer else "",
-            ]
-        )
+def _collectives(roof: Roofline, place: str) -> list[str]:
+    places = f"within the {place}", f"between {place}s"
+    rows = [["sent per device in one training step", "count", *places]]
+    by_size = lambda item: -item[1].inner - item[1].outer
+    for kind, traffic in sorted(roof.traffic.items(), key=by_size):
+        outer = format_bytes(traffic.outer) if traffic.outer else ""
+        rows.append([f"  {kind}", f"{traffic.count:,.0f}", format_bytes(traffic.inner), outer])
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
     return table(rows) if roof.traffic else ["no collectives between devices"]
 
 
-def _buffers(part: Part, most: int = 8) -> list[str]:
+def _buffers(part: Part, max_buffers: int = 8) -> list[str]:
     buffers = (
-        largest(part.compiled.program, most) if part.compiled else part.too_large.buffers[:most]
+        largest(part.compiled.program, max_buffers)
+        if part.compiled
+        else part.too_large.buffers[:max_buffers]
     )
     return buffers and [
         "largest buffers of a training step",
         *(
-            f"  {format_bytes(size):>10}  {shape:<28} {name_of(source)[-90:]}"
+            f"  {format_bytes(size):>10}  {shape:<28} {_last(name_of(source), 90)}"
             for size, shape, source in buffers
         ),
     ]
@@ -301,6 +242,20 @@ def table(rows: list[list[str]]) -> list[str]:
 def _few(x: float) -> str:
     """Formats a number with few digits: 4301.03 -> '4,301', 0.0312 -> '0.031'."""
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+
+
+def _last(text: str, max_length: int) -> str:
+    """Returns the end of a long text, after an ellipsis."""
+    return text if len(text) <= max_length else f"…{text[1 - max_length :]}"
+
+
+def _duration(s: float) -> str:
+    """Formats a duration: 485 -> '8 min 5 s', 94860 -> '26 h 21 min'."""
+    hours, minutes = divmod(round(s) // 60, 60)
+    if s >= 48 * 3600:
+        return f"{s / 86400:.1f} days"
+    shorter = f"{minutes} min {round(s) % 60} s" if minutes else f"{round(s)} s"
+    return f"{hours} h {minutes} min" if hours else shorter
 
 
 def seconds(s: float) -> str:

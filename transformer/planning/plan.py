@@ -38,7 +38,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of an experiment on a machine that is not present."""
+    """The plan of an experiment on a machine that you do not have."""
 
     config: Experiment
     topology: Topology
@@ -156,9 +156,9 @@ def make_plan(
     *,
     only: Sequence[str] = PROGRAMS,
     price: float | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Compiles the programs in `only` and returns their plan. `tell` receives lines of progress.
+    """Compiles the programs in `only` and returns their plan. `report` receives lines of progress.
 
     Raises UserError for an experiment that cannot be laid out on the machine.
     """
@@ -172,7 +172,7 @@ def make_plan(
     for name in programs.names:
         if name not in only:
             continue
-        tell(f"compiling {name} for {topology} ...")
+        report(f"compiling {name} for {topology} ...")
         memory = _holdings(programs, name)
         try:
             with elapsed("elapsed"):

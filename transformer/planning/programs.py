@@ -1,4 +1,4 @@
-"""Compiles an experiment's programs for a machine that is not present.
+"""Compiles an experiment's programs for a machine that you do not have.
 
 Programs for TPUs are compiled by the TPU compiler in libtpu (extra [tpu]), which needs no TPU.
 Programs for GPUs and CPUs are compiled for simulated CPU devices. That compiler shards arrays and
@@ -63,7 +63,7 @@ class Compiled:
 
 
 def start(topology: Topology) -> list:
-    """Returns the devices of a machine that is not present.
+    """Returns the devices of a machine that you do not have.
 
     Must be called before JAX's first computation. Raises UserError if libtpu is missing, or if the
     topology does not exist.
@@ -124,7 +124,9 @@ class Programs:
             build_optimizer(config.optimizer, config.train.steps),
         )
         with use(self.mesh):
-            self.state, self.placed = abstract_state(config, self.model, self.optimizer, self.mesh)
+            self.state, self.shardings = abstract_state(
+                config, self.model, self.optimizer, self.mesh
+            )
             self.batch = batch_shapes(config, self.mesh)
         self._memory_shardings = None  # set when prefill is compiled
 
@@ -169,18 +171,18 @@ class Programs:
             return getattr(self, f"_{name}")()[1][1:]
 
     def _train(self):
-        step = make_train_step(self.config, self.model, self.optimizer, self.mesh, self.placed)
+        step = make_train_step(self.config, self.model, self.optimizer, self.mesh, self.shardings)
         return step, (self.state, self.batch)
 
     def _evaluate(self):
-        step = make_eval_step(self.config, self.model, self.mesh, self.placed.params)
+        step = make_eval_step(self.config, self.model, self.mesh, self.shardings.params)
         return step, (self.state.params, self.batch)
 
     def _prefill(self):
         """The program that reads a batch of prompts (or sources) of half the maximum length."""
-        model, rows = self.config.model, self.rows
+        model, sequences = self.config.model, self.sequences
         array = lambda length, dtype: jax.ShapeDtypeStruct(
-            (rows, length), dtype, sharding=self._replicated
+            (sequences, length), dtype, sharding=self._replicated
         )
         with_mask = lambda length: (array(length, jnp.int32), array(length, jnp.bool_))
         half = max(model.max_length // 2, 1)
@@ -200,14 +202,14 @@ class Programs:
         if self._memory_shardings is None:
             self._memory_shardings = self._compiled(jitted, args)[0].output_shardings[1]
         _, memory = jax.eval_shape(jitted, *args)
-        placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        memory = jax.tree.map(placed, memory, self._memory_shardings)
-        tokens = jax.ShapeDtypeStruct((self.rows,), jnp.int32, sharding=self._replicated)
+        with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        memory = jax.tree.map(with_sharding, memory, self._memory_shardings)
+        tokens = jax.ShapeDtypeStruct((self.sequences,), jnp.int32, sharding=self._replicated)
         run = lambda params, tokens, memory: advance(self.model, params, tokens, memory)
         return jax.jit(run, donate_argnums=2, keep_unused=True), (self.state.params, tokens, memory)
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         """Sequences that are decoded at a time: batch size times beam size."""
         return self.config.decoding.batch_size * self.config.decoding.beam_size
 

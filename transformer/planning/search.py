@@ -39,13 +39,13 @@ def search(
     config: Experiment,
     topology: Topology,
     devices: list,
-    most: int,
-    tell: Callable[[str], None],
+    max_plans: int,
+    report: Callable[[str], None],
     price: float | None = None,
 ) -> list[Plan]:
-    """Compiles up to `most` layouts, and returns their plans.
+    """Compiles up to `max_plans` layouts, and returns their plans.
 
-    Plans that fit come first, by the time of a step. `tell` receives lines of progress. Raises
+    Plans that fit come first, by the time of a step. `report` receives lines of progress. Raises
     UserError if no layout could be tried.
     """
     plans: list[Plan] = []
@@ -72,9 +72,9 @@ def search(
             if state / _parts(mesh) + _kept_bytes(changed, mesh) > room:
                 reasons["the layers keep too much for the backward pass"] += 1
                 continue
-            if len(plans) == most:
+            if len(plans) == max_plans:
                 break
-            tell(f"{len(plans) + 1}/{most}: {_describe(changed)}")
+            report(f"{len(plans) + 1}/{max_plans}: {_describe(changed)}")
             try:
                 plan = make_plan(changed, topology, devices, only=("train",), price=price)
             except UserError as e:  # such as heads that are not divisible

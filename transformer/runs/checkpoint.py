@@ -46,10 +46,10 @@ class Checkpoints:
         self,
         workdir: str | os.PathLike,
         config: TrainConfig,
-        tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ):
-        """`tell` receives a line for each damaged checkpoint that is moved away."""
-        self._config, self._tell = config, tell
+        """`report` receives a line for each damaged checkpoint that is moved away."""
+        self._config, self._report = config, report
         self._workdir = Path(workdir)
         self.folder = epath.Path(workdir) / "checkpoints"
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True)
@@ -273,7 +273,7 @@ class Checkpoints:
             Path(self.folder / str(step)).rename(target)
         barrier(f"moved checkpoint of step {step}")
         self._manager.reload()
-        self._tell(f"{why}; it is now in {target.parent}")
+        self._report(f"{why}; it is now in {target.parent}")
 
 
 @contextlib.contextmanager

@@ -41,17 +41,20 @@ class LoadedRun:
     """A trained run, ready for use.
 
         run = transformer.load_run("runs/quickstart")
+        source = jnp.array(run.tokenizer.encode(["Where is the library?"]))
         logits = run.model.apply(run.params, source, target)
         print(transformer.generate(run, ["Where is the library?"]))
 
     `params` are the last parameters, or their moving average (`train.ema_decay`), or the mean over
-    the last checkpoints (`train.average_checkpoints`).
+    the last checkpoints (`train.average_checkpoints`). `tokenizer.encode` takes a list of texts and
+    returns a list of token ids for each; it appends no eos. `tokenizer.decode` takes the ids of one
+    text and returns the text.
     """
 
     workdir: Path
     config: Experiment
     params: Any
-    placed: Any  # shardings of `params`
+    shardings: Any  # of `params`
     tokenizer: Tokenizer | None  # None if a converted model has no readable one
     step: int
     mesh: Mesh
@@ -76,19 +79,19 @@ def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> 
     ).steps
     if not has_any:
         raise UserError(
-            f"--workdir: {workdir} has no checkpoint yet; continue training, or set "
+            f"workdir: {workdir} has no checkpoint yet; continue training, or set "
             "train.checkpoint_every"
         )
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))
     optimizer = build_optimizer(config.optimizer, train.steps)
-    abstract, placed = abstract_state(config, build_model(config.model), optimizer, mesh)
+    abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
     check_memory(abstract.params, mesh, "parameters")
     item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
     params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
     file = tokenizer_file(workdir)
     tokenizer = load_tokenizer(file, config.data.tokenizer) if file else None
     step = checkpoints.steps[-1]
-    return LoadedRun(workdir, config, params, placed.params, tokenizer, step, mesh)
+    return LoadedRun(workdir, config, params, shardings.params, tokenizer, step, mesh)
 
 
 def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
@@ -107,10 +110,10 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
         data = open_data(config, tokenizer_file(workdir))
     _check_text(workdir, data, part)
     objective = data.objective
-    eval_step = make_eval_step(config, build_model(config.model), mesh, trained.placed)
+    eval_step = make_eval_step(config, build_model(config.model), mesh, trained.shardings)
     share = Share(mesh)
     batches, text = (
-        data.batches(part, share.rows),
+        data.batches(part, share.sequences),
         data.store.meta[part] if objective.scores_every_token else None,
     )
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
@@ -181,7 +184,7 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
         samples,
         scores | {"sentences": count, "sentences_per_second": speed},
         signatures,
-        {"cut for translation": generate.cut} if generate.cut else {},
+        {"sources were cut to translate them": generate.cut} if generate.cut else {},
         tuple(texts),
     )
 
@@ -196,7 +199,7 @@ def _check_text(workdir: Path, data: Data, part: str) -> None:
         raise UserError(f"{workdir / 'manifest.json'}: damaged (no data.{part}.sha256)") from None
     if recorded != current:
         raise UserError(
-            f"--workdir: the {part} text has changed since {workdir} was trained; restore it to "
+            f"workdir: the {part} text has changed since {workdir} was trained; restore it to "
             "get comparable results"
         )
 

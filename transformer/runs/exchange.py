@@ -64,13 +64,13 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         disk_errors(workdir),
         tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
     ):
-        abstract, placed = abstract_state(
+        abstract, shardings = abstract_state(
             config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh
         )
         check_memory(abstract.params, mesh, "parameters")
-        shardings = flatten(placed.params)
+        sharding_of = flatten(shardings.params)
         put = lambda path, x: jax.make_array_from_callback(
-            x.shape, shardings[path], lambda index: x[index]
+            x.shape, sharding_of[path], lambda index: x[index]
         )
         params = read_params(family, config.model, tensors, put)
         finished = Path(unfinished) / "run"

@@ -11,7 +11,7 @@ from transformer.model.config import ModelConfig
 from transformer.model.mixers import MIXERS
 from transformer.output import count
 from transformer.parallel.host import memory
-from transformer.parallel.sharding import ROWS, Share, format_bytes
+from transformer.parallel.sharding import BATCH_AXES, Share, format_bytes
 
 BYTES_PER_TOKEN = 20
 """Bytes per token of a batch on the host.
@@ -71,8 +71,8 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
                     f"data.{field}: {tokens} tokens do not divide over 2 * mesh.context = {parts} "
                     "parts of a sequence; change one of them"
                 )
-        rows = config.data.batch_size * config.data.length // width
-        factors = {f"mesh.{axis}": mesh.shape[axis] for axis in ROWS} | {
+        sequences = config.data.batch_size * config.data.length // width
+        factors = {f"mesh.{axis}": mesh.shape[axis] for axis in BATCH_AXES} | {
             "train.accumulate": config.train.accumulate
         }
         if stages > 1:
@@ -80,13 +80,13 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
             # inside.
             factors["mesh.stage"] = math.lcm(stages, model.pipeline_microbatches or stages)
         factors = {name: factor for name, factor in factors.items() if factor > 1}
-        if rows % math.prod(factors.values()):
+        if sequences % math.prod(factors.values()):
             by = " * ".join(factors).replace(
                 "mesh.stage", "(mesh.stage and model.pipeline_microbatches)"
             )
             raise UserError(
-                f"data.batch_size: {rows} sequences of {width} tokens do not divide over {by} = "
-                f"{' * '.join(map(str, factors.values()))}"
+                f"data.batch_size: {sequences} sequences of {width} tokens do not divide over "
+                f"{by} = {' * '.join(map(str, factors.values()))}"
             )
 
 
@@ -107,8 +107,8 @@ def check_batch(config: Experiment, share: Share) -> None:
     """Raises UserError if this process's part of a batch does not fit in the host's memory."""
     data = config.data
     tokens = data.length + (data.decoder_length if config.model.is_encoder_decoder else 0)
-    rows = data.batch_size * len(share.here) // share.parts
-    needed, available = rows * tokens * BYTES_PER_TOKEN, memory()
+    sequences = data.batch_size * len(share.here) // share.parts
+    needed, available = sequences * tokens * BYTES_PER_TOKEN, memory()
     if available and needed > available:
         raise UserError(
             f"data.batch_size: {data.batch_size:,} sequences of {tokens:,} tokens take "

@@ -29,7 +29,9 @@ from transformer.training.optimizer import build_optimizer
 from transformer.training.state import TrainState, abstract_state
 
 
-def start_from(config: Experiment, state: TrainState, placed: TrainState, mesh: Mesh) -> TrainState:
+def start_from(
+    config: Experiment, state: TrainState, shardings: TrainState, mesh: Mesh
+) -> TrainState:
     """Returns the newly initialized `state` with the parameters of `train.init_from`.
 
     Raises UserError, which lists parameter names, if they do not match.
@@ -43,10 +45,10 @@ def start_from(config: Experiment, state: TrainState, placed: TrainState, mesh: 
         initial = part(targets[path], i)
         return _fit(train, fetch(name), initial).astype(initial.dtype) if name in names else initial
 
-    shardings = flatten(placed.params)
+    sharding_of = flatten(shardings.params)
     params = unflatten(
         {
-            path: jax.device_put(join(model, path, layer_part, jnp.stack), shardings[path])
+            path: jax.device_put(join(model, path, layer_part, jnp.stack), sharding_of[path])
             for path in targets
         }
     )

@@ -59,7 +59,7 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
 _RUNS = itertools.count()
 """Numbers the runs of this process, so that an agreed stop applies to one run only."""
 
-heard: list[int] = []
+received_signals: list[int] = []
 """Signals that this process received while it trained.
 
 A signal after the last step of a run does not affect that run. A caller must check this list before
@@ -83,7 +83,7 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
         if received and signum == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(signum)
-        heard.append(signum)
+        received_signals.append(signum)
         print("\nstopping soon, after saving a checkpoint", file=sys.stderr)
 
     handlers = {

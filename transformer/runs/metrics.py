@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import read_bytes, write_atomic
-from transformer.output import elapsed, human_count, human_time
+from transformer.output import elapsed, human_time, human_tokens
 
 
 class MetricsLog:
@@ -143,6 +143,7 @@ class Progress:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
         self._seconds_per_step = 0.0
+        self._is_open = False  # whether the last line is one that `show` may update
 
     def show(
         self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float
@@ -160,12 +161,13 @@ class Progress:
             previous = self._seconds_per_step or seconds_per_step
             self._seconds_per_step = 0.7 * previous + 0.3 * seconds_per_step
             left = human_time(self._seconds_per_step * (self._steps - step))
-            line += f"  {human_count(tokens_per_second):>6} tok/s  {left:>7} left"
+            line += f"  {human_tokens(tokens_per_second):>6} tok/s  {left:>7} left"
         self._write(line)
 
     def note(self, text: str) -> None:
-        """Prints a permanent line."""
-        self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
+        """Prints a permanent line after the last progress line, which stays."""
+        self.close()
+        self._stream.write(text + "\n")
         self._stream.flush()
 
     def compiling(self) -> contextlib.AbstractContextManager:
@@ -173,12 +175,15 @@ class Progress:
         return elapsed("compiling the training step", self._stream)
 
     def close(self) -> None:
-        if self._live:
+        """Ends the progress line, if there is one."""
+        if self._is_open:
             self._stream.write("\n")
+        self._is_open = False
 
     def _write(self, line: str) -> None:
         if self._live:
             line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
+            self._is_open = True
         else:
             line += "\n"
         self._stream.write(line)

@@ -101,7 +101,7 @@ class Recorder:
         self._progress.show(step, means["train/loss"], lr, speed, spent / steps)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def untimed(self) -> Iterator[None]:
         """Excludes the time of its body from the measured training time.
 
         Used for evaluations and checkpoints, of this run or of one trained together with it. Nested

@@ -94,10 +94,14 @@ class Run:
 
     def evaluate(self) -> None:
         """Logs the validation loss and the evaluators' metrics, and prints a line."""
-        with self.recorder.aside():
+        with self.recorder.untimed():
             max_batches = self.config.train.eval_batches
             metrics = evaluate_loss(
-                self.eval_step, self.state.eval_params, self.valid, self.share, most=max_batches
+                self.eval_step,
+                self.state.eval_params,
+                self.valid,
+                self.share,
+                max_batches=max_batches,
             )
             metrics |= measure(
                 self._subject,
@@ -137,7 +141,7 @@ class Run:
 
     def save(self) -> None:
         """Saves a checkpoint with the position in the data and the open logging interval."""
-        with self.recorder.aside():
+        with self.recorder.untimed():
             if is_first():
                 rundir.lock(self.workdir).check()
             loop = {
@@ -158,7 +162,7 @@ class Program(NamedTuple):
     model: nn.Module
     optimizer: optax.GradientTransformation
     abstract: TrainState  # shapes
-    placed: TrainState  # shardings
+    shardings: TrainState  # of the state
 
 
 class Text(NamedTuple):
@@ -217,8 +221,8 @@ def begin(
         start.window,
         together,
     )
-    train_step = make_train_step(config, program.model, program.optimizer, mesh, program.placed)
-    eval_step = make_eval_step(config, program.model, mesh, program.placed.params)
+    train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
+    eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)
     return Run(
         config,
         workdir,
@@ -250,12 +254,12 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
         check_source(config.train.init_from)
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
-    abstract, placed = abstract_state(config, model, optimizer, mesh)
+    abstract, shardings = abstract_state(config, model, optimizer, mesh)
     check_memory(
         (abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients"
     )
     check_disk_space(workdir.absolute(), size(abstract), "a checkpoint")
-    return Program(model, optimizer, abstract, placed)
+    return Program(model, optimizer, abstract, shardings)
 
 
 def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
@@ -263,7 +267,7 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
     with process_zero_first("data"):
         tokenizer = rundir.tokenizer_file(workdir) if rundir.has_checkpoint(workdir) else None
         data = open_data(config, tokenizer)
-    text = Text(data, *(data.batches(part, share.rows) for part in ("train", "valid")))
+    text = Text(data, *(data.batches(part, share.sequences) for part in ("train", "valid")))
     agree(
         "the training text, or its tokenizer",
         data.store.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32],
@@ -277,20 +281,20 @@ def find_state(
     mesh: Mesh,
     program: Program,
     text: Text,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Start:
     """Step 3: gets the state from the newest checkpoint, from another model, or from the seed."""
-    checkpoints = _existing_checkpoints(workdir, config, tell)
+    checkpoints = _existing_checkpoints(workdir, config, report)
     if checkpoints is None:
-        state = init_state(config, program.model, program.optimizer, program.placed)
+        state = init_state(config, program.model, program.optimizer, program.shardings)
         if config.train.init_from:
             check_tokenizer(config.train.init_from, text.data.tokenizer.sha256)
-            state = start_from(config, state, program.placed, mesh)
+            state = start_from(config, state, program.shardings, mesh)
         return Start(state, None, 0, {})
     state, loop = _resume(config, checkpoints, program.abstract, program.optimizer, mesh)
     if loop["text_sha256"] != text.data.store.meta["train"]["sha256"]:
         raise UserError(
-            f"--workdir: the training text has changed since {workdir} was trained on it; choose "
+            f"workdir: the training text has changed since {workdir} was trained on it; choose "
             "another directory or restore the text"
         )
     return Start(state, checkpoints, loop["data_step"], loop["window"])
@@ -304,7 +308,7 @@ def record_run(
     text: Text,
     start: Start,
     together: int,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     verbose: bool,
 ) -> None:
     """Step 4: records the run in its directory and prints a summary."""
@@ -317,23 +321,25 @@ def record_run(
     barrier("writing of the run directory")
     if not (workdir / "config.json").exists():
         raise UserError(
-            f"--workdir: process {jax.process_index()} cannot see the files that process 0 wrote "
+            f"workdir: process {jax.process_index()} cannot see the files that process 0 wrote "
             f"to {workdir}; use a shared folder"
         )
     where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
-    placed = program.placed.params
-    for line in summary(config, mesh, params, placed, data, text.train, backends, where, verbose):
-        tell(line)
+    shardings = program.shardings.params
+    for line in summary(
+        config, mesh, params, shardings, data, text.train, backends, where, verbose
+    ):
+        report(line)
 
 
 def _existing_checkpoints(
-    workdir: Path, config: Experiment, tell: Callable[[str], None]
+    workdir: Path, config: Experiment, report: Callable[[str], None]
 ) -> Checkpoints | None:
     """Returns the checkpoints of a run that is to be resumed; None for a new run."""
     if not (workdir / "checkpoints").exists():
         return None
-    checkpoints = Checkpoints(workdir, config.train, tell)
-    agree("--workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))
+    checkpoints = Checkpoints(workdir, config.train, report)
+    agree("workdir: the last checkpoint in it", str(checkpoints.steps[-1:]))
     return checkpoints if checkpoints.steps else None
 
 

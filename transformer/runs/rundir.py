@@ -74,7 +74,7 @@ def check(workdir: Path, config: Experiment) -> None:
     check_folder(workdir)
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
         raise UserError(
-            f"--workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it"
+            f"workdir: {workdir / 'checkpoints'} is a file, but must be a folder; remove it"
         )
     if (workdir / "config.json").exists():
         if not has_checkpoint(workdir):
@@ -88,20 +88,26 @@ def check(workdir: Path, config: Experiment) -> None:
         ]
         if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             changed = []  # these schedules do not depend on it, so a run may be extended
+        if changed == ["train.steps"]:
+            raise UserError(
+                f"workdir: {workdir} was started with train.steps = {old['train.steps']}, and the "
+                f"schedule {config.optimizer.schedule!r} depends on it; restore it, or start a new "
+                f"run with train.init_from={workdir}"
+            )
         if changed:
             changes = "; ".join(
                 f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in changed[:6]
             )
             more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
             raise UserError(
-                f"--workdir: {workdir} holds a different experiment: {changes}{more}; choose "
+                f"workdir: {workdir} contains a different experiment: {changes}{more}; choose "
                 "another directory or restore the old values"
             )
     elif workdir.exists() and any(
         file.suffix != ".tmp" and file.name != "lock" for file in workdir.iterdir()
     ):
         raise UserError(
-            f"--workdir: {workdir} is not empty and not a run (no config.json); choose another "
+            f"workdir: {workdir} is not empty and not a run (no config.json); choose another "
             "directory"
         )
 
@@ -128,7 +134,7 @@ def locked(workdirs: Sequence[Path]) -> Iterator[None]:
             except UserError as e:
                 error = e
         if max_over_processes(int(error is not None)):
-            raise error or UserError("--workdir: process 0 could not lock it; see its log")
+            raise error or UserError("workdir: process 0 could not lock it; see its log")
         try:
             yield
         finally:
@@ -142,11 +148,11 @@ def check_folder(workdir: Path) -> None:
     """Raises UserError if `workdir` cannot be a run directory."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(workdir)):  # Path turns :// into :/
         raise UserError(
-            f"--workdir: {workdir} is not a local folder; choose a local one for the run (data may "
+            f"workdir: {workdir} is not a local folder; choose a local one for the run (data may "
             "be on gs://)"
         )
     if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"--workdir: {workdir} is a file; choose a folder")
+        raise UserError(f"workdir: {workdir} is a file; choose a folder")
 
 
 def is_converted(workdir: Path) -> bool:
@@ -211,7 +217,7 @@ def load_config(workdir: Path) -> Experiment:
     check_folder(Path(workdir))
     if not file.exists():
         raise UserError(
-            f"--workdir: no run in {workdir} (no config.json); train one: python -m transformer "
+            f"workdir: no run in {workdir} (no config.json); train one: python -m transformer "
             f"train --workdir={workdir} --config=..."
         )
     _check_version(Path(workdir))
@@ -227,7 +233,7 @@ def _check_version(workdir: Path) -> None:
     minor = lambda version: version.split(".")[:2]
     if isinstance(written, str) and minor(written) != minor(__version__):
         raise UserError(
-            f"--workdir: version {written} of this package wrote {workdir}, but this is "
+            f"workdir: version {written} of this package wrote {workdir}, but this is "
             f"{__version__}; read it with that version, or train again in another directory"
         )
 

@@ -11,7 +11,7 @@ from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data
-from transformer.output import count, human_count
+from transformer.output import count, event, human_tokens
 from transformer.parallel.sharding import format_bytes, path_name
 
 LARGEST = 6
@@ -22,7 +22,7 @@ def summary(
     config: Experiment,
     mesh: Mesh,
     params: Any,
-    placed: Any,
+    shardings: Any,
     data: Data,
     batches: Batches,
     backends: Mapping[str, str],
@@ -31,7 +31,7 @@ def summary(
 ) -> list[str]:
     """Returns at most five lines; with `verbose`, also the largest parameters and other details.
 
-    `params` and `placed` are the shapes and shardings of the parameters. `backends` are the
+    `params` and `shardings` are the shapes and shardings of the parameters. `backends` are the
     attention backends, each with the reason why it is used. `resumed` describes where the run
     resumes, if it does.
     """
@@ -40,8 +40,8 @@ def summary(
     attention = [f"attention {described}"] if backends and (is_fallback or verbose) else []
     notes = "; ".join([*attention, *([] if resumed else _advice(config, data))])
     return [
-        _model(config, mesh, params, placed),
-        *(_table(params, placed) if verbose else ()),
+        _model(config, mesh, params, shardings),
+        *(_table(params, shardings) if verbose else ()),
         _text(config, data, verbose),
         _batches(config, batches),
         *([f"resumed     {resumed}"] if resumed else ()),
@@ -49,9 +49,9 @@ def summary(
     ]
 
 
-def _model(config: Experiment, mesh: Mesh, params: Any, placed: Any) -> str:
+def _model(config: Experiment, mesh: Mesh, params: Any, shardings: Any) -> str:
     number = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    local = sum(size for *_, size in _rows(params, placed))
+    local = sum(size for *_, size in _rows(params, shardings))
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     devices = count(mesh.size, f"{mesh.devices.flat[0].device_kind} device")
     return (
@@ -60,18 +60,18 @@ def _model(config: Experiment, mesh: Mesh, params: Any, placed: Any) -> str:
     )
 
 
-def _rows(params: Any, placed: Any) -> list[tuple]:
+def _rows(params: Any, shardings: Any) -> list[tuple]:
     """Returns (path, shape, partition, bytes per device) of every parameter, largest first."""
     rows = []
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(placed), strict=True):
+    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
         local = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         rows.append((path_name(path), leaf.shape, sharding.spec, local))
     return sorted(rows, key=lambda row: -math.prod(row[1]))
 
 
-def _table(params: Any, placed: Any) -> list[str]:
-    rows = _rows(params, placed)
+def _table(params: Any, shardings: Any) -> list[str]:
+    rows = _rows(params, shardings)
     lines = []
     for name, shape, spec, local in rows[:LARGEST]:
         partition = ", ".join("·" if axis is None else str(axis) for axis in spec) or "replicated"
@@ -94,14 +94,14 @@ def _text(config: Experiment, data: Data, verbose: bool) -> str:
     sha256 = f", sha256 {data.tokenizer.sha256[:12]}" if verbose else ""
     return (
         f"text        {config.data.corpus or config.data.train}: {counts} examples; "
-        f"{human_count(meta['train']['tokens'])} training tokens; {tokenizer}, "
+        f"{human_tokens(meta['train']['tokens'])} training tokens; {tokenizer}, "
         f"{data.tokenizer.vocab_size:,} pieces{sha256}"
     )
 
 
 def _batches(config: Experiment, batches: Batches) -> str:
     tokens = config.data.batch_size * config.data.length
-    left_out = "".join(f"; {number:,} {event}" for event, number in batches.report.items())
+    left_out = "".join(f"; {event(number, text)}" for text, number in batches.report.items())
     return (
         f"batches     {tokens:,} tokens, {batches.per_epoch:,} per epoch, "
         f"{config.train.steps / batches.per_epoch:.1f} epochs{left_out}"
@@ -111,8 +111,8 @@ def _batches(config: Experiment, batches: Batches) -> str:
 def _advice(config: Experiment, data: Data) -> list[str]:
     """Returns warnings about the configuration and the data."""
     notes = [
-        f"{count(number, 'example')} of the {part} split share a sentence with the training data, "
-        "so its scores are too good"
+        f"{count(number, 'example')} of the {part} split "
+        f"share{'s' * (number == 1)} a sentence with the training data, so its scores are inflated"
         for part, number in data.store.meta["overlap"].items()
         if number
     ]

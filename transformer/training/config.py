@@ -63,15 +63,7 @@ class OptimizerConfig:
             self.schedule,
             ("inverse_sqrt", "cosine", "linear", "wsd", "constant"),
         )
-        at_least(
-            "optimizer",
-            self,
-            0,
-            "learning_rate",
-            "warmup_steps",
-            "weight_decay",
-            "clip_norm",
-        )
+        at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm")
         if not 0 <= self.final_fraction <= 1:
             raise UserError(f"optimizer.final_fraction: {self.final_fraction} must lie in [0, 1]")
         at_most("optimizer", self, 10**9, clip_norm="above it, no gradient is clipped")
@@ -164,7 +156,8 @@ class TrainConfig:
         if self.average_checkpoints > self.keep_checkpoints:
             raise UserError(
                 f"train.average_checkpoints: {self.average_checkpoints}, but "
-                f"train.keep_checkpoints = {self.keep_checkpoints}; raise the latter"
+                f"train.keep_checkpoints = {self.keep_checkpoints}; increase "
+                "train.keep_checkpoints"
             )
         if self.average_checkpoints > 1 and self.ema_decay:
             raise UserError(

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from transformer.model.embedding import Head
 from transformer.model.sharding import fitting
-from transformer.parallel.sharding import row_parts
+from transformer.parallel.sharding import batch_parts
 
 
 @struct.dataclass
@@ -202,8 +202,8 @@ def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights
     With several chunks on several devices, each device processes its own tokens. The head's
     gradient is then summed over devices once, after the last chunk, rather than once per chunk.
     """
-    rows, length = fitting("batch", h_BxTxD.shape[0]), fitting("length", h_BxTxD.shape[1])
-    axes = (*rows, *length)
+    batch_axes, length = fitting("batch", h_BxTxD.shape[0]), fitting("length", h_BxTxD.shape[1])
+    axes = (*batch_axes, *length)
     if chunks == 1 or not axes:
         return work(h_BxTxD, head, targets_BxT, weights_BxT)
 
@@ -211,7 +211,7 @@ def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights
         sums, d_h, d_head = work(*operands)
         return jax.lax.psum(sums, axes), d_h, jax.tree.map(lambda x: x[None], d_head)
 
-    token_spec = P(rows or None, length or None)
+    token_spec = P(batch_axes or None, length or None)
     sharded_work = jax.shard_map(
         local_work,
         in_specs=(token_spec, P(), token_spec, token_spec),
@@ -232,7 +232,7 @@ def auto_chunks(batch: int, length: int, vocab: int, mesh: Mesh) -> int:
     has about 2^27 logits per device (half a GB) but at least 2,048 tokens. The limits are larger
     because every chunk reads and writes the head's gradient, which all devices hold in full.
     """
-    batch, length = batch // min(row_parts(mesh), batch), length // mesh.shape["context"]
+    batch, length = batch // min(batch_parts(mesh), batch), length // mesh.shape["context"]
     vocab = -(-vocab // mesh.shape["tensor"])
     chunk_tokens = max(1024, 2**23 // vocab) if mesh.size == 1 else max(2048, 2**27 // vocab)
     divisors = [n for n in range(1, length + 1) if length % n == 0]

@@ -112,8 +112,9 @@ def init_state(
     config: TrainTask,
     model: nn.Module,
     optimizer: optax.GradientTransformation,
-    placed: TrainState,
+    shardings: TrainState,
 ) -> TrainState:
-    """Initializes the state of step 0, sharded as `placed` (the shardings of `abstract_state`)."""
+    """Initializes the state of step 0, sharded as `shardings` (from `abstract_state`)."""
     make = state_maker(config, model, optimizer)
-    return jax.jit(lambda key: unbox(make(key)), out_shardings=placed)(jax.random.key(config.seed))
+    init = jax.jit(lambda key: unbox(make(key)), out_shardings=shardings)
+    return init(jax.random.key(config.seed))

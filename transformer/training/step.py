@@ -89,15 +89,18 @@ def make_train_step(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    placed: TrainState,
+    shardings: TrainState,
 ) -> Callable:
     """Returns jit((state, batch) -> (state, metrics)). The input state is donated.
 
-    `placed` are the shardings of the state, from `abstract_state`.
+    `shardings` are the shardings of the state, from `abstract_state`.
     """
     batch_sharding, step = NamedSharding(mesh, BATCH), training_step(config, model, optimizer, mesh)
     return jax.jit(
-        step, in_shardings=(placed, batch_sharding), out_shardings=(placed, None), donate_argnums=0
+        step,
+        in_shardings=(shardings, batch_sharding),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
     )
 
 

@@ -56,7 +56,7 @@ def run(args, overrides) -> int:
             "compare: takes no --config.*; leave it out (compare reads the logs of the runs)"
         )
     comparison = results.read(args.folders, args.metric, args.baseline, args.higher_is_better)
-    judgment = verdict.judge(comparison)
+    judgment = verdict.derive_verdict(comparison)
     page = report.write(judgment, args.output or args.folders[0] / "report")
     for line in comparison.left_out:
         print(f"left out: {line}", file=sys.stderr)

@@ -22,7 +22,9 @@ The tokenizer is converted, too.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
+    parser.add_argument(
+        "--workdir", required=True, type=folder, metavar="DIR", help="the run directory"
+    )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
         "--from",

@@ -6,7 +6,7 @@ DETAIL = ""
 
 
 def arguments(parser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a corpus, such as wikitext2")
 
 
 def run(args, overrides) -> int:
@@ -14,11 +14,11 @@ def run(args, overrides) -> int:
 
     if args.name is None:
         for name, corpus in CORPORA.items():
-            print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.licence}; {corpus.attribution}")
+            print(f"{name:<16}{corpus.about}\n{'':<16}{corpus.license}; {corpus.attribution}")
         return 0
     corpus, folder = fetch(args.name)
     print(
-        f"{args.name}: {corpus.about}\nlicense      {corpus.licence}\n"
+        f"{args.name}: {corpus.about}\nlicense      {corpus.license}\n"
         f"attribution  {corpus.attribution}"
     )
     for file in sorted(folder.iterdir()):

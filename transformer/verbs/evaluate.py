@@ -2,7 +2,7 @@
 
 import sys
 
-from transformer.output import bold
+from transformer.output import bold, event
 from transformer.verbs.common import folder, open_run
 
 ABOUT = "evaluate a run on its held-out text: loss, perplexity, BLEU, chrF, bits per byte"
@@ -14,8 +14,10 @@ HEADLINES = ("bleu", "exact", "bits_per_byte", "labels_accuracy", "loss")
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
-    parser.add_argument("--part", default="test", choices=("valid", "test"))
+    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="the run")
+    parser.add_argument(
+        "--part", default="test", choices=("valid", "test"), help="the text (default: test)"
+    )
 
 
 def run(args, overrides) -> int:
@@ -32,6 +34,7 @@ def run(args, overrides) -> int:
     for name in sorted(summary, key=lambda name: name != headline) if is_first() else ():
         value = summary[name]
         line = f"{name:<22} {value if isinstance(value, str) else f'{value:,.4g}'}"
+        line = event(value, name) if " " in name else line  # texts that were left out
         print(bold(line, sys.stdout) if name == headline else line)
     if len(summary) < len(metrics) and is_first():
         print(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformer.errors import UserError
 from transformer.files import write_atomic
+from transformer.output import count
 from transformer.verbs.common import ask, folder, open_run, read_lines
 
 ABOUT = "translate or continue text, line by line"
@@ -20,12 +21,9 @@ input.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
+    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="the run")
     parser.add_argument(
-        "--input",
-        default="-",
-        metavar="FILE",
-        help="a text file; default: - (standard input)",
+        "--input", default="-", metavar="FILE", help="a text file; default: - (standard input)"
     )
     parser.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
     parser.add_argument(
@@ -59,8 +57,8 @@ def run(args, overrides) -> int:
         return 0
     if generate.cut:
         print(
-            f"{generate.cut} of {len(lines)} lines exceeded the model's maximum length "
-            "and were cut",
+            f"{generate.cut:,} of {count(len(lines), 'line')} exceeded the model's maximum length "
+            f"and {'was' if generate.cut == 1 else 'were'} cut",
             file=sys.stderr,
         )
     text = "".join(answer.replace("\n", "\\n") + "\n" for answer in answers)

@@ -23,7 +23,7 @@ encoder-decoder reads the model's own translation unless --target is set.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR")
+    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="the run")
     parser.add_argument(
         "--text",
         metavar="TEXT",

@@ -1,4 +1,4 @@
-"""`plan`: estimates memory, time and price on a machine that is not present."""
+"""`plan`: estimates memory, time and price for a machine that you do not have."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from transformer.errors import UserError, nearest
 from transformer.files import write_atomic
 
-ABOUT = "estimate memory, time and price on a machine that is not present"
+ABOUT = "estimate memory, time and price for a machine that you do not have"
 
 ONLY_PRINTS = True
 
@@ -32,7 +32,7 @@ the plan suggests changes.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="the experiment")
     parser.add_argument(
         "--topology", required=True, metavar="KIND:SHAPE", help="v5p:4x4x8, v5p-256, h100:64, cpu:8"
     )
@@ -83,17 +83,14 @@ def run(args, overrides) -> int:
     log = lambda line: print(line, file=sys.stderr)
     if args.search:
         ranked = search.search(configs[""], machine, devices, args.search, log, args.price)
-        fits, text, numbers = (
-            ranked[0].fits,
-            search.page(ranked),
-            [plan.to_json() for plan in ranked],
-        )
+        fits, text = ranked[0].fits, search.page(ranked)
+        numbers = [plan.to_json() for plan in ranked]
     else:
         plans = {}
         for arm, config in configs.items():
             log_arm = (lambda line, arm=arm: log(f"{arm}: {line}")) if arm else log
             plans[arm] = make_plan(
-                config, machine, devices, only=only, price=args.price, tell=log_arm
+                config, machine, devices, only=only, price=args.price, report=log_arm
             )
         fits = all(plan.fits for plan in plans.values())
         text = page.compare(plans) if args.arms else page.page(plans[""])

@@ -42,10 +42,7 @@ def arguments(parser) -> None:
         "--jobs", type=int, default=1, metavar="N", help="number of processes at a time"
     )
     parser.add_argument(
-        "--shard",
-        default="1/1",
-        metavar="I/N",
-        help="this machine is number I of N that share DIR",
+        "--shard", default="1/1", metavar="I/N", help="this machine is number I of N that share DIR"
     )
     parser.add_argument(
         "--together",
@@ -77,7 +74,9 @@ def run(args, overrides) -> int:
         if args.config or overrides:
             raise UserError("--runs: selects runs of an existing sweep; leave out --config")
         cache_compiled_programs()
-        return runner.work(args.workdir, args.runs.split(","), lambda run: evaluate(run.folder))
+        return runner.train_and_evaluate(
+            args.workdir, args.runs.split(","), lambda run: evaluate(run.folder)
+        )
     shard = prepare.parse_shard(args.shard)
     if args.jobs < 1 or args.together < 1:
         raise UserError(
@@ -104,7 +103,7 @@ def run(args, overrides) -> int:
                 study.write()
             return 0
     elif args.config:
-        prepare.elsewhere(args.config, args.workdir, overrides)
+        prepare.prepare_in_subprocess(args.config, args.workdir, overrides)
     elif overrides:
         raise UserError(
             f"--config.{next(iter(overrides))}: needs an experiment file; add --config=FILE.py"
@@ -114,7 +113,9 @@ def run(args, overrides) -> int:
         if this_process[0] == 0:
             print(prepare.describe_runs(study, shard, together), end="")
         return 0
-    code = runner.run_study(study, jobs=args.jobs, shard=shard, most=together, host=this_process)
+    code = runner.run_study(
+        study, jobs=args.jobs, shard=shard, max_group=together, host=this_process
+    )
     if code == 143:
         print("stopped; the same command resumes", file=sys.stderr)
     elif code == 0 and this_process[0] == 0:

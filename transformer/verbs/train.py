@@ -23,7 +23,7 @@ tensorboard/, checkpoints/, tokenizer.model and loss.png.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]")
+    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="the experiment")
     parser.add_argument(
         "--workdir", required=True, type=folder, metavar="DIR", help="the run directory"
     )

@@ -174,13 +174,15 @@ class Objective:
         return {name: jnp.sum(batch[fields[name]]) for name in self.predicts}
 
 
-def parts(texts: Texts, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, stops) of pieces of at most `most` tokens. No piece crosses the end of its text."""
+def parts(texts: Texts, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, stops) of pieces of at most `max_tokens`. No piece crosses the end of its text."""
     ends = np.asarray(texts.ends)
-    counts = -(-texts.lengths // most)
+    counts = -(-texts.lengths // max_tokens)
     first = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(ends - texts.lengths, counts) + (np.arange(counts.sum()) - first) * most
-    return starts, np.minimum(starts + most, np.repeat(ends, counts))
+    starts = (
+        np.repeat(ends - texts.lengths, counts) + (np.arange(counts.sum()) - first) * max_tokens
+    )
+    return starts, np.minimum(starts + max_tokens, np.repeat(ends, counts))
 
 
 def pack(sizes: Sequence[np.ndarray], rooms: Sequence[int], num_open: int = 16) -> list[np.ndarray]:

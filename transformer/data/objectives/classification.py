@@ -83,7 +83,7 @@ class _LabeledSequences:
         long = lengths > self._room
         outcome = "dropped" if data.too_long == "drop" else "cut"
         self.report = (
-            {f"examples over {data.length} tokens: {outcome}": int(long.sum())}
+            {f"examples longer than {data.length} tokens were {outcome}": int(long.sum())}
             if long.any()
             else {}
         )

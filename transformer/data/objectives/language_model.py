@@ -106,8 +106,8 @@ class _PrefixSequences:
         texts, self._tokenizer, data = store.texts(part, 0), store.tokenizer, task.data
         self._ids, self._alone = texts.ids, task.model.family == "decoder"
         # The inputs of an encoder end in eos, too.
-        most = data.length if self._alone else min(data.length - 1, data.decoder_length)
-        starts, stops = parts(texts, most)
+        max_tokens = data.length if self._alone else min(data.length - 1, data.decoder_length)
+        starts, stops = parts(texts, max_tokens)
         keep = stops - starts >= 2
         self._starts, self._stops = starts[keep], stops[keep]
         sizes = self._stops - self._starts
@@ -116,7 +116,9 @@ class _PrefixSequences:
             if self._alone
             else np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
         )
-        self.report = {"parts of one token: dropped": int((~keep).sum())} if not keep.all() else {}
+        self.report = (
+            {"parts of one token were dropped": int((~keep).sum())} if not keep.all() else {}
+        )
 
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         ids = np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32)

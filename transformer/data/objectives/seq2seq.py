@@ -63,7 +63,7 @@ class _Pairs:
         self.long = np.any([size > room for size, room in zip(sizes, rooms, strict=True)], axis=0)
         outcome = "dropped" if data.too_long == "drop" else "cut"
         self.report = (
-            {f"examples over {data.length} tokens: {outcome}": int(self.long.sum())}
+            {f"examples longer than {data.length} tokens were {outcome}": int(self.long.sum())}
             if self.long.any()
             else {}
         )

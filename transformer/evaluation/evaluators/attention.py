@@ -75,12 +75,12 @@ def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[tuple[str, str]
 def _repeated_tokens(subject: Subject) -> dict[str, jax.Array]:
     """Returns a batch of random text tokens. The second half of each sequence repeats the first."""
     batch = {name: np.array(x) for name, x in subject.data.batches(subject.part)[0].items()}
-    rows, length = batch["inputs"].shape
-    half = np.random.default_rng(0).choice(subject.data.tokenizer.text_ids, (rows, length // 2))
+    count, length = batch["inputs"].shape
+    half = np.random.default_rng(0).choice(subject.data.tokenizer.text_ids, (count, length // 2))
     batch["inputs"][:, : 2 * (length // 2)] = np.tile(half, 2)
     batch["segments"][:] = 1
     batch["positions"][:] = np.arange(length)
-    local_rows = subject.share.rows(rows)
+    local_sequences = subject.share.sequences(count)
     return subject.share.place(
-        {name: x[local_rows] for name, x in batch.items() if name != "prefix"}
+        {name: x[local_sequences] for name, x in batch.items() if name != "prefix"}
     )

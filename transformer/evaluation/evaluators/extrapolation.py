@@ -83,18 +83,18 @@ class Extrapolation(Evaluator):
                     else []
                 ),
             ):
-                rows = (
+                count = (
                     max(config.data.batch_size // times // subject.mesh.size, 1) * subject.mesh.size
                 )
                 data = dataclasses.replace(
-                    config.data, length=longer, batch_size=rows, eval_overlap=overlap, buckets=()
+                    config.data, length=longer, batch_size=count, eval_overlap=overlap, buckets=()
                 )
-                most = -(-self.tokens // (rows * (longer - overlap))) if self.tokens else 0
+                max_batches = -(-self.tokens // (count * (longer - overlap))) if self.tokens else 0
                 train = dataclasses.replace(config.train, accumulate=1, evaluators=())
                 longer_subject = subject.with_config(
                     dataclasses.replace(config, data=data, model=model, train=train)
                 )
-                mean, context = losses.mean(longer_subject, snapshot, most)
+                mean, context = losses.mean(longer_subject, snapshot, max_batches)
                 yield f"{name}/{longer:06d}", mean
                 if not overlap:
                     yield f"context/{longer:06d}", context

@@ -46,14 +46,14 @@ class Order(OneBatch):
             for name, x in subject.data.batches(subject.part)[0].items()
             if name not in ("prefix", "labels", "label_weights")
         }
-        rows, length = first_batch["inputs"].shape
+        count, length = first_batch["inputs"].shape
         full = np.flatnonzero((first_batch["segments"] > 0).all(axis=1))
         if not len(full):
             raise UserError(
                 "train.evaluators: order needs a sequence without padding; set data.packing=True"
             )
         # Repeats sequences if too few are full, to keep the shape of the batch.
-        chosen = np.resize(full, rows)
+        chosen = np.resize(full, count)
         inputs, permutation = (
             first_batch["inputs"][chosen],
             np.random.default_rng(0).permutation(length - 1),
@@ -65,12 +65,14 @@ class Order(OneBatch):
                 "segments": np.ones_like(inputs),
             }
             batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), inputs.shape)
-            local_rows = subject.share.rows(rows)
+            local_sequences = subject.share.sequences(count)
             logp.append(
                 np.asarray(
                     subject.program(self, last_log_probs)(
                         snapshot.params,
-                        subject.share.place({name: x[local_rows] for name, x in batch.items()}),
+                        subject.share.place(
+                            {name: x[local_sequences] for name, x in batch.items()}
+                        ),
                     )
                 )
             )

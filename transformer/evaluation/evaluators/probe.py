@@ -21,7 +21,7 @@ class Probe(Evaluator):
     """Accuracy on synthetic tasks (data/probes.py), at the training lengths and longer ones.
 
     Draws separate examples of each length. Measures the share of answers without a mistake, and the
-    share of correct tokens. Few short questions exist, so they also occur in training.
+    share of correct tokens. There are few distinct short questions, so they also occur in training.
     """
 
     in_training: ClassVar[bool] = True
@@ -91,7 +91,7 @@ def _right(subject: Subject, store: "_Answers", snapshot: Snapshot) -> tuple[flo
 
     run, batches = (
         subject.program("right", right),
-        dataclasses.replace(subject.data, store=store).batches("test", subject.share.rows),
+        dataclasses.replace(subject.data, store=store).batches("test", subject.share.sequences),
     )
     exact, answers, right_tokens, targets = sum(
         np.asarray(run(snapshot.params, subject.share.place(batch))) for batch in batches.stream()
@@ -104,13 +104,13 @@ class _Answers:
     """Questions and answers in the form of a Store: token IDs, with eos at the end of each text."""
 
     tokenizer: object
-    wanted: probes.TaskSpec
+    target_task: probes.TaskSpec
 
     def texts(self, part: str, side: int) -> Texts:
         ids = [
             [*tokens, self.tokenizer.eos]
             for tokens in self.tokenizer.encode(
-                [example[side] for example in self.wanted.draw("probe ")]
+                [example[side] for example in self.target_task.draw("probe ")]
             )
         ]
         return Texts(

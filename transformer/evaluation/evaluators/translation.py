@@ -5,13 +5,7 @@ from typing import ClassVar
 
 from transformer.checks import at_least
 from transformer.decoding.generate import Generator
-from transformer.evaluation.evaluators.base import (
-    EVALUATORS,
-    Evaluator,
-    Metrics,
-    Snapshot,
-    Subject,
-)
+from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.translation import group, score
 from transformer.output import count
 

@@ -106,11 +106,7 @@ class Experts(nn.Module):
         cfg, kind = self.config, self.config.feed_forward_kind
         real_BxT = jnp.broadcast_to(tokens.segments_BxT > 0, x_BxTxD.shape[:2])
         router = Linear(
-            cfg.part(dtype="float32"),
-            (kind.num_experts,),
-            (None, None),
-            False,
-            name="router",
+            cfg.part(dtype="float32"), (kind.num_experts,), (None, None), False, name="router"
         )
         logits_BxTxE = router(x_BxTxD)
         p_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)

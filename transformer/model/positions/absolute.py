@@ -70,7 +70,8 @@ class Sinusoidal(Position):
 
     def check(self, facts: StackFacts) -> str | None:
         if self.layout not in ("interleaved", "halves"):
-            return f"model.position.layout: no {self.layout!r}; there is: halves, interleaved"
+            layouts = "choose from: halves, interleaved"
+            return f"model.position.layout: unknown value {self.layout!r}; {layouts}"
         if self.base <= 0:
             return f"model.position.base: {self.base} must be more than 0"
         return (

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from transformer.errors import UserError
 from transformer.registry import Registry
 
 SCHEMES = Registry("model.position", __package__, lambda field: field.metadata.get("option", False))
@@ -73,15 +74,18 @@ class Pair:
 
 @struct.dataclass
 class Position:
-    """No positions ("NoPE"; Haviv et al. 2022, Kazemnejad et al. 2023). The base class of schemes.
+    """The base class of position schemes. A scheme overrides the hooks that it needs.
 
-    With a causal mask, a decoder can still infer positions from the number of tokens that each
-    token attends to. Without one, attention ignores order: permuting tokens permutes outputs.
+    embed: adds positions to the token embeddings.
+    rotate: rotates queries and keys.
+    distance_bias: adds a function of the distance to the attention logits.
+    bias: adds a function of the two positions to the attention logits.
+    score: changes the attention logits, given queries and keys.
+    value: changes the attention output.
 
-    Parameters: none.
-    Cross-attention: not applied.
-    Cache: unaffected.
-    Beyond the training length: well defined.
+    By default, hooks do nothing. A config can set the fields that are declared with
+    `option(default)`, and `check` rejects invalid values. `bind` and `bind_layer` declare
+    parameters. `at` computes values that all layers share.
     """
 
     def __init_subclass__(cls):
@@ -131,8 +135,18 @@ class Position:
 
         A scheme that depends on distances alone overrides `distance_bias` instead.
         """
-        bias = self.distance_bias(q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :])
-        return None if bias is None else jnp.moveaxis(bias, 0, 1)
+        distance_BxTxS = q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]
+        bias = self.distance_bias(distance_BxTxS)
+        if bias is None:
+            return None
+        shape = list(distance_BxTxS.shape)
+        if list(bias.shape[1:]) != shape:
+            raise UserError(
+                f"model.position: {getattr(self, 'name', type(self).__name__)!r}: distance_bias "
+                f"returned shape {list(bias.shape)} for distances of shape {shape}; expected "
+                f"[num_heads or 1, {', '.join(map(str, shape))}]"
+            )
+        return jnp.moveaxis(bias, 0, 1)
 
     def score(
         self, logits_BxNxTxS: jax.Array, q_BxTxNxH: jax.Array, k_BxSxNxH: jax.Array, pair: "Pair"
@@ -200,4 +214,16 @@ class Position:
         return bool(self.hooks & {"bias", "score", "value"})
 
 
-register("none")(Position)
+@register("none")
+@struct.dataclass
+class NoPE(Position):
+    """No positions ("NoPE"; Haviv et al. 2022, Kazemnejad et al. 2023).
+
+    With a causal mask, a decoder can still infer positions from the number of tokens that each
+    token attends to. Without one, attention ignores order: permuting tokens permutes outputs.
+
+    Parameters: none.
+    Cross-attention: not applied.
+    Cache: unaffected.
+    Beyond the training length: well defined.
+    """

@@ -44,7 +44,8 @@ class Rotary(Position):
 
     def check(self, facts: StackFacts) -> str | None:
         if self.layout not in ("halves", "interleaved"):
-            return f"model.position.layout: no {self.layout!r}; there is: halves, interleaved"
+            layouts = "choose from: halves, interleaved"
+            return f"model.position.layout: unknown value {self.layout!r}; {layouts}"
         if self.theta <= 0:
             return f"model.position.theta: {self.theta} must be more than 0"
         rotated = int(facts.d_head * self.fraction)
