@@ -19,9 +19,9 @@ from transformer.parallel.mesh import make_mesh, use
 T, N, K, H = 11, 4, 2, 4
 PACKED = jnp.array([[1] * 4 + [2] * 5 + [0] * 2, [1] * 9 + [2] * 2])
 AT = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1]])
-ORDERED = Tokens(AT, PACKED, order="rows")
+ORDERED = Tokens(AT, PACKED, order="contiguous")
 SHUFFLED = Tokens(AT[:, ::-1], PACKED[:, ::-1])
-PREFIX = Tokens(AT, PACKED, jnp.maximum(AT, 2), order="rows")
+PREFIX = Tokens(AT, PACKED, jnp.maximum(AT, 2), order="contiguous")
 MASKS = {
     "both ways": (SAME_SEGMENT, ORDERED, {}),
     "causal": (SAME_SEGMENT & CAUSAL, ORDERED, {}),
@@ -236,7 +236,7 @@ def test_unsupported_inputs_fall_back_and_record_the_reason():
 
 
 def test_auto_selects_blockwise_for_long_sequences():
-    where = Tokens(jnp.arange(4096)[None], jnp.ones((1, 4096), jnp.int32), order="rows")
+    where = Tokens(jnp.arange(4096)[None], jnp.ones((1, 4096), jnp.int32), order="contiguous")
     shape = lambda n: jax.ShapeDtypeStruct((1, n, 4, 8), jnp.float32)
     inputs = Inputs(SAME_SEGMENT & CAUSAL, where, where, None, 1.0)
     assert (
@@ -254,13 +254,13 @@ SPREAD = Tokens(
         [jnp.arange(24), jnp.concatenate([jnp.arange(15), jnp.arange(7), jnp.zeros(2, int)])]
     ),
     jnp.stack([jnp.ones(24, int), jnp.repeat(jnp.array([1, 2, 0]), jnp.array([15, 7, 2]))]),
-    order="rows",
+    order="contiguous",
 )
 
 
 @pytest.mark.parametrize(
     ("mask", "position", "order"),
-    [(mask, "t5", "rows") for mask in MASKS]
+    [(mask, "t5", "contiguous") for mask in MASKS]
     + [(mask, "shaw", "zigzag") for mask in MASKS if MASKS[mask][0].causal]
     + [
         ("causal", p, "zigzag")
@@ -276,7 +276,7 @@ def test_ring_matches_reference(mask, position, order):
     rule, where, options = MASKS[mask]
     side = "decoder" if rule.causal else "encoder"
     where = SPREAD.replace(
-        order="" if where is SHUFFLED else "rows",
+        order="" if where is SHUFFLED else "contiguous",
         until_BxT=jnp.maximum(SPREAD.positions_BxT, 2) if where is PREFIX else None,
     )
     keys = jax.random.split(jax.random.key(1), 3)

@@ -27,7 +27,7 @@ PACKED = jnp.array([[1] * 90 + [2] * 230 + [0] * 64, [1] * T])
 AT = jnp.stack(
     [jnp.concatenate([jnp.arange(90), jnp.arange(230), jnp.zeros(64, int)]), jnp.arange(T)]
 ).astype(jnp.int32)
-ORDERED = Tokens(AT, PACKED, order="rows")
+ORDERED = Tokens(AT, PACKED, order="contiguous")
 SHUFFLED = Tokens(AT[:, ::-1], PACKED[:, ::-1])
 PREFIX = ORDERED.replace(until_BxT=jnp.maximum(AT, 40))
 BOTH_WAYS, PAST = SAME_SEGMENT, SAME_SEGMENT & CAUSAL
@@ -180,7 +180,7 @@ def test_flash_shards_over_sequences_and_heads(kv_heads, sizes):
     assert_trees_close(actual, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("order", ["rows", "zigzag"])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("position", [None, "t5"])
 def test_flash_on_a_ring_matches_reference(order, position):
     """Two devices in a ring hold the tokens, and two the heads."""
@@ -238,7 +238,7 @@ def test_flash_reports_unsupported_inputs():
     even = Mask(
         lambda q, k: (q.positions_BxT[:, :, None] + k.positions_BxS[:, None]) % 2 == 0, "even"
     )
-    growing = ORDERED.replace(order="growing")
+    growing = ORDERED.replace(order="increasing")
     unsupported = {
         "is not a function of distance": base.replace(
             position=bound_scheme("shaw", "decoder", ORDERED)

@@ -28,7 +28,7 @@ def head_statistics(q_TxNxH, k_TxNxH, segments=None, **options):
     tokens = Tokens(
         positions,
         jnp.ones((1, T), jnp.int32) if segments is None else jnp.asarray(segments)[None],
-        order="rows",
+        order="contiguous",
     )
     inputs = Inputs(SAME_SEGMENT & CAUSAL, tokens, tokens, None, 1.0, **options)
     return attention_statistics.heads(

@@ -21,7 +21,7 @@ HEADS, SIZE = 8, 64
 
 def compiled(backend: str, length: int):
     """Returns a call that computes the gradients, and the bytes of its temporaries."""
-    tokens = Tokens(jnp.arange(length)[None], jnp.ones((1, length), jnp.int32), order="rows")
+    tokens = Tokens(jnp.arange(length)[None], jnp.ones((1, length), jnp.int32), order="contiguous")
     inputs = Inputs(SAME_SEGMENT & CAUSAL, tokens, tokens, None, SIZE**-0.5)
     arrays = [jax.random.normal(jax.random.key(i), (1, length, HEADS, SIZE)) for i in range(3)]
     loss = lambda *qkv: jnp.sum(BACKENDS[backend].attend(*qkv, inputs) ** 2)

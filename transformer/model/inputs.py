@@ -34,7 +34,7 @@ def locate(
 
     By default, all tokens are real tokens of one document, at positions 0, 1, 2, ... With `before`,
     the tokens in a cache, the default positions follow theirs. `order` asserts how `positions` are
-    arranged (see `Tokens`); default positions without a cache have the order "rows".
+    arranged (see `Tokens`); default positions without a cache have the order "contiguous".
 
     Raises UserError for inputs that do not match; `name` is the name of the tokens in its message.
     """
@@ -43,7 +43,7 @@ def locate(
         config, tokens_BxT.shape, name, positions, segment_ids, padding_mask, prefix_mask
     )
     if positions is None:
-        order = order or ("rows" if before is None else "")
+        order = order or ("contiguous" if before is None else "")
         positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]
         if before is not None:
             positions += next_position(before)[:, None]

@@ -26,10 +26,10 @@ class Tokens:
         own position. For tokens of a prefix, this is the prefix's last position.
     order: how the tokens are known to be arranged in a sequence. Backends use it to skip empty
         blocks of a mask.
-        "rows": the tokens of a document are adjacent, and their distances in position equal those
-            in the sequence.
-        "growing": the tokens of a document are adjacent and sorted by position, and their distances
-            in position are at least those in the sequence.
+        "contiguous": the tokens of a document are adjacent, and their distances in position equal
+            those in the sequence.
+        "increasing": the tokens of a document are adjacent and sorted by position, and their
+            distances in position are at least those in the sequence.
         "zigzag": sequences are cut into chunks so that device d of n holds chunks d and 2n - 1 - d
             (see attention_backends/ring.py).
         "": nothing is known.

@@ -160,7 +160,7 @@ class Stack(nn.Module):
         return tokens.replace(
             positions_BxT=spread(tokens.positions_BxT),
             until_BxT=jax.tree.map(spread, tokens.until_BxT),
-            order="growing" if tokens.order == "rows" else tokens.order,
+            order="increasing" if tokens.order == "contiguous" else tokens.order,
         )
 
     def _schemes(self) -> tuple[positions.Position, ...]:

@@ -14,7 +14,7 @@ from transformer.parallel.sharding import BATCH_AXES
 
 
 def order_of(config: ModelConfig, mesh: Mesh) -> str:
-    """Returns the order in which a decoder's positions are stored: "zigzag" or "rows" (unchanged).
+    """Returns the order of a decoder's positions: "zigzag", or "contiguous" (unchanged).
 
     Zigzag order gives all devices the same work under a causal mask. It is used where the mesh
     shards sequences and the position schemes' scores depend on the query and the key alone.
@@ -25,9 +25,9 @@ def order_of(config: ModelConfig, mesh: Mesh) -> str:
         or config.num_labels
         or any(mixer.in_order for mixer in config.mixers_of())
     ):
-        return "rows"
+        return "contiguous"
     pairwise = all(positions.build(layer.position).pairwise for layer in config.layers("decoder"))
-    return "zigzag" if pairwise and not config.prefix_lm else "rows"
+    return "zigzag" if pairwise and not config.prefix_lm else "contiguous"
 
 
 def arrange(batch: dict, order: str, mesh: Mesh) -> dict:

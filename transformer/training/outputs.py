@@ -73,7 +73,7 @@ def apply(
         arguments |= {
             "source_positions": batch["source_positions"],
             "source_segment_ids": batch["source_segments"],
-            "source_order": "rows",
+            "source_order": "contiguous",
         }
     if "prefix" in batch:
         arguments["prefix_mask"] = batch["prefix"]

@@ -60,7 +60,7 @@ class Inputs:
         """
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
         if not (
-            q.order == k.order in ("rows", "zigzag")
+            q.order == k.order in ("contiguous", "zigzag")
             and q.positions_BxT.shape == k.positions_BxT.shape
             and self.mask.within
             and (position is None or position.by_distance)

@@ -68,7 +68,7 @@ def needed(inputs: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tupl
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
     if not (
         inputs.mask.within
-        and inputs.q_tokens.order == inputs.k_tokens.order in ("rows", "growing")
+        and inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "increasing")
         and T == S
     ):
         return tuple(pairs)

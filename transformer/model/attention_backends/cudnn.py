@@ -72,7 +72,7 @@ def cudnn(
         widen = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, d_value + 8 - x.shape[-1]),))
         q_BxTxNxH, k_BxSxKxH, v_BxSxKxH = map(widen, (q_BxTxNxH, k_BxSxKxH, v_BxSxKxH))
     in_order = (
-        inputs.q_tokens.order == inputs.k_tokens.order in ("rows", "growing")
+        inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "increasing")
         and inputs.q_tokens.until_BxT is None
     )
     out_BxTxNxH = jax.nn.dot_product_attention(
@@ -89,7 +89,7 @@ def cudnn(
 
 def _too_far(inputs: Inputs, keys: int) -> bool:
     """Whether keys may have positions for which `with_slopes` is not exact."""
-    return keys > FARTHEST or "growing" in (inputs.q_tokens.order, inputs.k_tokens.order)
+    return keys > FARTHEST or "increasing" in (inputs.q_tokens.order, inputs.k_tokens.order)
 
 
 def with_slopes(q_BxTxNxH, k_BxSxKxH, slopes_N, positions_BxS) -> tuple[jax.Array, jax.Array]:

@@ -35,7 +35,7 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
     position, mask = inputs.logits_position, inputs.mask
     by_distance = position is not None and position.is_distance_bias
-    in_order = inputs.q_tokens.order == inputs.k_tokens.order in ("rows", "zigzag")
+    in_order = inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "zigzag")
     problems = {
         "it does not run on GPUs": platform() == "gpu",
         f"it does not support the mask {mask}": not (mask.plain and mask.within),
