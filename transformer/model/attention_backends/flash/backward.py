@@ -27,6 +27,9 @@ from transformer.model.attention_backends.flash.settings import (
     NT,
     TN,
     Settings,
+    f32,
+    head_spec,
+    product,
     row_spec,
     vector_spec,
 )
@@ -40,18 +43,9 @@ from transformer.model.attention_backends.flash.tiles import (
 
 
 def backward(
-    settings: Settings,
-    q_BxNxTxH: jax.Array,
-    k_BxKxSxH: jax.Array,
-    v_BxKxSxV: jax.Array,
-    limits: Limits,
-    bias_NxD: jax.Array | None,
-    seed: jax.Array,
-    lse_BxNxT: jax.Array,
-    delta_BxNxT: jax.Array,
-    d_out_BxNxTxV: jax.Array,
-    learned: bool,
-) -> tuple[jax.Array, ...]:
+    settings: Settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, bias_NxD, seed,
+    lse_BxNxT, delta_BxNxT, d_out_BxNxTxV, learned: bool,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Returns the gradients of queries, keys, values and, if `learned`, the bias.
 
     `delta_BxNxT` is D. The gradients of keys and values are per query head, [B, N, S, ...].
@@ -59,52 +53,40 @@ def backward(
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
     vector = None if bias_NxD is None else toeplitz.packed(bias_NxD[:, ::-1])
-    states = jnp.swapaxes(limits.states(t, s), 1, 2)
+    gradient = vector if learned else None
+    schedule = Schedule.of(jnp.swapaxes(limits.states(t, s), 1, 2))
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
-    by_query_head = lambda n, b, j, *_: (b, n, 0, 0)
-    by_key = lambda n, b, j, *_: (b, lax.div(n, heads // kv_heads), j, 0)
-    by_key_of_query_head = lambda n, b, j, *_: (b, n, j, 0)
-    row = pl.BlockSpec((None, None, 1, T), by_query_head)
-    f32, gradient = jnp.float32, vector if learned else None
+    of_queries = head_spec(T, lambda n, j: (n, 0))
+    of_keys = head_spec(s, lambda n, j: (lax.div(n, heads // kv_heads), j))
+    of_results = head_spec(s, lambda n, j: (n, j))
+    row = pl.BlockSpec((None, None, 1, T), lambda n, b, j, *_: (b, n, 0, 0))
     call = settings.call(
         _kernel,
         name="flash_backward",
         grid=(heads, batch, S // s),
         in_specs=[
-            pl.BlockSpec((None, None, T, H), by_query_head),
-            pl.BlockSpec((None, None, s, H), by_key),
-            pl.BlockSpec((None, None, s, V), by_key),
+            *(of_queries(H), of_keys(H), of_keys(V)),
             jax.tree.map(row_spec, queries),
             jax.tree.map(functools.partial(row_spec, block=s), keys),
             vector_spec(vector),
-            row,
-            row,
-            pl.BlockSpec((None, None, T, V), by_query_head),
+            *(row, row, of_queries(V)),
         ],
-        out_specs=[
-            pl.BlockSpec((None, None, T, H), by_query_head),
-            pl.BlockSpec((None, None, s, H), by_key_of_query_head),
-            pl.BlockSpec((None, None, s, V), by_key_of_query_head),
-            vector_spec(gradient),
-        ],
+        out_specs=[of_queries(H), of_results(H), of_results(V), vector_spec(gradient)],
         out_shape=[
             settings.like(q_BxNxTxH, (batch, heads, T, H)),
             settings.like(k_BxKxSxH, (batch, heads, S, H)),
             settings.like(v_BxKxSxV, (batch, heads, S, V)),
-            None if gradient is None else jax.ShapeDtypeStruct(vector.shape, f32),
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gradient),
         ],
         scratch_shapes=[
-            pltpu.VMEM((T, H), f32),
-            pltpu.VMEM((s, H), f32),
-            pltpu.VMEM((s, V), f32),
-            toeplitz.table(vector),
-            toeplitz.table(gradient),
+            *(f32(T, H), f32(s, H), f32(s, V)),
+            *(toeplitz.table(vector), toeplitz.table(gradient)),
             jax.tree.map(lambda x: pltpu.VMEM((s, LANES), x.dtype), keys),
             pltpu.VMEM((s, LANES), jnp.int32) if settings.dropout else None,
         ],
     )
     d_q, d_k, d_v, d_vector = call(
-        Schedule.of(states), seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, vector,
+        schedule, seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, vector,
         lse_BxNxT[:, :, None], delta_BxNxT[:, :, None], d_out_BxNxTxV,
     )  # fmt: skip
     return d_q, d_k, d_v, *([toeplitz.unpacked(d_vector)[:, ::-1]] if learned else [])
@@ -118,21 +100,18 @@ def _kernel(
 ):  # fmt: skip
     t, s, T = settings.q_block, settings.k_block, q_ref.shape[0]
     sequence, block = pl.program_id(1), pl.program_id(2)
-    last_block = block == pl.num_programs(2) - 1
+    is_last = lambda axis: pl.program_id(axis) == pl.num_programs(axis) - 1
+    last_sequence, last_block = is_last(1), is_last(2)
+
     in_first = (sequence == 0) & (block == 0)
-    product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
-
-    def clear(ref):
-        ref[...] = jnp.zeros_like(ref)
-
-    pl.when(block == 0)(lambda: clear(d_q_sum))
     if table_ref is not None:
         pl.when(in_first)(lambda: toeplitz.build(vector_ref, table_ref))
     if d_table_ref is not None:
-        pl.when(in_first)(lambda: clear(d_table_ref))
+        pl.when(in_first)(lambda: _clear(d_table_ref))
+    pl.when(block == 0)(lambda: _clear(d_q_sum))
+    _clear(d_k_sum)
+    _clear(d_v_sum)
     jax.tree.map(write_column, column_refs, key_refs)
-    clear(d_k_sum)
-    clear(d_v_sum)
     if settings.dropout:
         bits = settings.token_bits(seed_ref)
         bits_ref[...] = bits(1, block, s, bits_ref.shape)
@@ -145,12 +124,8 @@ def _kernel(
             *(widen(ref[...], t) for ref in column_refs),
         )
         start = toeplitz.first_row(block * s, other * t, T)
-        logits = settings.logits(
-            product(k_ref[...], q, NT),
-            table_ref,
-            start,
-            of_tile() if masked else None,
-        )
+        products = product(k_ref[...], q, NT)
+        logits = settings.logits(products, table_ref, start, of_tile() if masked else None)
         weights = dropped = jnp.exp(logits - lse_ref[:, queries])
         d_weights = product(v_ref[...], d_out, NT)
         if settings.dropout:
@@ -167,14 +142,16 @@ def _kernel(
         d_q_sum[queries, :] += product(d_logits, k_ref[...], TN)
 
     schedule.for_each_tile(add_tile)
-    d_k_ref[...] = d_k_sum[...].astype(d_k_ref.dtype)
-    d_v_ref[...] = d_v_sum[...].astype(d_v_ref.dtype)
-
-    @pl.when(last_block)
-    def _():
-        d_q_ref[...] = d_q_sum[...].astype(d_q_ref.dtype)
-
+    _write(d_k_ref, d_k_sum)
+    _write(d_v_ref, d_v_sum)
+    pl.when(last_block)(lambda: _write(d_q_ref, d_q_sum))
     if d_table_ref is not None:
-        pl.when(last_block & (sequence == pl.num_programs(1) - 1))(
-            lambda: toeplitz.collect(d_table_ref, d_vector_ref)
-        )
+        pl.when(last_sequence & last_block)(lambda: toeplitz.collect(d_table_ref, d_vector_ref))
+
+
+def _clear(ref) -> None:
+    ref[...] = jnp.zeros_like(ref)
+
+
+def _write(ref, total_ref) -> None:
+    ref[...] = total_ref[...].astype(ref.dtype)

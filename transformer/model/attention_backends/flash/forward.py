@@ -19,12 +19,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from transformer.model.attention_backends.blockwise import LOWEST
 from transformer.model.attention_backends.flash import toeplitz
 from transformer.model.attention_backends.flash.settings import (
-    LOWEST,
     NN,
     NT,
     Settings,
+    f32,
+    head_spec,
+    product,
     row_spec,
     vector_spec,
 )
@@ -38,13 +41,7 @@ from transformer.model.attention_backends.flash.tiles import (
 
 
 def forward(
-    settings: Settings,
-    q_BxNxTxH: jax.Array,
-    k_BxKxSxH: jax.Array,
-    v_BxKxSxV: jax.Array,
-    limits: Limits,
-    bias_NxD: jax.Array | None,
-    seed: jax.Array,
+    settings: Settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, bias_NxD, seed
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs, [B, N, T, V], and the log-sum-exp of the logits, float32[B, N, T].
 
@@ -54,24 +51,24 @@ def forward(
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
     vector = None if bias_NxD is None else toeplitz.packed(bias_NxD)
-    states = limits.states(t, s)
+    schedule = Schedule.of(limits.states(t, s))
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
-    by_query = lambda n, b, i, *_: (b, n, i, 0)
-    by_head = lambda n, b, i, *_: (b, lax.div(n, heads // kv_heads), 0, 0)
+    of_queries = head_spec(t, lambda n, i: (n, i))
+    of_keys = head_spec(S, lambda n, i: (lax.div(n, heads // kv_heads), 0))
     call = settings.call(
         _kernel,
         name="flash_forward",
         grid=(heads, batch, T // t),
         in_specs=[
-            pl.BlockSpec((None, None, t, H), by_query),
-            pl.BlockSpec((None, None, S, H), by_head),
-            pl.BlockSpec((None, None, S, V), by_head),
+            of_queries(H),
+            of_keys(H),
+            of_keys(V),
             jax.tree.map(functools.partial(row_spec, block=t), queries),
             jax.tree.map(row_spec, keys),
             vector_spec(vector),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, t, V), by_query),
+            of_queries(V),
             pl.BlockSpec((None, None, 1, t), lambda n, b, i, *_: (b, n, 0, i)),
         ],
         out_shape=[
@@ -79,17 +76,13 @@ def forward(
             jax.ShapeDtypeStruct((batch, heads, 1, T), jnp.float32),
         ],
         scratch_shapes=[
-            pltpu.VMEM((t, LANES), jnp.float32),
-            pltpu.VMEM((t, LANES), jnp.float32),
-            pltpu.VMEM((t, V), jnp.float32),
+            *(f32(t, LANES), f32(t, LANES), f32(t, V)),
             toeplitz.table(vector),
             jax.tree.map(lambda x: pltpu.VMEM((t, LANES), x.dtype), queries),
             pltpu.VMEM((t, LANES), jnp.int32) if settings.dropout else None,
         ],
     )
-    out, lse = call(
-        Schedule.of(states), seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, vector
-    )
+    out, lse = call(schedule, seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, vector)
     return out, lse[:, :, 0]
 
 
@@ -101,9 +94,8 @@ def _kernel(
     t, s = settings.q_block, settings.k_block
     block, V = pl.program_id(2), v_ref.shape[-1]
     if table_ref is not None:
-        pl.when((pl.program_id(1) == 0) & (block == 0))(
-            lambda: toeplitz.build(vector_ref, table_ref)
-        )
+        in_first = (pl.program_id(1) == 0) & (block == 0)
+        pl.when(in_first)(lambda: toeplitz.build(vector_ref, table_ref))
     jax.tree.map(write_column, column_refs, query_refs)
     m_ref[...] = jnp.full_like(m_ref, LOWEST)
     l_ref[...] = jnp.zeros_like(l_ref)
@@ -118,15 +110,9 @@ def _kernel(
             *jax.tree.map(lambda ref: widen(ref[...], s), column_refs),
             *(ref[:, keys] for ref in key_refs),
         )
-        products = lax.dot_general(
-            q_ref[...], k_ref[keys, :], NT, preferred_element_type=jnp.float32
-        )
-        logits = settings.logits(
-            products,
-            table_ref,
-            toeplitz.first_row(block * t, other * s, settings.reach),
-            of_tile() if masked else None,
-        )
+        start = toeplitz.first_row(block * t, other * s, settings.reach)
+        products = product(q_ref[...], k_ref[keys, :], NT)
+        logits = settings.logits(products, table_ref, start, of_tile() if masked else None)
         old_m, old_l = m_ref[...], l_ref[...]
         m = jnp.maximum(old_m, jnp.max(logits, axis=1, keepdims=True))
         weights = jnp.exp(logits - widen(m, s))
@@ -136,9 +122,7 @@ def _kernel(
         if settings.dropout:
             k_bits = bits(1, other, s, (1, s))
             weights = settings.drop(weights, widen(bits_ref[...], s), k_bits)
-        read = lax.dot_general(
-            weights.astype(v_ref.dtype), v_ref[keys, :], NN, preferred_element_type=jnp.float32
-        )
+        read = product(weights.astype(v_ref.dtype), v_ref[keys, :], NN)
         sum_ref[...] = widen(rescale, V) * sum_ref[...] + read
 
     schedule.for_each_tile(add_tile)

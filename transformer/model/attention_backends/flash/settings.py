@@ -10,18 +10,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from transformer.model.attention_backends.blockwise import MASKED
 from transformer.model.attention_backends.flash import toeplitz
 from transformer.model.attention_backends.flash.tiles import Limits
 from transformer.model.dropout import keep_pairs, token_bits
 
-LOWEST = -1e30
-"""The running maximum before the first key: below every logit, above `MASKED`."""
-
-MASKED = -2e38
-"""The logit of a masked pair: exp(MASKED - m) is 0 for every m from `LOWEST` on."""
-
-NT, NN, TN = ((((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ())))
+NT, NN, TN = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
 """Dimension numbers of products with both operands as they are (NN) or with one transposed."""
+
+product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +51,14 @@ class Settings:
 
         The grid is (heads, sequences, blocks). Heads may run on several cores.
         """
-        scratch = {
-            name: arguments.pop(name)
-            for name in ("grid", "in_specs", "out_specs", "scratch_shapes")
-        }
+        fields = ("grid", "in_specs", "out_specs", "scratch_shapes")
+        grid_spec = {field: arguments.pop(field) for field in fields}
+        semantics = ("parallel", "arbitrary", "arbitrary")
         return pl.pallas_call(
             functools.partial(kernel, self),
-            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, **scratch),
+            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=2, **grid_spec),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-                vmem_limit_bytes=self.vmem,
+                dimension_semantics=semantics, vmem_limit_bytes=self.vmem
             ),
             interpret=self.interpret,
             **arguments,
@@ -106,10 +101,22 @@ class Settings:
 
 def row_spec(x_Bx1xT: jax.Array, block: int = 0) -> pl.BlockSpec:
     """A sequence of [B, 1, T], or one block of it. B may be 1, for all sequences."""
-    size = block or x_Bx1xT.shape[-1]
-    return pl.BlockSpec(
-        (None, 1, size), lambda n, b, i, *_: (b if len(x_Bx1xT) > 1 else 0, 0, i if block else 0)
-    )
+    (batch, _, T), is_block = x_Bx1xT.shape, block > 0
+    index = lambda n, b, i, *_: (b if batch > 1 else 0, 0, i if is_block else 0)
+    return pl.BlockSpec((None, 1, block or T), index)
+
+
+def head_spec(size: int, index: Callable) -> Callable[[int], pl.BlockSpec]:
+    """Returns the function of H that returns a block of [B, N, T, H], `size` tokens of a head.
+
+    `index(n, i)` returns the head and the block, where n and i are those of the results.
+    """
+    return lambda H: pl.BlockSpec((None, None, size, H), lambda n, b, i, *_: (b, *index(n, i), 0))
+
+
+def f32(*shape: int):
+    """Scratch memory for float32 numbers."""
+    return pltpu.VMEM(shape, jnp.float32)
 
 
 def vector_spec(x: jax.Array | None) -> pl.BlockSpec | None:
