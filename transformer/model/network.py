@@ -69,10 +69,7 @@ class _Family(nn.Module):
         return super().init(key, *inputs, **options)["params"]
 
     @nn.nowrap
-    def apply(
-        self, params, *inputs, rngs=None, method=None, mutable=False,
-        capture_intermediates=False, **options,
-    ):  # fmt: skip
+    def apply(self, params, *inputs, **options):
         """Runs the model on tokens.
 
             logits = model.apply(params, tokens)          # encoder, decoder: int[B, T]
@@ -124,10 +121,7 @@ class _Family(nn.Module):
             )
         # NumPy arrays cannot be indexed by traced arrays.
         as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-        return super().apply(
-            {"params": jax.tree.map(as_array, params)}, *inputs, rngs=rngs, method=method,
-            mutable=mutable, capture_intermediates=capture_intermediates, **options,
-        )  # fmt: skip
+        return super().apply({"params": jax.tree.map(as_array, params)}, *inputs, **options)
 
     @nn.nowrap
     def empty_cache(self, batch: int, slots: int) -> Cache:
