@@ -120,6 +120,21 @@ def test_invalid_prompts_and_caches_raise():
 def test_models_that_cannot_generate_raise():
     x, limits, keys = tokens(0, 2, 4), jnp.full(2, 3), jax.random.split(jax.random.key(0), 2)
     for family, source, message in (
+def test_decoding_broadcasts_masks_and_positions():
+    """An option of shape [1, T] holds for every sequence of the cache."""
+    model, params = make(small("decoder", position="rotary"))
+    x, mask, positions = tokens(0, 2, 4), jnp.array([[0, 1, 1, 1]]) > 0, jnp.array([[0, 0, 1, 2]])
+    caches = [
+        model.apply(
+            params, x, model.empty_cache(2, 5), method="decode",
+            padding_mask=jnp.tile(mask, (rows, 1)), positions=jnp.tile(positions, (rows, 1)),
+        )[1]
+        for rows in (1, 2)
+    ]  # fmt: skip
+    assert caches[1].tokens.segments_BxT[1, :4].tolist() == [0, 1, 1, 1]
+    jax.tree.map(np.testing.assert_array_equal, caches[0].tokens, caches[1].tokens)
+
+
         ("encoder", None, "model.family: 'encoder' does not generate text; use another family"),
         ("decoder", x, "source: passed; leave it out, because model.family = 'decoder'"),
         ("encoder_decoder", None, "source: missing; pass one, because model.family = 'encoder_d"),
