@@ -224,6 +224,22 @@ def test_field_without_effect_raises(field):
             "optimizer.clip_norm: 1e+30 is too large; at most 1,000,000,000",
         ),
         (
+            lambda: OptimizerConfig(name={"name": "adafactor", "clip_threshold": 1e30}),
+            "optimizer.name.clip_threshold: 1e+30 is too large; at most 1,000,000,000",
+        ),
+        (
+            lambda: small("decoder", attention_soft_cap=1e30),
+            "model.attention_soft_cap: 1e+30 is too large; at most 1,000,000,000",
+        ),
+        (
+            lambda: small("decoder", logit_soft_cap=1e30),
+            "model.logit_soft_cap: 1e+30 is too large; at most 1,000,000,000",
+        ),
+        (
+            lambda: small("decoder", num_decoder_layers=1001, scan_layers=False),
+            "model.num_decoder_layers: 1,001 is too large; at most 1,000; set model.scan_la",
+        ),
+        (
             lambda: OptimizerConfig(b2=0.99999999999),
             "optimizer.b2: 0.99999999999 must lie in [0, 1), also in float32",
         ),
