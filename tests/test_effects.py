@@ -213,7 +213,7 @@ def test_field_without_effect_raises(field):
         ),
         (
             lambda: DecodingConfig(temperature=1e-38),
-            "decoding.temperature: 1e-38 is too small; at least 1e-6, or 0 for greedy",
+            "decoding.temperature: 1e-38 is too small; at least 1e-6, or 0 (greedy)",
         ),
         (
             lambda: DecodingConfig(beam_size=2, length_penalty=1e30),

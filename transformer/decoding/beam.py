@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from transformer.decoding.config import check_numbers
 from transformer.decoding.ending import Ending
 from transformer.decoding.prefill import DecodeState, advance, first_prompt, prefill
 from transformer.model.special_tokens import Ids
@@ -131,8 +132,9 @@ def beam_search(
     hypotheses have a score of -1e9. `eos_id`, `pad_id`, `suppress_tokens`, prompts, masks and
     errors are as in `sample`.
     """
+    check_numbers("", max_new=max_new, beam_size=beam_size, alpha=alpha)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
-    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
+    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, limits_B=limits_B)
     limits_B = jnp.minimum(limits_B, max_new)
     batch, k, scanned = prompt_BxP.shape[0], beam_size, model.config.scan_layers
     logits_BxV, memory = prefill(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.decoding.config import check_temperature
+from transformer.decoding.config import check_numbers
 from transformer.decoding.ending import Ending
 from transformer.decoding.prefill import advance, first_prompt, prefill
 from transformer.model.special_tokens import Ids
@@ -45,11 +45,13 @@ def sample(
     `eos_id` (one or several) and `pad_id` default to those of the config; without a pad token, eos
     fills. Prompts are padded on the left; without `prompt_mask_BxP`, all tokens are real.
     `prompt_BxP=None` starts an encoder-decoder with the `decoder_start_id` of its config. Raises
-    UserError if there is no eos, for ids outside the vocabulary, and where `prefill` does.
+    UserError if there is no eos, for ids outside the vocabulary, for numbers that `DecodingConfig`
+    refuses, and where `prefill` does.
     """
-    check_temperature("temperature", temperature)
+    check_numbers("", max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
-    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
+    each = {"limits_B": limits_B, "keys_B": keys_B} if temperature else {"limits_B": limits_B}
+    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, **each)
 
     def draw(logits_BxV, step):
         logits_BxV = ending.suppress(logits_BxV, -jnp.inf)

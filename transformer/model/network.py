@@ -216,8 +216,8 @@ class Decoder(_OneStack):
 
         With `last_only`, only the logits of the last token are computed.
         """
-        check_cache_room(cache, tokens_BxT)
         tokens = locate(self.config, tokens_BxT, before=cache.tokens, **options)
+        check_cache_room(cache, tokens_BxT)
         check_cache_padding(self.config, cache, tokens)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), tokens, cache=cache)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
@@ -316,13 +316,12 @@ class EncoderDecoder(_Family):
         dropout_rate=None,
         **options,
     ):
+        before = None if cache is None else cache.tokens
+        tokens = locate(self.config, target_BxT, "target", before=before, **options)
         check_sources(len(encoded_tokens.segments_BxT), len(target_BxT), shared=cache is not None)
         if cache is not None:
             check_cache_room(cache, target_BxT)
             check_cache_source(cache, encoded_BxSxD)
-        before = None if cache is None else cache.tokens
-        tokens = locate(self.config, target_BxT, "target", before=before, **options)
-        if cache is not None:
             check_cache_padding(self.config, cache, tokens)
         x_BxTxD = self.target_embedding(target_BxT)
         return self.decoder(
