@@ -10,9 +10,8 @@ PACKAGE = ROOT / "transformer"
 
 ORDER = (
     "version", "errors", "output", "checks", "files", "claims", "plugins", "registry", "mapping",
-    "units", "sweeps", "model", "parallel", "convert", "data", "training", "decoding",
-    "evaluation", "config", "config_io", "runs", "planning", "lab", "api", "verbs", "cli",
-    "__main__",
+    "model", "parallel", "convert", "data", "training", "decoding", "evaluation", "units",
+    "sweeps", "config", "config_io", "runs", "planning", "lab", "api", "verbs", "cli", "__main__",
 )  # fmt: skip
 """The modules and packages of `transformer`. Each imports only itself and those before it."""
 
