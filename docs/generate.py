@@ -141,8 +141,13 @@ def _placements() -> str:
 
 def _mixers() -> str:
     from transformer.model.mixers.base import MIXERS
+    from transformer.model.positions import SCHEMES
 
-    return choices(MIXERS)
+    def accepted(mixer: type) -> str:
+        names = [f"`{name}`" for name, cls in sorted(SCHEMES.items()) if cls().hooks <= mixer.hooks]
+        return "all" if len(names) == len(SCHEMES) else ", ".join(names)
+
+    return choices(MIXERS, ("position schemes", accepted))
 
 
 def _feed_forwards() -> str:

@@ -225,7 +225,7 @@ def test_field_without_effect_raises(field):
         ),
         (
             lambda: DecodingConfig(temperature=1e-38),
-            "decoding.temperature: 1e-38 is too small; at least 1e-6, or 0 for greedy",
+            "decoding.temperature: 1e-38 is too small; at least 1e-6, or 0 (greedy)",
         ),
         (
             lambda: DecodingConfig(beam_size=2, length_penalty=1e30),
@@ -234,6 +234,22 @@ def test_field_without_effect_raises(field):
         (
             lambda: OptimizerConfig(clip_norm=1e30),
             "optimizer.clip_norm: 1e+30 is too large; at most 1,000,000,000",
+        ),
+        (
+            lambda: OptimizerConfig(name={"name": "adafactor", "clip_threshold": 1e30}),
+            "optimizer.name.clip_threshold: 1e+30 is too large; at most 1,000,000,000",
+        ),
+        (
+            lambda: small("decoder", attention_soft_cap=1e30),
+            "model.attention_soft_cap: 1e+30 is too large; at most 1,000,000,000",
+        ),
+        (
+            lambda: small("decoder", logit_soft_cap=1e30),
+            "model.logit_soft_cap: 1e+30 is too large; at most 1,000,000,000",
+        ),
+        (
+            lambda: small("decoder", num_decoder_layers=1001, scan_layers=False),
+            "model.num_decoder_layers: 1,001 is too large; at most 1,000; set model.scan_la",
         ),
         (
             lambda: OptimizerConfig(b2=0.99999999999),

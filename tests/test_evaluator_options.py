@@ -4,12 +4,19 @@ import dataclasses
 import types
 
 import numpy as np
+import pytest
+from studies import write_run
 from test_fields import BOTH, DECODER
 
+from transformer import Sweep, UserError, vary
 from transformer.config import Experiment
 from transformer.evaluation import losses
 from transformer.evaluation.evaluators import EVALUATORS, probe, translation
+from transformer.evaluation.evaluators.base import Evaluator, Kind
+from transformer.lab.profiles import profiles
+from transformer.lab.results import read
 from transformer.mapping import from_mapping
+from transformer.units import unit
 
 OPTIONS = {
     "loss_by_position": {"parts": 4},
@@ -111,3 +118,27 @@ class Letters:
     @staticmethod
     def encode(texts):
         return [[4 + ord(c) % 30 for c in text] for text in texts]
+
+
+class Beauty(Evaluator):
+    name = "beauty"
+    kinds = {"beauty": Kind("milli-Helens", True, False)}
+    profiles = {
+        "beauty": ("Beauty by layer", r"test/beauty/(\d+)", "layer", "beauty", "last", ""),
+    }
+
+
+def test_an_evaluator_declares_the_kinds_and_profiles_of_its_metrics(monkeypatch, tmp_path):
+    grid, metric = vary("model.norm", "layernorm", "rmsnorm"), "test/beauty/1"
+    with pytest.raises(UserError, match="metric 'test/beauty/1': its direction is unknown"):
+        Sweep(grid, metric=metric)
+    for arm, size in (("a", 32), ("b", 48)):
+        run = write_run(tmp_path, arm, 0, 4.0, model__d_ff=size)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 8, "test/beauty/1": 2.0, "test/beauty/2": 3.0}\n')
+    results = read([tmp_path / "a" / "seed-0", tmp_path / "b" / "seed-0"])
+    assert not profiles(results)
+    monkeypatch.setitem(EVALUATORS._all, "beauty", Beauty)
+    assert Sweep(grid, metric=metric).higher_is_better and unit(metric) == "milli-Helens"
+    (profile,) = profiles(results)
+    assert profile.caption == "Beauty by layer" and profile.places == [1, 2]

@@ -54,6 +54,11 @@ def test_worked_examples_pass_their_tests(tmp_path):
                     [*shlex.split(text.replace("\\\n", ""))[3:], "-p", "no:cacheprovider"]
                 )
         assert len(commands) > before, page
+    for command in (["check", "."], ["format", "--check", "."]):
+        ruff = subprocess.run(
+            [sys.executable, "-m", "ruff", *command], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert ruff.returncode == 0, ruff.stdout
     result = subprocess.run(
         [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
         cwd=tmp_path,

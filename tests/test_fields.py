@@ -5,12 +5,15 @@ which reports its name. Programs are only traced, not compiled.
 """
 
 import dataclasses
+import itertools
+import random
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from faults import combinations
 
 from transformer import ModelConfig, UserError, build_model
 from transformer.convert.special_tokens import write
@@ -125,6 +128,53 @@ def test_every_model_field_changes_a_family_or_raises(base):
             continue
         unused += [field] if changed == baseline and field != "max_length" else []
     assert not unused and 20 < refused < len(MODEL)
+
+
+WALKED = {f: values for f, values in combinations.OPTIONS.items() if f != "attention_backend"} | {
+    "num_heads": (2, 8), "d_ff": (40,), "d_model": (32,), "attention_bias": (True, False),
+    "norm_epsilon": (1e-3,), "init_std": (0.5,), "embedding_init_std": (0.5,), "causal": (False,),
+    "lm_head": (False,), "pooling": ("mean",), "pooler": (True,), "num_labels": (3,),
+    "token_types": (2,), "num_encoder_layers": (1, 3), "num_decoder_layers": (1, 3),
+}  # fmt: skip
+"""Field -> values for changes of random models. An automatic backend may be any of them."""
+
+
+def walked_program(config: ModelConfig) -> str:
+    """Returns the program of a model on sequences that are longer than its windows."""
+    model, ids = build_model(config), [jnp.ones((1, 7), jnp.int32)] * len(config.sides)
+    options = {"prefix_mask": jnp.arange(7)[None] < 2} if config.prefix_lm else {}
+
+    def program(key):
+        keys = {"params": key, "dropout": key}
+        return model.init_with_output(keys, *ids, deterministic=False, **options)
+
+    return program_text(program, jax.random.key(0))
+
+
+def spelled(config: ModelConfig, field: str):
+    """Returns the value to which a field's None resolves: spelling it out changes nothing."""
+    has_bias = {"attention_bias": config.use_bias, "qkv_bias": config.attention_has_bias}
+    return has_bias.get(field) if getattr(config, field) is None else None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_change_of_a_random_model_changes_its_program_or_raises(seed):
+    rng, unused, changed, refused = random.Random(seed), [], 0, 0
+    for case in itertools.islice(combinations.cases(seed), 4):
+        base = ModelConfig(**case.tree["model"])
+        program = walked_program(base)
+        for field in rng.sample(sorted(WALKED), 5):
+            value = rng.choice(WALKED[field])
+            if value in (getattr(base, field), spelled(base, field)):
+                continue
+            try:
+                other = walked_program(ModelConfig(**case.tree["model"] | {field: value}))
+            except UserError:
+                refused += 1
+                continue
+            changed += other != program
+            unused += [f"{field} = {value!r} of {case}"] if other == program else []
+    assert not unused and changed > 5 and refused
 
 
 SPECIAL_TOKENS = {"pad_id": 3, "bos_id": 4, "eos_id": 5, "decoder_start_id": 6}

@@ -28,6 +28,31 @@ def test_rejects_arms_that_build_the_same_program():
     check_sweep(Sweep(spelled, controls={"spelled": "spells out a default"}))
 
 
+def test_windows_that_hide_no_token_do_not_distinguish_arms():
+    base = experiment()
+    longest = base.model.max_length
+    windows = {
+        "plain": {},
+        "wide": {"model__window": longest},
+        "in a layer": {"model__layer_pattern": ({"window": longest}, {"window": 0})},
+        "narrow": {"model__window": longest - 1},
+    }
+    configs = {arm: experiment(**changes) for arm, changes in windows.items()}
+    assert len(set(configs.values())) == len(configs)
+    plain = ("plain", "wide", "in a layer")
+    assert guard.facts(configs["plain"]).flops == guard.facts(configs["wide"]).flops
+    alike = dict.fromkeys(configs)
+    assert twins(configs, alike) == dict.fromkeys(plain[1:], "plain")
+    # Longer sequences, or positions further apart, are hidden.
+    longer = [{"name": "extrapolation", "times": 2}]
+    for changes in ({"train__evaluators": longer}, {"model__random_positions": 2 * longest}):
+        pair = {
+            "plain": experiment(**changes),
+            "wide": experiment(**changes, model__window=longest),
+        }
+        assert not twins(pair, alike)
+
+
 def test_invalid_controls_raise():
     with pytest.raises(UserError, match="controls: 'wide' matches no other arm; remove it"):
         check_sweep(

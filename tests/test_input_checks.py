@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from conftest import make, small, tokens
 
+import transformer
 from transformer import UserError, beam_search, build_model, sample
+from transformer.decoding.config import DecodingConfig
+from transformer.decoding.generate import Generator
 from transformer.decoding.prefill import prefill
 
 ONES = np.ones((2, 5), np.int32)
@@ -142,6 +145,21 @@ def test_invalid_prompts_and_caches_raise():
         prefill(model, params, x, 3)
 
 
+def test_decoding_broadcasts_masks_and_positions():
+    """An option of shape [1, T] holds for every sequence of the cache."""
+    model, params = make(small("decoder", position="rotary"))
+    x, mask, positions = tokens(0, 2, 4), jnp.array([[0, 1, 1, 1]]) > 0, jnp.array([[0, 0, 1, 2]])
+    caches = [
+        model.apply(
+            params, x, model.empty_cache(2, 5), method="decode",
+            padding_mask=jnp.tile(mask, (rows, 1)), positions=jnp.tile(positions, (rows, 1)),
+        )[1]
+        for rows in (1, 2)
+    ]  # fmt: skip
+    assert caches[1].tokens.segments_BxT[1, :4].tolist() == [0, 1, 1, 1]
+    jax.tree.map(np.testing.assert_array_equal, caches[0].tokens, caches[1].tokens)
+
+
 def test_models_that_cannot_generate_raise():
     x, limits, keys = tokens(0, 2, 4), jnp.full(2, 3), jax.random.split(jax.random.key(0), 2)
     for family, source, message in (
@@ -159,6 +177,100 @@ def test_models_that_cannot_generate_raise():
                 generate(model, params, x, *arguments, **options)
         with pytest.raises(UserError, match=message):
             prefill(model, params, x, 8, source)
+
+
+NAN = float("nan")
+NUMBERS = {
+    "temperature": {-1.0: "-1.0 is too small; at least 0", NAN: "nan is too small",
+                    1e-30: "at least 1e-6", 1e9: "1,000,000,000.0 is too large; at most 100"},
+    "top_k": {-1: "-1 is too small; at least 0", 0.5: "expected int, got 0.5"},
+    "top_p": {value: rf"{value} must lie in \(0, 1\]" for value in (-1.0, 0.0, 2.0, NAN)},
+    "beam_size": {0: "0 is too small; at least 1", -1: "-1 is too small", 1.5: "expected int"},
+    "length_penalty": {NAN: "nan is too small; at least 0", -1.0: "-1.0 is too small",
+                       1e9: "at most 100: above it, all beams score about 0"},
+}  # fmt: skip
+"""Numbers of decoding that are refused: field -> value -> message."""
+
+
+@pytest.mark.parametrize("field", [*NUMBERS, "max_new"])
+def test_invalid_numbers_of_decoding_raise(field):
+    """The functions refuse the same numbers as the config."""
+    model, params = make(small("decoder"))
+    x, limits, keys = tokens(0, 2, 4), jnp.full(2, 3), jax.random.split(jax.random.key(0), 2)
+    name = "alpha" if field == "length_penalty" else field
+    for value, message in NUMBERS.get(field, {0: "0 is too small; at least 1"}).items():
+        call = functools.partial(sample, model, params, x, limits, keys)
+        if name in ("beam_size", "alpha"):
+            call = functools.partial(beam_search, model, params, x, limits, beam_size=2, alpha=0.6)
+        with pytest.raises(UserError, match=f"^{name}: .*{message}"):
+            call(**{"max_new": 3, "eos_id": 1, name: value})
+        if field != "max_new":
+            with pytest.raises(UserError, match=rf"^decoding\.{field}: .*{message}"):
+                DecodingConfig(**{field: value})
+
+
+def test_arrays_that_do_not_fit_decoding_raise():
+    model, params = make(small("decoder"))
+    both, both_params = make(small("encoder_decoder"))
+    x, limits, keys = tokens(0, 2, 4), jnp.full(2, 3), jax.random.split(jax.random.key(0), 2)
+
+    def draw(prompt=x, limits=limits, keys=keys, **options):
+        options = {"max_new": 3, "eos_id": 1, "temperature": 1.0} | options
+        return sample(model, params, prompt, limits, keys, **options)
+
+    def search(prompt=x, limits=limits, **options):
+        options = {"beam_size": 2, "alpha": 0.6, "max_new": 3, "eos_id": 1} | options
+        return beam_search(both, both_params, prompt, limits, **options)
+
+    decode = lambda tokens: model.apply(params, tokens, model.empty_cache(2, 8), method="decode")
+    source = both.apply(both_params, x, method="encode")
+    decode_both = lambda target: both.apply(
+        both_params, target, both.empty_cache(2, 8), *source, method="decode"
+    )
+    rank = r"expected integers of shape \[B, T\], got int32\[4\]"
+    for call, message in (
+        (lambda: draw(x[0]), f"prompt: {rank}; add the batch axis"),
+        (lambda: search(x, source_BxS=x[0]), f"source: {rank}"),
+        (lambda: search(x, source_BxS=[[1]]), "source: expected an integer array, got a list"),
+        (lambda: prefill(model, params, x[0], 8), f"prompt: {rank}"),
+        (lambda: decode(x[0]), f"tokens: {rank}"),
+        (lambda: decode_both(x[0]), f"target: {rank}"),
+        (
+            lambda: draw(prompt_mask_BxP=[[True] * 4] * 2),
+            "prompt_mask: expected an array of bool, got list",
+        ),
+        (
+            lambda: draw(prompt_mask_BxP=x[:, :3] > 0),
+            r"prompt_mask: shape \[2, 3\] differs from the tokens' shape \[2, 4\]",
+        ),
+        (
+            lambda: draw(limits=limits[:1]),
+            r"limits_B: shape \[1\], but there are 2 prompts; pass an array with one value for ea",
+        ),
+        (lambda: search(limits=[3, 3], source_BxS=x), "limits_B: list, but there are 2 prompts"),
+        (lambda: draw(keys=keys[0]), r"keys: expected \[2\] keys"),
+        (
+            lambda: draw(suppress_tokens=range(37)),
+            "suppress_tokens: the whole vocabulary; leave one token out",
+        ),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+def test_inputs_that_are_not_text_raise():
+    for texts, message in (
+        (None, "texts: expected a list of strings, got NoneType"),
+        ("one", "texts: expected a list of strings, got str"),
+        ([b"x"], r"texts\[0\]: b'x' is not text; pass strings"),
+        (["x", 3], r"texts\[1\]: 3 is not text"),
+        (["x\ud800"], r"texts\[0\]: '\\ud800' is not in UTF-8; remove it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            transformer.generate("runs/none", texts)
+        with pytest.raises(UserError, match=message):
+            Generator.__call__(None, texts)
 
 
 @pytest.mark.parametrize("position", ["learned", "xpos"])

@@ -12,8 +12,11 @@ from conftest import make, small, tokens
 
 from transformer import UserError
 from transformer.config import MeshConfig
+from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance, prefill
 from transformer.model.cache import LayerState
+from transformer.model.layout import flatten, unflatten, where
+from transformer.model.layout import part as layer_part
 from transformer.model.mixers import MIXERS
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
@@ -56,6 +59,12 @@ def mixer_config(name: str, family: str = "decoder", **fields):
 def cached_model(name: str):
     model, params = make(mixer_config(name))
     return model, params, jax.jit(functools.partial(model.apply))
+
+
+def left_padded(*starts):
+    """Returns (padding mask, positions) of sequences of 16 tokens that begin at `starts`."""
+    start = np.array(starts)[:, None]
+    return jnp.asarray(np.arange(16) >= start), jnp.maximum(jnp.arange(16) - start, 0)
 
 
 def mixer_output(config, params, x, segments, position=None):
@@ -133,9 +142,7 @@ def test_gated_delta_matches_its_recurrence(twice):
 def test_cached_decoding_in_parts_equals_full_forward_pass(name):
     """Prompts are padded on the left. Parts have one or several tokens."""
     model, params, apply = cached_model(name)
-    x, start = tokens(0, 2, 16), np.array([[0], [3]])
-    padding_mask = jnp.asarray(np.arange(16) >= start)
-    positions = jnp.maximum(jnp.arange(16) - start, 0)
+    x, (padding_mask, positions) = tokens(0, 2, 16), left_padded(0, 3)
     whole = apply(params, x, padding_mask=padding_mask, positions=positions)
     logits, memory = prefill(model, params, x[:, :7], 16, None, padding_mask[:, :7])
     np.testing.assert_allclose(logits, whole[:, 6], atol=1e-4)
@@ -145,6 +152,46 @@ def test_cached_decoding_in_parts_equals_full_forward_pass(name):
         np.testing.assert_allclose(
             part_logits, whole[:, slice(*part)], atol=1e-4, err_msg=str(part)
         )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_beam_search_scores_equal_teacher_forcing(name):
+    """The score of a hypothesis is its log-probability in one forward pass, over the penalty."""
+    model, params, apply = cached_model(name)
+    prompt, limits, (mask, positions) = tokens(7, 2, 12), (4, 3), left_padded(0, 3)
+    search = functools.partial(beam_search, model, beam_size=3, alpha=2.0, max_new=4, eos_id=1)
+    found, scores = jax.jit(search)(params, prompt, jnp.array(limits), prompt_mask_BxP=mask[:, :12])
+    lengths = []
+    for beam in range(3):
+        x = jnp.concatenate([prompt, found[:, beam]], axis=1)
+        logits = apply(params, x, padding_mask=mask, positions=positions)
+        logp = np.asarray(jax.nn.log_softmax(logits))
+        for row in np.flatnonzero(scores[:, beam] > -1e8):  # the others are missing
+            text = [int(token) for token in found[row, beam]][: limits[row]]
+            length = next((i + 1 for i, token in enumerate(text) if token == 1), limits[row])
+            expected = sum(logp[row, 11 + i, text[i]] for i in range(length))
+            penalty = ((5 + length) / 6) ** 2.0
+            np.testing.assert_allclose(scores[row, beam], expected / penalty, rtol=1e-4)
+            lengths.append(length)
+    assert max(lengths) > 2, "the states of beams must be read"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scanned_layers_equal_unrolled_ones(name):
+    scanned, params, apply = cached_model(name)
+    unrolled = build_model(dataclasses.replace(scanned.config, scan_layers=False))
+    flat = flatten(params)
+    places = where(scanned.config, flat)
+    layers = unflatten(
+        {path: layer_part(flat[old], index) for path, (old, index) in places.items()}
+    )
+    assert jax.tree.structure(layers) != jax.tree.structure(params)
+    x, (mask, positions) = tokens(0, 2, 16), left_padded(0, 3)
+    np.testing.assert_allclose(
+        jax.jit(unrolled.apply)(layers, x, padding_mask=mask, positions=positions),
+        apply(params, x, padding_mask=mask, positions=positions),
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

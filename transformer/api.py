@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from transformer.config import Experiment, MeshConfig
 from transformer.config_io import load_experiment
 from transformer.data.corpora import data_home
-from transformer.decoding.generate import Generator
+from transformer.decoding.generate import Generator, check_texts
 from transformer.errors import UserError
 from transformer.mapping import apply_overrides, build, thaw
 from transformer.parallel.mesh import start, use
@@ -101,8 +101,7 @@ def generate(
     Returns:
       One output per text.
     """
-    if isinstance(texts, str):
-        raise UserError("texts: one string; pass a list of strings")
+    check_texts(texts)
     run = run if isinstance(run, LoadedRun) else load_run(run)
     changes = {f"decoding.{name}": value for name, value in decoding.items()}
     config = apply_overrides(run.config, changes) if changes else run.config

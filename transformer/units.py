@@ -1,22 +1,7 @@
 """Units and directions of metrics, by name."""
 
-import dataclasses
-
 from transformer.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """The properties of a metric.
-
-    `unit` is for display. `higher` is true if larger values are better. `of_tokens` is true if the
-    value depends on the tokenizer.
-    """
-
-    unit: str
-    higher: bool
-    of_tokens: bool
-
+from transformer.evaluation.evaluators import EVALUATORS, Kind
 
 KINDS = {
     **dict.fromkeys(
@@ -48,20 +33,19 @@ OF_LABELS = {
 
 def kind(metric: str, predicts_tokens: bool = True) -> Kind | None:
     """Returns the kind of a metric, from the last known part of its name, or None."""
-    kinds = KINDS if predicts_tokens else KINDS | OF_LABELS
+    kinds = {part: x for cls in EVALUATORS.values() for part, x in cls.kinds.items()} | KINDS
+    kinds |= {} if predicts_tokens else OF_LABELS
     return next((kinds[part] for part in reversed(metric.split("/")) if part in kinds), None)
 
 
 def of_tokens(metric: str, predicts_tokens: bool = True) -> bool:
     """Returns whether the metric's value depends on the tokenizer."""
-    metric_kind = kind(metric, predicts_tokens)
-    return metric_kind is not None and metric_kind.of_tokens
+    return getattr(kind(metric, predicts_tokens), "of_tokens", False)
 
 
 def unit(metric: str, predicts_tokens: bool = True) -> str:
     """Returns the unit of the metric; "" if it is unknown."""
-    metric_kind = kind(metric, predicts_tokens)
-    return metric_kind.unit if metric_kind else ""
+    return getattr(kind(metric, predicts_tokens), "unit", "")
 
 
 def higher_is_better(metric: str, declared: bool | None) -> bool:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
+from transformer.decoding.config import check_numbers
 from transformer.decoding.ending import Ending
 from transformer.decoding.prefill import DecodeState, advance, first_prompt, prefill
 from transformer.model.special_tokens import Ids
@@ -131,7 +132,8 @@ def beam_search(
 
     The other arguments and the errors are those of `sample`.
     """
-    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
+    check_numbers("", max_new=max_new, beam_size=beam_size, alpha=alpha)
+    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, limits_B=limits_B)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     limits_B = jnp.minimum(limits_B, max_new)
     (batch, length), k, scanned = prompt_BxP.shape, beam_size, model.config.scan_layers

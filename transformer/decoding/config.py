@@ -3,7 +3,9 @@
 import dataclasses
 from typing import Protocol
 
-from transformer.checks import Effect, at_least, at_most, strict
+import jax
+
+from transformer.checks import LARGEST, Effect, coerce, strict
 from transformer.data.config import Task
 from transformer.data.objectives.base import Objective
 from transformer.errors import UserError
@@ -30,31 +32,43 @@ class DecodingConfig:
     batch_size: int = 64  # sequences that are decoded at once
 
     def __post_init__(self):
-        at_least("decoding", self, 1, "beam_size", "max_extra", "batch_size")
-        at_least("decoding", self, 0, "temperature", "top_k", "length_penalty")
-        at_most(
-            "decoding",
-            self,
-            100,
-            temperature="above it, all tokens are about equally likely",
-            length_penalty="above it, all beams score about 0",
-        )
-        check_temperature("decoding.temperature", self.temperature)
+        check_numbers("decoding.", **dataclasses.asdict(self))
         if self.beam_size > 1 and self.temperature:
             raise UserError(
                 "decoding.beam_size and decoding.temperature: beam search does not sample; set "
                 "decoding.temperature to 0, or decoding.beam_size to 1"
             )
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"decoding.top_p: {self.top_p} must lie in (0, 1]")
 
 
-def check_temperature(field: str, temperature: float) -> None:
-    """Raises UserError for a temperature by which logits cannot be divided."""
-    if 0 < temperature < 1e-6:
-        raise UserError(
-            f"{field}: {temperature} is too small; at least 1e-6, or 0 for greedy decoding"
-        )
+_RANGES = {
+    **dict.fromkeys(("beam_size", "max_extra", "max_new", "batch_size"), (1, LARGEST, "")),
+    **dict.fromkeys(("length_penalty", "alpha"), (0.0, 100, ": above it, all beams score about 0")),
+    "temperature": (0.0, 100, ": above it, all tokens are about equally likely"),
+    "top_k": (0, LARGEST, ""),
+    "top_p": (0.0, 1, ""),
+}
+"""Number -> (minimum, maximum, reason for the maximum). The minimum has the number's type."""
+
+
+def check_numbers(section: str, **numbers) -> None:
+    """Raises UserError for a number of wrong type or range, of a config or of `beam_search`.
+
+    `section` precedes the name in the message. A traced number has no value and is not checked.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, jax.core.Tracer):
+            continue
+        least, most, why = _RANGES[name]
+        value = value.item() if isinstance(value, jax.Array) and not value.shape else value
+        number = coerce(value, type(least), section + name)
+        if name == "top_p" and not 0 < number <= 1:
+            raise UserError(f"{section}top_p: {number} must lie in (0, 1]")
+        if not number >= least:  # also rejects NaN
+            raise UserError(f"{section}{name}: {number} is too small; at least {least:g}")
+        if number > most:
+            raise UserError(f"{section}{name}: {number:,} is too large; at most {most:,}{why}")
+        if name == "temperature" and 0 < number < 1e-6:
+            raise UserError(f"{section}{name}: {number} is too small; at least 1e-6, or 0 (greedy)")
 
 
 class DecodingTask(Task, Protocol):

@@ -24,8 +24,8 @@ class Ending:
     ) -> "Ending":
         """The tokens of the arguments, or of `config` where an argument is None.
 
-        If there is no pad token, eos pads. Raises UserError if there is no eos, and for ids
-        outside the vocabulary.
+        If there is no pad token, eos pads. Raises UserError if there is no eos, for ids outside the
+        vocabulary, and if all tokens are suppressed.
         """
         eos_ids = as_tuple(config.eos_id if eos_id is None else eos_id)
         pad_id = config.pad_id if pad_id is None else pad_id
@@ -39,6 +39,8 @@ class Ending:
             raise UserError(
                 "eos_id: not set, so no sequence would end; pass eos_id, or set model.eos_id"
             )
+        if len(set(suppress_tokens)) == config.vocab_size:
+            raise UserError("suppress_tokens: the whole vocabulary; leave one token out")
         fill_id = eos_ids[0] if pad_id is None else pad_id
         return cls(eos_ids, fill_id, tuple(suppress_tokens))
 

@@ -23,6 +23,19 @@ from transformer.mapping import to_mapping
 from transformer.model.network import build_model
 
 
+def check_texts(texts: Any) -> None:
+    """Raises UserError unless `texts` is a list of strings that UTF-8 can encode."""
+    if isinstance(texts, (str, bytes)) or not hasattr(texts, "__len__"):
+        raise UserError(f"texts: expected a list of strings, got {type(texts).__name__}")
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise UserError(f"texts[{i}]: {text!r} is not text; pass strings")
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise UserError(f"texts[{i}]: {text[e.start]!a} is not in UTF-8; remove it") from None
+
+
 @dataclasses.dataclass
 class Generator:
     """A trained model that generates text. `cut` counts inputs that were too long and cut."""
@@ -56,8 +69,9 @@ class Generator:
     ) -> list[str]:
         """Returns one output per text, in order: its translation or its continuation.
 
-        After each batch, calls `progress` with the number of texts done.
+        After each batch, calls `progress` with the number of texts done. Raises UserError.
         """
+        check_texts(texts)
         ids = self.tokenizer.encode(texts)
         if self._translates or self._answers:
             ids = [[*self.tokenizer.source_prefix_ids, *i] for i in ids]

@@ -13,7 +13,7 @@ from flax import struct
 
 from transformer.errors import UserError
 from transformer.model.cache import Cache
-from transformer.model.inputs import values
+from transformer.model.inputs import check_array, check_range, check_tokens, values
 from transformer.model.masks import Tokens
 
 
@@ -26,24 +26,32 @@ class DecodeState:
 
 
 def first_prompt(
-    model: nn.Module, prompt_BxP: jax.Array | None, source_BxS: jax.Array | None
+    model: nn.Module, prompt_BxP: jax.Array | None, source_BxS: jax.Array | None, **each: Any
 ) -> jax.Array:
     """The prompts; by default, the start token of an encoder-decoder, int32[B, 1].
 
-    Raises UserError if there is neither a prompt nor a start token.
+    `each` are arrays with one entry per prompt on axis 0. Raises UserError if they are not, if
+    prompt or source do not match the model, and if there is neither a prompt nor a start token.
     """
-    _check_family(model, source_BxS)
-    if prompt_BxP is not None:
-        return prompt_BxP
-    start_id = model.config.decoder_start_id
-    if source_BxS is None:
-        raise UserError("prompt: None, but a decoder continues a prompt; pass one")
-    if start_id is None:
-        raise UserError(
-            "prompt: None, and there is no start token; pass a prompt, or set "
-            "model.decoder_start_id"
-        )
-    return jnp.full((source_BxS.shape[0], 1), start_id, jnp.int32)
+    _check(model, prompt_BxP, source_BxS)
+    if prompt_BxP is None:
+        start_id = model.config.decoder_start_id
+        if source_BxS is None:
+            raise UserError("prompt: None, but a decoder continues a prompt; pass one")
+        if start_id is None:
+            raise UserError(
+                "prompt: None, and there is no start token; pass a prompt, or set "
+                "model.decoder_start_id"
+            )
+        prompt_BxP = jnp.full((source_BxS.shape[0], 1), start_id, jnp.int32)
+    for name, x in each.items():
+        shape = getattr(x, "shape", None)
+        if shape is None or shape[:1] != prompt_BxP.shape[:1]:
+            raise UserError(
+                f"{name}: {type(x).__name__ if shape is None else f'shape {list(shape)}'}, but "
+                f"there are {len(prompt_BxP)} prompts; pass an array with one value for each"
+            )
+    return prompt_BxP
 
 
 def prefill(
@@ -59,10 +67,11 @@ def prefill(
 
     The masks are True where a token is real; by default, every token is. Prompts of unequal length
     are padded on the left, sources on the right. The memory has room for `slots` tokens, including
-    the prompt. Raises UserError for a prompt mask with padding on the right (if its values are
-    known, that is, outside `jax.jit`), and for more slots than the model has positions.
+    the prompt. Raises UserError for arrays of the wrong shape or type, for a prompt mask with
+    padding on the right (if its values are known, that is, outside `jax.jit`), and for more slots
+    than the model has positions.
     """
-    _check_family(model, source_BxS)
+    _check(model, prompt_BxP, source_BxS)
     if slots < prompt_BxP.shape[1]:
         raise UserError(
             f"slots: {slots} are fewer than the {prompt_BxP.shape[1]} tokens of the prompt; "
@@ -78,6 +87,7 @@ def prefill(
     if real_BxP is None:
         real_BxP = jnp.ones(prompt_BxP.shape, bool)
     _check_prompt_mask(prompt_BxP, real_BxP)
+    real_BxP = jnp.broadcast_to(real_BxP, prompt_BxP.shape)
     options = {
         "positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0),
         "segment_ids": real_BxP.astype(jnp.int32),
@@ -97,22 +107,22 @@ def prefill(
     return logits[:, -1], DecodeState(cache, encoded[1])
 
 
-def _check_family(model: nn.Module, source_BxS: jax.Array | None) -> None:
-    """Raises UserError if the model cannot generate, or for a source that it does not match."""
+def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any) -> None:
+    """Raises UserError if the model cannot generate, or for tokens that it does not match."""
     family = model.config.family
     if family == "encoder":
         raise UserError("model.family: 'encoder' does not generate text; use another family")
     if (source_BxS is not None) != model.config.is_encoder_decoder:
         problem = "missing; pass one" if source_BxS is None else "passed; leave it out"
         raise UserError(f"source: {problem}, because model.family = {family!r}")
+    for name, tokens in {"prompt": prompt_BxP, "source": source_BxS}.items():
+        if tokens is not None:
+            check_tokens(model.config, tokens, name)
 
 
-def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: jax.Array) -> None:
-    if real_BxP.shape != prompt_BxP.shape:
-        raise UserError(
-            f"prompt_mask: shape {list(real_BxP.shape)}, but that of the prompts is "
-            f"{list(prompt_BxP.shape)}"
-        )
+def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: Any) -> None:
+    check_array("prompt_mask", real_BxP, prompt_BxP.shape, np.integer, np.bool_)
+    check_range("prompt_mask", real_BxP, 2)
     real = values(real_BxP)
     if real is not None and np.any(np.diff(real.astype(np.int8), axis=1) < 0):
         raise UserError("prompt_mask: padding after a real token; pad prompts on the left")

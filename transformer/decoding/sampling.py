@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from transformer.decoding.config import check_temperature
+from transformer.decoding.config import check_numbers
 from transformer.decoding.ending import Ending
 from transformer.decoding.prefill import advance, first_prompt, prefill
 from transformer.errors import UserError
@@ -52,10 +52,11 @@ def sample(
 
     Raises:
       UserError (a ValueError): no eos; ids outside the vocabulary; prompts padded on the right;
-        prompt plus max_new exceed the positions; not one key per sequence.
+        prompt plus max_new exceed the positions; numbers that `DecodingConfig` refuses; not one
+        key per sequence.
     """
-    check_temperature("temperature", temperature)
-    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS)
+    check_numbers("", max_new=max_new, temperature=temperature, top_k=top_k, top_p=top_p)
+    prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, limits_B=limits_B)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     if temperature:
         _check_keys(keys_B, len(prompt_BxP))

@@ -85,11 +85,31 @@ def fields_outside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
 
 def programs(config: Experiment) -> str:
     """Returns a hash of the lowered programs: initialization, loss and gradients, update."""
-    config = config.on(MeshConfig(data=1))
+    config = _without_wide_windows(config.on(MeshConfig(data=1)))
     model_hash, params = _of_model(dataclasses.replace(config, optimizer=OptimizerConfig(), seed=0))
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     state = jax.eval_shape(optimizer.init, params)
     return model_hash + _hash(jax.jit(optimizer.update).lower(params, state, params))
+
+
+def _without_wide_windows(config: Experiment) -> Experiment:
+    """Sets windows that hide no token of the longest sequence to 0, their equivalent.
+
+    Generated text has up to `max_length` tokens, and the evaluator `extrapolation` reads sequences
+    of `times` training lengths. Random positions are further apart than tokens.
+    """
+    model, evaluators = config.model, map(EVALUATORS.build, config.train.evaluators)
+    if model.random_positions:
+        return config
+    times = [getattr(evaluator, "times", 1) for evaluator in evaluators]
+    longest = max(model.max_length, config.data.length * max(times, default=1))
+    narrow = lambda window: window if window < longest else 0
+    pattern = tuple(
+        {**entry, "window": narrow(entry["window"])} if "window" in entry else entry
+        for entry in model.layer_pattern
+    )
+    model = dataclasses.replace(model, window=narrow(model.window), layer_pattern=pattern)
+    return dataclasses.replace(config, model=model)
 
 
 @functools.lru_cache(maxsize=64)

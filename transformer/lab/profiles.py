@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from transformer.evaluation.evaluators import EVALUATORS
 from transformer.evaluation.measure import measures
 from transformer.lab.results import Arm, Results, RunResult
 from transformer.lab.statistics import Mean, mean
@@ -138,8 +139,8 @@ def profiles(results: Results) -> list[Profile]:
     A profile on a logarithmic scale also needs a positive value: updates are all zero if the
     learning-rate schedule ends at zero.
     """
-    result = []
-    for name, (caption, pattern, x_label, y_label, when, log) in PROFILES.items():
+    result, declared = [], [item for cls in EVALUATORS.values() for item in cls.profiles.items()]
+    for name, (caption, pattern, x_label, y_label, when, log) in [*PROFILES.items(), *declared]:
         lines = {
             arm.name: line
             for arm in results.arms.values()

@@ -299,7 +299,7 @@ def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -
         tested = read_json(test_file) if test_file.exists() else {}
         parsed = parse_metrics(folder)
     except UserError as e:
-        left_out.append(f"{name}: damaged ({e})")
+        left_out.append(f"{name}: {e}")
         return None
     numbers = lambda line: {key: x for key, x in line.items() if isinstance(x, (int, float))}
     lines = [line for line in parsed if line is not None]

@@ -60,7 +60,9 @@ class Cache:
 
     def append(self, tokens: Tokens) -> Tokens:
         """Returns the tokens of all slots after writing `tokens` to the next ones."""
-        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(slots, new, self.index, axis=1)
+        put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(
+            slots, jnp.broadcast_to(new, (len(slots), new.shape[1])), self.index, axis=1
+        )
         return jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
 
     def reorder(self, select: Callable[[jax.Array], jax.Array], scanned: bool) -> "Cache":

@@ -4,7 +4,7 @@ import dataclasses
 
 from flax.core import FrozenDict
 
-from transformer.checks import at_least, in_unit_interval, one_of, plain, positive
+from transformer.checks import at_least, at_most, in_unit_interval, one_of, plain, positive
 from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.activations import ACTIVATIONS
@@ -21,6 +21,8 @@ MAX_LAYERS = 10_000
 """Maximum number of layers in a stack. Building a config checks each of them; the deepest published
 Transformer has 1,000."""
 
+MAX_UNROLLED_LAYERS = 1000
+"""The most layers of a stack without model.scan_layers. JAX traces each of them by itself."""
 
 FORMER_FAMILIES = {
     "recurrent_encoder_decoder": "set model.family='encoder_decoder' and model.mixer='lstm', with "
@@ -67,6 +69,8 @@ def _check_values(config) -> None:
         "pipeline_microbatches",
     )
     at_least("model", config, 1, "pipeline_rounds")
+    why = "above it, nothing is capped"
+    at_most("model", config, 10**9, attention_soft_cap=why, logit_soft_cap=why)
     positive("model", config, "norm_epsilon", "init_std", "logit_scale")
     if config.attention_scale is not None:
         positive("model", config, "attention_scale")
@@ -103,9 +107,11 @@ def _check_sizes(config) -> None:
                 f"model.{layers}: {getattr(config, layers)} is too small; "
                 f"a family with a{'n' * (side == 'encoder')} {side} needs at least 1"
             )
-        if getattr(config, layers) > MAX_LAYERS:
+        most = MAX_LAYERS if config.scan_layers else MAX_UNROLLED_LAYERS
+        if getattr(config, layers) > most:
+            more = "" if config.scan_layers else "; set model.scan_layers=True for more"
             raise UserError(
-                f"model.{layers}: {getattr(config, layers):,} is too large; at most {MAX_LAYERS:,}"
+                f"model.{layers}: {getattr(config, layers):,} is too large; at most {most:,}{more}"
             )
 
 

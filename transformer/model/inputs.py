@@ -38,7 +38,7 @@ def locate(
 
     Raises UserError for inputs that do not match; `name` is the name of the tokens in its message.
     """
-    _check_tokens(config, tokens_BxT, name)
+    check_tokens(config, tokens_BxT, name)
     _check_options(
         config, tokens_BxT.shape, name, positions, segment_ids, padding_mask, prefix_mask
     )
@@ -122,11 +122,12 @@ def check_token_types(config: ModelConfig, tokens_BxT: jax.Array, token_types) -
         return
     if not config.token_types:
         raise UserError("token_types: passed, but model.token_types = 0; leave them out")
-    _check_array("token_types", token_types, tokens_BxT.shape, np.integer)
-    _check_range("token_types", token_types, config.token_types, "model.token_types")
+    check_array("token_types", token_types, tokens_BxT.shape, np.integer)
+    check_range("token_types", token_types, config.token_types, "model.token_types")
 
 
-def _check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
+def check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
+    """Raises UserError unless `tokens_BxT` are token ids of this model, [B, T]."""
     shape, dtype = getattr(tokens_BxT, "shape", None), getattr(tokens_BxT, "dtype", None)
     if dtype is None or shape is None:
         raise UserError(f"{name}: expected an integer array, got a {type(tokens_BxT).__name__}")
@@ -142,7 +143,7 @@ def _check_tokens(config: ModelConfig, tokens_BxT, name: str) -> None:
             f"{name}: a sequence of {shape[1]} tokens is longer than model.max_length = "
             f"{config.max_length}; shorten it"
         )
-    _check_range(name, tokens_BxT, config.vocab_size, "model.vocab_size")
+    check_range(name, tokens_BxT, config.vocab_size, "model.vocab_size")
 
 
 def _check_options(config, shape, name, positions, segment_ids, padding_mask, prefix_mask) -> None:
@@ -158,18 +159,19 @@ def _check_options(config, shape, name, positions, segment_ids, padding_mask, pr
         )
     for field, mask in {"padding_mask": padding_mask, "prefix_mask": prefix_mask}.items():
         if mask is not None:
-            _check_array(field + suffix, mask, shape, np.integer, np.bool_)
-            _check_range(field + suffix, mask, 2)
+            check_array(field + suffix, mask, shape, np.integer, np.bool_)
+            check_range(field + suffix, mask, 2)
     if segment_ids is not None:
-        _check_array(f"segment_ids{suffix}", segment_ids, shape, np.integer)
-        _check_range(f"segment_ids{suffix}", segment_ids)
+        check_array(f"segment_ids{suffix}", segment_ids, shape, np.integer)
+        check_range(f"segment_ids{suffix}", segment_ids)
     if positions is not None:
-        _check_array(f"positions{suffix}", positions, shape, np.integer)
+        check_array(f"positions{suffix}", positions, shape, np.integer)
         end = None if config.last_position is None else config.last_position + 1
-        _check_range(f"positions{suffix}", positions, end, "model.max_length")
+        check_range(f"positions{suffix}", positions, end, "model.max_length")
 
 
-def _check_array(field: str, x, shape: tuple[int, ...], *kinds: type) -> None:
+def check_array(field: str, x, shape: tuple[int, ...], *kinds: type) -> None:
+    """Raises UserError unless `x` is an array of one of `kinds` that fits tokens of `shape`."""
     x_shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     is_array = dtype is not None and x_shape is not None
     if not is_array or not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
@@ -182,7 +184,7 @@ def _check_array(field: str, x, shape: tuple[int, ...], *kinds: type) -> None:
         )
 
 
-def _check_range(field: str, x, end: int | None = None, why: str = "") -> None:
+def check_range(field: str, x, end: int | None = None, why: str = "") -> None:
     """Raises UserError unless all values, where available, lie in [0, end)."""
     array = values(x)
     if array is None or not array.size or array.dtype == bool:

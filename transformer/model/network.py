@@ -71,10 +71,7 @@ class _Family(nn.Module):
         return super().init(key, *inputs, **options)["params"]
 
     @nn.nowrap
-    def apply(
-        self, params, *inputs, rngs=None, method=None, mutable=False,
-        capture_intermediates=False, **options,
-    ):  # fmt: skip
+    def apply(self, params, *inputs, **options):
         """Runs the model on tokens.
 
             logits = model.apply(params, tokens)          # encoder, decoder: int[B, T]
@@ -125,10 +122,7 @@ class _Family(nn.Module):
         self._check_arguments(params, method, mutable, options)
         # NumPy arrays cannot be indexed by traced arrays.
         as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-        return super().apply(
-            {"params": jax.tree.map(as_array, params)}, *inputs, rngs=rngs, method=method,
-            mutable=mutable, capture_intermediates=capture_intermediates, **options,
-        )  # fmt: skip
+        return super().apply({"params": jax.tree.map(as_array, params)}, *inputs, **options)
 
     @nn.nowrap
     def _check_arguments(self, params, method, mutable, options) -> None:
@@ -239,8 +233,8 @@ class Decoder(_OneStack):
 
         With `last_only`, only the logits of the last token are computed.
         """
-        check_cache_room(cache, tokens_BxT)
         tokens = locate(self.config, tokens_BxT, before=cache.tokens, **options)
+        check_cache_room(cache, tokens_BxT)
         check_cache_padding(self.config, cache, tokens)
         h_BxTxD, cache = self.decoder(self.embedding(tokens_BxT), tokens, cache=cache)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
@@ -339,13 +333,12 @@ class EncoderDecoder(_Family):
         dropout_rate=None,
         **options,
     ):
+        before = None if cache is None else cache.tokens
+        tokens = locate(self.config, target_BxT, "target", before=before, **options)
         check_sources(len(encoded_tokens.segments_BxT), len(target_BxT), shared=cache is not None)
         if cache is not None:
             check_cache_room(cache, target_BxT)
             check_cache_source(cache, encoded_BxSxD)
-        before = None if cache is None else cache.tokens
-        tokens = locate(self.config, target_BxT, "target", before=before, **options)
-        if cache is not None:
             check_cache_padding(self.config, cache, tokens)
         x_BxTxD = self.target_embedding(target_BxT)
         return self.decoder(

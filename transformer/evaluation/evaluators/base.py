@@ -1,13 +1,16 @@
 """The interface of evaluators. A new evaluator is a class in a file of this package."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from transformer.evaluation.evaluators import EVALUATORS
+from transformer.evaluation.evaluators import EVALUATORS, Kind
 from transformer.evaluation.subject import Metrics, Snapshot, Subject
 from transformer.output import count
 from transformer.training.config import TrainTask
 
-__all__ = ["EVALUATORS", "NEEDS_TOKENS", "Evaluator", "Metrics", "OneBatch", "Snapshot", "Subject"]
+__all__ = [
+    "EVALUATORS", "NEEDS_TOKENS", "Evaluator", "Kind", "Metrics", "OneBatch", "Snapshot", "Subject",
+]  # fmt: skip
 
 NEEDS_TOKENS = "requires target tokens, but data.objective predicts only classes"
 
@@ -27,6 +30,12 @@ class Evaluator:
 
     metric_prefixes: ClassVar[tuple[str, ...]] = ()
     """First parts of metric names in addition to `name`: eval/depth/..., test/context/..."""
+
+    kinds: ClassVar[Mapping[str, Kind]] = {}
+    """Part of a metric's name -> unit and direction, as in `KINDS` of transformer/units.py."""
+
+    profiles: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Figures by position or layer, as in `PROFILES` of transformer/lab/profiles.py."""
 
     def why_not(self, task: TrainTask) -> str | None:
         """Returns why the evaluator does not apply to an experiment, or None if it applies.

@@ -4,7 +4,7 @@ import dataclasses
 
 import optax
 
-from transformer.checks import positive
+from transformer.checks import at_most, positive
 from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 
@@ -18,6 +18,7 @@ class Adafactor(Optimizer):
 
     def __post_init__(self):
         positive("optimizer.name", self, "decay_rate", "clip_threshold")
+        at_most("optimizer.name", self, 10**9, clip_threshold="above it, nothing is clipped")
 
     def direction(self, config):
         return optax.chain(
