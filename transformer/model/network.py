@@ -119,25 +119,26 @@ class _Family(nn.Module):
             values are available, also for token ids outside the vocabulary and for masks, segments,
             positions and types out of range.
         """
-        self._check_arguments(params, method, mutable, options)
+        self._check_arguments(params, options)
         # NumPy arrays cannot be indexed by traced arrays.
         as_array = lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x
         return super().apply({"params": jax.tree.map(as_array, params)}, *inputs, **options)
 
     @nn.nowrap
-    def _check_arguments(self, params, method, mutable, options) -> None:
+    def _check_arguments(self, params, options) -> None:
         if "params" in params:
             raise UserError(
                 "params: the parameters are in another dict, under 'params'; pass params['params']"
             )
         if "embedding" not in params:
             raise UserError("params: there is no 'embedding'; pass what `init` returned")
+        mutable = options.get("mutable")
         names = [mutable] if isinstance(mutable, str) else mutable
         for name in names if isinstance(names, (list, tuple, set)) else ():
             one_of("mutable", name, _COLLECTIONS)
-        if method in (None, "features", "hidden", "classify"):
+        if options.get("method") in (None, "features", "hidden", "classify"):
             known = _options(self.config.family)
-            for name in sorted(options.keys() - known):
+            for name in sorted(options.keys() - known - _FLAX_OPTIONS):
                 raise UserError(f"apply: no option {name!r}; {nearest(name, known)}")
 
     @nn.nowrap
@@ -347,6 +348,9 @@ class EncoderDecoder(_Family):
 
 
 FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}
+
+
+_FLAX_OPTIONS = {"rngs", "method", "mutable", "capture_intermediates"}
 
 
 @functools.cache
