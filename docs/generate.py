@@ -116,6 +116,19 @@ def _positions() -> str:
     return choices(SCHEMES, ("hooks", hooks), is_option=lambda f: f.metadata.get("option", False))
 
 
+def _backends() -> str:
+    """Which attention backends compute each position scheme."""
+    from transformer.model.positions import SCHEMES
+
+    def row(name: str, scheme) -> tuple[str, ...]:
+        fused = scheme.is_distance_bias or not scheme.acts_on_logits
+        answer = lambda supported: "yes" if supported else "no"
+        return (f"`{name}`", *map(answer, (True, scheme.pairwise, scheme.pairwise, fused, fused)))
+
+    header = ("scheme", "`reference`", "`blockwise`", "`ring`", "`flash` (TPU)", "`cudnn` (GPU)")
+    return table(header, (row(name, cls()) for name, cls in sorted(SCHEMES.items())))
+
+
 def _placements() -> str:
     from transformer.model.placements import PLACEMENTS, Placement
 
@@ -224,6 +237,7 @@ def _command_line() -> str:
 
 TABLES = {
     "positions": _positions,
+    "backends": _backends,
     "placements": _placements,
     "mixers": _mixers,
     "feed_forwards": _feed_forwards,

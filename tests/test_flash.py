@@ -14,12 +14,10 @@ from transformer.config import MeshConfig
 from transformer.model import attention_backends
 from transformer.model.attention_backends import BACKENDS, Inputs, choose, flash, record
 from transformer.model.attention_backends.base import _keep
-from transformer.model.attention_backends.cudnn import with_slopes
 from transformer.model.attention_backends.flash import call
 from transformer.model.attention_backends.flash.tiles import EMPTY, FULL, PARTIAL, Limits
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Mask, Tokens, window, zigzag
 from transformer.model.positions import SCHEMES
-from transformer.model.positions.relative import alibi_slopes
 from transformer.parallel.mesh import make_mesh, use
 
 T = 384
@@ -295,7 +293,7 @@ def test_record_can_be_nested():
 @pytest.mark.parametrize(
     ("mask", "position"),
     [(mask, None) for mask, (_, _, options) in MASKS.items() if not options]
-    + [("causal", "alibi"), ("window", "alibi")],
+    + [(mask, position) for mask in ("causal", "window") for position in DISTANCE_BIASES],
 )
 def test_cudnn_matches_reference(mask, position):
     assert_matches_reference(*random_qkv(d_value=16), make_inputs(mask, position), "cudnn")
@@ -313,13 +311,12 @@ def test_cudnn_call_arguments_and_unsupported_inputs(monkeypatch):
         lambda q, k, v, **options: calls.append((q.shape, v.shape, options)) or jnp.zeros_like(q),
     )
     q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(d_value=16))
-    alibi = Inputs(
-        SAME_SEGMENT & CAUSAL, ORDERED, ORDERED, bound_scheme("alibi", "decoder", ORDERED), 0.3
-    )
+    alibi = make_inputs("causal", "alibi").by_index()
     assert BACKENDS["cudnn"].why_not(q, k, v, alibi) is None
     assert BACKENDS["cudnn"].attend(q, k, v, alibi).shape == q.shape
     ((q_shape, v_shape, options),) = calls
-    assert q_shape[-1] == v_shape[-1] == 24 and options["mask"].shape == (2, 1, T, T)
+    assert q_shape[-1] == v_shape[-1] == 16 and options["mask"].shape == (2, 1, T, T)
+    assert options["bias"].shape == (1, 4, T, T) and options["bias"].dtype == q.dtype
     assert options["implementation"] == "cudnn" and options["is_causal"] and options["scale"] == 0.3
     no_position = alibi.replace(position=None)
     unsupported = {
@@ -332,30 +329,12 @@ def test_cudnn_call_arguments_and_unsupported_inputs(monkeypatch):
         ),
         "head sizes 16 for queries and keys, 8 for values": ((q, k, v[..., :8]), no_position),
         "are not even": ((q[:, :-1], k, v), no_position),
-        "changes logits": ((q, k, v), alibi.replace(mask=SAME_SEGMENT)),
+        "is not a function of distance": (
+            (q, k, v),
+            alibi.replace(position=bound_scheme("shaw", "decoder", ORDERED)),
+        ),
     }
     for reason, (arrays, attention_inputs) in unsupported.items():
         assert reason in BACKENDS["cudnn"].why_not(*arrays, attention_inputs), reason
     monkeypatch.setattr(cudnn, "MAX_PAIRS", 100)
     assert "too large" in BACKENDS["cudnn"].why_not(q, k, v, no_position)
-
-
-def test_alibi_in_bfloat16_is_exact():
-    """The product m s of a slope and a position is exact for 24 heads and positions to 65,535.
-
-    m and s are split into features of eight bits; without the split, bfloat16 would round them.
-    """
-    positions = jnp.concatenate([jnp.arange(600), jnp.arange(65_000, 65_536)]).astype(jnp.int32)[
-        None
-    ]
-    slopes = jnp.asarray(alibi_slopes(24), jnp.float32)
-    q, k = (jnp.zeros((1, n, 24, 1), jnp.bfloat16) for n in (1, positions.size))
-    q, k = with_slopes(q, k, slopes, positions)
-    assert q.dtype == k.dtype == jnp.bfloat16
-    actual = np.einsum("BTNF,BSNF->NS", *(np.asarray(x, np.float64) for x in (q, k)))
-    expected = np.asarray(slopes, np.float64)[:, None] * np.asarray(positions, np.float64)
-    np.testing.assert_array_equal(actual, expected)
-    rounded = np.asarray(slopes.astype(jnp.bfloat16), np.float64)[:, None] * np.asarray(
-        positions.astype(jnp.bfloat16), np.float64
-    )
-    assert np.abs(rounded - expected).max() > 10

@@ -3,15 +3,11 @@
 CPUs use that function's XLA implementation, for tests.
 
 Every mask is passed as an array, so that documents in one sequence do not attend to each other. A
-causal mask is also declared as causal, so that products above the diagonal are skipped. ALiBi with
-a causal mask needs no bias: -m (t - s) = m s - m t, and m t is the same for all keys of a query, so
-the softmax does not depend on it. m s is the product of a number per head and a number per key, and
-is computed by additional features of queries and keys. Each position is split into 256 a + b, and
-each slope into three parts of eight bits. bfloat16 represents all of these exactly, so each product
-is exact, and the products are summed in float32.
+causal mask is also declared as causal, so that products above the diagonal are skipped. Biases that
+depend on distance are passed as an array of the queries' type, which all sequences share.
 
-Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads, H head
-size, F additional features.
+Shape suffixes: B batch, T query length, S key length, N query heads, K key/value heads,
+H head size.
 """
 
 import jax
@@ -20,9 +16,6 @@ import jax.numpy as jnp
 from transformer.model.attention_backends.base import Inputs
 from transformer.model.sharding import axis_of, fitting, platform
 
-FARTHEST = 2**16
-"""Positions below this are exact as two numbers of eight bits."""
-
 MAX_PAIRS = 8192**2
 """The largest T * S. In each sequence, the mask, the bias made from it and the bias's gradient take
 5 bytes per pair of tokens, 320 MiB at this size."""
@@ -30,8 +23,7 @@ MAX_PAIRS = 8192**2
 
 def why_not(q, k, v, inputs: Inputs) -> str | None:
     """Returns why the backend does not support these inputs, in a few words, or None."""
-    T, S, position = q.shape[1], k.shape[1], inputs.logits_position
-    size = q.shape[-1] + (0 if position is None else 8)
+    T, S, size, position = q.shape[1], k.shape[1], q.shape[-1], inputs.logits_position
     problems = {
         "it does not run on TPUs": platform() == "tpu",
         "it requires bfloat16": platform() == "gpu" and q.dtype.itemsize != 2,
@@ -39,10 +31,9 @@ def why_not(q, k, v, inputs: Inputs) -> str | None:
         "it does not support dropout on attention weights": inputs.dropout_key is not None,
         "it does not support soft caps": bool(inputs.soft_cap),
         "it does not support sinks": inputs.sink_N is not None,
-        "the position scheme changes logits": (
-            position is not None and (position.past_slopes_N is None or not inputs.mask.causal)
+        "the position scheme is not a function of distance": (
+            position is not None and not position.is_distance_bias
         ),
-        f"positions may be {FARTHEST:,} or more": position is not None and _too_far(inputs, S),
         "there are fewer key heads than devices for heads": (
             fitting("activation_heads", q.shape[2]) != fitting("activation_heads", k.shape[2])
         ),
@@ -59,52 +50,24 @@ def cudnn(
     q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, v_BxSxKxH: jax.Array, inputs: Inputs
 ) -> jax.Array:
     """Returns what `reference` returns."""
-    d_value, position = v_BxSxKxH.shape[-1], inputs.logits_position
-    mask_BxTxS = inputs.mask(inputs.q_tokens, inputs.k_tokens)
+    q_tokens, k_tokens, position = inputs.q_tokens, inputs.k_tokens, inputs.logits_position
+    mask_BxTxS, bias_BxNxTxS = inputs.mask(q_tokens, k_tokens), None
     if position is not None:
-        q_BxTxNxH, k_BxSxKxH = with_slopes(
-            q_BxTxNxH,
-            k_BxSxKxH,
-            position.past_slopes_N / inputs.scale,
-            inputs.k_tokens.positions_BxT,
-        )
-        # cuDNN needs one head size for queries, keys and values.
-        widen = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, d_value + 8 - x.shape[-1]),))
-        q_BxTxNxH, k_BxSxKxH, v_BxSxKxH = map(widen, (q_BxTxNxH, k_BxSxKxH, v_BxSxKxH))
+        bias_BxNxTxS = position.bias(q_tokens.positions_BxT, k_tokens.positions_BxT)
+        shape = (len(bias_BxNxTxS), q_BxTxNxH.shape[2], *bias_BxNxTxS.shape[2:])
+        bias_BxNxTxS = jnp.broadcast_to(bias_BxNxTxS, shape).astype(q_BxTxNxH.dtype)
     in_order = (
-        inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "increasing")
-        and inputs.q_tokens.until_BxT is None
+        q_tokens.order == k_tokens.order in ("contiguous", "increasing")
+        and q_tokens.until_BxT is None
     )
     out_BxTxNxH = jax.nn.dot_product_attention(
         q_BxTxNxH,
         k_BxSxKxH,
         v_BxSxKxH,
+        bias=bias_BxNxTxS,
         mask=jnp.broadcast_to(mask_BxTxS[:, None], (len(q_BxTxNxH), 1, *mask_BxTxS.shape[1:])),
         scale=inputs.scale,
         is_causal=inputs.mask.causal and in_order and q_BxTxNxH.shape[1] == k_BxSxKxH.shape[1],
         implementation="cudnn" if platform() == "gpu" else "xla",
-    )[..., :d_value]
-    return jnp.where(jnp.any(mask_BxTxS, axis=-1)[..., None, None], out_BxTxNxH, 0)
-
-
-def _too_far(inputs: Inputs, keys: int) -> bool:
-    """Whether keys may have positions for which `with_slopes` is not exact."""
-    return keys > FARTHEST or "increasing" in (inputs.q_tokens.order, inputs.k_tokens.order)
-
-
-def with_slopes(q_BxTxNxH, k_BxSxKxH, slopes_N, positions_BxS) -> tuple[jax.Array, jax.Array]:
-    """Appends six features to q and k, so that their product is q k + slope_n * position_s.
-
-    The added term is exact in any dtype that is at least as wide as bfloat16.
-    """
-    dtype, remainder, parts = q_BxTxNxH.dtype, slopes_N.astype(jnp.float32), []
-    for _ in range(3):
-        parts.append(jax.lax.reduce_precision(remainder, exponent_bits=8, mantissa_bits=7))
-        remainder = remainder - parts[-1]
-    slopes_NxF = jnp.stack([part for part in parts for _ in range(2)], axis=-1)
-    low_BxS = positions_BxS % 256
-    positions_BxSxF = jnp.stack([positions_BxS - low_BxS, low_BxS] * 3, axis=-1)
-    append = lambda x, features: jnp.concatenate(
-        [x, jnp.broadcast_to(features, (*x.shape[:3], 6)).astype(dtype)], axis=-1
     )
-    return append(q_BxTxNxH, slopes_NxF), append(k_BxSxKxH, positions_BxSxF[:, :, None])
+    return jnp.where(jnp.any(mask_BxTxS, axis=-1)[..., None, None], out_BxTxNxH, 0)

@@ -170,14 +170,6 @@ class Position:
         overrides = lambda name: getattr(type(self), name) is not getattr(Position, name)
         return overrides("distance_bias") and not any(map(overrides, ("bias", "score", "value")))
 
-    @property
-    def past_slopes_N(self) -> jax.Array | None:
-        """float32[N], the slopes m_n, if `bias` is -m_n (t - s) for past keys; otherwise None.
-
-        With slopes, a fused kernel needs no bias array. The scheme must not use `score` or `value`.
-        """
-        return None
-
     pairwise: ClassVar[bool] = True
     """Whether `bias`, `score` and `value` at a query and a key depend on this pair alone."""
 

@@ -35,7 +35,6 @@ class Kerple(Position):
     Cross-attention: not applied.
     Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates; the logarithm flattens.
-    Cost: a float32[N, T, S] bias.
     """
 
     r_N: jax.Array | None = None
@@ -73,7 +72,6 @@ class Sandwich(Position):
     Cross-attention: not applied.
     Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates; near keys have the largest weights, as in ALiBi.
-    Cost: a float32[N, T, S] bias, and w/2 cosines per pair of tokens.
     """
 
     width: int = option(128)

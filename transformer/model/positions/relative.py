@@ -35,8 +35,6 @@ class ALiBi(Position):
     Cross-attention: not applied.
     Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates.
-    Cost: a float32[N, T, S] bias, if the backend uses one. With a causal mask, fused kernels use
-        six additional features of queries and keys instead.
     """
 
     num_heads: int = fact()
@@ -44,12 +42,9 @@ class ALiBi(Position):
     def bind(self, param: Param, facts: StackFacts) -> "ALiBi":
         return self.replace(num_heads=facts.num_heads)
 
-    @property
-    def past_slopes_N(self):
-        return jnp.asarray(alibi_slopes(self.num_heads), jnp.float32)
-
     def distance_bias(self, distance):
-        return -per_head(self.past_slopes_N, distance) * jnp.abs(distance).astype(jnp.float32)
+        slopes = per_head(jnp.asarray(alibi_slopes(self.num_heads)), distance)
+        return -slopes * jnp.abs(distance).astype(jnp.float32)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
