@@ -210,19 +210,20 @@ def test_model_loss_and_gradients_agree_across_backends(family):
     """Includes cross-attention, where source and target differ in length."""
     inputs = (tokens(0, 2, 13),) + ((tokens(1, 2, 9),) if family == "encoder_decoder" else ())
     results = {}
-    for backend in ("reference", "blockwise"):
+    for backend in ("reference", "blockwise", "flash"):
         model, params = make(
-            small(family, position="t5", attention_backend=backend, attention_sink=True)
+            small(
+                family, position="t5", attention_backend=backend, attention_sink=True, remat="full"
+            )
         )
         with record() as used:
             loss = lambda p: jnp.sum(jnp.square(model.apply(p, *inputs)))  # noqa: B023
             results[backend] = jax.jit(jax.value_and_grad(loss))(params)
         assert used == {backend: ""}
-    np.testing.assert_allclose(results["blockwise"][0], results["reference"][0], rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
-        *(r[1] for r in results.values()),
-    )
+    for backend in ("blockwise", "flash"):
+        (loss, grads), (expected_loss, expected_grads) = results[backend], results["reference"]
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+        assert_trees_close(grads, expected_grads, rtol=1e-3, atol=1e-3)
 
 
 def test_unsupported_inputs_fall_back_and_record_the_reason():
