@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import make, small, start_decoding, tokens
 from jax.sharding import NamedSharding, PartitionSpec
 from test_attention_backends import assert_trees_close, bound_scheme, value_and_gradients
 
@@ -196,6 +197,25 @@ def test_flash_on_a_ring_matches_reference(order, position):
     with use(make_mesh(MeshConfig(data=2, context=2, tensor=2))):
         assert flash.why_not(q, k, v, inputs) is None
         assert_trees_close(value_and_gradients(attend, q, k, v, inputs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("position", ["t5", "rotary"])
+def test_prefill_and_later_chunks_match_reference(position):
+    """Prompts are padded on the left, and the cache has more slots than they have tokens."""
+    prompt = tokens(0, 2, 150, 37).at[0, :60].set(0)
+    more = tokens(1, 2, 140, 37)
+    logits = {}
+    for backend in ("flash", "reference"):
+        config = small("decoder", position=position, attention_backend=backend, max_length=300)
+        model, params = make(config)
+        with record() as backends:
+            first, memory = start_decoding(model, params, prompt, 300)
+            decode = lambda params, cache: model.apply(  # noqa: B023
+                params, more, cache, order="contiguous", method="decode"
+            )[0]
+            logits[backend] = first, jax.jit(decode)(params, memory.cache)
+        assert backends == {backend: ""}
+    assert_trees_close(logits["flash"], logits["reference"], atol=1e-4)
 
 
 def test_states_of_tiles_agree_with_the_mask():

@@ -91,6 +91,7 @@ def prefill(
     options = {
         "positions": jnp.maximum(jnp.cumsum(real_BxP, axis=1) - 1, 0),
         "segment_ids": real_BxP.astype(jnp.int32),
+        "order": "contiguous",
     }
     if model.config.prefix_lm:
         options["prefix_mask"] = real_BxP

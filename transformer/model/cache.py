@@ -59,11 +59,15 @@ class Cache:
     index: jax.Array
 
     def append(self, tokens: Tokens) -> Tokens:
-        """Returns the tokens of all slots after writing `tokens` to the next ones."""
+        """Returns the tokens of all slots after writing `tokens` to the next ones.
+
+        They have the order of `tokens`, which continue those in the cache.
+        """
         put = lambda slots, new: jax.lax.dynamic_update_slice_in_dim(
             slots, jnp.broadcast_to(new, (len(slots), new.shape[1])), self.index, axis=1
         )
-        return jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
+        slots = jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
+        return slots.replace(order=tokens.order)
 
     def reorder(self, select: Callable[[jax.Array], jax.Array], scanned: bool) -> "Cache":
         """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`.
@@ -196,4 +200,5 @@ def _in_ring(tokens: Tokens, last: jax.Array, count: int) -> Tokens:
     """Returns the tokens in a ring of `count` slots after token `last` was written."""
     index = last - (last - jnp.arange(count)) % count
     in_ring = jax.tree.map(lambda x: x[:, jnp.maximum(index, 0)], tokens)
-    return in_ring.replace(segments_BxT=jnp.where(index >= 0, in_ring.segments_BxT, 0))
+    segments_BxT = jnp.where(index >= 0, in_ring.segments_BxT, 0)
+    return in_ring.replace(segments_BxT=segments_BxT, order="")

@@ -25,7 +25,7 @@ class Tokens:
     until_BxT: int32, the last position that each token may attend to under a causal mask; None: its
         own position. For tokens of a prefix, this is the prefix's last position.
     order: how the tokens are known to be arranged in a sequence. Backends use it to skip empty
-        blocks of a mask.
+        blocks of a mask. In decoding, it includes the tokens before them in the cache.
         "contiguous": the tokens of a document are adjacent, and their distances in position equal
             those in the sequence.
         "increasing": the tokens of a document are adjacent and sorted by position, and their

@@ -142,7 +142,8 @@ class Stack(nn.Module):
         )
         x_BxTxD, layers = self._layers(x_BxTxD, cache, schemes, context, deterministic)
         if cache is not None:
-            cache = Cache(layers, key_tokens, cache.index + x_BxTxD.shape[1])
+            index = cache.index + x_BxTxD.shape[1]
+            cache = Cache(layers, key_tokens.replace(order=""), index)
         if cfg.has_final_norm(self.side):
             x_BxTxD = cfg.norm_module(name="final_norm")(x_BxTxD)
         return x_BxTxD, cache

@@ -31,7 +31,7 @@ class Inputs:
 
     `position` is None in cross-attention. `dropout_key` is None without dropout. `first`, int32[2],
     has the indices of the first query and of the first key in the whole sequence, if these are
-    parts of one; it selects the part of the dropout mask.
+    parts of one.
     """
 
     mask: Mask = static()
@@ -61,20 +61,23 @@ class Inputs:
         q, k, position = self.q_tokens, self.k_tokens, self.logits_position
         if not (
             q.order == k.order in ("contiguous", "zigzag")
-            and q.positions_BxT.shape == k.positions_BxT.shape
+            and (self.first is not None or q.positions_BxT.shape[1] == k.positions_BxT.shape[1])
             and self.mask.within
             and (position is None or position.by_distance)
         ):
             return self
-        indices = jnp.arange(q.positions_BxT.shape[1], dtype=jnp.int32)[None]
+        first, until = (0, 0) if self.first is None else self.first, q.until_BxT
+        q_indices, k_indices = (
+            start + jnp.arange(tokens.positions_BxT.shape[1], dtype=jnp.int32)[None]
+            for start, tokens in zip(first, (q, k), strict=True)
+        )
         if q.order == "zigzag":
-            indices = zigzag(indices, axis_of("length")[1])
-        until = q.until_BxT
+            q_indices, k_indices = (zigzag(x, axis_of("length")[1]) for x in (q_indices, k_indices))
         if until is not None:
-            until = until - q.positions_BxT + indices
+            until = until - q.positions_BxT + q_indices
         return self.replace(
-            q_tokens=q.replace(positions_BxT=indices, until_BxT=until),
-            k_tokens=k.replace(positions_BxT=indices),
+            q_tokens=q.replace(positions_BxT=q_indices, until_BxT=until),
+            k_tokens=k.replace(positions_BxT=k_indices),
         )
 
     def split(self) -> tuple[tuple, tuple, Callable[[tuple, tuple], "Inputs"]]:

@@ -92,7 +92,8 @@ class Attention(nn.Module):
             kv, k_tokens, new = extend(state, new, context)
         mask = self_mask(self.config, self.side)
         tokens = (context.tokens, k_tokens)
-        return self._attend(q_BxTxNxH, kv, mask, tokens, position, deterministic), new
+        index = context.index
+        return self._attend(q_BxTxNxH, kv, mask, tokens, position, deterministic, index), new
 
     def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
         """Returns the queries, [B, T, N, H]."""
@@ -105,11 +106,13 @@ class Attention(nn.Module):
         v_BxSxKxH = self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
         return KeyValue(self._normalized("key_norm", k_BxSxKxH), v_BxSxKxH)
 
-    def _attend(self, q_BxTxNxH, kv, mask, tokens, position, deterministic) -> jax.Array:
+    def _attend(
+        self, q_BxTxNxH, kv, mask, tokens, position, deterministic, index=None
+    ) -> jax.Array:
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
         cfg = self.config
         out_BxTxNxH = inner_attention(
-            self, (q_BxTxNxH, *kv), mask, *tokens, position, cfg.head_size, deterministic
+            self, (q_BxTxNxH, *kv), mask, *tokens, position, cfg.head_size, deterministic, index
         )
         out = Linear(
             cfg, (cfg.d_model,), ("heads", "head", "embed"), cfg.attention_has_bias,
@@ -181,10 +184,12 @@ def inner_attention(
     position: Position | None,
     size: int,
     deterministic: bool,
+    index: jax.Array | None = None,
 ) -> jax.Array:
     """Returns softmax(scale Q K^T) V, [B, T, N, H], from the backend that the config selects.
 
-    The scale is 1 / sqrt(size) unless the config sets it. Also creates the attention sink's
+    The scale is 1 / sqrt(size) unless the config sets it. `index` is the cache slot of the first
+    query; None outside decoding. Also creates the attention sink's
     parameter, passes on dropout, and records statistics if `module` is watched (model/watch.py).
     """
     cfg = module.config
@@ -196,6 +201,8 @@ def inner_attention(
     inputs = attention_backends.Inputs(
         mask, q_tokens, k_tokens, position, scale, cfg.attention_soft_cap, sink_N
     )
+    if index is not None:
+        inputs = inputs.replace(first=jnp.stack([index, jnp.zeros_like(index)]))
     if cfg.attention_dropout and not deterministic:
         inputs = inputs.replace(
             dropout=cfg.attention_dropout, dropout_key=module.make_rng("dropout")

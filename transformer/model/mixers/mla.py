@@ -145,7 +145,7 @@ class LatentAttention(nn.Module):
         k = jnp.concatenate([k_BxSxKxH, jnp.broadcast_to(latent.k_BxSx1xP, shape)], axis=-1)
         out = inner_attention(
             self, (q, k, v_BxSxKxV), self_mask(cfg, self.side), context.tokens, k_tokens,
-            position, cfg.head_size + self.d_rope, deterministic,
+            position, cfg.head_size + self.d_rope, deterministic, context.index,
         )  # fmt: skip
         if absorbed:
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)

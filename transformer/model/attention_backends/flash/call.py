@@ -83,8 +83,10 @@ class Call:
         T, S, N = q_BxTxNxH.shape[1], k_BxSxKxH.shape[1], q_BxTxNxH.shape[2]
         t, s = tile_size(T), tile_size(S)
         more_T, more_S = -T % t, -S % s
-        # Under a causal mask of one sequence, the tiles end less than a tile after their queries.
+        # Where queries and keys start together, the tiles of a causal mask end less than a tile
+        # after their queries.
         causal = whole and inputs.mask.causal and inputs.q_tokens.until_BxT is None
+        causal &= inputs.first is None
         reach = min(t + s - LANES, S + more_S) if causal else S + more_S
         dropout = inputs.dropout if inputs.dropout_key is not None else 0.0
         position, seed = inputs.logits_position, jnp.zeros(4, jnp.int32)
