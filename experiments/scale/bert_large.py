@@ -13,8 +13,7 @@ Compare   no published measurement was found
     mesh        fsdp 16
     model       336,226,108 parameters, 2.2 GFLOPs per token in training
     batch       131,072 tokens; 1,000,000 steps are 131.1B tokens
-    attention   splash: train, evaluate
-    compiling   39 s for train, 10 s for evaluate
+    attention   flash: train, evaluate
 
     memory per device           train      evaluate
       parameters             81.3 MiB      81.3 MiB
@@ -22,18 +21,18 @@ Compare   no published measurement was found
       cache and inputs      192.1 KiB     192.1 KiB
       padding                72.9 MiB      24.3 MiB
       activations             3.8 GiB
-      temporaries             4.2 GiB     956.7 MiB
-      results, code          43.3 MiB       9.0 MiB
+      temporaries             4.2 GiB     956.8 MiB
+      results, code          42.3 MiB       8.4 MiB
       peak of 16.0 GiB  8.3 GiB (52%)  1.0 GiB (7%)
 
     minimum time                       train      evaluate
-      compute at 197.0 TFLOP/s       94.9 ms       29.9 ms
-      HBM at 819.0 GB/s              77.8 ms       10.1 ms
+      compute at 197.0 TFLOP/s       92.8 ms       29.9 ms
+      HBM at 819.0 GB/s              72.1 ms        9.8 ms
       network                        23.8 ms        7.0 ms
-      step                           94.9 ms       29.9 ms
+      step                           92.8 ms       29.9 ms
       bound by                       compute       compute
-      MFU at most 94.5%; 86.3k tokens/s per chip, 119.3B tokens per day in total
-      run: at least 26 h 21 min, 422 chip-hours, without evaluation and checkpoints
+      MFU at most 96.6%; 88.3k tokens/s per chip, 122.0B tokens per day in total
+      run: at least 25 h 47 min, 413 chip-hours, without evaluation and checkpoints
 
     sent per device in one training step         count  within the slice
       all-gather                                   342           1.1 GiB

@@ -14,29 +14,27 @@ Compare   no published measurement was found for this chip and size; MaxText's 1
     model       1,364,297,728 parameters, 8.4 GFLOPs per token in training
     batch       524,288 tokens; 50,000 steps are 26.2B tokens
     decoding    64 sequences, prompts of 1,024 tokens, a cache of 2,048
-    attention   splash: train, evaluate
-    attention   blockwise (splash: the order of tokens is unknown): prefill
+    attention   flash: train, evaluate, prefill
     attention   reference: decode
-    compiling   28 s for train, 8 s for evaluate, 9 s for prefill, 3 s for decode
 
     memory per device            train       evaluate        prefill         decode
       parameters             325.6 MiB      325.6 MiB      325.6 MiB      325.6 MiB
       optimizer              651.3 MiB
-      cache and inputs       640.0 KiB      640.0 KiB      256.0 KiB        1.5 GiB
+      cache and inputs       640.0 KiB      640.0 KiB      320.0 KiB        1.5 GiB
       padding                  1.5 KiB            0 B            0 B          764 B
       activations              3.5 GiB
-      temporaries              7.4 GiB        1.4 GiB      329.6 MiB        1.8 GiB
-      results, code           31.7 MiB        7.1 MiB        1.5 GiB        4.4 MiB
-      peak of 16.0 GiB  11.9 GiB (74%)  1.7 GiB (11%)  2.2 GiB (13%)  3.6 GiB (22%)
+      temporaries              6.9 GiB        1.4 GiB      316.9 MiB        1.8 GiB
+      results, code           32.5 MiB        7.4 MiB        1.5 GiB        4.4 MiB
+      peak of 16.0 GiB  11.4 GiB (71%)  1.7 GiB (11%)  2.1 GiB (13%)  3.6 GiB (22%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 197.0 TFLOP/s        1.84 s      473.9 ms       59.7 ms         53 us
-      HBM at 819.0 GB/s               1.38 s      180.2 ms       71.3 ms       16.0 ms
+      compute at 197.0 TFLOP/s        1.80 s      473.9 ms       58.6 ms         53 us
+      HBM at 819.0 GB/s               1.32 s      179.4 ms       22.7 ms       16.0 ms
       network                        93.1 ms       28.4 ms       28.4 ms       28.4 ms
-      step                            1.84 s      473.9 ms       71.3 ms       28.4 ms
-      bound by                       compute       compute           HBM       network
-      MFU at most 75.7%; 17.8k tokens/s per chip, 24.6B tokens per day in total
-      run: at least 25 h 37 min, 410 chip-hours, without evaluation and checkpoints
+      step                            1.80 s      473.9 ms       58.6 ms       28.4 ms
+      bound by                       compute       compute       compute       network
+      MFU at most 77.5%; 18.2k tokens/s per chip, 25.1B tokens per day in total
+      run: at least 25 h 2 min, 401 chip-hours, without evaluation and checkpoints
       decoding: 2.3k tokens/s for 64 sequences
 
     sent per device in one training step         count  within the slice

@@ -15,29 +15,27 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
     model       8,030,261,248 parameters, 51.5 GFLOPs per token in training
     batch       1,048,576 tokens; 100,000 steps are 104.9B tokens
     decoding    64 sequences, prompts of 4,096 tokens, a cache of 8,192
-    attention   splash: train, evaluate
-    attention   blockwise (splash: the order of tokens is unknown): prefill
+    attention   flash: train, evaluate, prefill
     attention   reference: decode
-    compiling   108 s for train, 24 s for evaluate, 19 s for prefill, 11 s for decode
 
     memory per device            train      evaluate       prefill        decode
       parameters             479.6 MiB     479.6 MiB     479.6 MiB     479.6 MiB
       optimizer              959.3 MiB
-      cache and inputs       320.0 KiB     320.0 KiB       1.0 MiB       1.0 GiB
+      cache and inputs       320.0 KiB     320.0 KiB       1.2 MiB       1.0 GiB
       padding                  1.5 KiB           0 B           0 B         764 B
       activations              4.6 GiB
       temporaries             11.9 GiB       3.8 GiB       3.9 GiB       4.0 GiB
-      results, code           65.5 MiB      21.7 MiB       1.0 GiB      16.7 MiB
+      results, code           65.9 MiB      21.6 MiB       1.0 GiB      16.7 MiB
       peak of 95.0 GiB  18.0 GiB (19%)  4.3 GiB (5%)  5.4 GiB (6%)  5.5 GiB (6%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 459.0 TFLOP/s        2.42 s      617.2 ms      162.9 ms          9 us
-      HBM at 2.8 TB/s               664.6 ms       91.2 ms      563.3 ms       27.8 ms
+      compute at 459.0 TFLOP/s        2.34 s      617.2 ms      154.5 ms          9 us
+      HBM at 2.8 TB/s               651.9 ms       90.6 ms       40.7 ms       27.8 ms
       network                       119.0 ms       31.2 ms       31.2 ms       31.2 ms
-      step                            2.42 s      617.2 ms      563.3 ms       31.2 ms
-      bound by                       compute       compute           HBM       network
-      MFU at most 75.9%; 6.8k tokens/s per chip, 37.4B tokens per day in total
-      run: at least 2.8 days, 4,301 chip-hours, without evaluation and checkpoints
+      step                            2.34 s      617.2 ms      154.5 ms       31.2 ms
+      bound by                       compute       compute       compute       network
+      MFU at most 78.6%; 7.0k tokens/s per chip, 38.8B tokens per day in total
+      run: at least 2.7 days, 4,156 chip-hours, without evaluation and checkpoints
       decoding: 2.1k tokens/s for 64 sequences
 
     sent per device in one training step         count  within the slice
@@ -48,8 +46,7 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
     mesh        fsdp 64
     model       8,030,261,248 parameters, 51.5 GFLOPs per token in training
     batch       1,048,576 tokens; 100,000 steps are 104.9B tokens
-    attention   splash: train
-    compiling   99 s for train
+    attention   flash: train
 
     memory per device            train
       parameters             479.6 MiB
@@ -58,17 +55,17 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       padding                  1.5 KiB
       activations              4.7 GiB
       temporaries             11.7 GiB
-      results, code           39.3 MiB
+      results, code           39.5 MiB
       peak of 32.0 GiB  17.8 GiB (56%)
 
     minimum time                       train
-      compute at 918.0 TFLOP/s        1.21 s
-      HBM at 1.6 TB/s                 1.07 s
+      compute at 918.0 TFLOP/s        1.17 s
+      HBM at 1.6 TB/s                 1.05 s
       network                       351.3 ms
-      step                            1.21 s
+      step                            1.17 s
       bound by                       compute
-      MFU at most 75.9%; 13.5k tokens/s per chip, 74.9B tokens per day in total
-      run: at least 33 h 36 min, 2,151 chip-hours, without evaluation and checkpoints
+      MFU at most 78.6%; 14.0k tokens/s per chip, 77.5B tokens per day in total
+      run: at least 32 h 28 min, 2,078 chip-hours, without evaluation and checkpoints
 
     sent per device in one training step         count  within the slice
       all-reduce                                   164          31.4 GiB
