@@ -100,11 +100,9 @@ class Family:
 
 def meaning(config: ModelConfig) -> dict:
     """Returns the fields that determine what the network computes, in a canonical form."""
-    fields = {
-        f.name: getattr(config, f.name)
-        for f in dataclasses.fields(config)
-        if f.name not in TRAINING
-    }
+    names = [f.name for f in dataclasses.fields(config) if f.name not in TRAINING]
+    fields = {name: getattr(config, name) for name in names}
+    scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     layers = [layer for side in config.sides for layer in config.layers(side)]
     return fields | {
         "position": [positions.build(layer.position) for layer in layers],
@@ -114,9 +112,7 @@ def meaning(config: ModelConfig) -> dict:
         "norm_offset": config.norm_offset and config.norm == "layernorm",
         "attention_bias": config.attention_has_bias,
         "qkv_bias": config.qkv_has_bias,
-        "attention_scale": round(
-            config.head_size**-0.5 if config.attention_scale is None else config.attention_scale, 6
-        ),
+        "attention_scale": round(scale, 6),
         "num_encoder_layers": config.num_layers("encoder"),
         "num_decoder_layers": config.num_layers("decoder"),
         "num_kv_heads": config.kv_heads,

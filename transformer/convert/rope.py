@@ -18,25 +18,17 @@ FIELDS = {
 
 _FACTOR = {"factor": needed(float)}
 _ORIGINAL = {"original_max_position_embeddings": optional(int)}
+_YARN = {
+    "beta_fast": optional(float),
+    "beta_slow": optional(float),
+    "attention_factor": optional(float),
+    "truncate": True,
+}
 _SCALINGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "default": ("none", {}, {}),
     "linear": ("linear", _FACTOR, {"factor": "factor"}),
     "dynamic": ("dynamic", _FACTOR, {"factor": "factor"}),
-    "yarn": (
-        "yarn",
-        _FACTOR
-        | _ORIGINAL
-        | {
-            "beta_fast": optional(float),
-            "beta_slow": optional(float),
-            "attention_factor": optional(float),
-            "truncate": True,
-        },
-        {
-            name: name
-            for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate")
-        },
-    ),
+    "yarn": ("yarn", _FACTOR | _ORIGINAL | _YARN, {name: name for name in _FACTOR | _YARN}),
     "llama3": (
         "llama3",
         _FACTOR | _ORIGINAL | {"low_freq_factor": needed(float), "high_freq_factor": needed(float)},
@@ -100,9 +92,8 @@ def rope(
     `theta` and `fraction` are defaults for the base and the rotated share of each head. `partial`
     is whether the family supports shares below 1.
     """
-    values = {
-        k: v for k, v in values.items() if v is not None or k in ("rope_type", "type", "factor")
-    }
+    kept_as_null = ("rope_type", "type", "factor")
+    values = {k: v for k, v in values.items() if v is not None or k in kept_as_null}
     legacy_type = values.pop("type", "default")
     values.setdefault("rope_type", legacy_type)
     kind = Fields(values, family, {"rope_type": ""}, inside=inside).one_of("rope_type", _KINDS)

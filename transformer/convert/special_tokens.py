@@ -85,13 +85,11 @@ def write(config: ModelConfig, defaults: Mapping[str, int]) -> dict:
     A None is written as null (or as in `_NONE`) if the family has a default for this token; a
     missing field would take this default.
     """
-    tokens = {name: getattr(config, ours) for ours, name in NAMES.items()}
-    return {
-        name: _NONE.get(name)
-        if value is None
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-        for name, value in tokens.items()
-        if value is not None or name in defaults
-    }
+    tokens = {}
+    for ours, name in NAMES.items():
+        value = getattr(config, ours)
+        if value is not None:
+            tokens[name] = list(value) if isinstance(value, tuple) else value
+        elif name in defaults:
+            tokens[name] = _NONE.get(name)
+    return tokens

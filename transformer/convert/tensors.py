@@ -158,9 +158,7 @@ def check(
     copies = [copy for copy in family.copies(config) if copy.theirs in tensors.names]
     extra = tensors.names - required - {copy.theirs for copy in copies}
     matching = lambda name, patterns: [p for p in patterns if re.fullmatch(p, name)]
-    constants = {
-        name: family.constants[p] for name in extra for p in matching(name, family.constants)
-    }
+    constants = {n: family.constants[p] for n in extra for p in matching(n, family.constants)}
     extra = sorted(n for n in extra - constants.keys() if not matching(n, family.unused))
     if extra:
         raise UserError(
@@ -169,10 +167,8 @@ def check(
         )
     for weight in weights:
         _check_type(tensors, weight.theirs)
-        shape, expected_shape = (
-            tensors.shape(weight.theirs),
-            weight.shape([shapes[o] for o in weight.ours]),
-        )
+        shape = tensors.shape(weight.theirs)
+        expected_shape = weight.shape([shapes[name] for name in weight.ours])
         if shape != tuple(expected_shape):
             raise UserError(
                 f"{weight.theirs}: its shape is {spell(shape)}, but config.json implies "
@@ -198,9 +194,9 @@ def _check_type(tensors: Tensors, name: str) -> None:
 
 def _equal(tensors: Tensors, name: str, of: str) -> bool:
     _check_type(tensors, name)
-    return tensors.shape(name) == tensors.shape(of) and np.array_equal(
-        tensors.read(name), tensors.read(of)
-    )
+    if tensors.shape(name) != tensors.shape(of):
+        return False
+    return np.array_equal(tensors.read(name), tensors.read(of))
 
 
 def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) -> None:
@@ -211,11 +207,8 @@ def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) ->
     _check_type(tensors, name)
     tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.dtype(name), 1e-5)
     values = tensors.read(name).astype(np.float64)
-    if (
-        expected is None
-        or values.shape != expected.shape
-        or np.abs(values - expected).max(initial=0) > tolerance
-    ):
+    has_shape = expected is not None and values.shape == expected.shape
+    if not has_shape or np.abs(values - expected).max(initial=0) > tolerance:
         raise UserError(f"{printable(name)}: differs from the values its formula gives")
 
 

@@ -161,10 +161,8 @@ def fused_by_head(theirs: str, ours: tuple[str, ...], bias: bool) -> Iterator[We
     def read(x, shapes):  # kernel [D, N, H] from [N * 3 * H, D]
         heads, size = shapes[0][-2:]
         per_head = x.reshape(heads, len(ours), size, *x.shape[1:])
-        return [
-            np.moveaxis(per_head[:, i], -1, 0) if x.ndim == 2 else per_head[:, i]
-            for i in range(len(ours))
-        ]
+        parts = [per_head[:, i] for i in range(len(ours))]
+        return [np.moveaxis(part, -1, 0) for part in parts] if x.ndim == 2 else parts
 
     def write(xs):
         xs = [np.moveaxis(x, 0, -1) if x.ndim == 3 else x for x in xs]  # [N, H, D] or [N, H]

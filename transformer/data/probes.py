@@ -112,9 +112,8 @@ class TaskSpec:
     def draw(self, purpose: str = "") -> Iterator[tuple[str, str]]:
         """Yields (question, answer) pairs, always the same ones for a path and a `purpose`."""
         identity = f"{purpose}{self.task}:{self.shortest}-{self.longest}"
-        rng = np.random.default_rng(
-            int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
-        )
+        digest = hashlib.sha256(identity.encode()).digest()
+        rng = np.random.default_rng(int.from_bytes(digest[:8], "big"))
         make = TASKS[self.task]
         for _ in range(self.examples):
             yield make(rng, int(rng.integers(self.shortest, self.longest + 1)))

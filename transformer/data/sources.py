@@ -79,11 +79,8 @@ def expand(pattern: str, field: str = "data") -> list[epath.Path]:
                 f"{field}: {pattern!r} is a folder; name its files: {pattern.rstrip('/')}/*"
             )
         return [path]
-    files = (
-        sorted(f for f in path.parent.iterdir() if fnmatch.fnmatch(f.name, path.name))
-        if path.parent.exists()
-        else []
-    )
+    siblings = path.parent.iterdir() if path.parent.exists() else ()
+    files = sorted(file for file in siblings if fnmatch.fnmatch(file.name, path.name))
     if not files:
         raise UserError(f"{field}: no file matches {pattern!r}; correct the pattern")
     return files
@@ -147,9 +144,9 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
             continue
         cells = line.split("\t")
         if len(cells) <= max(columns):
-            expected = (
-                f"{max(columns) + 1} columns (data.fields)" if by_number else ", tab, ".join(fields)
-            )
+            expected = ", tab, ".join(fields)
+            if by_number:
+                expected = f"{max(columns) + 1} columns (data.fields)"
             raise UserError(
                 f"{file}:{number}: expected {expected}; found {len(cells) - 1} tab(s) in "
                 f"{line[:60]!r}"
@@ -274,11 +271,8 @@ def _arrayrecord(file: epath.Path, fields) -> Iterator[Example]:
             raise UserError(
                 f"{file}: damaged at record {number} ({str(e).splitlines()[0][:80]})"
             ) from None
-        yield (
-            _record(text, fields, f"{file}: record {number}")
-            if text.startswith("{") or len(fields) > 1
-            else (text,)
-        )
+        is_json = text.startswith("{") or len(fields) > 1
+        yield _record(text, fields, f"{file}: record {number}") if is_json else (text,)
 
 
 def _huggingface(path: str, fields) -> Iterator[Example]:
@@ -292,9 +286,8 @@ def _huggingface(path: str, fields) -> Iterator[Example]:
     name, _, split = path.partition(":")
     if epath.Path(name).exists():
         dataset = datasets.load_from_disk(name)
-        dataset = (
-            dataset[split or "train"] if isinstance(dataset, datasets.DatasetDict) else dataset
-        )
+        if isinstance(dataset, datasets.DatasetDict):
+            dataset = dataset[split or "train"]
     else:
         repository, _, subset = name.rpartition("/") if name.count("/") > 1 else (name, "", "")
         dataset = datasets.load_dataset(repository, subset or None, split=split or "train")

@@ -36,17 +36,11 @@ VERSION = 4
 """A part of every key. Increase it when a change of the code changes the tokens or counts of some
 config and files; then all stores are rebuilt."""
 
+# fmt: off
 TEXT_FIELDS = (
-    "corpus",
-    "format",
-    "train",
-    "valid",
-    "test",
-    "fields",
-    "reverse",
-    "held_out",
-    "max_examples",
+    "corpus", "format", "train", "valid", "test", "fields", "reverse", "held_out", "max_examples",
 )
+# fmt: on
 """Fields of a DataConfig that determine the text and its splits."""
 
 
@@ -77,12 +71,8 @@ class Store:
     meta: dict  # per split: sha256 of the text; number of examples; bytes and words of the targets
 
     def texts(self, part: str, side: int) -> Texts:
-        return Texts(
-            *(
-                np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r")
-                for kind in ("ids", "ends")
-            )
-        )
+        load = lambda kind: np.load(self.folder / f"{part}.{side}.{kind}.npy", mmap_mode="r")
+        return Texts(load("ids"), load("ends"))
 
     def labels(self, part: str) -> np.ndarray:
         """int32: the class of each text, or of each token of all texts (-1: none).
@@ -168,12 +158,10 @@ class _Text:
         """The names, sizes and modification times of all files. Reads no content."""
         if self.format in ("huggingface", "probe"):
             return sorted(self.paths.items())
-        files = [
-            f
-            for part, path in self.paths.items()
-            for name in sources.patterns(self.format, path)
-            for f in sources.expand(name, f"data.{part}")
-        ]
+        files = []
+        for part, path in self.paths.items():
+            for name in sources.patterns(self.format, path):
+                files += sources.expand(name, f"data.{part}")
         return [[str(f), f.stat().length, _modified(f)] for f in files]
 
     def read(self, part: str) -> Iterator[Example]:
@@ -186,13 +174,10 @@ class _Text:
             yield from self._file("train")
             return
         if self._assigned is None:
-            parts, components = split.assign(
-                map(self._texts_to_separate, self._file("train")), self.held_out
-            )
-            self._assigned = np.array(
-                [split.SPLITS.index(p if p in ("train", *missing) else "train") for p in parts],
-                np.int8,
-            )
+            texts = map(self._texts_to_separate, self._file("train"))
+            parts, components = split.assign(texts, self.held_out)
+            indices = [split.SPLITS.index(p if p in missing else "train") for p in parts]
+            self._assigned = np.array(indices, np.int8)
             if components <= 2 * self.held_out:
                 limit = (components - 1) // 2
                 raise UserError(
@@ -294,11 +279,8 @@ def _tokenize(
     classes: list[str],
 ) -> dict:
     """Writes a split in blocks, since a corpus may exceed memory. Returns its counts."""
-    digest, counts, sides = (
-        hashlib.sha256(),
-        {"examples": 0, "bytes": 0, "words": 0},
-        range(text.sides),
-    )
+    digest, counts = hashlib.sha256(), {"examples": 0, "bytes": 0, "words": 0}
+    sides = range(text.sides)
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     number = {name: i for i, name in enumerate(classes)}
     ends: list[list[int]] = [[] for _ in sides]
@@ -319,17 +301,14 @@ def _tokenize(
             labels += [tags for _, tags in encoded]
             sides_ids = [[ids for ids, _ in encoded]]
         else:
-            encode = {
-                side: tokenizer.encode_targets
-                if text.columns[side] == "target"
-                else tokenizer.encode
-                for side in sides
-            }
-            sides_ids = [encode[side]([example[side] for example in block]) for side in sides]
+            sides_ids = []
+            for side in sides:
+                is_target = text.columns[side] == "target"
+                encode = tokenizer.encode_targets if is_target else tokenizer.encode
+                sides_ids.append(encode([example[side] for example in block]))
         if text.columns[-1] == "label":
-            labels.append(
-                np.array([_class(number, example[-1], example[0]) for example in block], np.int32)
-            )
+            numbers = [_class(number, example[-1], example[0]) for example in block]
+            labels.append(np.array(numbers, np.int32))
         for side in sides:
             for ids in sides_ids[side]:
                 ids.append(tokenizer.eos)

@@ -48,9 +48,8 @@ class SentencePiece(Tokenizer):
             self._pieces = [self._processor.id_to_piece(i) for i in range(self.vocab_size)]
         except UnicodeDecodeError:
             raise UserError(f"data.tokenizer.path: {name} is damaged (not UTF-8)") from None
-        defaults = {
-            token: getattr(self._processor, f"{token}_id")() for token in ("pad", "bos", "eos")
-        }
+        p = self._processor
+        defaults = {"pad": p.pad_id(), "bos": p.bos_id(), "eos": p.eos_id()}
         self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
 
     def encode(self, texts):
@@ -113,10 +112,8 @@ class Fast(Tokenizer):
         self.mask = mask if mask >= 0 else None
 
     def encode(self, texts):
-        return [
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch(as_list(texts), add_special_tokens=False)
-        ]
+        encodings = self._tokenizer.encode_batch(as_list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def encode_words(self, words):
         # Pieces may include the space before them, such as GPT-2's "\u0120cat".
@@ -129,20 +126,16 @@ class Fast(Tokenizer):
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def piece(self, i):
-        return (
-            (self._tokenizer.id_to_token(i) or f"<{i}>")
-            .replace("\u0120", "\u2581")
-            .replace("\u010a", "\n")
-        )
+        piece = self._tokenizer.id_to_token(i) or f"<{i}>"
+        return piece.replace("\u0120", "\u2581").replace("\u010a", "\n")
 
     def find(self, piece):
         return self._tokenizer.token_to_id(piece)
 
     @functools.cached_property
     def text_ids(self):
-        special = {
-            i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {i for i, token in added.items() if token.special}
         return np.array([i for i in range(self.vocab_size) if i not in special])
 
     @functools.cached_property
@@ -167,9 +160,8 @@ class TokenizerPair(Tokenizer):
     ):
         try:
             fields = json.loads(content)
-            self.source, self.target = (
-                base64.b64decode(fields[side]) for side in ("source", "target")
-            )
+            self.source = base64.b64decode(fields["source"])
+            self.target = base64.b64decode(fields["target"])
             self.vocabulary: dict[str, int] = fields["vocabulary"]
             self._unknown = self.vocabulary["<unk>"]
             self._pieces = {int(i): piece for piece, i in self.vocabulary.items()}
@@ -177,18 +169,13 @@ class TokenizerPair(Tokenizer):
             raise UserError(
                 f"data.tokenizer.path: {name} is not a pair of tokenizers ({type(e).__name__}: {e})"
             ) from None
-        self._models = [
-            SentencePiece(part, TokenizerConfig(pad_id=0, bos_id=0, eos_id=0), name)._processor
-            for part in (self.source, self.target)
-        ]
+        any_ids = TokenizerConfig(pad_id=0, bos_id=0, eos_id=0)
+        parts = [SentencePiece(part, any_ids, name) for part in (self.source, self.target)]
+        self._models = [part._processor for part in parts]
         self.content, self.vocab_size = content, max(self._pieces) + 1
-        defaults = {"pad": self.find("<pad>"), "bos": self.find("<pad>"), "eos": self.find("</s>")}
-        self.special_tokens = _special_tokens(
-            config,
-            {token: -1 if i is None else i for token, i in defaults.items()},
-            self.vocab_size,
-            name,
-        )
+        pad, eos = (self.vocabulary.get(piece, -1) for piece in ("<pad>", "</s>"))
+        defaults = {"pad": pad, "bos": pad, "eos": eos}
+        self.special_tokens = _special_tokens(config, defaults, self.vocab_size, name)
 
     @property
     def files(self):
@@ -199,20 +186,16 @@ class TokenizerPair(Tokenizer):
     def join(source: bytes, target: bytes, vocabulary: dict[str, int]) -> bytes:
         """The content of the file of a pair."""
         encode = lambda model: base64.b64encode(model).decode()
-        return json.dumps(
-            {"source": encode(source), "target": encode(target), "vocabulary": vocabulary}
-        ).encode()
+        models = {"source": encode(source), "target": encode(target)}
+        return json.dumps(models | {"vocabulary": vocabulary}).encode()
 
     def encode(self, texts):
         out = []
         for text in as_list(texts):
             language = re.match(r">>[^<>]+<<", text)
             prefix = [language[0]] if language else []
-            out.append(
-                self._ids(
-                    prefix + self._models[0].encode(text[len("".join(prefix)) :], out_type=str)
-                )
-            )
+            remainder = text[len("".join(prefix)) :]
+            out.append(self._ids(prefix + self._models[0].encode(remainder, out_type=str)))
         return out
 
     def encode_targets(self, texts):
@@ -233,19 +216,13 @@ class TokenizerPair(Tokenizer):
     @functools.cached_property
     def text_ids(self):
         special = {self.pad, self.bos, self.eos, self._unknown}
-        return np.array(
-            [
-                i
-                for i, piece in sorted(self._pieces.items())
-                if i not in special and not piece.startswith(">>")
-            ]
-        )
+        text = sorted(i for i, piece in self._pieces.items() if not piece.startswith(">>"))
+        return np.array([i for i in text if i not in special])
 
     @functools.cached_property
     def starts_word(self):
-        return np.array(
-            [self._pieces.get(i, "").startswith("\u2581") for i in range(self.vocab_size)]
-        )
+        pieces = [self._pieces.get(i, "") for i in range(self.vocab_size)]
+        return np.array([piece.startswith("\u2581") for piece in pieces])
 
 
 def _special_tokens(
@@ -307,11 +284,8 @@ def train_tokenizer(
     Each line is a sentence, and the line end is a piece. If there are more than `max_sentences`
     lines, training reads a uniform sample, which is always the same.
     """
-    model, lines, pieces = (
-        io.BytesIO(),
-        _sample(sentences, config.max_sentences),
-        vocab_size - reserved,
-    )
+    model, pieces = io.BytesIO(), vocab_size - reserved
+    lines = _sample(sentences, config.max_sentences)
     if pieces < 1:
         raise UserError(
             f"model.vocab_size: {vocab_size} leaves no piece besides the {reserved} special tokens "
@@ -345,11 +319,10 @@ def train_tokenizer(
             raise UserError(
                 f"data.tokenizer: SentencePiece cannot be trained on this text ({str(e).strip()})"
             ) from None
-        way_out = (
-            f"set it to {largest[1]} or less"
-            if largest
-            else f"set it to {smallest[1]} or more, for its characters and bytes"
-        )
+        if largest:
+            way_out = f"set it to {largest[1]} or less"
+        else:
+            way_out = f"set it to {smallest[1]} or more, for its characters and bytes"
         raise UserError(
             f"model.vocab_size: SentencePiece cannot make {pieces} pieces of this text; {way_out}"
             + (f", and data.objective needs {reserved} more for special tokens" if reserved else "")

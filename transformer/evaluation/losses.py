@@ -20,11 +20,8 @@ def reading(model: ModelConfig, length: int) -> ModelConfig | None:
     Returns None if this would change the shapes of parameters.
     """
     longest = max(length, model.max_length)
-    longer = dataclasses.replace(
-        model,
-        max_length=longest,
-        random_positions=model.random_positions and max(longest, model.random_positions),
-    )
+    positions = model.random_positions and max(longest, model.random_positions)
+    longer = dataclasses.replace(model, max_length=longest, random_positions=positions)
     return longer if length <= model.max_length or shapes(longer) == shapes(model) else None
 
 
@@ -48,9 +45,8 @@ def by_token(
 
     def losses(params, batch):
         (h_BxTxD, head), _, batch = subject.watch(params, batch)
-        nll_BxT = subject.in_chunks(
-            lambda h, targets: token_losses(head(h), targets), h_BxTxD, batch["targets"]
-        )
+        of_chunk = lambda h, targets: token_losses(head(h), targets)
+        nll_BxT = subject.in_chunks(of_chunk, h_BxTxD, batch["targets"])
         return nll_BxT * batch["weights"], batch["positions"], batch["weights"]
 
     batches = subject.data.batches(subject.part, subject.share.sequences)
@@ -58,6 +54,5 @@ def by_token(
     limits = (max_batches, subject.max_batches, len(batches))
     count = min((limit for limit in limits if limit), default=0)
     for batch in batches.stream(0, count):
-        yield tuple(
-            map(np.asarray, jax.device_get(run(snapshot.params, subject.share.place(batch))))
-        )
+        result = run(snapshot.params, subject.share.place(batch))
+        yield tuple(map(np.asarray, jax.device_get(result)))

@@ -20,12 +20,7 @@ def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str
 def measures(specs, metric: str):
     """Returns the evaluator that yields a metric such as test/context/000128, or None."""
     part = f"{metric}/".split("/")[1]
-    evaluators = map(EVALUATORS.build, specs)
-    return next(
-        (
-            evaluator
-            for evaluator in evaluators
-            if part in (evaluator.name, *evaluator.metric_prefixes)
-        ),
-        None,
-    )
+    for evaluator in map(EVALUATORS.build, specs):
+        if part in (evaluator.name, *evaluator.metric_prefixes):
+            return evaluator
+    return None

@@ -61,9 +61,9 @@ class Subject:
     def with_config(self, config: TrainTask) -> "Subject":
         """Returns a Subject with the same text and another config. Results are cached."""
         if config not in self.programs:
-            self.programs[config] = dataclasses.replace(
-                self, config=config, data=dataclasses.replace(self.data, config=config), programs={}
-            )
+            data = dataclasses.replace(self.data, config=config)
+            changed = dataclasses.replace(self, config=config, data=data, programs={})
+            self.programs[config] = changed
         return self.programs[config]
 
     def program(self, name, function: Callable) -> Callable:

@@ -32,13 +32,7 @@ Style = Mapping[str, dict]
 
 def styles(names: Sequence[str]) -> Style:
     """Returns the color, line style and marker of each arm. All figures use the same ones."""
-    cycles = zip(
-        names,
-        itertools.cycle(COLORS),
-        itertools.cycle(LINES),
-        itertools.cycle(MARKERS),
-        strict=False,
-    )
+    cycles = zip(names, *map(itertools.cycle, (COLORS, LINES, MARKERS)), strict=False)
     return {
         name: {"color": color, "linestyle": line, "marker": marker}
         for name, color, line, marker in cycles
@@ -49,16 +43,15 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
     """Returns name -> (caption, figure), for all figures that have data."""
     results, style = verdict.results, styles(list(verdict.results.arms))
     metric, pictures, shown = results.sweep.metric, {}, _lines(verdict)
-    subset = (
-        f" Shown: the baseline and the {len(shown) - 1} best other arms, of {len(style)} in all;"
-        " {} contains all arms."
-        if len(shown) < len(style)
-        else ""
-    )
-    label = lambda name: (
-        name.replace("/", " ")
-        + (f" ({counts})" if (counts := unit(name, results.predicts_tokens)) else "")
-    )
+    subset = ""
+    if len(shown) < len(style):
+        best = f"the baseline and the {len(shown) - 1} best other arms, of {len(style)} in all"
+        subset = f" Shown: {best}; {{}} contains all arms."
+
+    def label(name: str) -> str:
+        counts = unit(name, results.predicts_tokens)
+        return name.replace("/", " ") + (f" ({counts})" if counts else "")
+
     for field in dict.fromkeys(scan.field for scan in verdict.scans):
         pictures[f"scan_{field}"] = (
             f"{metric} against {field}: mean over finished seeds with its 95 % interval.",
@@ -81,25 +74,14 @@ def draw(verdict: Verdict) -> dict[str, tuple[str, Figure]]:
         "flops": ("training FLOPs", lambda arm, step, tokens, seconds: step * arm.flops_per_step),
         "time": ("training time in seconds", lambda arm, step, tokens, seconds: seconds),
     }
+    arms, y_label = {arm: results.arms[arm] for arm in shown}, label("validation/loss")
+    plotted = "mean over seeds with its 95 % interval."
     for name, (x_label, x_of) in axes.items():
-        if figure := _curves(
-            {arm: results.arms[arm] for arm in shown},
-            style,
-            "eval/loss",
-            x_label,
-            label("validation/loss"),
-            x_of,
-        ):
-            caption = (
-                f"Validation loss against {x_label}: mean over seeds with its 95 % interval."
-                f"{subset.format('curves.csv')}"
-            )
+        if figure := _curves(arms, style, "eval/loss", x_label, y_label, x_of):
+            caption = f"Validation loss against {x_label}: {plotted}{subset.format('curves.csv')}"
             pictures[f"loss_by_{name}"] = (caption, figure)
     for profile in verdict.profiles:
-        caption = (
-            f"{profile.caption}: mean over seeds with its 95 % interval."
-            f"{subset.format('profiles.csv')}"
-        )
+        caption = f"{profile.caption}: {plotted}{subset.format('profiles.csv')}"
         pictures[profile.name] = (caption, _profile(profile, shown, style))
     return pictures
 
@@ -111,14 +93,9 @@ MOST = 12
 def _lines(verdict: Verdict) -> list[str]:
     """Returns the arms that figures show: all, or the baseline and the best of the others."""
     sweep, rows = verdict.results.sweep, verdict.rows
-    ranked = sorted(
-        rows,
-        key=lambda name: (
-            name != sweep.baseline,
-            not rows[name].value.count,
-            rows[name].value.mean * (-1 if sweep.higher_is_better else 1),
-        ),
-    )
+    sign = -1 if sweep.higher_is_better else 1
+    worse = lambda value: (not value.count, sign * value.mean)
+    ranked = sorted(rows, key=lambda name: (name != sweep.baseline, *worse(rows[name].value)))
     return [name for name in rows if name in ranked[:MOST]]
 
 
@@ -147,13 +124,8 @@ def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
     figure, axes = new_figure(3.5)
     for scan, style in zip(lines, styles([scan.setting for scan in lines]).values(), strict=True):
         points = {x: value for x, value in scan.points.items() if value.count}
-        _line(
-            axes,
-            list(points),
-            list(points.values()),
-            scan.setting or verdict.results.sweep.metric,
-            style,
-        )
+        name = scan.setting or verdict.results.sweep.metric
+        _line(axes, list(points), list(points.values()), name, style)
     if all(x > 0 for scan in lines for x in scan.points):
         axes.set_xscale("log")
     axes.set_xlabel(field)
@@ -165,24 +137,11 @@ def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
 
 def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, style: dict) -> None:
     """Plots means as a line and intervals as a band."""
-    axes.plot(
-        xs,
-        [m.mean for m in means],
-        label=name,
-        linewidth=1.5,
-        markersize=4.5,
-        markevery=max(1, len(xs) // 8),
-        **style,
-    )
+    look = {"linewidth": 1.5, "markersize": 4.5, "markevery": max(1, len(xs) // 8)} | style
+    axes.plot(xs, [m.mean for m in means], label=name, **look)
     if all(math.isfinite(m.half) for m in means):
-        axes.fill_between(
-            xs,
-            [m.low for m in means],
-            [m.high for m in means],
-            color=style["color"],
-            alpha=0.15,
-            linewidth=0,
-        )
+        low, high = [m.low for m in means], [m.high for m in means]
+        axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
@@ -212,54 +171,32 @@ def _by_arm(verdict: Verdict, style: Style, label: str) -> Figure:
     figure, axes = new_figure(0.9 + 0.34 * len(rows))
     for y, (name, row) in enumerate(rows.items()):
         seeds = list(row.arm.values(verdict.results.sweep.metric).values())
-        look = style[name]
-        axes.plot(
-            seeds,
-            [y] * len(seeds),
-            linestyle="",
-            marker="|",
-            markersize=10,
-            color=look["color"],
-            alpha=0.7,
-        )
+        ticks = {"linestyle": "", "marker": "|", "markersize": 10, "alpha": 0.7}
+        axes.plot(seeds, [y] * len(seeds), color=style[name]["color"], **ticks)
         half = 0.0 if math.isnan(row.value.half) else row.value.half
-        axes.errorbar(
-            row.value.mean,
-            y,
-            xerr=half,
-            capsize=4,
-            color=look["color"],
-            marker=look["marker"],
-            markersize=6,
-        )
+        axes.errorbar(row.value.mean, y, xerr=half, **_interval(style[name]))
     _arms_down(axes, rows)
     axes.set_xlabel(label)
     return figure
 
 
 def _differences(verdict: Verdict, style: Style, label: str) -> Figure:
-    rows = {
-        name: row
-        for name, row in verdict.rows.items()
-        if row.to_baseline and row.to_baseline.mean.count > 1
-    }
-    figure, axes = new_figure(0.9 + 0.34 * len(rows))
+    compared = {name: row.to_baseline for name, row in verdict.rows.items() if row.to_baseline}
+    compared = {name: versus for name, versus in compared.items() if versus.mean.count > 1}
+    figure, axes = new_figure(0.9 + 0.34 * len(compared))
     axes.axvline(0, color="black", linewidth=1)
-    for y, (name, row) in enumerate(rows.items()):
-        difference = row.to_baseline
-        axes.errorbar(
-            difference.mean.mean,
-            y,
-            xerr=difference.mean.half,
-            capsize=4,
-            color=style[name]["color"],
-            marker=style[name]["marker"],
-            markersize=6,
-            markerfacecolor=style[name]["color"] if difference.is_detectable else "white",
-        )
-    _arms_down(axes, rows)
+    for y, (name, versus) in enumerate(compared.items()):
+        look = _interval(style[name])
+        look["markerfacecolor"] = look["color"] if versus.is_detectable else "white"
+        axes.errorbar(versus.mean.mean, y, xerr=versus.mean.half, **look)
+    _arms_down(axes, compared)
     axes.set_xlabel(f"difference in {label}\nfilled: detectable difference from the baseline")
     return figure
+
+
+def _interval(style: dict) -> dict:
+    """Returns the look of a mean and its interval."""
+    return {"color": style["color"], "marker": style["marker"], "markersize": 6, "capsize": 4}
 
 
 def _arms_down(axes: Axes, names) -> None:

@@ -10,9 +10,7 @@ def digits(half: float, x: float = 1.0) -> int:
 
     Without an interval: three decimals, or two significant digits of a small x.
     """
-    scale = (
-        half if math.isfinite(half) and half > 0 else 0.01 if abs(x) >= 0.01 or not x else abs(x)
-    )
+    scale = half if math.isfinite(half) and half > 0 else min(abs(x) or 0.01, 0.01)
     return max(0, 1 - math.floor(math.log10(scale)))
 
 
@@ -36,15 +34,11 @@ def spell(value: Mean) -> str:
 
 def p_value(p: float) -> str:
     """Formats a p value: `p = 0.012`, for example."""
-    return (
-        "p undefined"
-        if math.isnan(p)
-        else "p < 0.001"
-        if p < 0.001
-        else f"p = {p:.3f}"
-        if p < 0.1
-        else f"p = {p:.2f}"
-    )
+    if math.isnan(p):
+        return "p undefined"
+    if p < 0.001:
+        return "p < 0.001"
+    return f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
 
 
 def spell_range(value: Mean, abs_value: bool = False) -> str:

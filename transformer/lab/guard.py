@@ -78,20 +78,16 @@ def facts(config: Experiment) -> Facts:
         state, _ = abstract_state(config, model, optimizer, mesh)
         batch = batch_shapes(config, mesh)
         backends = attention_backends(config, model, state.params, batch, mesh)
-    tokens = math.prod(batch["inputs"].shape) + (
-        math.prod(batch["source"].shape) if "source" in batch else 0
-    )
+    tokens = sum(math.prod(batch[side].shape) for side in ("inputs", "source") if side in batch)
     data = to_mapping(config.data)
     tokenizer = data.pop("tokenizer")
+    vocabulary = {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}
     return Facts(
         sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
         model_flops(config, batch, state.params) / tokens,
         " + ".join(backends) or "none",
         _settings(data),
-        _settings(
-            tokenizer
-            | {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}
-        ),
+        _settings(tokenizer | vocabulary),
         f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}",
         tokens,
     )
@@ -99,23 +95,19 @@ def facts(config: Experiment) -> Facts:
 
 def allowed_facts(sweep: Sweep) -> set[str]:
     """Returns the facts in which arms may differ: declared ones, and those set by varied fields."""
-    varies = lambda fields: any(
-        field == prefix or field.startswith(prefix + ".")
-        for field in sweep.fields
-        for prefix in fields
-    )
-    return {name for name, fields in SET_BY.items() if varies(fields)} | set(sweep.declared)
+    within = lambda field, prefix: field == prefix or field.startswith(prefix + ".")
+    varies = lambda prefix: any(within(field, prefix) for field in sweep.fields)
+    set_by_varied = {name for name, fields in SET_BY.items() if any(map(varies, fields))}
+    return set_by_varied | set(sweep.declared)
 
 
 def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
     """Returns a line for each fact in which arms differ although the sweep does not allow it."""
     lines, base = [], facts[sweep.baseline]
     for name in [name for name in SET_BY if name not in allowed_facts(sweep)]:
-        different = {
-            arm: fact for arm, fact in facts.items() if not _same(name, fact, base, sweep.match)
-        }
+        different = [arm for arm in facts if not _same(name, facts[arm], base, sweep.match)]
         if different:
-            arm, fact = next(iter(different.items()))
+            arm, fact = different[0], facts[different[0]]
             more = f", and {len(different) - 1} more" if len(different) > 1 else ""
             lines.append(
                 f"{name}: {sweep.baseline} {_spell(name, base, fact)}, "
@@ -132,14 +124,10 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, F
     fact; or if a declaration or control is invalid.
     """
     _check_twins(sweep, configs, facts)
-    retokenized = [
-        arm for arm, fact in facts.items() if fact.tokenizer != facts[sweep.baseline].tokenizer
-    ]
-    if (
-        retokenized
-        and "tokenizer" not in sweep.declared
-        and of_tokens(sweep.metric, configs[sweep.baseline].objective.predicts_tokens)
-    ):
+    usual = facts[sweep.baseline].tokenizer
+    retokenized = [arm for arm, fact in facts.items() if fact.tokenizer != usual]
+    in_tokens = of_tokens(sweep.metric, configs[sweep.baseline].objective.predicts_tokens)
+    if retokenized and in_tokens and "tokenizer" not in sweep.declared:
         raise UserError(
             f"sweep: metric {sweep.metric!r} depends on the tokenizer, and arm "
             f"{retokenized[0]!r} has a different tokenizer from {sweep.baseline!r}; use a metric "
@@ -171,12 +159,10 @@ def _check_twins(
     for arm, first in twin_of.items():
         if sweep.controls.keys() & {arm, first}:
             continue
-        equal = configs[arm] == configs[first]
-        relation = (
-            "are the same experiment"
-            if equal
-            else f"differ in {_different_fields(configs, arm, first)}, but build the same programs"
-        )
+        relation = "are the same experiment"
+        if configs[arm] != configs[first]:
+            fields = _different_fields(configs, arm, first)
+            relation = f"differ in {fields}, but build the same programs"
         raise UserError(
             f"sweep: arms {first!r} and {arm!r} {relation}, so their runs would be bitwise "
             "identical; remove one, or declare it a control: "
@@ -204,10 +190,7 @@ def _spell(name: str, arm_facts: Facts, other: Facts) -> str:
     """Returns a fact as text. Of a tuple, only the settings that `other` does not have."""
     value = getattr(arm_facts, name)
     if isinstance(value, tuple):
-        return (
-            ", ".join(setting for setting in value if setting not in getattr(other, name))
-            or "none of these"
-        )
+        return ", ".join(x for x in value if x not in getattr(other, name)) or "none of these"
     formats = {"parameters": "{:,}", "flops": "{:,.0f} per token"}
     return formats.get(name, "{}").format(value)
 
@@ -238,15 +221,12 @@ def matched(
             "remove one of the two"
         )
     target = getattr(facts(configs[sweep.baseline]), sweep.match)
-    return {
-        arm: _sized(arm, config, sweep.match, target, report) for arm, config in configs.items()
-    }
+    return {arm: _sized(arm, x, sweep.match, target, report) for arm, x in configs.items()}
 
 
 def _sized(arm: str, config: Experiment, fact: str, target: float, report) -> Experiment:
-    width = lambda eights: dataclasses.replace(
-        config, model=dataclasses.replace(config.model, d_ff=8 * eights)
-    )
+    model_at = lambda eights: dataclasses.replace(config.model, d_ff=8 * eights)
+    width = lambda eights: dataclasses.replace(config, model=model_at(eights))
     size_at = lambda eights: getattr(facts(width(eights)), fact)
     if abs(getattr(facts(config), fact) - target) <= 1e-6 * target:
         return config
@@ -281,16 +261,14 @@ def _in_time(
     measurement would give a different number.
     """
     base = configs[sweep.baseline]
-    with_steps = lambda config, steps: dataclasses.replace(
-        config, train=dataclasses.replace(config.train, steps=steps)
-    )
+
+    def with_steps(config: Experiment, steps: int) -> Experiment:
+        return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+
     sized = {sweep.baseline: base}
-    if before.get(sweep.baseline) == base:
-        sized |= {
-            arm: config
-            for arm, config in before.items()
-            if arm in configs and config == with_steps(configs[arm], config.train.steps)
-        }
+    for arm, config in before.items() if before.get(sweep.baseline) == base else ():
+        if arm in configs and config == with_steps(configs[arm], config.train.steps):
+            sized[arm] = config
     unmeasured = [arm for arm in configs if arm not in sized]
     seconds = seconds_per_step(base) if unmeasured else math.nan
     for arm in unmeasured:
@@ -307,11 +285,8 @@ def seconds_per_step(config: Experiment, steps: int = 10) -> float:
     with use(make_mesh(config.mesh)) as mesh:
         _, shardings = abstract_state(config, model, optimizer, mesh)
         state = init_state(config, model, optimizer, shardings)
-        batch = {name: np.ones(x.shape, x.dtype) for name, x in batch_shapes(config, mesh).items()}
-        batch = {
-            name: jax.device_put(x, batch_shapes(config, mesh)[name].sharding)
-            for name, x in batch.items()
-        }
+        ones = lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding)
+        batch = jax.tree.map(ones, batch_shapes(config, mesh))
         step, step_seconds = make_train_step(config, model, optimizer, mesh, shardings), []
         for _ in range(steps + 2):
             start_time = time.perf_counter()

@@ -67,15 +67,12 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
     _check(model, tokenizer, text)
     answer = target
     if not answer and config.objective.generates_text and model.family != "encoder":
-        one_sample = dataclasses.replace(
-            config, decoding=dataclasses.replace(config.decoding, batch_size=1)
-        )
+        decoding = dataclasses.replace(config.decoding, batch_size=1)
+        one_sample = dataclasses.replace(config, decoding=decoding)
         (answer,) = Generator(one_sample, trained.params, tokenizer)([text])
     segment, cut = _segment(config, tokenizer, text, answer)
-    has_source = segment.source is not None
-    batch = assemble(
-        [[segment]], len(segment.source if has_source else segment.inputs), len(segment.inputs)
-    )
+    read = segment.inputs if segment.source is None else segment.source
+    batch = assemble([[segment]], len(read), len(segment.inputs))
     subject = Subject(config, None, "test", mesh)
 
     def observe(params, batch):
@@ -90,13 +87,12 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
         return watched, lens, token_losses(head(h_BxTxE), batch["targets"])
 
     batch = {name: jnp.asarray(x) for name, x in batch.items()}
-    watched, lens, losses_BxT = jax.device_get(
-        subject.program("look", observe)(trained.params, batch)
-    )
+    look = subject.program("look", observe)
+    watched, lens, losses_BxT = jax.device_get(look(trained.params, batch))
     pieces = lambda ids: [tokenizer.piece(int(i)) for i in ids]
-    tokens_of = {model.sides[-1]: pieces(segment.inputs)} | (
-        {"encoder": pieces(segment.source)} if has_source else {}
-    )
+    tokens_of = {model.sides[-1]: pieces(segment.inputs)}
+    if segment.source is not None:
+        tokens_of["encoder"] = pieces(segment.source)
     weights_T = segment.weights if segment.weights is not None else np.ones(len(segment.inputs))
     return View(
         text,
@@ -146,32 +142,22 @@ def _segment(config, tokenizer: Tokenizer, text: str, answer: str) -> tuple[Segm
         source, (target,) = [*tokenizer.source_prefix_ids, *ids], tokenizer.encode_targets([answer])
         cut = max(len(source) + 1 - limit, 0) + max(len(target) + 1 - limit, 0)
         source, target = ([*ids[: limit - 1], tokenizer.eos] for ids in (source, target))
-        return Segment(
-            shifted(tokenizer.bos, np.array(target)),
-            np.array(target, np.int32),
-            np.array(source, np.int32),
-        ), cut
+        inputs = shifted(tokenizer.bos, np.array(target))
+        return Segment(inputs, np.array(target, np.int32), np.array(source, np.int32)), cut
     if config.model.family == "encoder":
-        whole = [tokenizer.bos, *ids[: limit - 2], tokenizer.eos]
-        return Segment(np.array(whole, np.int32), np.array(whole, np.int32)), max(
-            len(ids) - (limit - 2), 0
-        )
+        whole = np.array([tokenizer.bos, *ids[: limit - 2], tokenizer.eos], np.int32)
+        return Segment(whole, whole), max(len(ids) - (limit - 2), 0)
     prompt, targets = [], ids
     if config.objective.has_pairs:
-        prompt, targets = (
-            [*tokenizer.source_prefix_ids, *ids, tokenizer.eos],
-            [*tokenizer.encode_targets([answer])[0], tokenizer.eos],
-        )
+        prompt = [*tokenizer.source_prefix_ids, *ids, tokenizer.eos]
+        targets = [*tokenizer.encode_targets([answer])[0], tokenizer.eos]
     elif config.model.prefix_lm:  # training splits at random positions
         prompt, targets = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     segment = continued(tokenizer.bos, np.array(prompt, np.int32), np.array(targets, np.int32))
     prefix = min(segment.prefix, limit) if config.model.prefix_lm else None
-    return Segment(
-        segment.inputs[:limit],
-        segment.targets[:limit],
-        weights=segment.weights[:limit],
-        prefix=prefix,
-    ), max(len(segment.targets) - limit, 0)
+    inputs, targets, weights = segment.inputs, segment.targets, segment.weights[:limit]
+    kept = Segment(inputs[:limit], targets[:limit], weights=weights, prefix=prefix)
+    return kept, max(len(targets) - limit, 0)
 
 
 def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> list[Map]:
@@ -187,40 +173,30 @@ def _maps(subject: Subject, watched: dict, tokens_of: dict[str, list[str]]) -> l
             for statistic, values in statistics[statistics_path][0].items()
             if statistic != "repeated"
         }
-        by_sublayer.setdefault((side, sublayer.removesuffix("/weights")), {})[layer] = (
-            part(weights[path][0], index)[0],
-            of_layer,
-        )
-    return [
-        Map(
-            f"{side} {sublayer}",
-            sorted(layers),
-            np.stack([layers[n][0] for n in sorted(layers)]),
-            tokens_of[side],
-            tokens_of["encoder" if sublayer == "cross_attention" else side],
-            {
-                statistic: np.stack([layers[n][1][statistic] for n in sorted(layers)])
-                for statistic in next(iter(layers.values()))[1]
-            },
-        )
-        for (side, sublayer), layers in sorted(
-            by_sublayer.items(),
-            key=lambda item: (item[0][0] != "encoder", item[0][1] == "cross_attention"),
-        )
-    ]
+        layers = by_sublayer.setdefault((side, sublayer.removesuffix("/weights")), {})
+        layers[layer] = part(weights[path][0], index)[0], of_layer
+    maps, rank = [], lambda key: (key[0] != "encoder", key[1] == "cross_attention")
+    for side, sublayer in sorted(by_sublayer, key=rank):
+        layers = dict(sorted(by_sublayer[side, sublayer].items()))
+        weights_L, statistics_L = zip(*layers.values(), strict=True)
+        stacked = {name: np.stack([x[name] for x in statistics_L]) for name in statistics_L[0]}
+        queries = tokens_of[side]
+        keys = tokens_of["encoder"] if sublayer == "cross_attention" else queries
+        name = f"{side} {sublayer}"
+        maps.append(Map(name, list(layers), np.stack(weights_L), queries, keys, stacked))
+    return maps
 
 
 def _sizes(subject: Subject, sizes: dict) -> dict[str, dict[str, list[float]]]:
     """Returns the sizes of the residual stream and of each branch, by sublayer and layer."""
     flat, by_sublayer = flatten(sizes), {}
-    for name, (path, index) in sorted(
-        where(subject.config.model, flat).items(), key=lambda item: split_layer_path(item[0])
-    ):
+    places = where(subject.config.model, flat)
+    for name in sorted(places, key=split_layer_path):
+        path, index = places[name]
         side, layer, rest = split_layer_path(name)
         values = {key: float(np.asarray(part(x, index))) for key, x in flat[path][0].items()}
-        sublayer = by_sublayer.setdefault(
-            f"{side} {sublayer_of(rest)}", {"layer": [], "stream": [], "branch": []}
-        )
+        empty = {"layer": [], "stream": [], "branch": []}
+        sublayer = by_sublayer.setdefault(f"{side} {sublayer_of(rest)}", empty)
         sublayer["layer"].append(layer)
         sublayer["stream"].append(values["stream"])
         sublayer["branch"].append(values["branch"] / values["kept"] if values["kept"] else 1.0)

@@ -10,13 +10,8 @@ from transformer.output import columns, human_time
 
 def cell(status: Status, steps: int) -> str:
     """Returns the status of a run as the text of a table cell."""
-    loss = (
-        ""
-        if math.isnan(status.value)
-        else f" {status.value:.3f}"
-        if abs(status.value) < 1e5
-        else f" {status.value:.1e}"
-    )
+    digits = ".3f" if abs(status.value) < 1e5 else ".1e"
+    loss = "" if math.isnan(status.value) else f" {status.value:{digits}}"
     return {
         "done": f"done{loss}",
         "running": f"{status.step / steps:4.0%}{loss}" if status.step else "starting",
@@ -55,34 +50,22 @@ class Table:
         if self._live:
             lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write(
-                (f"\x1b[{self._shown}A" if self._shown else "")
-                + "".join(f"\x1b[K{line[:width]}\n" for line in lines)
-            )
+            up = f"\x1b[{self._shown}A" if self._shown else ""
+            self._stream.write(up + "".join(f"\x1b[K{line[:width]}\n" for line in lines))
             self._shown = len(lines)
         else:
             for name, status in statuses.items():
-                if self._kinds.get(name) != status.kind and not (
-                    name not in self._kinds and status.kind == "waiting"
-                ):
-                    line = (
-                        f"{status.kind}: {status.why}"
-                        if status.why
-                        else cell(status, self._steps(name))
-                    )
-                    self._stream.write(f"{name}  {line}\n")
+                if self._kinds.get(name, "waiting") != status.kind:
+                    why = f"{status.kind}: {status.why}" if status.why else ""
+                    self._stream.write(f"{name}  {why or cell(status, self._steps(name))}\n")
                 self._kinds[name] = status.kind
             if time.monotonic() - self._printed > 60 and not last:
                 self._printed = time.monotonic()
-                running = [
-                    f"{name} {cell(status, self._steps(name))}"
-                    for name, status in statuses.items()
-                    if status.kind == "running"
-                ]
+                running = {name: s for name, s in statuses.items() if s.kind == "running"}
+                cells = [f"{name} {cell(s, self._steps(name))}" for name, s in running.items()]
                 omitted = [f"and {len(running) - 4} more"] if len(running) > 4 else []
-                self._stream.write(
-                    f"{self._summary(statuses)}: {', '.join([*running[:4], *omitted])}\n"
-                )
+                shown = ", ".join([*cells[:4], *omitted])
+                self._stream.write(f"{self._summary(statuses)}: {shown}\n")
             if last:
                 lines = [*overview(self._study, self._cells(statuses)), self._summary(statuses)]
                 self._stream.write("\n".join(lines) + "\n")
@@ -114,19 +97,16 @@ class Table:
 
     def _summary(self, statuses: dict[str, Status]) -> str:
         """Returns the number of finished runs, and the remaining time at the present speed."""
-        share = lambda name, status: (
-            1.0 if status.is_finished else min(status.step / self._steps(name), 1.0)
-        )
-        done = sum(
-            share(name, status) * self._work(name) for name, status in statuses.items()
-        ) / sum(map(self._work, statuses))
+        done = 0.0
+        for name, status in statuses.items():
+            share = 1.0 if status.is_finished else min(status.step / self._steps(name), 1.0)
+            done += share * self._work(name)
+        done /= sum(map(self._work, statuses))
         self._first = done if self._first is None else self._first
         spent, progress = time.monotonic() - self._began, done - self._first
-        remaining = (
-            f", {human_time(spent / progress * (1 - done))} left"
-            if progress > 0.02 and done < 1
-            else ""
-        )
+        remaining = ""
+        if progress > 0.02 and done < 1:
+            remaining = f", {human_time(spent / progress * (1 - done))} left"
         over = sum(status.is_finished for status in statuses.values())
         return (
             f"{over} of {len(statuses)} runs finished (values: {self._study.sweep.metric}, "

@@ -26,17 +26,12 @@ def study(
     disable_tpu_search()
     start_processes()
     previous = load_study(folder) if (folder / "sweep.json").exists() else None
-    configs = matched(
-        sweep,
-        configs,
-        previous.configs if previous and previous.sweep.match == sweep.match else {},
-        report,
-    )
+    before = previous.configs if previous and previous.sweep.match == sweep.match else {}
+    configs = matched(sweep, configs, before, report)
     facts_of = {arm: facts(config) for arm, config in configs.items()}
     check(sweep, configs, facts_of)
-    return Study(
-        folder, sweep, configs, facts_of, file, Path(file.partition(":")[0]).read_text(), overrides
-    )
+    text = Path(file.partition(":")[0]).read_text()
+    return Study(folder, sweep, configs, facts_of, file, text, overrides)
 
 
 def prepare_in_subprocess(file: str, folder: Path, overrides: Mapping[str, str]) -> None:
@@ -45,16 +40,8 @@ def prepare_in_subprocess(file: str, folder: Path, overrides: Mapping[str, str])
     This process must not hold the device, because its runs need it.
     """
     options = [f"--config.{key}={value}" for key, value in overrides.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "transformer",
-        "sweep",
-        f"--config={file}",
-        f"--workdir={folder}",
-        "--prepare",
-        *options,
-    ]
+    command = [sys.executable, "-m", "transformer", "sweep", f"--config={file}"]
+    command += [f"--workdir={folder}", "--prepare", *options]
     if code := subprocess.run(command).returncode:
         raise SystemExit(code if code > 0 else 1)
 
@@ -72,44 +59,24 @@ def describe(study: Study) -> str:
     sweep, base = study.sweep, study.facts[study.sweep.baseline]
     tokens = {arm: study.facts[arm].tokens * study.configs[arm].train.steps for arm in sweep.arms}
     equal = len(set(tokens.values())) == 1
-    rows = [
-        [
-            "arm",
-            "changes",
-            "parameters",
-            "FLOPs per token",
-            "attention",
-            *([] if equal else ["training tokens"]),
-        ]
-    ]
+    last = [] if equal else ["training tokens"]
+    rows = [["arm", "changes", "parameters", "FLOPs per token", "attention", *last]]
     for arm, changes in sweep.arms.items():
         properties = study.facts[arm]
         settings = " ".join(f"{field}={_short(value)}" for field, value in changes.items())
         extra = properties.parameters - base.parameters
-        parameters = (
-            f"{properties.parameters:,}" if not extra else f"{properties.parameters:,} ({extra:+,})"
-        )
-        flops = human_count(properties.flops) + (
-            "" if properties.flops == base.flops else f" ({properties.flops / base.flops - 1:+.1%})"
-        )
-        rows.append(
-            [
-                arm + (" (baseline)" if arm == sweep.baseline else ""),
-                settings,
-                parameters,
-                flops,
-                properties.attention,
-                *([] if equal else [human_tokens(tokens[arm])]),
-            ]
-        )
+        parameters = f"{properties.parameters:,}" + (f" ({extra:+,})" if extra else "")
+        flops = human_count(properties.flops)
+        if properties.flops != base.flops:
+            flops += f" ({properties.flops / base.flops - 1:+.1%})"
+        name = arm + (" (baseline)" if arm == sweep.baseline else "")
+        last = [] if equal else [human_tokens(tokens[arm])]
+        rows.append([name, settings, parameters, flops, properties.attention, *last])
     lines = [f"question    {sweep.question}"] if sweep.question else []
     steps = sorted({config.train.steps for config in study.configs.values()})
-    trained = (
-        f"{steps[0]:,} steps each" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,} steps"
-    )
-    lines.append(
-        f"metric      {sweep.metric}, {'higher' if sweep.higher_is_better else 'lower'} is better"
-    )
+    trained = f"{steps[0]:,} to {steps[-1]:,} steps" if steps[1:] else f"{steps[0]:,} steps each"
+    better = "higher" if sweep.higher_is_better else "lower"
+    lines.append(f"metric      {sweep.metric}, {better} is better")
     lines.append(
         f"runs        {count(len(sweep.arms), 'arm')} x {count(len(sweep.seeds), 'seed')} "
         f"({', '.join(map(str, sweep.seeds))}), {trained}"
@@ -130,12 +97,9 @@ def describe_runs(study: Study, shard: tuple[int, int], max_group: int) -> str:
     statuses = {run.name: run.status() for run in study.runs}
     finished = [f"{name} ({s.kind})" for name, s in statuses.items() if s.is_finished]
     lines = [""]
+    state = {n: "" if s.kind == "waiting" else f" ({s.kind})" for n, s in statuses.items()}
     for n, unit in enumerate(share_of(study, shard, max_group), 1):
-        names = ", ".join(
-            run.name
-            + (f" ({statuses[run.name].kind})" if statuses[run.name].kind != "waiting" else "")
-            for run in unit
-        )
+        names = ", ".join(run.name + state[run.name] for run in unit)
         lines.append(f"{n:>3}. {names}{'  together' if len(unit) > 1 else ''}")
     if shard[1] > 1:
         lines.append(f"for machine {shard[0]}; the other {shard[1] - 1} run the rest")

@@ -23,38 +23,7 @@ from transformer.lab.report_tables import (
 )
 from transformer.lab.verdict import Verdict
 
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; }
-body { max-width: 62rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 1rem 0 .25rem; }
-h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #ccc; }
-p.about, figcaption, .note { color: #555; font-size: .9rem; }
-ul.verdict { padding-left: 1.1rem; } ul.verdict li { margin: .35rem 0; }
-.wide { overflow-x: auto; margin-bottom: 1rem; background:  /* a shadow where the table continues */
-  linear-gradient(to left, #fff 1.5rem, #fff0) right / 3rem 100% no-repeat local,
-  linear-gradient(to left, #0003, #0000) right / .8rem 100% no-repeat scroll; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .3rem .7rem .3rem 0; text-align: right; white-space: nowrap; }
-th, td { border-bottom: 1px solid #e4e4e4; vertical-align: top; }
-th { white-space: normal; min-width: 3.5rem; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff; }
-td.text { text-align: left; white-space: normal; min-width: 12rem; overflow-wrap: anywhere; }
-tr.best td:first-child { font-weight: 650; }
-.figures { display: grid; gap: 1.5rem; }
-.figures { grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); }
-figure { margin: 0; min-width: 0; } figure img { width: 100%; height: auto; }
-summary { color: #555; font-size: .9rem; cursor: pointer; }
-pre { background: #f4f4f4; padding: .6rem .8rem; overflow-x: auto; font-size: .85rem; }
-@media print {
-  body { max-width: none; font-size: 10pt; padding: 0; } .wide { overflow: visible; }
-  table { font-size: 7.5pt; } h2 { break-after: avoid; }
-  figure, tr, pre { break-inside: avoid; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-  .figures { display: block; }
-  figure { display: inline-block; width: 48%; margin: 0 1% 1rem 0; vertical-align: top; }
-  th:first-child, td:first-child { position: static; }
-}
-"""
+STYLE = Path(__file__).with_name("report.css").read_text()
 
 
 def write(verdict: Verdict, folder: Path) -> Path:
@@ -81,14 +50,8 @@ def write(verdict: Verdict, folder: Path) -> Path:
 def markdown(verdict: Verdict) -> str:
     """Returns the report as Markdown, for the appendix of a paper."""
     results = verdict.results
-    lines = [
-        f"# {results.sweep.question or results.title}",
-        "",
-        *(f"- {line}" for line in verdict.sentences),
-        "",
-        *about(results),
-        "",
-    ]
+    lines = [f"# {results.sweep.question or results.title}", ""]
+    lines += [*(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
     if verdict.scans:
         lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
     for rows in filter(None, (outcome(verdict), cost(verdict), measured(verdict))):
@@ -98,16 +61,8 @@ def markdown(verdict: Verdict) -> str:
         lines += [f"{profile.caption} ({profile.y_label}):", "", *_rows(profile_table(profile)), ""]
     if results.left_out:
         lines += ["Left out or damaged:", "", *(f"- {line}" for line in results.left_out), ""]
-    lines += [
-        "## Provenance",
-        "",
-        *(f"- {name}: {value}" for name, value in provenance(results)),
-        "",
-        "```",
-        reproduction_commands(results),
-        "```",
-        "",
-    ]
+    lines += ["## Provenance", "", *(f"- {name}: {x}" for name, x in provenance(results)), ""]
+    lines += ["```", reproduction_commands(results), "```", ""]
     return "\n".join(lines)
 
 
@@ -115,10 +70,8 @@ def _rows(table: list[list[str]]) -> list[str]:
     """Returns the lines of a table in Markdown."""
     head, *rows = table
     cell = lambda text: text.replace("|", "\\|")
-    return [
-        "| " + " | ".join(map(cell, row)) + " |"
-        for row in (head, ["---", *["---:"] * (len(head) - 1)], *rows)
-    ]
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return [f"| {' | '.join(map(cell, row))} |" for row in (head, rule, *rows)]
 
 
 def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
@@ -159,7 +112,7 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
+        f"<title>{title}</title><style>\n{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
     )
 
 
@@ -185,15 +138,11 @@ def _table(head: list[str], rows: list[list[str]], classes: tuple[int, ...] = ()
     cells = lambda row: "".join(
         f"<td{' class=text' if n in classes else ''}>{escape(x)}</td>" for n, x in enumerate(row)
     )
-    return (
-        "<div class=wide><table><thead><tr>"
-        + "".join(f"<th>{escape(x)}</th>" for x in head)
-        + "</tr></thead><tbody>"
-        + "".join(
-            f"<tr{' class=best' if row[0].endswith(' *') else ''}>{cells(row)}</tr>" for row in rows
-        )
-        + "</tbody></table></div>"
-    )
+    heads = "".join(f"<th>{escape(x)}</th>" for x in head)
+    best = lambda row: " class=best" if row[0].endswith(" *") else ""
+    body = "".join(f"<tr{best(row)}>{cells(row)}</tr>" for row in rows)
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class=wide>{table}</div>"
 
 
 def _split(rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:

@@ -1,6 +1,7 @@
 """The tables of a report."""
 
 import math
+import operator
 import re
 
 from transformer.lab.formatting import p_value, signed, spell
@@ -21,34 +22,19 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         difference = ["-", "-", "-"]
         if versus is not None and versus.mean.count > 1:
             low, high = (signed(x, versus.mean.half) for x in (versus.mean.low, versus.mean.high))
-            difference = [
-                signed(versus.mean.mean, versus.mean.half),
-                f"{low} to {high}",
-                p_value(versus.p).removeprefix("p ").removeprefix("= "),
-            ]
+            p = p_value(versus.p).removeprefix("p ").removeprefix("= ")
+            difference = [signed(versus.mean.mean, versus.mean.half), f"{low} to {high}", p]
         reaches = "-" if versus is None or not row.reaches.seeds else "never"
         if versus is not None and row.reaches.count:
-            reaches = f"{row.reaches.share:.0%} of baseline steps" + (
-                f", {row.reaches.count} of {row.reaches.seeds} seeds"
-                if row.reaches.count < row.reaches.seeds
-                else ""
-            )
-        seeds = str(row.value.count) + (
-            f" ({versus.mean.count} paired)"
-            if versus is not None and versus.mean.count < row.value.count
-            else ""
-        )
+            reaches = f"{row.reaches.share:.0%} of baseline steps"
+            if row.reaches.count < row.reaches.seeds:
+                reaches += f", {row.reaches.count} of {row.reaches.seeds} seeds"
+        seeds = str(row.value.count)
+        if versus is not None and versus.mean.count < row.value.count:
+            seeds += f" ({versus.mean.count} paired)"
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
-        rows.append(
-            [
-                name + (" *" if row.among_best else ""),
-                spell(row.value),
-                *difference,
-                seeds,
-                diverged,
-                reaches,
-            ]
-        )
+        label = name + (" *" if row.among_best else "")
+        rows.append([label, spell(row.value), *difference, seeds, diverged, reaches])
     head = [
         "arm",
         f"{sweep.metric} (mean ± 95 % interval)",
@@ -69,13 +55,8 @@ def cost(verdict: Verdict) -> list[list[str]]:
         arm = row.arm
         together = {run.together for run in arm.runs.values()}
         mark = f" ({' or '.join(map(str, sorted(together)))} together)" if together - {1} else ""
-        attention = sorted(
-            {
-                backend
-                for run in arm.runs.values()
-                for backend in run.manifest.get("attention_backends", {})
-            }
-        )
+        used = [run.manifest.get("attention_backends", {}) for run in arm.runs.values()]
+        attention = " + ".join(sorted(set().union(*used))) or "-"
         or_dash = lambda x, text, suffix="": "-" if not x or math.isnan(x) else text(x) + suffix
         rows.append(
             [
@@ -84,7 +65,7 @@ def cost(verdict: Verdict) -> list[list[str]]:
                 or_dash(arm.flops, human_count),
                 or_dash(row.tokens_per_second, human_tokens, mark),
                 or_dash(row.memory, format_bytes, mark),
-                " + ".join(attention) or "-",
+                attention,
             ]
         )
     return rows
@@ -94,22 +75,15 @@ def measured(verdict: Verdict) -> list[list[str]]:
     """Returns the table of other test metrics by arm, without profiles; empty if there are none."""
     arms, decides = verdict.results.arms, verdict.results.sweep.metric
     names = {name for arm in arms.values() for run in arm.runs.values() for name in run.names}
-    names = sorted(
-        name
-        for name in names
-        if name.startswith("test/")
-        and name != decides
-        and not re.search(r"/\d+(/|$)|/sentences", name)
-    )
-    rows = [
-        [name, *(spell(mean(list(arm.values(metric).values()))) for metric in names)]
-        for name, arm in arms.items()
-    ]
-    heads = [
-        f"{metric} ({part})" if (part := measured_text(verdict.results, metric)) else metric
-        for metric in names
-    ]
-    return [["arm", *heads], *rows] if names else []
+    is_profile = re.compile(r"/\d+(/|$)|/sentences").search
+    names = sorted(x for x in names if x.startswith("test/") and x != decides and not is_profile(x))
+    head = ["arm"]
+    for metric in names:
+        part = measured_text(verdict.results, metric)
+        head.append(f"{metric} ({part})" if part else metric)
+    spelled = lambda arm, metric: spell(mean(list(arm.values(metric).values())))
+    rows = [[name, *(spelled(arm, metric) for metric in names)] for name, arm in arms.items()]
+    return [head, *rows] if names else []
 
 
 SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps"}
@@ -120,42 +94,23 @@ def arms_table(results: Results) -> list[list[str]]:
     """Returns the table of the settings of each arm, its matched size and its diverged seeds."""
     rows = [["arm", "settings", "diverged seeds"]]
     for name, arm in results.arms.items():
-        settings = [
-            f"{field} = {value}" for field, value in arm.changes.items() if field != "arm"
-        ] or ["no changes"]
+        settings = [f"{field} = {x}" for field, x in arm.changes.items() if field != "arm"]
+        settings = settings or ["no changes"]
         if (sized := SIZED.get(results.sweep.match)) and arm.runs:
-            parent, field = sized.split(".")
-            settings.append(
-                f"sized to {sized} = "
-                f"{getattr(getattr(next(iter(arm.runs.values())).config, parent), field):,}"
-            )
-        rows.append(
-            [
-                name,
-                ", ".join(settings),
-                ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items()) or "-",
-            ]
-        )
+            config = next(iter(arm.runs.values())).config
+            settings.append(f"sized to {sized} = {operator.attrgetter(sized)(config):,}")
+        diverged = ", ".join(f"{seed} at step {step:,}" for seed, step in arm.diverged.items())
+        rows.append([name, ", ".join(settings), diverged or "-"])
     return rows
 
 
 def scanned(verdict: Verdict) -> list[list[str]]:
     """Returns the table of scans."""
-    rows = [
-        [
-            "field",
-            "arms",
-            "scanned range",
-            "best value",
-            f"{verdict.results.sweep.metric} at the best value",
-            f"range within {CLOSE:.0%} of the best",
-            "range without failed seeds",
-            "sensitivity",
-        ]
-    ]
+    best = f"{verdict.results.sweep.metric} at the best value"
+    ranges = [f"range within {CLOSE:.0%} of the best", "range without failed seeds"]
+    rows = [["field", "arms", "scanned range", "best value", best, *ranges, "sensitivity"]]
+    spell_range = lambda ends: f"{ends[0]:g} to {ends[1]:g}" if ends else "-"
     for scan in verdict.scans:
-        or_dash = lambda x, text: "-" if math.isnan(x) else text.format(x)
-        spell_range = lambda ends: f"{ends[0]:g} to {ends[1]:g}" if ends else "-"
         rows.append(
             [
                 scan.field,
@@ -165,7 +120,7 @@ def scanned(verdict: Verdict) -> list[list[str]]:
                 spell(scan.points[scan.best]),
                 spell_range(scan.close),
                 spell_range(scan.stable),
-                or_dash(scan.sensitivity, "{:.3f}"),
+                "-" if math.isnan(scan.sensitivity) else f"{scan.sensitivity:.3f}",
             ]
         )
     return rows
@@ -209,77 +164,36 @@ NOTE = (
 def tables(verdict: Verdict) -> dict[str, list[list]]:
     """Returns the CSV tables: summary in full precision, last metrics of runs, curves, profiles."""
     results = verdict.results
-    runs = [
-        (name, seed, run) for name, arm in results.arms.items() for seed, run in arm.runs.items()
-    ]
+    runs = [(name, *item) for name, arm in results.arms.items() for item in arm.runs.items()]
     names = sorted({name for *_, run in runs for name in run.names})
-    runs_table = [["arm", "seed", "diverged_at", *names]]
-    runs_table += [
-        [name, seed, run.diverged or "", *(_blank(run.last(key)) for key in names)]
-        for name, seed, run in runs
-    ]
+    last = [["arm", "seed", "diverged_at", *names]]
     curves = [["arm", "seed", "step", "metric", "value"]]
-    curves += [
-        [name, seed, step, key, value]
-        for name, seed, run in runs
-        for key in ("train/loss", "eval/loss")
-        for step, value in run.curve(key)
-    ]
-    places = [["profile", "arm", "place", "mean", "low", "high", "seeds"]]
+    for name, seed, run in runs:
+        last.append([name, seed, run.diverged or "", *(_blank(run.last(key)) for key in names)])
+        for key in ("train/loss", "eval/loss"):
+            curves += [[name, seed, step, key, value] for step, value in run.curve(key)]
+    result = {"summary": _summary(verdict), "runs": last, "curves": curves}
+    if verdict.profiles:
+        result["profiles"] = [["profile", "arm", "place", "mean", "low", "high", "seeds"]]
     for profile in verdict.profiles:
         for name, line in profile.lines.items():
-            places += [
-                [
-                    profile.name,
-                    name,
-                    place,
-                    *map(_blank, (value.mean, value.low, value.high, value.count)),
-                ]
-                for place, value in line.items()
-            ]
-    return {"summary": _summary(verdict), "runs": runs_table, "curves": curves} | (
-        {"profiles": places} if verdict.profiles else {}
-    )
+            for place, x in line.items():
+                numbers = map(_blank, (x.mean, x.low, x.high, x.count))
+                result["profiles"].append([profile.name, name, place, *numbers])
+    return result
 
 
 def _summary(verdict: Verdict) -> list[list]:
     """Returns the summary with one row per arm, in full precision."""
-    head = [
-        "arm",
-        "mean",
-        "low",
-        "high",
-        "seeds",
-        "diverged",
-        "difference",
-        "difference_low",
-        "difference_high",
-        "p_corrected",
-        "parameters",
-        "flops_per_token",
-    ]
-    rows = [head]
+    compared = ["difference", "difference_low", "difference_high", "p_corrected"]
+    head = ["arm", "mean", "low", "high", "seeds", "diverged", *compared]
+    rows = [[*head, "parameters", "flops_per_token"]]
     for name, row in verdict.rows.items():
-        versus = row.to_baseline
-        difference = (
-            [versus.mean.mean, versus.mean.low, versus.mean.high, versus.p] if versus else [""] * 4
-        )
-        rows.append(
-            [
-                _blank(x)
-                for x in (
-                    name,
-                    row.value.mean,
-                    row.value.low,
-                    row.value.high,
-                    row.value.count,
-                    len(row.arm.diverged),
-                    *difference,
-                    row.arm.parameters,
-                    row.arm.flops,
-                )
-            ]
-        )
+        value, arm, difference = row.value, row.arm, [""] * 4
+        if versus := row.to_baseline:
+            difference = [versus.mean.mean, versus.mean.low, versus.mean.high, versus.p]
+        cells = [name, value.mean, value.low, value.high, value.count, len(arm.diverged)]
+        rows.append([_blank(x) for x in (*cells, *difference, arm.parameters, arm.flops)])
     return rows
 
 

@@ -46,11 +46,11 @@ def share_of(study: Study, shard: tuple[int, int], max_group: int) -> list[list[
     different times.
     """
     share = groups(study, study.runs, max_group)[shard[0] - 1 :: shard[1]]
-    return [
-        unfinished
-        for group in share
-        if (unfinished := [run for run in group if not run.status().is_finished])
-    ]
+    return [unfinished for group in share if (unfinished := _unfinished(group))]
+
+
+def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    return [run for run in runs if not run.status().is_finished]
 
 
 def run_study(
@@ -79,13 +79,8 @@ def run_study(
                 if child := _begin(study, group, host):
                     working.append(child)
                 # Runs claimed by other processes are checked again, in case those processes die.
-                if alone and (
-                    unfinished := [
-                        run
-                        for run in group
-                        if not (child and run in child.runs) and not run.status().is_finished
-                    ]
-                ):
+                claimed = [run for run in group if not (child and run in child.runs)]
+                if alone and (unfinished := _unfinished(claimed)):
                     waiting.append(unfinished)
                     next_check = time.monotonic() + PATIENCE
             for child in list(working):
@@ -134,21 +129,10 @@ class _Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.began = log.open("ab"), log.stat().st_size if log.exists() else 0
         names = ",".join(run.name for run in runs)
-        command = [
-            sys.executable,
-            "-m",
-            "transformer",
-            "sweep",
-            f"--workdir={study.folder}",
-            f"--runs={names}",
-        ]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "transformer", "sweep"]
+        command += [f"--workdir={study.folder}", f"--runs={names}"]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
+        self.process = subprocess.Popen(command, **streams, start_new_session=True)
         for run in runs if self.first else ():
             run.claim.hand_over(self.process.pid)
 
@@ -177,7 +161,7 @@ class _Child:
 def _begin(study: Study, runs: list[PlannedRun], host: tuple[int, int]) -> _Child | None:
     """Starts a process for those runs that are unfinished and not claimed by another process."""
     index, count = host
-    unfinished = [run for run in runs if not run.status().is_finished]
+    unfinished = _unfinished(runs)
     if count == 1:
         unfinished = [run for run in unfinished if run.take()]
     elif index == 0:  # all hosts start these runs, so an old claim must not stop the first host
@@ -192,14 +176,10 @@ def _reason(code: int, log: Path, began: int) -> str:
     if code < 0:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"ended by {signal.Signals(-code).name}{hint}; see {log}"
-    lines = [
-        line
-        for line in log.read_bytes()[began:].decode(errors="replace").splitlines()
-        if line.strip()
-    ]
-    error = next(
-        (line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else ""
-    )
+    text = log.read_bytes()[began:].decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    error = (errors or lines or [""])[-1]
     return f"exit code {code}: {error.removeprefix('error: ')[:200]}; see {log}"
 
 
@@ -262,11 +242,8 @@ def _train_and_evaluate(
             try:
                 train_together([run.config for run in group], [run.folder for run in group])
             except Exception as e:
-                _log_error(
-                    f"{', '.join(run.name for run in group)}: "
-                    "trained one by one, because training together failed",
-                    e,
-                )
+                names = ", ".join(run.name for run in group)
+                _log_error(f"{names}: trained one by one, because training together failed", e)
         for run in group:
             if not received_signals and unfinished(run):
                 with isolated(run):
@@ -289,11 +266,9 @@ def _log_error(subject: str, error: Exception) -> None:
 
 
 def _spell(error: Exception) -> str:
-    return (
-        str(error)
-        if isinstance(error, UserError)
-        else f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    )
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 @contextlib.contextmanager
@@ -309,12 +284,10 @@ def _stopping() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         signals.append(number)
 
-    numbers = [
-        number
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
-    ]
-    previous = {number: signal.signal(number, record) for number in numbers}
+    previous = {}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            previous[number] = signal.signal(number, record)
     try:
         yield lambda: bool(signals)
     finally:

@@ -51,11 +51,9 @@ def scans(results: Results) -> list[Scan]:
                 setting = str(sorted((key, str(arm.changes[key])) for key in other_fields))
                 spelled[setting] = "-".join(points[arm.name].call(key) for key in other_fields)
                 groups.setdefault(setting, {})[float(value)] = arm
-        result += [
-            _scan(results, field, spelled[setting], arms)
-            for setting, arms in groups.items()
-            if len(arms) >= LEAST
-        ]
+        for setting, arms in groups.items():
+            if len(arms) >= LEAST:
+                result.append(_scan(results, field, spelled[setting], arms))
     return [scan for scan in result if scan is not None]
 
 
@@ -67,51 +65,28 @@ def _scan(results: Results, field: str, setting: str, arms: Mapping[float, Arm])
     if not finished:
         return None
     best = min(finished, key=lambda x: sign * finished[x].mean)
-    is_loss = metric.endswith("/loss")
-    worst = (
-        uniform_loss(next(run for arm in arms.values() for run in arm.runs.values()).config)
-        if is_loss
-        else math.inf
-    )
+    least = finished[best].mean
+    is_loss, worst, sensitivity = metric.endswith("/loss"), math.inf, math.nan
+    if is_loss:
+        worst = uniform_loss(next(run for arm in arms.values() for run in arm.runs.values()).config)
     # The final loss of every seed, at most that of uniform predictions.
-    losses = {
-        x: [min(value, worst) for value in arm.values(metric).values()]
-        + [worst] * len(arm.diverged)
-        for x, arm in arms.items()
-    }
-    failed = {
-        x: bool(arm.diverged) or not losses[x] or (is_loss and max(losses[x]) >= worst)
-        for x, arm in arms.items()
-    }
-    close = {
-        x: x in finished
-        and abs(finished[x].mean - finished[best].mean) <= CLOSE * abs(finished[best].mean)
-        for x in arms
-    }
-    stable = (
-        None
-        if failed[best]
-        else _around(best, {x: not has_failed for x, has_failed in failed.items()})
-    )
-    sensitivity = (
-        float(np.mean([np.mean(x) for x in losses.values() if x])) - finished[best].mean
-        if is_loss
-        else math.nan
-    )
-    return Scan(
-        field,
-        setting,
-        frozenset(arm.name for arm in arms.values()),
-        points,
-        best,
-        _around(best, close),
-        stable,
-        sensitivity,
-    )
+    losses, completes, is_close = {}, {}, {}
+    for x, arm in arms.items():
+        losses[x] = [min(value, worst) for value in arm.values(metric).values()]
+        losses[x] += [worst] * len(arm.diverged)
+        reaches_worst = is_loss and bool(losses[x]) and max(losses[x]) >= worst
+        completes[x] = not arm.diverged and bool(losses[x]) and not reaches_worst
+        is_close[x] = x in finished and abs(finished[x].mean - least) <= CLOSE * abs(least)
+    stable = _around(best, completes) if completes[best] else None
+    if is_loss:
+        sensitivity = float(np.mean([np.mean(x) for x in losses.values() if x])) - least
+    names = frozenset(arm.name for arm in arms.values())
+    close = _around(best, is_close)
+    return Scan(field, setting, names, points, best, close, stable, sensitivity)
 
 
 def _around(best: float, holds: Mapping[float, bool]) -> tuple[float, float]:
     """Returns the contiguous range around `best` in which `holds` is true. Values are sorted."""
-    below, above = ([x for x in reversed(holds) if x <= best], [x for x in holds if x >= best])
+    below, above = [x for x in reversed(holds) if x <= best], [x for x in holds if x >= best]
     first, last = (list(itertools.takewhile(holds.get, side))[-1] for side in (below, above))
     return first, last

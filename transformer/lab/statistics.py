@@ -71,9 +71,8 @@ def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
     if len(pairs) < 2:
         return Difference(mean(pairs), math.nan)
     # A t-test divides by the spread of the differences.
-    if np.ptp(pairs) <= ROUNDING * max(
-        abs(x) for values in (arm, baseline) for x in values.values()
-    ):
+    largest = max(map(abs, (*arm.values(), *baseline.values())))
+    if np.ptp(pairs) <= ROUNDING * largest:
         return Difference(mean(pairs), 1.0 if not any(pairs) else math.nan)
     return Difference(mean(pairs), float(stats.ttest_1samp(pairs, 0.0).pvalue))
 
@@ -84,9 +83,7 @@ def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
     The smallest of m p values is multiplied by m, the next by m - 1, and so on. The results are
     monotonic and at most 1. NaN does not count as a comparison.
     """
-    ranked = sorted(
-        (value.p, name) for name, value in differences.items() if not math.isnan(value.p)
-    )
+    ranked = sorted((x.p, name) for name, x in differences.items() if not math.isnan(x.p))
     result, largest = dict(differences), 0.0
     for n, (p, name) in enumerate(ranked):
         largest = max(largest, min(1.0, p * (len(ranked) - n)))

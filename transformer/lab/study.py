@@ -68,16 +68,12 @@ class PlannedRun:
         has_test_metrics = any(key.startswith("test/") for line in lines for key in line)
         if has_test_metrics and self._tested() == self.config.train.steps:
             values = [line[self.metric] for line in lines if self.metric in line]
+            if values:
+                return Status("done", self.config.train.steps, values[-1])
             tested = sorted({key for line in lines for key in line if key.startswith("test/")})
-            missing = (
-                ""
-                if values
-                else f"without {self.metric}; there is {', '.join(tested[:9])}"
-                f"{', ...' * (len(tested) > 9)}"
-            )
-            return Status(
-                "done", self.config.train.steps, values[-1] if values else float("nan"), missing
-            )
+            names = ", ".join(tested[:9]) + ", ..." * (len(tested) > 9)
+            missing = f"without {self.metric}; there is {names}"
+            return Status("done", self.config.train.steps, why=missing)
         if self.claim.alive():
             return Status("running", **progress)
         if self._failure.exists():
@@ -85,22 +81,13 @@ class PlannedRun:
         saved = self.saved()
         if not saved:
             return Status("waiting")
-        return Status(
-            "trained" if saved == self.config.train.steps else "stopped",
-            saved,
-            progress.get("value", float("nan")),
-        )
+        kind = "trained" if saved == self.config.train.steps else "stopped"
+        return Status(kind, saved, progress.get("value", float("nan")))
 
     def saved(self) -> int:
         """Returns the step of the last checkpoint, or 0 if there is none."""
-        return max(
-            (
-                int(folder.name)
-                for folder in (self.folder / "checkpoints").glob("[0-9]*")
-                if folder.name.isdigit()
-            ),
-            default=0,
-        )
+        names = [folder.name for folder in (self.folder / "checkpoints").glob("[0-9]*")]
+        return max((int(name) for name in names if name.isdigit()), default=0)
 
     def _tested(self) -> int | None:
         """Returns the step at which the run was evaluated, according to test.json."""
@@ -192,16 +179,12 @@ class Study:
                         f"--workdir: {self.folder} contains a different arm {arm!r}: "
                         f"{_difference(config, self.configs[arm])}; choose another directory"
                     )
-            dropped = [
-                run
-                for run in previous.runs
-                if run.config.seed not in self.sweep.seeds and run.folder.exists()
-            ]
-            if dropped:
-                raise UserError(
-                    f"--workdir: {self.folder} contains run {dropped[0].name}, whose seed is not "
-                    "in this sweep; keep the seed, or choose another directory"
-                )
+            for run in previous.runs:
+                if run.config.seed not in self.sweep.seeds and run.folder.exists():
+                    raise UserError(
+                        f"--workdir: {self.folder} contains run {run.name}, whose seed is not "
+                        "in this sweep; keep the seed, or choose another directory"
+                    )
         elif self.folder.exists() and any(self.folder.iterdir()):
             raise UserError(
                 f"--workdir: {self.folder} is not empty and contains no sweep (no sweep.json); "
@@ -213,11 +196,8 @@ class Study:
         self.check()
         plugins.save(self.folder, [to_mapping(config) for config in self.configs.values()])
         self.folder.mkdir(parents=True, exist_ok=True)
-        fields = {
-            field.name: getattr(self.sweep, field.name)
-            for field in dataclasses.fields(self.sweep)
-            if field.name != "grid"
-        }
+        names = [field.name for field in dataclasses.fields(self.sweep) if field.name != "grid"]
+        fields = {name: getattr(self.sweep, name) for name in names}
         arms = {
             arm: {
                 "changes": to_mapping(point.changes),
@@ -227,16 +207,9 @@ class Study:
             }
             for arm, point in self.sweep.points.items()
         }
-        write_atomic(
-            self.folder / "sweep.json",
-            json.dumps(
-                {"file": self.file, "text": self.text, "overrides": dict(self.overrides)}
-                | to_mapping(fields)
-                | {"arms": arms},
-                indent=2,
-            )
-            + "\n",
-        )
+        source = {"file": self.file, "text": self.text, "overrides": dict(self.overrides)}
+        tree = source | to_mapping(fields) | {"arms": arms}
+        write_atomic(self.folder / "sweep.json", json.dumps(tree, indent=2) + "\n")
 
 
 def load_study(folder: Path) -> Study:
@@ -247,26 +220,14 @@ def load_study(folder: Path) -> Study:
     tree = read_json(file)
     plugins.load(Path(folder))
     try:
-        arms, source = (
-            tree.pop("arms"),
-            {key: tree.pop(key) for key in ("file", "text", "overrides") if key in tree},
-        )
-        sweep = Sweep(
-            Grid(
-                tuple(
-                    Point(arm, entry["changes"], entry.get("called", {}))
-                    for arm, entry in arms.items()
-                )
-            ),
-            **tree | {"seeds": tuple(tree["seeds"])},
-        )
+        arms = tree.pop("arms")
+        source = {key: tree.pop(key) for key in ("file", "text", "overrides") if key in tree}
+        points = [Point(arm, x["changes"], x.get("called", {})) for arm, x in arms.items()]
+        sweep = Sweep(Grid(tuple(points)), **tree | {"seeds": tuple(tree["seeds"])})
         configs = {arm: from_mapping(Experiment, entry["config"]) for arm, entry in arms.items()}
-        facts = {
-            arm: Facts(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in entry["facts"].items()}
-            )
-            for arm, entry in arms.items()
-        }
+        frozen = lambda value: tuple(value) if isinstance(value, list) else value
+        fact = lambda entry: Facts(**{key: frozen(x) for key, x in entry["facts"].items()})
+        facts = {arm: fact(entry) for arm, entry in arms.items()}
     except (TypeError, KeyError, AttributeError) as e:
         raise UserError(f"{file}: damaged ({type(e).__name__}: {e})") from None
     return Study(Path(folder), sweep, configs, facts, **source)
@@ -275,11 +236,7 @@ def load_study(folder: Path) -> Study:
 def _difference(old: Experiment, new: Experiment) -> str:
     """Returns the first field in which two experiments differ, with both values."""
     before, now = flatten_fields(to_mapping(old)), flatten_fields(to_mapping(new))
-    return next(
-        (
-            f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
-            for key in {**before, **now}
-            if before.get(key) != now.get(key)
-        ),
-        "nothing",
-    )
+    for key in before | now:
+        if before.get(key) != now.get(key):
+            return f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
+    return "nothing"

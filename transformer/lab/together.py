@@ -9,6 +9,7 @@ those of a run that is trained alone, up to rounding.
 
 import contextlib
 import json
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -39,13 +40,10 @@ def program_key(config: Experiment) -> str | None:
 
     None means that the run must be trained alone.
     """
-    mesh = config.mesh
-    if (
-        any(size not in (1, -1) for size in mesh.sizes.values())
-        or config.train.init_from
-        or config.train.profile
-        or config.train.wandb
-    ):
+    train, sizes = config.train, config.mesh.sizes.values()
+    if any(size not in (1, -1) for size in sizes):
+        return None
+    if train.init_from or train.profile or train.wandb:
         return None
     fields = flatten_fields(to_mapping(config))
     for field in NUMBERS[1:]:
@@ -125,18 +123,14 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
         if pending is not None:
             (pushed_step, metrics), pending = pending, None
             metrics = jax.device_get(metrics)
-            group.each(
-                lambda n, run: run.recorder.push(
-                    pushed_step, {name: x[n] for name, x in metrics.items()}
-                )
-            )
+            metrics_of = lambda n: {name: x[n] for name, x in metrics.items()}
+            group.each(lambda n, run: run.recorder.push(pushed_step, metrics_of(n)))
 
     def finish_step(n: int, run: Run) -> None:
         """Gives the run its own state, and evaluates or saves it if that is due."""
         run.recorder.flush()
-        run.state = jax.device_put(
-            jax.tree.map(lambda x: np.array(x[n]), host), NamedSharding(mesh, P())
-        )
+        state = jax.tree.map(lambda x: np.array(x[n]), host)
+        run.state = jax.device_put(state, NamedSharding(mesh, P()))
         if run.evaluation_due() and not stop:
             run.evaluate()
         if run.saving_due() or stop:
@@ -144,9 +138,8 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
 
     for batches in zip(*streams, strict=True):
         with jax.set_mesh(over), nn.logical_axis_rules(()):  # each run is on one device
-            states, metrics = step_all(
-                numbers, states, put(jax.tree.map(lambda *x: np.stack(x), *batches))
-            )
+            batch = put(jax.tree.map(lambda *x: np.stack(x), *batches))
+            states, metrics = step_all(numbers, states, batch)
         step += 1
         log_metrics()  # of the previous step, which has finished by now
         pending = step, metrics
@@ -168,12 +161,12 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
 
 def _numbers(configs: Sequence[Experiment]) -> dict[str, np.ndarray]:
     """Returns the numbers of all runs, [R] each: NUMBERS without those that are 0 in all runs."""
-    values = {field: [_get(config, field) for config in configs] for field in NUMBERS}
-    return {
-        field: np.array(x, np.int32 if field == "seed" else np.float32)
-        for field, x in values.items()
-        if field == "seed" or x[0]
-    }
+    numbers = {"seed": np.array([config.seed for config in configs], np.int32)}
+    for field in NUMBERS[1:]:
+        values = list(map(operator.attrgetter(field), configs))
+        if values[0]:
+            numbers[field] = np.array(values, np.float32)
+    return numbers
 
 
 def make_step(config: Experiment, mesh: Mesh, over: Mesh):
@@ -209,9 +202,3 @@ def runs_mesh(runs: int) -> Mesh:
     devices = jax.local_devices()
     count = max(n for n in range(1, min(runs, len(devices)) + 1) if runs % n == 0)
     return Mesh(np.array(devices[:count]), ("runs",), axis_types=(AxisType.Auto,))
-
-
-def _get(config: Experiment, field: str):
-    for key in field.split("."):
-        config = getattr(config, key)
-    return config

@@ -62,30 +62,28 @@ def derive_verdict(results: Results) -> Verdict:
     sweep, arms = results.sweep, results.arms
     base, sign = arms[sweep.baseline], -1.0 if sweep.higher_is_better else 1.0
     values = {name: arm.values(sweep.metric) for name, arm in arms.items()}
-    to_base = corrected(
-        {name: difference(values[name], values[base.name]) for name in arms if name != base.name}
+    versus = lambda other, names: corrected(
+        {name: difference(values[name], values[other]) for name in names if name != other}
     )
-    finished = {
-        name: sign * mean(list(values[name].values())).mean for name in arms if values[name]
-    }
+    to_base = versus(base.name, arms)
+    means = {name: mean(list(x.values())) for name, x in values.items()}
+    finished = {name: sign * means[name].mean for name in arms if values[name]}
     most_seeds = max(map(len, values.values()), default=0)
     # An arm with missing seeds may be missing the hardest one, so it cannot be the best.
-    best = min(
-        (name for name in finished if len(values[name]) == most_seeds), key=finished.get, default=""
-    )
-    to_best = corrected(
-        {name: difference(values[name], values[best]) for name in finished if name != best}
-    )
+    complete = [name for name in finished if len(values[name]) == most_seeds]
+    best = min(complete, key=finished.get, default="")
+    to_best = versus(best, finished)
     # The pair of baseline and best gets the same corrected p value in both comparisons.
-    to_best |= (
-        to_base if best == base.name else {base.name: to_base[best]} if base.name in to_best else {}
-    )
-    any_p = any(not math.isnan(versus.p) for versus in to_best.values())
+    if best == base.name:
+        to_best |= to_base
+    elif base.name in to_best:
+        to_best[base.name] = to_base[best]
+    any_p = any(not math.isnan(comparison.p) for comparison in to_best.values())
     rows, progress_metric = {}, validated(results)
     for name, arm in arms.items():
         rows[name] = Row(
             arm,
-            mean(list(values[name].values())),
+            means[name],
             to_base.get(name),
             any_p and (name == best or (name in to_best and _alike(to_best[name]))),
             _reaches(arm, base, progress_metric, 1.0 if progress_metric == "eval/loss" else sign),
@@ -96,14 +94,12 @@ def derive_verdict(results: Results) -> Verdict:
     scanned = tuple(scans(results))
     # With many arms, the sentences on the scans replace those on each scanned arm.
     scanned_arms = frozenset().union(*(scan.arms for scan in scanned)) if len(rows) > NAMED else ()
-    scanned_fields = {scan.field for scan in scanned}
+    fields = factors.keys() - {scan.field for scan in scanned}
     sentences = (
         *_of_best(results, rows, best),
         *(_of_scan(scan, results) for scan in scanned),
         *_of_arms(results, rows, scanned_arms),
-        *_of_factors(
-            {field: effects for field, effects in factors.items() if field not in scanned_fields}
-        ),
+        *_of_factors({field: factors[field] for field in factors if field in fields}),
     )
     return Verdict(results, rows, factors, scanned, tuple(profiles(results)), sentences)
 
@@ -145,9 +141,8 @@ def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
         (steps, target), share = last[-1], math.nan
         for (before, high), (after, low) in itertools.pairwise([(0, math.inf), *curve]):
             if low <= target:
-                fraction = (
-                    1.0 if math.isinf(high) or high == low else (high - target) / (high - low)
-                )
+                flat = math.isinf(high) or high == low
+                fraction = 1.0 if flat else (high - target) / (high - low)
                 share = (before + fraction * (after - before)) / steps
                 break
         shares.append(share)
@@ -168,18 +163,16 @@ def _factors(
         return {}
     for field in [field for field in results.sweep.fields if field in fields]:
         by_value: dict[str, dict[str, str]] = {}  # value -> setting of the other fields -> arm
-        for name, arm in [
-            (name, arm) for name, arm in results.arms.items() if set(arm.changes) == fields
-        ]:
+        for name, arm in results.arms.items():
+            if set(arm.changes) != fields:
+                continue
             setting = str(sorted((k, str(v)) for k, v in arm.changes.items() if k != field))
             by_value.setdefault(results.sweep.points[name].call(field), {})[setting] = name
         first, *remaining = by_value
         effects = {}
         for value in remaining:
-            pairs = [
-                (by_value[value][setting], by_value[first][setting])
-                for setting in by_value[value].keys() & by_value[first].keys()
-            ]
+            common = by_value[value].keys() & by_value[first].keys()
+            pairs = [(by_value[value][setting], by_value[first][setting]) for setting in common]
             if len(pairs) < 2:
                 continue
             seeds = set.intersection(*(set(values[arm]) for pair in pairs for arm in pair))
@@ -189,13 +182,8 @@ def _factors(
             effects[f"{value} - {first}"] = difference(average(0), average(1))
         if effects:
             by_field[field] = effects
-    flat = corrected(
-        {
-            f"{field}|{name}": effect
-            for field, effects in by_field.items()
-            for name, effect in effects.items()
-        }
-    )
+    flat = {f"{field}|{name}": x for field, xs in by_field.items() for name, x in xs.items()}
+    flat = corrected(flat)
     return {
         field: {name: flat[f"{field}|{name}"] for name in effects}
         for field, effects in by_field.items()
@@ -214,11 +202,9 @@ def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
         )
     elif best:
         equals = [name for name, row in rows.items() if row.among_best and name != best]
-        equal_to = (
-            f"; there is no detectable difference between it and {_listed(equals)}"
-            if equals
-            else ""
-        )
+        equal_to = ""
+        if equals:
+            equal_to = f"; there is no detectable difference between it and {_listed(equals)}"
         finished, runs = rows[best].value.count, len(sweep.seeds)
         seeds = f", over the {finished} of {runs} seeds that finished" if finished < runs else ""
         is_single = rows[best].value.count == 1
@@ -227,12 +213,11 @@ def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
             row.to_baseline is None or row.to_baseline.mean.low == row.to_baseline.mean.high == 0
             for row in rows.values()
         )
-        lines.append(
-            f"By {metric}, all arms are equal in every seed: {spell(rows[best].value)}."
-            if all_equal
-            else f"By {metric}, {best} has the best {kind}: {spell(rows[best].value)}"
-            f"{seeds}{equal_to}."
-        )
+        value = spell(rows[best].value)
+        if all_equal:
+            lines.append(f"By {metric}, all arms are equal in every seed: {value}.")
+        else:
+            lines.append(f"By {metric}, {best} has the best {kind}: {value}{seeds}{equal_to}.")
         if rows[best].value.count == 2:
             lines.append(
                 "Two seeds give wide intervals and few detectable differences; use three or more."
@@ -263,11 +248,9 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
             continue
         versus = row.to_baseline
         if versus.mean.count < 2:
-            untested.setdefault(
-                f"{versus.mean.count or 'no'} seed{'s' * (versus.mean.count == 0)} in common "
-                f"with {base}, too few for an interval",
-                [],
-            ).append(name)
+            common = f"{versus.mean.count or 'no'} seed{'s' * (versus.mean.count == 0)} in common"
+            reason = f"{common} with {base}, too few for an interval"
+            untested.setdefault(reason, []).append(name)
         elif math.isnan(versus.p):
             reason = (
                 f"a difference from {base} of {signed(versus.mean.mean)} in each of "
@@ -294,14 +277,11 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
 
 def _of_undetected(undetected: Mapping[str, Difference], base: str, correction: str) -> list[str]:
     """Returns a sentence on the arms without a detectable difference from the baseline."""
-    uncorrected = [
-        name for name, versus in undetected.items() if not versus.mean.low <= 0 <= versus.mean.high
-    ]
+    excludes_zero = lambda interval: not interval.low <= 0 <= interval.high
+    uncorrected = [name for name, versus in undetected.items() if excludes_zero(versus.mean)]
+    remark = "; without the correction, the difference would be significant" if uncorrected else ""
     if len(undetected) == 1:
         ((name, versus),) = undetected.items()
-        remark = (
-            "; without the correction, the difference would be significant" if uncorrected else ""
-        )
         return [
             f"{name} has no detectable difference from {base}: "
             f"{signed(versus.mean.mean, versus.mean.half)} [{spell_range(versus.mean)}] "
@@ -310,11 +290,7 @@ def _of_undetected(undetected: Mapping[str, Difference], base: str, correction: 
         ]
     if undetected:
         arms = _listed(uncorrected) if len(uncorrected) <= NAMED else f"{len(uncorrected)} of them"
-        remark = (
-            f"; without the correction, the difference would be significant for {arms}"
-            if uncorrected
-            else ""
-        )
+        remark += f" for {arms}" if uncorrected else ""
         return [
             f"{_listed(list(undetected))} have no detectable difference from {base}: "
             f"{p_value(min(versus.p for versus in undetected.values()))} or more"
@@ -336,13 +312,9 @@ def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
     for field, effects in factors.items():
         for pair, effect in effects.items():
             if effect.mean.count >= 2:
-                remark = (
-                    ""
-                    if effect.is_detectable
-                    else "; the same in every seed, so no conclusion is drawn"
-                    if math.isnan(effect.p)
-                    else "; no detectable difference from zero"
-                )
+                remark = "" if effect.is_detectable else "; no detectable difference from zero"
+                if math.isnan(effect.p):
+                    remark = "; the same in every seed, so no conclusion is drawn"
                 lines.append(
                     f"Effect of {field.rpartition('.')[2]} ({pair}), averaged over the other "
                     f"fields: {signed(effect.mean.mean, effect.mean.half)} "
@@ -354,27 +326,17 @@ def _of_factors(factors: Mapping[str, Mapping[str, Difference]]) -> list[str]:
 
 def _of_scan(scan: Scan, results: Results) -> str:
     """Returns a sentence on a scan."""
-    name, intro = (
-        scan.field.rpartition(".")[2],
-        f"With {scan.setting}, of " if scan.setting else "Of ",
-    )
-    best = scan.points[scan.best]
-    line = (
-        f"{intro}{len(scan.points)} values of {name}, {scan.best:g} has the best mean "
-        f"({spell(best)})"
-    )
-    line += (
-        ", at the edge of the scanned range"
-        if scan.best in (min(scan.points), max(scan.points))
-        else ""
-    )
+    values = f"{len(scan.points)} values of {scan.field.rpartition('.')[2]}"
+    line = f"With {scan.setting}, of {values}" if scan.setting else f"Of {values}"
+    line += f", {scan.best:g} has the best mean ({spell(scan.points[scan.best])})"
+    if scan.best in (min(scan.points), max(scan.points)):
+        line += ", at the edge of the scanned range"
     line += f"; range within {CLOSE:.0%} of it: {_from_to(scan.close)}"
     if results.sweep.metric.endswith("/loss"):
-        line += (
-            f"; range without failed seeds: {_from_to(scan.stable)}"
-            if scan.stable
-            else "; a seed failed even at the best value"
-        )
+        if scan.stable:
+            line += f"; range without failed seeds: {_from_to(scan.stable)}"
+        else:
+            line += "; a seed failed even at the best value"
         line += f"; sensitivity {scan.sensitivity:.3f} nats"
     return line + "."
 

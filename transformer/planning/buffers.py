@@ -30,12 +30,8 @@ def kept(program: HloProgram) -> float:
         return sum(sizes.values())
 
     bodies = {op.called("body") for op, *_ in program.runs if op.opcode == "while"}
-    mixed = [
-        c
-        for name in (program.entry, *sorted(bodies))
-        if _both_passes(c := program.computations[name])
-    ]
-    return max(map(bytes_kept, mixed), default=0.0)
+    candidates = [program.computations[name] for name in (program.entry, *sorted(bodies))]
+    return max(map(bytes_kept, filter(_both_passes, candidates)), default=0.0)
 
 
 def _origins(
@@ -76,11 +72,9 @@ def _element(
         result = body.get(root.operands[index]) if root.opcode == "tuple" else None
         if result is not None and result.opcode == "get-tuple-element" and result.index == index:
             argument = computation[producer.operands[0]]
-            return (
+            if argument.opcode == "tuple":
                 _origins(argument.operands[index], computation, program, sizes)
-                if argument.opcode == "tuple"
-                else None
-            )
+            return None
     if "transpose(" not in producer.source:
         sizes[op.name] = op.hbm_bytes
     return None
@@ -88,26 +82,20 @@ def _element(
 
 def largest(program: HloProgram, max_arrays: int = 8) -> list[tuple[float, str, str]]:
     """Returns (bytes, shape, source) of the `max_arrays` largest arrays in HBM on one device."""
-    sizes = {}
+    sizes, entry = {}, program.computations[program.entry]
     for op, computation, _, fused in program.runs:
         forwarded = op.opcode in _FORWARDS
-        argument = (
-            op.opcode == "parameter" and computation is not program.computations[program.entry]
-        )
+        argument = op.opcode == "parameter" and computation is not entry
         in_place = op.source.endswith("dynamic_update_slice")
         if fused or forwarded or argument or in_place:
             continue
         for array in op.arrays:
             if not array.on_chip:
                 shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
-                source = op.source or (
-                    f"argument {op.literal}" if op.opcode == "parameter" else op.opcode
-                )
-                sizes.setdefault((shape, source), array.bytes)
-    return [
-        (size, shape, source)
-        for (shape, source), size in sorted(sizes.items(), key=lambda item: -item[1])[:max_arrays]
-    ]
+                origin = f"argument {op.literal}" if op.opcode == "parameter" else op.opcode
+                sizes.setdefault((shape, op.source or origin), array.bytes)
+    ranked = sorted(sizes.items(), key=lambda item: -item[1])
+    return [(size, *names) for names, size in ranked[:max_arrays]]
 
 
 def _both_passes(computation: Computation) -> bool:

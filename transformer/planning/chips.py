@@ -35,18 +35,11 @@ class Chip:
 
 _DCN = 6.25e9  # 200 Gbit/s per host of four chips
 
+# fmt: off
 CHIPS = {
     "v4": Chip(
-        "TPU v4",
-        275e12,
-        32 * GIB,
-        1.228e12,
-        45e9,
-        _DCN,
-        axes=3,
-        cores=2,
+        "TPU v4", 275e12, 32 * GIB, 1.228e12, 45e9, _DCN, axes=3, cores=2, pod=(4096, 16),
         mode="megacore",
-        pod=(4096, 16),
     ),
     "v5e": Chip("TPU v5e", 197e12, 16 * GIB, 0.819e12, 45e9, _DCN, axes=2, pod=(256, 16)),
     "v5p": Chip("TPU v5p", 459e12, 95 * GIB, 2.765e12, 90e9, _DCN, axes=3, cores=2, pod=(8960, 28)),
@@ -60,6 +53,7 @@ CHIPS = {
     "b200": Chip("B200 SXM", 2250e12, 180e9, 8.0e12, 900e9, 50e9),
     "cpu": Chip("CPU", 0, 0, 0, 0, 0),
 }
+# fmt: on
 
 HOST = 8
 """GPUs per host. Each is connected to all others."""
@@ -126,11 +120,8 @@ def topology(text: str, slices: int = 1) -> Topology:
             )
         return Topology(kind, shape)
     if separator == "-":
-        if (
-            len(shape) > 1
-            or shape[0] % chip.cores
-            or (count := shape[0] // chip.cores) & (count - 1)
-        ):
+        count = shape[0] // chip.cores
+        if len(shape) > 1 or shape[0] % chip.cores or count & (count - 1):
             raise UserError(
                 f"--topology: {text!r} does not exist; the number after the dash is a power of two"
                 f"{', twice the number of chips' if chip.cores > 1 else ''}; "

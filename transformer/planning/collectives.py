@@ -89,42 +89,30 @@ def _scatters(op: Instruction, computation: Computation) -> bool:
     This is how the TPU compiler writes a reduce-scatter that overlaps with nothing.
     """
     asynchronous = any("AsyncCollective" in other.attributes for other in computation.values())
-    kept = any(
-        other.opcode == "dynamic-slice" and other.operands[0] == op.name
-        for other in computation.values()
-    )
+    slices = [other for other in computation.values() if other.opcode == "dynamic-slice"]
+    kept = any(other.operands[0] == op.name for other in slices)
     return op.opcode == "all-reduce" and kept and not asynchronous
 
 
 def _groups(op: Instruction) -> np.ndarray:
     """Returns the groups of devices as int[groups, devices per group]."""
-    text = op.attributes
+    text, numbers = op.attributes, lambda s: [int(n) for n in s.split(",")]
     if match := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
-        return np.array(
-            [
-                list(map(int, pair.split(",")))
-                for pair in re.findall(r"\{(\d+,\d+)\}", match.group(1))
-            ]
-        )
+        pairs = re.findall(r"\{(\d+,\d+)\}", match.group(1))
+        return np.array([numbers(pair) for pair in pairs])
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
         axis_names = re.findall(r"'(\w+)'", match.group(2))
         ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
         axes = [list(sizes).index(name) for name in axis_names]
         other_axes = [i for i in range(len(sizes)) if i not in axes]
-        return ids.transpose(*other_axes, *axes).reshape(
-            -1, math.prod(sizes[name] for name in axis_names)
-        )
+        group_size = math.prod(sizes[name] for name in axis_names)
+        return ids.transpose(*other_axes, *axes).reshape(-1, group_size)
     if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        numbers = lambda s: [int(n) for n in s.split(",")]
         shape, dims = numbers(match.group(1)), numbers(match.group(2))
         ids = np.arange(math.prod(dims)).reshape(dims)
         return (ids.transpose(numbers(match.group(3))) if match.group(3) else ids).reshape(shape)
     if match := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", text):
-        return np.array(
-            [
-                list(map(int, group.split(",")))
-                for group in re.findall(r"\{([\d,]+)\}", match.group(1))
-            ]
-        )
+        groups = re.findall(r"\{([\d,]+)\}", match.group(1))
+        return np.array([numbers(group) for group in groups])
     return np.zeros((1, 1), int)

@@ -104,16 +104,12 @@ class HloProgram:
         for op in computation.values():
             yield op, computation, times, fused
             if op.opcode == "while":
-                yield from self._visit(
-                    op.called("body"), times * self.trips(op, computation), fused
-                )
+                trips = self.trips(op, computation)
+                yield from self._visit(op.called("body"), times * trips, fused)
             elif op.opcode == "conditional":
-                names = re.search(r"branch_computations=\{([^}]*)\}", op.attributes)
-                names = (
-                    names.group(1).split(",")
-                    if names
-                    else [op.called("true_computation"), op.called("false_computation")]
-                )
+                names = [op.called("true_computation"), op.called("false_computation")]
+                if match := re.search(r"branch_computations=\{([^}]*)\}", op.attributes):
+                    names = match.group(1).split(",")
                 for branch in names:
                     yield from self._visit(branch.strip(" %"), times / len(names), fused)
             elif op.opcode == "fusion" or op.opcode.endswith("-start"):
@@ -128,27 +124,14 @@ class HloProgram:
         if match:
             return int(match.group(1))
         condition, body = (self.computations[loop.called(kind)] for kind in ("condition", "body"))
-        bounds = [
-            op
-            for op in condition.values()
-            if op.opcode == "constant" and re.fullmatch(r"\d+", op.literal)
-        ]
+        constants = [op for op in condition.values() if op.opcode == "constant"]
+        bounds = [op for op in constants if re.fullmatch(r"\d+", op.literal)]
         if not bounds:
             return 1
         bound = max(bounds, key=lambda op: int(op.literal))
-        comparison = next(
-            (
-                op
-                for op in condition.values()
-                if op.opcode == "compare" and bound.name in op.operands
-            ),
-            None,
-        )
-        counter = (
-            next((condition[name] for name in comparison.operands if name != bound.name), None)
-            if comparison
-            else None
-        )
+        comparisons = [op for op in condition.values() if op.opcode == "compare"]
+        compared = next((op.operands for op in comparisons if bound.name in op.operands), ())
+        counter = next((condition[name] for name in compared if name != bound.name), None)
         step = 1
         if counter is not None and counter.opcode == "get-tuple-element":
             index = counter.index
@@ -176,11 +159,8 @@ def _increment(body: Computation, name: str, index: int) -> int | None:
             op = producer
     if op is None or op.opcode != "add":
         return None
-    constants = [
-        int(body[x].literal)
-        for x in op.operands
-        if body[x].opcode == "constant" and body[x].literal.isdecimal()
-    ]
+    added = [body[x].literal for x in op.operands if body[x].opcode == "constant"]
+    constants = [int(literal) for literal in added if literal.isdecimal()]
     terms = [x for x in op.operands if body[x].opcode != "constant"]
     previous = _increment(body, terms[0], index) if len(constants) == len(terms) == 1 else None
     return None if previous is None else previous + constants[0]

@@ -54,11 +54,11 @@ def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
     its experts. The count assumes that the router is balanced.
     """
     (size, (rows, inner)), (_, second_shape) = _operands(op)[:2]
-    local_experts, outer = (
-        (second_shape[0], op.arrays[0].dims[-1])
-        if part == "gmm"
-        else (op.arrays[0].dims[0], second_shape[-1])
-    )
+    result_shape = op.arrays[0].dims
+    if part == "gmm":
+        local_experts, outer = second_shape[0], result_shape[-1]
+    else:
+        local_experts, outer = result_shape[0], second_shape[-1]
     experts = max(kind.num_experts for side in model.sides for kind in _mixtures(model, side))
     local_rows = rows * local_experts / experts
     return KernelWork(
@@ -67,17 +67,12 @@ def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
 
 
 def _mixtures(model: ModelConfig, side: str) -> list:
-    return [
-        layer.feed_forward_kind
-        for layer in model.layers(side)
-        if hasattr(layer.feed_forward_kind, "num_experts")
-    ]
+    kinds = [layer.feed_forward_kind for layer in model.layers(side)]
+    return [kind for kind in kinds if hasattr(kind, "num_experts")]
 
 
 def _operands(op: Instruction) -> list[tuple[int, tuple[int, ...]]]:
     """Returns (bytes per element, shape) of the floating-point operands of a call."""
     layouts = op.attributes.partition("operand_layout_constraints")[2].partition("}}")[0]
-    matches = re.findall(r"\b(bf16|f32)\[([\d,]+)\]", layouts)
-    return [
-        ({"bf16": 2, "f32": 4}[dtype], tuple(map(int, dims.split(",")))) for dtype, dims in matches
-    ]
+    matches, sizes = re.findall(r"\b(bf16|f32)\[([\d,]+)\]", layouts), {"bf16": 2, "f32": 4}
+    return [(sizes[dtype], tuple(map(int, dims.split(",")))) for dtype, dims in matches]

@@ -63,33 +63,20 @@ def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[floa
         scope, name = f"{prefix}/{equation.source_info.name_stack}", equation.primitive.name
         if name == "dot_general":
             ((contracted, _), _) = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            yield (
-                2.0
-                * times
-                * equation.outvars[0].aval.size
-                * math.prod(left[i] for i in contracted),
-                _module(scope),
-            )
+            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval
+            terms = math.prod(left[i] for i in contracted)
+            yield 2.0 * times * out.size * terms, _module(scope)
         elif name == "ragged_dot_general":  # each row by the matrix of its group
-            (((contracted,), _), _) = equation.params[
-                "ragged_dot_dimension_numbers"
-            ].dot_dimension_numbers
-            yield (
-                2.0
-                * times
-                * equation.outvars[0].aval.size
-                * equation.invars[0].aval.shape[contracted],
-                _module(scope),
-            )
+            numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+            (((contracted,), _), _) = numbers
+            left, out = equation.invars[0].aval.shape, equation.outvars[0].aval
+            yield 2.0 * times * out.size * left[contracted], _module(scope)
         elif name == "triangular_solve":  # row i of n from the i rows before it
             size, side = equation.outvars[0].aval, equation.params["left_side"]
             yield times * size.size * size.shape[-2 if side else -1], _module(scope)
         inner_times = times * equation.params.get("length", 1) if name == "scan" else times
-        for inner in jax.tree.leaves(
-            tuple(equation.params.values()),
-            is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"),
-        ):
+        is_program = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=is_program):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from products(inner, inner_times, scope)

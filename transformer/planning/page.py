@@ -26,10 +26,9 @@ def compare(plans: dict[str, Plan]) -> str:
 def remedies(plan: Plan) -> list[str]:
     """Returns the changes that would make a training step fit, the most promising first."""
     config, mesh, room = plan.config, plan.mesh, plan.room
-    held = sum(
-        plan.train.memory.get(kind, 0.0) for kind in ("parameters", "optimizer", "moving average")
-    )
-    parameters, changes = plan.train.memory["parameters"], []
+    memory, changes = plan.train.memory, []
+    parameters = memory["parameters"]
+    held = parameters + memory.get("optimizer", 0.0) + memory.get("moving average", 0.0)
     needed = held + parameters  # with gradients
     if needed > 0.8 * room:
         if mesh["data"] > 1:
@@ -54,15 +53,12 @@ def remedies(plan: Plan) -> list[str]:
         changes.append(
             "model.remat=full: keeps only the residual stream between layers for the backward pass"
         )
-    sequences = config.data.batch_size // math.prod(
-        mesh[axis] for axis in ("data", "stage", "fsdp", "expert")
-    )
-    if divisors := [
-        n for n in range(config.train.accumulate + 1, sequences + 1) if sequences % n == 0
-    ]:
-        changes.append(
-            f"train.accumulate={divisors[0]} (up to {divisors[-1]}): uses smaller micro-batches"
-        )
+    replicas = math.prod(mesh[axis] for axis in ("data", "stage", "fsdp", "expert"))
+    sequences = config.data.batch_size // replicas
+    larger = range(config.train.accumulate + 1, sequences + 1)
+    if divisors := [n for n in larger if sequences % n == 0]:
+        counts = f"{divisors[0]} (up to {divisors[-1]})"
+        changes.append(f"train.accumulate={counts}: uses smaller micro-batches")
     if mesh["tensor"] == 1 and config.model.kv_heads % 2 == 0:
         changes.append(
             "mesh.tensor=2: shards heads, d_ff, vocabulary and, between sublayers, "
@@ -75,14 +71,12 @@ def remedies(plan: Plan) -> list[str]:
 def page(plan: Plan) -> str:
     """Returns the memory, times and collectives of every program, and what would make it fit."""
     config, topology, chip = plan.config, plan.topology, plan.topology.chip
-    mesh = (
-        " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
-    )
+    sizes = [f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1]
     lines = [
         f"machine     {topology}: {topology.chips} x {chip.title}"
         + (f", {format_bytes(chip.hbm)} each" if chip.hbm else "")
         + (f", {chip.devices} devices per chip" if chip.devices > 1 else ""),
-        f"mesh        {mesh}",
+        f"mesh        {' x '.join(sizes) or 'one device'}",
         *["compiled    for simulated devices: temporaries and HBM traffic are the CPU compiler's"]
         * (not topology.is_tpu),
         f"model       {plan.parameters:,} parameters, "
@@ -135,17 +129,17 @@ def _memory(plan: Plan) -> list[str]:
     size = lambda part, kind: format_bytes(part.memory[kind]) if kind in part.memory else ""
     for kind in kinds:
         rows.append([f"  {kind}", *(size(part, kind) for part in plan.parts.values())])
-    share = lambda part: (
-        f"{format_bytes(part.peak)} "
-        f"{'(!)' if part.too_large else f'({part.peak / plan.room:.0%})' if plan.room else ''}"
-    )
+
+    def share(part: Part) -> str:
+        of_room = f" ({part.peak / plan.room:.0%})" if plan.room else ""
+        return format_bytes(part.peak) + (" (!)" if part.too_large else of_room)
+
     if any(part.too_large for part in plan.parts.values()):
-        other = lambda part: (
-            format_bytes(max(part.peak - sum(part.memory.values()), 0)) if part.too_large else ""
-        )
-        rows.append(["  everything else", *map(other, plan.parts.values())])
+        other = lambda part: format_bytes(max(part.peak - sum(part.memory.values()), 0))
+        cells = [other(part) if part.too_large else "" for part in plan.parts.values()]
+        rows.append(["  everything else", *cells])
     peak = f"  peak of {format_bytes(plan.room)}" if plan.room else "  peak"
-    return table([*rows, [peak, *(share(part).strip() for part in plan.parts.values())]])
+    return table([*rows, [peak, *map(share, plan.parts.values())]])
 
 
 def _times(plan: Plan) -> list[str]:
@@ -176,16 +170,13 @@ def _times(plan: Plan) -> list[str]:
             "  the latencies of programs and collectives are not included, and exceed this time"
         )
     if plan.step:
-        tokens_per_day = plan.tokens / plan.step * 86400
+        rate, run, price = plan.tokens / plan.step, plan.run, ""
         lines.append(
-            f"  MFU at most {plan.mfu:.1%}; "
-            f"{human_tokens(plan.tokens / plan.step / plan.topology.chips)} tokens/s per chip, "
-            f"{human_tokens(tokens_per_day)} tokens per day in total"
+            f"  MFU at most {plan.mfu:.1%}; {human_tokens(rate / plan.topology.chips)} tokens/s "
+            f"per chip, {human_tokens(rate * 86400)} tokens per day in total"
         )
-        run = plan.run
-        price = (
-            f", price {_few(run['money'])} ({plan.price:g} per chip-hour)" if "money" in run else ""
-        )
+        if "money" in run:
+            price = f", price {_few(run['money'])} ({plan.price:g} per chip-hour)"
         lines.append(
             f"  run: at least {_duration(run['seconds'])}, {_few(run['chip_hours'])} chip-hours"
             f"{price}, without evaluation and checkpoints"
@@ -213,30 +204,24 @@ def _collectives(roof: Roofline, place: str) -> list[str]:
 
 
 def _buffers(part: Part, max_buffers: int = 8) -> list[str]:
-    buffers = (
-        largest(part.compiled.program, max_buffers)
-        if part.compiled
-        else part.too_large.buffers[:max_buffers]
-    )
-    return buffers and [
-        "largest buffers of a training step",
-        *(
-            f"  {format_bytes(size):>10}  {shape:<28} {_last(name_of(source), 90)}"
-            for size, shape, source in buffers
-        ),
-    ]
+    if part.compiled:
+        buffers = largest(part.compiled.program, max_buffers)
+    else:
+        buffers = part.too_large.buffers[:max_buffers]
+    lines = ["largest buffers of a training step"] if buffers else []
+    for size, shape, source in buffers:
+        lines.append(f"  {format_bytes(size):>10}  {shape:<28} {_last(name_of(source), 90)}")
+    return lines
 
 
 def table(rows: list[list[str]]) -> list[str]:
     """Returns rows as aligned lines: the first column to the left, all others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(max(width, 12))
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        right = [x.rjust(max(width, 12)) for x, width in zip(cells, others, strict=True)]
+        lines.append("  ".join([name.ljust(first), *right]).rstrip())
+    return lines
 
 
 def _few(x: float) -> str:

@@ -64,11 +64,9 @@ class Plan:
         Temporaries count on TPUs only. Elsewhere they come from another compiler than the
         machine's.
         """
-        held = sum(
-            size
-            for kind, size in part.memory.items()
-            if self.topology.is_tpu or kind != "temporaries"
-        )
+        held = sum(part.memory.values())
+        if not self.topology.is_tpu:
+            held -= part.memory.get("temporaries", 0)
         return not part.too_large and (not self.room or held <= self.room)
 
     @property
@@ -87,9 +85,8 @@ class Plan:
         This is the ratio of the model's FLOPs to those that the chips could compute in the time of
         a step.
         """
-        return self.step and self.model_flops / (
-            self.step * self.topology.chips * self.topology.chip.flops
-        )
+        chips, flops = self.topology.chips, self.topology.chip.flops
+        return self.step and self.model_flops / (self.step * chips * flops)
 
     @property
     def run(self) -> dict[str, float]:
@@ -98,21 +95,17 @@ class Plan:
             return {}
         seconds = self.step * self.config.train.steps
         hours = seconds / 3600 * self.topology.chips
-        return {"seconds": seconds, "chip_hours": hours} | (
-            {} if self.price is None else {"money": hours * self.price}
-        )
+        money = {} if self.price is None else {"money": hours * self.price}
+        return {"seconds": seconds, "chip_hours": hours} | money
 
     def to_json(self) -> dict:
         """Returns the whole plan as JSON values."""
 
         def part_to_json(part: Part) -> dict:
-            entry = {
-                "peak_bytes": part.peak,
-                "fits": self.fits_in(part),
-                "memory_bytes": part.memory,
-            }
+            entry = {"peak_bytes": part.peak, "fits": self.fits_in(part)}
+            entry["memory_bytes"] = part.memory
             if part.compiled:
-                roof = part.roofline
+                roof, buffers = part.roofline, largest(part.compiled.program, 12)
                 entry |= {
                     "compile_seconds": part.compiled.seconds,
                     "attention": part.compiled.attention,
@@ -120,13 +113,8 @@ class Plan:
                     "hbm_bytes": roof.hbm_bytes,
                     "seconds_at_least": roof.seconds,
                     "bound_by": roof.bound,
-                    "collectives": {
-                        kind: dataclasses.asdict(traffic) for kind, traffic in roof.traffic.items()
-                    },
-                    "largest_buffers": [
-                        [size, shape, name_of(source)]
-                        for size, shape, source in largest(part.compiled.program, 12)
-                    ],
+                    "collectives": {k: dataclasses.asdict(x) for k, x in roof.traffic.items()},
+                    "largest_buffers": [[*sizes, name_of(source)] for *sizes, source in buffers],
                 }
             return entry
 
@@ -183,31 +171,18 @@ def make_plan(
         activations = min(kept(compiled.program), compiled.temporaries)
         memory["cache and inputs"] = programs.bytes(programs.inputs(name))
         memory["padding"] = max(compiled.arguments - sum(memory.values()), 0)
-        memory |= {"activations": activations} if name == "train" else {}
-        memory |= {
-            "temporaries": compiled.temporaries - memory.get("activations", 0),
-            "results, code": compiled.results + compiled.code,
-        }
-        parts[name] = Part(
-            memory,
-            roofline(compiled.program, topology, mesh_devices, lambda op: kernel(op, config.model)),
-            compiled,
-        )
+        if name == "train":
+            memory["activations"] = activations
+        memory["temporaries"] = compiled.temporaries - memory.get("activations", 0)
+        memory["results, code"] = compiled.results + compiled.code
+        work = lambda op: kernel(op, config.model)
+        roof = roofline(compiled.program, topology, mesh_devices, work)
+        parts[name] = Part(memory, roof, compiled)
     batch, params = programs.batch, programs.state.params
-    tokens = math.prod(batch["inputs"].shape) + (
-        math.prod(batch["source"].shape) if "source" in batch else 0
-    )
+    tokens = sum(math.prod(batch[side].shape) for side in ("inputs", "source") if side in batch)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-    return Plan(
-        config,
-        topology,
-        dict(programs.mesh.shape),
-        parameters,
-        model_flops(config, batch, params),
-        tokens,
-        parts,
-        price,
-    )
+    flops, mesh = model_flops(config, batch, params), dict(programs.mesh.shape)
+    return Plan(config, topology, mesh, parameters, flops, tokens, parts, price)
 
 
 def _holdings(programs: Programs, name: str) -> dict[str, float]:

@@ -119,25 +119,19 @@ class Programs:
     def __init__(self, config: Experiment, devices: list):
         self.config, self.mesh = config, make_mesh(config.mesh, devices)
         check_divisibility(config, self.mesh)
-        self.model, self.optimizer = (
-            build_model(config.model),
-            build_optimizer(config.optimizer, config.train.steps),
-        )
+        model = build_model(config.model)
+        optimizer = build_optimizer(config.optimizer, config.train.steps)
+        self.model, self.optimizer = model, optimizer
         with use(self.mesh):
-            self.state, self.shardings = abstract_state(
-                config, self.model, self.optimizer, self.mesh
-            )
+            self.state, self.shardings = abstract_state(config, model, optimizer, self.mesh)
             self.batch = batch_shapes(config, self.mesh)
         self._memory_shardings = None  # set when prefill is compiled
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the programs that this experiment has."""
-        return (
-            PROGRAMS
-            if self.config.objective.generates_text and self.config.model.family != "encoder"
-            else PROGRAMS[:2]
-        )
+        generates = self.config.objective.generates_text and self.config.model.family != "encoder"
+        return PROGRAMS if generates else PROGRAMS[:2]
 
     def compile(self, name: str) -> Compiled:
         """Compiles a program. Raises TooLarge."""
@@ -186,11 +180,9 @@ class Programs:
         )
         with_mask = lambda length: (array(length, jnp.int32), array(length, jnp.bool_))
         half = max(model.max_length // 2, 1)
-        args = (
-            (*with_mask(1), *with_mask(half))
-            if model.is_encoder_decoder
-            else (*with_mask(half), None, None)
-        )
+        args = (*with_mask(half), None, None)
+        if model.is_encoder_decoder:
+            args = (*with_mask(1), *with_mask(half))
         run = lambda params, prompt, real, source, source_real: prefill(
             self.model, params, prompt, model.max_length, source, real, source_real
         )
@@ -219,10 +211,8 @@ class Programs:
 
     def bytes(self, tree: TrainState | dict) -> int:
         """Returns the bytes of these arrays that a device holds."""
-        return sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(tree)
-        )
+        size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        return sum(map(size, jax.tree.leaves(tree)))
 
 
 @contextlib.contextmanager

@@ -28,6 +28,10 @@ class Traffic:
     inner: float = 0.0  # bytes sent within the slice (or host)
     outer: float = 0.0  # bytes sent beyond it
 
+    def plus(self, count: float, inner: float, outer: float) -> "Traffic":
+        """Returns the sum of this traffic and more."""
+        return Traffic(self.count + count, self.inner + inner, self.outer + outer)
+
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
@@ -64,9 +68,8 @@ def roofline(
     does not contain.
     """
     chip, share = topology.chip, topology.chip.devices
-    kernels = [
-        (kernel(op), times) for op, _, times, _ in program.runs if op.opcode == "custom-call"
-    ]
+    calls = [(op, times) for op, _, times, _ in program.runs if op.opcode == "custom-call"]
+    kernels = [(kernel(op), times) for op, times in calls]
     computed = flops(program) + sum(times * call.flops for call, times in kernels)
     moved = hbm_bytes(program) - sum(times * call.untouched for call, times in kernels)
     coordinates_of = np.array([_coordinates(device, topology) for device in devices])
@@ -75,14 +78,10 @@ def roofline(
     for message in collectives(program):
         if message.between_slices:
             total = message.bytes * (topology.slices if message.kind == "all-gather" else 1)
-            message = dataclasses.replace(
-                message, bytes=total, groups=np.zeros((1, topology.slices), int)
-            )
+            group = np.zeros((1, topology.slices), int)
+            message = dataclasses.replace(message, bytes=total, groups=group)
             _, beyond = sent(message, topology.slices)
-            before = traffic[message.kind]
-            traffic[message.kind] = Traffic(
-                before.count + message.times, before.inner, before.outer + beyond
-            )
+            traffic[message.kind] = traffic[message.kind].plus(message.times, 0.0, beyond)
             outer += beyond
             continue
         coordinates = coordinates_of[message.groups]  # [groups, members, coordinates and slice]
@@ -91,10 +90,7 @@ def roofline(
         crosses = (coordinates[..., -1] != coordinates[:, :1, -1]).any(axis=1)
         slices = len(np.unique(coordinates[crosses.argmax(), :, -1])) if crosses.any() else 1
         inner, beyond = sent(message, slices)
-        before = traffic[message.kind]
-        traffic[message.kind] = Traffic(
-            before.count + message.times, before.inner + inner, before.outer + beyond
-        )
+        traffic[message.kind] = traffic[message.kind].plus(message.times, inner, beyond)
         outer += beyond
         link_counts = _links(coordinates, topology)
         for axis in link_counts if chip.link_rate else ():
@@ -144,16 +140,10 @@ def _links(coordinates: np.ndarray, topology: Topology) -> dict[int, int]:
         return {0: 1}
     # Axes of 16 chips wrap around (two dimensions), or all if all are multiples of 4 (three).
     shape = topology.shape
-    wrapped = (
-        [size % 16 == 0 for size in shape]
-        if len(shape) == 2
-        else [all(size % 4 == 0 for size in shape)] * 3
-    )
+    wrapped = [size % 16 == 0 for size in shape]
+    if len(shape) == 3:
+        wrapped = [all(size % 4 == 0 for size in shape)] * 3
     group = coordinates[0, :, :-1]
     spans = {axis: len(np.unique(group[:, axis])) for axis in range(len(shape))}
-    link_counts = {
-        axis: 2 if wrapped[axis] and span == shape[axis] else 1
-        for axis, span in spans.items()
-        if span > 1
-    }
-    return link_counts or {0: 1}
+    in_ring = lambda axis: wrapped[axis] and spans[axis] == shape[axis]
+    return {axis: 1 + in_ring(axis) for axis, span in spans.items() if span > 1} or {0: 1}

@@ -56,18 +56,15 @@ def search(
     rung = 0  # the rung on which the previous mesh fit; the next mesh needs about as much
     for mesh in sorted(_meshes(config, topology), key=lambda mesh: _sent_bytes(config, size, mesh)):
         if state / _parts(mesh) > 0.9 * room:
-            reasons[
-                f"parameters, gradients and optimizer take {format_bytes(state / _parts(mesh))} of "
-                f"{format_bytes(room)} per device"
-            ] += 1
+            held, limit = format_bytes(state / _parts(mesh)), format_bytes(room)
+            reasons[f"parameters, gradients and optimizer take {held} of {limit} per device"] += 1
             continue
         for index in range(rung, len(LADDER)):
             remat, times = LADDER[index]
             changed = _with_layout(config, mesh, remat, times)
             if changed is None:
-                reasons[
-                    f"data.batch_size: {config.data.batch_size} is not divisible by the devices"
-                ] += 1
+                size_field = f"data.batch_size: {config.data.batch_size}"
+                reasons[f"{size_field} is not divisible by the devices"] += 1
                 continue
             if state / _parts(mesh) + _kept_bytes(changed, mesh) > room:
                 reasons["the layers keep too much for the backward pass"] += 1
@@ -85,11 +82,8 @@ def search(
                 rung = index
                 break
     if not plans:
-        reason = (
-            reasons.most_common(1)[0][0]
-            if reasons
-            else "no mesh has this number of devices and slices"
-        )
+        reasons = reasons or {"no mesh has this number of devices and slices": 1}
+        reason = max(reasons, key=reasons.get)
         raise UserError(f"--search: nothing to try on {topology}; {reason}")
     return sorted(plans, key=lambda plan: (not plan.fits, plan.step or math.inf, plan.train.peak))
 
@@ -97,30 +91,16 @@ def search(
 def page(plans: list[Plan]) -> str:
     """Returns a table of the plans, and the flags of the best one."""
     priced = any(plan.price is not None for plan in plans)
-    rows = [
-        [
-            "",
-            "mesh, remat, micro-batches",
-            "peak memory",
-            "step at least",
-            "bound by",
-            "MFU at most",
-            *(["price at least"] if priced else []),
-        ]
-    ]
+    price = ["price at least"] if priced else []
+    bounds = ["step at least", "bound by", "MFU at most", *price]
+    rows = [["", "mesh, remat, micro-batches", "peak memory", *bounds]]
     for number, plan in enumerate(plans, 1):
-        share = f"{format_bytes(plan.train.peak)}" + (
-            f" ({plan.train.peak / plan.room:.0%})" if plan.room else ""
-        )
-        results = (
-            [
-                seconds(plan.step),
-                plan.train.roofline.bound if plan.topology.is_tpu else "",
-                f"{plan.mfu:.1%}",
-            ]
-            if plan.fits and plan.step
-            else ["does not fit" if not plan.fits else "", "", ""]
-        )
+        share = format_bytes(plan.train.peak)
+        share += f" ({plan.train.peak / plan.room:.0%})" if plan.room else ""
+        results = ["" if plan.fits else "does not fit", "", ""]
+        if plan.fits and plan.step:
+            bound = plan.train.roofline.bound if plan.topology.is_tpu else ""
+            results = [seconds(plan.step), bound, f"{plan.mfu:.1%}"]
         if priced:
             results.append(f"{plan.run['money']:,.2f}" if plan.fits and plan.step else "")
         rows.append([str(number), _describe(plan.config), share, *results])
@@ -129,14 +109,10 @@ def page(plans: list[Plan]) -> str:
     if not best.fits:
         lines += ["", f"none of these fits; try --search={2 * len(plans)}, or more devices"]
     else:
-        flags = " ".join(
-            f"--config.mesh.{axis}={size}" for axis, size in best.config.mesh.sizes.items()
-        )
-        lines += [
-            "",
-            f"best: {flags} --config.model.remat={best.config.model.remat} "
-            f"--config.train.accumulate={best.config.train.accumulate}",
-        ]
+        flags = [f"--config.mesh.{axis}={size}" for axis, size in best.config.mesh.sizes.items()]
+        flags.append(f"--config.model.remat={best.config.model.remat}")
+        flags.append(f"--config.train.accumulate={best.config.train.accumulate}")
+        lines += ["", f"best: {' '.join(flags)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -145,12 +121,10 @@ def _meshes(config: Experiment, topology: Topology) -> Iterator[dict[str, int]]:
     fixed = {axis: max(config.mesh.sizes[axis], 1) for axis in ("stage", "expert", "context")}
     left, heads = topology.devices // math.prod(fixed.values()), config.model.kv_heads
     across = topology.slices if config.mesh.slices == "data" else 1
-    for tensor, data in itertools.product(
-        (1, 2, 4, 8, 16), (across * n for n in (1, 2, 4, 8, 16, 32))
-    ):
-        if left % (tensor * data) or heads % tensor:
-            continue
-        yield {"data": data, "fsdp": left // (tensor * data), "tensor": tensor} | fixed
+    for tensor, copies in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)):
+        data = across * copies
+        if left % (tensor * data) == 0 and heads % tensor == 0:
+            yield {"data": data, "fsdp": left // (tensor * data), "tensor": tensor} | fixed
 
 
 def _with_layout(
@@ -158,9 +132,7 @@ def _with_layout(
 ) -> Experiment | None:
     """Returns the experiment with this layout, or None if its batch is not divisible."""
     accumulate = config.train.accumulate * times
-    if config.data.batch_size % (
-        accumulate * mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]
-    ):
+    if config.data.batch_size % (accumulate * _replicas(mesh)):
         return None
     config = config.on(dataclasses.replace(config.mesh, **mesh))
     return dataclasses.replace(
@@ -173,6 +145,11 @@ def _with_layout(
 def _parts(mesh: dict[str, int]) -> int:
     """Returns the number of parts into which the state is split."""
     return mesh["stage"] * mesh["fsdp"] * mesh["expert"] * mesh["tensor"]
+
+
+def _replicas(mesh: dict[str, int]) -> int:
+    """Returns the number of parts into which the sequences of a batch are split."""
+    return mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"]
 
 
 def _num_parameters(config: Experiment) -> float:
@@ -188,15 +165,11 @@ def _state_bytes(config: Experiment, size: float) -> float:
 
 def _tokens(config: Experiment, mesh: dict[str, int]) -> float:
     """Returns the tokens that a device processes at a time, those of both stacks added."""
-    length = config.data.length + (
-        config.data.decoder_length if config.model.is_encoder_decoder else 0
-    )
-    return (
-        config.data.batch_size
-        * length
-        / (mesh["data"] * mesh["stage"] * mesh["fsdp"] * mesh["expert"] * mesh["context"])
-        / config.train.accumulate
-    )
+    length = config.data.length
+    if config.model.is_encoder_decoder:
+        length += config.data.decoder_length
+    parts = _replicas(mesh) * mesh["context"]
+    return config.data.batch_size * length / parts / config.train.accumulate
 
 
 def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
@@ -207,15 +180,8 @@ def _kept_bytes(config: Experiment, mesh: dict[str, int]) -> float:
         "dots": 3 * model.d_model + 2 * model.ff_size,
         "full": model.d_model,
     }[model.remat]
-    layers = max(map(model.num_layers, model.sides))
-    return (
-        layers
-        * _tokens(config, mesh)
-        * width
-        * (2 if model.dtype == "bfloat16" else 4)
-        / mesh["tensor"]
-        / mesh["stage"]
-    )
+    layers, size = max(map(model.num_layers, model.sides)), 2 if model.dtype == "bfloat16" else 4
+    return layers * _tokens(config, mesh) * width * size / mesh["tensor"] / mesh["stage"]
 
 
 def _sent_bytes(config: Experiment, size: float, mesh: dict[str, int]) -> float:
@@ -225,25 +191,14 @@ def _sent_bytes(config: Experiment, size: float, mesh: dict[str, int]) -> float:
     The residual stream between sublayers is gathered and scattered, forward and backward (tensor).
     """
     size, model = size * 2 / (mesh["tensor"] * mesh["stage"] * mesh["expert"]), config.model
-    parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + 2 * size / mesh["fsdp"] * (
-        1 - 1 / mesh["data"]
-    )
+    summed = 2 * size / mesh["fsdp"] * (1 - 1 / mesh["data"])
+    parameters = 3 * size * (1 - 1 / mesh["fsdp"]) + summed
     layers = sum(map(model.num_layers, model.sides))
-    residual_stream = (
-        8
-        * layers
-        * _tokens(config, mesh)
-        * model.d_model
-        * 2
-        * (1 - 1 / mesh["tensor"])
-        / mesh["stage"]
-    )
-    return parameters * config.train.accumulate + residual_stream
+    stream = 8 * layers * _tokens(config, mesh) * model.d_model * 2 * (1 - 1 / mesh["tensor"])
+    return parameters * config.train.accumulate + stream / mesh["stage"]
 
 
 def _describe(config: Experiment) -> str:
-    sizes = (
-        ", ".join(f"{axis} {size}" for axis, size in config.mesh.sizes.items() if size > 1)
-        or "one device"
-    )
-    return f"{sizes}; {config.model.remat}; {config.train.accumulate}"
+    sizes = [f"{axis} {size}" for axis, size in config.mesh.sizes.items() if size > 1]
+    mesh = ", ".join(sizes) or "one device"
+    return f"{mesh}; {config.model.remat}; {config.train.accumulate}"

@@ -25,11 +25,8 @@ def flops(program: HloProgram) -> float:
 
 def hbm_bytes(program: HloProgram) -> float:
     """Returns the bytes that all instructions outside fusions read from and write to HBM."""
-    return sum(
-        times * _traffic(op, computation, program)
-        for op, computation, times, fused in program.runs
-        if not fused
-    )
+    runs = [run for *run, fused in program.runs if not fused]
+    return sum(times * _traffic(op, computation, program) for op, computation, times in runs)
 
 
 def _traffic(op: Instruction, computation: Computation, program: HloProgram) -> float:
@@ -40,9 +37,8 @@ def _traffic(op: Instruction, computation: Computation, program: HloProgram) -> 
         moved = op.arrays[1] if len(op.arrays) > 1 else op.arrays[0]
         return moved.bytes * ((not moved.on_chip) + bool(operands and operands[0].hbm_bytes))
     if op.opcode in ("dynamic-slice", "gather", "slice"):
-        return op.hbm_bytes + (
-            sum(array.bytes for array in op.arrays) if operands[0].hbm_bytes else 0.0
-        )
+        read = sum(array.bytes for array in op.arrays) if operands[0].hbm_bytes else 0.0
+        return op.hbm_bytes + read
     if op.opcode in ("dynamic-update-slice", "scatter"):
         part = operands[1] if op.opcode == "dynamic-update-slice" else operands[-1]
         return 2 * sum(array.bytes for array in part.arrays)
@@ -66,32 +62,22 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
         """Returns (user, whether it slices or updates the array), following bitcasts."""
         pairs = []
         for user, operand in users[name]:
-            pairs += (
-                find_uses(user.name)
-                if user.opcode == "bitcast"
-                else [(user, user.operands[0] == operand)]
-            )
+            itself = [(user, user.operands[0] == operand)]
+            pairs += find_uses(user.name) if user.opcode == "bitcast" else itself
         return pairs
 
     total, updated = 0.0, 0.0
     for parameter in (p for p in inner.values() if p.opcode == "parameter"):
-        operand = (
-            operands[int(parameter.literal)] if int(parameter.literal) < len(operands) else None
-        )
-        if operand is None or not operand.hbm_bytes:
+        number = int(parameter.literal)
+        if number >= len(operands) or not operands[number].hbm_bytes:
             continue
-        uses = find_uses(parameter.name)
-        if uses and all(
-            first and use.opcode in ("dynamic-slice", "gather", "slice") for use, first in uses
-        ):
+        operand, uses = operands[number], find_uses(parameter.name)
+        opcodes = {use.opcode if first else "" for use, first in uses}
+        if opcodes and opcodes <= {"dynamic-slice", "gather", "slice"}:
             total += sum(array.bytes for use, _ in uses for array in use.arrays)
-        elif uses and all(first and use.opcode == "dynamic-update-slice" for use, first in uses):
-            total += sum(
-                array.bytes
-                for use, _ in uses
-                if use.operands[1] in inner
-                for array in inner[use.operands[1]].arrays
-            )
+        elif opcodes == {"dynamic-update-slice"}:
+            written = [inner[use.operands[1]] for use, _ in uses if use.operands[1] in inner]
+            total += sum(array.bytes for part in written for array in part.arrays)
             updated += operand.hbm_bytes
         else:
             total += operand.hbm_bytes
@@ -109,30 +95,20 @@ def _flops(op: Instruction, computation: Computation) -> float:
         return 2.0 * math.prod(out) * math.prod(left[int(n)] for n in contracted.split(",") if n)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes).groups()
     batches = int((re.search(r"batch_group_count=(\d+)", op.attributes) or [0, 1])[1])
-    total = (
-        2.0
-        * left[labels[0].index("b")]
-        / batches
-        * right[labels[1].index("o")]
-        * right[labels[1].index("i")]
-    )
+    matrix = right[labels[1].index("o")] * right[labels[1].index("i")]
+    total = 2.0 * left[labels[0].index("b")] / batches * matrix
     window = re.search(r"window=\{([^}]*)\}", op.attributes)
     options = dict(re.findall(r"(\w+)=([\w\-x]+)", window.group(1))) if window else {}
-    option = lambda name, default, axis: (
-        options[name].split("x")[axis] if name in options else default
-    )
+
+    def option(name: str, axis: int, default: int = 1) -> int:
+        """Returns a number of the window along an axis; of a padding low_high, the low one."""
+        return int(options[name].split("x")[axis].split("_")[0]) if name in options else default
+
     for axis in range(len(labels[0]) - 2):
-        size, stride = int(option("size", "1", axis)), int(option("stride", "1", axis))
-        low = int(option("pad", "0_0", axis).split("_")[0])
-        spread_in, spread_kernel = (
-            int(option("lhs_dilate", "1", axis)),
-            int(option("rhs_dilate", "1", axis)),
-        )
+        spread_in, spread_kernel = option("lhs_dilate", axis), option("rhs_dilate", axis)
         length, out_length = left[labels[0].index(str(axis))], out[labels[2].index(str(axis))]
-        source = (
-            np.arange(out_length)[:, None] * stride + np.arange(size)[None] * spread_kernel - low
-        )
-        total *= np.sum(
-            (source >= 0) & (source <= (length - 1) * spread_in) & (source % spread_in == 0)
-        )
+        starts = np.arange(out_length)[:, None] * option("stride", axis)
+        source = starts + np.arange(option("size", axis)) * spread_kernel - option("pad", axis, 0)
+        inside = (source >= 0) & (source <= (length - 1) * spread_in)
+        total *= np.sum(inside & (source % spread_in == 0))
     return float(total)

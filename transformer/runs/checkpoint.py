@@ -163,6 +163,12 @@ class Checkpoints:
             total = params if total is None else jax.tree.map(jnp.add, total, params)
         return total if len(steps) == 1 else jax.tree.map(lambda x: x / len(steps), total)
 
+    def evaluation_params(self, abstract_params):
+        """Returns the parameters that an evaluation of the run uses, as the config sets them."""
+        if self._config.ema_decay:
+            return self.restore_params(abstract_params, item="ema")
+        return self.restore_params(abstract_params, mean_of=self._config.average_checkpoints)
+
     def layout(self, model: ModelConfig) -> ModelConfig:
         """Returns `model` with the layout of layers that the latest checkpoint has."""
         with _advise_reader():
@@ -223,9 +229,8 @@ class Checkpoints:
         interval, last = self._config.checkpoint_every, self._config.steps
         while True:
             steps = self.steps
-            regular = [
-                step for step in steps if step == last or (interval and step % interval == 0)
-            ]
+            is_regular = lambda step: step == last or (interval and step % interval == 0)
+            regular = list(filter(is_regular, steps))
             surplus = set(steps[:-1]) - set(regular[-self._config.keep_checkpoints :])
             if not surplus:
                 return
@@ -323,11 +328,8 @@ def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
 
 
 def _without_empty(items: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: tree
-        for name, tree in items.items()
-        if any(x is not ... for x in jax.tree.leaves(tree))
-    }
+    is_empty = lambda tree: all(x is ... for x in jax.tree.leaves(tree))
+    return {name: tree for name, tree in items.items() if not is_empty(tree)}
 
 
 @dataclasses.dataclass(frozen=True)

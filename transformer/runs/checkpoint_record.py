@@ -38,11 +38,8 @@ def describe(items: Mapping[str, Any]) -> dict[str, Arrays]:
     """
     described = {}
     for name, tree in items.items():
-        tree_fingerprints = fingerprints(tree)
-        described[name] = {
-            path: (*dtype_and_shape, tree_fingerprints[path])
-            for path, dtype_and_shape in _kinds(tree).items()
-        }
+        hashes = fingerprints(tree)
+        described[name] = {path: (*kind, hashes[path]) for path, kind in _kinds(tree).items()}
     return described
 
 
@@ -92,10 +89,8 @@ class Record:
         mismatches = []
         for item, tree in abstract.items():
             expected = _kinds(tree)
-            saved = {
-                path: (kind, tuple(shape))
-                for path, (kind, shape, _) in self.arrays.get(item, {}).items()
-            }
+            arrays = self.arrays.get(item, {}).items()
+            saved = {path: (kind, tuple(shape)) for path, (kind, shape, _) in arrays}
             is_complete = len(jax.tree.leaves(tree)) == len(expected)
             for path in sorted(expected.keys() | saved.keys() if is_complete else expected):
                 if expected.get(path) != saved.get(path):
@@ -104,11 +99,9 @@ class Record:
                         f"{_format_kind(expected.get(path))} in the model"
                     )
         if mismatches:
+            first = "; ".join(mismatches[:3])
             more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
-            raise UserError(
-                f"{where} is a checkpoint of another architecture: "
-                f"{'; '.join(mismatches[:3])}{more}"
-            )
+            raise UserError(f"{where} is a checkpoint of another architecture: {first}{more}")
 
     def check_values(self, items: Mapping[str, Any]) -> None:
         """Raises Damaged if arrays that were read differ from the arrays that were saved.
@@ -138,9 +131,9 @@ def _format_kind(kind: tuple[str, tuple[int, ...]] | None) -> str:
     if kind is None:
         return "absent"
     dtype, shape = kind
-    return (
-        "x".join(map(str, shape)) + (f" {dtype}" if dtype != "float32" else "") if shape else dtype
-    )
+    if not shape:
+        return dtype
+    return "x".join(map(str, shape)) + (f" {dtype}" if dtype != "float32" else "")
 
 
 def _sha256(content: dict) -> str:

@@ -74,10 +74,8 @@ def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> 
     If the config sets it, returns their moving average or the mean over the last checkpoints.
     """
     workdir, train = Path(workdir), config.train
-    has_any = (workdir / "checkpoints").exists() and (
-        checkpoints := Checkpoints(workdir, train)
-    ).steps
-    if not has_any:
+    checkpoints = Checkpoints(workdir, train) if (workdir / "checkpoints").exists() else None
+    if not checkpoints or not checkpoints.steps:
         raise UserError(
             f"workdir: {workdir} has no checkpoint yet; continue training, or set "
             "train.checkpoint_every"
@@ -86,8 +84,7 @@ def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> 
     optimizer = build_optimizer(config.optimizer, train.steps)
     abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
     check_memory(abstract.params, mesh, "parameters")
-    item, mean_of = ("ema", 1) if train.ema_decay else ("params", train.average_checkpoints)
-    params = checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of)
+    params = checkpoints.evaluation_params(abstract.params)
     file = tokenizer_file(workdir)
     tokenizer = load_tokenizer(file, config.data.tokenizer) if file else None
     step = checkpoints.steps[-1]
@@ -112,10 +109,8 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
     objective = data.objective
     eval_step = make_eval_step(config, build_model(config.model), mesh, trained.shardings)
     share = Share(mesh)
-    batches, text = (
-        data.batches(part, share.sequences),
-        data.store.meta[part] if objective.scores_every_token else None,
-    )
+    batches = data.batches(part, share.sequences)
+    text = data.store.meta[part] if objective.scores_every_token else None
     metrics = evaluate_loss(eval_step, trained.params, batches, share, text=text)
     report = {"step": trained.step, "part": part}
     if objective.generates_text:
@@ -137,14 +132,10 @@ def evaluate(trained: LoadedRun, mesh: Mesh, part: str = "test") -> dict:
             samples = "samples.txt" if part == "test" else f"samples.{part}.txt"
             write_atomic(workdir / samples, "\n".join(generated.samples))
         write_atomic(workdir / f"{part}.json", json.dumps(report, indent=2) + "\n")
-        append_metrics(
-            workdir, trained.step, {f"{part}/{name}": value for name, value in metrics.items()}
-        )
-    return (
-        metrics
-        | {f"{name}_signature": signature for name, signature in generated.signatures.items()}
-        | left_out
-    )
+        logged = {f"{part}/{name}": value for name, value in metrics.items()}
+        append_metrics(workdir, trained.step, logged)
+    signatures = {f"{name}_signature": text for name, text in generated.signatures.items()}
+    return metrics | signatures | left_out
 
 
 @dataclasses.dataclass
@@ -172,21 +163,13 @@ def _translate(generate: Generator, examples: Sequence, config: Experiment) -> W
     *texts, scores, signatures = translate_and_score(generate, examples, scorer, _show_progress)
     count = len(texts[0])
     speed = count / (time.perf_counter() - start)
-    samples = [
-        "\n".join(
-            [f"source     {source}", f"model      {hypothesis}"]
-            + [f"reference  {reference}" for reference in references]
-        )
-        + "\n"
-        for source, hypothesis, references in zip(*texts, strict=True)
-    ]
-    return Written(
-        samples,
-        scores | {"sentences": count, "sentences_per_second": speed},
-        signatures,
-        {"sources were cut to translate them": generate.cut} if generate.cut else {},
-        tuple(texts),
-    )
+    samples = []
+    for source, hypothesis, references in zip(*texts, strict=True):
+        sample = f"source     {source}\nmodel      {hypothesis}\n"
+        samples.append(sample + "".join(f"reference  {text}\n" for text in references))
+    scores |= {"sentences": count, "sentences_per_second": speed}
+    left_out = {"sources were cut to translate them": generate.cut} if generate.cut else {}
+    return Written(samples, scores, signatures, left_out, tuple(texts))
 
 
 def _check_text(workdir: Path, data: Data, part: str) -> None:
@@ -207,9 +190,5 @@ def _check_text(workdir: Path, data: Data, part: str) -> None:
 def _show_progress(done: int, total: int) -> None:
     """Shows a line in a terminal and erases it at the end. Writes nothing to a log file."""
     if sys.stderr.isatty() and is_first():
-        print(
-            "\r\x1b[K" + (f"translating {done:,}/{total:,}" if done < total else ""),
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"translating {done:,}/{total:,}" if done < total else ""
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -64,25 +64,17 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         disk_errors(workdir),
         tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
     ):
-        abstract, shardings = abstract_state(
-            config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh
-        )
+        optimizer = build_optimizer(config.optimizer, 1)
+        abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
         check_memory(abstract.params, mesh, "parameters")
         sharding_of = flatten(shardings.params)
         put = lambda path, x: jax.make_array_from_callback(
             x.shape, sharding_of[path], lambda index: x[index]
         )
         params = read_params(family, config.model, tensors, put)
-        finished = Path(unfinished) / "run"
+        finished, origin = Path(unfinished) / "run", {"converted_from": str(directory.resolve())}
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-        rundir.record_start(
-            finished,
-            config,
-            mesh,
-            parameters,
-            tokenizer,
-            {"converted_from": str(directory.resolve())},
-        )
+        rundir.record_start(finished, config, mesh, parameters, tokenizer, origin)
         checkpoints = Checkpoints(finished, config.train)
         checkpoints.save_params(params)
         checkpoints.close()
@@ -106,11 +98,8 @@ def to_hf(
 
 def _with_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     """Returns the config with the tokenizer's special tokens where it sets none."""
-    unset = {
-        field: token
-        for field, token in special_tokens(model, tokenizer).items()
-        if getattr(model, field) is None
-    }
+    tokens = special_tokens(model, tokenizer).items()
+    unset = {field: token for field, token in tokens if getattr(model, field) is None}
     return dataclasses.replace(model, **unset)
 
 
@@ -132,9 +121,8 @@ def _tokenizer_config(
         bos = first_id(model.decoder_start_id)
     elif model.family == "decoder" and bos < 0:
         bos = eos
-    return TokenizerConfig(
-        pad_id=pad if pad >= 0 else eos, bos_id=bos, eos_id=eos, source_bos_id=source_bos
-    )
+    pad = pad if pad >= 0 else eos
+    return TokenizerConfig(pad_id=pad, bos_id=bos, eos_id=eos, source_bos_id=source_bos)
 
 
 def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experiment:
@@ -144,9 +132,8 @@ def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experi
             f"this {model.family} has no head; a run needs a language-model head or a classifier, "
             "so convert a model that has one"
         )
-    objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[
-        model.family
-    ]
+    objectives = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}
+    objective = objectives[model.family]
     if not model.lm_head:
         objective = "tagging" if model.pooling == "none" else "classification"
     data = DataConfig(
@@ -163,10 +150,9 @@ def _tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> Tokenizer 
     file, content = directory / "tokenizer.json", None
     # Preferred to tokenizer.json: SentencePiece ids are the model's, without added tokens.
     for name in ("spiece.model", "tokenizer.model"):
-        if (directory / name).is_file() and (
-            is_sentencepiece((directory / name).read_bytes()) or not file.is_file()
-        ):
-            return load_tokenizer(directory / name, tokenizer_config)
+        model = directory / name
+        if model.is_file() and (is_sentencepiece(model.read_bytes()) or not file.is_file()):
+            return load_tokenizer(model, tokenizer_config)
     if file.is_file():
         return load_tokenizer(file, tokenizer_config)
     pair = [directory / name for name in ("source.spm", "target.spm", "vocab.json")]
@@ -177,26 +163,17 @@ def _tokenizer(directory: Path, tokenizer_config: TokenizerConfig) -> Tokenizer 
     with contextlib.suppress(ImportError):
         import tokenizers
 
-        if (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-            content = tokenizers.ByteLevelBPETokenizer(
-                str(directory / "vocab.json"), str(directory / "merges.txt")
-            )
-        elif (directory / "vocab.txt").is_file():
-            settings = (
-                read_json(directory / "tokenizer_config.json")
-                if (directory / "tokenizer_config.json").is_file()
-                else {}
-            )
+        bpe, words = [directory / "vocab.json", directory / "merges.txt"], directory / "vocab.txt"
+        if all(part.is_file() for part in bpe):
+            content = tokenizers.ByteLevelBPETokenizer(*map(str, bpe))
+        elif words.is_file():
+            settings_file = directory / "tokenizer_config.json"
+            settings = read_json(settings_file) if settings_file.is_file() else {}
             lower = bool(settings.get("do_lower_case", True))
-            content = tokenizers.BertWordPieceTokenizer(
-                str(directory / "vocab.txt"), lowercase=lower
-            )
+            content = tokenizers.BertWordPieceTokenizer(str(words), lowercase=lower)
     if content is None:
         return None
-    present = [
-        token
-        for token in ("<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>")
-        if content.token_to_id(token) is not None
-    ]
+    known = ("<s>", "</s>", "<pad>", "<mask>", "<|endoftext|>")
+    present = [token for token in known if content.token_to_id(token) is not None]
     content.add_special_tokens(present)
     return Fast(content.to_str().encode("utf-8"), tokenizer_config, str(directory))

@@ -62,28 +62,24 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
         )
     parts = 2 * mesh.shape["context"] if mesh.shape["context"] > 1 else 1  # two chunks per device
     for width in config.data.buckets or (config.data.length,):
-        for field, tokens in (
-            ("length", width),
-            ("target_length", width * config.data.decoder_length // config.data.length),
-        ):
+        decoder_width = width * config.data.decoder_length // config.data.length
+        for field, tokens in (("length", width), ("target_length", decoder_width)):
             if tokens % parts:
                 raise UserError(
                     f"data.{field}: {tokens} tokens do not divide over 2 * mesh.context = {parts} "
                     "parts of a sequence; change one of them"
                 )
         sequences = config.data.batch_size * config.data.length // width
-        factors = {f"mesh.{axis}": mesh.shape[axis] for axis in BATCH_AXES} | {
-            "train.accumulate": config.train.accumulate
-        }
+        factors = {f"mesh.{axis}": mesh.shape[axis] for axis in BATCH_AXES}
+        factors["train.accumulate"] = config.train.accumulate
         if stages > 1:
             # Sequences are sharded over stages outside of the layers and split into micro-batches
             # inside.
             factors["mesh.stage"] = math.lcm(stages, model.pipeline_microbatches or stages)
         factors = {name: factor for name, factor in factors.items() if factor > 1}
         if sequences % math.prod(factors.values()):
-            by = " * ".join(factors).replace(
-                "mesh.stage", "(mesh.stage and model.pipeline_microbatches)"
-            )
+            stage = "(mesh.stage and model.pipeline_microbatches)"
+            by = " * ".join(factors).replace("mesh.stage", stage)
             raise UserError(
                 f"data.batch_size: {sequences} sequences of {width} tokens do not divide over "
                 f"{by} = {' * '.join(map(str, factors.values()))}"

@@ -46,15 +46,10 @@ def start_from(
         return _fit(train, fetch(name), initial).astype(initial.dtype) if name in names else initial
 
     sharding_of = flatten(shardings.params)
-    params = unflatten(
-        {
-            path: jax.device_put(join(model, path, layer_part, jnp.stack), sharding_of[path])
-            for path in targets
-        }
-    )
-    return state.replace(
-        params=params, ema=None if state.ema is None else jax.tree.map(jnp.copy, params)
-    )
+    joined = lambda path: join(model, path, layer_part, jnp.stack)
+    params = unflatten({path: jax.device_put(joined(path), sharding_of[path]) for path in targets})
+    ema = None if state.ema is None else jax.tree.map(jnp.copy, params)
+    return state.replace(params=params, ema=ema)
 
 
 def check_source(directory: str) -> None:
@@ -90,20 +85,16 @@ def _source(
         if not checkpoints.steps:
             raise UserError(f"train.init_from: {directory} has no checkpoint yet")
         config = dataclasses.replace(config, model=checkpoints.layout(config.model))
-        abstract, _ = abstract_state(
-            config,
-            build_model(config.model),
-            build_optimizer(config.optimizer, config.train.steps),
-            mesh,
-        )
-        item, mean_of = (
-            ("ema", 1) if config.train.ema_decay else ("params", config.train.average_checkpoints)
-        )
-        flat = flatten(checkpoints.restore_params(abstract.params, item=item, mean_of=mean_of))
+        optimizer = build_optimizer(config.optimizer, config.train.steps)
+        abstract, _ = abstract_state(config, build_model(config.model), optimizer, mesh)
+        flat = flatten(checkpoints.evaluation_params(abstract.params))
         places = where(config.model, flat)
-        return layer_shapes(config.model, flat), lambda name: part(
-            flat[places[name][0]], places[name][1]
-        )
+
+        def fetch(name: str) -> jax.Array:
+            path, index = places[name]
+            return part(flat[path], index)
+
+        return layer_shapes(config.model, flat), fetch
     check_source(str(directory))
     shapes, read = open_hf(directory)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -137,16 +128,13 @@ def _match(train: TrainConfig, targets: Mapping, sources: Mapping) -> set[str]:
             "too"
         )
     for name in sorted(names):
-        skipped_axes = (
-            name.split("/")[-1].startswith("position_embedding") and train.init_positions != "same"
-        )
+        is_table = name.split("/")[-1].startswith("position_embedding")
+        skipped_axes = is_table and train.init_positions != "same"
         if tuple(targets[name][skipped_axes:]) != tuple(sources[name][skipped_axes:]):
             format_shape = lambda shape: "x".join(map(str, shape))
-            way_out = (
-                "; set train.init_positions"
-                if "position_embedding" in name
-                else "; name it in train.init_new and train.init_drop to initialize it anew"
-            )
+            way_out = "; name it in train.init_new and train.init_drop to initialize it anew"
+            if "position_embedding" in name:
+                way_out = "; set train.init_positions"
             raise UserError(
                 f"train.init_from: {name} is {format_shape(sources[name])} in {source} and "
                 f"{format_shape(targets[name])} here{way_out}"
@@ -168,6 +156,5 @@ def _fit(train: TrainConfig, x: jax.Array, initial: jax.Array) -> jax.Array:
 
 
 def _some(names: list[str], limit: int = 4) -> str:
-    return ", ".join(names[:limit]) + (
-        f" and {len(names) - limit} more" if len(names) > limit else ""
-    )
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -86,9 +86,8 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
         received_signals.append(signum)
         print("\nstopping soon, after saving a checkpoint", file=sys.stderr)
 
-    handlers = {
-        signum: signal.signal(signum, on_signal) for signum in (signal.SIGTERM, signal.SIGINT)
-    }
+    signals = (signal.SIGTERM, signal.SIGINT)
+    handlers = {signum: signal.signal(signum, on_signal) for signum in signals}
     try:
         run = next(_RUNS)
         yield lambda step: stop_agreed(bool(received), step, run)

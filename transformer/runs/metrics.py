@@ -211,9 +211,8 @@ def plot_loss(workdir: Path) -> Path | None:
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
     axes.plot(*train, color="#0072b2", linewidth=1.2, label="training")
     if valid[0]:
-        axes.plot(
-            *valid, color="#d55e00", marker="o", markersize=3.5, linewidth=1.2, label="validation"
-        )
+        look = {"color": "#d55e00", "marker": "o", "markersize": 3.5, "linewidth": 1.2}
+        axes.plot(*valid, label="validation", **look)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.resolve().name)
     low = min(*train[1], *valid[1]) if valid[0] else min(train[1])
     axes.set_ylim(max(0, low * 0.93), sorted(train[1])[int(len(train[1]) * 0.98)] * 1.03)

@@ -36,13 +36,8 @@ class Recorder:
         window: dict[str, float],
         together: int = 1,
     ):
-        self._log, self._progress, self._rate, self._every, self._steps = (
-            log,
-            progress,
-            rate,
-            every,
-            steps,
-        )
+        self._log, self._progress, self._rate = log, progress, rate
+        self._every, self._steps = every, steps
         self._together = {"time/together": together} if together > 1 else {}
         self.window = dict(window)
         self._late: tuple[int, dict] | None = None
@@ -73,9 +68,8 @@ class Recorder:
                 "optimizer.clip_norm"
             )
         for name, value in values.items():
-            self.window[name] = self.window.get(name, 0.0) + (
-                value if name == "tokens" else value * values["tokens"]
-            )
+            total = value if name == "tokens" else value * values["tokens"]
+            self.window[name] = self.window.get(name, 0.0) + total
         if self._mark is None:
             self._mark = time.perf_counter()
         else:
@@ -95,9 +89,8 @@ class Recorder:
         lr = float(self._rate(step - 1))
         timing = {"time/tokens_per_second": round(speed, 1)} | self._together if speed else {}
         timing["memory/peak_bytes"] = peak_memory()
-        self._log.write(
-            step, **means, **{"train/tokens": tokens, "train/learning_rate": lr}, **timing
-        )
+        values = means | {"train/tokens": tokens, "train/learning_rate": lr} | timing
+        self._log.write(step, **values)
         self._progress.show(step, means["train/loss"], lr, speed, spent / steps)
 
     @contextlib.contextmanager
@@ -120,10 +113,7 @@ def peak_memory() -> int:
 
     Where devices do not report it (CPUs), returns the peak memory of the process.
     """
-    peaks = [
-        stats.get("peak_bytes_in_use", 0)
-        for device in jax.local_devices()
-        if (stats := device.memory_stats())
-    ]
+    statistics = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [stats.get("peak_bytes_in_use", 0) for stats in statistics if stats]
     unit = 1 if sys.platform == "darwin" else 1024
     return max(peaks) if peaks else unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -40,6 +40,13 @@ from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.state import TrainState, abstract_state, init_state, layout, relayout
 from transformer.training.step import attention_backends, make_eval_step, make_train_step
 
+_SHOWN = (
+    ("perplexity", "perplexity", human_number),
+    ("accuracy", "accuracy", "{:.1%}".format),
+    ("translation/bleu", "BLEU", "{:.1f}".format),
+)
+"""Metric -> its label and format in the line of an evaluation."""
+
 
 @dataclasses.dataclass
 class Run:
@@ -84,60 +91,39 @@ class Run:
             barrier("end of the run")
 
     def saving_due(self) -> bool:
-        return (
-            _due(self.step, self.config.train.checkpoint_every)
-            or self.step == self.config.train.steps
-        )
+        return self._due(self.config.train.checkpoint_every)
 
     def evaluation_due(self) -> bool:
-        return _due(self.step, self.config.train.eval_every) or self.step == self.config.train.steps
+        return self._due(self.config.train.eval_every)
+
+    def _due(self, every: int) -> bool:
+        """Whether this is the last step or, with `every` > 0, a multiple of it."""
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def evaluate(self) -> None:
         """Logs the validation loss and the evaluators' metrics, and prints a line."""
         with self.recorder.untimed():
-            max_batches = self.config.train.eval_batches
+            params, limit = self.state.eval_params, self.config.train.eval_batches
             metrics = evaluate_loss(
-                self.eval_step,
-                self.state.eval_params,
-                self.valid,
-                self.share,
-                max_batches=max_batches,
+                self.eval_step, params, self.valid, self.share, max_batches=limit
             )
-            metrics |= measure(
-                self._subject,
-                Snapshot(self.state.eval_params, self.state.opt_state),
-                in_training=True,
-            )
+            snapshot = Snapshot(params, self.state.opt_state)
+            metrics |= measure(self._subject, snapshot, in_training=True)
             texts = {name: x for name, x in metrics.items() if isinstance(x, str)}
             numbers = {f"eval/{name}": x for name, x in metrics.items() if name not in texts}
             self.log.write(self.step, **numbers)
             self.log.write_texts(self.step, texts)
-            shown = {
-                "perplexity": human_number,
-                "accuracy": "{:.1%}".format,
-                "translation/bleu": "{:.1f}".format,
-            }
-            names = {"translation/bleu": "BLEU"}
-            more = [
-                f", {names.get(name, name)} {show(metrics[name])}"
-                for name, show in shown.items()
-                if name in metrics
-            ]
-            self.progress.note(
-                f"step {self.step:,}: validation loss {metrics['loss']:.3f}{''.join(more)}"
-            )
+            line = f"step {self.step:,}: validation loss {metrics['loss']:.3f}"
+            for name, label, show in _SHOWN:
+                if name in metrics:
+                    line += f", {label} {show(metrics[name])}"
+            self.progress.note(line)
 
     @functools.cached_property
     def _subject(self) -> Subject:
-        config = self.config
-        return Subject(
-            config,
-            self.data,
-            "valid",
-            self.share.mesh,
-            config.train.eval_batches,
-            build_optimizer(config.optimizer, config.train.steps),
-        )
+        config, train, mesh = self.config, self.config.train, self.share.mesh
+        optimizer = build_optimizer(config.optimizer, train.steps)
+        return Subject(config, self.data, "valid", mesh, train.eval_batches, optimizer)
 
     def save(self) -> None:
         """Saves a checkpoint with the position in the data and the open logging interval."""
@@ -150,10 +136,6 @@ class Run:
                 "text_sha256": self.data.store.meta["train"]["sha256"],
             }
             self.checkpoints.save(self.state, self.step, loop, layout(self.config.model))
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 class Program(NamedTuple):
@@ -211,16 +193,9 @@ def begin(
         config=to_mapping(config),
     )
     barrier("reading of earlier metrics")
-    train = config.train
-    recorder = Recorder(
-        log,
-        progress,
-        schedule(config.optimizer, train.steps),
-        train.log_every,
-        train.steps,
-        start.window,
-        together,
-    )
+    every, steps = config.train.log_every, config.train.steps
+    rate = schedule(config.optimizer, steps)
+    recorder = Recorder(log, progress, rate, every, steps, start.window, together)
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)
     return Run(
@@ -255,9 +230,8 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     model = build_model(config.model)
     optimizer = build_optimizer(config.optimizer, config.train.steps)
     abstract, shardings = abstract_state(config, model, optimizer, mesh)
-    check_memory(
-        (abstract, abstract.params), mesh, "parameters, optimizer statistics and gradients"
-    )
+    held = "parameters, optimizer statistics and gradients"
+    check_memory((abstract, abstract.params), mesh, held)
     check_disk_space(workdir.absolute(), size(abstract), "a checkpoint")
     return Program(model, optimizer, abstract, shardings)
 
@@ -268,10 +242,8 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
         tokenizer = rundir.tokenizer_file(workdir) if rundir.has_checkpoint(workdir) else None
         data = open_data(config, tokenizer)
     text = Text(data, *(data.batches(part, share.sequences) for part in ("train", "valid")))
-    agree(
-        "the training text, or its tokenizer",
-        data.store.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32],
-    )
+    digests = data.store.meta["train"]["sha256"][:32] + data.tokenizer.sha256[:32]
+    agree("the training text, or its tokenizer", digests)
     return text
 
 
@@ -326,9 +298,8 @@ def record_run(
         )
     where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
     shardings = program.shardings.params
-    for line in summary(
-        config, mesh, params, shardings, data, text.train, backends, where, verbose
-    ):
+    lines = summary(config, mesh, params, shardings, data, text.train, backends, where, verbose)
+    for line in lines:
         report(line)
 
 

@@ -81,11 +81,8 @@ def check(workdir: Path, config: Experiment) -> None:
             return  # nothing has been trained yet, so another config may replace it
         experiments = (load_config(workdir), config)
         old, new = (flatten_fields(to_mapping(experiment)) for experiment in experiments)
-        changed = [
-            key
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not key.startswith(RESUME_FIELDS)
-        ]
+        different = sorted(key for key in old | new if old.get(key) != new.get(key))
+        changed = [key for key in different if not key.startswith(RESUME_FIELDS)]
         if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             changed = []  # these schedules do not depend on it, so a run may be extended
         if changed == ["train.steps"]:
@@ -95,9 +92,8 @@ def check(workdir: Path, config: Experiment) -> None:
                 f"run with train.init_from={workdir}"
             )
         if changed:
-            changes = "; ".join(
-                f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in changed[:6]
-            )
+            describe = lambda key: f"{key} was {old.get(key)!r}, is {new.get(key)!r}"
+            changes = "; ".join(map(describe, changed[:6]))
             more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
             raise UserError(
                 f"workdir: {workdir} contains a different experiment: {changes}{more}; choose "
@@ -179,17 +175,16 @@ def read_manifest(workdir: Path) -> dict:
     """
     file = workdir / "manifest.json"
     manifest = read_json(file)
-    entries = [
-        (name, manifest[name], kind) for name, kind in _MANIFEST_KINDS.items() if name in manifest
-    ]
-    entries += [
-        (f"data.{part}", manifest["data"][part], dict)
-        for part in ("train", "valid", "test")
-        if isinstance(manifest.get("data"), dict) and part in manifest["data"]
-    ]
-    for name, value, kind in entries:
-        if not isinstance(value, kind):
-            raise UserError(f"{file}: damaged ({name}: expected {kind.__name__}, got {value!r})")
+
+    def check_kind(name: str, tree: dict, key: str, kind: type) -> None:
+        if key in tree and not isinstance(tree[key], kind):
+            found = f"expected {kind.__name__}, got {tree[key]!r}"
+            raise UserError(f"{file}: damaged ({name}: {found})")
+
+    for name, kind in _MANIFEST_KINDS.items():
+        check_kind(name, manifest, name, kind)
+    for part in ("train", "valid", "test"):
+        check_kind(f"data.{part}", manifest.get("data", {}), part, dict)
     return manifest
 
 
@@ -227,9 +222,8 @@ def load_config(workdir: Path) -> Experiment:
 
 def _check_version(workdir: Path) -> None:
     """Raises UserError for a run of another minor version, as its fields may differ in meaning."""
-    written = (
-        read_manifest(workdir).get("transformer") if (workdir / "manifest.json").exists() else None
-    )
+    has_manifest = (workdir / "manifest.json").exists()
+    written = read_manifest(workdir).get("transformer") if has_manifest else None
     minor = lambda version: version.split(".")[:2]
     if isinstance(written, str) and minor(written) != minor(__version__):
         raise UserError(
@@ -254,24 +248,13 @@ def record_start(
     plugins.save(workdir, to_mapping(config))
     workdir.mkdir(parents=True, exist_ok=True)
     _write(workdir / "config.json", to_mapping(config))
-    packages = (
-        "jax",
-        "jaxlib",
-        "flax",
-        "optax",
-        "orbax-checkpoint",
-        "grain",
-        "sentencepiece",
-        "numpy",
-        "sacrebleu",
-    )
     manifest = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "transformer": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "devices": [str(d.device_kind) for d in mesh.devices.flat],
         "platform": mesh.devices.flat[0].platform,
         "processes": jax.process_count(),
@@ -286,41 +269,36 @@ def record_start(
         manifest["tokenizer_sha256"] = tokenizer.sha256
     file = workdir / "manifest.json"
     previous = read_manifest(workdir) if file.exists() else {}
-    earlier = (
-        [*previous.get("earlier_starts", []), {k: previous.get(k) for k in _OF_A_START}]
-        if previous
-        else []
-    )
+    earlier = previous.get("earlier_starts", [])
+    if previous:
+        earlier = [*earlier, {key: previous.get(key) for key in _OF_A_START}]
     _write(file, manifest | {"earlier_starts": earlier})
 
 
-_OF_A_START = (
-    "started",
-    "command",
-    "commit",
-    "versions",
-    "devices",
-    "platform",
-    "processes",
-    "mesh",
+# fmt: off
+_PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "numpy",
+    "sacrebleu",
 )
+_OF_A_START = (
+    "started", "command", "commit", "versions", "devices", "platform", "processes", "mesh",
+)
+# fmt: on
 
 
 def _commit() -> str:
     """Returns the commit of the code, followed by `+` if it was changed; "" outside a checkout."""
     folder = Path(__file__).parent
-    git = lambda *args: subprocess.run(
-        ["git", "-C", str(folder), *args], capture_output=True, text=True
-    )
+    options = {"capture_output": True, "text": True}
+    git = lambda *args: subprocess.run(["git", "-C", str(folder), *args], **options)
     try:
         head = git("rev-parse", "HEAD")
     except OSError:  # git is not installed
         return ""
     if head.returncode:
         return ""
-    return head.stdout.strip() + (
-        "+" if git("status", "--porcelain", "--untracked-files=no").stdout.strip() else ""
-    )
+    changes = git("status", "--porcelain", "--untracked-files=no").stdout.strip()
+    return head.stdout.strip() + ("+" if changes else "")
 
 
 def flatten_fields(tree: dict, prefix: str = "") -> dict:

@@ -52,10 +52,8 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
         f.must(
             "share_encoder_decoder_embeddings", True, "source and target must share a vocabulary"
         )
-    learned, sinusoids = (
-        {"name": "learned", "offset": 2},
-        {"name": "sinusoidal", "layout": "halves"},
-    )
+    learned = {"name": "learned", "offset": 2}
+    sinusoids = {"name": "sinusoidal", "layout": "halves"}
     return {
         "family": "encoder_decoder",
         "vocab_size": vocab,
@@ -110,9 +108,9 @@ def _weights(kind: str, c: ModelConfig):
             yield from norm(f"model.{side}.layernorm_embedding", f"{side}/embedding_norm")
         for i in range(depth):
             theirs, ours = f"model.{side}.layers.{i}", f"{side}/layers_{i}"
-            attentions = {"self_attn": "self_attention"} | (
-                {"encoder_attn": "cross_attention"} if side == "decoder" else {}
-            )
+            attentions = {"self_attn": "self_attention"}
+            if side == "decoder":
+                attentions["encoder_attn"] = "cross_attention"
             for name, part in attentions.items():
                 yield from attention(f"{theirs}.{name}", f"{ours}/{part}", bias=True)
                 yield from norm(f"{theirs}.{name}_layer_norm", f"{ours}/{part}_residual/out_norm")

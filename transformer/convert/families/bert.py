@@ -129,11 +129,8 @@ def _weights(c: ModelConfig):
     if c.pooler:
         yield from linear("bert.pooler.dense", "classifier/pooler", bias=True)
     if c.num_labels:
-        yield from linear(
-            "cls.seq_relationship" if _next_sentence(c) else "classifier",
-            "classifier/labels",
-            bias=True,
-        )
+        head = "cls.seq_relationship" if _next_sentence(c) else "classifier"
+        yield from linear(head, "classifier/labels", bias=True)
     if c.lm_head:
         yield from linear("cls.predictions.transform.dense", "unembedding/transform", bias=True)
         yield from norm("cls.predictions.transform.LayerNorm", "unembedding/norm")
@@ -148,10 +145,8 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
         return ()
     head, bias = "cls.predictions.decoder", "cls.predictions.bias"
     if c.tie_embeddings:
-        return (
-            *tied(c, f"{head}.weight", "bert.embeddings.word_embeddings.weight"),
-            Copy(f"{head}.bias", bias),
-        )
+        table = "bert.embeddings.word_embeddings.weight"
+        return (*tied(c, f"{head}.weight", table), Copy(f"{head}.bias", bias))
     return (Copy(bias, f"{head}.bias", written=True, compared=False),)
 
 

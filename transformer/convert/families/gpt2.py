@@ -83,12 +83,10 @@ def _weights(c: ModelConfig):
             f"{theirs}.attn.c_proj", f"{attention}/out", bias=True, inputs=2, transposed=False
         )
         yield from norm(f"{theirs}.ln_2", f"{ours}/feed_forward_residual/in_norm")
-        yield from linear(
-            f"{theirs}.mlp.c_fc", f"{ours}/feed_forward/in", bias=True, transposed=False
-        )
-        yield from linear(
-            f"{theirs}.mlp.c_proj", f"{ours}/feed_forward/out", bias=True, transposed=False
-        )
+        for name, part in {"c_fc": "in", "c_proj": "out"}.items():
+            yield from linear(
+                f"{theirs}.mlp.{name}", f"{ours}/feed_forward/{part}", bias=True, transposed=False
+            )
     yield from norm("transformer.ln_f", "decoder/final_norm")
     if not c.tie_embeddings:
         yield from linear("lm_head", "unembedding", bias=False)

@@ -177,16 +177,14 @@ def _write(kind: str, c: ModelConfig) -> dict:
             "use_sliding_window": any(windows),
             "sliding_window": max(windows) or None,
         }
-        theirs["max_window_layers"] = (
-            types.index("sliding_attention") if any(windows) else c.num_decoder_layers
-        )
+        first = types.index("sliding_attention") if any(windows) else c.num_decoder_layers
+        theirs["max_window_layers"] = first
     if kind == "qwen3":
         theirs["attention_bias"] = c.qkv_has_bias
     if kind == "gemma2":
+        is_tanh = c.activation == "gelu_tanh"
         theirs |= {
-            "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(
-                c.activation, ACTIVATIONS_BACK[c.activation]
-            ),
+            "hidden_activation": "gelu_pytorch_tanh" if is_tanh else theirs["hidden_act"],
             "query_pre_attn_scalar": (c.attention_scale or c.head_size**-0.5) ** -2,
             "attn_logit_softcapping": c.attention_soft_cap or None,
             "final_logit_softcapping": c.logit_soft_cap or None,
@@ -203,23 +201,13 @@ def _weights(kind: str, c: ModelConfig):
     yield same("model.embed_tokens.weight", "embedding/embedding")
     for i in range(c.num_decoder_layers):
         theirs, ours = f"model.layers.{i}", f"decoder/layers_{i}"
+        attn, attention = f"{theirs}.self_attn", f"{ours}/self_attention"
         for name, part in {"q_proj": "query", "k_proj": "key", "v_proj": "value"}.items():
-            yield from linear(
-                f"{theirs}.self_attn.{name}", f"{ours}/self_attention/{part}", c.qkv_has_bias
-            )
-        yield from linear(
-            f"{theirs}.self_attn.o_proj",
-            f"{ours}/self_attention/out",
-            c.attention_has_bias,
-            inputs=2,
-        )
+            yield from linear(f"{attn}.{name}", f"{attention}/{part}", c.qkv_has_bias)
+        yield from linear(f"{attn}.o_proj", f"{attention}/out", c.attention_has_bias, inputs=2)
         if c.qk_norm:
-            yield from norm(
-                f"{theirs}.self_attn.q_norm", f"{ours}/self_attention/query_norm", offset=False
-            )
-            yield from norm(
-                f"{theirs}.self_attn.k_norm", f"{ours}/self_attention/key_norm", offset=False
-            )
+            yield from norm(f"{attn}.q_norm", f"{attention}/query_norm", offset=False)
+            yield from norm(f"{attn}.k_norm", f"{attention}/key_norm", offset=False)
         for name, part in {"gate_proj": "gate", "up_proj": "in", "down_proj": "out"}.items():
             yield from linear(f"{theirs}.mlp.{name}", f"{ours}/feed_forward/{part}", c.use_bias)
         norms = {

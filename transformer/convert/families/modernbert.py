@@ -99,32 +99,23 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 def _positions(f: Fields, length: int) -> dict[str, dict]:
     """Returns layer type -> our position. Each layer type has its own rotary settings."""
     rope_parameters = dict(f.get("rope_parameters") or {})
-    thetas = {
-        "full_attention": f.get("global_rope_theta"),
-        "sliding_attention": f.get("local_rope_theta"),
-    }
+    theta, local_theta = f.get("global_rope_theta"), f.get("local_rope_theta")
+    thetas = {"full_attention": theta, "sliding_attention": local_theta}
     if unknown := sorted(rope_parameters.keys() - thetas):
         raise f.error(
             "rope_parameters", f"has {printable(unknown[0])!r}, which is not a layer type"
         )
-    if wrong := [
-        kind for kind, entry in rope_parameters.items() if not isinstance(entry, dict | None)
-    ]:
+    if wrong := [x for x, entry in rope_parameters.items() if not isinstance(entry, dict | None)]:
         raise f.error("rope_parameters", f"must have an object for {wrong[0]!r}")
     if any((entry or {}).get("truncate") is False for entry in rope_parameters.values()):
         raise f.error(
             "rope_parameters", "is not supported: Transformers ignores truncate in this family"
         )
-    return {
-        kind: rope(
-            rope_parameters.get(kind) or {},
-            f.family,
-            length,
-            theta,
-            inside=f"rope_parameters.{kind}.",
-        )
-        for kind, theta in thetas.items()
-    }
+    positions = {}
+    for kind, theta in thetas.items():
+        values, inside = rope_parameters.get(kind) or {}, f"rope_parameters.{kind}."
+        positions[kind] = rope(values, f.family, length, theta, inside=inside)
+    return positions
 
 
 def _write(c: ModelConfig) -> dict:
@@ -146,9 +137,7 @@ def _write(c: ModelConfig) -> dict:
         "classifier_bias": c.use_bias,
         "attention_bias": c.attention_has_bias,
         "tie_word_embeddings": c.tie_embeddings,
-        "layer_types": [
-            "sliding_attention" if layer.window else "full_attention" for layer in layers
-        ],
+        "layer_types": ["sliding_attention" if x.window else "full_attention" for x in layers],
         "local_attention": 2 * (local.window - 1) if local.window else 128,
         "rope_parameters": {
             "full_attention": write_rope(full.position),

@@ -30,7 +30,7 @@ _FIELDS = {
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
     d_model, pre = f.get("hidden_size"), f.get("do_layer_norm_before")
     d_embedding = f.get("word_embed_proj_dim") or d_model
-    no_final_norm = f.get("_remove_final_layer_norm")
+    before = {"name": "pre", "final_norm": False} if f.get("_remove_final_layer_norm") else "pre"
     affine = f.get("layer_norm_elementwise_affine")
     return {
         "family": "decoder",
@@ -42,11 +42,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "max_length": f.get("max_position_embeddings"),
         "d_embedding": 0 if d_embedding == d_model else d_embedding,
         "position": {"name": "learned", "offset": 2},
-        "norm_placement": "post"
-        if not pre
-        else {"name": "pre", "final_norm": False}
-        if no_final_norm
-        else "pre",
+        "norm_placement": before if pre else "post",
         "norm_epsilon": 1e-5,
         "norm_gain": affine,
         "norm_offset": affine,
@@ -81,10 +77,8 @@ def _write(c: ModelConfig) -> dict:
 
 def _weights(c: ModelConfig):
     placement, root = c.placement("decoder"), "model.decoder"
-    affine, where = (
-        {"gain": c.norm_gain, "offset": c.norm_offset},
-        "in_norm" if placement.in_norm else "out_norm",
-    )
+    affine = {"gain": c.norm_gain, "offset": c.norm_offset}
+    where = "in_norm" if placement.in_norm else "out_norm"
     yield same(f"{root}.embed_tokens.weight", "embedding/embedding")
     yield same(f"{root}.embed_positions.weight", "decoder/position_embedding")
     if c.d_embedding:

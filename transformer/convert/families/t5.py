@@ -55,10 +55,8 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     glu = f.get("is_gated_act", glu)
     f.ignore("output_past")
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
-    buckets_and_distance = (
-        f.get("relative_attention_num_buckets"),
-        f.get("relative_attention_max_distance"),
-    )
+    buckets = f.get("relative_attention_num_buckets")
+    distance = f.get("relative_attention_max_distance")
     scaled = f.get("scale_decoder_outputs", f.get("tie_word_embeddings") is not False)
     return {
         "family": "encoder_decoder",
@@ -70,11 +68,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "num_encoder_layers": layers,
         "num_decoder_layers": f.get("num_decoder_layers") or layers,
         "max_length": f.get("n_positions"),
-        "position": {
-            "name": "t5",
-            "num_buckets": buckets_and_distance[0],
-            "max_distance": buckets_and_distance[1],
-        },
+        "position": {"name": "t5", "num_buckets": buckets, "max_distance": distance},
         "norm_placement": "pre",
         "norm": "rmsnorm",
         "norm_epsilon": f.get("layer_norm_epsilon"),
@@ -121,24 +115,17 @@ def _weights(c: ModelConfig):
     for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield same(bias, f"{side}/relative_bias")
-        sublayers = {"SelfAttention": "self_attention", "DenseReluDense": "feed_forward"}
+        sublayers = {"SelfAttention": "self_attention"}
         if side == "decoder":
-            sublayers = {
-                "SelfAttention": "self_attention",
-                "EncDecAttention": "cross_attention",
-                "DenseReluDense": "feed_forward",
-            }
+            sublayers["EncDecAttention"] = "cross_attention"
+        sublayers["DenseReluDense"] = "feed_forward"
         for i in range(depth):
             for i_sublayer, (name, part) in enumerate(sublayers.items()):
                 theirs, ours = f"{side}.block.{i}.layer.{i_sublayer}", f"{side}/layers_{i}/{part}"
                 yield from norm(f"{theirs}.layer_norm", f"{ours}_residual/in_norm", offset=False)
                 if part == "feed_forward":
-                    inner = (
-                        {"wi_0": "gate", "wi_1": "in", "wo": "out"}
-                        if c.glu
-                        else {"wi": "in", "wo": "out"}
-                    )
-                    for t, o in inner.items():
+                    inner = {"wi_0": "gate", "wi_1": "in"} if c.glu else {"wi": "in"}
+                    for t, o in (inner | {"wo": "out"}).items():
                         yield from linear(f"{theirs}.{name}.{t}", f"{ours}/{o}", bias=False)
                     continue
                 yield from attention(f"{theirs}.{name}", ours, False, names=("q", "k", "v", "o"))

@@ -139,12 +139,10 @@ class _Pieces:
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         ids = np.asarray(self._ids[index * self._size : (index + 1) * self._size], np.int32)
         generator, tokenizer, denoisers = draw(), self._tokenizer, self._objective.denoisers
-        denoiser = (
-            denoisers[generator.integers(len(denoisers))] if len(denoisers) > 1 else denoisers[0]
-        )
-        inputs, targets = denoiser.split(
-            ids, self._objective.first_sentinel(tokenizer), tokenizer.eos, generator
-        )
+        number = generator.integers(len(denoisers)) if len(denoisers) > 1 else 0
+        denoiser = denoisers[number]
+        sentinel = self._objective.first_sentinel(tokenizer)
+        inputs, targets = denoiser.split(ids, sentinel, tokenizer.eos, generator)
         if denoiser.mode_token >= 0:
             inputs = np.concatenate([[tokenizer.vocab_size + denoiser.mode_token], inputs])
         inputs, targets = inputs.astype(np.int32), targets.astype(np.int32)
@@ -201,12 +199,6 @@ class UL2(_Denoising):
     @property
     def denoisers(self):
         r, x, s = range(3)
-        spans = [
-            (0.15, 3.0, r),
-            (0.15, 8.0, r),
-            (0.5, 3.0, x),
-            (0.5, 8.0, x),
-            (0.15, 64.0, x),
-            (0.5, 64.0, x),
-        ]
+        short = [(0.15, 3.0, r), (0.15, 8.0, r)]
+        spans = [*short, (0.5, 3.0, x), (0.5, 8.0, x), (0.15, 64.0, x), (0.5, 64.0, x)]
         return (*(Denoiser(*options) for options in spans), Denoiser(0.25, mode_token=s))

@@ -35,9 +35,8 @@ class CausalLM(Objective):
 
     def sequences(self, store, part, task):
         data = task.data
-        return _LMSequences(
-            store, part, data.length, data.packing, 0 if part == "train" else data.eval_overlap
-        )
+        overlap = 0 if part == "train" else data.eval_overlap
+        return _LMSequences(store, part, data.length, data.packing, overlap)
 
 
 class _LMSequences:
@@ -51,25 +50,22 @@ class _LMSequences:
         self._reads = np.maximum(self._starts - overlap, 0)  # first input of each sequence
         if not packing:
             text_starts = np.concatenate([[0], self._ends[:-1]])
-            self._reads = np.maximum(
-                self._reads, text_starts[np.searchsorted(self._ends, self._starts, "right")]
-            )
+            text_of = np.searchsorted(self._ends, self._starts, "right")
+            self._reads = np.maximum(self._reads, text_starts[text_of])
         self.lengths = self._stops - self._reads
 
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         read, start, stop = (int(x[index]) for x in (self._reads, self._starts, self._stops))
-        text_ends = self._ends[
-            np.searchsorted(self._ends, read, "right") : np.searchsorted(self._ends, stop, "left")
-        ]
-        bounds = [read, *map(int, text_ends), stop]
+        first = np.searchsorted(self._ends, read, "right")
+        last = np.searchsorted(self._ends, stop, "left")
+        bounds = [read, *map(int, self._ends[first:last]), stop]
         out, tokenizer = [], self._tokenizer
         for a, b in itertools.pairwise(bounds):
             targets = np.asarray(self._ids[a:b], np.int32)
             starts_text = a == 0 or self._ids[a - 1] == tokenizer.eos
             inputs = shifted(tokenizer.bos if starts_text else int(self._ids[a - 1]), targets)
-            out.append(
-                Segment(inputs, targets, weights=(np.arange(a, b) >= start).astype(np.float32))
-            )
+            weights = (np.arange(a, b) >= start).astype(np.float32)
+            out.append(Segment(inputs, targets, weights=weights))
         return out
 
 
@@ -111,14 +107,12 @@ class _PrefixSequences:
         keep = stops - starts >= 2
         self._starts, self._stops = starts[keep], stops[keep]
         sizes = self._stops - self._starts
-        self.lengths = (
-            sizes
-            if self._alone
-            else np.maximum(sizes + 1, -(-sizes * data.length // data.decoder_length))
-        )
-        self.report = (
-            {"parts of one token were dropped": int((~keep).sum())} if not keep.all() else {}
-        )
+        self.lengths = sizes
+        if not self._alone:
+            scaled = -(-sizes * data.length // data.decoder_length)
+            self.lengths = np.maximum(sizes + 1, scaled)
+        dropped = int((~keep).sum())
+        self.report = {"parts of one token were dropped": dropped} if dropped else {}
 
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         ids = np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32)

@@ -130,9 +130,8 @@ class _MaskedSequences:
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         out, generator = [], draw()
         for i in self._members[index]:
-            ids = np.concatenate(
-                [[self._tokenizer.bos], self._ids[self._starts[i] : self._stops[i]]]
-            ).astype(np.int32)
+            text = self._ids[self._starts[i] : self._stops[i]]
+            ids = np.concatenate([[self._tokenizer.bos], text]).astype(np.int32)
             inputs, weights = self._objective.corrupt(ids, self._tokenizer, generator)
             out.append(Segment(inputs, ids, weights=weights))
         return out

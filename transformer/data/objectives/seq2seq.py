@@ -36,11 +36,8 @@ class Seq2Seq(Objective):
     has_prefix: ClassVar = True
 
     def sequences(self, store, part, task):
-        return (
-            _DecoderPairs(store, part, task)
-            if task.model.family == "decoder"
-            else _EncoderDecoderPairs(store, part, task)
-        )
+        pairs = _DecoderPairs if task.model.family == "decoder" else _EncoderDecoderPairs
+        return pairs(store, part, task)
 
 
 class _Pairs:
@@ -51,32 +48,22 @@ class _Pairs:
     """
 
     def __init__(self, store, part: str, data):
-        self._texts, self._tokenizer, self._before = (
-            [store.texts(part, side) for side in (0, 1)],
-            store.tokenizer,
-            store.tokenizer.source_prefix_ids,
-        )
-        sizes, rooms = (
-            self.sizes(self._texts[0].lengths + len(self._before), self._texts[1].lengths),
-            self.rooms(data),
-        )
+        self._texts = [store.texts(part, side) for side in (0, 1)]
+        self._tokenizer, self._before = store.tokenizer, store.tokenizer.source_prefix_ids
+        source, target = (texts.lengths for texts in self._texts)
+        sizes, rooms = self.sizes(source + len(self._before), target), self.rooms(data)
         self.long = np.any([size > room for size, room in zip(sizes, rooms, strict=True)], axis=0)
-        outcome = "dropped" if data.too_long == "drop" else "cut"
-        self.report = (
-            {f"examples longer than {data.length} tokens were {outcome}": int(self.long.sum())}
-            if self.long.any()
-            else {}
-        )
+        self.report, outcome = {}, "dropped" if data.too_long == "drop" else "cut"
+        if count := int(self.long.sum()):
+            self.report[f"examples longer than {data.length} tokens were {outcome}"] = count
         pairs = np.flatnonzero(~self.long) if data.too_long == "drop" else np.arange(len(self.long))
         sizes = [np.minimum(size[pairs], room) for size, room in zip(sizes, rooms, strict=True)]
-        self.members = (
-            [pairs[members] for members in pack(sizes, rooms)] if data.packing else pairs[:, None]
-        )
         # A bucket scales the lengths of encoder and decoder sequences by the same factor.
         scaled = [-(-size * data.length // room) for size, room in zip(sizes, rooms, strict=True)]
-        self.lengths = (
-            np.full(len(self.members), data.length) if data.packing else np.max(scaled, axis=0)
-        )
+        self.members, self.lengths = pairs[:, None], np.max(scaled, axis=0)
+        if data.packing:
+            self.members = [pairs[members] for members in pack(sizes, rooms)]
+            self.lengths = np.full(len(self.members), data.length)
 
     def pair(self, number: int, rooms: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """The source and the target of a pair, cut to `rooms`."""
@@ -104,10 +91,8 @@ class _EncoderDecoderPairs(_Pairs):
 
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         pairs = [self.pair(number, self._rooms) for number in self.members[index]]
-        return [
-            Segment(shifted(self._tokenizer.bos, targets), targets, source)
-            for source, targets in pairs
-        ]
+        bos = self._tokenizer.bos
+        return [Segment(shifted(bos, targets), targets, source) for source, targets in pairs]
 
 
 class _DecoderPairs(_Pairs):
@@ -116,8 +101,7 @@ class _DecoderPairs(_Pairs):
     def __init__(self, store, part: str, task):
         super().__init__(store, part, task.data)
         length, self._prefix = task.data.length, task.model.prefix_lm
-        self._halves = length // 2, length - length // 2
-        self._length = length
+        self._halves, self._whole = (length // 2, length - length // 2), (length, length)
 
     def sizes(self, source, targets):
         return [source + targets]
@@ -128,9 +112,8 @@ class _DecoderPairs(_Pairs):
     def segments(self, index: int, draw: Draw) -> list[Segment]:
         out = []
         for number in self.members[index]:
-            source, targets = self.pair(
-                number, self._halves if self.long[number] else (self._length, self._length)
-            )
+            rooms = self._halves if self.long[number] else self._whole
+            source, targets = self.pair(number, rooms)
             segment = continued(self._tokenizer.bos, source, targets)
             out.append(segment if self._prefix else dataclasses.replace(segment, prefix=None))
         return out

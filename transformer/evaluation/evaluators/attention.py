@@ -37,39 +37,28 @@ class AttentionStatistics(OneBatch):
         model/attention_statistics.py defines the statistics. `induction` is `repeated`, measured on
         a random sequence that is repeated once.
         """
-        statistics = subject.program(
-            "attention",
-            lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"]),
-        )
-        of_text = dict(_by_head(subject.config.model, statistics(snapshot.params, subject.batch)))
-        for (statistic, location), values in of_text.items():
-            if statistic != "repeated" and not (
-                statistic in SELF_ATTENTION_ONLY and location.endswith("cross_attention")
-            ):
-                yield from (
-                    (f"attention/{statistic}/{location}/{head:02d}", float(value))
-                    for head, value in enumerate(values)
-                )
-        if subject.config.model.family == "decoder":
-            for (statistic, location), values in _by_head(
-                subject.config.model, statistics(snapshot.params, _repeated_tokens(subject))
-            ):
-                if statistic == "repeated":
-                    yield from (
-                        (f"attention/induction/{location}/{head:02d}", float(value))
-                        for head, value in enumerate(values)
-                    )
+        model, params = subject.config.model, snapshot.params
+        heads = lambda params, batch: flatten(subject.watch(params, batch, "heads")[1]["heads"])
+        statistics = subject.program("attention", heads)
+        for (statistic, location), values in _by_head(model, statistics(params, subject.batch)):
+            crosses = location.endswith("cross_attention")
+            if statistic != "repeated" and not (statistic in SELF_ATTENTION_ONLY and crosses):
+                for head, value in enumerate(values):
+                    yield f"attention/{statistic}/{location}/{head:02d}", float(value)
+        if model.family == "decoder":
+            repeated = statistics(params, _repeated_tokens(subject))
+            for (statistic, location), values in _by_head(model, repeated):
+                for head, value in enumerate(values) if statistic == "repeated" else ():
+                    yield f"attention/induction/{location}/{head:02d}", float(value)
 
 
 def _by_head(config: ModelConfig, heads: dict) -> Iterator[tuple[tuple[str, str], np.ndarray]]:
     """Yields ((STATISTIC, SIDE/LAYER/SUBLAYER), one value per head)."""
     for name, (path, index) in where(config, heads).items():
         side, layer, path_in_layer = split_layer_path(name)
+        location = f"{side}/{layer:02d}/{path_in_layer.removesuffix('/heads')}"
         for statistic, values in heads[path][0].items():
-            yield (
-                (statistic, f"{side}/{layer:02d}/{path_in_layer.removesuffix('/heads')}"),
-                np.asarray(part(values, index)),
-            )
+            yield (statistic, location), np.asarray(part(values, index))
 
 
 def _repeated_tokens(subject: Subject) -> dict[str, jax.Array]:

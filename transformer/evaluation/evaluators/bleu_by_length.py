@@ -22,11 +22,8 @@ class BleuByLength(Evaluator):
         at_least("train.evaluators", self, 1, "words")
 
     def why_not(self, task):
-        return (
-            None
-            if task.objective.has_pairs
-            else "requires translations of a source; set data.objective = 'seq2seq'"
-        )
+        if not task.objective.has_pairs:
+            return "requires translations of a source; set data.objective = 'seq2seq'"
 
     def measure(self, subject: Subject, snapshot: Snapshot) -> Metrics:
         """Yields bleu_by_length/WORDS: BLEU by the length of the source.
@@ -37,12 +34,9 @@ class BleuByLength(Evaluator):
         if snapshot.translations is None:
             return
         group_of = lambda translation: max(len(translation[0].split()) - 1, 0) // self.words
-        for group_number, members in itertools.groupby(
-            sorted(zip(*snapshot.translations, strict=True), key=group_of), key=group_of
-        ):
+        translations = sorted(zip(*snapshot.translations, strict=True), key=group_of)
+        for group_number, members in itertools.groupby(translations, key=group_of):
             _, hypotheses, references = zip(*members, strict=True)
             if len(hypotheses) >= 10:
-                yield (
-                    f"bleu_by_length/{group_number * self.words + 1:03d}",
-                    score(hypotheses, references)[0]["bleu"],
-                )
+                shortest = group_number * self.words + 1
+                yield f"bleu_by_length/{shortest:03d}", score(hypotheses, references)[0]["bleu"]

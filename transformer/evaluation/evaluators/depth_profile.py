@@ -44,38 +44,27 @@ class DepthProfile(OneBatch):
                 return sum(entry.loss / jnp.maximum(entry.weight, 1.0) for entry in sums.values())
 
             grads = jax.grad(loss)(params)
-            updates = (
-                subject.optimizer.update(grads, opt_state, params)[0]
-                if opt_state is not None
-                else None
-            )
+            updates = None
+            squares = lambda tree: _squares(config.model, tree)
+            if opt_state is not None:
+                updates = squares(subject.optimizer.update(grads, opt_state, params)[0])
             _, sown, _ = subject.watch(params, batch, "sizes")
-            return (
-                flatten(sown["sizes"]),
-                _squares(config.model, grads),
-                _squares(config.model, params),
-                updates and _squares(config.model, updates),
-            )
+            return flatten(sown["sizes"]), squares(grads), squares(params), updates
 
-        sizes, grads, params, updates = subject.program(self, profile)(
-            snapshot.params, snapshot.opt_state, subject.batch
-        )
+        run = subject.program(self, profile)
+        sizes, grads, params, updates = run(snapshot.params, snapshot.opt_state, subject.batch)
         for name, (path, index) in where(config.model, sizes).items():
             side, layer, path_in_layer = split_layer_path(name)
             location = f"{side}/{layer:02d}/{sublayer_of(path_in_layer)}"
             values = {key: float(np.asarray(part(x, index))) for key, x in sizes[path][0].items()}
             yield f"depth/stream/{location}", values["stream"]
-            yield (
-                f"depth/branch/{location}",
-                values["branch"] / values["kept"] if values["kept"] else 1.0,
-            )
+            relative = values["branch"] / values["kept"] if values["kept"] else 1.0
+            yield f"depth/branch/{location}", relative
         for location, square in grads.items():
             yield f"depth/gradient/{location}", float(square) ** 0.5
         for location, square in (updates or {}).items():
-            yield (
-                f"depth/update/{location}",
-                (float(square) / max(float(params[location]), 1e-30)) ** 0.5,
-            )
+            relative = (float(square) / max(float(params[location]), 1e-30)) ** 0.5
+            yield f"depth/update/{location}", relative
 
 
 def _squares(config: ModelConfig, tree) -> dict[str, jax.Array]:

@@ -75,25 +75,19 @@ class Extrapolation(Evaluator):
             longer = length * times
             if (model := losses.reading(config.model, longer)) is None:
                 break  # the model has a parameter per position, up to max_length
-            for name, overlap in (
-                ("extrapolation", 0),
-                *(
-                    [("extrapolation_sliding", longer - length)]
-                    if self.sliding and times > 1
-                    else []
-                ),
-            ):
-                count = (
-                    max(config.data.batch_size // times // subject.mesh.size, 1) * subject.mesh.size
-                )
+            train = dataclasses.replace(config.train, accumulate=1, evaluators=())
+            devices = subject.mesh.size
+            count = max(config.data.batch_size // times // devices, 1) * devices
+            overlaps = {"extrapolation": 0}
+            if self.sliding and times > 1:
+                overlaps["extrapolation_sliding"] = longer - length
+            for name, overlap in overlaps.items():
                 data = dataclasses.replace(
                     config.data, length=longer, batch_size=count, eval_overlap=overlap, buckets=()
                 )
                 max_batches = -(-self.tokens // (count * (longer - overlap))) if self.tokens else 0
-                train = dataclasses.replace(config.train, accumulate=1, evaluators=())
-                longer_subject = subject.with_config(
-                    dataclasses.replace(config, data=data, model=model, train=train)
-                )
+                at_length = dataclasses.replace(config, data=data, model=model, train=train)
+                longer_subject = subject.with_config(at_length)
                 mean, context = losses.mean(longer_subject, snapshot, max_batches)
                 yield f"{name}/{longer:06d}", mean
                 if not overlap:

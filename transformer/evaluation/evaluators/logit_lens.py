@@ -56,14 +56,11 @@ class LogitLens(OneBatch):
             for layer, h_and_head in enumerate(streams(subject, params, sown["streams"])):
                 losses, predicted = predict(*h_and_head)
                 total = jnp.maximum(jnp.sum(weights), 1.0)
-                out[layer] = (
-                    jnp.sum(losses * weights) / total,
-                    jnp.sum((predicted == final) * weights) / total,
-                )
+                agrees = jnp.sum((predicted == final) * weights) / total
+                out[layer] = jnp.sum(losses * weights) / total, agrees
             return out
 
-        for layer, (loss, agrees) in subject.program(self, lens)(
-            snapshot.params, subject.batch
-        ).items():
+        by_layer = subject.program(self, lens)(snapshot.params, subject.batch)
+        for layer, (loss, agrees) in by_layer.items():
             yield f"lens/loss/{layer:02d}", float(loss)
             yield f"lens/agrees/{layer:02d}", float(agrees)

@@ -38,11 +38,8 @@ class LossByPosition(Evaluator):
 
         Where several documents share a sequence, positions count within the document.
         """
-        length = (
-            subject.config.data.decoder_length
-            if subject.config.model.is_encoder_decoder
-            else subject.config.data.length
-        )
+        data = subject.config.data
+        length = data.decoder_length if subject.config.model.is_encoder_decoder else data.length
         edges = np.linspace(0, length, self.parts + 1).astype(int)
         sums = np.zeros((2, length))
         for losses_BxT, positions_BxT, weights_BxT in losses.by_token(subject, snapshot):

@@ -35,17 +35,12 @@ class Order(OneBatch):
         def last_log_probs(params, batch):
             (h_BxTxE, head), _, batch = subject.watch(params, batch)
             at_last = batch["positions"] == jnp.max(batch["positions"], axis=1, keepdims=True)
-            return jax.nn.log_softmax(
-                head(jnp.sum(jnp.where(at_last[..., None], h_BxTxE, 0), axis=1, keepdims=True))[
-                    :, 0
-                ]
-            )
+            h_Bx1xE = jnp.sum(jnp.where(at_last[..., None], h_BxTxE, 0), axis=1, keepdims=True)
+            return jax.nn.log_softmax(head(h_Bx1xE)[:, 0])
 
-        first_batch = {
-            name: np.array(x)
-            for name, x in subject.data.batches(subject.part)[0].items()
-            if name not in ("prefix", "labels", "label_weights")
-        }
+        first_batch = {n: np.array(x) for n, x in subject.data.batches(subject.part)[0].items()}
+        for name in ("prefix", "labels", "label_weights"):
+            first_batch.pop(name, None)
         count, length = first_batch["inputs"].shape
         full = np.flatnonzero((first_batch["segments"] > 0).all(axis=1))
         if not len(full):
@@ -54,29 +49,18 @@ class Order(OneBatch):
             )
         # Repeats sequences if too few are full, to keep the shape of the batch.
         chosen = np.resize(full, count)
-        inputs, permutation = (
-            first_batch["inputs"][chosen],
-            np.random.default_rng(0).permutation(length - 1),
-        )
-        logp = []
-        for tokens in (inputs, np.concatenate([inputs[:, permutation], inputs[:, -1:]], axis=1)):
-            batch = {name: x[chosen] for name, x in first_batch.items()} | {
-                "inputs": tokens,
-                "segments": np.ones_like(inputs),
-            }
-            batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), inputs.shape)
-            local_sequences = subject.share.sequences(count)
-            logp.append(
-                np.asarray(
-                    subject.program(self, last_log_probs)(
-                        snapshot.params,
-                        subject.share.place(
-                            {name: x[local_sequences] for name, x in batch.items()}
-                        ),
-                    )
-                )
-            )
-        yield (
-            "order/kl",
-            float(np.mean(np.sum(np.exp(logp[0]) * (logp[0] - logp[1]), axis=-1)[: len(full)])),
-        )
+        inputs = first_batch["inputs"][chosen]
+        permutation = np.random.default_rng(0).permutation(length - 1)
+        permuted = np.concatenate([inputs[:, permutation], inputs[:, -1:]], axis=1)
+        batch = {name: x[chosen] for name, x in first_batch.items()}
+        batch["segments"] = np.ones_like(inputs)
+        batch["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), inputs.shape)
+        here, run = subject.share.sequences(count), subject.program(self, last_log_probs)
+
+        def log_probs(tokens: np.ndarray) -> np.ndarray:
+            local = {name: x[here] for name, x in (batch | {"inputs": tokens}).items()}
+            return np.asarray(run(snapshot.params, subject.share.place(local)))
+
+        logp, logq = log_probs(inputs), log_probs(permuted)
+        kl = np.sum(np.exp(logp) * (logp - logq), axis=-1)
+        yield "order/kl", float(np.mean(kl[: len(full)]))

@@ -58,10 +58,8 @@ class Probe(Evaluator):
         config = subject.config
         trained = probes.parse(config.data.train) if config.data.format == "probe" else None
         for length in self.lengths or tuple(times * trained.longest for times in (1, 2, 4)):
-            store = _Answers(
-                subject.data.store.tokenizer,
-                probes.TaskSpec(self.task or trained.task, length, length, self.examples),
-            )
+            task = probes.TaskSpec(self.task or trained.task, length, length, self.examples)
+            store = _Answers(subject.data.store.tokenizer, task)
             longest = store.longest(config.model.is_encoder_decoder)
             if (model := reading(config.model, longest)) is None:
                 break  # the position table is too short
@@ -69,11 +67,9 @@ class Probe(Evaluator):
                 config.data, length=longest, target_length=0, packing=False, buckets=()
             )
             at_length = subject.with_config(dataclasses.replace(config, data=data, model=model))
-            yield from zip(
-                (f"probe/exact/{length:05d}", f"probe/tokens/{length:05d}"),
-                _right(at_length, store, snapshot),
-                strict=True,
-            )
+            exact, tokens = _right(at_length, store, snapshot)
+            yield f"probe/exact/{length:05d}", exact
+            yield f"probe/tokens/{length:05d}", tokens
 
 
 def _right(subject: Subject, store: "_Answers", snapshot: Snapshot) -> tuple[float, float]:
@@ -84,18 +80,14 @@ def _right(subject: Subject, store: "_Answers", snapshot: Snapshot) -> tuple[flo
         is_target_BxT = batch["weights"] > 0
         wrong_BxT = is_target_BxT & (jnp.argmax(head(h_BxTxE), axis=-1) != batch["targets"])
         answers_B = jnp.any(is_target_BxT, axis=1)
-        exact = jnp.sum(answers_B & ~jnp.any(wrong_BxT, axis=1))
-        return jnp.stack(
-            [exact, jnp.sum(answers_B), jnp.sum(is_target_BxT & ~wrong_BxT), jnp.sum(is_target_BxT)]
-        )
+        exact_B, right_BxT = answers_B & ~jnp.any(wrong_BxT, axis=1), is_target_BxT & ~wrong_BxT
+        return jnp.stack([*map(jnp.sum, (exact_B, answers_B, right_BxT, is_target_BxT))])
 
-    run, batches = (
-        subject.program("right", right),
-        dataclasses.replace(subject.data, store=store).batches("test", subject.share.sequences),
-    )
-    exact, answers, right_tokens, targets = sum(
-        np.asarray(run(snapshot.params, subject.share.place(batch))) for batch in batches.stream()
-    )
+    run = subject.program("right", right)
+    data = dataclasses.replace(subject.data, store=store)
+    batches = data.batches("test", subject.share.sequences)
+    counts = lambda batch: np.asarray(run(snapshot.params, subject.share.place(batch)))
+    exact, answers, right_tokens, targets = sum(map(counts, batches.stream()))
     return float(exact / answers), float(right_tokens / targets)
 
 
@@ -107,21 +99,13 @@ class _Answers:
     target_task: probes.TaskSpec
 
     def texts(self, part: str, side: int) -> Texts:
-        ids = [
-            [*tokens, self.tokenizer.eos]
-            for tokens in self.tokenizer.encode(
-                [example[side] for example in self.target_task.draw("probe ")]
-            )
-        ]
-        return Texts(
-            np.concatenate(ids).astype(np.int32), np.cumsum([len(tokens) for tokens in ids])
-        )
+        texts = [example[side] for example in self.target_task.draw("probe ")]
+        ids = [[*tokens, self.tokenizer.eos] for tokens in self.tokenizer.encode(texts)]
+        return Texts(np.concatenate(ids).astype(np.int32), np.cumsum(list(map(len, ids))))
 
     def longest(self, is_encoder_decoder: bool) -> int:
         """Returns the length that holds every example."""
         source, target = (self.texts("test", side).lengths for side in (0, 1))
-        return int(
-            max(source.max() + len(self.tokenizer.source_prefix_ids), target.max())
-            if is_encoder_decoder
-            else (source + target).max()
-        )
+        if not is_encoder_decoder:
+            return int((source + target).max())
+        return int(max(source.max() + len(self.tokenizer.source_prefix_ids), target.max()))

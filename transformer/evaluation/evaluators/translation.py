@@ -29,11 +29,8 @@ class Translation(Evaluator):
         at_least("train.evaluators", self, 0, "samples")
 
     def why_not(self, task):
-        return (
-            None
-            if task.objective.has_pairs
-            else "requires translations of a source; set data.objective = 'seq2seq'"
-        )
+        if not task.objective.has_pairs:
+            return "requires translations of a source; set data.objective = 'seq2seq'"
 
     def measured_text(self, task):
         return count(self.sentences, "sentence")
