@@ -275,7 +275,7 @@ def test_unfinished_runs_and_other_decoding_settings_are_excluded(tmp_path):
     ).split()
     manifest = tmp_path / "b" / "seed-1" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"transformer": "0.1.0"}))
-    assert f"{manifest.parent}: --workdir: version 0.1.0 of this package wrote" in " ".join(
+    assert f"{manifest.parent}: workdir: version 0.1.0 of this package wrote" in " ".join(
         compare(tmp_path).results.left_out
     ), "a run of another version is not damaged"
     exclusions = " ".join(judged.results.left_out)
