@@ -1,0 +1,37 @@
+"""The cycles of kernels, counted in the schedules of the TPU compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from transformer.planning.bundles import _blocks
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_loops_and_conditional_parts_are_read_from_branches():
+    bundles = """
+     0   :  { nop } /* Start region 1 */
+   0x2   : > { %p = sbr.rel (%q) target = $region7 }
+   0x7 LB: > { nop } /* Start region 9 :: Start region 3 */
+   0x9   : > { %r = sbr.rel (!%q) target = $region9 }
+  0x20 PF: > { nop } /* Start/End empty region 7 */
+"""
+    assert _blocks(bundles) == [(7, 0x20, False), (7, 14, True)]
+
+
+def test_biases_by_distance_cost_few_cycles():
+    """The targets are relative to the kernel without a bias: 1.05, and 1.15 for gradients."""
+    script = [sys.executable, "experiments/benchmarks/kernels.py", "--chips=v5e"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    output = subprocess.run(
+        script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert output.returncode == 0, output.stderr[-2000:]
+    rows = [line.strip("| ").split(" | ") for line in output.stdout.splitlines()[2:]]
+    heads = {(kernel, bias): int(head.replace(",", "")) for _, kernel, bias, _, _, head, _ in rows}
+    assert heads["forward", "fixed"] > heads["forward", "none"] > 100_000
+    ratio = lambda kernel, bias: heads[kernel, bias] / heads[kernel, "none"]
+    assert ratio("forward", "fixed") <= 1.05
+    assert ratio("backward", "fixed") <= 1.05 and ratio("backward", "learned") <= 1.15
