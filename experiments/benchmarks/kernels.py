@@ -17,7 +17,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from transformer.planning.bundles import Block, Schedule, dump_flags, read
+from transformer.planning.bundles import Block, KernelSchedule, dump_flags, read
 
 T, H, TILE = 8192, 128, 512
 """Tokens, head size, and queries and keys per tile."""
@@ -48,7 +48,7 @@ def compile_kernels(chip: str, bias: str) -> None:
     jax.jit(run).lower(*args, of_query, of_query, x).compile()
 
 
-def cycles(schedule: Schedule) -> dict[str, float]:
+def cycles(schedule: KernelSchedule) -> dict[str, float]:
     """Returns the cycles of a full tile, those of the products in it, and those of a whole head.
 
     A kernel is a loop over blocks. In it, one conditional part has the loop over tiles, whose

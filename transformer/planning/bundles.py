@@ -46,7 +46,7 @@ class Block:
 
 
 @dataclasses.dataclass
-class Schedule:
+class KernelSchedule:
     """A kernel's blocks, and how many slots of each unit every bundle occupies."""
 
     kernel: Block
@@ -61,7 +61,7 @@ class Schedule:
         return sum(self.used[a][column] for a in addresses) / self.slots[unit]
 
 
-def read(folder: Path, kernel: str) -> Schedule:
+def read(folder: Path, kernel: str) -> KernelSchedule:
     """Returns the schedule of the only compiled kernel with this name in the folder."""
     (bundles,) = folder.glob(f"*{kernel}*[0-9]-final_bundles.txt")
     (utilization,) = folder.glob(f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt")
@@ -71,7 +71,7 @@ def read(folder: Path, kernel: str) -> Schedule:
     root = Block(0, len(used), False)
     for start, end, is_loop in sorted(_blocks(bundles.read_text()), key=lambda b: (b[0], -b[1])):
         _insert(root, Block(start, end, is_loop))
-    return Schedule(root, dict(zip(UNITS, capacity, strict=True)), used)
+    return KernelSchedule(root, dict(zip(UNITS, capacity, strict=True)), used)
 
 
 def _blocks(text: str) -> list[tuple[int, int, bool]]:

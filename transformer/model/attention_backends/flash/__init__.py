@@ -51,9 +51,9 @@ def flash(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     inputs = inputs.by_index()
     size = block_size(q_BxTxNxH.dtype.itemsize, q_BxTxNxH.shape[-1], v_BxSxKxV.shape[-1])
     if _is_sharded(q_BxTxNxH):
-        return ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, Pair(size))
+        return ring(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))
     if max(q_BxTxNxH.shape[1], k_BxSxKxH.shape[1]) > size:
-        return blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, Pair(size))
+        return blockwise(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs, BlockPair(size))
     return _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs)
 
 
@@ -95,7 +95,7 @@ def _whole(q_BxTxNxH, k_BxSxKxH, v_BxSxKxV, inputs: Inputs) -> jax.Array:
     return by_head(attention(sink_N, *args))[:, : q_BxTxNxH.shape[1]]
 
 
-class Pair:
+class BlockPair:
     """Computes a block of queries with a block of keys (see blockwise.py).
 
     block: the largest number of tokens in a block.
