@@ -35,7 +35,9 @@ TRAIN = [
 ]  # fmt: skip
 
 
-def launch(count: int, workdir: Path, *options: str, command=TRAIN) -> list[subprocess.Popen]:
+def launch(
+    count: int, workdir: Path, *options: str, command=TRAIN, stderr=subprocess.STDOUT
+) -> list[subprocess.Popen]:
     """Starts one command on `count` processes with four devices in total."""
     port, command = (
         local.free_port(),
@@ -45,7 +47,7 @@ def launch(count: int, workdir: Path, *options: str, command=TRAIN) -> list[subp
         subprocess.Popen(
             command,
             env=os.environ | local.variables(i, count, 4 // count, port),
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True,
         )
         for i in range(count)
     ]  # fmt: skip
@@ -119,10 +121,7 @@ def test_all_processes_fall_back_if_one_cannot_read_a_checkpoint(tmp_path):
 
 
 def evaluate_and_generate(workdir: Path, count: int) -> dict:
-    """Returns the results of `evaluate` and the output of `generate` on `count` processes.
-
-    One process is this one.
-    """
+    """Returns the results of `evaluate` and the output of `generate` on `count` processes."""
     prompts, answers = workdir / "asked.txt", workdir / f"answer{count}.txt"
     prompts.write_text("The import statement\n")
     (workdir / "test.json").unlink(missing_ok=True)
@@ -133,22 +132,8 @@ def evaluate_and_generate(workdir: Path, count: int) -> dict:
         "--config.decoding.max_extra=4",
     ]
     for verb in (["evaluate"], generate):
-        arguments = [
-            *verb, f"--workdir={workdir}", "--config.mesh.fsdp=2", "--config.mesh.data=2"
-        ]  # fmt: skip
-        if count == 1:
-            assert main(arguments) == 0
-            continue
-        command = [sys.executable, "-m", "transformer", *arguments]
-        port = local.free_port()
-        started = [
-            subprocess.Popen(
-                command,
-                env=os.environ | local.variables(i, count, 4 // count, port),
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for i in range(count)
-        ]  # fmt: skip
+        command = [*verb, "--config.mesh.fsdp=2", "--config.mesh.data=2"]
+        started = launch(count, workdir, command=command, stderr=subprocess.PIPE)
         outputs = [process.communicate(timeout=150) for process in started]
         assert [process.returncode for process in started] == [0] * count, outputs
         # Only process 0 prints results.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from transformer.data.batching import Batches
 from transformer.parallel.sharding import Share
@@ -45,11 +45,11 @@ def evaluate_loss(
     count = min(max_batches or len(batches), len(batches))
     for batch in batches.stream(0, count):
         placed = share.place(batch)
-        # Steps run one after another. Nothing else orders two evaluation steps, and concurrent
-        # steps could deadlock, each waiting for a collective of the other.
-        jax.block_until_ready(total)
-        sums = eval_step(params, placed)
-        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        # Reading the sums orders the steps: concurrent steps could deadlock, each waiting for a
+        # collective of the other. The total is in float64, because a float32 cannot count more than
+        # 2^24 tokens.
+        sums = jax.tree.map(np.float64, eval_step(params, placed))
+        total = sums if total is None else jax.tree.map(np.add, total, sums)
     metrics = {name: float(value) for name, value in means(total).items()}
     main = total[main_loss_name(total)]
     if not isinstance(main, Sums):
