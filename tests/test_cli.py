@@ -201,7 +201,7 @@ def test_invalid_arguments_print_one_line_and_leave_no_files(
     folder, args, message, monkeypatch, capsys
 ):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("transformer.parallel.mesh._accelerator_on_this_machine", lambda: "")
+    monkeypatch.setattr("transformer.parallel.mesh.accelerator", lambda: "")
     before = sorted(folder.rglob("*"))
     assert cli.main(args) == 2
     error = capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_auto_platform_refuses_cpu_if_there_is_an_accelerator(monkeypatch):
     from transformer.errors import UserError
     from transformer.parallel import mesh
 
-    monkeypatch.setattr(mesh, "_accelerator_on_this_machine", lambda: "an NVIDIA GPU")
+    monkeypatch.setattr(mesh, "accelerator", lambda: "an NVIDIA GPU")
     with pytest.raises(
         UserError, match="this machine has an NVIDIA GPU, but JAX found only the CPU"
     ):

@@ -114,6 +114,9 @@ def __getattr__(name: str):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    from transformer.parallel.host import keep_freed_memory
+
+    keep_freed_memory()
     value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
     return value
 

@@ -2,16 +2,18 @@ r"""Measures training throughput against the same model in PyTorch (Hugging Face
 
     pip install torch transformers        (CPU PyTorch 2.13 was used)
     python experiments/benchmarks/throughput.py [encoder_decoder] [decoder] [--rounds=8] \
-        [--same-allocator]
+        [--dropout=0.1] [--same-allocator] [--plain]
 
 JAX and PyTorch run in separate processes, which take steps in turn. They never compute at the same
 time, and a drift of the machine's speed affects both. Prints the median seconds per step, the
 ratio of times over the rounds (median, min, max), and the share of this machine's matrix-multiply
 rate (the best of a few products of float32 matrices) that the step reaches, counting 6 FLOPs per
 parameter and token plus attention. `--same-allocator` runs PyTorch with the allocator settings that
-transformer.parallel.host applies for JAX.
+transformer.parallel.host applies for JAX. `--plain` trains with a loop of one's own over
+`model.apply`, with scanned layers, instead of the step of `python -m transformer train`.
 """
 
+import functools
 import json
 import os
 import statistics
@@ -42,7 +44,7 @@ CASES = {
 }
 
 
-def experiment(case: str):
+def experiment(case: str, dropout: float, scan_layers: bool):
     """Returns the experiment with the same model and batch shape as in PyTorch."""
     from transformer.config import Experiment
     from transformer.mapping import from_mapping
@@ -58,8 +60,8 @@ def experiment(case: str):
         "num_encoder_layers": c["layers"],
         "num_decoder_layers": c["layers"],
         "max_length": c["length"],
-        "dropout": 0.1,
-        "scan_layers": False,
+        "dropout": dropout,
+        "scan_layers": scan_layers,
     }
     if is_encoder_decoder:
         model |= {
@@ -74,7 +76,7 @@ def experiment(case: str):
             "position": "learned",
             "norm_placement": "pre",
             "activation": "gelu_tanh",
-            "attention_dropout": 0.1,
+            "attention_dropout": dropout,
         }
     return from_mapping(
         Experiment,
@@ -108,7 +110,40 @@ def jax_batch(case: str) -> dict:
     return batch
 
 
-def jax_side(case: str) -> None:
+def plain_side(case: str, dropout: float) -> None:
+    """Serves training steps of a loop over the Python API, as in docs/tour.ipynb."""
+    import transformer
+
+    model = transformer.build_model(experiment(case, dropout, scan_layers=True).model)
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    batch, optimizer = jax_batch(case), optax.adamw(1e-4)
+    inputs = [batch[name] for name in ("source", "inputs") if name in batch]
+    params = jax.jit(model.init)(jax.random.key(0), *inputs)
+    opt_state = optimizer.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, key):
+        def loss(params):
+            logits = model.apply(params, *inputs, deterministic=not dropout, rngs={"dropout": key})
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+            return jnp.mean(losses)
+
+        updates, new_state = optimizer.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), new_state
+
+    def once():
+        nonlocal params, opt_state
+        params, opt_state = step(params, opt_state, jax.random.key(0))
+        jax.block_until_ready(params)
+
+    parameters = sum(x.size for x in jax.tree.leaves(params))
+    serve(once, {"parameters": parameters, "matmul_flops": matmul_rate(jax, jnp)})
+
+
+def jax_side(case: str, dropout: float) -> None:
     """Serves training steps of this package."""
     from transformer.parallel.host import keep_freed_memory
 
@@ -122,7 +157,7 @@ def jax_side(case: str) -> None:
     from transformer.training.state import abstract_state, init_state
     from transformer.training.step import make_train_step
 
-    config, batch = experiment(case), jax_batch(case)
+    config, batch = experiment(case, dropout, scan_layers=False), jax_batch(case)
     with use(make_mesh(config.mesh)) as mesh:
         module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
         _, sharding = abstract_state(config, module, optimizer, mesh)
@@ -151,7 +186,7 @@ def matmul_rate(jax, jnp) -> float:
     return best
 
 
-def torch_side(case: str) -> None:
+def torch_side(case: str, dropout: float) -> None:
     """Serves training steps of the same model in PyTorch."""
     import torch
     import transformers
@@ -177,7 +212,7 @@ def torch_side(case: str) -> None:
                 decoder_start_token_id=1,
                 scale_embedding=True,
                 activation_function="relu",
-                dropout=0.1,
+                dropout=dropout,
             )
         )
         inputs = {"input_ids": ids(), "labels": ids()}
@@ -189,6 +224,9 @@ def torch_side(case: str) -> None:
                 n_embd=c["d_model"],
                 n_layer=c["layers"],
                 n_head=c["heads"],
+                embd_pdrop=dropout,
+                resid_pdrop=dropout,
+                attn_pdrop=dropout,
                 bos_token_id=1,
                 eos_token_id=2,
             )
@@ -223,7 +261,7 @@ def serve(once, facts: dict) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
-def compare(case: str, rounds: int, same_allocator: bool) -> None:
+def compare(case: str, rounds: int, dropout: str, plain: bool, same_allocator: bool) -> None:
     allocator = (
         {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"}
         if same_allocator
@@ -235,7 +273,13 @@ def compare(case: str, rounds: int, same_allocator: bool) -> None:
     }
     processes = {
         side: subprocess.Popen(
-            [sys.executable, __file__, f"--side={side}", case],
+            [
+                sys.executable,
+                __file__,
+                f"--side={'plain' if plain and side == 'jax' else side}",
+                f"--dropout={dropout}",
+                case,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -295,11 +339,19 @@ def main() -> None:
     options = dict(
         a.removeprefix("--").partition("=")[::2] for a in sys.argv[1:] if a.startswith("-")
     )
+    dropout = options.get("dropout", "0.1")
     if "side" in options:
-        {"jax": jax_side, "torch": torch_side}[options["side"]](cases[0])
+        sides = {"jax": jax_side, "plain": plain_side, "torch": torch_side}
+        sides[options["side"]](cases[0], float(dropout))
         return
     for case in cases:
-        compare(case, int(options.get("rounds", 8)), "same-allocator" in options)
+        compare(
+            case,
+            int(options.get("rounds", 8)),
+            dropout,
+            "plain" in options,
+            "same-allocator" in options,
+        )
 
 
 if __name__ == "__main__":

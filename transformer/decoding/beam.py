@@ -19,7 +19,7 @@ from flax import struct
 
 from transformer.decoding.config import check_numbers
 from transformer.decoding.ending import Ending
-from transformer.decoding.prefill import DecodeState, advance, first_prompt, prefill
+from transformer.decoding.prefill import DecodeState, advance, first_prompt, prefill, unrolled
 from transformer.model.special_tokens import Ids
 
 NEVER = -1e9
@@ -136,28 +136,30 @@ def beam_search(
     prompt_BxP = first_prompt(model, prompt_BxP, source_BxS, limits_B=limits_B)
     ending = Ending.of(model.config, eos_id, pad_id, suppress_tokens)
     limits_B = jnp.minimum(limits_B, max_new)
-    (batch, length), k, scanned = prompt_BxP.shape, beam_size, model.config.scan_layers
+    (batch, length), k = prompt_BxP.shape, beam_size
     logits_BxV, memory = prefill(
         model, params, prompt_BxP, length + max_new, source_BxS, prompt_mask_BxP, source_mask_BxS
     )
-    vocab = logits_BxV.shape[-1]
-    spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0), scanned)
+    step_model, vocab = unrolled(model, params), logits_BxV.shape[-1]
+    spread = memory.cache.reorder(lambda x: jnp.repeat(x, k, axis=0))
     memory = dataclasses.replace(memory, cache=spread)  # beams share the encoded source
 
-    def body(carry):
-        beams, logits_BxKxV = carry
+    def extend(beams: Beams, logits_BxKxV: jax.Array) -> tuple[Beams, jax.Array]:
         beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
         old_beams = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
-        cache = beams.memory.cache.reorder(lambda x: x[old_beams], scanned)
-        memory = beams.memory.replace(cache=cache)
-        logits, memory = advance(model, params, token.reshape(-1), memory)
-        return beams.replace(memory=memory), logits.reshape(batch, k, vocab)
+        cache = beams.memory.cache.reorder(lambda x: x[old_beams])
+        return beams.replace(memory=beams.memory.replace(cache=cache)), token.reshape(-1)
+
+    def body(carry):  # the cache is moved last: between two moves, it is updated in place
+        beams, token = carry
+        logits, memory = advance(*step_model, token, beams.memory)
+        return extend(beams.replace(memory=memory), logits.reshape(batch, k, vocab))
 
     blank = jnp.full((batch, k, max_new), ending.fill_id, jnp.int32)
     one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are equal at the start
     one_live, none = jnp.broadcast_to(one_live, (batch, k)), jnp.full((batch, k), NEVER)
     beams = Beams(jnp.zeros((), jnp.int32), blank, one_live, blank, none, memory)
-    start = beams, jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab))
+    start = extend(beams, jnp.broadcast_to(logits_BxV[:, None], (batch, k, vocab)))
     beams, _ = jax.lax.while_loop(lambda carry: _can_win(carry[0], limits_B, alpha), body, start)
     return _best(beams, limits_B, alpha)
 

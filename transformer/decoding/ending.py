@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
@@ -54,6 +56,9 @@ class Ending:
 
     def suppress(self, scores_V: jax.Array, never: float) -> jax.Array:
         """The scores [..., V], with those of suppressed tokens set to `never`."""
-        for token in self.suppressed:
-            scores_V = scores_V.at[..., token].set(never)
-        return scores_V
+        if not self.suppressed:
+            return scores_V
+        # A mask is fused with the operations around it; setting entries copies the scores.
+        mask_V = np.zeros(scores_V.shape[-1], bool)
+        mask_V[list(self.suppressed)] = True
+        return jnp.where(mask_V, never, scores_V)

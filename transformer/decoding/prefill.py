@@ -14,6 +14,7 @@ from flax import struct
 from transformer.errors import UserError
 from transformer.model.cache import Cache
 from transformer.model.inputs import check_array, check_range, check_tokens, values
+from transformer.model.layout import unroll
 from transformer.model.masks import Tokens
 
 
@@ -127,6 +128,17 @@ def _check_prompt_mask(prompt_BxP: jax.Array, real_BxP: Any) -> None:
     real = values(real_BxP)
     if real is not None and np.any(np.diff(real.astype(np.int8), axis=1) < 0):
         raise UserError("prompt_mask: padding after a real token; pad prompts on the left")
+
+
+def unrolled(model: nn.Module, params: Any) -> tuple[nn.Module, Any]:
+    """Returns the model and its parameters for `advance`, with a subtree of parameters per layer.
+
+    A step of scanned layers copies the cache of all layers, because a scan stacks it anew.
+    """
+    if not model.config.scan_layers:
+        return model, params
+    config, params = unroll(model.config, params)
+    return type(model)(config), params
 
 
 def advance(

@@ -48,13 +48,14 @@ class LayerState:
 class Cache:
     """The states of a decoder's layers, and the positions and segments of the cached tokens.
 
-    layers: one state per layer. With scanned layers: one per layer of a period, stacked on axis 0.
+    layers: one state per layer, also if the layers are scanned: a stack of all states would be
+        copied whole at each step.
     tokens: one entry per slot. Empty slots have segment 0, so masks hide them.
     index: int32[], the next slot to write. It is the same for all sequences, because prompts are
         padded on the left.
     """
 
-    layers: LayerState | tuple[LayerState, ...]
+    layers: tuple[LayerState, ...]
     tokens: Tokens
     index: jax.Array
 
@@ -69,15 +70,10 @@ class Cache:
         slots = jax.tree.map(put, self.tokens, tokens.replace(until_BxT=None, order=""))
         return slots.replace(order=tokens.order)
 
-    def reorder(self, select: Callable[[jax.Array], jax.Array], scanned: bool) -> "Cache":
-        """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`.
-
-        `scanned`: the states of layers are stacked on axis 0, so their batch axis is 1.
-        """
-        swapped = lambda x: jnp.swapaxes(select(jnp.swapaxes(x, 0, 1)), 0, 1)
-        on_batch = swapped if scanned else select
+    def reorder(self, select: Callable[[jax.Array], jax.Array]) -> "Cache":
+        """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`."""
         is_shared = lambda x: isinstance(x, Shared)
-        move = lambda x: x if is_shared(x) else on_batch(x)
+        move = lambda x: x if is_shared(x) else select(x)
         layers = jax.tree.map(move, self.layers, is_leaf=is_shared)
         return self.replace(layers=layers, tokens=jax.tree.map(select, self.tokens))
 
@@ -131,13 +127,9 @@ def check_cache_source(cache: Cache, encoded_BxSxD: jax.Array | None) -> None:
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """Returns a cache that can hold `slots` tokens per sequence."""
-    configs = config.layers("decoder")
-    period = config.period("decoder") if config.scan_layers else len(configs)
-    layers = tuple(LayerState(_empty_state(layer, batch, slots)) for layer in configs[:period])
-    if config.scan_layers:
-        count = len(configs) // period
-        scanned = layers[0] if period == 1 else layers
-        layers = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), scanned)
+    layers = tuple(
+        LayerState(_empty_state(layer, batch, slots)) for layer in config.layers("decoder")
+    )
     zeros = jnp.zeros((batch, slots), jnp.int32)
     return Cache(layers, Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
 
@@ -155,17 +147,21 @@ def _empty_state(layer: ModelConfig, batch: int, slots: int) -> State:
     return state
 
 
-# ---- Slots: one entry per token, [B, S, ...]
+# ---- Slots: one entry per token, on axis -2: [B, S, size] or, with heads, [B, K, S, size].
+# Products of one query with all keys read each head's entries in this order.
 
 
 def empty_slots(config: ModelConfig, batch: int, slots: int, *shape: int) -> jax.Array:
-    """Returns zeros for `slots` tokens, or for the `window` tokens that a token can attend to."""
+    """Returns zeros for `slots` tokens, or for the `window` tokens that a token can attend to.
+
+    `shape` is (size) or (heads, size).
+    """
     count = min(slots, config.window or slots)
-    return jnp.zeros((batch, count, *shape), config.dtype)
+    return jnp.zeros((batch, *shape[:-1], count, shape[-1]), config.dtype)
 
 
 def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
-    """Writes the entries of new tokens, [B, T, ...], to the slots.
+    """Writes the entries of new tokens, [B, T, size] or [B, K, T, size], to the slots.
 
     Returns the entries that the new tokens can attend to, their tokens, and the slots for the next
     call.
@@ -176,23 +172,27 @@ def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
     of them may still attend to entries that the last of them overwrite.
     """
     tokens, index = context.key_tokens, context.index
-    count, length = (jax.tree.leaves(tree)[0].shape[1] for tree in (slots, new))
+    count, length = (jax.tree.leaves(tree)[0].shape[-2] for tree in (slots, new))
     if count == tokens.segments_BxT.shape[1]:
         put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(
-            old, x.astype(old.dtype), index, axis=1
+            old, x.astype(old.dtype), index, axis=-2
         )
         slots = jax.tree.map(put, slots, new)
         return slots, tokens, slots
     num_written = min(length, count)
     ring = (index + length - num_written + jnp.arange(num_written)) % count
-    put = lambda old, x: old.at[:, ring].set(x[:, length - num_written :].astype(old.dtype))
+    put = lambda old, x: old.at[..., ring, :].set(
+        x[..., length - num_written :, :].astype(old.dtype)
+    )
     written = jax.tree.map(put, slots, new)
     if length == 1:
         return written, _in_ring(tokens, index, count), written
-    join = lambda a, b: jnp.concatenate([a, jnp.broadcast_to(b, (len(a), *b.shape[1:]))], axis=1)
+    join = lambda a, b, axis=1: jnp.concatenate(
+        [a, jnp.broadcast_to(b, (len(a), *b.shape[1:]))], axis
+    )
     new_tokens = context.tokens.replace(until_BxT=None, order="")
     readable_tokens = jax.tree.map(join, _in_ring(tokens, index - 1, count), new_tokens)
-    readable = jax.tree.map(lambda old, x: join(old, x.astype(old.dtype)), slots, new)
+    readable = jax.tree.map(lambda old, x: join(old, x.astype(old.dtype), -2), slots, new)
     return readable, readable_tokens, written
 
 

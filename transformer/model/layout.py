@@ -8,6 +8,7 @@ so they are the same for every layout. Conversions between layouts, and from ext
 them.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -61,6 +62,14 @@ def join(config: ModelConfig, path: str, get: Callable[[str], Any], stack: Calla
         return parts[0]
     x = stack(parts)
     return x.reshape(config.pipeline_rounds, -1, *x.shape[1:]) if config.pipeline_rounds > 1 else x
+
+
+def unroll(config: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
+    """Returns the same model with a subtree per layer: its config and its parameters."""
+    flat = flatten_dict(params, sep="/")
+    layers = {name: part(flat[path], index) for name, (path, index) in where(config, flat).items()}
+    config = dataclasses.replace(config, scan_layers=False, pipeline_rounds=1)
+    return config, unflatten_dict(layers, sep="/")
 
 
 def layer_shapes(config: ModelConfig, flat: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

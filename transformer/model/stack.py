@@ -6,6 +6,7 @@ Shape suffixes: B batch, T length of this stack's tokens, S length of the encode
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -214,9 +215,11 @@ class Stack(nn.Module):
         layers, args = self._loop(len(configs) // cfg.period(self.side) // rounds, deterministic)
         layers = _scanned(layers, rounds, "rounds") if rounds > 1 else layers
         position = self._of_period(self._of_layers(schemes, context.tokens))
-        old_states = jax.tree.map(cut, cache and cache.layers)
+        period = cfg.period(self.side)
+        old_states = jax.tree.map(cut, cache and _stacked(cache.layers, period))
         x_BxTxD, states = layers(*args, name="layers")(x_BxTxD, old_states, position, context)
-        return x_BxTxD, jax.tree.map(join, states)
+        states = jax.tree.map(join, states)
+        return x_BxTxD, states if cache is None else _unstacked(states, len(configs), period)
 
     def _layer(self, config: ModelConfig, out_gain: float, deterministic: bool):
         """Returns a layer, rematerialized as `remat` sets, without its `name`."""
@@ -314,6 +317,21 @@ def _facts_read(scheme: positions.Position, facts: positions.StackFacts) -> froz
     param = lambda name, init, *args: init(jax.random.key(0), *args)
     jax.eval_shape(lambda: scheme.bind(param, Recorded()))
     return frozenset(read.items())
+
+
+def _stacked(states: tuple, period: int) -> Any:
+    """Stacks the states of layers as a scan takes them: one stack per layer of a period."""
+    stack = lambda *xs: jnp.stack(xs)
+    stacks = tuple(jax.tree.map(stack, *states[i::period]) for i in range(period))
+    return stacks if period > 1 else stacks[0]
+
+
+def _unstacked(stacks: Any, count: int, period: int) -> tuple:
+    """Returns the states of `count` layers: the inverse of `_stacked`."""
+    of = lambda i: jax.tree.map(
+        lambda x: x[i // period], stacks[i % period] if period > 1 else stacks
+    )
+    return tuple(of(i) for i in range(count))
 
 
 def _scanned(cls: type[nn.Module], length: int, axis: str) -> type[nn.Module]:

@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import glob
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,9 +17,15 @@ def keep_freed_memory() -> bool:
     of a step of the quickstart. One arena, no mappings and no trimming reduce a step from 95 to 60
     ms (python experiments/benchmarks/host_memory.py, 2 cores of an AMD EPYC 9005).
 
-    Returns False where the allocator is not glibc's.
+    The command line does this at its start, and the Python API when one of its names is first used:
+    before JAX starts its threads, each of which would take an arena. The environment variable
+    TRANSFORMER_ALLOCATOR=system prevents it.
+
+    Returns False on machines with an accelerator, where the allocator is not glibc's, and if it is
+    prevented.
     """
-    if not sys.platform.startswith("linux"):
+    prevented = os.environ.get("TRANSFORMER_ALLOCATOR") == "system"
+    if prevented or not sys.platform.startswith("linux") or accelerator():
         return False
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -25,6 +33,13 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_max, arena_max = -1, -4, -8
     return all([mallopt(mmap_max, 0), mallopt(trim_threshold, -1), mallopt(arena_max, 1)])
+
+
+def accelerator() -> str:
+    """Returns the kind of accelerator of this machine, in words, or ""."""
+    if glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi"):
+        return "an NVIDIA GPU"
+    return "a TPU" if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") else ""
 
 
 def memory() -> int:

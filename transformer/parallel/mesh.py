@@ -1,10 +1,8 @@
 """The device mesh of a config, and the platform that JAX must run on."""
 
 import contextlib
-import glob
 import importlib.util
 import math
-import shutil
 from collections.abc import Iterator
 
 import jax
@@ -15,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from transformer.errors import UserError
 from transformer.parallel.config import MeshConfig
-from transformer.parallel.host import keep_freed_memory, memory
+from transformer.parallel.host import accelerator, keep_freed_memory, memory
 from transformer.parallel.processes import start_processes
 from transformer.parallel.sharding import RULES, format_bytes
 
@@ -25,8 +23,7 @@ def start(platform: str, config: MeshConfig) -> Mesh:
 
     Configures the host, joins the processes, checks the platform and builds the mesh.
     """
-    if not _accelerator_on_this_machine():
-        keep_freed_memory()  # before JAX starts its threads, each of which takes an arena
+    keep_freed_memory()
     disable_tpu_search()
     start_processes()
     check_platform(platform)
@@ -41,7 +38,7 @@ def disable_tpu_search() -> None:
     """
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     may_search = not platforms and importlib.util.find_spec("libtpu")
-    if may_search and not _accelerator_on_this_machine() and _no_tpu():
+    if may_search and not accelerator() and _no_tpu():
         jax.config.update("jax_platforms", "cpu")
 
 
@@ -61,9 +58,9 @@ def check_platform(target: str) -> str:
             "check JAX_PLATFORMS, or install the extra [gpu] or [tpu]"
         ) from None
     backend = "gpu" if backend in ("cuda", "rocm") else backend
-    if target == "auto" and backend == "cpu" and (accelerator := _accelerator_on_this_machine()):
+    if target == "auto" and backend == "cpu" and (found := accelerator()):
         raise UserError(
-            f"platform: this machine has {accelerator}, but JAX found only the CPU; "
+            f"platform: this machine has {found}, but JAX found only the CPU; "
             "install the extra [gpu] or [tpu] and check that no other process holds the device, "
             "or train on the CPU with --config.platform=cpu"
         )
@@ -74,12 +71,6 @@ def check_platform(target: str) -> str:
             f"to train on the {backend.upper()}, set --config.platform={backend}"
         )
     return backend
-
-
-def _accelerator_on_this_machine() -> str:
-    if glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi"):
-        return "an NVIDIA GPU"
-    return "a TPU" if glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") else ""
 
 
 def _no_tpu() -> bool:

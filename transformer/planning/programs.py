@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from transformer.config import Experiment
-from transformer.decoding.prefill import advance, prefill
+from transformer.decoding.prefill import advance, prefill, unrolled
 from transformer.errors import UserError
 from transformer.model.attention_backends import record
 from transformer.model.network import build_model
@@ -197,7 +197,7 @@ class Programs:
         with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         memory = jax.tree.map(with_sharding, memory, self._memory_shardings)
         tokens = jax.ShapeDtypeStruct((self.sequences,), jnp.int32, sharding=self._replicated)
-        run = lambda params, tokens, memory: advance(self.model, params, tokens, memory)
+        run = lambda params, tokens, memory: advance(*unrolled(self.model, params), tokens, memory)
         return jax.jit(run, donate_argnums=2, keep_unused=True), (self.state.params, tokens, memory)
 
     @property

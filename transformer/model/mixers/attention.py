@@ -28,8 +28,8 @@ from transformer.model.watch import watched
 class KeyValue(NamedTuple):
     """The decoding state: the keys and values of the tokens in its slots."""
 
-    k_BxSxKxH: jax.Array
-    v_BxSxKxH: jax.Array
+    k_BxKxSxH: jax.Array
+    v_BxKxSxH: jax.Array
 
 
 @MIXERS.register("attention")
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         position = position.bind_layer(self.param, self.config.stack_facts(self.side))
         q_BxTxNxH, (k_BxTxKxH, v_BxTxKxH) = self._queries(x_BxTxD), self._keys_and_values(x_BxTxD)
         q_BxTxNxH, k_BxTxKxH = position.rotate(q_BxTxNxH, k_BxTxKxH)
-        kv = new = KeyValue(k_BxTxKxH, v_BxTxKxH)
+        kv = new = KeyValue(by_head(k_BxTxKxH), by_head(v_BxTxKxH))
         k_tokens = context.key_tokens
         if state is not None:
             kv, k_tokens, new = extend(state, new, context)
@@ -100,19 +100,19 @@ class Attention(nn.Module):
         q_BxTxNxH = self._heads("query", self.config.num_heads)(x_BxTxD)
         return self._normalized("query_norm", q_BxTxNxH)
 
-    def _keys_and_values(self, x_BxSxD: jax.Array) -> KeyValue:
+    def _keys_and_values(self, x_BxSxD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and values, [B, S, K, H]."""
         k_BxSxKxH = self._heads("key", self.config.kv_heads)(x_BxSxD)
         v_BxSxKxH = self._heads("value", self.config.kv_heads, self.gain)(x_BxSxD)
-        return KeyValue(self._normalized("key_norm", k_BxSxKxH), v_BxSxKxH)
+        return self._normalized("key_norm", k_BxSxKxH), v_BxSxKxH
 
     def _attend(
-        self, q_BxTxNxH, kv, mask, tokens, position, deterministic, index=None
+        self, q_BxTxNxH, kv: KeyValue, mask, tokens, position, deterministic, index=None
     ) -> jax.Array:
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
-        cfg = self.config
+        cfg, qkv = self.config, (q_BxTxNxH, *map(by_head, kv))
         out_BxTxNxH = inner_attention(
-            self, (q_BxTxNxH, *kv), mask, *tokens, position, cfg.head_size, deterministic, index
+            self, qkv, mask, *tokens, position, cfg.head_size, deterministic, index
         )
         out = Linear(
             cfg, (cfg.d_model,), ("heads", "head", "embed"), cfg.attention_has_bias,
@@ -131,6 +131,11 @@ class Attention(nn.Module):
 
     def _normalized(self, name: str, x_BxTxNxH: jax.Array) -> jax.Array:
         return self.config.norm_module(name=name)(x_BxTxNxH) if self.config.qk_norm else x_BxTxNxH
+
+
+def by_head(x_BxSxKxH: jax.Array) -> jax.Array:
+    """[B, S, K, H] -> [B, K, S, H], the order of the decoding state, and back."""
+    return jnp.swapaxes(x_BxSxKxH, 1, 2)
 
 
 def _shard_heads(x_BxTxNxH: jax.Array) -> jax.Array:
@@ -154,8 +159,12 @@ class SourceAttention(Attention):
         deterministic: bool,
     ) -> tuple[jax.Array, Shared]:
         """Returns the output and the keys and values of the source. Does not use `position`."""
-        kv = self._keys_and_values(context.source_BxSxD) if state is None else state.value
-        batch, sources = len(x_BxTxD), len(kv.k_BxSxKxH)
+        kv = (
+            KeyValue(*map(by_head, self._keys_and_values(context.source_BxSxD)))
+            if state is None
+            else state.value
+        )
+        batch, sources = len(x_BxTxD), len(kv.k_BxKxSxH)
         group = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])).reshape(
             sources, -1, *x.shape[2:]
         )

@@ -27,7 +27,7 @@ class Latent(NamedTuple):
     """The decoding state: R + P numbers per token, from which keys and values are computed."""
 
     c_BxSxR: jax.Array
-    k_BxSx1xP: jax.Array
+    k_BxSxP: jax.Array
 
 
 @MIXERS.register("mla")
@@ -98,7 +98,7 @@ class MLA(Mixer):
         facts = config.stack_facts("decoder")
         return Latent(
             empty_slots(config, batch, slots, self.sizes(config)[0]),
-            empty_slots(config, batch, slots, 1, build(config.layer_position).key_size(facts)),
+            empty_slots(config, batch, slots, build(config.layer_position).key_size(facts)),
         )
 
 
@@ -140,9 +140,10 @@ class LatentAttention(nn.Module):
         else:
             k_BxSxKxH = jnp.einsum("BSR,RNH->BSNH", latent.c_BxSxR, w_k_RxNxH)
             v_BxSxKxV = jnp.einsum("BSR,RNV->BSNV", latent.c_BxSxR, w_v_RxNxV)
-        shape = (*k_BxSxKxH.shape[:3], latent.k_BxSx1xP.shape[-1])
+        shape = (*k_BxSxKxH.shape[:3], latent.k_BxSxP.shape[-1])
+        k_BxSxKxP = jnp.broadcast_to(latent.k_BxSxP[:, :, None], shape)
         q = jnp.concatenate([q_BxTxNxH, q_BxTxNxP], axis=-1)
-        k = jnp.concatenate([k_BxSxKxH, jnp.broadcast_to(latent.k_BxSx1xP, shape)], axis=-1)
+        k = jnp.concatenate([k_BxSxKxH, k_BxSxKxP], axis=-1)
         out = inner_attention(
             self, (q, k, v_BxSxKxV), self_mask(cfg, self.side), context.tokens, k_tokens,
             position, cfg.head_size + self.d_rope, deterministic, context.index,
@@ -173,4 +174,4 @@ class LatentAttention(nn.Module):
         c_BxTxR, k_BxTxP = jnp.split(latent_and_key, [self.kv_rank], axis=-1)
         c_BxTxR = cfg.norm_module(name="key_value_norm")(c_BxTxR)
         q_BxTxNxP, k_BxTx1xP = position.rotate(q_BxTxNxP, k_BxTxP[:, :, None])
-        return q_BxTxNxH, q_BxTxNxP, Latent(c_BxTxR, k_BxTx1xP)
+        return q_BxTxNxH, q_BxTxNxP, Latent(c_BxTxR, k_BxTx1xP[:, :, 0])
