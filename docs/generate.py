@@ -200,10 +200,13 @@ def _config_fields() -> str:
                 intro = textwrap.fill(summary(kind), 100)
                 parts.append(f"### {field.name}.{inner.name}\n\n{intro}\n\n{fields(kind)}")
     notes = comments(Experiment)
-    parts.append("## Other fields\n\n" + table(
-        ("field", "default", "meaning"),
-        ((f"`{f.name}`", default_of(f), notes.get(f.name, "")) for f in plain),
-    ))  # fmt: skip
+    parts.append(
+        "## Other fields\n\n"
+        + table(
+            ("field", "default", "meaning"),
+            ((f"`{f.name}`", default_of(f), notes.get(f.name, "")) for f in plain),
+        )
+    )
     return "\n".join(parts)
 
 

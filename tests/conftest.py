@@ -160,18 +160,31 @@ def text(tmp_path_factory):
 @pytest.fixture
 def run_config():
     """The experiment of a small language model, trained for 12 steps on two devices."""
-    return from_mapping(Experiment, {
-        "model": model_fields("decoder", vocab_size=512, dropout=0.1, max_length=32),
-        "data": {
-            "corpus": "pydoc", "length": 32, "batch_size": 8, "held_out": 4,
-            "tokenizer": {"kind": "bpe"},
+    return from_mapping(
+        Experiment,
+        {
+            "model": model_fields("decoder", vocab_size=512, dropout=0.1, max_length=32),
+            "data": {
+                "corpus": "pydoc",
+                "length": 32,
+                "batch_size": 8,
+                "held_out": 4,
+                "tokenizer": {"kind": "bpe"},
+            },
+            "optimizer": {"warmup_steps": 5},
+            "mesh": {"data": 2},
+            "train": {
+                "steps": 12,
+                "log_every": 4,
+                "eval_every": 6,
+                "eval_batches": 3,
+                "checkpoint_every": 5,
+                "keep_checkpoints": 4,
+                "tensorboard": False,
+                "ema_decay": 0.9,
+            },
         },
-        "optimizer": {"warmup_steps": 5}, "mesh": {"data": 2},
-        "train": {
-            "steps": 12, "log_every": 4, "eval_every": 6, "eval_batches": 3,
-            "checkpoint_every": 5, "keep_checkpoints": 4, "tensorboard": False, "ema_decay": 0.9,
-        },
-    })  # fmt: skip
+    )
 
 
 @pytest.fixture

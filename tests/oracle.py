@@ -269,12 +269,12 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
             )
             q, k = turn(q, q_info[0], 1), turn(k, k_info[0], -1)
         for t in range(len(q)):
-            mask = np.array([
-                q_info[1][t] == k_info[1][s] and k_info[1][s] > 0
+            allowed = lambda s, t=t: (
+                q_info[1][t] == k_info[1][s] > 0
                 and (not causal or k_info[0][s] <= q_info[0][t] or k_info[2][s])
                 and (not window or abs(q_info[0][t] - k_info[0][s]) < window)
-                for s in range(len(k))
-            ])  # fmt: skip
+            )
+            mask = np.array([allowed(s) for s in range(len(k))])
             if not mask.any():
                 continue
             e = np.array([scale * (q[t] @ k[s]) for s in range(len(k))])

@@ -27,18 +27,27 @@ def step_collectives(family: str, mesh: dict, **model):
 
     The collectives are a dictionary: kind -> shapes on one device.
     """
-    config = from_mapping(Experiment, {
-        "model": model_fields(
-            family, vocab_size=VOCAB, d_model=D, d_ff=FF, max_length=LENGTH, position="rotary",
-            **model,
-        ),
-        "data": {
-            "corpus": "pydoc",
-            "objective": "seq2seq" if family == "encoder_decoder" else "causal_lm",
-            "length": LENGTH, "batch_size": ROWS,
+    config = from_mapping(
+        Experiment,
+        {
+            "model": model_fields(
+                family,
+                vocab_size=VOCAB,
+                d_model=D,
+                d_ff=FF,
+                max_length=LENGTH,
+                position="rotary",
+                **model,
+            ),
+            "data": {
+                "corpus": "pydoc",
+                "objective": "seq2seq" if family == "encoder_decoder" else "causal_lm",
+                "length": LENGTH,
+                "batch_size": ROWS,
+            },
+            "mesh": {"data": 1, **mesh},
         },
-        "mesh": {"data": 1, **mesh},
-    })  # fmt: skip
+    )
     ids = np.arange(LENGTH, dtype=np.int32) % 50 + 4
     segment = Segment(ids, ids, ids if family == "encoder_decoder" else None)
     with use(make_mesh(config.mesh)) as devices:

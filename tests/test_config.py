@@ -350,13 +350,19 @@ def test_missing_config_file_or_get_config_raises(tmp_path):
 
 def test_layer_pattern_round_trips_through_json_and_overrides(tmp_path):
     pattern = ({"window": 3, "position": {"name": "rotary", "theta": 50.0}}, {"position": "none"})
-    config = from_mapping(Experiment, {
-        "model": {
-            "family": "decoder", "vocab_size": 40, "d_model": 16, "num_heads": 4,
-            "layer_pattern": pattern,
+    config = from_mapping(
+        Experiment,
+        {
+            "model": {
+                "family": "decoder",
+                "vocab_size": 40,
+                "d_model": 16,
+                "num_heads": 4,
+                "layer_pattern": pattern,
+            },
+            "data": {"corpus": "pydoc"},
         },
-        "data": {"corpus": "pydoc"},
-    })  # fmt: skip
+    )
     assert from_mapping(Experiment, json.loads(json.dumps(to_mapping(config)))) == config
     changed = apply_overrides(config, {"model.layer_pattern": "[{'window': 5}, {}]"})
     assert [layer.window for layer in changed.model.layers("decoder")] == [5, 0] * 3

@@ -31,21 +31,39 @@ OBJECTIVES = {"encoder_decoder": "span_corruption", "encoder": "masked_lm"}
 
 
 def experiment(*evaluators, mesh=(), **model) -> Experiment:
-    return from_mapping(Experiment, {
-        "model": model_fields(**{
-            "family": "decoder", "vocab_size": 512, "max_length": 32, "position": "rotary",
-            "norm_placement": "pre", **model,
-        }),
-        "data": {
-            "corpus": "pydoc", "objective": OBJECTIVES.get(model.get("family"), "causal_lm"),
-            "length": 16, "batch_size": 16, "held_out": 4, "tokenizer": {"kind": "bpe"},
+    return from_mapping(
+        Experiment,
+        {
+            "model": model_fields(
+                **{
+                    "family": "decoder",
+                    "vocab_size": 512,
+                    "max_length": 32,
+                    "position": "rotary",
+                    "norm_placement": "pre",
+                    **model,
+                }
+            ),
+            "data": {
+                "corpus": "pydoc",
+                "objective": OBJECTIVES.get(model.get("family"), "causal_lm"),
+                "length": 16,
+                "batch_size": 16,
+                "held_out": 4,
+                "tokenizer": {"kind": "bpe"},
+            },
+            "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2},
+            "mesh": {"data": 1, **dict(mesh)},
+            "train": {
+                "steps": 4,
+                "log_every": 2,
+                "eval_every": 2,
+                "eval_batches": 2,
+                "tensorboard": False,
+                "evaluators": evaluators,
+            },
         },
-        "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2}, "mesh": {"data": 1, **dict(mesh)},
-        "train": {
-            "steps": 4, "log_every": 2, "eval_every": 2, "eval_batches": 2, "tensorboard": False,
-            "evaluators": evaluators,
-        },
-    })  # fmt: skip
+    )
 
 
 def initial_state(config, optimizer, mesh):

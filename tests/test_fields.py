@@ -131,11 +131,22 @@ def test_every_model_field_changes_a_family_or_raises(base):
 
 
 WALKED = {f: values for f, values in combinations.OPTIONS.items() if f != "attention_backend"} | {
-    "num_heads": (2, 8), "d_ff": (40,), "d_model": (32,), "attention_bias": (True, False),
-    "norm_epsilon": (1e-3,), "init_std": (0.5,), "embedding_init_std": (0.5,), "causal": (False,),
-    "lm_head": (False,), "pooling": ("mean",), "pooler": (True,), "num_labels": (3,),
-    "token_types": (2,), "num_encoder_layers": (1, 3), "num_decoder_layers": (1, 3),
-}  # fmt: skip
+    "num_heads": (2, 8),
+    "d_ff": (40,),
+    "d_model": (32,),
+    "attention_bias": (True, False),
+    "norm_epsilon": (1e-3,),
+    "init_std": (0.5,),
+    "embedding_init_std": (0.5,),
+    "causal": (False,),
+    "lm_head": (False,),
+    "pooling": ("mean",),
+    "pooler": (True,),
+    "num_labels": (3,),
+    "token_types": (2,),
+    "num_encoder_layers": (1, 3),
+    "num_decoder_layers": (1, 3),
+}
 """Field -> values for changes of random models. An automatic backend may be any of them."""
 
 

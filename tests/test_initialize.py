@@ -24,15 +24,23 @@ MODEL = model_fields("decoder", vocab_size=512, max_length=32, position="learned
 
 
 def experiment(model=(), train=(), data=()):
-    return from_mapping(Experiment, {
-        "model": {**MODEL, **dict(model)},
-        "data": {
-            "corpus": "pydoc", "length": 16, "batch_size": 8, "held_out": 4,
-            "tokenizer": {"kind": "bpe"}, **dict(data),
+    return from_mapping(
+        Experiment,
+        {
+            "model": {**MODEL, **dict(model)},
+            "data": {
+                "corpus": "pydoc",
+                "length": 16,
+                "batch_size": 8,
+                "held_out": 4,
+                "tokenizer": {"kind": "bpe"},
+                **dict(data),
+            },
+            "optimizer": {"warmup_steps": 2},
+            "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+            "train": {"steps": 3, "tensorboard": False, "eval_batches": 1, **dict(train)},
         },
-        "optimizer": {"warmup_steps": 2}, "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
-        "train": {"steps": 3, "tensorboard": False, "eval_batches": 1, **dict(train)},
-    })  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

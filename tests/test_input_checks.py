@@ -151,11 +151,15 @@ def test_decoding_broadcasts_masks_and_positions():
     x, mask, positions = tokens(0, 2, 4), jnp.array([[0, 1, 1, 1]]) > 0, jnp.array([[0, 0, 1, 2]])
     caches = [
         model.apply(
-            params, x, model.empty_cache(2, 5), method="decode",
-            padding_mask=jnp.tile(mask, (rows, 1)), positions=jnp.tile(positions, (rows, 1)),
+            params,
+            x,
+            model.empty_cache(2, 5),
+            method="decode",
+            padding_mask=jnp.tile(mask, (rows, 1)),
+            positions=jnp.tile(positions, (rows, 1)),
         )[1]
         for rows in (1, 2)
-    ]  # fmt: skip
+    ]
     assert caches[1].tokens.segments_BxT[1, :4].tolist() == [0, 1, 1, 1]
     jax.tree.map(np.testing.assert_array_equal, caches[0].tokens, caches[1].tokens)
 

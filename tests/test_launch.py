@@ -22,8 +22,12 @@ def launch(script: str, *options: str, path: Path | None = None, code: int = 0) 
     environment = os.environ | ({"PATH": f"{path}:{os.environ['PATH']}"} if path else {})
     result = subprocess.run(
         [sys.executable, str(ROOT / "launch" / script), *options],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == code, result.stderr
     return result.stderr if code else result.stdout
 
@@ -185,9 +189,13 @@ def test_tpu_that_stays_up_is_reported_last(fake_tool, code, delete, stays):
     path = fake_tool("gcloud", f'case "$*" in *run.code*exit*) exit {code};; esac')
     result = subprocess.run(
         [sys.executable, "launch/tpu_vm.py", *UP, "--project=p", *delete, *TRAIN],
-        cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     assert result.returncode == code
     reminder = (
         "launch: my-tpu stays up and is billed until it is deleted: "

@@ -100,9 +100,12 @@ def test_slurm_warns_of_a_missing_environment(fake_tool, tmp_path):
     for exists in (False, True):
         result = subprocess.run(
             [sys.executable, "launch/slurm.py", f"--folder={tmp_path}", *TRAIN],
-            cwd=ROOT, env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert (
             f"no {tmp_path}/.venv on this machine" in result.stderr
         ) != exists and result.stderr.count("\n") == (not exists)

@@ -35,10 +35,14 @@ def test_layers_that_differ_add_position_embeddings_once(pattern, position, scan
     layers = OTHER_MIXERS.get(pattern, ({"position": {"name": position}}, {}))
     model, params = make(
         small(
-            "decoder", position=position, layer_pattern=layers, scan_layers=scan_layers,
-            num_kv_heads=2 if pattern == "gated_delta" else 0, norm_placement="pre",
+            "decoder",
+            position=position,
+            layer_pattern=layers,
+            scan_layers=scan_layers,
+            num_kv_heads=2 if pattern == "gated_delta" else 0,
+            norm_placement="pre",
         )
-    )  # fmt: skip
+    )
     tables = [name for name in params["decoder"] if name.startswith("position_embedding")]
     assert tables == (["position_embedding"] if position == "learned" else [])
     kept = {name: params["decoder"][name] for name in (*tables, "final_norm")}
@@ -59,10 +63,12 @@ def test_a_relative_table_is_shared_by_layers_with_other_heads():
         for config in (
             small("decoder", position="t5", num_kv_heads=0, layer_pattern=OTHER_MIXERS["mla"]),
             small("decoder", position="t5", layer_pattern=({"position": {"name": "t5"}}, {})),
-            small("decoder", layer_pattern=({"position": {"name": "t5", "num_buckets": 8}},
-                                            {"position": "t5"})),
+            small(
+                "decoder",
+                layer_pattern=({"position": {"name": "t5", "num_buckets": 8}}, {"position": "t5"}),
+            ),
         )
-    ]  # fmt: skip
+    ]
     assert names == [["relative_bias"], ["relative_bias"], ["relative_bias", "relative_bias_1"]]
 
 

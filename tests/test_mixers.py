@@ -86,9 +86,15 @@ def mixer_output(config, params, x, segments, position=None):
 @pytest.mark.parametrize("window", [0, 3])
 def test_mla_matches_its_equations(window):
     config = small(
-        "decoder", mixer=MLA, position="rotary", norm="rmsnorm", scan_layers=False, window=window,
-        num_kv_heads=0, d_value=5,
-    )  # fmt: skip
+        "decoder",
+        mixer=MLA,
+        position="rotary",
+        norm="rmsnorm",
+        scan_layers=False,
+        window=window,
+        num_kv_heads=0,
+        d_value=5,
+    )
     _, params = make(config)
     mixer_params = params["decoder"]["layers_0"]["self_attention"]
     x = np.random.default_rng(0).standard_normal((2, 9, 16)).astype(np.float32)

@@ -127,10 +127,18 @@ def test_model_flops_are_close_to_the_count_of_xla(mixer, monkeypatch):
     if "lstm" in str(fields):
         fields["num_heads"] = 8  # must be the default, because no layer has heads
     config = planned_experiment(
-        family, {"data": 1}, position="none", scan_layers=False, num_decoder_layers=1, d_model=128,
-        d_ff=256, max_length=8, data={"length": 8, "batch_size": 2},
-        **({"num_encoder_layers": 1} if family != "decoder" else {}), **fields,
-    )  # fmt: skip
+        family,
+        {"data": 1},
+        position="none",
+        scan_layers=False,
+        num_decoder_layers=1,
+        d_model=128,
+        d_ff=256,
+        max_length=8,
+        data={"length": 8, "batch_size": 2},
+        **({"num_encoder_layers": 1} if family != "decoder" else {}),
+        **fields,
+    )
     mesh, params = make_mesh(MeshConfig(data=1)), Programs(config, jax.devices()[:1]).state.params
     batch = batch_shapes(config, mesh)
     monkeypatch.setattr("transformer.planning.model_flops.allowed_share", lambda _: 1.0)

@@ -30,16 +30,24 @@ def experiment(text, objective, family, model=(), **data):
     name = objective if isinstance(objective, str) else objective.get("name", "")
     file = {"classification": "label.tsv", "tagging": "tags.tsv"}.get(name, "text.txt")
     format = "tsv" if file.endswith("tsv") else "text"
-    return from_mapping(Experiment, {
-        "model": model_fields(family, **{"vocab_size": 380, "max_length": 64, **dict(model)}),
-        "mesh": {"data": 1},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "epsilon": 1e-4},
-        "data": {
-            "train": str(text / file), "format": format, "objective": objective, "length": 40,
-            "batch_size": 8, "held_out": 40, **data,
+    return from_mapping(
+        Experiment,
+        {
+            "model": model_fields(family, **{"vocab_size": 380, "max_length": 64, **dict(model)}),
+            "mesh": {"data": 1},
+            "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "epsilon": 1e-4},
+            "data": {
+                "train": str(text / file),
+                "format": format,
+                "objective": objective,
+                "length": 40,
+                "batch_size": 8,
+                "held_out": 40,
+                **data,
+            },
+            "train": {"steps": 60, "log_every": 20, "tensorboard": False},
         },
-        "train": {"steps": 60, "log_every": 20, "tensorboard": False},
-    })  # fmt: skip
+    )
 
 
 NEXT_SENTENCE = {"name": "masked_lm", "next_sentence": True}

@@ -124,9 +124,16 @@ class CharacterStore:
     def __init__(self, config):
         self.text = _Text(config.data, config.objective.columns)
         self.tokenizer = types.SimpleNamespace(
-            vocab_size=60, bos=1, eos=2, pad=0, mask=None, source_prefix_ids=[],
-            text_ids=np.arange(4, 60), starts_word=np.arange(60) % 3 == 0, find=lambda piece: None,
-        )  # fmt: skip
+            vocab_size=60,
+            bos=1,
+            eos=2,
+            pad=0,
+            mask=None,
+            source_prefix_ids=[],
+            text_ids=np.arange(4, 60),
+            starts_word=np.arange(60) % 3 == 0,
+            find=lambda piece: None,
+        )
 
     def texts(self, part, side):
         examples = self.text.train() if part == "train" else self.text.read(part)

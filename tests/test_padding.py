@@ -128,9 +128,15 @@ def test_generation_can_produce_token_zero(converted_model, name, beams):
     x, max_new = full_of_zeros(8, 5), 8
     with torch.no_grad():
         expected = model.generate(
-            torch.tensor(x), attention_mask=torch.ones(2, 5), max_new_tokens=max_new,
-            do_sample=False, num_beams=beams, length_penalty=0.0, pad_token_id=8, eos_token_id=8,
-        ).numpy()[:, 5:]  # fmt: skip
+            torch.tensor(x),
+            attention_mask=torch.ones(2, 5),
+            max_new_tokens=max_new,
+            do_sample=False,
+            num_beams=beams,
+            length_penalty=0.0,
+            pad_token_id=8,
+            eos_token_id=8,
+        ).numpy()[:, 5:]
     assert (expected == 0).any()
     module, limits = build_model(config), jnp.full(2, max_new)
     if beams == 1:

@@ -27,20 +27,36 @@ def planned_experiment(family="decoder", mesh=None, train=(), data=(), **model):
     objective = {"decoder": "causal_lm", "encoder": "masked_lm", "encoder_decoder": "seq2seq"}[
         family
     ]
-    return from_mapping(Experiment, {
-        "model": model_fields(family, {**TINY, "num_decoder_layers": 3}, **{
-            "vocab_size": V, "d_model": D, "d_ff": FF, "max_length": T, "use_bias": False,
-            "norm_placement": "pre", "position": "rotary", "attention_backend": "reference",
-            **model,
-        }),
-        "data": {
-            "train": "nowhere", "objective": objective, "length": T, "batch_size": ROWS,
-            **dict(data),
+    return from_mapping(
+        Experiment,
+        {
+            "model": model_fields(
+                family,
+                {**TINY, "num_decoder_layers": 3},
+                **{
+                    "vocab_size": V,
+                    "d_model": D,
+                    "d_ff": FF,
+                    "max_length": T,
+                    "use_bias": False,
+                    "norm_placement": "pre",
+                    "position": "rotary",
+                    "attention_backend": "reference",
+                    **model,
+                },
+            ),
+            "data": {
+                "train": "nowhere",
+                "objective": objective,
+                "length": T,
+                "batch_size": ROWS,
+                **dict(data),
+            },
+            "train": {"steps": 1000, **dict(train)},
+            "mesh": {"data": 1, **(mesh or {})},
+            "decoding": {"batch_size": 8},
         },
-        "train": {"steps": 1000, **dict(train)},
-        "mesh": {"data": 1, **(mesh or {})},
-        "decoding": {"batch_size": 8},
-    })  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("scan", [True, False])

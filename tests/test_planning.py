@@ -202,8 +202,10 @@ def test_plan_that_does_not_fit_suggests_remedies(monkeypatch):
     assert "within the host\n" in text and "between hosts" not in text
     assert re.search(r"run: at least .* chip-hours, price .* \(2 per chip-hour\)", text)
     assert [pages._duration(s) for s in (485, 94_860, 200_000)] == [
-        "8 min 5 s", "26 h 21 min", "2.3 days"
-    ]  # fmt: skip
+        "8 min 5 s",
+        "26 h 21 min",
+        "2.3 days",
+    ]
     assert pages._last("a" * 99, 9) == "…" + 8 * "a"
 
 
@@ -235,9 +237,15 @@ def test_training_step_compiles_for_tpu_with_flash_attention(machine, position):
     assert importlib.util.find_spec("libtpu"), "the extra [test] brings it"
     target = topology(machine)
     config = planned_experiment(
-        mesh={"fsdp": 2, "tensor": 2}, data={"length": 1024}, position=position,
-        attention_backend="auto", dtype="bfloat16", d_head=64, max_length=1024, remat="full",
-    )  # fmt: skip
+        mesh={"fsdp": 2, "tensor": 2},
+        data={"length": 1024},
+        position=position,
+        attention_backend="auto",
+        dtype="bfloat16",
+        d_head=64,
+        max_length=1024,
+        remat="full",
+    )
     plan = make_plan(config, target, programs.start(target), only=("train",))
     kernels = {
         op.name.split(".")[0]

@@ -17,9 +17,13 @@ from transformer.model.positions import StackFacts
 
 def stack_facts(d_head, max_length):
     return StackFacts(
-        d_model=d_head, num_heads=1, d_head=d_head, d_value=d_head, max_length=max_length,
+        d_model=d_head,
+        num_heads=1,
+        d_head=d_head,
+        d_value=d_head,
+        max_length=max_length,
         causal=True,
-    )  # fmt: skip
+    )
 
 
 def xpos_scores(q_TxH, k_SxH, t, s, theta=1e4, gamma=0.4, scale_base=512.0):

@@ -83,24 +83,39 @@ def test_invalid_probe_paths_raise(path, message):
 
 
 def experiment(family: str, path: str = "copy:1-3:2000", **changes) -> Experiment:
-    return from_mapping(Experiment, {
-        "model": model_fields(
-            family, {**TINY, "num_encoder_layers": 1}, d_model=32, d_ff=64, num_heads=2,
-            position="rotary", **changes,
-        ),
-        "data": {
-            "format": "probe", "train": path, "objective": "seq2seq", "length": 16,
-            "batch_size": 32, "held_out": 32, "tokenizer": {"kind": "char"},
-        },
-        "optimizer": {"warmup_steps": 10, "learning_rate": 1e-2},
-        "mesh": {"data": 1},
-        "train": {
-            "steps": 120, "tensorboard": False,
-            "evaluators": (
-                {"name": "probe", "lengths": (2, 5), "examples": 64}, "bleu_by_length",
+    return from_mapping(
+        Experiment,
+        {
+            "model": model_fields(
+                family,
+                {**TINY, "num_encoder_layers": 1},
+                d_model=32,
+                d_ff=64,
+                num_heads=2,
+                position="rotary",
+                **changes,
             ),
+            "data": {
+                "format": "probe",
+                "train": path,
+                "objective": "seq2seq",
+                "length": 16,
+                "batch_size": 32,
+                "held_out": 32,
+                "tokenizer": {"kind": "char"},
+            },
+            "optimizer": {"warmup_steps": 10, "learning_rate": 1e-2},
+            "mesh": {"data": 1},
+            "train": {
+                "steps": 120,
+                "tensorboard": False,
+                "evaluators": (
+                    {"name": "probe", "lengths": (2, 5), "examples": 64},
+                    "bleu_by_length",
+                ),
+            },
         },
-    })  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder_decoder"])

@@ -47,10 +47,13 @@ def launch(
         subprocess.Popen(
             command,
             env=os.environ | local.variables(i, count, 4 // count, port),
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def logged_metrics(workdir: Path) -> list[dict]:
@@ -197,8 +200,10 @@ def test_missing_processes_are_named(tmp_path):
     start = lambda i, wait: subprocess.Popen(
         [sys.executable, "-c", code],
         env=os.environ | local.variables(i, 4, 1, port) | {"TRANSFORMER_WAIT": wait},
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     started = [start(0, "10"), start(2, "10")]
     for process in started:
         _, error = process.communicate(timeout=60)
@@ -227,14 +232,20 @@ def test_failing_script_ends_the_other_processes():
     stop = "barrier('that all reach')\nsys.exit(143)"
 
     def run_both(code: str, port: int) -> tuple[list[int], list[str]]:
-        return wait_for_exit([
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(i)],
-                env=os.environ | local.variables(i, 2, 1, port), cwd=ROOT,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for i in range(2)
-        ], 40)  # fmt: skip
+        return wait_for_exit(
+            [
+                subprocess.Popen(
+                    [sys.executable, "-c", code, str(i)],
+                    env=os.environ | local.variables(i, 2, 1, port),
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for i in range(2)
+            ],
+            40,
+        )
 
     exit_codes, outputs = run_both(code + die, local.free_port())
     assert exit_codes == [1, 1], outputs

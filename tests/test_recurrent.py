@@ -221,12 +221,16 @@ def test_beam_score_equals_log_probability_of_its_text(model):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_learns_the_same_on_every_mesh(dtype):
-    config = from_mapping(Experiment, {
-        "model": recurrent(sizes=TINY, dtype=dtype, dropout=0.1),
-        "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
-        "optimizer": {"learning_rate": 0.02, "warmup_steps": 2}, "train": {"steps": 10},
-        "mesh": {"data": 1},
-    })  # fmt: skip
+    config = from_mapping(
+        Experiment,
+        {
+            "model": recurrent(sizes=TINY, dtype=dtype, dropout=0.1),
+            "data": {"corpus": "pydoc", "objective": "seq2seq", "length": 12, "batch_size": 8},
+            "optimizer": {"learning_rate": 0.02, "warmup_steps": 2},
+            "train": {"steps": 10},
+            "mesh": {"data": 1},
+        },
+    )
     from test_training import random_batch
 
     losses = []

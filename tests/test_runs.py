@@ -269,12 +269,14 @@ def test_damaged_checkpoint_raises_in_one_line(run_config, tmp_path):
     def cut(file):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
-    for i, damage in enumerate([
-        lambda run: [shutil.rmtree(x) for x in (run / step).iterdir() if x.is_dir()],
-        lambda run: shutil.rmtree(run / step / "ema"),
-        lambda run: cut(run / step / "ema" / "_METADATA"),
-        lambda run: [cut(x) for x in (run / step / "ema").rglob("d/*")],
-    ]):  # fmt: skip
+    for i, damage in enumerate(
+        [
+            lambda run: [shutil.rmtree(x) for x in (run / step).iterdir() if x.is_dir()],
+            lambda run: shutil.rmtree(run / step / "ema"),
+            lambda run: cut(run / step / "ema" / "_METADATA"),
+            lambda run: [cut(x) for x in (run / step / "ema").rglob("d/*")],
+        ]
+    ):
         run = tmp_path / str(i)
         shutil.copytree(tmp_path / "whole", run)
         damage(run)

@@ -122,11 +122,16 @@ def tpu_devices(count):
     corners = itertools.product(range(count), range(2), range(2), range(2))
     return [
         SimpleNamespace(
-            platform="tpu", device_kind="TPU v5", coords=[x, y, z], core_on_chip=0,
-            slice_index=s, process_index=2 * s + z, id=i,
+            platform="tpu",
+            device_kind="TPU v5",
+            coords=[x, y, z],
+            core_on_chip=0,
+            slice_index=s,
+            process_index=2 * s + z,
+            id=i,
         )
         for i, (s, x, y, z) in enumerate(corners)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,22 @@ def experiment(family="encoder_decoder", mesh=None, model=(), **train):
     objective = {"encoder": "masked_lm", "decoder": "causal_lm", "encoder_decoder": "seq2seq"}[
         family
     ]
-    return from_mapping(Experiment, {
-        "model": model_fields(family, **dict(model)),
-        "data": {"corpus": "pydoc", "objective": objective, "length": 12, "batch_size": 16},
-        "optimizer": {
-            "learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1, "clip_norm": 1.0,
-            "epsilon": 1e-4,
+    return from_mapping(
+        Experiment,
+        {
+            "model": model_fields(family, **dict(model)),
+            "data": {"corpus": "pydoc", "objective": objective, "length": 12, "batch_size": 16},
+            "optimizer": {
+                "learning_rate": 0.01,
+                "warmup_steps": 2,
+                "weight_decay": 0.1,
+                "clip_norm": 1.0,
+                "epsilon": 1e-4,
+            },
+            "train": {"steps": 10, "label_smoothing": 0.1, "z_loss": 1e-3, **train},
+            "mesh": mesh or {"data": 1},
         },
-        "train": {"steps": 10, "label_smoothing": 0.1, "z_loss": 1e-3, **train},
-        "mesh": mesh or {"data": 1},
-    })  # fmt: skip
+    )
 
 
 def random_batch(config, seed=0, rows=16):

@@ -25,16 +25,33 @@ import tempfile
 import time
 
 MARIAN = dict(
-    vocab_size=16384, d_model=512, encoder_layers=6, decoder_layers=6, encoder_ffn_dim=2048,
-    decoder_ffn_dim=2048, encoder_attention_heads=8, decoder_attention_heads=8,
-    max_position_embeddings=128, scale_embedding=True, activation_function="swish",
-    pad_token_id=16383, bos_token_id=1, eos_token_id=2, decoder_start_token_id=16383,
+    vocab_size=16384,
+    d_model=512,
+    encoder_layers=6,
+    decoder_layers=6,
+    encoder_ffn_dim=2048,
+    decoder_ffn_dim=2048,
+    encoder_attention_heads=8,
+    decoder_attention_heads=8,
+    max_position_embeddings=128,
+    scale_embedding=True,
+    activation_function="swish",
+    pad_token_id=16383,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=16383,
     forced_eos_token_id=None,
-)  # fmt: skip
+)
 GPT2 = dict(
-    vocab_size=8192, n_positions=512, n_embd=256, n_layer=6, n_head=4, bos_token_id=1,
-    eos_token_id=2, pad_token_id=8191,
-)  # fmt: skip
+    vocab_size=8192,
+    n_positions=512,
+    n_embd=256,
+    n_layer=6,
+    n_head=4,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=8191,
+)
 CASES = {
     # name: sequences, input tokens, new tokens, beams
     "greedy": (32, 32, 64, 1),
@@ -121,10 +138,14 @@ def torch_side(case: str, folder: str) -> None:
     def decode():
         with torch.inference_mode():
             out = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), num_beams=beams, do_sample=False,
-                max_new_tokens=max_new, min_new_tokens=max_new,
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                num_beams=beams,
+                do_sample=False,
+                max_new_tokens=max_new,
+                min_new_tokens=max_new,
                 suppress_tokens=suppressed(case),
-            )  # fmt: skip
+            )
         return out[:, skipped:].numpy()
 
     serve(decode)
@@ -148,19 +169,26 @@ def ctranslate2_side(case: str, folder: str) -> None:
         decode = lambda: [
             list(map(int, result.sequences_ids[0]))
             for result in generator.generate_batch(
-                tokens, min_length=max_new, max_length=max_new, include_prompt_in_result=False,
-                suppress_sequences=[[str(i)] for i in suppressed(case)], **lengths,
+                tokens,
+                min_length=max_new,
+                max_length=max_new,
+                include_prompt_in_result=False,
+                suppress_sequences=[[str(i)] for i in suppressed(case)],
+                **lengths,
             )
-        ]  # fmt: skip
+        ]
     else:
         translator = ctranslate2.Translator(folder + "/ct2", **options)
         decode = lambda: [
             list(map(int, result.hypotheses[0]))
             for result in translator.translate_batch(
-                tokens, min_decoding_length=max_new, max_decoding_length=max_new,
-                suppress_sequences=[["2"]], **lengths,
+                tokens,
+                min_decoding_length=max_new,
+                max_decoding_length=max_new,
+                suppress_sequences=[["2"]],
+                **lengths,
             )
-        ]  # fmt: skip
+        ]
     serve(lambda: np.asarray(decode()))
 
 
@@ -218,10 +246,13 @@ def compare(case: str, rounds: int) -> None:
         processes = {
             side: subprocess.Popen(
                 [sys.executable, __file__, f"--side={side}", case, folder],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | quiet,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | quiet,
             )
             for side in sides
-        }  # fmt: skip
+        }
         tokens = {side: json.loads(p.stdout.readline()) for side, p in processes.items()}
         times: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(rounds):

@@ -241,13 +241,8 @@ def torch_side(case: str, dropout: float) -> None:
         model(**inputs).loss.backward()
         optimizer.step()
 
-    serve(
-        once,
-        {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "threads": torch.get_num_threads(),
-        },
-    )
+    parameters = sum(p.numel() for p in model.parameters())
+    serve(once, {"parameters": parameters, "threads": torch.get_num_threads()})
 
 
 def serve(once, facts: dict) -> None:

@@ -75,21 +75,37 @@ def harms(checkpoint: Path, seed: int) -> Iterator[Harm]:
 @functools.cache
 def _subject() -> "CheckpointSubject":
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    config = from_mapping(Experiment, {
-        "model": {
-            "family": "decoder", "vocab_size": 400, "d_model": 16, "d_ff": 16, "num_heads": 4,
-            "num_decoder_layers": 2, "max_length": 16,
+    config = from_mapping(
+        Experiment,
+        {
+            "model": {
+                "family": "decoder",
+                "vocab_size": 400,
+                "d_model": 16,
+                "d_ff": 16,
+                "num_heads": 4,
+                "num_decoder_layers": 2,
+                "max_length": 16,
+            },
+            "data": {
+                "corpus": "pydoc",
+                "length": 16,
+                "batch_size": 4,
+                "held_out": 4,
+                "tokenizer": {"kind": "bpe"},
+            },
+            "optimizer": {"warmup_steps": 5},
+            "mesh": {"data": 1},
+            "train": {
+                "steps": 6,
+                "eval_batches": 1,
+                "checkpoint_every": 2,
+                "keep_checkpoints": 3,
+                "tensorboard": False,
+                "ema_decay": 0.9,
+            },
         },
-        "data": {
-            "corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4,
-            "tokenizer": {"kind": "bpe"},
-        },
-        "optimizer": {"warmup_steps": 5}, "mesh": {"data": 1},
-        "train": {
-            "steps": 6, "eval_batches": 1, "checkpoint_every": 2, "keep_checkpoints": 3,
-            "tensorboard": False, "ema_decay": 0.9,
-        },
-    })  # fmt: skip
+    )
     train(config, folder / "run")
     return CheckpointSubject(folder / "run", config)
 

@@ -13,11 +13,17 @@ _SIZES = {
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = _SIZES | _IDS | {"num_key_value_heads": 2}
 _BART = _IDS | {
-    "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 24,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 24,
     "decoder_ffn_dim": 24,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 20,
-    "decoder_start_token_id": 2, "forced_eos_token_id": 2,
-}  # fmt: skip
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 20,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}
 
 MODELS: dict[str, tuple[str, dict]] = {
     "bert": ("BertForMaskedLM", _SIZES),

@@ -131,7 +131,11 @@ def _key(rng: random.Random, keys: list[str]) -> str:
     parts, position = key.split("."), rng.randrange(len(key))
     return rng.choice(
         (
-            key, key, key, key, key,
+            key,
+            key,
+            key,
+            key,
+            key,
             key[:position] + rng.choice("abcxyz_.-") + key[position:],
             key[:position] + key[position + 1 :],
             ".".join(parts[::-1]),
@@ -144,7 +148,7 @@ def _key(rng: random.Random, keys: list[str]) -> str:
             "." * rng.randrange(4),
             key * rng.randrange(200),
         )
-    )  # fmt: skip
+    )
 
 
 SPELLED = (

@@ -78,18 +78,30 @@ def test_fingerprint_needs_no_collectives():
 
 @pytest.fixture(scope="module")
 def config():
-    return from_mapping(Experiment, {
-        "model": model_fields("decoder", vocab_size=400, d_ff=16),
-        "data": {
-            "corpus": "pydoc", "length": 16, "batch_size": 4, "held_out": 4,
-            "tokenizer": {"kind": "bpe"},
+    return from_mapping(
+        Experiment,
+        {
+            "model": model_fields("decoder", vocab_size=400, d_ff=16),
+            "data": {
+                "corpus": "pydoc",
+                "length": 16,
+                "batch_size": 4,
+                "held_out": 4,
+                "tokenizer": {"kind": "bpe"},
+            },
+            "optimizer": {"warmup_steps": 5, "schedule": "constant"},
+            "mesh": {"data": 1},
+            "train": {
+                "steps": 6,
+                "log_every": 1,
+                "eval_batches": 1,
+                "checkpoint_every": 2,
+                "keep_checkpoints": 3,
+                "tensorboard": False,
+                "ema_decay": 0.9,
+            },
         },
-        "optimizer": {"warmup_steps": 5, "schedule": "constant"}, "mesh": {"data": 1},
-        "train": {
-            "steps": 6, "log_every": 1, "eval_batches": 1, "checkpoint_every": 2,
-            "keep_checkpoints": 3, "tensorboard": False, "ema_decay": 0.9,
-        },
-    })  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

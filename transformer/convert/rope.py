@@ -84,9 +84,14 @@ def options(choice: Choice) -> Mapping:
 
 
 def rope(
-    values: Mapping, family: str, length: int, theta: float, fraction: float = 1.0,
-    partial: bool = False, inside: str = "rope_parameters.",
-) -> dict:  # fmt: skip
+    values: Mapping,
+    family: str,
+    length: int,
+    theta: float,
+    fraction: float = 1.0,
+    partial: bool = False,
+    inside: str = "rope_parameters.",
+) -> dict:
     """Returns our position for one `rope_parameters` object.
 
     `theta` and `fraction` are defaults for the base and the rotated share of each head. `partial`

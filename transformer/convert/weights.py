@@ -138,18 +138,20 @@ def fused(
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     yield Weight(
-        f"{theirs}.weight", tuple(f"{name}/kernel" for name in ours),
+        f"{theirs}.weight",
+        tuple(f"{name}/kernel" for name in ours),
         lambda shapes: flip((shapes[0][0], sum(math.prod(s[1:]) for s in shapes))),
         lambda x, shapes: split(turn(x), shapes, [math.prod(s[1:]) for s in shapes]),
         lambda xs: turn(np.concatenate([_as_matrix(x, 1) for x in xs], axis=1)),
-    )  # fmt: skip
+    )
     if bias:
         yield Weight(
-            f"{theirs}.bias", tuple(f"{name}/bias" for name in ours),
+            f"{theirs}.bias",
+            tuple(f"{name}/bias" for name in ours),
             lambda shapes: (sum(map(math.prod, shapes)),),
             lambda x, shapes: split(x, shapes, [math.prod(s) for s in shapes]),
             lambda xs: np.concatenate([x.reshape(-1) for x in xs]),
-        )  # fmt: skip
+        )
 
 
 def fused_by_head(theirs: str, ours: tuple[str, ...], bias: bool) -> Iterator[Weight]:

@@ -10,7 +10,7 @@ Shape suffixes: B batch, P prompt length, L generated length, V vocabulary.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,12 +25,23 @@ from transformer.model.special_tokens import Ids
 
 
 def sample(
-    model: nn.Module, params: Any, prompt_BxP: jax.Array | None, limits_B: jax.Array,
-    keys_B: jax.Array, *, max_new: int, eos_id: Ids = None, pad_id: int | None = None,
-    suppress_tokens: Sequence[int] = (), source_BxS: jax.Array | None = None,
-    prompt_mask_BxP: jax.Array | None = None, source_mask_BxS: jax.Array | None = None,
-    temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-) -> jax.Array:  # fmt: skip
+    model: nn.Module,
+    params: Any,
+    prompt_BxP: jax.Array | None,
+    limits_B: jax.Array,
+    keys_B: jax.Array,
+    *,
+    max_new: int,
+    eos_id: Ids = None,
+    pad_id: int | None = None,
+    suppress_tokens: Sequence[int] = (),
+    source_BxS: jax.Array | None = None,
+    prompt_mask_BxP: jax.Array | None = None,
+    source_mask_BxS: jax.Array | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> jax.Array:
     """Continues each prompt up to eos or `limits_B` tokens, then pads: int32[B, max_new].
 
     B is the number of sequences, P the length of the longest prompt and S that of the longest
@@ -61,6 +72,18 @@ def sample(
     if temperature:
         _check_keys(keys_B, len(prompt_BxP))
     draw = functools.partial(_draw, keys_B, ending, temperature, top_k, top_p)
+    slots = prompt_BxP.shape[1] + max_new
+    logits_BxV, memory = prefill(
+        model, params, prompt_BxP, slots, source_BxS, prompt_mask_BxP, source_mask_BxS
+    )
+    read = functools.partial(advance, *unrolled(model, params))
+    return _continue(draw, read, ending, limits_B, max_new, logits_BxV, memory)
+
+
+def _continue(
+    draw: Callable, read: Callable, ending: Ending, limits_B, max_new: int, logits_BxV, memory
+) -> jax.Array:
+    """Draws tokens, and reads all but the last of them, until all sequences have ended."""
 
     def emit(step, out_BxL, done_B, logits_BxV):
         token_B = jnp.where(done_B, ending.fill_id, draw(logits_BxV, step))
@@ -73,15 +96,10 @@ def sample(
 
     def body(carry):
         (step, out_BxL, done_B, token_B), memory = carry
-        logits_BxV, memory = advance(*step_model, token_B, memory)
+        logits_BxV, memory = read(token_B, memory)
         return emit(step, out_BxL, done_B, logits_BxV), memory
 
-    slots = prompt_BxP.shape[1] + max_new
-    logits_BxV, memory = prefill(
-        model, params, prompt_BxP, slots, source_BxS, prompt_mask_BxP, source_mask_BxS
-    )
-    step_model = unrolled(model, params)
-    blank = jnp.full((prompt_BxP.shape[0], max_new), ending.fill_id, jnp.int32)
+    blank = jnp.full((len(limits_B), max_new), ending.fill_id, jnp.int32)
     first = emit(jnp.zeros((), jnp.int32), blank, limits_B <= 0, logits_BxV)
     return jax.lax.while_loop(cond, body, (first, memory))[0][1]
 

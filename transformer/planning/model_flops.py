@@ -102,6 +102,9 @@ def _plain(model: ModelConfig) -> ModelConfig:
         for layer in model.layer_pattern
     ]
     return model.part(
-        attention_backend="reference", pipeline_microbatches=0, remat="none",
-        feed_forward=dropless(model.feed_forward), layer_pattern=tuple(map(FrozenDict, pattern)),
-    )  # fmt: skip
+        attention_backend="reference",
+        pipeline_microbatches=0,
+        remat="none",
+        feed_forward=dropless(model.feed_forward),
+        layer_pattern=tuple(map(FrozenDict, pattern)),
+    )

@@ -41,9 +41,16 @@ class _SyntheticStore:
         self._lengths = np.array([short, config.data.length] * 8)
         self._per_text = config.objective.columns[-1] == "label"
         self.tokenizer = types.SimpleNamespace(
-            vocab_size=size, bos=1, eos=2, pad=0, mask=None, source_prefix_ids=[],
-            text_ids=np.array([3]), starts_word=np.ones(size, bool), find=lambda piece: None,
-        )  # fmt: skip
+            vocab_size=size,
+            bos=1,
+            eos=2,
+            pad=0,
+            mask=None,
+            source_prefix_ids=[],
+            text_ids=np.array([3]),
+            starts_word=np.ones(size, bool),
+            find=lambda piece: None,
+        )
 
     def texts(self, part: str, side: int) -> Texts:
         ends = np.cumsum(self._lengths)

@@ -207,9 +207,11 @@ def accumulate_gradients(
         )
         add_at = lambda total, index, x: total.at[index].add(x.astype(total.dtype))
         return Gradients(
-            add_at(grads.q_Ixs, i, d_q), add_at(grads.k_Jxs, j, d_k), add_at(grads.v_Jxs, j, d_v),
+            add_at(grads.q_Ixs, i, d_q),
+            add_at(grads.k_Jxs, j, d_k),
+            add_at(grads.v_Jxs, j, d_v),
             jax.tree.map(lambda total, x: total + x, grads.position, d_position),
-        ), None  # fmt: skip
+        ), None
 
     return _scan(add, grads, pairs)
 

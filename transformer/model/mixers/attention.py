@@ -115,9 +115,13 @@ class Attention(nn.Module):
             self, qkv, mask, *tokens, position, cfg.head_size, deterministic, index
         )
         out = Linear(
-            cfg, (cfg.d_model,), ("heads", "head", "embed"), cfg.attention_has_bias,
-            self.gain * self.out_gain, name="out",
-        )  # fmt: skip
+            cfg,
+            (cfg.d_model,),
+            ("heads", "head", "embed"),
+            cfg.attention_has_bias,
+            self.gain * self.out_gain,
+            name="out",
+        )
         return out(_shard_heads(out_BxTxNxH))
 
     def _heads(self, name: str, heads: int, gain: float = 1.0) -> Callable[[jax.Array], jax.Array]:
@@ -172,9 +176,13 @@ class SourceAttention(Attention):
         if batch != sources:
             x_ExQxD, tokens = group(x_BxTxD), jax.tree.map(group, context.tokens)
         out_ExQxD = self._attend(
-            self._queries(x_ExQxD), kv, SAME_SEGMENT, (tokens, context.source_tokens), None,
+            self._queries(x_ExQxD),
+            kv,
+            SAME_SEGMENT,
+            (tokens, context.source_tokens),
+            None,
             deterministic,
-        )  # fmt: skip
+        )
         return out_ExQxD.reshape(x_BxTxD.shape), Shared(kv)
 
 

@@ -138,9 +138,13 @@ class GatedDeltaNet(nn.Module):
         o_BxTxNxV = norm(name="norm")(o_BxTxNxV.astype(cfg.dtype)) * nn.silu(gate_BxTxNxV)
         o_BxTxNxV = constrain(o_BxTxNxV, ("batch", "length", "activation_heads", "head"))
         out = Linear(
-            cfg, (cfg.d_model,), ("heads", "head", "embed"), False, self.gain * self.out_gain,
+            cfg,
+            (cfg.d_model,),
+            ("heads", "head", "embed"),
+            False,
+            self.gain * self.out_gain,
             name="out",
-        )  # fmt: skip
+        )
         if not decoding:
             return out(o_BxTxNxV), None
         width = state.segments_BxW.shape[1]

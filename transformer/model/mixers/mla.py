@@ -145,16 +145,27 @@ class LatentAttention(nn.Module):
         q = jnp.concatenate([q_BxTxNxH, q_BxTxNxP], axis=-1)
         k = jnp.concatenate([k_BxSxKxH, k_BxSxKxP], axis=-1)
         out = inner_attention(
-            self, (q, k, v_BxSxKxV), self_mask(cfg, self.side), context.tokens, k_tokens,
-            position, cfg.head_size + self.d_rope, deterministic, context.index,
-        )  # fmt: skip
+            self,
+            (q, k, v_BxSxKxV),
+            self_mask(cfg, self.side),
+            context.tokens,
+            k_tokens,
+            position,
+            cfg.head_size + self.d_rope,
+            deterministic,
+            context.index,
+        )
         if absorbed:
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
         out = constrain(out, ("batch", "length", "activation_heads", "head"))
         project = Linear(
-            cfg, (cfg.d_model,), ("heads", "head", "embed"), False, self.gain * self.out_gain,
+            cfg,
+            (cfg.d_model,),
+            ("heads", "head", "embed"),
+            False,
+            self.gain * self.out_gain,
             name="out",
-        )  # fmt: skip
+        )
         return project(out), state
 
     def _project(

@@ -43,9 +43,18 @@ from transformer.model.attention_backends.flash.tiles import (
 
 
 def backward(
-    settings: Settings, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, limits: Limits, bias_NxD, seed,
-    lse_BxNxT, delta_BxNxT, d_out_BxNxTxV, learned: bool,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    settings: Settings,
+    q_BxNxTxH,
+    k_BxKxSxH,
+    v_BxKxSxV,
+    limits: Limits,
+    bias_NxD,
+    seed,
+    lse_BxNxT,
+    delta_BxNxT,
+    d_out_BxNxTxV,
+    learned: bool,
+) -> tuple[jax.Array, ...]:
     """Returns the gradients of queries, keys, values and, if `learned`, the bias.
 
     `delta_BxNxT` is D. The gradients of keys and values are per query head, [B, N, S, ...].
@@ -85,19 +94,16 @@ def backward(
             pltpu.VMEM((s, LANES), jnp.int32) if settings.dropout else None,
         ],
     )
-    d_q, d_k, d_v, d_vector = call(
-        schedule, seed, q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, queries, keys, vector,
-        lse_BxNxT[:, :, None], delta_BxNxT[:, :, None], d_out_BxNxTxV,
-    )  # fmt: skip
+    qkv = q_BxNxTxH, k_BxKxSxH, v_BxKxSxV
+    rows = lse_BxNxT[:, :, None], delta_BxNxT[:, :, None], d_out_BxNxTxV
+    d_q, d_k, d_v, d_vector = call(schedule, seed, *qkv, queries, keys, vector, *rows)
     return d_q, d_k, d_v, *([toeplitz.unpacked(d_vector)[:, ::-1]] if learned else [])
 
 
-def _kernel(
-    settings: Settings, schedule: Schedule, seed_ref,
-    q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, lse_ref, delta_ref, d_out_ref,
-    d_q_ref, d_k_ref, d_v_ref, d_vector_ref,
-    d_q_sum, d_k_sum, d_v_sum, table_ref, d_table_ref, column_refs, bits_ref,
-):  # fmt: skip
+def _kernel(settings: Settings, schedule: Schedule, seed_ref, *refs):
+    q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, lse_ref, delta_ref, d_out_ref = refs[:9]
+    d_q_ref, d_k_ref, d_v_ref, d_vector_ref, d_q_sum, d_k_sum, d_v_sum = refs[9:16]
+    table_ref, d_table_ref, column_refs, bits_ref = refs[16:]
     t, s, T = settings.q_block, settings.k_block, q_ref.shape[0]
     sequence, block = pl.program_id(1), pl.program_id(2)
     is_last = lambda axis: pl.program_id(axis) == pl.num_programs(axis) - 1

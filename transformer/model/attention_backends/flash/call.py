@@ -108,12 +108,20 @@ class Call:
         vmem = max(T + more_T, S + more_S) * bytes_per_token(*sizes) + TILES
         call = Call(
             Settings(
-                t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu",
+                t,
+                s,
+                reach,
+                inputs.soft_cap,
+                dropout,
+                N,
+                not whole,
+                vmem,
+                platform() == "cpu",
             ),
             # The share of pairs that a causal mask allows differs between pairs of blocks.
             pairs(inputs.mask if whole else REAL, inputs.q_tokens, T + more_T, S + more_S),
             bool(jax.tree.leaves(position)),
-        )  # fmt: skip
+        )
         limits = Limits.of(inputs).pad(more_T, more_S)
         q, k, v = pad(scaled, more_T), pad(k_BxSxKxH, more_S), pad(v_BxSxKxV, more_S)
         return call, (q, k, v, bias_NxD, limits, seed)
@@ -129,10 +137,17 @@ class Call:
         `of_queries` are the log-sum-exp, delta and the gradients of the outputs (backward.py).
         """
         d_q, d_k, d_v, *d_bias = self._on_each_device(
-            functools.partial(backward, learned=self.learned), 3,
-            q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, bias_NxD, limits, seed, *of_queries,
+            functools.partial(backward, learned=self.learned),
+            3,
+            q_BxNxTxH,
+            k_BxKxSxH,
+            v_BxKxSxV,
+            bias_NxD,
+            limits,
+            seed,
+            *of_queries,
             learned=self.learned,
-        )  # fmt: skip
+        )
         kv_heads = k_BxKxSxH.shape[1]
         of_group = lambda x: jnp.sum(x.reshape(len(x), kv_heads, -1, *x.shape[2:]), axis=2)
         zero = None if bias_NxD is None else jnp.zeros_like(bias_NxD)

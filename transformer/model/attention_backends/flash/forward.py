@@ -87,10 +87,24 @@ def forward(
 
 
 def _kernel(
-    settings: Settings, schedule: Schedule, seed_ref,
-    q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, out_ref, lse_ref,
-    m_ref, l_ref, sum_ref, table_ref, column_refs, bits_ref,
-):  # fmt: skip
+    settings: Settings,
+    schedule: Schedule,
+    seed_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    query_refs,
+    key_refs,
+    vector_ref,
+    out_ref,
+    lse_ref,
+    m_ref,
+    l_ref,
+    sum_ref,
+    table_ref,
+    column_refs,
+    bits_ref,
+):
     t, s = settings.q_block, settings.k_block
     block, V = pl.program_id(2), v_ref.shape[-1]
     if table_ref is not None:
