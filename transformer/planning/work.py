@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+from transformer.planning.collectives import COLLECTIVES
 from transformer.planning.hlo import Computation, HloProgram, Instruction
 
 # fmt: off
@@ -51,8 +52,15 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
     """Returns the bytes that a fusion reads and writes.
 
     An operand that is only sliced or gathered from counts with the parts that are read. A result
-    that only updates a part of an operand counts with that part.
+    that only updates a part of an operand counts with that part. The TPU compiler spreads a
+    collective over several fusions, which pass its buffers on: they count where it ends.
     """
+    passed_on = 0.0
+    root = list(inner.values())[-1]
+    results = root.operands if root.opcode == "tuple" else ()
+    for array, name in zip(op.arrays, results, strict=False):
+        if not array.on_chip and inner[name].opcode in ("parameter", *COLLECTIVES):
+            passed_on += array.bytes
     users = collections.defaultdict(list)
     for user in inner.values():
         for name in user.operands:
@@ -66,12 +74,14 @@ def _fusion_traffic(op: Instruction, operands: list[Instruction], inner: Computa
             pairs += find_uses(user.name) if user.opcode == "bitcast" else itself
         return pairs
 
-    total, updated = 0.0, 0.0
+    total, updated = 0.0, passed_on
     for parameter in (p for p in inner.values() if p.opcode == "parameter"):
         number = int(parameter.literal)
         if number >= len(operands) or not operands[number].hbm_bytes:
             continue
         operand, uses = operands[number], find_uses(parameter.name)
+        if {use.opcode for use, _ in uses} <= {"tuple", *COLLECTIVES}:
+            continue
         opcodes = {use.opcode if first else "" for use, first in uses}
         if opcodes and opcodes <= {"dynamic-slice", "gather", "slice"}:
             total += sum(array.bytes for use, _ in uses for array in use.arrays)
