@@ -171,7 +171,7 @@ def check(case: Case) -> str:
         try:
             steps = train(config, run)
         except Diverged as e:
-            # Without norms, gated feed-forwards square the stream in each layer, so it may overflow.
+            # Without norms, each gated feed-forward squares the stream, which may overflow.
             if case.tree["model"].get("norm_placement") == "none":
                 return f"{config.model.family} without norms: reported as diverged"
             raise AssertionError(f"{case}: {e}") from e
