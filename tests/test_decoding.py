@@ -4,6 +4,7 @@ Cached decoding equals teacher forcing, beam search equals brute force, and samp
 distribution of the model.
 """
 
+import functools
 import itertools
 
 import jax
@@ -15,7 +16,10 @@ from conftest import make, masks, schemes, small, start_decoding, tokens
 from transformer import UserError
 from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance
-from transformer.decoding.sampling import sample, truncate
+from transformer.decoding.sampling import most_likely, sample, truncate
+from transformer.model.network import build_model
+from transformer.planning.hlo import HloProgram
+from transformer.planning.work import hbm_bytes
 
 EOS = 2
 ENDING = {"eos_id": EOS, "pad_id": 0, "suppress_tokens": (0,)}
@@ -213,6 +217,28 @@ def test_greedy_decoding_takes_the_argmax_of_the_full_forward_pass():
         text[0, 3 + k] = out[0, k]
         if out[0, k] == EOS:
             break
+
+
+def test_most_likely_token_is_the_first_of_equals():
+    logits = jax.random.normal(jax.random.key(0), (5, 40)).round(1)
+    logits = logits.at[0, 7:9].set(9.0).at[1, 3].set(jnp.nan).at[2].set(-jnp.inf)
+    np.testing.assert_array_equal(most_likely(logits), jnp.argmax(logits, axis=-1))
+
+
+def test_scanned_layers_do_not_copy_the_cache_in_each_step():
+    """Compares the bytes that a program moves, loops counted once, with unrolled layers."""
+    moved, prompt, keys = {}, tokens(0, 8, 3), jax.random.split(jax.random.key(0), 8)
+    for scan_layers in (False, True):
+        config = small("decoder", scan_layers=scan_layers, max_length=128, num_decoder_layers=4)
+        model, limits = build_model(config), jnp.full(8, 125)
+        decode = functools.partial(sample, model, max_new=125, **ENDING)
+        params = jax.eval_shape(model.init, keys[0], prompt)
+        text = jax.jit(decode).lower(params, prompt, limits, keys).compile().as_text()
+        program = HloProgram.read(text)
+        moved[scan_layers] = hbm_bytes(program)
+    cache = 2 * 4 * 8 * 128 * config.kv_heads * config.head_size * 4
+    # The prefill stacks the states and unstacks them, 6 caches. Scanned steps would move 17 more.
+    assert moved[True] < moved[False] + 8 * cache
 
 
 def test_sampling_follows_the_distribution_with_one_key_per_sequence():

@@ -220,6 +220,31 @@ def test_moved_bytes_are_counted_once():
     assert (message.kind, message.bytes) == ("all-gather", whole)
 
 
+SPREAD = """HloModule spread
+
+%work (shard: f32[4,64], whole: f32[16,64], x: f32[8,8]) -> (f32[8,8], f32[4,64], f32[16,64]) {
+  %shard = f32[4,64]{1,0} parameter(0)
+  %whole = f32[16,64]{1,0} parameter(1)
+  %x = f32[8,8]{1,0} parameter(2)
+  %y = f32[8,8]{1,0} negate(%x)
+  %gathered = f32[16,64]{1,0} all-gather(%shard), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %all = (f32[8,8]{1,0}, f32[4,64]{1,0}, f32[16,64]{1,0}) tuple(%y, %shard, %gathered)
+}
+
+ENTRY %main (shard: f32[4,64], whole: f32[16,64], x: f32[8,8]) -> f32[8,8] {
+  %shard = f32[4,64]{1,0} parameter(0)
+  %whole = f32[16,64]{1,0} parameter(1)
+  %x = f32[8,8]{1,0} parameter(2)
+  %spread = (f32[8,8]{1,0}, f32[4,64]{1,0}, f32[16,64]{1,0}) fusion(%shard, %whole, %x), kind=kCustom, calls=%work
+  ROOT %y = f32[8,8]{1,0} get-tuple-element(%spread), index=0
+}
+"""  # noqa: E501
+
+
+def test_fusion_that_passes_on_a_collective_moves_only_its_own_arrays():
+    assert hbm_bytes(HloProgram.read(SPREAD)) == 2 * 4 * 64
+
+
 SCATTER = """HloModule scatter
 
 %all-reduce-scatter.1 (input: bf16[64,8]) -> bf16[16,8] {
