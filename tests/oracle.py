@@ -130,6 +130,8 @@ def linear(p, x):
 def activate(c, x):
     if c.activation == "relu":
         return np.maximum(x, 0)
+    if c.activation in ("relu_squared", "linear"):
+        return np.maximum(x, 0) ** 2 if c.activation == "relu_squared" else x
     if c.activation == "gelu":
         return x * (1 + erf(x / math.sqrt(2))) / 2
     if c.activation == "gelu_tanh":

@@ -41,6 +41,8 @@ def rotate(name, options, x, t, length, direction):
         f = theta ** (-2 * i / d)
         if scaling == "linear":
             f = f / factor
+        if scaling == "proportional" and i >= math.floor(scaling_options["share"] * d / 2):
+            f = 0.0
         if scaling == "llama3":
             wavelength, low, high = (
                 2 * math.pi / f,
@@ -122,6 +124,11 @@ def distance_bias(name, options, shared, n, d, t, heads, causal):
         power = 2 ** int(math.log2(heads))
         slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
         slopes += [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * (heads - power), 2)]
+        given = options.get("slopes", "geometric")
+        if given == "learned":
+            slopes = shared["slopes"]
+        elif given != "geometric":
+            slopes = list(given) * (heads // len(given))
         return -slopes[n] * abs(d)
     if name == "t5":
         sizes = options.get("num_buckets", 32), options.get("max_distance", 128)

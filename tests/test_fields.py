@@ -235,6 +235,7 @@ def test_every_position_scheme_option_has_an_effect():
             "layout": {"halves": "interleaved", "interleaved": "halves"},
             "scaling": {"none": {"name": "linear", "factor": 2.0}},
             "first_index": {0: 1},
+            "slopes": {"geometric": "learned"},
         },
     )
     for name, cls in SCHEMES.items():

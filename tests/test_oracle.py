@@ -65,6 +65,13 @@ VARIANTS = {
     "linear": {
         "position": {"name": "rotary", "scaling": {"name": "linear", "factor": 2.0}}, "d_head": 8,
     },
+    "proportional": {
+        "position": {"name": "rotary", "scaling": {"name": "proportional", "share": 0.6}},
+        "d_head": 8, "activation": "relu_squared",
+    },
+    "slope 1": {"position": {"name": "alibi", "slopes": (1.0,)}, "activation": "linear"},
+    "given slopes": {"position": {"name": "alibi", "slopes": (0.5, 0.1, 0.0, 2.0)}},
+    "learned slopes": {"position": {"name": "alibi", "slopes": "learned"}},
     "ntk": {
         "position": {"name": "rotary", "scaling": {"name": "ntk", "factor": 2.0}}, "d_head": 8,
     },

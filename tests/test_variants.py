@@ -234,6 +234,14 @@ def test_layer_pattern_is_scanned_by_its_period():
             {"name": "rotary", "scaling": {"name": "ntk", "factr": 2.0}},
             "'ntk' has no option 'factr'; did you mean 'factor'",
         ),
+        (
+            {"name": "rotary", "scaling": {"name": "proportional", "share": 1.0}},
+            r"scaling\.share: 1\.0 must be between 0 and 1",
+        ),
+        ({"name": "alibi", "slopes": "fixed"}, "slopes: unknown value 'fixed'; choose from"),
+        ({"name": "alibi", "slopes": (1.0, 2.0)}, r"slopes: \(1\.0, 2\.0\); set one number, or"),
+        ({"name": "alibi", "slopes": ()}, r"slopes: \(\); set one number, or one for each"),
+        ({"name": "alibi", "slopes": 3}, "slopes: expected"),
         ({"name": "shaw", "values": 3}, r"model\.position\.values: expected bool, got 3"),
         (
             {"name": "shaw", "max_distance": True},

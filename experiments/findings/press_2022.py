@@ -126,7 +126,6 @@ def sweep(scale="small"):
         declared={
             "parameters": "a learned table has a vector per position, T5's bias a number per "
             "bucket and head"
-        }
-        | ({"attention": "no fused kernel supports T5's bias"} if scale == "paper" else {}),
+        },
         seeds=3,
     )

@@ -269,10 +269,19 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu2": "relu_squared",
+    "linear": "linear",
     "silu": "silu",
     "swish": "silu",
 }
 """Activation in Transformers -> ours."""
 
-ACTIVATIONS_BACK = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+ACTIVATIONS_BACK = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "silu": "silu",
+    "relu_squared": "relu2",
+    "linear": "linear",
+}
 """Our activation -> the name in Transformers."""

@@ -10,6 +10,8 @@ ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),  # x Phi(x)
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),  # the approximation of GPT-2
     "silu": jax.nn.silu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, "Primer"
+    "linear": lambda x: x,
 }
 
 

@@ -62,7 +62,7 @@ class ModelConfig:
 
     # dense | none, or dict(name="experts", num_experts=..., top_k=..., capacity_factor=...)
     feed_forward: Choice = "dense"
-    activation: str = "relu"  # relu | gelu | gelu_tanh | silu
+    activation: str = "relu"  # relu | gelu | gelu_tanh | silu | relu_squared | linear
     glu: bool = False  # a gated feed-forward: act(x W_gate) * (x W_in) before the output matrix
     use_bias: bool = True  # biases in all projections, unless the next two fields override it
     # Biases in the four projections of attention. None: use_bias.

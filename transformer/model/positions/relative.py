@@ -31,19 +31,46 @@ class ALiBi(Position):
     the next lower power. The others take every other slope of the next higher power, as in the
     authors' code.
 
-    Parameters: none.
+    slopes: "geometric", as above; "learned", which starts from these values; or given values, one
+        for all heads or one for each. Hewitt's notes have (1.0,).
+
+    Parameters: none; with learned slopes, num_heads per stack.
     Cross-attention: not applied.
     Cache: distances come from the positions that are stored with the keys.
     Beyond the training length: extrapolates.
     """
 
+    slopes: str | tuple[float, ...] = option("geometric")
     num_heads: int = fact()
+    slopes_N: jax.Array | None = None  # learned
+
+    def check(self, facts: StackFacts) -> str | None:
+        if self.slopes in ("geometric", "learned"):
+            return None
+        if isinstance(self.slopes, str):
+            choices = "choose from: geometric, learned, or numbers"
+            return f"model.position.slopes: unknown value {self.slopes!r}; {choices}"
+        if len(self.slopes) not in (1, facts.num_heads) or min(self.slopes) < 0:
+            return (
+                f"model.position.slopes: {self.slopes}; set one number, or one for each of the "
+                f"{facts.num_heads} heads, and none below 0"
+            )
+        return None
 
     def bind(self, param: Param, facts: StackFacts) -> "ALiBi":
-        return self.replace(num_heads=facts.num_heads)
+        slopes_N = None
+        if self.slopes == "learned":
+            start = lambda key, shape, dtype: jnp.asarray(alibi_slopes(*shape), dtype)
+            init = nn.with_logical_partitioning(start, ("heads",))
+            slopes_N = param("slopes", init, (facts.num_heads,), facts.param_dtype)
+        return self.replace(num_heads=facts.num_heads, slopes_N=slopes_N)
 
     def distance_bias(self, distance):
-        slopes = per_head(jnp.asarray(alibi_slopes(self.num_heads)), distance)
+        slopes_N = self.slopes_N
+        if slopes_N is None:
+            given = alibi_slopes(self.num_heads) if self.slopes == "geometric" else self.slopes
+            slopes_N = jnp.broadcast_to(jnp.asarray(given, jnp.float32), (self.num_heads,))
+        slopes = per_head(slopes_N.astype(jnp.float32), distance)
         return -slopes * jnp.abs(distance).astype(jnp.float32)
 
 

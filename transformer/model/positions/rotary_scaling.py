@@ -76,6 +76,27 @@ class LinearScaling(Scaling):
         return super().frequencies(theta, d, length_B) / self.factor
 
 
+@SCALINGS.register("proportional")
+@dataclasses.dataclass(frozen=True)
+class Proportional(Scaling):
+    """f_i for the fastest floor(share d/2) pairs, and 0 for the others, which ignore positions.
+
+    This is p-RoPE (Barbero et al. 2024, "Round and Round We Go!", arXiv:2410.06205; Gemma 4). In
+    contrast to `fraction`, the frequencies are those of all d dimensions.
+    """
+
+    share: float = 0.75
+
+    def check(self, theta, d):
+        if not 0 < self.share < 1:
+            return f"share: {self.share} must be between 0 and 1"
+        return super().check(theta, d)
+
+    def frequencies(self, theta, d, length_B):
+        rotated = jnp.arange(d // 2) < math.floor(self.share * d / 2)
+        return jnp.where(rotated, super().frequencies(theta, d, length_B), 0.0)
+
+
 @SCALINGS.register("ntk")
 @dataclasses.dataclass(frozen=True)
 class NTKScaling(Scaling):
