@@ -77,11 +77,10 @@ def mutate(source: Path, target: Path, seed: int) -> str:
 
 
 def _intact(target: Path) -> bool:
-    """Returns whether config.json and the tensors can be read, as another fault requires."""
+    """Returns whether config.json and the tensors have what another fault may change."""
     try:
-        return bool(safetensors.torch.load_file(target / "model.safetensors")) and isinstance(
-            json.loads((target / "config.json").read_text()), dict
-        )
+        tensors = safetensors.torch.load_file(target / "model.safetensors")
+        return bool(tensors) and "model_type" in json.loads((target / "config.json").read_text())
     except Exception:
         return False
 

@@ -91,9 +91,14 @@ class Family:
         restored = meaning(self.our_config(theirs, tensors))
         for field, value in meaning(config).items():
             if restored[field] != value:
+                # Values of equal layers are shown once.
+                shown = [
+                    x[0] if isinstance(x, list) and x and all(y == x[0] for y in x) else x
+                    for x in (value, restored[field])
+                ]
                 raise UserError(
-                    f"model.{field}: {value!r} cannot be expressed by {self.model_type}, which "
-                    f"would turn it into {restored[field]!r}"
+                    f"model.{field}: {shown[0]!r} cannot be expressed by {self.model_type}, which "
+                    f"would turn it into {shown[1]!r}"
                 )
         return theirs
 

@@ -148,12 +148,13 @@ def beam_search(
         beams, from_beam, token = _grow(beams, logits_BxKxV, limits_B, alpha, ending)
         old_beams = (jnp.arange(batch)[:, None] * k + from_beam).reshape(-1)
         cache = beams.memory.cache.reorder(lambda x: x[old_beams])
-        return beams.replace(memory=beams.memory.replace(cache=cache)), token.reshape(-1)
+        memory = dataclasses.replace(beams.memory, cache=cache)
+        return dataclasses.replace(beams, memory=memory), token.reshape(-1)
 
     def body(carry):  # the cache is moved last: between two moves, it is updated in place
         beams, token = carry
         logits, memory = advance(*step_model, token, beams.memory)
-        return extend(beams.replace(memory=memory), logits.reshape(batch, k, vocab))
+        return extend(dataclasses.replace(beams, memory=memory), logits.reshape(batch, k, vocab))
 
     blank = jnp.full((batch, k, max_new), ending.fill_id, jnp.int32)
     one_live = jnp.where(jnp.arange(k) == 0, 0.0, NEVER)  # all beams are equal at the start

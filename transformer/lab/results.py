@@ -324,7 +324,8 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
     for name, arm in arms.items():
         runs = {}
         for seed, run in arm.runs.items():
-            if reason := _why_not(run, first, sweep):
+            # A damaged manifest may contain NaN, which differs from itself.
+            if run is not first and (reason := _why_not(run, first, sweep)):
                 left_out.append(f"{name}, seed {seed}: {reason}, and cannot be compared")
             else:
                 runs[seed] = run
