@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -260,3 +261,19 @@ def test_events_of_one_are_singular():
     )
     assert event(2000, "texts are too short") == "2,000 texts are too short"
     assert event(1, "texts are too short") == "1 text is too short"
+
+
+@pytest.mark.parametrize(
+    ("variable", "accelerator", "calls"),
+    [("", "", 3), ("system", "", 0), ("", "a TPU", 0)],
+)
+def test_python_api_keeps_freed_memory_unless_prevented(monkeypatch, variable, accelerator, calls):
+    import transformer
+
+    made = []
+    library = types.SimpleNamespace(mallopt=lambda *option: made.append(option) or 1)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr("transformer.parallel.host.accelerator", lambda: accelerator)
+    monkeypatch.setenv("TRANSFORMER_ALLOCATOR", variable)
+    transformer.__getattr__("build_model")
+    assert len(made) == calls

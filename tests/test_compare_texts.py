@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 from studies import configs_and_facts, write_run
@@ -170,6 +171,17 @@ def test_validation_losses_need_the_same_text_and_batch_count(tmp_path):
     assert all(
         arm.runs for arm in results.read([tmp_path / arm / "seed-0" for arm in "abc"]).arms.values()
     ), "the test texts do not differ"
+
+
+def test_run_with_nan_in_its_manifest_is_comparable_to_itself(tmp_path):
+    for arm, size in (("a", 32), ("b", 48)):
+        write_run(tmp_path, arm, 0, 4.0, eval_losses=(5.0, 4.0), model__d_ff=size)
+    file = tmp_path / "a" / "seed-0" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"data": manifest["data"] | {"objective": math.nan}}))
+    compared = results.read([tmp_path / arm / "seed-0" for arm in "ab"], metric="eval/loss")
+    assert [bool(arm.runs) for arm in compared.arms.values()] == [True, False]
+    assert compared.predicts_tokens
 
 
 def test_report_lists_exclusions_from_the_test_text(tmp_path):

@@ -236,10 +236,15 @@ def test_layer_pattern_is_scanned_by_its_period():
         ),
         (
             {"name": "rotary", "scaling": {"name": "proportional", "share": 1.0}},
-            r"scaling\.share: 1\.0 must be between 0 and 1",
+            r"scaling\.share: 1\.0 must be from 0\.5 \(one of 2 pairs\) to below 1",
         ),
         ({"name": "alibi", "slopes": "fixed"}, "slopes: unknown value 'fixed'; choose from"),
         ({"name": "alibi", "slopes": (1.0, 2.0)}, r"slopes: \(1\.0, 2\.0\); set one number, or"),
+        ({"name": "alibi", "slopes": (float("nan"),)}, r"slopes: \(nan,\); set one number"),
+        (
+            {"name": "rotary", "scaling": {"name": "proportional", "share": 0.2}},
+            r"scaling\.share: 0\.2 must be from 0\.5",
+        ),
         ({"name": "alibi", "slopes": ()}, r"slopes: \(\); set one number, or one for each"),
         ({"name": "alibi", "slopes": 3}, "slopes: expected"),
         ({"name": "shaw", "values": 3}, r"model\.position\.values: expected bool, got 3"),

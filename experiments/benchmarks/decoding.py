@@ -2,7 +2,7 @@ r"""Measures decoding against Hugging Face's `generate` and CTranslate2, with eq
 
     pip install torch transformers        (CPU PyTorch 2.13 was used)
     pip install ctranslate2               (optional; 4.8 was used)
-    python experiments/benchmarks/decoding.py [greedy] [beam] [decoder] [--rounds=5] [--threads=2]
+    python experiments/benchmarks/decoding.py [greedy] [beam] [decoder] [--rounds=5]
 
     greedy   a Marian model of 53M parameters: 32 sources of 32 tokens, 64 new tokens, float32
     beam     the same with 4 beams
@@ -16,13 +16,12 @@ min, max), and the share of tokens that equal PyTorch's. Random weights make nea
 differ by rounding, and the rest of their sequence with them.
 """
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
+
+from turns import SAME_ALLOCATOR, in_turn, serve
 
 MARIAN = dict(
     vocab_size=16384,
@@ -121,7 +120,8 @@ def jax_side(case: str, folder: str) -> None:
             model, params, prompt, limits, beam_size=beams, alpha=1.0, source_BxS=source, **shared
         )[0][:, 0]
 
-    serve(lambda: np.asarray(decode(params, tokens)))
+    run = lambda: np.asarray(decode(params, tokens))
+    serve(run, run().tolist())
 
 
 def torch_side(case: str, folder: str) -> None:
@@ -148,7 +148,7 @@ def torch_side(case: str, folder: str) -> None:
             )
         return out[:, skipped:].numpy()
 
-    serve(decode)
+    serve(decode, decode().tolist())
 
 
 def ctranslate2_side(case: str, folder: str) -> None:
@@ -189,7 +189,7 @@ def ctranslate2_side(case: str, folder: str) -> None:
                 **lengths,
             )
         ]
-    serve(lambda: np.asarray(decode()))
+    serve(decode, np.asarray(decode()).tolist())
 
 
 def convert_to_ctranslate2(case: str, folder: str) -> None:
@@ -216,20 +216,7 @@ def convert_to_ctranslate2(case: str, folder: str) -> None:
     Converter(folder).convert(folder + "/ct2")
 
 
-def serve(decode) -> None:
-    """Prints the tokens, then decodes for each line of standard input and prints the seconds."""
-    print(json.dumps(decode().tolist()), flush=True)
-    decode()
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        decode()
-        print(time.perf_counter() - start, flush=True)
-
-
 SIDES = {"jax": jax_side, "torch": torch_side, "ctranslate2": ctranslate2_side}
-SAME_ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"
-}  # fmt: skip
 
 
 def compare(case: str, rounds: int) -> None:
@@ -243,27 +230,8 @@ def compare(case: str, rounds: int) -> None:
         except ImportError:
             print("ctranslate2 is not installed")
         quiet = {"JAX_PLATFORMS": "cpu", "TRANSFORMERS_VERBOSITY": "error"} | SAME_ALLOCATOR
-        processes = {
-            side: subprocess.Popen(
-                [sys.executable, __file__, f"--side={side}", case, folder],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | quiet,
-            )
-            for side in sides
-        }
-        tokens = {side: json.loads(p.stdout.readline()) for side, p in processes.items()}
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(rounds):
-            for side, process in processes.items():
-                process.stdin.write("go\n")
-                process.stdin.flush()
-                times[side].append(float(process.stdout.readline()))
-        for process in processes.values():
-            process.stdin.close()
-            process.wait()
-    report(case, tokens, times)
+        commands = {side: ([__file__, f"--side={side}", case, folder], quiet) for side in sides}
+        report(case, *in_turn(commands, rounds))
 
 
 def report(case: str, tokens: dict[str, list], times: dict[str, list[float]]) -> None:

@@ -14,12 +14,11 @@ transformer.parallel.host applies for JAX. `--plain` trains with a loop of one's
 """
 
 import functools
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
+
+from turns import SAME_ALLOCATOR, in_turn, serve
 
 CASES = {
     # name: the tokens per step, and the sizes of both models
@@ -245,54 +244,16 @@ def torch_side(case: str, dropout: float) -> None:
     serve(once, {"parameters": parameters, "threads": torch.get_num_threads()})
 
 
-def serve(once, facts: dict) -> None:
-    """Prints `facts`, then takes a step for each line of standard input and prints its seconds."""
-    for _ in range(2):
-        once()
-    print(json.dumps(facts), flush=True)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        once()
-        print(time.perf_counter() - start, flush=True)
-
-
 def compare(case: str, rounds: int, dropout: str, plain: bool, same_allocator: bool) -> None:
-    allocator = (
-        {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"}
-        if same_allocator
-        else {}
-    )
-    environments = {
-        "jax": os.environ | {"JAX_PLATFORMS": "cpu"},
-        "torch": os.environ | allocator | {"TRANSFORMERS_VERBOSITY": "error"},
+    def side(name: str) -> list[str]:
+        return [__file__, f"--side={name}", f"--dropout={dropout}", case]
+
+    allocator = SAME_ALLOCATOR if same_allocator else {}
+    sides = {
+        "jax": (side("plain" if plain else "jax"), {"JAX_PLATFORMS": "cpu"}),
+        "torch": (side("torch"), allocator | {"TRANSFORMERS_VERBOSITY": "error"}),
     }
-    processes = {
-        side: subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                f"--side={'plain' if plain and side == 'jax' else side}",
-                f"--dropout={dropout}",
-                case,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for side, env in environments.items()
-    }
-    facts = {side: json.loads(process.stdout.readline()) for side, process in processes.items()}
-    times: dict[str, list[float]] = {"jax": [], "torch": []}
-    for _ in range(rounds):
-        for side, process in processes.items():
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            times[side].append(float(process.stdout.readline()))
-    for process in processes.values():
-        process.stdin.close()
-        process.wait()
-    report(case, facts, times)
+    report(case, *in_turn(sides, rounds))
 
 
 def report(case: str, facts: dict[str, dict], times: dict[str, list[float]]) -> None:

@@ -91,14 +91,9 @@ class Family:
         restored = meaning(self.our_config(theirs, tensors))
         for field, value in meaning(config).items():
             if restored[field] != value:
-                # Values of equal layers are shown once.
-                shown = [
-                    x[0] if isinstance(x, list) and x and all(y == x[0] for y in x) else x
-                    for x in (value, restored[field])
-                ]
                 raise UserError(
-                    f"model.{field}: {shown[0]!r} cannot be expressed by {self.model_type}, which "
-                    f"would turn it into {shown[1]!r}"
+                    f"model.{field}: {value!r} cannot be expressed by {self.model_type}, which "
+                    f"would turn it into {restored[field]!r}"
                 )
         return theirs
 
@@ -109,8 +104,9 @@ def meaning(config: ModelConfig) -> dict:
     fields = {name: getattr(config, name) for name in names}
     scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     layers = [layer for side in config.sides for layer in config.layers(side)]
+    schemes = [positions.build(layer.position) for layer in layers]
     return fields | {
-        "position": [positions.build(layer.position) for layer in layers],
+        "position": schemes[0] if schemes.count(schemes[0]) == len(schemes) else schemes,
         "window": [layer.window for layer in layers],
         "layer_pattern": (),
         "norm_placement": [config.placement(side) for side in config.sides],

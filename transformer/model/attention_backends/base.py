@@ -110,6 +110,11 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
 """attend(q_BxTxNxH, k_BxSxKxH, v_BxSxKxH, inputs) -> out_BxTxNxH."""
 
 
+def by_head(x_BxTxNxH: jax.Array) -> jax.Array:
+    """Returns [B, N, T, H], or the reverse."""
+    return jnp.swapaxes(x_BxTxNxH, 1, 2)
+
+
 def logits(
     q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array]:

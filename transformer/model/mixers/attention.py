@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from transformer.model import attention_backends, attention_statistics
+from transformer.model.attention_backends.base import by_head
 from transformer.model.cache import Shared, empty_slots, extend
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Linear
@@ -135,11 +136,6 @@ class Attention(nn.Module):
 
     def _normalized(self, name: str, x_BxTxNxH: jax.Array) -> jax.Array:
         return self.config.norm_module(name=name)(x_BxTxNxH) if self.config.qk_norm else x_BxTxNxH
-
-
-def by_head(x_BxSxKxH: jax.Array) -> jax.Array:
-    """[B, S, K, H] -> [B, K, S, H], the order of the decoding state, and back."""
-    return jnp.swapaxes(x_BxSxKxH, 1, 2)
 
 
 def _shard_heads(x_BxTxNxH: jax.Array) -> jax.Array:

@@ -50,10 +50,11 @@ class ALiBi(Position):
         if isinstance(self.slopes, str):
             choices = "choose from: geometric, learned, or numbers"
             return f"model.position.slopes: unknown value {self.slopes!r}; {choices}"
-        if len(self.slopes) not in (1, facts.num_heads) or min(self.slopes) < 0:
+        valid = all(0 <= slope < math.inf for slope in self.slopes)
+        if len(self.slopes) not in (1, facts.num_heads) or not valid:
             return (
                 f"model.position.slopes: {self.slopes}; set one number, or one for each of the "
-                f"{facts.num_heads} heads, and none below 0"
+                f"{facts.num_heads} heads, finite and not below 0"
             )
         return None
 

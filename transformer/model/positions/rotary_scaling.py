@@ -85,12 +85,16 @@ class Proportional(Scaling):
     contrast to `fraction`, the frequencies are those of all d dimensions.
     """
 
+    min_dimensions: ClassVar[int] = 4  # one pair that is rotated and one that is not
+
     share: float = 0.75
 
     def check(self, theta, d):
-        if not 0 < self.share < 1:
-            return f"share: {self.share} must be between 0 and 1"
-        return super().check(theta, d)
+        if problem := super().check(theta, d):
+            return problem
+        if not 2 / d <= self.share < 1:
+            return f"share: {self.share} must be from {2 / d:g} (one of {d // 2} pairs) to below 1"
+        return None
 
     def frequencies(self, theta, d, length_B):
         rotated = jnp.arange(d // 2) < math.floor(self.share * d / 2)

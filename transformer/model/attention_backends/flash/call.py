@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from transformer.model.attention_backends.base import Inputs
+from transformer.model.attention_backends.base import Inputs, by_head
 from transformer.model.attention_backends.flash.backward import backward
 from transformer.model.attention_backends.flash.forward import forward
 from transformer.model.attention_backends.flash.settings import Settings
@@ -54,11 +54,6 @@ def memory() -> int:
 def tile_size(tokens: int) -> int:
     """Returns the number of tokens per tile. Smaller tiles need less padding."""
     return min(COST, key=lambda tile: -(-tokens // tile) * tile * COST[tile])
-
-
-def by_head(x_BxTxNxH: jax.Array) -> jax.Array:
-    """Returns [B, N, T, H], or the reverse."""
-    return jnp.swapaxes(x_BxTxNxH, 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,14 +171,14 @@ class Call:
 
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.empty and (axes := set(mesh.axis_names) - set(mesh.manual_axes)):
-            by_head, by_sequence = P(batch_axes or None, head_axes or None), P(batch_axes or None)
+            of_heads, by_sequence = P(batch_axes or None, head_axes or None), P(batch_axes or None)
             of_limits = jax.tree.map(lambda x: by_sequence if len(x) > 1 else P(), limits)
             of_bias = None if bias_NxD is None else P(head_axes or None)
-            more_specs = [by_head] * len(more)
+            more_specs = [of_heads] * len(more)
             local = jax.shard_map(
                 local,
-                in_specs=(by_head, by_head, by_head, of_limits, of_bias, P(), *more_specs),
-                out_specs=(*[by_head] * results, *[of_bias] * learned),
+                in_specs=(of_heads, of_heads, of_heads, of_limits, of_bias, P(), *more_specs),
+                out_specs=(*[of_heads] * results, *[of_bias] * learned),
                 axis_names=axes,
                 check_vma=False,
             )
