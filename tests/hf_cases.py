@@ -46,6 +46,12 @@ BART = {
 ROPE = {"rope_theta": 5000.0, "original_max_position_embeddings": 16}
 
 
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0,
+    "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.0, 1.5, 3.0, 8.0],
+}  # fmt: skip
+
+
 GPT2 = {
     "n_embd": 32,
     "n_layer": 3,
@@ -189,6 +195,9 @@ CASES = {
             "rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0, "beta_slow": 2.0,
             "attention_factor": 1.3, "truncate": False, "rope_theta": 50.0,
         }}),
+        ("LlamaForCausalLM", LLAMA | {"rope_parameters": ROPE | {
+            "rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 2.0,
+        }}),
         ("LlamaForCausalLM", LLAMA | {"rope_parameters": {
             "rope_theta": 5000.0, "rope_type": "linear", "factor": 2.5,
         }}),
@@ -212,6 +221,82 @@ CASES = {
         ("Qwen3ForCausalLM", LLAMA | {
             "attention_bias": True, "use_sliding_window": True, "sliding_window": 4,
             "max_window_layers": 2,
+        }),
+    ],
+    "smollm3": [
+        ("SmolLM3ForCausalLM", LLAMA),
+        ("SmolLM3ForCausalLM", LLAMA | {
+            "no_rope_layers": [1, 1, 0, 0], "use_sliding_window": True, "sliding_window": 5,
+            "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
+        }),
+    ],
+    "phi3": [
+        ("Phi3ForCausalLM", LLAMA),
+        ("Phi3ForCausalLM", LLAMA | {
+            "sliding_window": 6, "tie_word_embeddings": True, "rms_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5,
+            },
+        }),
+        ("Phi3ForCausalLM", LLAMA | {
+            "original_max_position_embeddings": 30, "rope_parameters": LONG_ROPE,
+        }),
+        ("Phi3ForCausalLM", LLAMA | {
+            "original_max_position_embeddings": 16, "rope_parameters": LONG_ROPE,
+        }),
+    ],
+    "gemma": [
+        ("GemmaForCausalLM", LLAMA | {"head_dim": 12}),
+        ("GemmaForCausalLM", LLAMA | {
+            "head_dim": 8, "num_key_value_heads": 1, "hidden_act": "gelu", "attention_bias": True,
+        }),
+    ],
+    "gemma3_text": [
+        ("Gemma3ForCausalLM", LLAMA | {
+            "head_dim": 12, "sliding_window": 5, "num_hidden_layers": 7,
+        }),
+        ("Gemma3ForCausalLM", LLAMA | {
+            "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 30,
+            "final_logit_softcapping": 1.5,
+            "layer_types": [
+                "full_attention", "sliding_attention", "sliding_attention", "full_attention",
+            ],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        }),
+    ],
+    "olmo2": [
+        ("Olmo2ForCausalLM", LLAMA),
+        ("Olmo2ForCausalLM", LLAMA | {
+            "attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True,
+        }),
+    ],
+    "olmo3": [
+        ("Olmo3ForCausalLM", LLAMA | {"sliding_window": 5}),
+        ("Olmo3ForCausalLM", LLAMA | {
+            "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": ROPE | {"rope_type": "yarn", "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        }),
+    ],
+    "mixtral": [
+        ("MixtralForCausalLM", LLAMA | {"num_local_experts": 4}),
+        ("MixtralForCausalLM", LLAMA | {
+            "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 5, "head_dim": 12,
+        }),
+    ],
+    "qwen3_moe": [
+        ("Qwen3MoeForCausalLM", LLAMA | {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        }),
+        ("Qwen3MoeForCausalLM", LLAMA | {
+            "num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 24,
+            "norm_topk_prob": True, "attention_bias": True, "use_sliding_window": True,
+            "sliding_window": 6,
         }),
     ],
     "gemma2": [

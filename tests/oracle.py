@@ -5,6 +5,7 @@ reads only the fields of a config and the parameters of an unrolled model. Lower
 vectors of one token. Tokens are indexed by t (queries) and s (keys), heads by n.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -139,6 +140,15 @@ def activate(c, x):
     return x / (1 + np.exp(-x))
 
 
+def normalized_head(c, p, kind, head, n):
+    """Returns the n-th head, head(n), normalized alone or, if joint, together with all others."""
+    gains, others = p.get(f"{kind}_norm", {}), [n]
+    if c.qk_norm_joint:
+        others = range(p[kind]["kernel"].shape[1])
+    heads = norm(c, gains, np.concatenate([head(i) for i in others], axis=-1))
+    return np.split(heads, len(others), axis=-1)[n if c.qk_norm_joint else 0]
+
+
 def norm(c, p, x):
     """Normalizes over the last axis."""
     if c.norm == "layernorm":
@@ -263,7 +273,8 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
         )
         q, k, v = head("query", x, n), head("key", y, n // per_kv), head("value", y, n // per_kv)
         if c.qk_norm:
-            q, k = norm(c, p.get("query_norm", {}), q), norm(c, p.get("key_norm", {}), k)
+            q = normalized_head(c, p, "query", functools.partial(head, "query", x), n)
+            k = normalized_head(c, p, "key", functools.partial(head, "key", y), n // per_kv)
         if name in ("rotary", "xpos"):
             length = int(q_info[0].max()) + 1
             turn = lambda x, at, sign: np.stack(

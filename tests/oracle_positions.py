@@ -43,6 +43,9 @@ def rotate(name, options, x, t, length, direction):
             f = f / factor
         if scaling == "proportional" and i >= math.floor(scaling_options["share"] * d / 2):
             f = 0.0
+        if scaling == "longrope":
+            is_long, magnitude = length > original, scaling_options["attention_factor"]
+            f = f / scaling_options["long_factors" if is_long else "short_factors"][i]
         if scaling == "llama3":
             wavelength, low, high = (
                 2 * math.pi / f,

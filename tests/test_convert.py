@@ -118,22 +118,7 @@ def test_round_trip_is_exact(saved_model, tmp_path, family, name, options):
         np.testing.assert_array_equal(loaded.state_dict()[key].numpy(), x.numpy(), err_msg=key)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "gpt2",
-        "bloom",
-        "opt",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "qwen3",
-        "gemma2",
-        "t5",
-        "bart",
-        "marian",
-    ],
-)
+@pytest.mark.parametrize("family", [x for x in CASES if FAMILIES[x].ours != "encoder"])
 def test_cached_decoding_equals_transformers(saved_model, family):
     """Greedy decoding of prompts of unequal length, padded left (or of sources, padded right)."""
     # Their T5 caches as many layers as the encoder has, so this case has equal depths.
@@ -253,9 +238,26 @@ def test_bfloat16_and_sharded_weights_round_trip(saved_model, tmp_path, monkeypa
          "it must be 48"),
         ("marian", {"decoder_vocab_size": 99}, "decoder_vocab_size = 99"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
-         "rope_type = 'longrope'"),
+         r"no rope_parameters\.short_factor"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, -2.0],
+                                       "long_factor": [1.0, 1.0]}},
+         r"short_factor = \[1.0, -2.0\] has -2.0; its entries are numbers over 0"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0],
+                                      "long_factor": [1.0]}},
+         r"short_factors: \(1.0,\) must have 4 numbers over 0, one per rotated pair"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+         "rope_type is 'default' or 'longrope'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}},
-         "rope_parameters.mscale = 0.7"),
+         "rope_parameters.mscale = 0.7 has no effect without mscale_all_dim"),
+        ("llama", {"rope_parameters": {"rope_type": "su"}}, "rope_type = 'su'"),
+        ("mistral", {"mlp_bias": True}, "mlp_bias = True is not a known field"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "has 2 entries for 4 layers"),
+        ("gemma3_text", {"rope_parameters": {"chunked": {}}}, "'chunked', which is not a layer"),
+        ("gemma3_text", {"attn_logit_softcapping": 9.0}, "Transformers ignores it in this family"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "all layers are expert mixtures"),
+        ("qwen3_moe", {"num_local_experts": 5}, "missing tensors of a qwen3_moe model: "
+         r"model\.layers\.0\.mlp\.experts\.4\.down_proj\.weight"),
+        ("mixtral", {"intermediate_size": 50}, "w1.weight: its shape is 48 x 32, .* 50 x 32"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention"] * 2},
          "chunked_attention"),

@@ -51,8 +51,9 @@ MODEL = {
     "norm_gain": False, "norm_offset": False, "norm_zero_centered": True, "norm_epsilon": 1e-3,
     "embedding_norm": True, "first_norm": False, "parallel": True, "feed_forward": "experts",
     "activation": "gelu", "glu": True, "use_bias": False, "attention_bias": False,
-    "qkv_bias": False, "qk_norm": True, "attention_scale": 0.3, "attention_soft_cap": 5.0,
-    "attention_sink": True, "causal": False, "prefix_lm": (True, DECODER | {"position": "t5"}),
+    "qkv_bias": False, "qk_norm": True, "qk_norm_joint": (True, DECODER | {"qk_norm": True}),
+    "attention_scale": 0.3, "attention_soft_cap": 5.0, "attention_sink": True, "causal": False,
+    "prefix_lm": (True, DECODER | {"position": "t5"}),
     "window": 2, "attention_backend": "blockwise", "tie_embeddings": False,
     "share_embeddings": (False, BOTH), "logit_bias": True, "logit_scale": 0.5,
     "logit_soft_cap": 5.0, "head_transform": True, "lm_head": (False, LABELS),
@@ -250,11 +251,13 @@ def test_every_position_scheme_option_has_an_effect():
             )
     for name, cls in SCALINGS.items():
         options = {f.name: f.default for f in dataclasses.fields(cls)}
-        base = {"name": name} | {"factor": 2.0, "original_length": 4096}
+        factors = {"short_factors": (2.0,) * 32, "long_factors": (3.0,) * 32}
+        base = {"name": name, "factor": 2.0, "original_length": 4096} | factors
         base = {key: value for key, value in base.items() if key in ("name", *options)}
         baseline = position_program({"name": "rotary", "scaling": base})
         for option, default in options.items():
-            value = 4.0 if option == "factor" else other_value(base.get(option, default))
+            new = {"factor": 4.0} | {option: (4.0, *xs[1:]) for option, xs in factors.items()}
+            value = new.get(option) or other_value(base.get(option, default))
             changed = position_program({"name": "rotary", "scaling": base | {option: value}})
             unused += [f"{name}.{option}"] if changed == baseline else []
     assert not unused

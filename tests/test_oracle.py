@@ -24,6 +24,7 @@ VARIANTS = {
     "multi-query": {"num_kv_heads": 1},
     "d_k and d_v": {"d_head": 6, "d_value": 3},
     "query/key norm": {"qk_norm": True},
+    "one norm for all heads": {"qk_norm": True, "qk_norm_joint": True, "num_kv_heads": 2},
     "soft cap": {"attention_soft_cap": 1.5, "logit_soft_cap": 2.0},
     "window": {"window": 3},
     "sink": {"attention_sink": True},
@@ -79,6 +80,26 @@ VARIANTS = {
         "position": {
             "name": "rotary",
             "scaling": {"name": "dynamic", "factor": 2.0, "original_length": 3},
+        },
+        "d_head": 8,
+    },
+    "short longrope": {
+        "position": {
+            "name": "rotary", "theta": 50.0,
+            "scaling": {
+                "name": "longrope", "original_length": 16, "attention_factor": 1.3,
+                "short_factors": (1.0, 1.1, 1.2, 2.0), "long_factors": (1.0, 2.0, 4.0, 9.0),
+            },
+        },
+        "d_head": 8,
+    },
+    "longrope": {
+        "position": {
+            "name": "rotary", "theta": 50.0,
+            "scaling": {
+                "name": "longrope", "original_length": 3, "attention_factor": 1.3,
+                "short_factors": (1.0, 1.1, 1.2, 2.0), "long_factors": (1.0, 2.0, 4.0, 9.0),
+            },
         },
         "d_head": 8,
     },

@@ -24,6 +24,7 @@ VARIANTS = {
     "parallel": {"parallel": True, "norm_placement": "peri"},
     "window": {"window": 3},
     "qk_norm": {"qk_norm": True, "norm": "rmsnorm"},
+    "qk_norm_joint": {"qk_norm": True, "qk_norm_joint": True},
     "soft_caps": {"attention_soft_cap": 2.0, "logit_soft_cap": 3.0},
     "sink": {"attention_sink": True},
     "d_value": {"d_value": 6},

@@ -12,6 +12,7 @@ from transformer.convert.weights import Copy, Shape, Weight
 from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.config import ModelConfig
+from transformer.model.feed_forwards.base import FeedForward
 
 TRAINING = frozenset(
     """dropout attention_dropout activation_dropout initializer init_std embedding_init_std
@@ -98,6 +99,11 @@ class Family:
         return theirs
 
 
+def _feed_forward(kind: FeedForward) -> dict:
+    training = {"load_balance": 0.0, "router_z_loss": 0.0}
+    return {"name": kind.name} | dataclasses.asdict(kind) | training
+
+
 def meaning(config: ModelConfig) -> dict:
     """Returns the fields that determine what the network computes, in a canonical form."""
     names = [f.name for f in dataclasses.fields(config) if f.name not in TRAINING]
@@ -108,6 +114,7 @@ def meaning(config: ModelConfig) -> dict:
     return fields | {
         "position": schemes[0] if schemes.count(schemes[0]) == len(schemes) else schemes,
         "window": [layer.window for layer in layers],
+        "feed_forward": [_feed_forward(layer.feed_forward_kind) for layer in layers],
         "layer_pattern": (),
         "norm_placement": [config.placement(side) for side in config.sides],
         "norm_offset": config.norm_offset and config.norm == "layernorm",

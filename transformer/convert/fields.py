@@ -139,7 +139,7 @@ class Fields:
     ):
         values = dict(values)
         self.family, self._inside, self._seen = family, inside, set()
-        self._table = {name: field(default) for name, default in table.items()}
+        self.table = {name: field(default) for name, default in table.items()}
         for alias, name in aliases.items():
             if alias in values:
                 value = values.pop(alias)
@@ -166,7 +166,7 @@ class Fields:
         if name.endswith("_token_id"):
             value = self._values.get(name)
             return default if value is None else value
-        spec = self._table[name]
+        spec = self.table[name]
         default = spec.default if default is _MISSING else default
         if name not in self._values:
             if default is _MISSING:
@@ -177,6 +177,13 @@ class Fields:
         if problem := spec.problem(self._values[name]):
             raise self.error(name, problem)
         return self._values[name]
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Returns a field that holds a list of numbers greater than 0."""
+        values = self.get(name)
+        if wrong := [x for x in values if positive(1.0).problem(x)]:
+            raise self.error(name, f"has {shown(wrong[0])}; its entries are numbers over 0")
+        return tuple(map(float, values))
 
     def has(self, name: str) -> bool:
         """Returns whether the field is present and not null."""
@@ -248,6 +255,19 @@ def shortest_period(layers: list) -> list:
     """Returns the shortest prefix whose repetition, cut to the same length, equals the list."""
     period = next(p for p in range(1, len(layers) + 1) if layers[:-p] == layers[p:])
     return layers[:period]
+
+
+def per_layer(**fields: list) -> dict:
+    """Returns the fields of a ModelConfig for lists of one value per layer.
+
+    A field that differs between layers becomes part of `layer_pattern`.
+    """
+    fixed = {name: xs[0] for name, xs in fields.items() if xs.count(xs[0]) == len(xs)}
+    varied = {name: xs for name, xs in fields.items() if name not in fixed}
+    layers = [
+        dict(zip(varied, values, strict=True)) for values in zip(*varied.values(), strict=True)
+    ]
+    return fixed | ({"layer_pattern": tuple(shortest_period(layers))} if varied else {})
 
 
 def printable(name: str, max_length: int = 100) -> str:

@@ -23,6 +23,7 @@ from transformer.convert.family import Family
 from transformer.convert.fields import printable, shown
 from transformer.convert.special_tokens import read_both
 from transformer.convert.tensors import Tensors, check, require_safetensors
+from transformer.convert.weights import by_expert, expert
 from transformer.errors import UserError, look_up
 from transformer.files import disk_errors, read_json
 from transformer.model.config import ModelConfig
@@ -115,14 +116,17 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
     holder = {
         ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)
     }
-    shapes = layer_shapes(config, abstract_shapes(config))
+    whole = layer_shapes(config, abstract_shapes(config))
+    shapes = by_expert(whole, holder)
     check(family, config, tensors, holder, shapes)
 
     def fetch(ours: str) -> np.ndarray:
+        if ours not in holder:
+            return np.stack([fetch(expert(ours, i)) for i in range(whole[ours][0])])
         weight, i = holder[ours]
         return weight.read(tensors.read(weight.theirs), [shapes[name] for name in weight.ours])[i]
 
-    return shapes, fetch
+    return whole, fetch
 
 
 def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -195,8 +199,10 @@ def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple
             copies.setdefault(copy.of, []).append(copy.theirs)
 
     def ours(name: str) -> np.ndarray:
+        name, _, number = name.partition("#")  # of an expert
         path, index = locations[name]
-        return np.asarray(part(flat[path], index))
+        x = np.asarray(part(flat[path], index))
+        return x[int(number)] if number else x
 
     for weight in family.weights(config):
         x = np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))

@@ -1,11 +1,12 @@
 """Rotary positions in an outside config.json: the object `rope_parameters` of Transformers 5, and
 the fields of earlier versions."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from transformer.checks import Choice
-from transformer.convert.fields import Field, Fields, needed, optional, positive
+from transformer.convert.fields import Field, Fields, needed, optional, positive, printable
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
@@ -24,11 +25,29 @@ _YARN = {
     "attention_factor": optional(float),
     "truncate": True,
 }
+_LONG = {
+    "short_factor": needed(list),
+    "long_factor": needed(list),
+    "attention_factor": optional(float),
+}
 _SCALINGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "default": ("none", {}, {}),
     "linear": ("linear", _FACTOR, {"factor": "factor"}),
     "dynamic": ("dynamic", _FACTOR, {"factor": "factor"}),
-    "yarn": ("yarn", _FACTOR | _ORIGINAL | _YARN, {name: name for name in _FACTOR | _YARN}),
+    "yarn": (
+        "yarn",
+        _FACTOR | _ORIGINAL | _YARN | dict.fromkeys(("mscale", "mscale_all_dim"), optional(float)),
+        {name: name for name in _FACTOR | _YARN},
+    ),
+    "longrope": (
+        "longrope",
+        _ORIGINAL | _LONG | {"factor": optional(float)},
+        {
+            "short_factor": "short_factors",
+            "long_factor": "long_factors",
+            "attention_factor": "attention_factor",
+        },
+    ),
     "llama3": (
         "llama3",
         _FACTOR | _ORIGINAL | {"low_freq_factor": needed(float), "high_freq_factor": needed(float)},
@@ -49,7 +68,8 @@ def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
 
     `theta` and `fraction` name the fields outside of `rope_parameters` that set the base and the
     rotated share of each head. Without `fraction`, Transformers rotates whole heads and ignores
-    `partial_rotary_factor`, so any factor other than 1 raises UserError.
+    `partial_rotary_factor`, so any factor other than 1 raises UserError. Where the field
+    `original_max_position_embeddings` exists outside of `rope_parameters`, it takes precedence.
     """
     # Where both are set, the legacy field takes precedence.
     current, legacy = f.get("rope_parameters"), f.get("rope_scaling")
@@ -58,9 +78,11 @@ def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
     f.ignore("partial_rotary_factor")
     rotated = f.get(fraction) if fraction else 1.0
     length = f.get("max_position_embeddings")
-    position = rope(
-        legacy or current or {}, f.family, length, f.get(theta), rotated, partial=bool(fraction)
-    )
+    values, original = dict(legacy or current or {}), "original_max_position_embeddings"
+    has_original = values.get("rope_type", values.get("type")) in ("yarn", "longrope", "llama3")
+    if original in f.table and (value := f.get(original)) and has_original:
+        values[original] = value
+    position = rope(values, f.family, length, f.get(theta), rotated, partial=bool(fraction))
     scaling = position.get("scaling", {})
     if scaling.get("name") == "dynamic":  # their length is the length before scaling
         length = int(length * scaling["factor"])
@@ -123,10 +145,14 @@ def rope(
     scaling = {"name": name}
     for theirs, ours in our_names.items():
         value = f.get(theirs)
-        if value is not None:
+        if isinstance(value, list):
+            scaling[ours] = f.numbers(theirs)
+        elif value is not None:
             scaling[ours] = value if isinstance(value, bool) else float(value)
-    if kind in ("yarn", "llama3"):
+    if kind in ("yarn", "llama3", "longrope"):
         scaling["original_length"] = f.get("original_max_position_embeddings") or length
+    if "attention_factor" not in scaling and kind in ("yarn", "longrope"):
+        scaling |= _attention_factor(kind, f, length, scaling["original_length"])
     if kind == "dynamic":
         # Dynamic scaling starts at max_position_embeddings, whatever the other fields are.
         f.must(
@@ -136,6 +162,48 @@ def rope(
     f.check_all_read()
     unscaled = scaling.get("factor") == 1.0 and not scaling.get("attention_factor")
     return out if name == "none" or unscaled else out | {"scaling": scaling}
+
+
+def _attention_factor(kind: str, f: Fields, length: int, original: int) -> dict:
+    """Returns the attention factor that other fields imply, or nothing for our default."""
+    if kind == "longrope":
+        factor = f.get("factor") or length / original
+        growth = math.log(factor) / math.log(original) if factor > 1 and original > 1 else 0.0
+        return {"attention_factor": math.sqrt(1 + growth)}
+    scales = {name: f.get(name) for name in ("mscale", "mscale_all_dim")}
+    if not any(scales.values()):
+        return {}
+    for name, other in zip(scales, reversed(scales), strict=True):
+        if not scales[other]:
+            raise f.error(name, f"has no effect without {other}; leave it out")
+    above, below = (0.1 * scale * math.log(f.get("factor")) + 1 for scale in scales.values())
+    return {"attention_factor": above / below}
+
+
+def rotary_by_type(f: Fields, thetas: Mapping[str, float], scaling: Mapping | None = None) -> dict:
+    """Returns layer type -> our position, for families in which each type has its own settings.
+
+    `thetas` are the layer types and their default bases. `scaling` holds legacy settings of the
+    type "full_attention", which take precedence.
+    """
+    entries = dict(f.get("rope_parameters") or {})
+    if unknown := sorted(entries.keys() - thetas):
+        raise f.error(
+            "rope_parameters", f"has {printable(unknown[0])!r}, which is not a layer type"
+        )
+    if wrong := [x for x, entry in entries.items() if not isinstance(entry, dict | None)]:
+        raise f.error("rope_parameters", f"must have an object for {wrong[0]!r}")
+    if scaling:
+        entries["full_attention"] = (entries.get("full_attention") or {}) | dict(scaling)
+    if any((entry or {}).get("truncate") is False for entry in entries.values()):
+        raise f.error(
+            "rope_parameters", "is not supported: Transformers ignores truncate in this family"
+        )
+    length, positions = f.get("max_position_embeddings"), {}
+    for kind, theta in thetas.items():
+        inside = f"rope_parameters.{kind}."
+        positions[kind] = rope(entries.get(kind) or {}, f.family, length, theta, inside=inside)
+    return positions
 
 
 def write_rope(position: Choice) -> dict:
@@ -157,4 +225,5 @@ def write_rope(position: Choice) -> dict:
         out["partial_rotary_factor"] = position["fraction"]
     if "original_length" in scaling and kind != "dynamic":
         out["original_max_position_embeddings"] = scaling["original_length"]
-    return out | {t: scaling[o] for t, o in _SCALINGS[kind][2].items() if o in scaling}
+    plain = lambda value: list(value) if isinstance(value, tuple) else value
+    return out | {t: plain(scaling[o]) for t, o in _SCALINGS[kind][2].items() if o in scaling}

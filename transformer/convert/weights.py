@@ -7,7 +7,7 @@ unrolled layers (`decoder/layers_3/...`), whatever the layout of the model.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -51,6 +51,21 @@ class Copy:
 def tied(config: ModelConfig, head: str, table: str) -> tuple[Copy, ...]:
     """Returns the output layer of a language model as a copy of the embedding, if they are tied."""
     return (Copy(head, table),) if config.tie_embeddings else ()
+
+
+def expert(ours: str, index: int) -> str:
+    """Returns the path of one expert's part of a parameter of all experts, [experts, ...]."""
+    return f"{ours}#{index}"
+
+
+def by_expert(shapes: Mapping[str, Shape], parts: Iterable[str]) -> dict[str, Shape]:
+    """Returns the shapes by path, where those of `parts` that `expert` returned replace the whole.
+
+    `shapes` are those of whole parameters.
+    """
+    whole = {part: part.partition("#")[0] for part in parts if "#" in part}
+    others = {name: shape for name, shape in shapes.items() if name not in whole.values()}
+    return others | {part: shapes[name][1:] for part, name in whole.items()}
 
 
 def same(theirs: str, ours: str) -> Weight:

@@ -70,6 +70,7 @@ class ModelConfig:
     # Biases in the projections of queries, keys and values (Qwen 2). None: attention_bias.
     qkv_bias: bool | None = None
     qk_norm: bool = False  # normalize each head's query and key (Henry et al. 2020; Qwen 3)
+    qk_norm_joint: bool = False  # qk_norm: one norm for all heads of a token (OLMo 2)
     attention_scale: float | None = None  # multiplies query-key products; None: 1 / sqrt(d_head)
     # c in c tanh(logits / c), applied to attention logits (Gemma 2). 0: off.
     attention_soft_cap: float = 0.0

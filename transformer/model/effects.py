@@ -138,6 +138,7 @@ EFFECTS = (
         "a stack with more than one sublayer",
         lambda c: any(c.num_layers(side) > 1 for side in c.sides) or several_sublayers(c),
     ),
+    Effect(("qk_norm_joint",), "model.qk_norm=True", lambda c: c.qk_norm),
     Effect(("init_std",), "model.initializer='normal'", lambda c: c.initializer == "normal"),
     Effect(
         ("tie_embeddings", "logit_bias", "logit_scale", "logit_soft_cap", "head_transform"),

@@ -13,10 +13,9 @@ from transformer.convert.fields import (
     layer_count,
     layer_kinds,
     positive,
-    printable,
     shortest_period,
 )
-from transformer.convert.rope import rope, write_rope
+from transformer.convert.rope import rotary_by_type, write_rope
 from transformer.convert.weights import fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
@@ -56,7 +55,9 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "sliding_attention": {"window": f.get("local_attention") // 2 + 1},
         "full_attention": {"window": 0},
     }
-    for kind, position in _positions(f, length).items():
+    theta, local_theta = f.get("global_rope_theta"), f.get("local_rope_theta")
+    thetas = {"full_attention": theta, "sliding_attention": local_theta}
+    for kind, position in rotary_by_type(f, thetas).items():
         of_kind[kind]["position"] = position
     bias = f.get("mlp_bias")
     f.same("classifier_bias", bias, "feed-forward and head share one bias setting")
@@ -94,28 +95,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "initializer": "normal",
         "embedding_init_std": 0.02,
     }
-
-
-def _positions(f: Fields, length: int) -> dict[str, dict]:
-    """Returns layer type -> our position. Each layer type has its own rotary settings."""
-    rope_parameters = dict(f.get("rope_parameters") or {})
-    theta, local_theta = f.get("global_rope_theta"), f.get("local_rope_theta")
-    thetas = {"full_attention": theta, "sliding_attention": local_theta}
-    if unknown := sorted(rope_parameters.keys() - thetas):
-        raise f.error(
-            "rope_parameters", f"has {printable(unknown[0])!r}, which is not a layer type"
-        )
-    if wrong := [x for x, entry in rope_parameters.items() if not isinstance(entry, dict | None)]:
-        raise f.error("rope_parameters", f"must have an object for {wrong[0]!r}")
-    if any((entry or {}).get("truncate") is False for entry in rope_parameters.values()):
-        raise f.error(
-            "rope_parameters", "is not supported: Transformers ignores truncate in this family"
-        )
-    positions = {}
-    for kind, theta in thetas.items():
-        values, inside = rope_parameters.get(kind) or {}, f"rope_parameters.{kind}."
-        positions[kind] = rope(values, f.family, length, theta, inside=inside)
-    return positions
 
 
 def _write(c: ModelConfig) -> dict:

@@ -135,7 +135,11 @@ class Attention(nn.Module):
         return lambda x_BxTxD: _shard_heads(project(x_BxTxD))
 
     def _normalized(self, name: str, x_BxTxNxH: jax.Array) -> jax.Array:
-        return self.config.norm_module(name=name)(x_BxTxNxH) if self.config.qk_norm else x_BxTxNxH
+        if not self.config.qk_norm:
+            return x_BxTxNxH
+        axes = x_BxTxNxH.shape[:2] if self.config.qk_norm_joint else x_BxTxNxH.shape[:3]
+        norm = self.config.norm_module(name=name)
+        return norm(x_BxTxNxH.reshape(*axes, -1)).reshape(x_BxTxNxH.shape)
 
 
 def _shard_heads(x_BxTxNxH: jax.Array) -> jax.Array:

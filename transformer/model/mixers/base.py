@@ -37,6 +37,7 @@ SHARED_FIELDS = (
     "attention_bias",
     "qkv_bias",
     "qk_norm",
+    "qk_norm_joint",
     "attention_scale",
     "attention_soft_cap",
     "attention_sink",

@@ -26,8 +26,8 @@ class Rotary(Position):
         "interleaved" pairs (2i, 2i + 1), as RoFormer's paper and GPT-J do. The two are equal up to
         a permutation of the dimensions, but weights do not carry over.
     scaling: changes the angles for contexts longer than the training length (rotary_scaling.py).
-        "none", dict(name="linear" | "ntk" | "dynamic" | "yarn" | "llama3", factor=...), or
-        dict(name="proportional", share=...), which is p-RoPE.
+        "none", dict(name="linear" | "ntk" | "dynamic" | "yarn" | "llama3", factor=...),
+        dict(name="proportional", share=...), which is p-RoPE, or dict(name="longrope", ...).
 
     Parameters: none.
     Cross-attention: not applied.

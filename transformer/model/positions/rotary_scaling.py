@@ -142,6 +142,39 @@ class DynamicScaling(Scaling):
         return theta_Bx1 ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
 
 
+@SCALINGS.register("longrope")
+@dataclasses.dataclass(frozen=True)
+class LongRoPEScaling(Scaling):
+    """f_i / short_i in sequences of up to `original_length` tokens, and f_i / long_i in longer ones
+    (Ding et al. 2024, "LongRoPE"; Phi-3).
+
+    As with "dynamic", cached keys keep the rotation that they had when their sequence was shorter.
+    """
+
+    short_factors: tuple[float, ...] = ()  # one per pair of rotated dimensions
+    long_factors: tuple[float, ...] = ()
+    original_length: int = 0
+    attention_factor: float = 1.0  # multiplies rotated queries and keys
+
+    has_no_effect = False
+
+    def check(self, theta, d):
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if len(factors) != d // 2 or not all(x > 0 for x in factors):
+                return f"{name}: {factors} must have {d // 2} numbers over 0, one per rotated pair"
+        return super().check(theta, d)
+
+    def frequencies(self, theta, d, length_B):
+        short_P, long_P = jnp.asarray(self.short_factors), jnp.asarray(self.long_factors)
+        is_long_Bx1 = (length_B > self.original_length)[:, None]
+        return super().frequencies(theta, d, length_B) / jnp.where(is_long_Bx1, long_P, short_P)
+
+    @property
+    def magnitude(self):
+        return self.attention_factor
+
+
 @SCALINGS.register("yarn")
 @dataclasses.dataclass(frozen=True)
 class YaRNScaling(Scaling):

@@ -1,0 +1,154 @@
+"""Gemma (Gemma Team 2024), Gemma 2 and the text model of Gemma 3 (Gemma Team 2025).
+
+Llama with norms whose gain is 1 + w, scaled embeddings and another activation. Gemma 2 and 3
+normalize the input and the output of each sublayer, and alternate local and global layers.
+"""
+
+from transformer.convert.families.llama import (
+    ATTENTION_BIAS,
+    LAYER_TYPES,
+    Variant,
+    largest_window,
+    layer_types,
+    local_and_global,
+    windows,
+    write_local_and_global,
+)
+from transformer.convert.fields import (
+    ACTIVATIONS,
+    ACTIVATIONS_BACK,
+    Fields,
+    layer_count,
+    optional,
+    per_layer,
+    positive,
+)
+from transformer.convert.rope import rotary, write_rotary
+from transformer.model.config import ModelConfig
+
+_GEMMA = ATTENTION_BIAS | {
+    "vocab_size": 256000,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+_GEMMA_2 = (
+    _GEMMA
+    | LAYER_TYPES
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": layer_count(26),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": optional(int, 4096),
+        "final_logit_softcapping": optional(float, 30.0),
+        "attn_logit_softcapping": optional(float, 50.0),
+    }
+)
+_GEMMA_3 = _GEMMA_2 | {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "final_logit_softcapping": optional(float),
+    "attn_logit_softcapping": optional(float),
+    "rope_theta": positive(1_000_000.0),
+    "rope_local_base_freq": positive(10_000.0),
+    "sliding_window_pattern": 6,
+}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+_PERI_NORMS = {
+    "input_layernorm": "self_attention_residual/in_norm",
+    "post_attention_layernorm": "self_attention_residual/res_norm",
+    "pre_feedforward_layernorm": "feed_forward_residual/in_norm",
+    "post_feedforward_layernorm": "feed_forward_residual/res_norm",
+}
+
+
+def _common(f: Fields) -> dict:
+    f.must("use_bidirectional_attention", False)
+    return {"norm_zero_centered": True, "embedding_scale": True}
+
+
+def _read_gemma(f: Fields) -> dict:
+    f.ignore("hidden_activation")  # Transformers ignores it and takes "gelu" for "gelu_tanh"
+    activation = f.one_of("hidden_act", ACTIVATIONS | {"gelu": "gelu_tanh"})
+    return rotary(f) | _common(f) | {"activation": activation}
+
+
+def _write_gemma(c: ModelConfig) -> dict:
+    return write_rotary(c) | {"hidden_act": _activation(c)}
+
+
+def _activation(c: ModelConfig) -> str:
+    return (ACTIVATIONS_BACK | {"gelu_tanh": "gelu_pytorch_tanh"})[c.activation]
+
+
+def _read_gemma2(f: Fields) -> dict:
+    local = [i % 2 == 0 for i in range(f.get("num_hidden_layers"))]
+    window = windows(f, f.get("sliding_window"), local)
+    return rotary(f) | _peri(f) | per_layer(window=window)
+
+
+def _peri(f: Fields) -> dict:
+    return _common(f) | {
+        "norm_placement": "peri",
+        "activation": f.one_of("hidden_activation", ACTIVATIONS),
+        "attention_scale": float(f.get("query_pre_attn_scalar")) ** -0.5,
+        "attention_soft_cap": f.get("attn_logit_softcapping") or 0.0,
+        "logit_soft_cap": f.get("final_logit_softcapping") or 0.0,
+    }
+
+
+def _write_gemma2(c: ModelConfig) -> dict:
+    windows = {"layer_types": layer_types(c), "sliding_window": largest_window(c) or 4096}
+    return write_rotary(c) | _write_peri(c) | windows
+
+
+def _write_peri(c: ModelConfig) -> dict:
+    return {
+        "hidden_act": _activation(c),
+        "hidden_activation": _activation(c),
+        "query_pre_attn_scalar": round((c.attention_scale or c.head_size**-0.5) ** -2),
+        "attn_logit_softcapping": c.attention_soft_cap or None,
+        "final_logit_softcapping": c.logit_soft_cap or None,
+    }
+
+
+def _read_gemma3(f: Fields) -> dict:
+    f.must("attn_logit_softcapping", None, "Transformers ignores it in this family")
+    f.ignore("_sliding_window_pattern")  # Transformers does not read it
+    layers, every = f.get("num_hidden_layers"), f.get("sliding_window_pattern")
+    theta, local_theta = f.get("rope_theta"), f.get("rope_local_base_freq")
+    thetas = {"full_attention": theta, "sliding_attention": local_theta}
+    local = [bool((i + 1) % every) for i in range(layers)]
+    return _peri(f) | {"qk_norm": True} | local_and_global(f, thetas, local)
+
+
+FAMILIES = [
+    Variant(
+        _GEMMA
+        | {
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": layer_count(28),
+            "num_attention_heads": 16,
+        },
+        _read_gemma,
+        _write_gemma,
+        special_tokens=_TOKENS,
+    ).family("gemma", "GemmaForCausalLM"),
+    Variant(_GEMMA_2, _read_gemma2, _write_gemma2, _PERI_NORMS, special_tokens=_TOKENS).family(
+        "gemma2", "Gemma2ForCausalLM"
+    ),
+    Variant(
+        _GEMMA_3,
+        _read_gemma3,
+        lambda c: _write_peri(c) | write_local_and_global(c),
+        _PERI_NORMS,
+        special_tokens=_TOKENS,
+    ).family("gemma3_text", "Gemma3ForCausalLM"),
+]
