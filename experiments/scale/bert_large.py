@@ -27,7 +27,7 @@ Compare   no published measurement was found
 
     minimum time                       train      evaluate
       compute at 197.0 TFLOP/s       92.8 ms       29.9 ms
-      HBM at 819.0 GB/s              72.1 ms        9.8 ms
+      HBM at 819.0 GB/s              71.3 ms        9.8 ms
       network                        23.8 ms        7.0 ms
       step                           92.8 ms       29.9 ms
       bound by                       compute       compute

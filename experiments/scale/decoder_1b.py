@@ -23,13 +23,13 @@ Compare   no published measurement was found for this chip and size; MaxText's 1
       cache and inputs       640.0 KiB      640.0 KiB      320.0 KiB        1.5 GiB
       padding                  1.5 KiB            0 B            0 B          764 B
       activations              3.5 GiB
-      temporaries              6.9 GiB        1.4 GiB      316.9 MiB        1.8 GiB
-      results, code           32.5 MiB        7.4 MiB        1.5 GiB        4.4 MiB
-      peak of 16.0 GiB  11.4 GiB (71%)  1.7 GiB (11%)  2.1 GiB (13%)  3.6 GiB (22%)
+      temporaries              6.9 GiB        1.4 GiB        2.5 GiB        2.0 GiB
+      results, code           32.5 MiB        7.4 MiB        1.5 GiB       35.3 MiB
+      peak of 16.0 GiB  11.4 GiB (71%)  1.7 GiB (11%)  4.4 GiB (27%)  3.8 GiB (24%)
 
     minimum time                       train      evaluate       prefill        decode
       compute at 197.0 TFLOP/s        1.80 s      473.9 ms       58.6 ms         53 us
-      HBM at 819.0 GB/s               1.32 s      179.4 ms       22.7 ms       16.0 ms
+      HBM at 819.0 GB/s               1.32 s      178.6 ms       26.6 ms        9.7 ms
       network                        93.1 ms       28.4 ms       28.4 ms       28.4 ms
       step                            1.80 s      473.9 ms       58.6 ms       28.4 ms
       bound by                       compute       compute       compute       network

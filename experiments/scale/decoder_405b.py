@@ -14,33 +14,31 @@ Compare   MaxText measured 38.6 % MFU for this model (v6e, 256), and 66.2 % for 
     model       405,853,388,800 parameters, 2.5 TFLOPs per token in training
     batch       4,194,304 tokens; 100,000 steps are 419.4B tokens
     decoding    128 sequences, prompts of 4,096 tokens, a cache of 8,192
-    attention   splash: train, evaluate
-    attention   blockwise (splash: the order of tokens is unknown): prefill
+    attention   flash: train, evaluate, prefill
     attention   reference: decode
-    compiling   67 s for train, 13 s for evaluate, 14 s for prefill, 2 s for decode
 
     memory per device            train      evaluate       prefill        decode
       parameters               1.5 GiB       1.5 GiB       1.5 GiB       1.5 GiB
       optimizer                3.0 GiB
-      cache and inputs       640.0 KiB     640.0 KiB       2.0 MiB     504.0 MiB
+      cache and inputs       640.0 KiB     640.0 KiB       2.5 MiB     504.0 MiB
       padding                769.5 KiB     256.0 KiB     256.0 KiB     256.5 KiB
       activations             17.5 GiB
-      temporaries             19.7 GiB       3.0 GiB       1.1 GiB       2.0 GiB
-      results, code           33.9 MiB       8.7 MiB     513.2 MiB       2.6 MiB
-      peak of 95.0 GiB  41.7 GiB (44%)  4.5 GiB (5%)  3.1 GiB (3%)  4.0 GiB (4%)
+      temporaries             19.0 GiB       3.0 GiB       2.5 GiB       1.6 GiB
+      results, code           33.9 MiB       8.7 MiB     514.7 MiB     172.6 MiB
+      peak of 95.0 GiB  41.0 GiB (43%)  4.5 GiB (5%)  4.5 GiB (5%)  3.7 GiB (4%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 459.0 TFLOP/s       28.59 s        7.53 s      971.5 ms         18 us
-      HBM at 2.8 TB/s                 4.24 s        1.56 s        2.27 s       76.3 ms
-      network                        10.37 s        4.71 s      620.6 ms      279.6 ms
-      step                           28.59 s        7.53 s        2.27 s      279.6 ms
-      bound by                       compute       compute           HBM       network
-      MFU at most 78.8%; 143 tokens/s per chip, 12.7B tokens per day in total
-      run: at least 33.1 days, 813,169 chip-hours, without evaluation and checkpoints
+      compute at 459.0 TFLOP/s       28.27 s        7.53 s      955.0 ms         18 us
+      HBM at 2.8 TB/s                 4.04 s        1.54 s      275.9 ms       75.7 ms
+      network                        10.37 s        4.71 s      589.8 ms      279.6 ms
+      step                           28.27 s        7.53 s      955.0 ms      279.6 ms
+      bound by                       compute       compute       compute       network
+      MFU at most 79.7%; 145 tokens/s per chip, 12.8B tokens per day in total
+      run: at least 32.7 days, 804,047 chip-hours, without evaluation and checkpoints
       decoding: 458 tokens/s for 128 sequences
 
     sent per device in one training step         count  within the slice
-      all-gather                                 2,527         849.9 GiB
+      all-gather                                 2,528         849.9 GiB
       collective-permute                         3,402         425.2 GiB
       reduce-scatter                               634         281.7 GiB
       all-reduce                                   387          69.6 GiB

@@ -14,30 +14,28 @@ Compare   MaxText measured 65.4 % MFU (692 tokens/s per chip) for Llama 2 70B at
     model       70,553,706,496 parameters, 449.2 GFLOPs per token in training
     batch       2,097,152 tokens; 100,000 steps are 209.7B tokens
     decoding    256 sequences, prompts of 4,096 tokens, a cache of 8,192
-    attention   splash: train, evaluate
-    attention   blockwise (splash: the order of tokens is unknown): prefill
+    attention   flash: train, evaluate, prefill
     attention   reference: decode
-    compiling   95 s for train, 40 s for evaluate, 36 s for prefill, 23 s for decode
 
     memory per device            train      evaluate         prefill          decode
       parameters               1.0 GiB       1.0 GiB         1.0 GiB         1.0 GiB
       optimizer                2.1 GiB
-      cache and inputs       160.0 KiB     160.0 KiB         4.0 MiB         2.5 GiB
+      cache and inputs       160.0 KiB     160.0 KiB         5.0 MiB         2.5 GiB
       padding                  1.5 KiB           0 B             0 B           508 B
       activations             11.3 GiB
-      temporaries             23.4 GiB       7.8 GiB         7.8 GiB         8.9 GiB
-      results, code           63.1 MiB      21.0 MiB         2.5 GiB        17.5 MiB
-      peak of 95.0 GiB  37.8 GiB (40%)  8.8 GiB (9%)  11.4 GiB (12%)  12.4 GiB (13%)
+      temporaries             23.6 GiB       7.8 GiB        11.3 GiB         8.1 GiB
+      results, code           63.4 MiB      21.0 MiB         2.5 GiB       851.3 MiB
+      peak of 95.0 GiB  38.0 GiB (40%)  8.8 GiB (9%)  14.8 GiB (16%)  12.5 GiB (13%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 459.0 TFLOP/s       10.34 s        2.68 s        1.41 s         47 us
-      HBM at 2.8 TB/s                 1.28 s      357.8 ms        2.67 s      215.3 ms
-      network                         1.05 s      264.2 ms      264.2 ms      264.2 ms
-      step                           10.34 s        2.68 s        2.67 s      264.2 ms
-      bound by                       compute       compute           HBM       network
-      MFU at most 77.6%; 793 tokens/s per chip, 17.5B tokens per day in total
-      run: at least 12.0 days, 73,494 chip-hours, without evaluation and checkpoints
-      decoding: 969 tokens/s for 256 sequences
+      compute at 459.0 TFLOP/s       10.13 s        2.68 s        1.37 s         47 us
+      HBM at 2.8 TB/s                 1.27 s      357.5 ms      287.7 ms      208.5 ms
+      network                         1.05 s      264.2 ms      269.1 ms      269.1 ms
+      step                           10.13 s        2.68 s        1.37 s      269.1 ms
+      bound by                       compute       compute       compute       network
+      MFU at most 79.1%; 809 tokens/s per chip, 17.9B tokens per day in total
+      run: at least 11.7 days, 72,046 chip-hours, without evaluation and checkpoints
+      decoding: 951 tokens/s for 256 sequences
 
     sent per device in one training step         count  within the slice
       all-reduce                                   564         265.7 GiB

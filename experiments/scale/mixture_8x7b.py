@@ -19,29 +19,27 @@ capacity_factor=1.25, the minimum time is 4.67 s and the MFU at most 60.9 %.
     model       46,702,792,704 parameters, 79.7 GFLOPs per token in training
     batch       2,097,152 tokens; 100,000 steps are 209.7B tokens
     decoding    128 sequences, prompts of 2,048 tokens, a cache of 4,096
-    attention   splash: train, evaluate
-    attention   blockwise (splash: the order of tokens is unknown): prefill
+    attention   flash: train, evaluate, prefill
     attention   reference: decode
-    compiling   70 s for train, 26 s for evaluate, 15 s for prefill, 3 s for decode
 
     memory per device            train        evaluate       prefill        decode
       parameters               1.7 GiB         1.7 GiB       1.7 GiB       1.7 GiB
       optimizer                3.4 GiB
-      cache and inputs       320.0 KiB       320.0 KiB       1.0 MiB     512.0 MiB
+      cache and inputs       320.0 KiB       320.0 KiB       1.2 MiB     512.0 MiB
       padding                  1.5 KiB             0 B           0 B         508 B
       activations              5.8 GiB
-      temporaries             39.0 GiB        19.6 GiB       3.0 GiB       1.6 GiB
-      results, code           72.2 MiB        24.1 MiB     528.4 MiB       4.9 MiB
-      peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (22%)  5.2 GiB (6%)  3.8 GiB (4%)
+      temporaries             39.0 GiB        19.6 GiB       4.0 GiB       1.4 GiB
+      results, code           72.2 MiB        24.1 MiB     526.5 MiB      58.0 MiB
+      peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (22%)  6.2 GiB (7%)  3.7 GiB (4%)
 
     minimum time                       train      evaluate       prefill        decode
-      compute at 459.0 TFLOP/s        3.87 s      953.2 ms      122.2 ms         54 us
-      HBM at 2.8 TB/s                 2.81 s      648.4 ms      208.5 ms       13.6 ms
+      compute at 459.0 TFLOP/s        3.83 s      953.2 ms      120.4 ms         54 us
+      HBM at 2.8 TB/s                 2.79 s      648.2 ms       88.4 ms       13.0 ms
       network                       840.5 ms      334.3 ms       41.8 ms       37.7 ms
-      step                            3.87 s      953.2 ms      208.5 ms       37.7 ms
-      bound by                       compute       compute           HBM       network
-      MFU at most 73.6%; 4.2k tokens/s per chip, 46.8B tokens per day in total
-      run: at least 4.5 days, 13,754 chip-hours, without evaluation and checkpoints
+      step                            3.83 s      953.2 ms      120.4 ms       37.7 ms
+      bound by                       compute       compute       compute       network
+      MFU at most 74.4%; 4.3k tokens/s per chip, 47.4B tokens per day in total
+      run: at least 4.4 days, 13,601 chip-hours, without evaluation and checkpoints
       decoding: 3.4k tokens/s for 128 sequences
 
     sent per device in one training step         count  within the slice
