@@ -10,13 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import model_fields
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from transformer.config import Experiment, MeshConfig, ModelConfig
 from transformer.errors import UserError
 from transformer.mapping import from_mapping
+from transformer.model.embedding import Embedding
 from transformer.model.network import build_model
 from transformer.parallel.mesh import arrange, check_memory, make_mesh, use
-from transformer.parallel.sharding import RULES, shardings
+from transformer.parallel.sharding import RULES, shardings, unbox
+from transformer.planning.collectives import collectives
+from transformer.planning.hlo import HloProgram
 from transformer.runs.fits import check_divisibility
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, relayout
@@ -84,6 +89,22 @@ def test_every_matrix_of_every_family_is_sharded(family, fields):
         if path[-1].key in ("kernel", "embedding"):
             assert {"fsdp", "tensor"} <= set(sharding.spec), path
     assert len({name for name, _ in RULES}) == len(RULES)
+
+
+def test_a_decoding_step_moves_embeddings_instead_of_the_table():
+    config = ModelConfig(**model_fields("decoder", vocab_size=4096))
+    embedding, moved = Embedding(config), {}
+    with use(make_mesh(MeshConfig(fsdp=8))) as mesh:
+        for length in (1, 2):
+            tokens = jax.ShapeDtypeStruct((8, length), jnp.int32)
+            params = jax.eval_shape(embedding.init, jax.random.key(0), tokens)
+            places = (shardings(params["params"], mesh), NamedSharding(mesh, P("fsdp")))
+            look_up = lambda params, tokens: embedding.apply({"params": params}, tokens)
+            lowered = jax.jit(look_up, in_shardings=places).lower(unbox(params["params"]), tokens)
+            text = lowered.compile().as_text()
+            moved[length] = sum(x.bytes for x in collectives(HloProgram.read(text)))
+    table = 4096 * config.d_model * 4
+    assert moved[2] > 0.8 * table and moved[1] < 0.1 * table
 
 
 def test_mesh_larger_than_the_machine_raises():

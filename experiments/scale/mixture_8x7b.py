@@ -10,9 +10,9 @@ Compare   MaxText measured 52.6 % MFU (2,909 tokens/s per chip) for Mixtral 8x7B
           (v5p, 256)
 
 The mixture is dropless: buffers have room for the case that all tokens of eight devices are routed
-to the experts of one device. With mesh.expert=1, the minimum time of a step is the same (3.87 s,
-compute), the peak is 24.3 GiB, and HBM takes 1.25 s, but a decoding step takes 177 ms. With
-capacity_factor=1.25, the minimum time is 4.67 s and the MFU at most 60.9 %.
+to the experts of one device. With mesh.expert=1, the minimum time of a step is the same (3.83 s,
+compute), the peak is 24.3 GiB, and HBM takes 1.24 s, but a decoding step takes 177 ms. With
+capacity_factor=1.25, the minimum time is 4.63 s and the MFU at most 61.5 %.
 
     machine     v5p:4x4x8: 128 x TPU v5p, 95.0 GiB each
     mesh        fsdp 16 x expert 8

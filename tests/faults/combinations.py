@@ -166,13 +166,14 @@ def _tree(rng: random.Random) -> dict:
 def check(case: Case) -> str:
     """Raises AssertionError, with the case, unless the model trains and the invariances hold."""
     config = from_mapping(Experiment, case.tree)
+    # Without norms, each gated feed-forward squares the stream, which may overflow.
+    without_norms = case.tree["model"].get("norm_placement") == "none"
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         try:
             steps = train(config, run)
         except Diverged as e:
-            # Without norms, each gated feed-forward squares the stream, which may overflow.
-            if case.tree["model"].get("norm_placement") == "none":
+            if without_norms:
                 return f"{config.model.family} without norms: reported as diverged"
             raise AssertionError(f"{case}: {e}") from e
         except UserError as e:
@@ -180,7 +181,8 @@ def check(case: Case) -> str:
         lines = read_metrics(run)
         losses = [line["train/loss"] for line in lines if "train/loss" in line]
         assert steps == 2 and len(losses) == 2, f"{case}: {lines}"
-        assert all(math.isfinite(x) and 0 < x < 100 for x in losses), f"{case}: losses {losses}"
+        largest = math.inf if without_norms else 100
+        assert all(0 < x < largest for x in losses), f"{case}: losses {losses}"
         with use(make_mesh(config.mesh)) as mesh:
             params = jax.device_get(load_trained(run, config, mesh).params)
     _check_outputs(case, config.model, params)

@@ -46,12 +46,15 @@ class Embedding(nn.Module):
     ) -> jax.Array:
         """Returns float[B, T, D]. Without `token_types_BxT`, all tokens are of type 0."""
         cfg = self.config
-        # Gather the table along E. From a table sharded along E the lookup would return embeddings
-        # sharded along E, and these would have to be moved instead of the table.
-        table_VxE = gathered(self.table_VxE.astype(cfg.dtype), ("vocab", "embed"))
-        # Keep its gradient unsharded along E until it is summed. Otherwise the gradient of the
-        # embeddings would be moved to the devices that hold each part of the table.
-        table_VxE = constrain(table_VxE, ("vocab", "activation_embed"))
+        table_VxE = self.table_VxE.astype(cfg.dtype)
+        if tokens_BxT.shape[1] > 1:
+            # Gather the table along E. From a table sharded along E the lookup would return
+            # embeddings sharded along E, and these would have to be moved instead of the table,
+            # which only a decoding step has few enough of.
+            table_VxE = gathered(table_VxE, ("vocab", "embed"))
+            # Keep its gradient unsharded along E until it is summed. Otherwise the gradient of the
+            # embeddings would be moved to the devices that hold each part of the table.
+            table_VxE = constrain(table_VxE, ("vocab", "activation_embed"))
         # Each device looks up the tokens in its part of the vocabulary; the results are summed.
         x_BxTxD = constrain(table_VxE[tokens_BxT], ("batch", "length", "activation_embed"))
         if cfg.embedding_size != cfg.d_model:
