@@ -43,7 +43,7 @@ _OPTIMIZER_EFFECTS = (
 class OptimizerConfig:
     """The update rule and its learning rate, which depends only on the step."""
 
-    name: Choice = "adamw"  # adamw | adafactor | lion | sgd, or dict(name=..., options)
+    name: Choice = "adamw"  # adamw | muon | adafactor | lion | sgd, or dict(name=...)
     learning_rate: float = 1e-3  # peak learning rate
     schedule: str = "cosine"  # inverse_sqrt | cosine | linear | wsd | constant
     warmup_steps: int = 1000  # steps of linear warm-up from 0
@@ -52,7 +52,7 @@ class OptimizerConfig:
     b1: float = 0.9  # decay of the first moment
     b2: float = 0.98  # decay of the second moment
     epsilon: float = 1e-9  # added to the denominator
-    momentum: float = 0.9  # decay of the sum of gradients (sgd)
+    momentum: float = 0.9  # decay of the sum (sgd) or mean (muon) of gradients
     weight_decay: float = 0.0  # decoupled; not for norms, biases, position tables and gates
     clip_norm: float = 0.0  # maximum global norm of the gradient; 0: off
 

@@ -1,0 +1,188 @@
+"""Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024).
+
+Shape suffixes: G matrices of equal shape, n rows and m columns with n <= m.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from flax.core import meta
+from jax.sharding import PartitionSpec as P
+
+from transformer.checks import positive
+from transformer.errors import UserError
+from transformer.parallel.sharding import path_name
+from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the polynomial that moves singular values towards 1, to between about 0.7 and 1.2."""
+
+STACKED = {"layers", "rounds", "expert"}
+"""The logical names of axes along which a parameter holds several matrices."""
+
+
+@OPTIMIZERS.register("muon")
+@dataclasses.dataclass(frozen=True)
+class Muon(Optimizer):
+    """Muon for the matrices of layers, and AdamW for all other parameters.
+
+        M <- momentum M + (1 - momentum) G
+        update = rms sqrt(max(inputs, outputs)) orthogonalize(momentum M + (1 - momentum) G)
+
+    where orthogonalize(U S V^T) is about U V^T, computed by Newton-Schulz iteration. The update has
+    the root mean square `rms` whatever its shape, so that learning rate and weight decay carry over
+    from AdamW (Liu et al. 2025, "Muon is Scalable for LLM Training"). AdamW updates embeddings, the
+    unembedding, norms, biases, gates, routers and position tables.
+
+    On several devices, matrices of equal shape are stacked and spread over the devices, so that
+    each matrix is orthogonalized once.
+    """
+
+    fields = frozenset({"b1", "b2", "epsilon", "momentum"})
+    moments = 2
+
+    rms: float = 0.2  # root mean square of an update, before the learning rate
+    steps: int = 5  # Newton-Schulz iterations
+    per_head: bool = False  # orthogonalize the matrix of each head, not that of all heads
+
+    def __post_init__(self):
+        positive("optimizer.name", self, "rms", "steps")
+
+    def direction(self, config):
+        beta, adam = config.momentum, optax.scale_by_adam(config.b1, config.b2, config.epsilon)
+        mix = lambda m, g: beta * m + (1.0 - beta) * g
+
+        def init(params):
+            leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)
+            axes = tuple(matrix_axes(path_name(path), x, self.per_head) for path, x in leaves)
+            matrices, others = _split(tree, [x for _, x in leaves], axes)
+            return MuonState(jax.tree.map(jnp.zeros_like, matrices), adam.init(others), axes)
+
+        def update(grads, state, params=None):
+            leaves, tree = jax.tree.flatten(grads)
+            matrices, others = _split(tree, leaves, state.axes)
+            momentum = jax.tree.map(mix, state.momentum, matrices)
+            mixed = jax.tree.leaves(jax.tree.map(mix, momentum, matrices))
+            axes = [a for a in state.axes if a is not None]
+            updates = iter(orthogonalized(mixed, axes, self.rms, self.steps))
+            others, adam_state = adam.update(others, state.adam)
+            rest = iter(jax.tree.leaves(others))
+            merged = [next(rest if a is None else updates) for a in state.axes]
+            return tree.unflatten(merged), MuonState(momentum, adam_state, state.axes)
+
+        return optax.GradientTransformation(init, update)
+
+
+class Axes(NamedTuple):
+    """The axes of a stack of matrices. Each matrix maps its input axes to its output axes."""
+
+    stack: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@struct.dataclass
+class MuonState:
+    """The momentum of matrices and the AdamW state of other parameters.
+
+    axes: those of each parameter, in the order of leaves; None for AdamW.
+    """
+
+    momentum: Any
+    adam: optax.ScaleByAdamState
+    axes: tuple[Axes | None, ...] = struct.field(pytree_node=False)
+
+
+def matrix_axes(path: str, x: Any, per_head: bool = False) -> Axes | None:
+    """Returns the axes of a parameter that Muon updates, from its logical names; else None.
+
+    These are the parameters of layers with at least one input and one output axis, except routers
+    and gates, which have one output per expert or head. Raises UserError without logical names.
+    """
+    if not re.match(r"(encoder|decoder)/layers", path):
+        return None
+    if not _is_box(x):
+        raise UserError(
+            f"optimizer.name: 'muon' needs the logical axes of {path}; initialize its state with "
+            "the parameters that model.init_with_axes returns"
+        )
+    names = [name for name in x.names if name not in STACKED]
+    is_kernel = path.endswith("/kernel") and any(names)
+    if len(names) < 2 or names == ["embed", "heads"] or not (is_kernel or "embed" in names):
+        return None
+    stacked = STACKED | {"heads", "kv_heads"} if per_head else STACKED
+    stack = tuple(i for i, name in enumerate(x.names) if name in stacked)
+    rest = tuple(i for i in range(len(x.names)) if i not in stack)
+    inputs = len(rest) - 1 if names[-1] == "embed" else 1
+    return Axes(stack, rest[:inputs], rest[inputs:])
+
+
+def orthogonalized(
+    xs: list[jax.Array], axes: list[Axes], rms: float, steps: int
+) -> list[jax.Array]:
+    """Returns rms sqrt(max(inputs, outputs)) orthogonalize(x) for each matrix x of each array."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    flat = []
+    for i, (x, a) in enumerate(zip(xs, axes, strict=True)):
+        shape = [math.prod(x.shape[axis] for axis in part) for part in a]
+        x_GxIxO = x.transpose(*a.stack, *a.inputs, *a.outputs).reshape(shape)
+        flat.append(x_GxIxO if shape[1] <= shape[2] else x_GxIxO.mT)
+        groups.setdefault(flat[i].shape[1:], []).append(i)
+    results: dict[int, jax.Array] = {}
+    for (_, m), members in groups.items():
+        x_Gxnxm = jnp.concatenate([flat[i] for i in members])
+        y_Gxnxm = rms * m**0.5 * _spread(x_Gxnxm, lambda x: newton_schulz(x, steps))
+        ends = list(itertools.accumulate(len(flat[i]) for i in members))[:-1]
+        results |= dict(zip(members, jnp.split(y_Gxnxm, ends), strict=True))
+    return [_restored(results[i], x, a) for i, (x, a) in enumerate(zip(xs, axes, strict=True))]
+
+
+def _restored(y_Gxnxm: jax.Array, x: jax.Array, a: Axes) -> jax.Array:
+    """Returns matrices in the layout of `x`, from which they were flattened."""
+    order = (*a.stack, *a.inputs, *a.outputs)
+    is_wide = math.prod(x.shape[i] for i in a.inputs) <= math.prod(x.shape[i] for i in a.outputs)
+    y = (y_Gxnxm if is_wide else y_Gxnxm.mT).reshape([x.shape[i] for i in order])
+    return y.transpose([order.index(i) for i in range(x.ndim)])
+
+
+def _spread(x_Gxnxm: jax.Array, function) -> jax.Array:
+    """Applies a function of independent matrices, spread over as many devices as there are."""
+    mesh, axes, count = jax.sharding.get_abstract_mesh(), [], 1
+    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
+        if size > 1 and axis not in mesh.manual_axes and count * size <= len(x_Gxnxm):
+            axes, count = [*axes, axis], count * size
+    if not axes:
+        return function(x_Gxnxm)
+    place = lambda x: jax.lax.with_sharding_constraint(x, P(tuple(axes)))
+    padded = jnp.pad(x_Gxnxm, ((0, -len(x_Gxnxm) % count), (0, 0), (0, 0)))
+    return place(function(place(padded)))[: len(x_Gxnxm)]
+
+
+def newton_schulz(x_Gxnxm: jax.Array, steps: int) -> jax.Array:
+    """Returns about U V^T for each matrix U S V^T: X <- a X + (b A + c A^2) X with A = X X^T."""
+    a, b, c = COEFFICIENTS
+    x = x_Gxnxm / (jnp.linalg.norm(x_Gxnxm, axis=(1, 2), keepdims=True) + 1e-7)
+    for _ in range(steps):
+        product = x @ x.mT
+        x = a * x + (b * product + c * product @ product) @ x
+    return x
+
+
+def _is_box(x) -> bool:
+    return isinstance(x, meta.AxisMetadata)
+
+
+def _split(tree, leaves: list, axes: tuple[Axes | None, ...]) -> tuple[Any, Any]:
+    """Returns the tree of matrices and that of other parameters. Each has None for the others."""
+    pairs = list(zip(leaves, axes, strict=True))
+    return (
+        tree.unflatten([None if a is None else x for x, a in pairs]),
+        tree.unflatten([x if a is None else None for x, a in pairs]),
+    )
