@@ -238,8 +238,9 @@ def stack(c, p, side, x, info, encoded=None, source=None):
 
 
 def feed_forward(c, p, x):
-    if not isinstance(c.feed_forward, str):
-        return np.stack([mixture(c, p, token) for token in x])
+    if "router" in p:
+        shared = feed_forward(c, p["shared"], x) if "shared" in p else 0.0
+        return np.stack([mixture(c, p, token) for token in x]) + shared
     h = linear(p["in"], x)
     h = activate(c, linear(p["gate"], x)) * h if c.glu else activate(c, h)
     return linear(p["out"], h)
@@ -291,22 +292,8 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
             if not mask.any():
                 continue
             e = np.array([scale * (q[t] @ k[s]) for s in range(len(k))])
-            e = add_positions(
-                c,
-                name,
-                options,
-                p,
-                shared,
-                n,
-                e,
-                q[t],
-                k,
-                q_info[0][t],
-                k_info[0],
-                mask,
-                scale,
-                causal and not c.prefix_lm,
-            )
+            scheme, of_mask = (c, name, options, p, shared), (scale, causal and not c.prefix_lm)
+            e = add_positions(*scheme, n, e, q[t], k, q_info[0][t], k_info[0], mask, *of_mask)
             e = cap(e, c.attention_soft_cap)
             w = np.where(mask, np.exp(e - e[mask].max()), 0.0)
             total = w.sum() + (math.exp(p["sink"][n] - e[mask].max()) if c.attention_sink else 0.0)
@@ -318,5 +305,7 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
                     w[s] * p["relative_values"][clip(k_info[0][s] - q_info[0][t], limit) + limit]
                     for s in range(len(k))
                 )
+            if c.attention_gate:
+                value = value / (1.0 + np.exp(-(x[t] @ p["gate"]["kernel"][:, n])))
             out[t] += value @ p["out"]["kernel"][n]
     return out + p["out"].get("bias", 0.0)

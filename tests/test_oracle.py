@@ -28,11 +28,16 @@ VARIANTS = {
     "soft cap": {"attention_soft_cap": 1.5, "logit_soft_cap": 2.0},
     "window": {"window": 3},
     "sink": {"attention_sink": True},
+    "gate": {"attention_gate": "elementwise"},
+    "gate per head": {"attention_gate": "headwise", "attention_sink": True},
     "no scaling": {"attention_scale": 1.0},
     "parallel": {"parallel": True},
     "parallel peri": {"parallel": True, "norm_placement": "peri"},
     "gated": {"glu": True, "activation": "silu"},
     "experts": {"feed_forward": {"name": "experts", "num_experts": 5, "top_k": 2}},
+    "shared expert": {
+        "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 2, "shared": 2}, "glu": True,
+    },
     "gated experts": {
         "feed_forward": {"name": "experts", "num_experts": 4, "top_k": 1, "normalize": False},
         "glu": True, "use_bias": False,

@@ -27,6 +27,8 @@ VARIANTS = {
     "qk_norm_joint": {"qk_norm": True, "qk_norm_joint": True},
     "soft_caps": {"attention_soft_cap": 2.0, "logit_soft_cap": 3.0},
     "sink": {"attention_sink": True},
+    "gate": {"attention_gate": "elementwise"},
+    "gate_per_head": {"attention_gate": "headwise"},
     "d_value": {"d_value": 6},
     "d_embedding": {"d_embedding": 8},
     "biases": {"use_bias": False, "qkv_bias": True},

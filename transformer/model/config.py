@@ -76,6 +76,8 @@ class ModelConfig:
     attention_soft_cap: float = 0.0
     # A learned logit per head that takes attention weight without contributing a value (GPT-OSS).
     attention_sink: bool = False
+    # elementwise | headwise: multiply each head's output by sigmoid(x W) (Qiu et al. 2025).
+    attention_gate: str = ""
     # In a decoder, a token attends to itself and earlier tokens. False: also to later tokens,
     # including the one that it predicts.
     causal: bool = True

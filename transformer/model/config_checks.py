@@ -81,6 +81,7 @@ def _check_values(config) -> None:
         "initializer": INITIALIZERS,
         "remat": REMAT_POLICIES,
         "pooling": POOLINGS,
+        "attention_gate": ("", "elementwise", "headwise"),
         "attention_backend": ("auto", *BACKENDS),
         "dtype": ("float32", "bfloat16"),
         "param_dtype": ("float32", "bfloat16"),

@@ -2,7 +2,8 @@
 
 With router probabilities p = softmax(x W_r), the output is y = sum of w_e FF_e(x) over the K
 experts with the largest p. The weights w are p, normalized to sum to one over these experts if
-`normalize` is set (Mixtral), and unchanged otherwise (Switch).
+`normalize` is set (Mixtral), and unchanged otherwise (Switch). With `shared` experts, the output of
+a feed-forward that all tokens use is added (Dai et al. 2024, "DeepSeekMoE").
 
 Tokens are dispatched to experts in one of two ways:
 
@@ -38,6 +39,7 @@ from transformer.model.activations import ACTIVATIONS
 from transformer.model.config import ModelConfig
 from transformer.model.dropout import drop
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
+from transformer.model.feed_forwards.dense import MLP
 from transformer.model.grouped import grouped_product
 from transformer.model.initializers import matrix_init
 from transformer.model.linear import Linear
@@ -56,18 +58,28 @@ class Mixture(FeedForward):
     num_experts: int = 8
     top_k: int = 2  # experts per token
     capacity_factor: float = 0.0  # slots per expert, as a multiple of an even share; 0: dropless
+    shared: int = 0  # experts that all tokens use, as one feed-forward of shared * d_ff (DeepSeek)
     normalize: bool = True  # normalize a token's K weights to sum to 1 (Mixtral; False: Switch)
     load_balance: float = 0.01  # weight of the load-balancing loss (Fedus et al. 2022)
     router_z_loss: float = 0.001  # weight of the loss on large router logits (Zoph et al. 2022)
 
     def __post_init__(self):
         at_least("model.feed_forward", self, 1, "num_experts", "top_k")
-        at_least("model.feed_forward", self, 0, "capacity_factor", "load_balance", "router_z_loss")
+        at_least(
+            "model.feed_forward",
+            self,
+            0,
+            "shared",
+            "capacity_factor",
+            "load_balance",
+            "router_z_loss",
+        )
         at_most(
             "model.feed_forward",
             self,
             MAX_EXPERTS,
             num_experts="the largest published model has 2,048 (Switch-C)",
+            shared="published models have 1 or 2",
         )
         if self.top_k > self.num_experts:
             raise UserError(
@@ -140,6 +152,10 @@ class Experts(nn.Module):
                 "costs",
                 _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost),
             )
+        if kind.shared:
+            width = cfg.part(d_ff=kind.shared * cfg.ff_size)
+            shared = MLP(width, self.gain, self.out_gain, name="shared")
+            y_BxTxD += shared(x_BxTxD, tokens, deterministic)
         return y_BxTxD
 
 

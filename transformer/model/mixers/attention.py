@@ -94,7 +94,8 @@ class Attention(nn.Module):
         mask = self_mask(self.config, self.side)
         tokens = (context.tokens, k_tokens)
         index = context.index
-        return self._attend(q_BxTxNxH, kv, mask, tokens, position, deterministic, index), new
+        qkv = q_BxTxNxH, kv
+        return self._attend(x_BxTxD, qkv, mask, tokens, position, deterministic, index), new
 
     def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
         """Returns the queries, [B, T, N, H]."""
@@ -108,13 +109,16 @@ class Attention(nn.Module):
         return self._normalized("key_norm", k_BxSxKxH), v_BxSxKxH
 
     def _attend(
-        self, q_BxTxNxH, kv: KeyValue, mask, tokens, position, deterministic, index=None
+        self, x_BxTxD, q_and_kv, mask, tokens, position, deterministic, index=None
     ) -> jax.Array:
         """Returns the output, [B, T, D]. `tokens` are those of the queries and of the keys."""
-        cfg, qkv = self.config, (q_BxTxNxH, *map(by_head, kv))
+        cfg, (q_BxTxNxH, kv) = self.config, q_and_kv
+        qkv = (q_BxTxNxH, *map(by_head, kv))
         out_BxTxNxH = inner_attention(
             self, qkv, mask, *tokens, position, cfg.head_size, deterministic, index
         )
+        if cfg.attention_gate:
+            out_BxTxNxH *= jax.nn.sigmoid(self._gate(x_BxTxD))
         out = Linear(
             cfg,
             (cfg.d_model,),
@@ -133,6 +137,14 @@ class Attention(nn.Module):
             cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_has_bias, gain, name=name
         )
         return lambda x_BxTxD: _shard_heads(project(x_BxTxD))
+
+    def _gate(self, x_BxTxD: jax.Array) -> jax.Array:
+        """Returns the logits of the gate, [B, T, N, H], or [B, T, N, 1] for one per head."""
+        cfg, outputs, names = self.config, (self.config.num_heads,), ("embed", "heads")
+        if cfg.attention_gate == "elementwise":
+            outputs, names = (*outputs, cfg.value_size), (*names, "head")
+        logits = Linear(cfg, outputs, names, False, name="gate")(x_BxTxD)
+        return logits if cfg.attention_gate == "elementwise" else logits[..., None]
 
     def _normalized(self, name: str, x_BxTxNxH: jax.Array) -> jax.Array:
         if not self.config.qk_norm:
@@ -176,8 +188,8 @@ class SourceAttention(Attention):
         if batch != sources:
             x_ExQxD, tokens = group(x_BxTxD), jax.tree.map(group, context.tokens)
         out_ExQxD = self._attend(
-            self._queries(x_ExQxD),
-            kv,
+            x_ExQxD,
+            (self._queries(x_ExQxD), kv),
             SAME_SEGMENT,
             (tokens, context.source_tokens),
             None,

@@ -41,6 +41,7 @@ SHARED_FIELDS = (
     "attention_scale",
     "attention_soft_cap",
     "attention_sink",
+    "attention_gate",
     "attention_backend",
     "attention_dropout",
 )
