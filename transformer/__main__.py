@@ -62,10 +62,7 @@ def _interrupt(signum, frame) -> None:
 
 
 def _interrupt_again(previous_hook: Callable, unraisable) -> None:
-    """Sends SIGINT again if Python has dropped a KeyboardInterrupt.
-
-    Python drops exceptions in callbacks of the garbage collector, and JAX installs such a callback.
-    """
+    """Sends SIGINT again if Python dropped a KeyboardInterrupt, as in the collector's callbacks."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
     else:

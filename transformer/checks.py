@@ -45,10 +45,7 @@ def at_least(section: str, config, minimum, *fields: str) -> None:
 
 
 def positive(section: str, config, *fields: str) -> None:
-    """Raises UserError unless these fields are positive and finite.
-
-    Integers must also be at most LARGEST.
-    """
+    """Raises UserError unless these fields are finite, > 0 and, if integers, <= LARGEST."""
     for field in fields:
         value = getattr(config, field)
         if not value > 0:
@@ -247,8 +244,7 @@ def table_of(cls) -> str:
 def _check_literal(value, path: str) -> None:
     """Raises UserError if `value` is or contains a set, or an integer that a float cannot hold.
 
-    Sets cannot be hashed. Python refuses to convert the largest integers to text, even for an error
-    message.
+    Sets cannot be hashed. Python does not print the largest integers, even in an error message.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -313,7 +309,6 @@ def build_choice(field: str, table: dict[str, type], spec: str | Mapping, is_opt
 def is_zero(number) -> bool:
     """Returns whether `number` is statically known to be 0.
 
-    A traced argument is never known to be 0: it differs between runs that share one program
-    (lab/together.py).
+    A traced argument never is: it differs between runs of one program (lab/together.py).
     """
     return isinstance(number, (int, float)) and number == 0

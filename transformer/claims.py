@@ -56,11 +56,7 @@ class Process:
         return self.host == socket.gethostname() and self.pid.isdecimal() and same_container
 
     def runs(self) -> bool:
-        """Returns whether a visible process is alive.
-
-        Also returns True if the system hides the start time: /proc may not show processes of other
-        users.
-        """
+        """Returns whether a visible process is alive. True if /proc hides its start time."""
         try:
             os.kill(int(self.pid), 0)
         except (ProcessLookupError, OverflowError, ValueError):  # no process has that PID
@@ -91,8 +87,7 @@ def _began(pid: int) -> str:
 _alone: dict[Path, float] = {}
 """Claim file -> when this process last verified that no other process had held the claim.
 
-If this process was then suspended for long (Ctrl-Z), another one may have taken over the claim and
-released it.
+If this one was then suspended for long (Ctrl-Z), another may have taken and released it.
 """
 
 
@@ -128,10 +123,7 @@ class Claim:
         return self.holder() in [Process.here(pid) for pid in pids]
 
     def renew(self) -> None:
-        """Renews the claim. The holder must call this every few seconds.
-
-        Does nothing if another process has taken over the claim.
-        """
+        """Renews the claim, if this process still holds it. It must do so every few seconds."""
         with contextlib.suppress(OSError):  # a network file system may respond next time
             if held := self.is_held_by(os.getpid()):
                 os.utime(self.file)
@@ -155,10 +147,7 @@ class Claim:
         return holder is not None and self._lives(holder)
 
     def check(self) -> None:
-        """Takes the claim again if only its file is missing.
-
-        Raises UserError if another process holds the claim or may have held it.
-        """
+        """Retakes a claim whose file is missing. Raises UserError if another may have held it."""
         if self.is_held_by(os.getpid()):
             return
         lapsed = self._lapsed()
@@ -192,10 +181,7 @@ class Claim:
         return self.age() < STALE and not (holder.is_visible() and not holder.runs())
 
     def _clear(self, dead: Process) -> bool:
-        """Removes a dead claim and returns whether it did.
-
-        If several processes find the claim dead, only one succeeds.
-        """
+        """Removes a dead claim. Returns whether it did; of several processes, only one succeeds."""
         aside = self.file.with_name(f"{self.file.name}.{socket.gethostname()}.{os.getpid()}.dead")
         try:
             self.file.rename(aside)

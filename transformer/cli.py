@@ -71,8 +71,7 @@ def _print_error(line: str) -> None:
 def _exit_if_distributed(code: int, error: Exception | None = None) -> None:
     """Ends this process at once if it is one of several.
 
-    A normal exit would wait for the other processes, which may be waiting for this one. They detect
-    the loss and end too.
+    A normal exit would wait for the others, which may be waiting for this one. They end too.
     """
     jax = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():

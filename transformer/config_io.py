@@ -69,10 +69,7 @@ def load_sweep(file: str) -> Sweep:
 def load_arms(
     file: str, overrides: Mapping[str, str] = types.MappingProxyType({})
 ) -> tuple[Sweep, dict[str, Experiment]]:
-    """Loads the sweep of an experiment file and the experiments of its arms, baseline first.
-
-    `overrides` apply to all arms.
-    """
+    """Loads a file's sweep and the experiments of its arms, baseline first, with `overrides`."""
     sweep, experiments = load_sweep(file), {}
     for key in overrides:
         if varied := [
@@ -141,10 +138,7 @@ class _File:
 
 
 def _open(file: str) -> _File:
-    """Opens FILE.py, FILE.py:ARG or FILE.py:ARG:ARM.
-
-    FILE.py:ARM is also valid if get_config() takes no argument.
-    """
+    """Opens FILE.py[:ARG][:ARM]. FILE.py:ARM is valid if get_config() takes no argument."""
     name, *parts = file.split(":")
     path = _existing(name)
     with _errors_in(path):

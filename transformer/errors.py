@@ -7,17 +7,11 @@ import re
 from collections.abc import Iterable
 
 LONGEST = 500
-"""The maximum length of a message in characters.
-
-The middle of a longer message is cut, because the field is at the start and the fix at the end.
-"""
+"""Maximum characters of a message. Longer ones lose the middle: field and fix are at the ends."""
 
 
 class UserError(ValueError):
-    """An error that a user can fix: in a config, a file or a machine.
-
-    The message is one line and names a fix.
-    """
+    """An error that a user can fix, in a config, a file or a machine: one line that names a fix."""
 
     exit_code = 2
 
@@ -26,10 +20,7 @@ class UserError(ValueError):
 
 
 class TemporaryError(UserError):
-    """A fault of another process, a network or a file system that may not recur after a restart.
-
-    Launchers start a run again after this exit code, but not after that of a UserError.
-    """
+    """A fault of another process, a network or a disk, after which launchers start a run again."""
 
     exit_code = 1
 

@@ -37,10 +37,7 @@ def disk_errors(path) -> Iterator[None]:
 
 
 def check_disk_space(folder: Path, needed: int, what: str) -> None:
-    """Raises UserError if `needed` bytes of `what` do not fit on the disk of `folder`.
-
-    The folder need not exist.
-    """
+    """Raises UserError if `needed` bytes of `what` do not fit on the disk of `folder`."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

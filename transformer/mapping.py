@@ -34,10 +34,7 @@ def from_mapping(cls, values: Mapping, path: str = "", root: type | None = None)
 
 
 def way_out(key: str, fields: Mapping, root: type) -> str:
-    """Returns a hint for an unknown field `key`.
-
-    The hint is where the field is in `root`, or else the nearest name in `fields`.
-    """
+    """Returns a hint for an unknown field: its place in `root`, or else the nearest of `fields`."""
     top = typing.get_type_hints(root)
     configs = [(name, kind) for name, kind in top.items() if dataclasses.is_dataclass(kind)]
     paths = [key] if key in top else []
@@ -76,10 +73,7 @@ def apply_overrides(config, overrides: Mapping[str, str]):
 
 
 def build(cls, tree: dict, overrides: Mapping[str, str]):
-    """Builds the dataclass `cls` from nested dicts, with dotted fields changed.
-
-    An override looks like `{"model.d_model": "256"}`.
-    """
+    """Builds the dataclass `cls` from nested dicts and overrides like {"model.d_model": "256"}."""
     for key, text in overrides.items():
         override(tree, key, text, cls)
     return from_mapping(cls, tree)

@@ -1,7 +1,6 @@
 """Text for people: colors, plurals, elapsed time; streams that close early; redundant tracebacks.
 
-A stream may be closed before a command begins (`train ... >&-`) or before it ends (`train ... |
-head`).
+A stream may be closed before a command begins (`train >&-`) or ends (`train | head`).
 """
 
 import contextlib
@@ -17,8 +16,7 @@ from collections.abc import Iterator
 def open_closed_streams() -> None:
     """Opens the standard streams that were closed when this process began, on /dev/null.
 
-    Otherwise the next opened files would get their descriptors, and output of C++ code would be
-    written to these files.
+    Otherwise the next files would get their descriptors, and receive the output of C++ code.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -70,10 +68,7 @@ class _Lasting:
 
 @contextlib.contextmanager
 def survive_closed_readers() -> Iterator[None]:
-    """Lets a command finish its work after the readers of its output have gone.
-
-    For commands that do more than print.
-    """
+    """Lets a command that does more than print finish after the readers of its output have gone."""
     original = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and _Lasting(stream) for stream in original)
     try:
@@ -108,8 +103,7 @@ def _is_redundant_log(record: logging.LogRecord) -> bool:
 def _is_redundant_exception(unraisable) -> bool:
     """Returns whether an unraisable exception repeats another error.
 
-    It does if it comes from C++, which passes no object, or from a read that a failed one has
-    aborted.
+    It does if it comes from C++, which passes no object, or from a read that was aborted.
     """
     fragments = ("Event loop is closed", "array index")
     return unraisable.object is None or any(
@@ -191,10 +185,7 @@ def _styled(text: str, code: str, stream) -> str:
 
 @contextlib.contextmanager
 def elapsed(text: str, stream=None) -> Iterator[None]:
-    """Shows `text` and the elapsed time while the body runs, if `stream` is a terminal.
-
-    `stream` is standard error by default. The line is erased at the end.
-    """
+    """Shows `text` and the elapsed time while the body runs, if `stream` (stderr) is a terminal."""
     stream = stream or sys.stderr
     if not stream.isatty():
         yield

@@ -29,8 +29,7 @@ _files: dict[str, tuple[Path, set[str]]] = {}
 def record(file: str | None, name: str) -> str:
     """Records that `file` registers a class as `name`. Returns the hash of the file.
 
-    Returns "" for a file of an installed package, and for a class that is typed into an
-    interpreter. The latter is known in this process only.
+    Returns "" for an installed package, and for a class known to this interpreter only.
     """
     if not file or not Path(file).is_file() or "site-packages" in Path(file).parts:
         return ""
@@ -54,10 +53,7 @@ def load_installed() -> None:
 
 
 def save(folder: Path, settings) -> None:
-    """Copies the files that `settings`, nested dicts and lists, refer to into `folder/plugins`.
-
-    Raises UserError if another version of one is already there.
-    """
+    """Copies files that `settings` name to `folder/plugins`. Raises UserError if one changed."""
     used = set(_strings(settings))
     for file, names in _files.values():
         if not names & used:

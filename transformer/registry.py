@@ -36,8 +36,7 @@ class Registry(Mapping[str, type]):
     def register(self, name: str) -> Callable[[C], C]:
         """Returns a class decorator that registers a class as `name`.
 
-        A class that is defined again (in a notebook, or by another copy of its file) replaces its
-        former version. Raises UserError if another class has the name.
+        A new definition of a class replaces the old. Raises UserError if another has the name.
         """
         file = sys._getframe(1).f_globals.get("__file__")
 
@@ -60,10 +59,7 @@ class Registry(Mapping[str, type]):
         return add
 
     def build(self, spec: str | Mapping):
-        """Builds the object of a spec: `"name"`, or `dict(name="name", option=value)`.
-
-        Raises UserError.
-        """
+        """Builds the object of `"name"` or `dict(name="name", option=value)`. Raises UserError."""
         return build_choice(self._field, self._all, spec, self._is_option)
 
     @property

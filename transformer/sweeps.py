@@ -30,10 +30,7 @@ Changes = Mapping[str, object]
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One setting: its name, its changes, and names for values.
-
-    `called` maps fields to the names of their values, where `vary` was given names.
-    """
+    """One setting: its name, its changes, and `called`: names that `vary` was given for values."""
 
     name: str
     changes: Changes
@@ -56,10 +53,7 @@ class Grid:
 
 
 def vary(field: str, *values, **named) -> Grid:
-    """Varies one field, with one point per value.
-
-    Keyword arguments name the points: vary("model.d_ff", narrow=256, wide=1024).
-    """
+    """Varies one field. Keywords name the points: vary("model.d_ff", narrow=256, wide=1024)."""
     if not values and not named:
         raise UserError(f"sweep: vary({field!r}) has no values")
     points = [Point(_point_name(field, value), {field: value}) for value in values]
@@ -87,10 +81,7 @@ def scan(field: str, low: float, high: float, points: int) -> Grid:
 
 
 def arms(**named: Changes) -> Grid:
-    """Returns named points, each with its changes.
-
-    Example: arms(plain={}, deep={"model.num_decoder_layers": 24}).
-    """
+    """Returns named points: arms(plain={}, deep={"model.num_decoder_layers": 24})."""
     for name, changes in named.items():
         if not isinstance(changes, Mapping):
             raise UserError(

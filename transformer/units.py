@@ -49,10 +49,7 @@ def unit(metric: str, predicts_tokens: bool = True) -> str:
 
 
 def higher_is_better(metric: str, declared: bool | None) -> bool:
-    """Returns `declared` if it is set, or else the direction that the metric's name implies.
-
-    Raises UserError if neither is known.
-    """
+    """Returns the declared direction, or that of the metric's name. Raises UserError if unknown."""
     metric_kind = kind(metric)
     if declared is None and metric_kind is None:
         raise UserError(

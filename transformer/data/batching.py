@@ -113,8 +113,7 @@ def _chunks(indices: np.ndarray, size: int) -> Iterator[np.ndarray]:
 def assemble(sequences: Sequence[Sequence[Segment]], length: int, decoder_length: int = 0) -> Batch:
     """Assembles sequences of segments into a batch, padded to `length`.
 
-    If the segments have a source, `length` applies to the encoder, and `decoder_length` (default:
-    `length`) to the decoder.
+    If segments have a source, it is padded to `length`, the rest to `decoder_length` or `length`.
     """
     inputs = [[segment.token_fields() for segment in segments] for segments in sequences]
     if not any(segment.source is not None for segments in sequences for segment in segments):

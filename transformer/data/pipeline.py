@@ -32,8 +32,7 @@ class Data:
     def batches(self, part: str, share: Callable[[int], np.ndarray] = np.arange) -> Batches:
         """The batches of a split. `share`: see `Batches`.
 
-        Those of train are shuffled by the seed and do not end. Those of valid and test contain each
-        sequence once, in order.
+        Those of train are shuffled and do not end. Others contain each sequence once, in order.
         """
         data, train = self.config.data, part == "train"
         sequences = self.objective.sequences(self.store, part, self.config)
@@ -69,8 +68,7 @@ def special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def check_special_tokens(model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError if the model's special tokens differ from the tokenizer's, or if the model's
-    vocabulary is too small for them."""
+    """Raises UserError if a special token is not the tokenizer's, or exceeds the vocabulary."""
     for field, token in special_tokens(model, tokenizer).items():
         # Of several eos tokens, a tokenizer writes the first.
         configured = as_tuple(getattr(model, field))[:1]

@@ -157,8 +157,7 @@ def _tsv(file: epath.Path, fields) -> Iterator[Example]:
 def _paired(path: str) -> Iterator[Example]:
     """Pairs the lines of two files, or of the files of two globs.
 
-    Raises UserError if the wildcards match different texts in the names of two files, and if a file
-    has no partner.
+    Raises UserError if wildcards match different texts in two names, or a file has no partner.
     """
     sources, targets = map(_by_wildcards, patterns("paired", path))
     for (source_key, source), (target_key, target) in zip(sources, targets, strict=False):
@@ -179,10 +178,7 @@ def _paired(path: str) -> Iterator[Example]:
 
 
 def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
-    """(texts that the wildcards match, file) for each file of a path or glob, sorted.
-
-    `[x]` matches only x and is not a wildcard.
-    """
+    """(texts that the wildcards match, file) for each file, sorted. `[x]` is not a wildcard."""
     parts = re.split(r"(\*|\?|\[(?!.\])!?\]?[^\]]*\])", as_path(pattern, "data").name)
     inner = [fnmatch.translate(part)[len("(?s:") : -len(r")\Z")] for part in parts]
     inner[1::2] = [f"({wildcard})" for wildcard in inner[1::2]]

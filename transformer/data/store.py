@@ -75,10 +75,7 @@ class Store:
         return Texts(load("ids"), load("ends"))
 
     def labels(self, part: str) -> np.ndarray:
-        """int32: the class of each text, or of each token of all texts (-1: none).
-
-        A class is an index into `classes`.
-        """
+        """int32: the class (index into `classes`) of each text, or of each token (-1: none)."""
         return np.load(self.folder / f"{part}.labels.npy", mmap_mode="r")
 
     @property
@@ -337,10 +334,7 @@ def _class(number: dict[str, int], name: str, text: str) -> int:
 def _tagged(
     example: Example, tokenizer: Tokenizer, number: dict[str, int]
 ) -> tuple[list[int], np.ndarray]:
-    """The ids of a text and their tags.
-
-    The first piece of a word has the tag of the word. All other pieces and eos have -1.
-    """
+    """The ids of a text and their tags: a word's at its first piece, -1 at other pieces and eos."""
     words, tags = (column.split() for column in example)
     if len(words) != len(tags):
         raise UserError(f"data: {len(words)} words, but {len(tags)} tags: {example[0][:60]!r}")
@@ -353,10 +347,7 @@ def _tagged(
 
 
 def _as_npy(raw: Path, file: Path, dtype) -> None:
-    """Converts raw numbers to an .npy file, in pieces.
-
-    A memory-mapped output would not raise an error for a full disk.
-    """
+    """Converts raw numbers to .npy in pieces. A memory map would not report a full disk."""
     count = raw.stat().st_size // np.dtype(dtype).itemsize
     header = {
         "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),

@@ -46,10 +46,7 @@ def length_penalty(length: jax.Array, alpha: float) -> jax.Array:
 def _grow(
     beams: Beams, logits_BxKxV: jax.Array, limits_B: jax.Array, alpha: float, ending: Ending
 ) -> tuple[Beams, jax.Array, jax.Array]:
-    """Extends the beams by one token.
-
-    Returns the beams and, for each live one, the old beam that it continues and its new token.
-    """
+    """Extends the beams by one token. Returns them, and each live one's old beam and new token."""
     batch, k, vocab = logits_BxKxV.shape
     open_B = beams.step < limits_B
     logp_BxKxV = jax.nn.log_softmax(logits_BxKxV, axis=-1)

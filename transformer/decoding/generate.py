@@ -1,7 +1,4 @@
-"""Generation from text to text: translation by encoder-decoders, continuation by decoders.
-
-All inputs of a bucket share one compilation.
-"""
+"""Text to text: translation by encoder-decoders, continuation by decoders."""
 
 import dataclasses
 import functools
@@ -67,10 +64,7 @@ class Generator:
     def __call__(
         self, texts: Sequence[str], progress: Callable[[int], None] = lambda done: None
     ) -> list[str]:
-        """Returns one output per text, in order: its translation or its continuation.
-
-        After each batch, calls `progress` with the number of texts done. Raises UserError.
-        """
+        """Returns the translation or continuation of each text. `progress` gets the number done."""
         check_texts(texts)
         ids = self.tokenizer.encode(texts)
         if self._translates or self._answers:

@@ -1,7 +1,4 @@
-"""Token-weighted loss, perplexity and accuracy.
-
-For language models, also bits per byte and word perplexity.
-"""
+"""Token-weighted loss, perplexity, accuracy; of language models, bits per byte, word perplexity."""
 
 import math
 from collections.abc import Callable

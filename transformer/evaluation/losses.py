@@ -15,10 +15,7 @@ from transformer.model.network import abstract_params
 
 
 def reading(model: ModelConfig, length: int) -> ModelConfig | None:
-    """Returns the model with a max_length of at least `length`.
-
-    Returns None if this would change the shapes of parameters.
-    """
+    """Returns the model with max_length >= `length`, or None if that changes parameter shapes."""
     longest = max(length, model.max_length)
     positions = model.random_positions and max(longest, model.random_positions)
     longer = dataclasses.replace(model, max_length=longest, random_positions=positions)

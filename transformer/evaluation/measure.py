@@ -5,10 +5,7 @@ from transformer.evaluation.subject import Snapshot, Subject
 
 
 def measure(subject: Subject, snapshot: Snapshot, in_training: bool) -> dict[str, float | str]:
-    """Returns the metrics of the evaluators in the config, and texts for people.
-
-    With `in_training`, only those evaluators run that are measured during training.
-    """
+    """Returns the metrics and texts of all evaluators, or of those that run `in_training`."""
     metrics: dict[str, float | str] = {}
     for spec in subject.config.train.evaluators:
         evaluator = EVALUATORS.build(spec)

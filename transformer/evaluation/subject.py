@@ -67,10 +67,7 @@ class Subject:
         return self.programs[config]
 
     def program(self, name, function: Callable) -> Callable:
-        """Returns `function`, compiled with results that are replicated on every device.
-
-        Caches by `name`: a later call returns the first function that had this name.
-        """
+        """Returns `function`, compiled with replicated results. The first of a `name` is cached."""
         if name not in self.programs:
             self.programs[name] = jax.jit(function, out_shardings=NamedSharding(self.mesh, P()))
         return self.programs[name]
@@ -86,10 +83,7 @@ class Subject:
         return (result.hidden_BxTxE, result.head), sown, batch
 
     def in_chunks(self, function: Callable, *arrays_BxT: jax.Array):
-        """Applies `function` to some tokens at a time. Arrays are [B, T, ...], results [B, T].
-
-        This avoids holding the logits of all tokens at once.
-        """
+        """Applies `function` to some tokens at a time to hold few logits: [B, T, ...] -> [B, T]."""
         count, length = arrays_BxT[0].shape[:2]
         chunks = auto_chunks(count, length, self.config.model.vocab_size, self.mesh)
         split = lambda x: jnp.moveaxis(x.reshape(count, chunks, -1, *x.shape[2:]), 1, 0)

@@ -40,10 +40,7 @@ def score(
 def exact(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns ({exact: share of hypotheses that equal one of their references}, {}).
-
-    For synthetic tasks, whose answers are either right or wrong.
-    """
+    """Returns ({exact: share of hypotheses that equal one of their references}, {})."""
     right = [
         hypothesis in accepted for hypothesis, accepted in zip(hypotheses, references, strict=True)
     ]
@@ -56,10 +53,7 @@ def translate_and_score(
     score: Callable,
     progress=lambda done, total: None,
 ):
-    """Returns (sources, hypotheses, references, scores, signatures) for held-out examples.
-
-    `score` is one of the functions `score` and `exact`.
-    """
+    """Returns (sources, hypotheses, references, *score(hypotheses, references)) of examples."""
     sources, references = group(examples)
     hypotheses = generate(sources, lambda done: progress(done, len(sources)))
     return sources, hypotheses, references, *score(hypotheses, references)

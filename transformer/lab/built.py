@@ -114,10 +114,7 @@ def _without_wide_windows(config: Experiment) -> Experiment:
 
 @functools.lru_cache(maxsize=64)
 def _of_model(config: Experiment) -> tuple[str, Any]:
-    """Returns the hash of all programs but the update, and the parameter shapes.
-
-    The result is cached because arms often share a model.
-    """
+    """Returns a hash of all programs but the update, and parameter shapes. Arms may share both."""
     model, no_update = build_model(config.model), optax.identity()
     with use(make_mesh(config.mesh, jax.local_devices()[:1])) as mesh:
         state, _ = abstract_state(config, model, no_update, mesh)

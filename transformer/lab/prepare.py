@@ -18,10 +18,7 @@ from transformer.parallel.processes import start_processes
 def study(
     file: str, folder: Path, overrides: Mapping[str, str], report: Callable[[str], None]
 ) -> Study:
-    """Returns the study of an experiment file, and writes nothing.
-
-    Raises UserError if its arms are not comparable.
-    """
+    """Returns the study of a file, and writes nothing. Raises UserError for incomparable arms."""
     sweep, configs = load_arms(file, overrides)
     disable_tpu_search()
     start_processes()
@@ -35,10 +32,7 @@ def study(
 
 
 def prepare_in_subprocess(file: str, folder: Path, overrides: Mapping[str, str]) -> None:
-    """Prepares the study in a subprocess, which writes sweep.json.
-
-    This process must not hold the device, because its runs need it.
-    """
+    """Writes sweep.json in a subprocess, since this one must not hold the device that runs need."""
     options = [f"--config.{key}={value}" for key, value in overrides.items()]
     command = [sys.executable, "-m", "transformer", "sweep", f"--config={file}"]
     command += [f"--workdir={folder}", "--prepare", *options]

@@ -315,10 +315,7 @@ def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -
 
 
 def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], list[str]]:
-    """Leaves out runs that were evaluated differently from the baseline, and returns the reasons.
-
-    Differences that the sweep varies or declares are allowed.
-    """
+    """Leaves out runs that were evaluated differently, without declaration, and returns reasons."""
     first = next(run for arm in (arms[sweep.baseline], *arms.values()) for run in arm.runs.values())
     comparable, left_out = {}, []
     for name, arm in arms.items():

@@ -42,8 +42,7 @@ def groups(study: Study, runs: Sequence[PlannedRun], max_group: int) -> list[lis
 def share_of(study: Study, shard: tuple[int, int], max_group: int) -> list[list[PlannedRun]]:
     """Returns the groups of machine shard[0] of shard[1], without finished runs.
 
-    The assignment does not depend on which runs are finished, because machines may start at
-    different times.
+    The assignment ignores which runs are finished: machines may start at different times.
     """
     share = groups(study, study.runs, max_group)[shard[0] - 1 :: shard[1]]
     return [unfinished for group in share if (unfinished := _unfinished(group))]
@@ -273,10 +272,7 @@ def _spell(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns True after SIGINT, SIGTERM or SIGHUP.
-
-    A second SIGINT raises KeyboardInterrupt.
-    """
+    """Yields a function that returns True after SIGINT (a second one raises), SIGTERM or SIGHUP."""
     signals: list[int] = []
 
     def record(number, frame):

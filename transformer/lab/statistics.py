@@ -78,10 +78,9 @@ def difference(arm: dict[int, float], baseline: dict[int, float]) -> Difference:
 
 
 def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
-    """Applies the Holm correction to the p values.
+    """Applies the Holm correction to the p values. NaN does not count as a comparison.
 
-    The smallest of m p values is multiplied by m, the next by m - 1, and so on. The results are
-    monotonic and at most 1. NaN does not count as a comparison.
+    The smallest of m is multiplied by m, the next by m - 1, ...; results are monotonic, at most 1.
     """
     ranked = sorted((x.p, name) for name, x in differences.items() if not math.isnan(x.p))
     result, largest = dict(differences), 0.0

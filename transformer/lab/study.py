@@ -129,10 +129,7 @@ class PlannedRun:
             raise UserError(f"--runs: {self.claim.who()} works on {self.name}; wait until it ends")
 
     def release(self, failure: str = "") -> None:
-        """Releases the claim of this process, or of a process of this machine that has ended.
-
-        `failure` is the reason why the run is not done.
-        """
+        """Releases the claim of this or an ended process. `failure` is why the run is not done."""
         if failure:
             write_atomic(self._failure, failure + "\n")
         self.claim.release()

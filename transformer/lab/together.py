@@ -36,10 +36,7 @@ NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.d
 
 
 def program_key(config: Experiment) -> str | None:
-    """Returns a key that is equal for runs that can be trained together.
-
-    None means that the run must be trained alone.
-    """
+    """Returns a key that is equal for runs that can be trained together, None for other runs."""
     train, sizes = config.train, config.mesh.sizes.values()
     if any(size not in (1, -1) for size in sizes):
         return None
@@ -54,10 +51,9 @@ def program_key(config: Experiment) -> str | None:
 
 
 def train_together(configs: Sequence[Experiment], workdirs: Sequence[Path]) -> list[int]:
-    """Trains or resumes each run in its directory, as `runs.loop.train` does.
+    """Trains or resumes each run, at the same step, in its directory, as `runs.loop.train` does.
 
-    All runs must be at the same step. A run that diverges ends, and the others continue. Returns
-    the number of steps that each run has done.
+    A run that diverges ends, and the others continue. Returns the steps that each has done.
     """
     config = configs[0]
     if len({program_key(c) for c in configs}) > 1 or program_key(config) is None:

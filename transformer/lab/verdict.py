@@ -32,8 +32,7 @@ class Row:
 class Reaches:
     """When an arm reaches the final validation value of the baseline.
 
-    Of the `seeds` that both arms have finished, `count` reach it, on average after this `share` of
-    the baseline's steps.
+    Of `seeds` common seeds, `count` reach it, on average after `share` of the baseline's steps.
     """
 
     share: float
@@ -55,10 +54,7 @@ class Verdict:
 
 
 def derive_verdict(results: Results) -> Verdict:
-    """Computes means, paired differences from the baseline and from the best arm, and sentences.
-
-    p values are corrected for the number of comparisons.
-    """
+    """Computes means, differences from baseline and best arm (paired, corrected), and sentences."""
     sweep, arms = results.sweep, results.arms
     base, sign = arms[sweep.baseline], -1.0 if sweep.higher_is_better else 1.0
     values = {name: arm.values(sweep.metric) for name, arm in arms.items()}
@@ -112,10 +108,7 @@ def _peak_memory(arm: Arm) -> float:
 
 
 def _alike(versus: Difference) -> bool:
-    """Whether there is no detectable difference.
-
-    False if the difference is nonzero and the same in every seed, in which case p is NaN.
-    """
+    """Whether no difference is detectable. False for one that is equal in all seeds (p is NaN)."""
     return not versus.is_detectable and not (versus.mean.count > 1 and math.isnan(versus.p))
 
 
@@ -127,10 +120,7 @@ def validated(results: Results) -> str:
 
 
 def _reaches(arm: Arm, base: Arm, name: str, sign: float) -> Reaches:
-    """Compares validation curves over the seeds that both arms have finished.
-
-    Values between two evaluations are interpolated linearly.
-    """
+    """Compares validation curves, linearly interpolated, over the seeds that both arms finished."""
     shares = []
     for seed in arm.runs.keys() & base.runs.keys():
         if not all(math.isfinite(each.runs[seed].outcome(name)) for each in (arm, base)):
@@ -228,8 +218,7 @@ def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
 def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]) -> list[str]:
     """Returns sentences on divergence, and on the difference of each arm from the baseline.
 
-    Arms in `without` get no sentence on the difference. Arms without a detectable difference share
-    a sentence.
+    Arms in `without` get no sentence on it. Arms without a detectable one share a sentence.
     """
     sweep, lines, base = results.sweep, [], results.sweep.baseline
     correction = _correction(row.to_baseline for row in rows.values() if row.to_baseline)

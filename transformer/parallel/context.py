@@ -31,10 +31,7 @@ def order_of(config: ModelConfig, mesh: Mesh) -> str:
 
 
 def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
-    """Shards the batch over the mesh and puts a decoder's positions in `order`.
-
-    Losses are sums over tokens, so the order of positions does not change them.
-    """
+    """Shards the batch, with a decoder's positions in `order`; sums over tokens stay the same."""
 
     def constrain(name: str, x: jax.Array) -> jax.Array:
         if x.ndim > 1 and order == "zigzag" and not name.startswith("source"):

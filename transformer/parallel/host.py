@@ -43,11 +43,7 @@ def accelerator() -> str:
 
 
 def memory() -> int:
-    """Returns the bytes of memory that this process may use.
-
-    This is the smaller of the machine's memory and its container's limit, or 0 where neither is
-    known.
-    """
+    """Returns the bytes that this process may use, of its machine and container; 0 if unknown."""
     limits = []
     # AttributeError: not a POSIX machine
     with contextlib.suppress(ValueError, OSError, AttributeError):

@@ -19,10 +19,7 @@ from transformer.parallel.sharding import RULES, format_bytes
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
-    """Prepares the machine before the first computation, and returns the mesh.
-
-    Configures the host, joins the processes, checks the platform and builds the mesh.
-    """
+    """Prepares host, processes and platform before the first computation, and returns the mesh."""
     keep_freed_memory()
     disable_tpu_search()
     start_processes()
@@ -33,8 +30,7 @@ def start(platform: str, config: MeshConfig) -> Mesh:
 def disable_tpu_search() -> None:
     """Keeps JAX from searching for a TPU on a machine that has libtpu but no TPU.
 
-    libtpu may be installed only to plan. Without this call, JAX's first computation searches for a
-    TPU and prints long warnings.
+    libtpu may be installed only to plan. The search prints long warnings.
     """
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     may_search = not platforms and importlib.util.find_spec("libtpu")
@@ -43,10 +39,7 @@ def disable_tpu_search() -> None:
 
 
 def check_platform(target: str) -> str:
-    """Returns the platform that JAX runs on.
-
-    Raises UserError if it is not the one that the config sets: no run trains on a CPU by accident.
-    """
+    """Returns JAX's platform. Raises UserError if it is not the config's: no CPU by accident."""
     try:
         backend = jax.default_backend()
     # AssertionError: JAX_PLATFORMS names a platform that has no plugin
@@ -83,10 +76,7 @@ def _no_tpu() -> bool:
 
 
 def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
-    """Returns the mesh of `devices` (default: all), with axes in the config's order.
-
-    Raises UserError if the axes do not fit the number of devices.
-    """
+    """Returns the mesh of all or these devices. Raises UserError if the axes do not fit them."""
     devices = jax.devices() if devices is None else devices
     processes = len({device.process_index for device in devices})
     sizes = config.sizes
@@ -148,10 +138,7 @@ def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
 
 
 def check_memory(shapes, mesh: Mesh, what: str) -> None:
-    """Raises UserError if arrays of these shapes and shardings exceed the memory of a device.
-
-    The check counts no other memory. `what` names the arrays in the message.
-    """
+    """Raises UserError if `what`, arrays of these shapes and shardings, exceed device memory."""
     needed = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(shapes)

@@ -126,10 +126,7 @@ _ending = threading.Lock()
 
 
 def exit_after_loss(who: str) -> NoReturn:
-    """Ends this process with one line and exit code 1, since it would wait for a lost process.
-
-    Only the first thread that calls this function prints.
-    """
+    """Ends this process, which would wait for a lost one, with exit code 1 and one line, once."""
     if not _ending.acquire(blocking=False):
         time.sleep(60)  # the other thread ends the process
     flush()
@@ -317,8 +314,7 @@ def is_first() -> bool:
 def barrier(name: str, wait: float = DAY) -> None:
     """Waits until all processes have reached the barrier `name`.
 
-    Raises TemporaryError with the late processes after `wait` seconds, or at once if one cannot be
-    reached.
+    Raises TemporaryError with late processes after `wait` s, or at once if one is unreachable.
     """
     if jax.process_count() == 1:
         return

@@ -60,11 +60,7 @@ def batch_parts(mesh: Mesh) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The part of a batch that this process reads.
-
-    A batch is split into `parts` equal, contiguous parts. A process reads those that its devices
-    hold.
-    """
+    """The part of a batch that this process reads: of `parts` equal parts, those of its devices."""
 
     mesh: Mesh
 
@@ -86,10 +82,7 @@ class Share:
         return np.concatenate([np.arange(part * size, (part + 1) * size) for part in self.here])
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Returns the global batch as arrays sharded over the mesh.
-
-        `batch` holds the sequences of this process.
-        """
+        """Returns the global, sharded batch, of which `batch` holds this process's sequences."""
         sharding = NamedSharding(self.mesh, BATCH)
         if jax.process_count() == 1:
             return jax.device_put(batch, sharding)

@@ -37,10 +37,7 @@ def kept(program: HloProgram) -> float:
 def _origins(
     name: str, computation: Computation, program: HloProgram, sizes: dict[str, float]
 ) -> None:
-    """Adds to `sizes` the arrays from which `name` is obtained by moving data alone.
-
-    Leaves out arguments, and arrays that the backward pass computed.
-    """
+    """Adds to `sizes` the forward pass's arrays from which `name` is obtained by moving data."""
     op = computation.get(name)
     if op is None or name in sizes or op.opcode in ("parameter", "constant", "iota"):
         return
@@ -58,8 +55,7 @@ def _element(
 ) -> None:
     """Adds to `sizes` the array that is an element of a tuple.
 
-    For an element of a loop's result, this is what the loop computed; or, if its body returns the
-    element unchanged, the loop's argument.
+    That is what a loop computed or, if its body returns the element unchanged, its argument.
     """
     producer, index = computation[op.operands[0]], op.index
     if producer.opcode == "parameter":  # an argument of a loop's body

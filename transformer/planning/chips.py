@@ -90,10 +90,7 @@ class Topology:
 
 
 def topology(text: str, slices: int = 1) -> Topology:
-    """Parses `v5p:4x4x8` (a shape), `v5p-256` (a product name), `h100:64` or `cpu:8`.
-
-    Raises UserError for any other text, and for a machine that does not exist.
-    """
+    """Parses `v5p:4x4x8` (shape), `v5p-256` (name), `h100:64` or `cpu:8`. Raises UserError."""
     match = re.fullmatch(r"([a-z0-9]+?)(?:litepod)?([:-])(\d+(?:x\d+)*)", text.strip().lower())
     if not match:
         raise UserError(
@@ -143,10 +140,7 @@ def topology(text: str, slices: int = 1) -> Topology:
 
 
 def _usual_shape(count: int, axes: int) -> tuple[int, ...]:
-    """Returns the usual shape of a slice of `count` chips, a power of two.
-
-    The sizes are as even as possible and ascending, with ones last.
-    """
+    """Returns the shape of a slice of 2^n chips: as even as possible, ascending, ones last."""
     shape = [1] * axes
     while math.prod(shape) < count:
         axis = len(shape) - 1 - shape[::-1].index(min(shape))

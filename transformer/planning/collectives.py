@@ -84,10 +84,7 @@ def _starts(op: Instruction, computation: Computation) -> bool:
 
 
 def _scatters(op: Instruction, computation: Computation) -> bool:
-    """Returns whether an all-reduce in a fusion keeps only a part of the sum.
-
-    This is how the TPU compiler writes a reduce-scatter that overlaps with nothing.
-    """
+    """Returns whether a fused all-reduce keeps a part of the sum, as a TPU's reduce-scatter."""
     asynchronous = any("AsyncCollective" in other.attributes for other in computation.values())
     slices = [other for other in computation.values() if other.opcode == "dynamic-slice"]
     kept = any(other.operands[0] == op.name for other in slices)

@@ -142,10 +142,7 @@ class HloProgram:
 
 
 def _increment(body: Computation, name: str, index: int) -> int | None:
-    """Returns what a loop's body adds to element `index` of its argument to obtain `name`.
-
-    Returns None where the increment is unknown.
-    """
+    """Returns what a loop's body adds to element `index` to obtain `name`, or None if unknown."""
     op = body.get(name)
     while op is not None and op.opcode in ("copy", "bitcast", "get-tuple-element"):
         producer = body[op.operands[0]]

@@ -1,7 +1,4 @@
-"""The work of TPU kernels, derived from their names and operand shapes.
-
-The HLO text does not contain what a kernel computes.
-"""
+"""The work of TPU kernels, from their names and operand shapes; the HLO text does not show it."""
 
 import dataclasses
 import math

@@ -55,10 +55,7 @@ def allowed_share(scope: str, block: int = 1) -> float:
 
 
 def products(jaxpr, times: float = 1.0, prefix: str = "") -> Iterator[tuple[float, str]]:
-    """Yields (multiplications and additions, module path) of matrix products and triangular solves.
-
-    Each is counted as often as it is computed.
-    """
+    """Yields (FLOPs in all, module path) of each matrix product and triangular solve."""
     for equation in jaxpr.eqns:
         scope, name = f"{prefix}/{equation.source_info.name_stack}", equation.primitive.name
         if name == "dot_general":

@@ -21,10 +21,7 @@ from transformer.planning.roofline import Roofline, roofline
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One program: its memory and its work.
-
-    `too_large` is set where the compiler could not fit the program into memory.
-    """
+    """One program: its memory and work, or `too_large` if the compiler could not fit it."""
 
     memory: dict[str, float]  # bytes on a device, by kind; the sum is the peak
     roofline: Roofline | None
@@ -61,8 +58,7 @@ class Plan:
     def fits_in(self, part: Part) -> bool:
         """Returns whether a device has room for a program.
 
-        Temporaries count on TPUs only. Elsewhere they come from another compiler than the
-        machine's.
+        Temporaries count on TPUs only. Others are of another compiler than the machine's.
         """
         held = sum(part.memory.values())
         if not self.topology.is_tpu:
@@ -82,8 +78,7 @@ class Plan:
     def mfu(self) -> float | None:
         """The largest possible model FLOPs utilization (Chowdhery et al. 2022).
 
-        This is the ratio of the model's FLOPs to those that the chips could compute in the time of
-        a step.
+        That is the model's FLOPs, relative to those that the chips could compute in a step's time.
         """
         chips, flops = self.topology.chips, self.topology.chip.flops
         return self.step and self.model_flops / (self.step * chips * flops)
@@ -197,9 +192,6 @@ def _holdings(programs: Programs, name: str) -> dict[str, float]:
 
 
 def name_of(where: str) -> str:
-    """Returns a readable name for the source of a buffer.
-
-    `state.params['decoder']['layers']` -> `params/decoder/layers`.
-    """
+    """Returns a readable name: `state.params['decoder']['layers']` -> `params/decoder/layers`."""
     where = re.sub(r"\[\\*['\"]?([^\]'\"\\]*)\\*['\"]?\]", r"/\1", where.removeprefix("state."))
     return re.sub(r"^jit\(\w+\)/", "", where)

@@ -35,10 +35,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The work of one device, and the least seconds of each part.
-
-    `seconds` is None where the chip's rate is unknown.
-    """
+    """The work of one device, and the least seconds of each part; None if the rate is unknown."""
 
     flops: float
     hbm_bytes: float
@@ -62,10 +59,9 @@ def roofline(
     devices: list,
     kernel: Callable[[Instruction], KernelWork] = lambda op: KernelWork(),
 ) -> Roofline:
-    """Returns the roofline of a program.
+    """Returns the roofline of a program on devices in the order of the mesh.
 
-    `devices` are in the order of the mesh. `kernel` returns the work of a call that the HLO text
-    does not contain.
+    `kernel` returns the work of a call that the HLO text does not contain.
     """
     chip, share = topology.chip, topology.chip.devices
     calls = [(op, times) for op, _, times, _ in program.runs if op.opcode == "custom-call"]
@@ -132,10 +128,7 @@ def _coordinates(device, topology: Topology) -> tuple[int, ...]:
 
 
 def _links(coordinates: np.ndarray, topology: Topology) -> dict[int, int]:
-    """Returns torus axis -> number of links over which a device sends to its group.
-
-    All links of a GPU within its host count as one.
-    """
+    """Returns torus axis -> links over which a device sends to its group; for GPUs, {0: 1}."""
     if not topology.is_tpu:
         return {0: 1}
     # Axes of 16 chips wrap around (two dimensions), or all if all are multiples of 4 (three).

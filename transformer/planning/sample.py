@@ -1,7 +1,6 @@
 """The shapes of a batch, without reading a text.
 
-Only the objective defines the fields of a batch. Therefore it lays out one sequence of synthetic
-texts.
+Only the objective defines its fields, so it lays out one sequence of synthetic texts.
 """
 
 import types
@@ -30,10 +29,7 @@ def batch_shapes(config: Experiment, mesh: Mesh) -> dict[str, jax.ShapeDtypeStru
 
 
 class _SyntheticStore:
-    """The part of a store that objectives read, with synthetic texts.
-
-    Each text repeats one token. Half of the texts are short, and half are as long as a sequence.
-    """
+    """The part of a store that objectives read: texts of one repeated token, half of them short."""
 
     def __init__(self, config: Experiment):
         size = config.model.vocab_size - config.objective.reserved

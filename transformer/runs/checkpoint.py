@@ -72,8 +72,7 @@ class Checkpoints:
     def save(self, state: TrainState, step: int, loop: dict, layout: dict) -> None:
         """Starts an asynchronous save. Raises the error of an earlier save that failed.
 
-        `loop` is the state of the training loop (the position in the data, the open logging
-        interval). `layout` is the layout of the model's layers. Both must be JSON-serializable.
+        `loop` is the state of the training loop, `layout` that of the model's layers, both as JSON.
         """
         items = _items(state)
         self._abstract = jax.tree.map(_abstract, items)
@@ -152,10 +151,7 @@ class Checkpoints:
         return TrainState(params=items["params"], ema=items.get("ema"), **items["rest"]), record
 
     def restore_params(self, abstract_params, *, item: str = "params", mean_of: int = 1):
-        """Returns only parameters: the latest ("params") or their moving average ("ema").
-
-        With `mean_of` > 1, returns the mean over the last `mean_of` checkpoints.
-        """
+        """Returns only parameters, or their moving average: the mean of `mean_of` checkpoints."""
         total, steps = None, self.steps[-max(mean_of, 1) :]
         for step in steps:
             with _advise_reader():
@@ -252,10 +248,7 @@ class Checkpoints:
             self._manager.delete(step)
 
     def _damage(self, step: int) -> Damaged | None:
-        """Verifies a checkpoint. Returns how it differs from its record, or None.
-
-        The checkpoint is read in parts, to save memory.
-        """
+        """Returns how a checkpoint, read in parts, differs from its record, or None."""
         if step in self._intact:
             return None
         try:
@@ -310,10 +303,9 @@ def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _parts(items: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
-    """Splits the arrays of the items into parts of at most `limit` bytes.
+    """Splits the arrays of the items into parts of at most `limit` bytes, or one array.
 
-    Each part has placeholders for the other arrays. An array larger than `limit` is a part of its
-    own.
+    Each part has placeholders for the other arrays.
     """
     leaves, structure = jax.tree.flatten(dict(items))
     part: list = [...] * len(leaves)
@@ -342,8 +334,7 @@ class _Failure:
 def _returning_failures(restore: Callable) -> Callable:
     """Wraps `restore` so that it returns its error instead of raising it.
 
-    Orbax's processes wait for each other after restoring. A process that raised an error before
-    would never arrive.
+    Orbax's processes wait for each other afterwards. One that raised would never arrive.
     """
 
     @functools.wraps(restore)
@@ -369,10 +360,7 @@ def _restored(manager: ocp.CheckpointManager, step: int, args: Mapping[str, Any]
 
 
 def _is_no_damage(error: Exception) -> bool:
-    """Returns whether a failure does not concern the checkpoint itself.
-
-    Examples are missing permissions, a network failure, lack of memory or another model.
-    """
+    """Returns whether a failure is of permissions, network, memory or model, not the checkpoint."""
     if isinstance(error, UserError):
         return not isinstance(error, Damaged)
     is_system_error = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)

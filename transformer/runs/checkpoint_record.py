@@ -17,10 +17,7 @@ FORMAT = 2
 
 
 class Damaged(UserError):
-    """A checkpoint does not hold what was saved.
-
-    `what` describes what is missing or differs. `way_out` describes how to continue.
-    """
+    """A checkpoint does not hold what was saved. `what` says how, `way_out` how to continue."""
 
     def __init__(self, what: str, way_out: str = ""):
         super().__init__(f"{what}; {way_out}" if way_out else what)
@@ -32,10 +29,7 @@ Arrays = Mapping[str, tuple[str, tuple[int, ...], str]]
 
 
 def describe(items: Mapping[str, Any]) -> dict[str, Arrays]:
-    """Returns the record's entries for the arrays of each item.
-
-    All processes must call this together (see `fingerprints`).
-    """
+    """Returns the record's entries for the arrays of each item. All processes must call this."""
     described = {}
     for name, tree in items.items():
         hashes = fingerprints(tree)
@@ -59,10 +53,7 @@ class Record:
 
     @classmethod
     def from_json(cls, parsed: Any, step: int) -> "Record":
-        """Parses the record of the checkpoint of that step.
-
-        Raises Damaged if it differs from what was saved, and UserError if another version wrote it.
-        """
+        """Parses a record. Raises Damaged if it changed, UserError if another version wrote it."""
         if isinstance(parsed, dict) and "data_step" in parsed:
             raise UserError(
                 f"version 0.1 of this package wrote the checkpoint of step {step:,}; train again, "
@@ -104,10 +95,7 @@ class Record:
             raise UserError(f"{where} is a checkpoint of another architecture: {first}{more}")
 
     def check_values(self, items: Mapping[str, Any]) -> None:
-        """Raises Damaged if arrays that were read differ from the arrays that were saved.
-
-        The error names the first one.
-        """
+        """Raises Damaged, with the first, if arrays that were read differ from those saved."""
         changed = [
             f"{item}/{path}"
             for item, tree in items.items()

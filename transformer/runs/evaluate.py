@@ -69,10 +69,7 @@ class LoadedRun:
 
 
 def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> LoadedRun:
-    """Loads the parameters of a run's last checkpoint.
-
-    If the config sets it, returns their moving average or the mean over the last checkpoints.
-    """
+    """Loads the parameters of a run's last checkpoint or, if the config says so, an average."""
     workdir, train = Path(workdir), config.train
     checkpoints = Checkpoints(workdir, train) if (workdir / "checkpoints").exists() else None
     if not checkpoints or not checkpoints.steps:

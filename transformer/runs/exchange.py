@@ -1,7 +1,4 @@
-"""Conversion of Hugging Face directories to run directories and back, with their tokenizers.
-
-No step holds two copies of the parameters.
-"""
+"""Conversion of Hugging Face directories to runs and back, with one copy of the parameters."""
 
 import contextlib
 import dataclasses
@@ -108,8 +105,7 @@ def _tokenizer_config(
 ) -> TokenizerConfig:
     """Returns the special tokens that config.json sets; -1 where the tokenizer's own token is used.
 
-    If there are several end tokens, the tokenizer writes the first. Without a padding token, the
-    end token serves as padding.
+    Of several end tokens, the tokenizer writes the first. It also pads if there is no padding.
     """
     first_id = lambda ids: next(iter(as_tuple(ids)), -1)
     pad, bos, eos = first_id(model.pad_id), first_id(model.bos_id), first_id(model.eos_id)

@@ -55,10 +55,7 @@ def _program(sharding: jax.sharding.Sharding) -> Callable:
 
 @functools.cache
 def _sharded_program(mesh: Mesh, spec: P) -> Callable:
-    """Returns a program in which each device sums its own block, without communication.
-
-    Of the devices that hold the same block, only the first counts.
-    """
+    """Returns a program in which each device sums its block; of equal blocks, the first counts."""
     axes = [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
     replicas = [name for name in mesh.axis_names if not any(name in names for names in axes)]
 
@@ -100,10 +97,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _flat_index(block, starts, shape) -> jax.Array:
-    """Returns uint32 of the block's shape: each element's flat index in the whole array.
-
-    The index is row-major and modulo 2^32.
-    """
+    """Returns uint32 of the block's shape: row-major indices in the whole array, modulo 2^32."""
     index = jnp.zeros(block, jnp.uint32)
     for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
         axis_index = jax.lax.broadcasted_iota(jnp.uint32, block, axis) + jnp.uint32(start)
@@ -112,10 +106,7 @@ def _flat_index(block, starts, shape) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Applies MurmurHash3's `fmix32` (Appleby 2011), a bijection on 32-bit words.
-
-    Each input bit affects each output bit.
-    """
+    """Applies MurmurHash3's `fmix32` (Appleby 2011), a bijection that mixes the bits of a word."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -14,10 +14,7 @@ from transformer.parallel.host import memory
 from transformer.parallel.sharding import BATCH_AXES, Share, format_bytes
 
 BYTES_PER_TOKEN = 20
-"""Bytes per token of a batch on the host.
-
-Inputs, segments, positions, targets and weights have 4 bytes each (data/batching.py).
-"""
+"""Bytes per token of a host's batch: inputs, segments, positions, targets and weights, 4 each."""
 
 
 def check_stages(model: ModelConfig, mesh: Mesh) -> None:
@@ -48,8 +45,7 @@ def check_stages(model: ModelConfig, mesh: Mesh) -> None:
 def check_divisibility(config: Experiment, mesh: Mesh) -> None:
     """Raises UserError if sequences cannot be divided over the mesh.
 
-    In every bucket, the batch must divide over devices and micro-batches, and each sequence over
-    devices.
+    In each bucket, batches divide over devices and micro-batches, sequences over devices.
     """
     check_stages(config.model, mesh)
     stages, model = mesh.shape["stage"], config.model
@@ -87,10 +83,7 @@ def check_divisibility(config: Experiment, mesh: Mesh) -> None:
 
 
 def check_rounds(config: Experiment, mesh: Mesh) -> None:
-    """Raises UserError for pipeline rounds without pipeline stages.
-
-    Reading a trained run needs no such check: it is read on any mesh in its own layout.
-    """
+    """Raises UserError for rounds without stages. A trained run is read in its own layout."""
     rounds = config.model.pipeline_rounds
     if rounds > 1 and mesh.shape["stage"] == 1:
         raise UserError(

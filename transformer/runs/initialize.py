@@ -32,10 +32,7 @@ from transformer.training.state import TrainState, abstract_state
 def start_from(
     config: Experiment, state: TrainState, shardings: TrainState, mesh: Mesh
 ) -> TrainState:
-    """Returns the newly initialized `state` with the parameters of `train.init_from`.
-
-    Raises UserError, which lists parameter names, if they do not match.
-    """
+    """Returns `state` with parameters of `train.init_from`. Raises UserError with any mismatch."""
     train, model, targets = config.train, config.model, flatten(state.params)
     shapes, fetch = _source(Path(train.init_from), mesh)
     names, places = _match(train, layer_shapes(model, targets), shapes), where(model, targets)
@@ -63,10 +60,7 @@ def check_source(directory: str) -> None:
 
 
 def check_tokenizer(directory: str, sha256: str) -> None:
-    """Raises UserError if a run was trained with another tokenizer.
-
-    Its embeddings would belong to other tokens.
-    """
+    """Raises UserError if a run has another tokenizer: its embeddings are of other tokens."""
     file = find_tokenizer(directory)
     if file is not None and hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
         raise UserError(

@@ -62,8 +62,7 @@ _RUNS = itertools.count()
 received_signals: list[int] = []
 """Signals that this process received while it trained.
 
-A signal after the last step of a run does not affect that run. A caller must check this list before
-it starts another.
+One after a run's last step does not affect it. Check this list before starting another run.
 """
 
 
@@ -71,8 +70,7 @@ it starts another.
 def stop_signals() -> Iterator[Callable[[int], bool]]:
     """Yields a function step -> whether to stop after SIGTERM (preemption) or Ctrl-C.
 
-    If any process receives a signal, the function returns True in all processes at the same step. A
-    second Ctrl-C interrupts at once.
+    All processes stop at one step, whichever received the signal. A second Ctrl-C is instant.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -98,10 +96,7 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 
 @contextlib.contextmanager
 def _profile(workdir: Path, steps: int, start: int) -> Iterator[Callable[[int], None]]:
-    """Traces `steps` steps, after the first 10 of this process, into `workdir/profile`.
-
-    If the run ends earlier, the trace is shorter. Open it with TensorBoard or Perfetto.
-    """
+    """Traces `steps` steps after the first 10 to `workdir/profile`, for TensorBoard or Perfetto."""
     first, tracing = start + 10, contextlib.ExitStack()
 
     def after_step(step: int) -> None:

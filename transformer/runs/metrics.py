@@ -133,10 +133,7 @@ def append_metrics(workdir: Path, step: int, values: dict[str, float]) -> None:
 
 
 class Progress:
-    """The progress line.
-
-    In a terminal, it is updated in place. In a log file, there is one line every `log_every` steps.
-    """
+    """The progress line: updated in place in a terminal, else one every `log_every` steps."""
 
     def __init__(self, steps: int, stream=None):
         self._steps = steps
@@ -148,10 +145,9 @@ class Progress:
     def show(
         self, step: int, loss: float, rate: float, tokens_per_second: float, seconds_per_step: float
     ) -> None:
-        """Shows the progress line.
+        """Shows the progress line. Estimates the remaining time from a moving average.
 
-        `seconds_per_step` is the average over the last logging interval. The remaining time is
-        estimated from its moving average.
+        `seconds_per_step` is the average over the last logging interval.
         """
         line = (
             f"step {step:>{len(f'{self._steps:,}')},}/{self._steps:,}  {step / self._steps:4.0%}  "
@@ -191,10 +187,7 @@ class Progress:
 
 
 def plot_loss(workdir: Path) -> Path | None:
-    """Plots the training loss and the validation loss against the step to loss.png.
-
-    The training loss is the mean of each logging interval. Returns None if there is none.
-    """
+    """Plots training loss (the mean of each interval) and validation loss, if any, to loss.png."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -47,10 +47,7 @@ class Recorder:
         self._aside = False
 
     def push(self, step: int, metrics: dict) -> None:
-        """Takes the metrics of a step that has just started.
-
-        Raises Diverged if the loss of the previous step is not finite.
-        """
+        """Takes the metrics of a step that has just started. Raises Diverged for the one before."""
         self.flush()
         self._late = step, metrics
 
@@ -95,10 +92,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
-        """Excludes the time of its body from the measured training time.
+        """Excludes the time of its body from the measured training time. Nested uses count once.
 
-        Used for evaluations and checkpoints, of this run or of one trained together with it. Nested
-        uses count once.
+        For evaluations and checkpoints of this run, or of one trained together with it.
         """
         self.flush()
         start, was_aside, self._aside = time.perf_counter(), self._aside, True
@@ -109,10 +105,7 @@ class Recorder:
 
 
 def peak_memory() -> int:
-    """Returns the peak memory in bytes of the fullest device of this process.
-
-    Where devices do not report it (CPUs), returns the peak memory of the process.
-    """
+    """Returns the peak memory in bytes of the fullest device or, on CPUs, of the process."""
     statistics = [device.memory_stats() for device in jax.local_devices()]
     peaks = [stats.get("peak_bytes_in_use", 0) for stats in statistics if stats]
     unit = 1 if sys.platform == "darwin" else 1024

@@ -67,10 +67,7 @@ other parts (`accumulate`, `pipeline_microbatches`).
 
 
 def check(workdir: Path, config: Experiment) -> None:
-    """Raises UserError if the directory holds another experiment. Writes nothing.
-
-    The error lists the differences.
-    """
+    """Raises UserError, with the differences, if the directory holds another experiment."""
     check_folder(workdir)
     if (workdir / "checkpoints").exists() and not (workdir / "checkpoints").is_dir():
         raise UserError(
@@ -115,10 +112,9 @@ def lock(workdir: Path) -> Claim:
 
 @contextlib.contextmanager
 def locked(workdirs: Sequence[Path]) -> Iterator[None]:
-    """Ensures that no other process trains in these directories while the context is open.
+    """Ensures that no other process, which UserError names, trains in these directories.
 
-    Raises UserError, which names the other process. All processes of a run must enter together. A
-    directory that is still empty at the end is removed.
+    All processes of a run must enter together. A directory that stays empty is removed.
     """
     for workdir in workdirs:
         check_folder(workdir)
@@ -169,10 +165,7 @@ _MANIFEST_KINDS = {
 
 
 def read_manifest(workdir: Path) -> dict:
-    """Returns the manifest of a run.
-
-    Raises UserError if it is damaged or an entry has a wrong type.
-    """
+    """Returns the manifest of a run. Raises UserError if it is damaged."""
     file = workdir / "manifest.json"
     manifest = read_json(file)
 

@@ -51,10 +51,7 @@ class Sums:
 
 @struct.dataclass
 class RouterSums:
-    """Losses and reports of expert routers, multiplied by the number of routed tokens.
-
-    model/feed_forwards/experts.py defines them.
-    """
+    """Losses and reports of routers (feed_forwards/experts.py), times the number of tokens."""
 
     loss: jax.Array  # summed over layers
     reports: dict[str, jax.Array]  # each averaged over layers
@@ -78,10 +75,7 @@ class RouterSums:
 def label_sums(
     logits: jax.Array, labels: jax.Array, weights: jax.Array, smoothing: float = 0.0
 ) -> Sums:
-    """Computes the sums of a classification loss.
-
-    `logits` has shape [..., C], `labels` is int32[...]. Differentiable through `Sums.loss`.
-    """
+    """Computes a classification loss's sums from logits [..., C] and int32[...] labels."""
     logp = jax.nn.log_softmax(logits, axis=-1)
     nll = -jnp.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
     loss = (1 - smoothing) * nll - smoothing * jnp.mean(logp, axis=-1)

@@ -1,7 +1,4 @@
-"""The update rule and the learning rate schedule.
-
-The learning rate depends only on the step, so a resumed run needs no scheduler state.
-"""
+"""The update rule and the learning rate, which depends on the step alone and so needs no state."""
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +61,7 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer: global-norm clipping, then the rule with decoupled weight decay.
 
-    Weight decay applies to projections and embeddings (see `decayed`). `learning_rate` and
-    `weight_decay` default to the config's values.
+    Weight decay applies to `decayed` parameters. Numbers default to the config's.
     """
     rate = schedule(config, steps, learning_rate)
     weight_decay = config.weight_decay if weight_decay is None else weight_decay

@@ -23,8 +23,7 @@ _METHODS = {("tokens",): "features", ("labels",): "classify", ("tokens", "labels
 class ModelOutputs:
     """The model's outputs on a batch, as inputs of the losses.
 
-    The last hidden state and the token head are None if the objective predicts no tokens. The label
-    logits are None if it predicts no labels.
+    Hidden state and head are None without token targets, label logits without label targets.
     """
 
     hidden_BxTxE: jax.Array | None

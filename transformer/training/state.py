@@ -19,10 +19,7 @@ from transformer.training.config import TrainTask
 
 @struct.dataclass
 class TrainState:
-    """The state that training updates: step, parameters, optimizer state and moving average.
-
-    It holds no PRNG key. Keys are derived from the seed and the step.
-    """
+    """The state that training updates. It needs no PRNG key: seed and step determine keys."""
 
     step: jax.Array
     params: Any
@@ -50,10 +47,7 @@ def state_maker(config: TrainTask, model: nn.Module, optimizer: optax.GradientTr
 def abstract_state(
     config: TrainTask, model: nn.Module, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[TrainState, TrainState]:
-    """Returns the state's shapes (with shardings) and its shardings, without allocating memory.
-
-    A checkpoint is restored into the shapes.
-    """
+    """Returns the state's shapes (with shardings) and its shardings, without allocating memory."""
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     boxed = jax.eval_shape(state_maker(config, model, optimizer), key)
     state_shardings = shardings(boxed, mesh)
@@ -77,10 +71,9 @@ def layout(model: ModelConfig) -> dict:
 def relayout(
     state: TrainState, old: ModelConfig, new: ModelConfig, abstract: TrainState
 ) -> TrainState:
-    """Converts a state from the layout of `old` to the layout of `new`.
+    """Converts a state from the layout of `old` to that of `new`, with the shardings of `abstract`.
 
-    `abstract` has the shapes and shardings of the result. Raises UserError for an optimizer
-    statistic that cannot be converted.
+    Raises UserError for an optimizer statistic that cannot be converted.
     """
     place = where(old, flatten(state.params))
 

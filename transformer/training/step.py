@@ -1,7 +1,6 @@
 """The training step and the evaluation step, shared by all families and objectives.
 
-The loss is the sum over the global batch divided by the sum of weights. It does not depend on the
-number of micro-batches or devices.
+The loss, a sum over the global batch / its weights, depends on neither mesh nor micro-batches.
 """
 
 from collections.abc import Callable
@@ -33,10 +32,7 @@ def batch_sums(
     smoothing=0.0,
     z_loss=0.0,
 ) -> dict[str, Loss]:
-    """Computes the objective's losses of one batch, whose fields are those of `data.batching`.
-
-    In training (with a `dropout_key`), the result also contains the routers' auxiliary losses.
-    """
+    """Computes the objective's losses of a batch and, with a `dropout_key`, those of routers."""
     collections = ("losses",) if dropout_key is not None else ()
     model_outputs, batch, sown = outputs.apply(
         model,
@@ -59,10 +55,7 @@ def batch_sums(
 def attention_backends(
     config: TrainTask, model: nn.Module, params, batch: dict, mesh: Mesh
 ) -> dict[str, str]:
-    """Returns the attention backends of a training step on such a batch.
-
-    Maps each backend that is used to the reason why a preferred one was not, or to "".
-    """
+    """Returns each attention backend of a step -> why a preferred one is not used, or ""."""
     key = jax.random.key(0)
     with record() as reasons:
         jax.eval_shape(
@@ -91,10 +84,7 @@ def make_train_step(
     mesh: Mesh,
     shardings: TrainState,
 ) -> Callable:
-    """Returns jit((state, batch) -> (state, metrics)). The input state is donated.
-
-    `shardings` are the shardings of the state, from `abstract_state`.
-    """
+    """Returns jit((state, batch) -> (state, metrics)) on these shardings. It donates the state."""
     batch_sharding, step = NamedSharding(mesh, BATCH), training_step(config, model, optimizer, mesh)
     return jax.jit(
         step,
@@ -113,10 +103,7 @@ def training_step(
     seed: int | jax.Array | None = None,
     dropout_rate: jax.Array | None = None,
 ) -> Callable:
-    """Returns a function (state, batch) -> (state, metrics).
-
-    `seed` and `dropout_rate` override the config's values and may be traced.
-    """
+    """Returns (state, batch) -> (state, metrics). A `seed` or `dropout_rate` may be traced."""
     seed = config.seed if seed is None else seed
     train = config.train
 

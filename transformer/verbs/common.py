@@ -65,10 +65,7 @@ def ask(prompt: str) -> str:
 
 
 def check_text(text: str, what: str) -> str:
-    """Returns `text`. Raises UserError if it holds bytes that are not UTF-8.
-
-    Python keeps bytes that it could not decode as surrogates.
-    """
+    """Returns `text`. Raises UserError for surrogates, which stand for bytes that are not UTF-8."""
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(f"{what} is not UTF-8: {text[:60]!r}")
     return text

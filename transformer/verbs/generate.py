@@ -70,10 +70,7 @@ def run(args, overrides) -> int:
 
 
 def _progress(total: int):
-    """Returns a function that prints the number of lines done.
-
-    It prints only in a terminal that does not also show the answers.
-    """
+    """Returns a function that prints the lines done, in a terminal that does not show answers."""
     if not sys.stderr.isatty() or sys.stdout.isatty():
         return lambda done: None
     end = lambda done: "\n" if done == total else ""

@@ -24,10 +24,7 @@ Batch = Mapping[str, jax.Array]
 """The fields of data/batching.py."""
 
 Draw = Callable[[], np.random.Generator]
-"""Returns the random generator of a sequence.
-
-Its seed is (seed, epoch, sequence index) in training, and the sequence index alone in evaluation.
-"""
+"""Returns a sequence's generator, seeded by (seed, epoch, index); in evaluation, by the index."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +164,7 @@ class Objective:
     def weights(self, batch: Batch) -> dict[str, jax.Array]:
         """The weight in the global batch, float32[], by which each of `losses` is divided.
 
-        It depends on the batch alone, so the losses of micro-batches can be divided by the weight
-        of the whole batch.
+        It depends on the batch alone, so losses of micro-batches are divided by the whole batch's.
         """
         fields = {"tokens": "weights", "labels": "label_weights"}
         return {name: jnp.sum(batch[fields[name]]) for name in self.predicts}

@@ -10,10 +10,7 @@ from transformer.data.objectives.language_model import check_prefix
 
 
 class Denoiser(NamedTuple):
-    """Removes a fraction `rate` of the tokens, in spans of `mean_length` on average.
-
-    With `mean_length=0`, it removes a single span, the end of the text.
-    """
+    """Removes a fraction `rate` of the tokens: spans of `mean_length` on average; 0: the end."""
 
     rate: float
     mean_length: float = 0.0
@@ -58,10 +55,7 @@ def _cut_randomly(total: int, count: int, generator: np.random.Generator) -> np.
 
 @dataclasses.dataclass(frozen=True)
 class _Denoising(Objective):
-    """Concatenates the texts and cuts them into pieces of equal length.
-
-    One of `denoisers`, drawn anew in every epoch, corrupts each piece.
-    """
+    """Cuts the joined texts into equal pieces. One of `denoisers`, drawn anew, corrupts each."""
 
     families: ClassVar = ("encoder_decoder", "decoder")
     can_pack: ClassVar = False
@@ -84,8 +78,7 @@ class _Denoising(Objective):
     def first_sentinel(self, tokenizer) -> int:
         """The id of the first sentinel; the ids of the others count down from it.
 
-        If the tokenizer lacks sentinels, it is the highest reserved id: sentinels are above the
-        mode tokens.
+        If the tokenizer lacks sentinels, it is the highest reserved id, above the mode tokens.
         """
         first = self._brought(tokenizer)
         return tokenizer.vocab_size + self.reserved - 1 if first is None else first

@@ -43,8 +43,7 @@ class Seq2Seq(Objective):
 class _Pairs:
     """Assigns pairs to sequences.
 
-    The lists `sizes` (of the pairs) and `rooms` (of a sequence) have two entries, for source and
-    target, or one entry if both share a sequence.
+    The lists `sizes` (of pairs) and `rooms` (of a sequence) are [source, target] or [both].
     """
 
     def __init__(self, store, part: str, data):

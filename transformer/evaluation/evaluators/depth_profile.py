@@ -68,10 +68,7 @@ class DepthProfile(OneBatch):
 
 
 def _squares(config: ModelConfig, tree) -> dict[str, jax.Array]:
-    """Returns SIDE/LAYER/SUBLAYER and SIDE/LAYER/SUBLAYER/MATRIX -> sum of squares of parameters.
-
-    Norms are excluded.
-    """
+    """Returns SIDE/LAYER/SUBLAYER[/MATRIX] -> sum of squares of parameters, without norms."""
     flat, sums = flatten(tree), collections.defaultdict(float)
     for name, (path, index) in where(config, flat).items():
         if location := split_layer_path(name):

@@ -32,8 +32,5 @@ class Optimizer:
     """The number of arrays in its state that have the shape of the parameters."""
 
     def direction(self, config: Config) -> optax.GradientTransformation:
-        """Returns the transformation from gradient to update direction.
-
-        Weight decay, the learning rate and the negation follow it (training/optimizer.py).
-        """
+        """Returns the map from gradient to direction. Weight decay, rate and negation follow it."""
         raise NotImplementedError
