@@ -39,13 +39,11 @@ def main(argv: list[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
             _exit_if_distributed(1, e)
             raise
-        return _fail(
-            UserError(
-                f"out of memory ({str(e).splitlines()[0][:120]}); reduce data.batch_size or the "
-                "model's size, increase train.accumulate, set model.remat='full', or spread the "
-                "parameters with mesh.fsdp"
-            )
+        way_out = (
+            "reduce data.batch_size or the model's size, increase train.accumulate, set "
+            "model.remat='full', or spread the parameters with mesh.fsdp"
         )
+        return _fail(UserError(f"out of memory ({str(e).splitlines()[0][:120]}); {way_out}"))
     except KeyboardInterrupt:
         _print_error("\ninterrupted")
         _exit_if_distributed(130)
@@ -101,9 +99,8 @@ def _main(argv: list[str]) -> int:
     verbs = parser.add_subparsers(metavar="VERB", title="verbs")
     for name in VERBS:
         verb = importlib.import_module(f"transformer.verbs.{name}")
-        sub = verbs.add_parser(
-            name, help=verb.ABOUT, description=verb.DETAIL or verb.ABOUT, **style
-        )
+        texts = {"help": verb.ABOUT, "description": verb.DETAIL or verb.ABOUT}
+        sub = verbs.add_parser(name, **texts, **style)
         only_prints = getattr(verb, "ONLY_PRINTS", False)
         lasting = contextlib.nullcontext if only_prints else survive_closed_readers
         sub.set_defaults(run=verb.run, verb=name, lasting=lasting)

@@ -17,16 +17,9 @@ from transformer.parallel.config import MeshConfig
 from transformer.training.config import OptimizerConfig, TrainConfig
 
 __all__ = [
-    "Choice",
-    "DataConfig",
-    "DecodingConfig",
-    "Experiment",
-    "MeshConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "TokenizerConfig",
-    "TrainConfig",
-]
+    "Choice", "DataConfig", "DecodingConfig", "Experiment", "MeshConfig", "ModelConfig",
+    "OptimizerConfig", "TokenizerConfig", "TrainConfig",
+]  # fmt: skip
 
 _EFFECTS = (
     Effect(("model.pipeline_microbatches",), "stages: mesh.stage > 1", lambda c: c.mesh.stage != 1),

@@ -72,9 +72,7 @@ def load_arms(
     """Loads a file's sweep and the experiments of its arms, baseline first, with `overrides`."""
     sweep, experiments = load_sweep(file), {}
     for key in overrides:
-        if varied := [
-            field for field in sweep.fields if key == field or key.startswith(field + ".")
-        ]:
+        if varied := [x for x in sweep.fields if key == x or key.startswith(x + ".")]:
             raise UserError(
                 f"--config.{key}: the sweep varies {varied[0]}; leave it out, or change sweep()"
             )
@@ -130,11 +128,8 @@ class _File:
 
     def _call(self, name: str):
         function = getattr(self.module, name)
-        return (
-            function(self.arg)
-            if self.arg and inspect.signature(function).parameters
-            else function()
-        )
+        takes_arg = self.arg and inspect.signature(function).parameters
+        return function(self.arg) if takes_arg else function()
 
 
 def _open(file: str) -> _File:
@@ -190,11 +185,8 @@ def _errors_in(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as e:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(e.__traceback__)
-            if Path(frame.filename) == path.absolute()
-        ]
+        trace = traceback.extract_tb(e.__traceback__)
+        frames = [frame for frame in trace if Path(frame.filename) == path.absolute()]
         line = getattr(e, "lineno", None) or (frames[-1].lineno if frames else 0)
         text = str(e).splitlines()[0] if str(e) else ""
         # A ConfigDict keeps the type of a field, so a name cannot become a dict with options.

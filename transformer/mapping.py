@@ -40,11 +40,8 @@ def way_out(key: str, fields: Mapping, root: type) -> str:
     paths = [key] if key in top else []
     for path, kind in configs:  # grows while it is iterated: configs are nested
         inner = typing.get_type_hints(kind)
-        configs += [
-            (f"{path}.{name}", inner_kind)
-            for name, inner_kind in inner.items()
-            if dataclasses.is_dataclass(inner_kind)
-        ]
+        nested = [(name, x) for name, x in inner.items() if dataclasses.is_dataclass(x)]
+        configs += [(f"{path}.{name}", x) for name, x in nested]
         paths += [f"{path}.{key}"] if key in inner else []
     return f"use {' or '.join(paths)}" if paths else nearest(key, fields)
 
@@ -89,13 +86,7 @@ def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config
     node, path = tree, ""
     for key in parents:
         path += key
-        fields = (
-            {key: Choice}
-            if cls is Choice
-            else typing.get_type_hints(cls)
-            if dataclasses.is_dataclass(cls)
-            else {}
-        )
+        fields = {key: Choice} if cls is Choice else _fields(cls)
         if key not in fields:
             raise UserError(
                 f"{prefix}{path}: no such field; {way_out(key, fields, root)}"
@@ -112,7 +103,7 @@ def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config
         if not isinstance(node, dict):
             raise UserError(f"{prefix}{dotted}: {path} is a single value without fields")
         path += "."
-    fields = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+    fields = _fields(cls)
     if fields and last not in fields:
         raise UserError(f"{prefix}{dotted}: no such field; {way_out(last, fields, root)}")
     if dataclasses.is_dataclass(fields.get(last)):
@@ -123,16 +114,17 @@ def override(tree: dict, dotted: str, value, root: type, prefix: str = "--config
     node[last] = _parse(value, fields.get(last)) if isinstance(value, str) else thaw(value)
 
 
+def _fields(cls) -> dict[str, type]:
+    return typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+
+
 def _parse(text: str, kind):
     """Parses command-line text for a field of type `kind`."""
     if kind is str or (text.lower() == "none" and type(None) not in typing.get_args(kind)):
         return text
     if typing.get_origin(kind) is tuple and not text.startswith(("(", "[")):
-        return tuple(
-            _parse(part.strip(), typing.get_args(kind)[0])
-            for part in text.split(",")
-            if part.strip()
-        )
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        return tuple(_parse(part, typing.get_args(kind)[0]) for part in parts)
     spelled = {"true": "True", "false": "False", "none": "None"}.get(text.lower(), text)
     try:
         # Text such as "1if" or an invalid escape sequence causes warnings.

@@ -105,10 +105,8 @@ def _is_redundant_exception(unraisable) -> bool:
 
     It does if it comes from C++, which passes no object, or from a read that was aborted.
     """
-    fragments = ("Event loop is closed", "array index")
-    return unraisable.object is None or any(
-        fragment in str(unraisable.exc_value) for fragment in fragments
-    )
+    text = str(unraisable.exc_value)
+    return unraisable.object is None or "Event loop is closed" in text or "array index" in text
 
 
 def count(number: int, noun: str) -> str:

@@ -57,9 +57,8 @@ def vary(field: str, *values, **named) -> Grid:
     if not values and not named:
         raise UserError(f"sweep: vary({field!r}) has no values")
     points = [Point(_point_name(field, value), {field: value}) for value in values]
-    return Grid(
-        (*points, *(Point(name, {field: value}, {field: name}) for name, value in named.items()))
-    )
+    points += [Point(name, {field: value}, {field: name}) for name, value in named.items()]
+    return Grid(tuple(points))
 
 
 def scan(field: str, low: float, high: float, points: int) -> Grid:
@@ -75,9 +74,8 @@ def scan(field: str, low: float, high: float, points: int) -> Grid:
         )
     values = [low * (high / low) ** (n / (points - 1)) for n in range(points)]
     whole = isinstance(low, int) and isinstance(high, int)
-    return vary(
-        field, *dict.fromkeys(int(x) if whole else x for x in (float(f"{x:.1e}") for x in values))
-    )
+    rounded = [float(f"{x:.1e}") for x in values]
+    return vary(field, *dict.fromkeys(map(int, rounded) if whole else rounded))
 
 
 def arms(**named: Changes) -> Grid:
@@ -93,9 +91,7 @@ def arms(**named: Changes) -> Grid:
 
 def product(*grids: Grid) -> Grid:
     """Combines every point of each grid with every point of the others."""
-    return Grid(
-        tuple(_joined(points) for points in itertools.product(*(grid.points for grid in grids)))
-    )
+    return Grid(tuple(map(_joined, itertools.product(*(grid.points for grid in grids)))))
 
 
 def zipped(*grids: Grid) -> Grid:
@@ -105,9 +101,7 @@ def zipped(*grids: Grid) -> Grid:
             f"sweep: zipped() of {' and '.join(str(len(grid)) for grid in grids)} points; use "
             "grids of equal length"
         )
-    return Grid(
-        tuple(_joined(points) for points in zip(*(grid.points for grid in grids), strict=True))
-    )
+    return Grid(tuple(map(_joined, zip(*(grid.points for grid in grids), strict=True))))
 
 
 def chain(*grids: Grid) -> Grid:
@@ -155,32 +149,22 @@ class Sweep:
         names = [point.name for point in self.grid.points]
         if not names:
             raise UserError("sweep: no arms")
+        way_out = "with vary(field, NAME=value) or arms(NAME={...})"
         for name in names:
             if names.count(name) > 1:
-                raise UserError(
-                    f"sweep: two arms are called {name!r}; name them with vary(field, NAME=value) "
-                    f"or arms(NAME={{...}})"
-                )
+                raise UserError(f"sweep: two arms are called {name!r}; name them {way_out}")
             if name in RESERVED:
-                raise UserError(
-                    f"sweep: an arm is called {name!r}, which is a reserved folder name; name it "
-                    f"with vary(field, NAME=value) or arms(NAME={{...}})"
-                )
+                problem = f"an arm is called {name!r}, which is a reserved folder name"
+                raise UserError(f"sweep: {problem}; name it {way_out}")
             if not re.fullmatch(r"[A-Za-z0-9][\w.=+-]*", name):
-                raise UserError(
-                    f"sweep: {name!r} is not a valid folder name; name it with vary(field, "
-                    f"NAME=value) or arms(NAME={{...}})"
-                )
+                raise UserError(f"sweep: {name!r} is not a valid folder name; name it {way_out}")
         if self.baseline and self.baseline not in names:
             raise UserError(
                 f"sweep: baseline {self.baseline!r} is not an arm; {nearest(self.baseline, names)}"
             )
         seeds = tuple(range(self.seeds)) if isinstance(self.seeds, int) else tuple(self.seeds)
-        if (
-            not seeds
-            or len(set(seeds)) < len(seeds)
-            or not all(type(seed) is int and seed >= 0 for seed in seeds)
-        ):
+        valid = seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
+        if not valid or len(set(seeds)) < len(seeds):
             raise UserError(
                 f"sweep: seeds: {self.seeds!r}; set a positive number or a list of distinct seeds"
             )
@@ -200,9 +184,8 @@ class Sweep:
                 raise UserError(f"sweep: controls: {arm!r} is not an arm; {nearest(arm, names)}")
         if not isinstance(self.declared, Mapping):
             raise UserError(f"sweep: declared: {self.declared!r}; set a dict, {{'data': 'reason'}}")
-        object.__setattr__(
-            self, "higher_is_better", higher_is_better(self.metric, self.higher_is_better)
-        )
+        direction = higher_is_better(self.metric, self.higher_is_better)
+        object.__setattr__(self, "higher_is_better", direction)
         object.__setattr__(self, "baseline", self.baseline or names[0])
         object.__setattr__(self, "seeds", seeds)
 

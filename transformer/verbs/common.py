@@ -22,9 +22,8 @@ def open_run(args, overrides):
     from transformer.parallel.processes import start_processes
 
     config = run_config(args.workdir, overrides)
-    if (
-        args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"
-    ) and start_processes():
+    is_alone = args.verb in ("convert", "inspect") or getattr(args, "input", "") == "-"
+    if is_alone and start_processes():
         raise UserError(
             f"{args.verb}: cannot run on several processes; "
             "start one process, or generate from a file (--input=FILE)"

@@ -17,35 +17,18 @@ self-contained file), report.md, summary.csv, runs.csv, curves.csv, profiles.csv
 
 
 def arguments(parser) -> None:
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        type=folder,
-        metavar="DIR",
-        help="the directory of a sweep, or run directories",
-    )
-    parser.add_argument(
-        "--metric",
-        default="",
-        metavar="NAME",
-        help="the metric to compare: test/loss, test/bleu, eval/loss, ...",
-    )
-    direction = parser.add_mutually_exclusive_group()
-    direction.add_argument(
-        "--higher-is-better",
-        action="store_true",
-        default=None,
-        help="for a metric whose name does not imply a direction",
-    )
-    direction.add_argument(
-        "--lower-is-better", dest="higher_is_better", action="store_false", default=None
-    )
-    parser.add_argument(
-        "--baseline", default="", metavar="ARM", help="the arm with which the others are compared"
-    )
-    parser.add_argument(
-        "--output", type=folder, metavar="DIR", help="default: report/ in the first DIR"
-    )
+    add = parser.add_argument
+    runs = "the directory of a sweep, or run directories"
+    add("folders", nargs="+", type=folder, metavar="DIR", help=runs)
+    metric = "the metric to compare: test/loss, test/bleu, eval/loss, ..."
+    add("--metric", default="", metavar="NAME", help=metric)
+    direction = parser.add_mutually_exclusive_group().add_argument
+    shared = {"dest": "higher_is_better", "default": None}
+    hint = "for a metric whose name does not imply a direction"
+    direction("--higher-is-better", action="store_true", help=hint, **shared)
+    direction("--lower-is-better", action="store_false", **shared)
+    add("--baseline", default="", metavar="ARM", help="the arm with which the others are compared")
+    add("--output", type=folder, metavar="DIR", help="default: report/ in the first DIR")
 
 
 def run(args, overrides) -> int:

@@ -22,28 +22,15 @@ The tokenizer is converted, too.
 
 
 def arguments(parser) -> None:
-    parser.add_argument(
-        "--workdir", required=True, type=folder, metavar="DIR", help="the run directory"
-    )
-    direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="HF_DIR",
-        help="create the run directory DIR from this folder (config.json, safetensors)",
-    )
-    direction.add_argument(
-        "--to",
-        type=Path,
-        metavar="HF_DIR",
-        help="export the run in DIR to this folder, in the format of Transformers",
-    )
-    parser.add_argument(
-        "--family",
-        metavar="MODEL_TYPE",
-        help="with --to: gpt2, t5, ...; default: the first that fits",
-    )
+    add = parser.add_argument
+    add("--workdir", required=True, type=folder, metavar="DIR", help="the run directory")
+    direction = parser.add_mutually_exclusive_group(required=True).add_argument
+    source = "create the run directory DIR from this folder (config.json, safetensors)"
+    direction("--from", dest="source", type=Path, metavar="HF_DIR", help=source)
+    target = "export the run in DIR to this folder, in the format of Transformers"
+    direction("--to", type=Path, metavar="HF_DIR", help=target)
+    family = "with --to: gpt2, t5, ...; default: the first that fits"
+    add("--family", metavar="MODEL_TYPE", help=family)
 
 
 def run(args, overrides) -> int:
@@ -74,11 +61,7 @@ def run(args, overrides) -> int:
         raise UserError("convert: cannot run on several processes; start one process")
     config = from_hf(args.source, args.workdir, overrides)
     generates = config.model.family != "encoder" and find_tokenizer(args.workdir) is not None
-    next_command = (
-        "generate --workdir={}" if generates else "train --config=... --config.train.init_from={}"
-    )
-    print(
-        f"{args.workdir}: created; next: python -m transformer {next_command.format(args.workdir)}",
-        file=sys.stderr,
-    )
+    further = "generate --workdir=" if generates else "train --config=... --config.train.init_from="
+    command = f"python -m transformer {further}{args.workdir}"
+    print(f"{args.workdir}: created; next: {command}", file=sys.stderr)
     return 0

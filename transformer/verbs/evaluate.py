@@ -14,10 +14,9 @@ HEADLINES = ("bleu", "exact", "bits_per_byte", "labels_accuracy", "loss")
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="the run")
-    parser.add_argument(
-        "--part", default="test", choices=("valid", "test"), help="the text (default: test)"
-    )
+    add, parts = parser.add_argument, ("valid", "test")
+    add("--workdir", required=True, type=folder, metavar="DIR", help="the run")
+    add("--part", default="test", choices=parts, help="the text (default: test)")
 
 
 def run(args, overrides) -> int:
@@ -37,7 +36,6 @@ def run(args, overrides) -> int:
         line = event(value, name) if " " in name else line  # texts that were left out
         print(bold(line, sys.stdout) if name == headline else line)
     if len(summary) < len(metrics) and is_first():
-        print(
-            f"and {len(metrics) - len(summary):,} values by layer: {args.workdir / args.part}.json"
-        )
+        omitted = len(metrics) - len(summary)
+        print(f"and {omitted:,} values by layer: {args.workdir / args.part}.json")
     return 0

@@ -21,14 +21,11 @@ input.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="the run")
-    parser.add_argument(
-        "--input", default="-", metavar="FILE", help="a text file; default: - (standard input)"
-    )
-    parser.add_argument("--output", default="-", metavar="FILE", help="default: standard output")
-    parser.add_argument(
-        "--interactive", action="store_true", help="prompt for text at the terminal"
-    )
+    add = parser.add_argument
+    add("--workdir", required=True, type=folder, metavar="DIR", help="the run")
+    add("--input", default="-", metavar="FILE", help="a text file; default: - (standard input)")
+    add("--output", default="-", metavar="FILE", help="default: standard output")
+    add("--interactive", action="store_true", help="prompt for text at the terminal")
 
 
 def run(args, overrides) -> int:

@@ -23,19 +23,13 @@ encoder-decoder reads the model's own translation unless --target is set.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--workdir", required=True, type=folder, metavar="DIR", help="the run")
-    parser.add_argument(
-        "--text",
-        metavar="TEXT",
-        help="the input of the model; default: read from a prompt or standard input",
-    )
-    parser.add_argument(
-        "--target",
-        default="",
-        metavar="TEXT",
-        help="the input of an encoder-decoder's decoder; default: the model's translation",
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: inspect.html in DIR")
+    add = parser.add_argument
+    add("--workdir", required=True, type=folder, metavar="DIR", help="the run")
+    text = "the input of the model; default: read from a prompt or standard input"
+    add("--text", metavar="TEXT", help=text)
+    target = "the input of an encoder-decoder's decoder; default: the model's translation"
+    add("--target", default="", metavar="TEXT", help=target)
+    add("--output", type=Path, metavar="FILE", help="default: inspect.html in DIR")
 
 
 def run(args, overrides) -> int:
@@ -65,11 +59,7 @@ def run(args, overrides) -> int:
     with use(mesh):
         trained = load_trained(args.workdir, config, mesh)
         view = inspection.observe_text(trained, mesh, text, args.target)
-    write_atomic(
-        output,
-        inspect_page.page(
-            view, f"Inside {args.workdir}", [f"Step {trained.step:,} of {trained.workdir}."]
-        ),
-    )
+    about = [f"Step {trained.step:,} of {trained.workdir}."]
+    write_atomic(output, inspect_page.page(view, f"Inside {args.workdir}", about))
     print(f"page: {output}", file=sys.stderr)
     return 0

@@ -32,35 +32,19 @@ the plan suggests changes.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="the experiment")
-    parser.add_argument(
-        "--topology", required=True, metavar="KIND:SHAPE", help="v5p:4x4x8, v5p-256, h100:64, cpu:8"
-    )
-    parser.add_argument(
-        "--slices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of slices, joined by the data center's network",
-    )
-    parser.add_argument("--price", type=float, metavar="MONEY", help="price of one chip per hour")
-    parser.add_argument(
-        "--only",
-        metavar="NAMES",
-        help="programs to compile: train, evaluate, prefill, decode; default: all",
-    )
-    parser.add_argument(
-        "--arms", action="store_true", help="plan and compare the arms of the file's sweep()"
-    )
-    parser.add_argument(
-        "--search",
-        nargs="?",
-        type=int,
-        const=8,
-        metavar="N",
-        help="try N combinations of mesh, remat policy and micro-batches (default: 8); best first",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE.py[:ARG]", help="the experiment")
+    machines = "v5p:4x4x8, v5p-256, h100:64, cpu:8"
+    add("--topology", required=True, metavar="KIND:SHAPE", help=machines)
+    slices = "number of slices, joined by the data center's network"
+    add("--slices", type=int, default=1, metavar="N", help=slices)
+    add("--price", type=float, metavar="MONEY", help="price of one chip per hour")
+    programs = "programs to compile: train, evaluate, prefill, decode; default: all"
+    add("--only", metavar="NAMES", help=programs)
+    add("--arms", action="store_true", help="plan and compare the arms of the file's sweep()")
+    layouts = "try N combinations of mesh, remat policy and micro-batches (default: 8); best first"
+    add("--search", nargs="?", type=int, const=8, metavar="N", help=layouts)
+    add("--json", type=Path, metavar="FILE", help="write all numbers to this file")
 
 
 def run(args, overrides) -> int:
@@ -70,11 +54,10 @@ def run(args, overrides) -> int:
     from transformer.planning.chips import topology
 
     machine = topology(args.topology, args.slices)
-    configs = (
-        load_arms(args.config, overrides)[1]
-        if args.arms
-        else {"": load_experiment(args.config, overrides)}
-    )
+    if args.arms:
+        configs = load_arms(args.config, overrides)[1]
+    else:
+        configs = {"": load_experiment(args.config, overrides)}
     only = _check(args, machine)
     from transformer.planning import page, programs, search
     from transformer.planning.plan import make_plan
@@ -89,9 +72,8 @@ def run(args, overrides) -> int:
         plans = {}
         for arm, config in configs.items():
             log_arm = (lambda line, arm=arm: log(f"{arm}: {line}")) if arm else log
-            plans[arm] = make_plan(
-                config, machine, devices, only=only, price=args.price, report=log_arm
-            )
+            options = {"only": only, "price": args.price, "report": log_arm}
+            plans[arm] = make_plan(config, machine, devices, **options)
         fits = all(plan.fits for plan in plans.values())
         text = page.compare(plans) if args.arms else page.page(plans[""])
         numbers = {arm: plan.to_json() for arm, plan in plans.items()}

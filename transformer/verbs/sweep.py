@@ -28,40 +28,20 @@ another.
 
 
 def arguments(parser) -> None:
-    parser.add_argument(
-        "--config", metavar="FILE.py", help="an experiment file that defines sweep()"
-    )
-    parser.add_argument(
-        "--workdir",
-        required=True,
-        type=folder,
-        metavar="DIR",
-        help="the folder of the run directories, one per arm and seed",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="number of processes at a time"
-    )
-    parser.add_argument(
-        "--shard", default="1/1", metavar="I/N", help="this machine is number I of N that share DIR"
-    )
-    parser.add_argument(
-        "--together",
-        type=int,
-        default=8,
-        metavar="N",
-        help="train up to N runs as one program (default: 8); 1: each run alone",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="show the arms and the runs that are left; write nothing",
-    )
-    parser.add_argument(
-        "--runs",
-        metavar="ARM/seed-S,...",
-        help="train and evaluate only these runs of DIR, in this process",
-    )
-    parser.add_argument("--prepare", action="store_true", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--config", metavar="FILE.py", help="an experiment file that defines sweep()")
+    runs = "the folder of the run directories, one per arm and seed"
+    add("--workdir", required=True, type=folder, metavar="DIR", help=runs)
+    add("--jobs", type=int, default=1, metavar="N", help="number of processes at a time")
+    shard = "this machine is number I of N that share DIR"
+    add("--shard", default="1/1", metavar="I/N", help=shard)
+    together = "train up to N runs as one program (default: 8); 1: each run alone"
+    add("--together", type=int, default=8, metavar="N", help=together)
+    left = "show the arms and the runs that are left; write nothing"
+    add("--dry-run", action="store_true", help=left)
+    only = "train and evaluate only these runs of DIR, in this process"
+    add("--runs", metavar="ARM/seed-S,...", help=only)
+    add("--prepare", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(args, overrides) -> int:
@@ -74,9 +54,8 @@ def run(args, overrides) -> int:
         if args.config or overrides:
             raise UserError("--runs: selects runs of an existing sweep; leave out --config")
         cache_compiled_programs()
-        return runner.train_and_evaluate(
-            args.workdir, args.runs.split(","), lambda run: evaluate(run.folder)
-        )
+        names = args.runs.split(",")
+        return runner.train_and_evaluate(args.workdir, names, lambda run: evaluate(run.folder))
     shard = prepare.parse_shard(args.shard)
     if args.jobs < 1 or args.together < 1:
         raise UserError(
@@ -92,9 +71,8 @@ def run(args, overrides) -> int:
     if args.config and (args.prepare or args.dry_run):
         cache_compiled_programs()
         print_once = print if this_process[0] == 0 else lambda *_, **__: None
-        study = prepare.study(
-            args.config, args.workdir, overrides, lambda line: print_once(line, file=sys.stderr)
-        )
+        log = lambda line: print_once(line, file=sys.stderr)
+        study = prepare.study(args.config, args.workdir, overrides, log)
         print_once(prepare.describe(study), end="")
         study.check()
         if args.prepare:
@@ -113,9 +91,8 @@ def run(args, overrides) -> int:
         if this_process[0] == 0:
             print(prepare.describe_runs(study, shard, together), end="")
         return 0
-    code = runner.run_study(
-        study, jobs=args.jobs, shard=shard, max_group=together, host=this_process
-    )
+    options = {"jobs": args.jobs, "shard": shard, "max_group": together, "host": this_process}
+    code = runner.run_study(study, **options)
     if code == 143:
         print("stopped; the same command resumes", file=sys.stderr)
     elif code == 0 and this_process[0] == 0:

@@ -23,13 +23,10 @@ tensorboard/, checkpoints/, tokenizer.model and loss.png.
 
 
 def arguments(parser) -> None:
-    parser.add_argument("--config", required=True, metavar="FILE.py[:ARG]", help="the experiment")
-    parser.add_argument(
-        "--workdir", required=True, type=folder, metavar="DIR", help="the run directory"
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="show the largest parameters and other details"
-    )
+    add, detail = parser.add_argument, "show the largest parameters and other details"
+    add("--config", required=True, metavar="FILE.py[:ARG]", help="the experiment")
+    add("--workdir", required=True, type=folder, metavar="DIR", help="the run directory")
+    add("--verbose", action="store_true", help=detail)
 
 
 def run(args, overrides) -> int:
@@ -43,16 +40,11 @@ def run(args, overrides) -> int:
 
     done = train(config, args.workdir, args.verbose)
     if done < config.train.steps:
-        print(
-            f"stopped at step {done:,} of {config.train.steps:,}; the same command resumes the run",
-            file=sys.stderr,
-        )
+        stopped = f"stopped at step {done:,} of {config.train.steps:,}"
+        print(f"{stopped}; the same command resumes the run", file=sys.stderr)
         return 143
-    print(
-        f"trained {count(done, 'step')}; next: python -m transformer evaluate "
-        f"--workdir={args.workdir}",
-        file=sys.stderr,
-    )
+    command = f"python -m transformer evaluate --workdir={args.workdir}"
+    print(f"trained {count(done, 'step')}; next: {command}", file=sys.stderr)
     if config.train.tensorboard:
         print(f"curves: tensorboard --logdir={args.workdir}/tensorboard", file=sys.stderr)
     return 0
