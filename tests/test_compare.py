@@ -7,7 +7,7 @@ import pytest
 from studies import write_run
 
 from transformer import UserError
-from transformer.lab import figures, report, results, verdict
+from transformer.lab import figures, report, report_tables, results, verdict
 
 
 def compare(folder, **options):
@@ -221,7 +221,7 @@ def test_share_of_steps_to_reach_the_baseline(tmp_path):
     ) == (2, 3, 1)
     assert any(
         "75% of baseline steps, 2 of 3 seeds" in cell
-        for row in report.outcome(judged)
+        for row in report_tables.outcome(judged)
         for cell in row
     )
 
@@ -233,11 +233,11 @@ def test_metric_name_determines_which_direction_is_better(tmp_path):
         write_run(
             tmp_path, "b", seed, 3.9 + 0.001 * seed, test_bleu=25.0 + 0.2 * seed, model__d_ff=48
         )
-    assert report.measured(compare(tmp_path, metric="test/loss"))[:2] == [
+    assert report_tables.measured(compare(tmp_path, metric="test/loss"))[:2] == [
         ["arm", "test/bleu"],
         ["a", "30.10 ± 0.25"],
     ]
-    assert report.measured(compare(tmp_path, metric="test/bleu"))[0] == ["arm", "test/loss"]
+    assert report_tables.measured(compare(tmp_path, metric="test/bleu"))[0] == ["arm", "test/loss"]
     by_bleu, by_loss = (
         compare(tmp_path, metric=metric).sentences for metric in ("test/bleu", "test/loss")
     )

@@ -2,7 +2,6 @@
 
 import base64
 import html
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from transformer.evaluation.inside import SELF_ATTENTION_ONLY
 from transformer.lab.figures import new_figure, styles
 from transformer.lab.inspection import Map, View
-from transformer.lab.report import STYLE
+from transformer.lab.report import STYLE, document, image, png
 from transformer.output import count
 
 INSIDE = Path(__file__).with_name("inspect.css").read_text()
@@ -58,21 +57,12 @@ def page(view: View, title: str, about: Sequence[str]) -> str:
         "layer. Darker cells have a higher probability. Bold predictions equal the target.</p>",
     ]
     for attention in view.maps:
-        parts += [
-            f"<h2>Attention weights: {escape(attention.name.replace('_', '-'))}</h2>",
-            _map(attention),
-            "<div class=numbers>",
-            *_numbers(attention),
-            "</div>",
-        ]
+        name = escape(attention.name.replace("_", "-"))
+        parts += [f"<h2>Attention weights: {name}</h2>", _map(attention)]
+        parts += ["<div class=numbers>", *_numbers(attention), "</div>"]
     parts += ["<h2>By depth</h2><div class=figures>", *_profiles(view), "</div>"]
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>\n{STYLE}\n{INSIDE}</style>\n"
-        + "\n".join(parts)
-        + f"\n<script>\n{SCRIPT}</script>\n</html>\n"
-    )
+    parts += [f"<script>\n{SCRIPT}</script>"]
+    return document(title, f"{STYLE}\n{INSIDE}", parts)
 
 
 def _blue(share: float) -> str:
@@ -90,8 +80,8 @@ def _shown(piece: str) -> str:
     return html.escape(text.replace("\u2581", " ").strip() or text)
 
 
-def _likely(view: View, position: int) -> str:
-    return ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in view.top_tokens_LxT[-1][position])
+def _likely(top: list[tuple[str, float]]) -> str:
+    return ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in top)
 
 
 def _tokens(view: View) -> str:
@@ -103,7 +93,7 @@ def _tokens(view: View) -> str:
         else:
             spans.append(
                 f"<span style='{_blue(loss / 10)}' title='{loss:.2f} nats; "
-                f"most likely: {_likely(view, position)}'>{text}</span>"
+                f"most likely: {_likely(view.top_tokens_LxT[-1][position])}'>{text}</span>"
             )
     return "".join(spans)
 
@@ -115,12 +105,9 @@ def _lens(view: View) -> str:
         cells = []
         for position, top in enumerate(view.top_tokens_LxT[layer]):
             piece, p = top[0]
-            likely = ", ".join(f"{_shown(piece)} {p:.2f}" for piece, p in top)
-            correct = piece == view.targets[position]
-            cells.append(
-                f"<td class=cell style='{_blue(p)}' title='{likely}'>"
-                f"{'<b>' if correct else ''}{_shown(piece)}{'</b>' if correct else ''}</td>"
-            )
+            text = _shown(piece)
+            text = f"<b>{text}</b>" if piece == view.targets[position] else text
+            cells.append(f"<td class=cell style='{_blue(p)}' title='{_likely(top)}'>{text}</td>")
         rows.append(
             f"<tr><td>layer {layer} <span class=note>{view.lens_L[layer]:.2f} nats</span></td>"
             f"{''.join(cells)}</tr>"
@@ -134,15 +121,13 @@ def _lens(view: View) -> str:
 
 def _map(attention: Map) -> str:
     bytes_ = np.round(np.clip(attention.weights_LxNxTxS, 0, 1) * 255).astype(np.uint8).tobytes()
-    data = json.dumps(
-        {
-            "shape": attention.weights_LxNxTxS.shape,
-            "layers": attention.layers,
-            "weights": base64.b64encode(bytes_).decode(),
-            "queries": [piece.replace("\u2581", " ") for piece in attention.queries],
-            "keys": [piece.replace("\u2581", " ") for piece in attention.keys],
-        }
-    ).replace("<", "\\u003c")
+    shown = lambda pieces: [piece.replace("\u2581", " ") for piece in pieces]
+    fields = {
+        **{"shape": attention.weights_LxNxTxS.shape, "layers": attention.layers},
+        "weights": base64.b64encode(bytes_).decode(),
+        **{"queries": shown(attention.queries), "keys": shown(attention.keys)},
+    }
+    data = json.dumps(fields).replace("<", "\\u003c")
     return (
         f"<section class=map><script type=application/json>{data}</script><div class=heads></div>"
         "<p class='caption note'>This figure needs JavaScript.</p>"
@@ -187,10 +172,5 @@ def _profiles(view: View) -> list[str]:
         axes.set_xticks(layers)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
-        image = io.BytesIO()
-        figure.savefig(image, format="png")
-        parts.append(
-            f'<figure><img alt="{label} by layer" src="data:image/png;base64,'
-            f'{base64.b64encode(image.getvalue()).decode()}"></figure>'
-        )
+        parts.append(f"<figure>{image(f'{label} by layer', png(figure))}</figure>")
     return parts

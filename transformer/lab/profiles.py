@@ -159,7 +159,7 @@ def profiles(results: Results) -> list[Profile]:
 
 def measured_text(results: Results, metric: str) -> str:
     """Returns the part of the text that a metric is measured on in these runs; "" means all."""
-    for config in [run.config for arm in results.arms.values() for run in arm.runs.values()]:
+    for config in [run.config for run in results.runs]:
         if kind := measures(config.train.evaluators, metric):
             return kind.measured_text(config)
     return ""

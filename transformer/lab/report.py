@@ -4,23 +4,15 @@ import base64
 import csv
 import html
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from transformer.files import write_atomic
+from transformer.lab import report_tables as tables
 from transformer.lab.figures import draw
 from transformer.lab.report_about import _study, about, provenance, reproduction_commands
-from transformer.lab.report_tables import (
-    NOTE,
-    SCANNED,
-    arms_table,
-    cost,
-    measured,
-    outcome,
-    profile_table,
-    scanned,
-    tables,
-)
 from transformer.lab.verdict import Verdict
 
 STYLE = Path(__file__).with_name("report.css").read_text()
@@ -32,12 +24,10 @@ def write(verdict: Verdict, folder: Path) -> Path:
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     pictures = {}
     for name, (caption, figure) in figures.items():
-        image = io.BytesIO()
-        figure.savefig(image, format="png")
-        (folder / "figures" / f"{name}.png").write_bytes(image.getvalue())
+        pictures[name] = (caption, png(figure))
+        (folder / "figures" / f"{name}.png").write_bytes(pictures[name][1])
         figure.savefig(folder / "figures" / f"{name}.pdf")
-        pictures[name] = (caption, image.getvalue())
-    for name, rows in tables(verdict).items():
+    for name, rows in tables.as_csv(verdict).items():
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)
         write_atomic(folder / f"{name}.csv", text.getvalue())
@@ -47,18 +37,26 @@ def write(verdict: Verdict, folder: Path) -> Path:
     return page
 
 
+def png(figure: Figure) -> bytes:
+    """Returns a figure as a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
 def markdown(verdict: Verdict) -> str:
     """Returns the report as Markdown, for the appendix of a paper."""
     results = verdict.results
     lines = [f"# {results.sweep.question or results.title}", ""]
     lines += [*(f"- {line}" for line in verdict.sentences), "", *about(results), ""]
     if verdict.scans:
-        lines += [*_rows(scanned(verdict)), "", SCANNED, ""]
-    for rows in filter(None, (outcome(verdict), cost(verdict), measured(verdict))):
+        lines += [*_rows(tables.scanned(verdict)), "", tables.SCANNED, ""]
+    for rows in tables.of_results(verdict):
         lines += [*_rows(rows), ""]
-    lines += [NOTE, "", *_rows(arms_table(results)), ""]
+    lines += [tables.NOTE, "", *_rows(tables.of_arms(results)), ""]
     for profile in verdict.profiles:
-        lines += [f"{profile.caption} ({profile.y_label}):", "", *_rows(profile_table(profile)), ""]
+        rows = _rows(tables.of_profile(profile))
+        lines += [f"{profile.caption} ({profile.y_label}):", "", *rows, ""]
     if results.left_out:
         lines += ["Left out or damaged:", "", *(f"- {line}" for line in results.left_out), ""]
     lines += ["## Provenance", "", *(f"- {name}: {x}" for name, x in provenance(results)), ""]
@@ -77,20 +75,19 @@ def _rows(table: list[list[str]]) -> list[str]:
 def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
     """Returns the report as one self-contained HTML file."""
     results, escape = verdict.results, html.escape
-    settings = arms_table(results)
+    title = results.sweep.question or results.title
     numbers = {
         profile.name: f"<details><summary>numbers ({escape(profile.y_label)})</summary>"
-        f"{_table(*_split(profile_table(profile)))}</details>"
+        f"{_table(tables.of_profile(profile))}</details>"
         for profile in verdict.profiles
     }
-    figure = lambda name, caption, image: (
-        f'<figure><img alt="{escape(caption)}" '
-        f'src="data:image/png;base64,{base64.b64encode(image).decode()}">'
+    figure = lambda name, caption, content: (
+        f"<figure>{image(caption, content)}"
         f"<figcaption>{escape(caption)}</figcaption>{numbers.get(name, '')}</figure>"
     )
     sentences = "".join(f"<li>{escape(line)}</li>" for line in verdict.sentences)
     parts = [
-        f"<h1>{escape(results.sweep.question or results.title)}</h1>",
+        f"<h1>{escape(title)}</h1>",
         f"<ul class=verdict>{sentences}</ul>",
         f"<p class=about>{escape(' '.join(about(results)))}</p>",
         *_results_html(verdict),
@@ -98,9 +95,9 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
         *(figure(name, *picture) for name, picture in pictures.items()),
         "</div>",
         "<h2>Arms</h2>",
-        _table(*_split(settings), classes=(1, 2)),
+        _table(tables.of_arms(results), classes=(1, 2)),
         "<h2>Provenance</h2>",
-        _table(["", ""], [[name, text] for name, text in provenance(results)], classes=(1,)),
+        _table([("", ""), *provenance(results)], classes=(1,)),
         f"<pre>{escape(reproduction_commands(results))}</pre>",
     ]
     if (study := _study(results)) and study.text:
@@ -108,42 +105,47 @@ def as_html(verdict: Verdict, pictures: Mapping[str, tuple[str, bytes]]) -> str:
             f"<details><summary>{escape(study.file)}</summary>"
             f"<pre>{escape(study.text)}</pre></details>"
         )
-    title = escape(results.sweep.question or results.title)
+    return document(title, STYLE, parts)
+
+
+def document(title: str, style: str, parts: Sequence[str]) -> str:
+    """Returns a self-contained HTML page."""
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>\n{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
+        f"<title>{html.escape(title)}</title><style>\n{style}</style>\n"
+        + "\n".join([*parts, "</html>\n"])
     )
+
+
+def image(alt: str, content: bytes) -> str:
+    """Returns an HTML element that contains a PNG file."""
+    data = base64.b64encode(content).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
 
 
 def _results_html(verdict: Verdict) -> list[str]:
     """Returns the tables of the scans and results, and the list of what was left out."""
     parts = []
     if verdict.scans:
-        parts += ["<h2>Scans</h2>", _table(*_split(scanned(verdict)))]
-        parts += [f"<p class=note>{html.escape(SCANNED)}</p>"]
-    parts += ["<h2>Results</h2>", _table(*_split(outcome(verdict))), _table(*_split(cost(verdict)))]
-    if metrics := measured(verdict):
-        parts += [_table(*_split(metrics))]
-    parts += [f"<p class=note>{html.escape(NOTE)}</p>"]
+        parts += ["<h2>Scans</h2>", _table(tables.scanned(verdict))]
+        parts += [f"<p class=note>{html.escape(tables.SCANNED)}</p>"]
+    parts += ["<h2>Results</h2>", *map(_table, tables.of_results(verdict))]
+    parts += [f"<p class=note>{html.escape(tables.NOTE)}</p>"]
     if left_out := verdict.results.left_out:
         parts += ["<h2>Left out or damaged</h2><ul>"]
         parts += [*(f"<li>{html.escape(line)}</li>" for line in left_out), "</ul>"]
     return parts
 
 
-def _table(head: list[str], rows: list[list[str]], classes: tuple[int, ...] = ()) -> str:
+def _table(table: Sequence[Sequence[str]], classes: tuple[int, ...] = ()) -> str:
     """Returns a table as HTML. `classes` are the indices of columns with left-aligned text."""
-    escape = html.escape
+    (head, *rows), escape = table, html.escape
     cells = lambda row: "".join(
         f"<td{' class=text' if n in classes else ''}>{escape(x)}</td>" for n, x in enumerate(row)
     )
     heads = "".join(f"<th>{escape(x)}</th>" for x in head)
     best = lambda row: " class=best" if row[0].endswith(" *") else ""
     body = "".join(f"<tr{best(row)}>{cells(row)}</tr>" for row in rows)
-    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
-    return f"<div class=wide>{table}</div>"
-
-
-def _split(rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    return rows[0], rows[1:]
+    parts = f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody>"
+    return f"<div class=wide><table>{parts}</table></div>"

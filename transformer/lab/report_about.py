@@ -13,7 +13,7 @@ from transformer.units import kind, of_tokens, unit
 
 def about(results: Results) -> list[str]:
     """Returns sentences on the setup: varied fields, seeds, metric and declared differences."""
-    sweep, runs = results.sweep, _runs(results)
+    sweep, runs = results.sweep, results.runs
     fields = [field for field in sweep.fields if field != "arm"]
     lines = [f"Varied: {', '.join(fields)}." if fields else "Individual runs are compared."]
     same_seeds = all(set(arm.runs) == set(sweep.seeds) for arm in results.arms.values())
@@ -44,10 +44,6 @@ def about(results: Results) -> list[str]:
     return lines
 
 
-def _runs(results: Results) -> list[RunResult]:
-    return [run for arm in results.arms.values() for run in arm.runs.values()]
-
-
 def _of_data(run: RunResult) -> Mapping:
     """Returns what the run's manifest says about its data."""
     return run.manifest.get("data", {})
@@ -56,9 +52,9 @@ def _of_data(run: RunResult) -> Mapping:
 def _texts(results: Results) -> list[str]:
     """Returns sentences on arms that are tested on different texts, tokens or parts of a text."""
     sweep, lines = results.sweep, []
-    if len({str(_of_data(run).get("test", {}).get("sha256")) for run in _runs(results)}) > 1:
+    if len({str(_of_data(run).get("test", {}).get("sha256")) for run in results.runs}) > 1:
         lines.append("Arms are tested on different texts, as the sweep varies or declares.")
-    objectives = {str(_of_data(run).get("objective")) for run in _runs(results)}
+    objectives = {str(_of_data(run).get("objective")) for run in results.runs}
     if len(objectives) > 1 and of_tokens(sweep.metric, results.predicts_tokens):
         lines.append(
             f"Arms have different objectives ({', '.join(sorted(objectives))}), "
@@ -87,7 +83,7 @@ def _reads(run: RunResult) -> tuple:
 
 def provenance(results: Results) -> list[tuple[str, str]]:
     """Returns (name, value) pairs: file, code, versions, devices, test text and tokenizer."""
-    runs, study = _runs(results), _study(results)
+    runs, study = results.runs, _study(results)
     recorded = lambda key: sorted({str(run.manifest.get(key, "")) for run in runs} - {""})
     joined = lambda texts: ", ".join(sorted(texts))
     pairs = []

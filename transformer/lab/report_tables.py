@@ -14,6 +14,11 @@ from transformer.output import human_count, human_tokens
 from transformer.parallel.sharding import format_bytes
 
 
+def of_results(verdict: Verdict) -> list[list[list[str]]]:
+    """Returns the tables of results: the primary metric, costs and, if there are any, others."""
+    return list(filter(None, (outcome(verdict), cost(verdict), measured(verdict))))
+
+
 def outcome(verdict: Verdict) -> list[list[str]]:
     """Returns the table of results by arm."""
     sweep, rows = verdict.results.sweep, []
@@ -35,17 +40,10 @@ def outcome(verdict: Verdict) -> list[list[str]]:
         diverged = f"{len(arm.diverged)} of {len(arm.runs)}" if arm.diverged else "-"
         label = name + (" *" if row.among_best else "")
         rows.append([label, spell(row.value), *difference, seeds, diverged, reaches])
-    head = [
-        "arm",
-        f"{sweep.metric} (mean ± 95 % interval)",
-        f"difference from {sweep.baseline}",
-        "95 % interval",
-        "p",
-        "seeds",
-        "diverged",
-        f"reaches the baseline's final {validated(verdict.results)} after",
-    ]
-    return [head, *rows]
+    value = f"{sweep.metric} (mean ± 95 % interval)"
+    difference = [f"difference from {sweep.baseline}", "95 % interval", "p"]
+    reaches = f"reaches the baseline's final {validated(verdict.results)} after"
+    return [["arm", value, *difference, "seeds", "diverged", reaches], *rows]
 
 
 def cost(verdict: Verdict) -> list[list[str]]:
@@ -58,23 +56,16 @@ def cost(verdict: Verdict) -> list[list[str]]:
         used = [run.manifest.get("attention_backends", {}) for run in arm.runs.values()]
         attention = " + ".join(sorted(set().union(*used))) or "-"
         or_dash = lambda x, text, suffix="": "-" if not x or math.isnan(x) else text(x) + suffix
-        rows.append(
-            [
-                name,
-                or_dash(arm.parameters, "{:,}".format),
-                or_dash(arm.flops, human_count),
-                or_dash(row.tokens_per_second, human_tokens, mark),
-                or_dash(row.memory, format_bytes, mark),
-                attention,
-            ]
-        )
+        sizes = [or_dash(arm.parameters, "{:,}".format), or_dash(arm.flops, human_count)]
+        speed = or_dash(row.tokens_per_second, human_tokens, mark)
+        rows.append([name, *sizes, speed, or_dash(row.memory, format_bytes, mark), attention])
     return rows
 
 
 def measured(verdict: Verdict) -> list[list[str]]:
     """Returns the table of other test metrics by arm, without profiles; empty if there are none."""
     arms, decides = verdict.results.arms, verdict.results.sweep.metric
-    names = {name for arm in arms.values() for run in arm.runs.values() for name in run.names}
+    names = {name for run in verdict.results.runs for name in run.names}
     is_profile = re.compile(r"/\d+(/|$)|/sentences").search
     names = sorted(x for x in names if x.startswith("test/") and x != decides and not is_profile(x))
     head = ["arm"]
@@ -90,7 +81,7 @@ SIZED = {"parameters": "model.d_ff", "flops": "model.d_ff", "time": "train.steps
 """Matched fact -> the field that is adjusted to match it (lab/guard.py)."""
 
 
-def arms_table(results: Results) -> list[list[str]]:
+def of_arms(results: Results) -> list[list[str]]:
     """Returns the table of the settings of each arm, its matched size and its diverged seeds."""
     rows = [["arm", "settings", "diverged seeds"]]
     for name, arm in results.arms.items():
@@ -111,18 +102,11 @@ def scanned(verdict: Verdict) -> list[list[str]]:
     rows = [["field", "arms", "scanned range", "best value", best, *ranges, "sensitivity"]]
     spell_range = lambda ends: f"{ends[0]:g} to {ends[1]:g}" if ends else "-"
     for scan in verdict.scans:
-        rows.append(
-            [
-                scan.field,
-                scan.setting or "all",
-                spell_range((min(scan.points), max(scan.points))),
-                f"{scan.best:g}",
-                spell(scan.points[scan.best]),
-                spell_range(scan.close),
-                spell_range(scan.stable),
-                "-" if math.isnan(scan.sensitivity) else f"{scan.sensitivity:.3f}",
-            ]
-        )
+        whole = spell_range((min(scan.points), max(scan.points)))
+        best = [f"{scan.best:g}", spell(scan.points[scan.best])]
+        around = [spell_range(scan.close), spell_range(scan.stable)]
+        sensitivity = "-" if math.isnan(scan.sensitivity) else f"{scan.sensitivity:.3f}"
+        rows.append([scan.field, scan.setting or "all", whole, *best, *around, sensitivity])
     return rows
 
 
@@ -130,7 +114,7 @@ PLACES = 9
 """Maximum number of columns in the table of a profile. profiles.csv contains all places."""
 
 
-def profile_table(profile: Profile) -> list[list[str]]:
+def of_profile(profile: Profile) -> list[list[str]]:
     """Returns a table with one row per arm and one column per place (length, layer, ...)."""
     places = profile.places
     if len(places) > PLACES:
@@ -161,7 +145,7 @@ NOTE = (
 )
 
 
-def tables(verdict: Verdict) -> dict[str, list[list]]:
+def as_csv(verdict: Verdict) -> dict[str, list[list]]:
     """Returns the CSV tables: summary in full precision, last metrics of runs, curves, profiles."""
     results = verdict.results
     runs = [(name, *item) for name, arm in results.arms.items() for item in arm.runs.items()]

@@ -41,9 +41,7 @@ class RunResult:
         A run has diverged if its training loss was not finite, or if its final loss is more than
         twice the loss of uniform predictions.
         """
-        losses = [
-            x for name in ("test/loss", "eval/loss") if not math.isnan(x := self.outcome(name))
-        ]
+        losses = [x for x in map(self.outcome, ("test/loss", "eval/loss")) if not math.isnan(x)]
         if losses and losses[0] > 2 * uniform_loss(self.config):
             return self.step
         return next((line["step"] for line in self.lines if line.get("train/diverged")), None)
@@ -71,11 +69,8 @@ class RunResult:
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """Returns (step, value) for all finite values of a metric."""
-        return [
-            (line["step"], line[name])
-            for line in self.lines
-            if name in line and math.isfinite(line[name])
-        ]
+        points = [(line["step"], line[name]) for line in self.lines if name in line]
+        return [(step, value) for step, value in points if math.isfinite(value)]
 
     def first(self, name: str) -> float:
         """Returns the first value of a metric, or NaN if there is none."""
@@ -94,10 +89,8 @@ class RunResult:
     @property
     def speed(self) -> float:
         """Median of the logged tokens per second, which excludes compilation and evaluation."""
-        return statistics.median(
-            [line[name] for line in self.lines if (name := "time/tokens_per_second") in line]
-            or [math.nan]
-        )
+        name = "time/tokens_per_second"
+        return statistics.median([x[name] for x in self.lines if name in x] or [math.nan])
 
     def spent(self) -> list[tuple[int, float, float]]:
         """Returns cumulative (step, tokens, seconds). Runs trained together share the time."""
@@ -106,23 +99,16 @@ class RunResult:
             if "train/tokens" in line:
                 tokens += line["train/tokens"]
                 speed = line.get("time/tokens_per_second", 0.0)
-                seconds += (
-                    line["train/tokens"] / speed / line.get("time/together", 1) if speed else 0.0
-                )
+                together = line.get("time/together", 1)
+                seconds += line["train/tokens"] / speed / together if speed else 0.0
                 totals.append((line["step"], tokens, seconds))
         return totals
 
 
 def uniform_loss(config: Experiment) -> float:
     """Returns the loss of uniform predictions over all tokens or classes: log V nats."""
-    return math.log(
-        max(
-            config.model.vocab_size
-            if config.objective.predicts_tokens
-            else config.model.num_labels,
-            2,
-        )
-    )
+    model, predicts_tokens = config.model, config.objective.predicts_tokens
+    return math.log(max(model.vocab_size if predicts_tokens else model.num_labels, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,11 +155,12 @@ class Results:
     @property
     def predicts_tokens(self) -> bool:
         """Whether the runs predict tokens. Classifiers predict labels only."""
-        return next(
-            run.config.objective.predicts_tokens
-            for arm in self.arms.values()
-            for run in arm.runs.values()
-        )
+        return self.runs[0].config.objective.predicts_tokens
+
+    @property
+    def runs(self) -> list[RunResult]:
+        """All runs, by arm."""
+        return [run for arm in self.arms.values() for run in arm.runs.values()]
 
 
 def read(
@@ -192,18 +179,13 @@ def read(
         raise UserError(f"compare: {studies[0]} is a sweep; pass either one sweep or several runs")
     sweep, arms, left_out = _of_study(folders[0]) if studies else _of_runs(folders)
     if not any(arm.runs for arm in arms.values()):
-        raise UserError(
-            f"compare: nothing to compare: {left_out[0]}"
-            + (f", and {len(left_out) - 1} more" if len(left_out) > 1 else "")
-        )
+        more = f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        raise UserError(f"compare: nothing to compare: {left_out[0]}{more}")
     decider = metric or sweep.metric
     ended = [run for arm in arms.values() for run in arm.runs.values() if run.diverged is None]
     if ended and not any(decider in line for run in ended for line in run.lines):
-        names = sorted({name for run in ended for name in run.names})
-        raise UserError(
-            f"compare: no run has {decider!r}; "
-            f"--metric may be one of: {', '.join(names) or 'nothing yet'}"
-        )
+        names = ", ".join(sorted({name for run in ended for name in run.names})) or "nothing yet"
+        raise UserError(f"compare: no run has {decider!r}; --metric may be one of: {names}")
     if decider != sweep.metric or higher_is_better is not None:
         sweep = dataclasses.replace(sweep, metric=decider, higher_is_better=higher_is_better)
     if baseline and baseline not in arms:
@@ -216,9 +198,8 @@ def read(
     for arm in arms.values():
         for seed, run in arm.runs.items():
             if run.diverged is None and not math.isfinite(run.outcome(sweep.metric)):
-                left_out.append(
-                    f"{arm.name}, seed {seed}: {sweep.metric} {run.lacks(sweep.metric)}"
-                )
+                reason = f"{sweep.metric} {run.lacks(sweep.metric)}"
+                left_out.append(f"{arm.name}, seed {seed}: {reason}")
     title = folders[0].resolve().name if len(folders) == 1 else count(len(arms), "arm")
     return Results(title, sweep, arms, tuple(left_out), tuple(folders))
 
@@ -244,9 +225,8 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         if not folder.is_dir():
             raise UserError(f"compare: no directory {folder}")
         if run := _run(folder, left_out, str(folder), required=True):
-            groups.setdefault(
-                json.dumps(to_mapping(dataclasses.replace(run.config, seed=0)), sort_keys=True), []
-            ).append(run)
+            settings = to_mapping(dataclasses.replace(run.config, seed=0))
+            groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     if not groups:
         raise UserError(f"compare: nothing to compare: {'; '.join(left_out)}")
     names, arms = [], {}
@@ -255,21 +235,15 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
         names.append(name if name not in names else f"{name}-{len(names)}")
     base = flatten_fields(to_mapping(next(iter(groups.values()))[0].config))
     for name, runs in zip(names, groups.values(), strict=True):
-        changes = {
-            k: v
-            for k, v in flatten_fields(to_mapping(runs[0].config)).items()
-            if base.get(k) != v and k != "seed"
-        }
+        fields = flatten_fields(to_mapping(runs[0].config))
+        changes = {k: v for k, v in fields.items() if base.get(k) != v and k != "seed"}
         by_seed = {run.seed: run for run in runs}
         if len(by_seed) < len(runs):
             left_out.append(f"{name}: several runs have the same seed; only the last is used")
         arms[name] = Arm(name, changes, by_seed, parameters=runs[0].manifest.get("parameters", 0))
     seeds = tuple(sorted({seed for arm in arms.values() for seed in arm.runs}))
-    return (
-        Sweep(Grid(tuple(Point(name, {"arm": name}) for name in arms)), seeds=seeds),
-        arms,
-        left_out,
-    )
+    grid = Grid(tuple(Point(name, {"arm": name}) for name in arms))
+    return Sweep(grid, seeds=seeds), arms, left_out
 
 
 def _name(folder: Path) -> str:
@@ -283,14 +257,10 @@ def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -
     if not (folder / "config.json").exists():
         if required:
             runs = sorted(str(file.parent) for file in folder.glob("*/config.json"))
-            hint = (
-                f"; pass the runs in it: {' '.join(runs[:3])}{' ...' * (len(runs) > 3)}"
-                if runs
-                else ""
-            )
-            raise UserError(
-                f"compare: no run in {folder} (no config.json) and no sweep (no sweep.json){hint}"
-            )
+            names = " ".join(runs[:3]) + " ..." * (len(runs) > 3)
+            hint = f"; pass the runs in it: {names}" if runs else ""
+            missing = "(no config.json) and no sweep (no sweep.json)"
+            raise UserError(f"compare: no run in {folder} {missing}{hint}")
         left_out.append(f"{name}: not started")
         return None
     test_file = folder / "test.json"
@@ -332,51 +302,34 @@ def _comparable(arms: dict[str, Arm], sweep: Sweep) -> tuple[dict[str, Arm], lis
 
 def _why_not(run: RunResult, first: RunResult, sweep: Sweep) -> str | None:
     data, allowed = lambda run, *keys: _get(run.manifest, "data", *keys), allowed_facts(sweep)
-    part, same = (
-        "valid" if sweep.metric.startswith("eval/") else "test",
-        lambda *keys: data(run, *keys) == data(first, *keys),
-    )
+    part = "valid" if sweep.metric.startswith("eval/") else "test"
+    same = lambda *keys: data(run, *keys) == data(first, *keys)
     if not same(part, "sha256") and not ("data" in sweep.declared or set(sweep.fields) & TEXT):
-        return (
-            f"was {'validated' if part == 'valid' else 'tested'} on a different text "
-            f"from {first.folder}"
-        )
-    if (
-        "tokenizer" not in sweep.declared
-        and not same("tokenizer_sha256")
-        and of_tokens(sweep.metric, first.config.objective.predicts_tokens)
-    ):
+        measured = "validated" if part == "valid" else "tested"
+        return f"was {measured} on a different text from {first.folder}"
+    in_tokens = of_tokens(sweep.metric, first.config.objective.predicts_tokens)
+    if in_tokens and "tokenizer" not in sweep.declared and not same("tokenizer_sha256"):
         return (
             f"has a different tokenizer from {first.folder}, and {sweep.metric} depends on it "
             "(test/bits_per_byte does not)"
         )
     if "data" not in allowed and not same("objective"):
-        return (
-            f"has a different objective ({data(run, 'objective')}) "
-            f"from {first.folder} ({data(first, 'objective')})"
-        )
-    if (value := measures(run.config.train.evaluators, sweep.metric)) != (
-        reference := measures(first.config.train.evaluators, sweep.metric)
-    ):
+        value, reference = (data(x, "objective") for x in (run, first))
+        return f"has a different objective ({value}) from {first.folder} ({reference})"
+    value, reference = (measures(x.config.train.evaluators, sweep.metric) for x in (run, first))
+    if value != reference:
         return f"was measured by {value}, {first.folder} by {reference}"
     if part == "valid":
         value, reference = (x.config.train.eval_batches for x in (run, first))
-        return (
-            f"was validated on {value or 'all'} batches, {first.folder} on {reference or 'all'}"
-            if value != reference and "data" not in allowed
-            else None
-        )
+        counts = f"{value or 'all'} batches, {first.folder} on {reference or 'all'}"
+        differs = value != reference and "data" not in allowed
+        return f"was validated on {counts}" if differs else None
     for field in ("eval_overlap", "decoding"):
         value, reference = run.tested.get(field), first.tested.get(field)
-        if (
-            None not in (value, reference)
-            and value != reference
-            and not any(x.rpartition(".")[0] == field or x == f"data.{field}" for x in sweep.fields)
-        ):
-            return (
-                f"was evaluated with {field} = {_spell(value, reference)}, "
-                f"{first.folder} with {_spell(reference, value)}"
-            )
+        varies = any(x.rpartition(".")[0] == field or x == f"data.{field}" for x in sweep.fields)
+        if None not in (value, reference) and value != reference and not varies:
+            here, there = _spell(value, reference), _spell(reference, value)
+            return f"was evaluated with {field} = {here}, {first.folder} with {there}"
     return None
 
 
