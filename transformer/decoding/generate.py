@@ -33,6 +33,13 @@ def check_texts(texts: Any) -> None:
             raise UserError(f"texts[{i}]: {text[e.start]!a} is not in UTF-8; remove it") from None
 
 
+def check_tokenizer(tokenizer: Tokenizer | None) -> None:
+    """Raises UserError if a run has no tokenizer."""
+    if tokenizer is None:
+        missing = "no tokenizer (tokenizer.model or tokenizer.json)"
+        raise UserError(f"this run has {missing}; put one into its directory")
+
+
 @dataclasses.dataclass
 class Generator:
     """A trained model that generates text. `cut` counts inputs that were too long and cut."""
@@ -48,11 +55,7 @@ class Generator:
                 f"data.objective: {to_mapping(self.config.data.objective)!r} does not train "
                 "generation; causal_lm, prefix_lm and seq2seq do"
             )
-        if self.tokenizer is None:
-            raise UserError(
-                "this run has no tokenizer (tokenizer.model or tokenizer.json); put one into its "
-                "directory"
-            )
+        check_tokenizer(self.tokenizer)
         self._model = build_model(self.config.model)
         self._translates = self.config.model.is_encoder_decoder
         # A decoder trained on pairs reads eos after the source. Its output is a separate text, not

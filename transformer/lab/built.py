@@ -26,13 +26,9 @@ from transformer.training.state import abstract_state, state_maker
 from transformer.training.step import training_step
 
 IN_PROGRAMS = (
-    "model",
-    "optimizer",
-    "train.label_smoothing",
-    "train.z_loss",
-    "train.accumulate",
+    "model", "optimizer", "train.label_smoothing", "train.z_loss", "train.accumulate",
     "train.ema_decay",
-)
+)  # fmt: skip
 """Config sections and fields whose effect appears in the lowered programs."""
 
 NOT_IN_PROGRAMS = ("max_length", "pipeline_microbatches", "pipeline_rounds", "_id")
@@ -72,9 +68,7 @@ def fields_outside_programs(config: Experiment) -> tuple[tuple[str, str], ...]:
     }
     compared["data.objective"] = config.objective
     compared["data.target_length"] = config.data.decoder_length
-    compared["train.evaluators"] = sorted(
-        repr(EVALUATORS.build(evaluator)) for evaluator in config.train.evaluators
-    )
+    compared["train.evaluators"] = sorted(map(repr, map(EVALUATORS.build, config.train.evaluators)))
     if config.train.average_checkpoints:
         compared["train.checkpoint_every"] = config.train.checkpoint_every
     for field, value in fields.items():

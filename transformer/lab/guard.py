@@ -23,12 +23,15 @@ from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.planning.model_flops import model_flops
 from transformer.planning.sample import batch_shapes
-from transformer.runs.rundir import flatten_fields
+from transformer.runs.rundir import different_fields
 from transformer.sweeps import Sweep
 from transformer.training.optimizer import build_optimizer
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import attention_backends, make_train_step
 from transformer.units import of_tokens
+
+Configs = Mapping[str, Experiment]
+"""Arm -> its experiment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +85,11 @@ def facts(config: Experiment) -> Facts:
     data = to_mapping(config.data)
     tokenizer = data.pop("tokenizer")
     vocabulary = {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}
-    return Facts(
-        sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
-        model_flops(config, batch, state.params) / tokens,
-        " + ".join(backends) or "none",
-        _settings(data),
-        _settings(tokenizer | vocabulary),
-        f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}",
-        tokens,
-    )
+    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
+    flops = model_flops(config, batch, state.params) / tokens
+    texts = (_settings(data), _settings(tokenizer | vocabulary))
+    warmup = f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}"
+    return Facts(parameters, flops, " + ".join(backends) or "none", *texts, warmup, tokens)
 
 
 def allowed_facts(sweep: Sweep) -> set[str]:
@@ -116,7 +115,7 @@ def undeclared(sweep: Sweep, facts: Mapping[str, Facts]) -> list[str]:
     return lines
 
 
-def check(sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, Facts]) -> None:
+def check(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
     """Raises UserError if the arms of a sweep are not comparable.
 
     They are not if two arms have equal configs or build equal programs and neither is a control; if
@@ -136,10 +135,8 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, F
         )
     for name in sweep.declared:
         if name not in SET_BY:
-            raise UserError(
-                f"sweep: declared: {name!r} is not a compared property; "
-                f"choose from: {', '.join(SET_BY)}"
-            )
+            problem = f"sweep: declared: {name!r} is not a compared property"
+            raise UserError(f"{problem}; choose from: {', '.join(SET_BY)}")
     if lines := undeclared(sweep, facts):
         name = lines[0].partition(":")[0]
         hint = f"; or match the sizes: match={name!r}" if name in SIZES and not sweep.match else ""
@@ -151,9 +148,7 @@ def check(sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, F
         )
 
 
-def _check_twins(
-    sweep: Sweep, configs: Mapping[str, Experiment], facts: Mapping[str, Facts]
-) -> None:
+def _check_twins(sweep: Sweep, configs: Configs, facts: Mapping[str, Facts]) -> None:
     """Raises UserError if two arms build the same programs, or a control matches no other arm."""
     twin_of = twins(configs, {arm: (fact.parameters, fact.flops) for arm, fact in facts.items()})
     for arm, first in twin_of.items():
@@ -161,7 +156,7 @@ def _check_twins(
             continue
         relation = "are the same experiment"
         if configs[arm] != configs[first]:
-            fields = _different_fields(configs, arm, first)
+            fields = ", ".join(different_fields(configs[arm], configs[first]))
             relation = f"differ in {fields}, but build the same programs"
         raise UserError(
             f"sweep: arms {first!r} and {arm!r} {relation}, so their runs would be bitwise "
@@ -170,15 +165,7 @@ def _check_twins(
         )
     for arm in sweep.controls:
         if arm not in (*twin_of.keys(), *twin_of.values()):
-            raise UserError(
-                f"sweep: controls: {arm!r} matches no other arm; remove it from controls"
-            )
-
-
-def _different_fields(configs: Mapping[str, Experiment], arm: str, first: str) -> str:
-    """Returns the fields in which two configs differ, separated by commas."""
-    a, b = (flatten_fields(to_mapping(configs[name])) for name in (arm, first))
-    return ", ".join(key for key in a | b if a.get(key) != b.get(key))
+            raise UserError(f"sweep: controls: {arm!r} matches no other arm; remove it")
 
 
 def _same(name: str, arm_facts: Facts, base: Facts, match: str) -> bool:
@@ -200,10 +187,7 @@ def _settings(tree: dict) -> tuple[str, ...]:
 
 
 def matched(
-    sweep: Sweep,
-    configs: Mapping[str, Experiment],
-    before: Mapping[str, Experiment],
-    report: Callable[[str], None],
+    sweep: Sweep, configs: Configs, before: Configs, report: Callable[[str], None]
 ) -> dict[str, Experiment]:
     """Returns the arms, sized to match the baseline as `sweep.match` requires.
 
@@ -245,16 +229,12 @@ def _sized(arm: str, config: Experiment, fact: str, target: float, report) -> Ex
             "fields by hand and declare the difference"
         )
     if 8 * best != config.model.ff_size:
-        report(
-            f"{arm}: model.d_ff {config.model.ff_size} -> {8 * best}, {fact} {size_at(best):,.0f} "
-            f"(baseline: {target:,.0f})"
-        )
+        sizes = f"{size_at(best):,.0f} (baseline: {target:,.0f})"
+        report(f"{arm}: model.d_ff {config.model.ff_size} -> {8 * best}, {fact} {sizes}")
     return width(best)
 
 
-def _in_time(
-    sweep: Sweep, configs: Mapping[str, Experiment], before: Mapping[str, Experiment], report
-) -> dict[str, Experiment]:
+def _in_time(sweep: Sweep, configs: Configs, before: Configs, report) -> dict[str, Experiment]:
     """Matches training time by the number of steps.
 
     An arm that was measured before and is otherwise unchanged keeps its steps, because a new

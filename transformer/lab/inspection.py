@@ -14,7 +14,7 @@ from transformer.checks import plain
 from transformer.data.batching import assemble
 from transformer.data.objectives.base import Segment, continued, shifted
 from transformer.data.tokenizer_base import Tokenizer
-from transformer.decoding.generate import Generator
+from transformer.decoding.generate import Generator, check_tokenizer
 from transformer.errors import UserError
 from transformer.evaluation.inside import streams, sublayer_of
 from transformer.evaluation.subject import Subject, token_losses
@@ -94,35 +94,22 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
     if segment.source is not None:
         tokens_of["encoder"] = pieces(segment.source)
     weights_T = segment.weights if segment.weights is not None else np.ones(len(segment.inputs))
-    return View(
-        text,
-        answer if not target else "",
-        tokens_of[model.sides[-1]],
-        pieces(segment.targets),
-        np.where(weights_T > 0, losses_BxT[0], np.nan),
-        [_top_tokens(tokenizer, ps[0], ids[0]) for ps, ids, _ in lens],
-        np.array([float(np.sum(x[0] * weights_T) / max(weights_T.sum(), 1)) for *_, x in lens]),
-        _maps(subject, watched, tokens_of),
-        _sizes(subject, watched["sizes"]),
-        cut,
-    )
+    tokens = (tokens_of[model.sides[-1]], pieces(segment.targets))
+    losses_T = np.where(weights_T > 0, losses_BxT[0], np.nan)
+    top_tokens_LxT = [_top_tokens(tokenizer, ps[0], ids[0]) for ps, ids, _ in lens]
+    mean = lambda x_T: float(np.sum(x_T * weights_T) / max(weights_T.sum(), 1))
+    lens = (top_tokens_LxT, np.array([mean(x_BxT[0]) for *_, x_BxT in lens]))
+    inside = (_maps(subject, watched, tokens_of), _sizes(subject, watched["sizes"]))
+    return View(text, answer if not target else "", *tokens, losses_T, *lens, *inside, cut)
 
 
 def _check(model, tokenizer: Tokenizer | None, text: str) -> None:
     """Raises UserError if there is nothing to observe."""
     if not model.observes("maps"):
-        raise UserError(
-            f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights to show"
-        )
+        raise UserError(f"inspect: model.mixer = {plain(model.mixer)!r} has no attention weights")
     if not model.lm_head:
-        raise UserError(
-            "inspect: this model predicts labels only; the logit lens needs a language-model head"
-        )
-    if tokenizer is None:
-        raise UserError(
-            "this run has no tokenizer (tokenizer.model or tokenizer.json); "
-            "put one into its directory"
-        )
+        raise UserError("inspect: this model has no language-model head, as the logit lens needs")
+    check_tokenizer(tokenizer)
     if not text.strip():
         raise UserError("--text: empty; enter the text that the model reads")
 

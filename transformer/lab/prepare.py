@@ -71,15 +71,11 @@ def describe(study: Study) -> str:
     trained = f"{steps[0]:,} to {steps[-1]:,} steps" if steps[1:] else f"{steps[0]:,} steps each"
     better = "higher" if sweep.higher_is_better else "lower"
     lines.append(f"metric      {sweep.metric}, {better} is better")
-    lines.append(
-        f"runs        {count(len(sweep.arms), 'arm')} x {count(len(sweep.seeds), 'seed')} "
-        f"({', '.join(map(str, sweep.seeds))}), {trained}"
-    )
-    for name in SET_BY:
-        if name in sweep.declared:
-            lines.append(f"declared    {name}: {sweep.declared[name]}")
-    for arm, reason in sweep.controls.items():
-        lines.append(f"control     {arm}: {reason}")
+    seeds = f"{count(len(sweep.seeds), 'seed')} ({', '.join(map(str, sweep.seeds))})"
+    lines.append(f"runs        {count(len(sweep.arms), 'arm')} x {seeds}, {trained}")
+    declared = {name: sweep.declared[name] for name in SET_BY if name in sweep.declared}
+    lines += [f"declared    {name}: {reason}" for name, reason in declared.items()]
+    lines += [f"control     {arm}: {reason}" for arm, reason in sweep.controls.items()]
     if sweep.match:
         lines.append(f"matched     {sweep.match}")
     lines += ["", *columns(rows)]

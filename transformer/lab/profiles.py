@@ -29,106 +29,69 @@ class Profile:
         return sorted({place for line in self.lines.values() for place in line})
 
 
-PROFILES = (
-    {
-        "loss_by_position": (
-            "Test loss by position in the sequence",
-            r"test/loss_by_position/(\d+)",
-            "preceding tokens",
-            "loss (nats per token)",
-            "last",
-            "",
-        ),
-        "extrapolation": (
-            "Test loss in longer, non-overlapping sequences",
-            r"test/extrapolation/(\d+)",
-            "tokens per sequence",
-            "loss (nats per token)",
-            "last",
-            "x",
-        ),
-        "extrapolation_sliding": (
-            "Test loss of the last tokens of longer sequences",
-            r"test/extrapolation_sliding/(\d+)",
-            "tokens per sequence",
-            "loss (nats per token)",
-            "last",
-            "x",
-        ),
-        "context": (
-            "Mean number of preceding tokens in longer sequences",
-            r"test/context/(\d+)",
-            "tokens per sequence",
-            "preceding tokens",
-            "last",
-            "xy",
-        ),
-        "probe": (
-            "Exact-match accuracy by task length",
-            r"test/probe/exact/(\d+)",
-            "task length",
-            "exact-match accuracy",
-            "last",
-            "x",
-        ),
-        "logit_lens": (
-            "Logit-lens loss by layer",
-            r"test/lens/loss/(\d+)",
-            "layer",
-            "loss (nats per token)",
-            "last",
-            "",
-        ),
-        "bleu_by_length": (
-            "BLEU by source length",
-            r"test/bleu_by_length/(\d+)",
-            "minimum number of source words",
-            "BLEU",
-            "last",
-            "",
-        ),
-    }
-    | {
-        f"{metric}_of_heads_{side}_{when}": (
-            f"{label}, mean over heads, by layer, {side} self-attention, "
-            f"{'before the first step' if when == 'first' else 'at the end'}",
-            rf"eval/attention/{metric}/{side}/(\d+)/self_attention/\d+",
-            "layer",
-            label.lower(),
-            when,
-            "",
-        )
-        for metric, label in {
-            "entropy": "Entropy of attention weights (nats)",
-            "sink": "Attention weight on the first token",
-            "distance": "Mean attention distance (tokens)",
-            "previous": "Attention weight on the previous token",
-            "induction": "Induction score",
-            "logit": "Largest attention logit",
-        }.items()
-        for side in ("encoder", "decoder")
-        for when in ("first", "last")
-    }
-    | {
-        f"{metric}_by_depth_{side}_{when}": (
-            f"{label} by layer, {side}, "
-            f"{'before the first step' if when == 'first' else 'at the end'}",
-            rf"eval/depth/{metric}/{side}/(\d+)/feed_forward",
-            "layer",
-            f"{label.lower()}, feed-forward",
-            when,
-            "y",
-        )
-        for metric, label in {
-            "gradient": "Norm of the gradient",
-            "stream": "Root mean square of the residual stream",
-            "branch": "Ratio of branch to residual stream",
-            "update": "Ratio of update to weights",
-        }.items()
-        for side in ("encoder", "decoder")
-        for when in ("first", "last")
-    }
-)
+NATS, TOKENS = "loss (nats per token)", "tokens per sequence"
+WHEN = {"first": "before the first step", "last": "at the end"}
+
+# fmt: off
+PROFILES = {
+    "loss_by_position": (
+        "Test loss by position in the sequence", r"test/loss_by_position/(\d+)",
+        "preceding tokens", NATS, "last", "",
+    ),
+    "extrapolation": (
+        "Test loss in longer, non-overlapping sequences", r"test/extrapolation/(\d+)",
+        TOKENS, NATS, "last", "x",
+    ),
+    "extrapolation_sliding": (
+        "Test loss of the last tokens of longer sequences", r"test/extrapolation_sliding/(\d+)",
+        TOKENS, NATS, "last", "x",
+    ),
+    "context": (
+        "Mean number of preceding tokens in longer sequences", r"test/context/(\d+)",
+        TOKENS, "preceding tokens", "last", "xy",
+    ),
+    "probe": (
+        "Exact-match accuracy by task length", r"test/probe/exact/(\d+)",
+        "task length", "exact-match accuracy", "last", "x",
+    ),
+    "logit_lens": (
+        "Logit-lens loss by layer", r"test/lens/loss/(\d+)", "layer", NATS, "last", "",
+    ),
+    "bleu_by_length": (
+        "BLEU by source length", r"test/bleu_by_length/(\d+)",
+        "minimum number of source words", "BLEU", "last", "",
+    ),
+} | {
+    f"{metric}_of_heads_{side}_{when}": (
+        f"{label}, mean over heads, by layer, {side} self-attention, {time}",
+        rf"eval/attention/{metric}/{side}/(\d+)/self_attention/\d+",
+        "layer", label.lower(), when, "",
+    )
+    for metric, label in {
+        "entropy": "Entropy of attention weights (nats)",
+        "sink": "Attention weight on the first token",
+        "distance": "Mean attention distance (tokens)",
+        "previous": "Attention weight on the previous token",
+        "induction": "Induction score",
+        "logit": "Largest attention logit",
+    }.items()
+    for side in ("encoder", "decoder")
+    for when, time in WHEN.items()
+} | {
+    f"{metric}_by_depth_{side}_{when}": (
+        f"{label} by layer, {side}, {time}", rf"eval/depth/{metric}/{side}/(\d+)/feed_forward",
+        "layer", f"{label.lower()}, feed-forward", when, "y",
+    )
+    for metric, label in {
+        "gradient": "Norm of the gradient",
+        "stream": "Root mean square of the residual stream",
+        "branch": "Ratio of branch to residual stream",
+        "update": "Ratio of update to weights",
+    }.items()
+    for side in ("encoder", "decoder")
+    for when, time in WHEN.items()
+}
+# fmt: on
 """Name -> (caption, pattern of the metrics, x label, y label, which log line to use ("first" or
 "last"), axes with a logarithmic scale). The evaluators of train.evaluators log the metrics."""
 
@@ -147,12 +110,10 @@ def profiles(results: Results) -> list[Profile]:
             if (line := _line(arm, re.compile(pattern), when))
         }
         coverage = measured_text(results, pattern)
-        profile = Profile(
-            name, caption + (f" ({coverage})" if coverage else ""), x_label, y_label, log, lines
-        )
-        if len(profile.places) > 1 and any(
-            value.mean > 0 or "y" not in log for line in lines.values() for value in line.values()
-        ):
+        caption += f" ({coverage})" if coverage else ""
+        profile = Profile(name, caption, x_label, y_label, log, lines)
+        values = [value for line in lines.values() for value in line.values()]
+        if len(profile.places) > 1 and any(x.mean > 0 or "y" not in log for x in values):
             result.append(profile)
     return result
 
@@ -174,10 +135,9 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
     value_of = RunResult.first if when == "first" else RunResult.outcome
     places: dict[int, set[str]] = {}
-    for key, match in [
-        (key, match) for run in runs for key in run.names if (match := pattern.fullmatch(key))
-    ]:
-        places.setdefault(int(match.group(1)), set()).add(key)
+    for key in {key for run in runs for key in run.names}:
+        if match := pattern.fullmatch(key):
+            places.setdefault(int(match.group(1)), set()).add(key)
     mean_of = lambda run, keys: float(np.mean([value_of(run, key) for key in keys]))
     line = {
         place: mean([x for run in runs if math.isfinite(x := mean_of(run, places[place]))])

@@ -17,7 +17,7 @@ from transformer.files import read_json, write_atomic
 from transformer.lab.guard import Facts
 from transformer.mapping import from_mapping, to_mapping
 from transformer.runs.metrics import read_metrics
-from transformer.runs.rundir import flatten_fields
+from transformer.runs.rundir import different_fields
 from transformer.sweeps import Grid, Point, Sweep
 
 
@@ -171,10 +171,10 @@ class Study:
                         f"--workdir: {self.folder} contains arm {arm!r}, "
                         "which is not in this sweep; choose another directory"
                     )
-                if config != self.configs[arm]:
+                if different := list(different_fields(config, self.configs[arm]).values()):
                     raise UserError(
                         f"--workdir: {self.folder} contains a different arm {arm!r}: "
-                        f"{_difference(config, self.configs[arm])}; choose another directory"
+                        f"{different[0]}; choose another directory"
                     )
             for run in previous.runs:
                 if run.config.seed not in self.sweep.seeds and run.folder.exists():
@@ -228,12 +228,3 @@ def load_study(folder: Path) -> Study:
     except (TypeError, KeyError, AttributeError) as e:
         raise UserError(f"{file}: damaged ({type(e).__name__}: {e})") from None
     return Study(Path(folder), sweep, configs, facts, **source)
-
-
-def _difference(old: Experiment, new: Experiment) -> str:
-    """Returns the first field in which two experiments differ, with both values."""
-    before, now = flatten_fields(to_mapping(old)), flatten_fields(to_mapping(new))
-    for key in before | now:
-        if before.get(key) != now.get(key):
-            return f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
-    return "nothing"

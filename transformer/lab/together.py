@@ -169,27 +169,17 @@ def make_step(config: Experiment, mesh: Mesh, over: Mesh):
     """Returns jit(numbers, states, batches) -> (states, metrics), all [R, ...]."""
 
     def step_one(numbers, state, batch):
-        optimizer = build_optimizer(
-            config.optimizer,
-            config.train.steps,
-            learning_rate=numbers.get("optimizer.learning_rate"),
-            weight_decay=numbers.get("optimizer.weight_decay"),
-        )
-        step = training_step(
-            config,
-            build_model(config.model),
-            optimizer,
-            mesh,
-            seed=numbers["seed"],
-            dropout_rate=numbers.get("model.dropout"),
-        )
+        fields = ("learning_rate", "weight_decay")
+        rates = {field: numbers.get(f"optimizer.{field}") for field in fields}
+        optimizer = build_optimizer(config.optimizer, config.train.steps, **rates)
+        traced = {"seed": numbers["seed"], "dropout_rate": numbers.get("model.dropout")}
+        step = training_step(config, build_model(config.model), optimizer, mesh, **traced)
         return step(state, batch)
 
     step = jax.vmap(step_one)
     if over.size > 1:
-        step = jax.shard_map(
-            step, mesh=over, in_specs=P("runs"), out_specs=P("runs"), check_vma=False
-        )
+        specs = {"in_specs": P("runs"), "out_specs": P("runs")}
+        step = jax.shard_map(step, mesh=over, **specs, check_vma=False)
     return jax.jit(step, donate_argnums=1)
 
 

@@ -75,17 +75,12 @@ def derive_verdict(results: Results) -> Verdict:
     elif base.name in to_best:
         to_best[base.name] = to_base[best]
     any_p = any(not math.isnan(comparison.p) for comparison in to_best.values())
-    rows, progress_metric = {}, validated(results)
+    rows, progress = {}, validated(results)
     for name, arm in arms.items():
-        rows[name] = Row(
-            arm,
-            means[name],
-            to_base.get(name),
-            any_p and (name == best or (name in to_best and _alike(to_best[name]))),
-            _reaches(arm, base, progress_metric, 1.0 if progress_metric == "eval/loss" else sign),
-            arm.speed,
-            _peak_memory(arm),
-        )
+        among_best = any_p and (name == best or (name in to_best and _alike(to_best[name])))
+        reaches = _reaches(arm, base, progress, 1.0 if progress == "eval/loss" else sign)
+        statistics = (means[name], to_base.get(name), among_best, reaches)
+        rows[name] = Row(arm, *statistics, arm.speed, _peak_memory(arm))
     factors = _factors(results, values)
     scanned = tuple(scans(results))
     # With many arms, the sentences on the scans replace those on each scanned arm.
@@ -186,10 +181,8 @@ def _of_best(results: Results, rows: Mapping[str, Row], best: str) -> list[str]:
     counts = unit(sweep.metric, results.predicts_tokens)
     metric = f"{sweep.metric} ({counts})" if counts else sweep.metric
     if best and sum(row.value.count > 0 for row in rows.values()) < 2:
-        lines.append(
-            f"No comparison is possible: only {best} has a value of {metric}, "
-            f"{spell(rows[best].value)}."
-        )
+        value = f"a value of {metric}, {spell(rows[best].value)}"
+        lines.append(f"No comparison is possible: only {best} has {value}.")
     elif best:
         equals = [name for name, row in rows.items() if row.among_best and name != best]
         equal_to = ""
@@ -229,10 +222,8 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
         if diverged:
             steps = ", ".join(f"{step:,}" for step in diverged.values())
             note = "; means are over the other seeds" if row.value.count else ""
-            lines.append(
-                f"{name} diverged in {len(diverged)} of {len(row.arm.runs)} seeds, "
-                f"at step {steps}{note}."
-            )
+            share = f"{len(diverged)} of {len(row.arm.runs)} seeds"
+            lines.append(f"{name} diverged in {share}, at step {steps}{note}.")
         if row.to_baseline is None or not row.value.count or name in without:
             continue
         versus = row.to_baseline
@@ -256,11 +247,9 @@ def _of_arms(results: Results, rows: Mapping[str, Row], without: Collection[str]
             )
         else:
             undetected[name] = versus
-    lines += [
-        f"{_listed(names)} {'have' if len(names) > 1 else 'has'} {reason}, "
-        "so no conclusion is drawn."
-        for reason, names in untested.items()
-    ]
+    for reason, names in untested.items():
+        has = "have" if len(names) > 1 else "has"
+        lines.append(f"{_listed(names)} {has} {reason}, so no conclusion is drawn.")
     return lines + _of_undetected(undetected, base, correction)
 
 

@@ -76,21 +76,19 @@ def check(workdir: Path, config: Experiment) -> None:
     if (workdir / "config.json").exists():
         if not has_checkpoint(workdir):
             return  # nothing has been trained yet, so another config may replace it
-        experiments = (load_config(workdir), config)
-        old, new = (flatten_fields(to_mapping(experiment)) for experiment in experiments)
-        different = sorted(key for key in old | new if old.get(key) != new.get(key))
-        changed = [key for key in different if not key.startswith(RESUME_FIELDS)]
+        old = load_config(workdir)
+        different = different_fields(old, config)
+        changed = sorted(key for key in different if not key.startswith(RESUME_FIELDS))
         if changed == ["train.steps"] and config.optimizer.schedule in ("inverse_sqrt", "constant"):
             changed = []  # these schedules do not depend on it, so a run may be extended
         if changed == ["train.steps"]:
             raise UserError(
-                f"workdir: {workdir} was started with train.steps = {old['train.steps']}, and the "
+                f"workdir: {workdir} was started with train.steps = {old.train.steps}, and the "
                 f"schedule {config.optimizer.schedule!r} depends on it; restore it, or start a new "
                 f"run with train.init_from={workdir}"
             )
         if changed:
-            describe = lambda key: f"{key} was {old.get(key)!r}, is {new.get(key)!r}"
-            changes = "; ".join(map(describe, changed[:6]))
+            changes = "; ".join(different[key] for key in changed[:6])
             more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
             raise UserError(
                 f"workdir: {workdir} contains a different experiment: {changes}{more}; choose "
@@ -301,6 +299,13 @@ def flatten_fields(tree: dict, prefix: str = "") -> dict:
         name = prefix + key
         flattened |= flatten_fields(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flattened
+
+
+def different_fields(old: Experiment, new: Experiment) -> dict[str, str]:
+    """Returns the fields in which two experiments differ, each with both values in words."""
+    before, now = (flatten_fields(to_mapping(experiment)) for experiment in (old, new))
+    different = [key for key in before | now if before.get(key) != now.get(key)]
+    return {key: f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in different}
 
 
 def _write(file: Path, content: dict) -> None:
