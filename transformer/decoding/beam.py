@@ -56,21 +56,15 @@ def _grow(
     candidates = min((1 + len(ending.eos_ids)) * k, k * vocab)
     top_logp, flat = jax.lax.top_k(logp_BxKxV.reshape(batch, -1), candidates)
     from_beam, token = flat // vocab, flat % vocab
-    text = (
-        jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
-        .at[:, :, beams.step]
-        .set(token)
-    )
+    text = jnp.take_along_axis(beams.live_BxKxL, from_beam[..., None], axis=1)
+    text = text.at[:, :, beams.step].set(token)
     real_logp = jnp.where(open_B[:, None] & (top_logp > NEVER / 2), top_logp, NEVER)
     ends = ending.ends(token)
 
-    score = jnp.where(
-        ends & (real_logp > NEVER / 2), real_logp / length_penalty(beams.step + 1, alpha), NEVER
-    )
-    all_scores, all_text = (
-        jnp.concatenate([beams.ended_score_BxK, score], 1),
-        jnp.concatenate([beams.ended_BxKxL, text], 1),
-    )
+    score = real_logp / length_penalty(beams.step + 1, alpha)
+    score = jnp.where(ends & (real_logp > NEVER / 2), score, NEVER)
+    all_scores = jnp.concatenate([beams.ended_score_BxK, score], 1)
+    all_text = jnp.concatenate([beams.ended_BxKxL, text], 1)
     ended_score, best = jax.lax.top_k(all_scores, k)
     ended = jnp.take_along_axis(all_text, best[..., None], axis=1)
 
@@ -94,12 +88,9 @@ def _can_win(beams: Beams, limits_B: jax.Array, alpha: float) -> jax.Array:
     Log-probabilities only decrease. So the score of a live beam is at most its log-probability
     divided by the largest penalty that it can reach.
     """
-    best_B = beams.live_logp_BxK[:, 0] / length_penalty(limits_B, alpha)
-    return jnp.any(
-        (beams.step < limits_B)
-        & (beams.live_logp_BxK[:, 0] > NEVER / 2)
-        & (best_B > beams.ended_score_BxK[:, -1])
-    )
+    logp_B, worst_B = beams.live_logp_BxK[:, 0], beams.ended_score_BxK[:, -1]
+    can_beat_B = logp_B / length_penalty(limits_B, alpha) > worst_B
+    return jnp.any((beams.step < limits_B) & (logp_B > NEVER / 2) & can_beat_B)
 
 
 def beam_search(
@@ -165,12 +156,7 @@ def beam_search(
 def _best(beams: Beams, limits_B: jax.Array, alpha: float) -> tuple[jax.Array, jax.Array]:
     """(hypotheses, scores) of each sequence: the ended ones or, without any, the live ones."""
     none_ended_B = beams.ended_score_BxK[:, :1] <= NEVER / 2
-    live_score = jnp.where(
-        beams.live_logp_BxK > NEVER / 2,
-        beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha),
-        NEVER,
-    )
-    return (
-        jnp.where(none_ended_B[..., None], beams.live_BxKxL, beams.ended_BxKxL),
-        jnp.where(none_ended_B, live_score, beams.ended_score_BxK),
-    )
+    live_score = beams.live_logp_BxK / length_penalty(limits_B[:, None], alpha)
+    live_score = jnp.where(beams.live_logp_BxK > NEVER / 2, live_score, NEVER)
+    text = jnp.where(none_ended_B[..., None], beams.live_BxKxL, beams.ended_BxKxL)
+    return text, jnp.where(none_ended_B, live_score, beams.ended_score_BxK)

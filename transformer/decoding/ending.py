@@ -31,20 +31,18 @@ class Ending:
         """
         eos_ids = as_tuple(config.eos_id if eos_id is None else eos_id)
         pad_id = config.pad_id if pad_id is None else pad_id
-        for field, ids in {
-            "eos_id": eos_ids,
-            "pad_id": pad_id,
-            "suppress_tokens": tuple(suppress_tokens),
-        }.items():
+        suppressed = tuple(suppress_tokens)
+        tokens = {"eos_id": eos_ids, "pad_id": pad_id, "suppress_tokens": suppressed}
+        for field, ids in tokens.items():
             check_inside(field, ids, config.vocab_size)
         if not eos_ids:
             raise UserError(
                 "eos_id: not set, so no sequence would end; pass eos_id, or set model.eos_id"
             )
-        if len(set(suppress_tokens)) == config.vocab_size:
+        if len(set(suppressed)) == config.vocab_size:
             raise UserError("suppress_tokens: the whole vocabulary; leave one token out")
         fill_id = eos_ids[0] if pad_id is None else pad_id
-        return cls(eos_ids, fill_id, tuple(suppress_tokens))
+        return cls(eos_ids, fill_id, suppressed)
 
     def ends(self, token: jax.Array) -> jax.Array:
         """Whether each token ends a sequence: bool, of the same shape as `token`."""

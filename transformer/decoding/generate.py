@@ -80,9 +80,8 @@ class Generator:
             batch_size = self.config.decoding.batch_size
             for start in range(0, len(members), batch_size):
                 batch = members[start : start + batch_size]
-                for i, tokens in zip(
-                    batch, self._run(width, [ids[i] for i in batch], batch), strict=True
-                ):
+                outputs = self._run(width, [ids[i] for i in batch], batch)
+                for i, tokens in zip(batch, outputs, strict=True):
                     out[i] = self._text(ids[i], tokens)
                 done += len(batch)
                 progress(done)
@@ -129,22 +128,18 @@ class Generator:
         if width not in self._compiled:
             # Outputs are replicated, so that each of several processes can read them.
             sharding = jax.tree.leaves(self.params)[0].sharding
-            replicated = (
-                NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else None
-            )
+            is_on_mesh = isinstance(sharding, NamedSharding)
+            replicated = NamedSharding(sharding.mesh, P()) if is_on_mesh else None
             decode = functools.partial(self._decode, max_new=self._max_new(width))
             self._compiled[width] = jax.jit(decode, out_shardings=replicated)
-        return np.asarray(self._compiled[width](self.params, inputs, real, limits, numbers))[
-            : len(ids)
-        ]
+        output = self._compiled[width](self.params, inputs, real, limits, numbers)
+        return np.asarray(output)[: len(ids)]
 
     def _max_new(self, width: int) -> int:
         decoding, max_length = self.config.decoding, self.config.model.max_length
-        return (
-            min(width + decoding.max_extra, max_length)
-            if self._translates
-            else min(decoding.max_extra, max_length - 1)
-        )
+        if self._translates:
+            return min(width + decoding.max_extra, max_length)
+        return min(decoding.max_extra, max_length - 1)
 
     def _decode(self, params, inputs, real, limits, numbers, *, max_new: int) -> jax.Array:
         decoding: DecodingConfig = self.config.decoding
@@ -156,30 +151,13 @@ class Generator:
             masks = {"prompt_mask_BxP": jnp.ones_like(prompt, bool), "source_mask_BxS": real}
         eos_ids = self.config.model.eos_ids or (self.tokenizer.eos,)
         pad = self.tokenizer.pad
-        shared = {
-            "max_new": max_new,
-            "source_BxS": source,
-            "eos_id": eos_ids,
-            "pad_id": pad,
-            **masks,
-            # A pad token within a text could not be distinguished from its end.
-            "suppress_tokens": () if pad in eos_ids else (pad,),
-        }
+        # A pad token within a text could not be distinguished from its end.
+        suppressed = () if pad in eos_ids else (pad,)
+        shared = {"max_new": max_new, "source_BxS": source, **masks}
+        shared |= {"eos_id": eos_ids, "pad_id": pad, "suppress_tokens": suppressed}
         if decoding.beam_size > 1:
-            texts, _ = beam_search(
-                self._model,
-                params,
-                prompt,
-                limits,
-                beam_size=decoding.beam_size,
-                alpha=decoding.length_penalty,
-                **shared,
-            )
-            return texts[:, 0]
+            beams = {"beam_size": decoding.beam_size, "alpha": decoding.length_penalty}
+            return beam_search(self._model, params, prompt, limits, **beams, **shared)[0][:, 0]
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.config.seed), numbers)
-        options = {
-            "temperature": decoding.temperature,
-            "top_k": decoding.top_k,
-            "top_p": decoding.top_p,
-        }
+        options = {name: getattr(decoding, name) for name in ("temperature", "top_k", "top_p")}
         return sample(self._model, params, prompt, limits, keys, **options, **shared)

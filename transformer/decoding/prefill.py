@@ -84,9 +84,7 @@ def prefill(
             f"max_new: prompt and answer take {slots} tokens, but the positions of this model end "
             f"at {last} (model.max_length); reduce max_new"
         )
-    real_BxP = prompt_mask_BxP
-    if real_BxP is None:
-        real_BxP = jnp.ones(prompt_BxP.shape, bool)
+    real_BxP = jnp.ones(prompt_BxP.shape, bool) if prompt_mask_BxP is None else prompt_mask_BxP
     _check_prompt_mask(prompt_BxP, real_BxP)
     real_BxP = jnp.broadcast_to(real_BxP, prompt_BxP.shape)
     options = {
@@ -96,17 +94,12 @@ def prefill(
     }
     if model.config.prefix_lm:
         options["prefix_mask"] = real_BxP
-    cache = model.empty_cache(prompt_BxP.shape[0], slots)
-    if source_BxS is None:
-        logits, cache = model.apply(
-            params, prompt_BxP, cache, **options, last_only=True, method="decode"
-        )
-        return logits[:, -1], DecodeState(cache, None)
-    encoded = model.apply(params, source_BxS, padding_mask=source_mask_BxS, method="encode")
-    logits, cache = model.apply(
-        params, prompt_BxP, cache, *encoded, **options, last_only=True, method="decode"
-    )
-    return logits[:, -1], DecodeState(cache, encoded[1])
+    options |= {"last_only": True, "method": "decode"}
+    cache, encoded = model.empty_cache(prompt_BxP.shape[0], slots), ()
+    if source_BxS is not None:
+        encoded = model.apply(params, source_BxS, padding_mask=source_mask_BxS, method="encode")
+    logits, cache = model.apply(params, prompt_BxP, cache, *encoded, **options)
+    return logits[:, -1], DecodeState(cache, encoded[1] if encoded else None)
 
 
 def _check(model: nn.Module, prompt_BxP: Any, source_BxS: Any) -> None:

@@ -41,17 +41,12 @@ def exact(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Returns ({exact: share of hypotheses that equal one of their references}, {})."""
-    right = [
-        hypothesis in accepted for hypothesis, accepted in zip(hypotheses, references, strict=True)
-    ]
+    right = [text in accepted for text, accepted in zip(hypotheses, references, strict=True)]
     return {"exact": sum(right) / len(right)}, {}
 
 
 def translate_and_score(
-    generate: Callable,
-    examples: Sequence[Example],
-    score: Callable,
-    progress=lambda done, total: None,
+    generate: Callable, examples: Sequence[Example], score: Callable, progress: Callable
 ):
     """Returns (sources, hypotheses, references, *score(hypotheses, references)) of examples."""
     sources, references = group(examples)

@@ -58,11 +58,8 @@ class OptimizerConfig:
 
     def __post_init__(self):
         OPTIMIZERS.build(self.name)
-        one_of(
-            "optimizer.schedule",
-            self.schedule,
-            ("inverse_sqrt", "cosine", "linear", "wsd", "constant"),
-        )
+        schedules = ("inverse_sqrt", "cosine", "linear", "wsd", "constant")
+        one_of("optimizer.schedule", self.schedule, schedules)
         at_least("optimizer", self, 0, "learning_rate", "warmup_steps", "weight_decay", "clip_norm")
         if not 0 <= self.final_fraction <= 1:
             raise UserError(f"optimizer.final_fraction: {self.final_fraction} must lie in [0, 1]")
@@ -135,17 +132,8 @@ class TrainConfig:
 
     def __post_init__(self):
         at_least("train", self, 1, "steps", "accumulate", "log_every", "keep_checkpoints")
-        at_least(
-            "train",
-            self,
-            0,
-            "eval_every",
-            "eval_batches",
-            "checkpoint_every",
-            "average_checkpoints",
-            "z_loss",
-        )
-        at_least("train", self, 0, "profile")
+        counts = ("eval_every", "eval_batches", "checkpoint_every", "average_checkpoints")
+        at_least("train", self, 0, *counts, "z_loss", "profile")
         in_unit_interval("train", self, "label_smoothing", "ema_decay")
         one_of("train.init_positions", self.init_positions, ("same", "extend", "interpolate"))
         if self.average_checkpoints == 1:

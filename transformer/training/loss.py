@@ -87,26 +87,19 @@ def label_sums(
 def _chunk(h_BxCxD, head: Head, targets_BxC, weights_BxC, smoothing: float, z_loss: float):
     """Returns the sums of one chunk, and its logits, log Z and target mask for the gradient."""
     logits_BxCxV = head(h_BxCxD)
-    vocab = logits_BxCxV.shape[-1]
     log_z_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     hit_BxCxV = jax.lax.broadcasted_iota(jnp.int32, logits_BxCxV.shape, 2) == targets_BxC[..., None]
     target_BxC = jnp.sum(jnp.where(hit_BxCxV, logits_BxCxV, 0.0), axis=-1)
     nll_BxC = log_z_BxC - target_BxC
     loss_BxC = nll_BxC
     if smoothing:
-        loss_BxC = (1 - smoothing) * nll_BxC + smoothing * (
-            log_z_BxC - jnp.sum(logits_BxCxV, axis=-1) / vocab
-        )
+        mean_BxC = jnp.sum(logits_BxCxV, axis=-1) / logits_BxCxV.shape[-1]
+        loss_BxC = (1 - smoothing) * nll_BxC + smoothing * (log_z_BxC - mean_BxC)
     if z_loss:
         loss_BxC = loss_BxC + z_loss * jnp.square(log_z_BxC)
-    correct_BxC = jnp.max(logits_BxCxV, axis=-1) <= target_BxC
+    correct_BxC = (jnp.max(logits_BxCxV, axis=-1) <= target_BxC).astype(jnp.float32)
     total = lambda x_BxC: jnp.sum(x_BxC * weights_BxC)
-    sums = Sums(
-        total(loss_BxC),
-        total(nll_BxC),
-        total(correct_BxC.astype(jnp.float32)),
-        jnp.sum(weights_BxC),
-    )
+    sums = Sums(total(loss_BxC), total(nll_BxC), total(correct_BxC), jnp.sum(weights_BxC))
     return sums, (logits_BxCxV, log_z_BxC, hit_BxCxV)
 
 
@@ -147,13 +140,8 @@ def cross_entropy(
             jax.tree.map(jnp.add, sums, _chunk(chunk[0], head, *chunk[1:], smoothing, z_loss)[0]),
             None,
         )
-        return (
-            jax.lax.scan(
-                add, Sums.zero(), tuple(_chunks(x, chunks) for x in (h, targets, weights))
-            )[0],
-            None,
-            None,
-        )
+        parts = tuple(_chunks(x, chunks) for x in (h, targets, weights))
+        return jax.lax.scan(add, Sums.zero(), parts)[0], None, None
 
     return _on_each_device(local_sums, chunks, h_BxTxD, head, targets_BxT, weights_BxT)[0]
 
@@ -166,19 +154,15 @@ def _forward(h_BxTxD, head: Head, targets_BxT, weights_BxT, smoothing, z_loss, c
             chunk_sums, residuals = _chunk(h, head, targets, weights, smoothing, z_loss)
             d_logits = _chunk_gradient(residuals, weights, smoothing, z_loss)
             d_h, chunk_d_head = head.accumulate_gradients(h, residuals[0], d_logits)
-            return (
-                jax.tree.map(jnp.add, sums, chunk_sums),
-                jax.tree.map(jnp.add, d_head, chunk_d_head),
-            ), d_h
+            return jax.tree.map(jnp.add, (sums, d_head), (chunk_sums, chunk_d_head)), d_h
 
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), head)
         parts = tuple(_chunks(x, chunks) for x in (h, targets, weights))
         (sums, d_head), d_h = jax.lax.scan(add, (Sums.zero(), zero), parts)
         return sums, jnp.moveaxis(d_h, 0, 1).reshape(h.shape), d_head
 
-    sums, d_h_BxTxD, d_head = _on_each_device(
-        local_sums, chunks, h_BxTxD, head, targets_BxT, weights_BxT
-    )
+    operands = (h_BxTxD, head, targets_BxT, weights_BxT)
+    sums, d_h_BxTxD, d_head = _on_each_device(local_sums, chunks, *operands)
     return sums, (d_h_BxTxD, jax.tree.map(lambda d, x: d.astype(x.dtype), d_head, head))
 
 
@@ -213,9 +197,8 @@ def _on_each_device(work, chunks: int, h_BxTxD, head: Head, targets_BxT, weights
         axis_names=set(axes),
         check_vma=False,
     )
-    sums, d_h_BxTxD, d_head = sharded_work(
-        h_BxTxD, head.ready(h_BxTxD.dtype), targets_BxT, weights_BxT
-    )
+    head = head.ready(h_BxTxD.dtype)
+    sums, d_h_BxTxD, d_head = sharded_work(h_BxTxD, head, targets_BxT, weights_BxT)
     return sums, d_h_BxTxD, jax.tree.map(lambda x: jnp.sum(x, axis=0), d_head)
 
 

@@ -40,16 +40,13 @@ def schedule(
     after_warmup = {
         "cosine": optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction),
         "linear": optax.linear_schedule(peak, final, remaining),
-        "wsd": optax.linear_schedule(
-            peak, final, decay, transition_begin=max(remaining - decay, 0)
-        ),
+        "wsd": optax.linear_schedule(peak, final, decay, max(remaining - decay, 0)),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
     if not warmup:
         return after_warmup
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after_warmup], [warmup]
-    )
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, after_warmup], [warmup])
 
 
 def build_optimizer(
@@ -69,16 +66,12 @@ def build_optimizer(
     decays = not is_zero(weight_decay)
     decay = optax.add_decayed_weights(weight_decay, decayed) if decays else optax.identity()
     rule = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
-    return (
-        optax.chain(optax.clip_by_global_norm(config.clip_norm), rule) if config.clip_norm else rule
-    )
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, rule) if config.clip_norm else rule
 
 
 def decayed(params):
     """Returns a tree that is True for kernels and embeddings, which weight decay applies to."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(
-            getattr(key, "key", None) in ("kernel", "embedding") for key in path[-2:]
-        ),
-        params,
-    )
+    names = ("kernel", "embedding")
+    is_decayed = lambda path, _: any(getattr(key, "key", None) in names for key in path[-2:])
+    return jax.tree_util.tree_map_with_path(is_decayed, params)

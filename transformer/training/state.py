@@ -51,12 +51,8 @@ def abstract_state(
     key = jax.eval_shape(lambda: jax.random.key(config.seed))
     boxed = jax.eval_shape(state_maker(config, model, optimizer), key)
     state_shardings = shardings(boxed, mesh)
-    shapes = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        unbox(boxed),
-        state_shardings,
-    )
-    return shapes, state_shardings
+    shape = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(shape, unbox(boxed), state_shardings), state_shardings
 
 
 LAYOUT = ("scan_layers", "pipeline_rounds")

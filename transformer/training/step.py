@@ -21,31 +21,16 @@ from transformer.training.state import TrainState
 
 
 def batch_sums(
-    model: nn.Module,
-    params,
-    batch: dict,
-    config: TrainTask,
-    mesh: Mesh,
-    *,
-    dropout_key=None,
-    dropout_rate=None,
-    smoothing=0.0,
-    z_loss=0.0,
+    model: nn.Module, params, batch: dict, config: TrainTask, mesh: Mesh, dropout_key=None, **extra
 ) -> dict[str, Loss]:
-    """Computes the objective's losses of a batch and, with a `dropout_key`, those of routers."""
-    collections = ("losses",) if dropout_key is not None else ()
-    model_outputs, batch, sown = outputs.apply(
-        model,
-        params,
-        batch,
-        config,
-        mesh,
-        dropout_key=dropout_key,
-        dropout_rate=dropout_rate,
-        smoothing=smoothing,
-        z_loss=z_loss,
-        watch=collections,
-    )
+    """Computes the objective's losses of one batch, whose fields are those of `data.batching`.
+
+    In training (with a `dropout_key`), the result also contains the routers' auxiliary losses.
+    `extra`: `dropout_rate`, `smoothing` and `z_loss` (outputs.py).
+    """
+    watch = ("losses",) if dropout_key is not None else ()
+    task = (model, params, batch, config, mesh)
+    model_outputs, batch, sown = outputs.apply(*task, dropout_key=dropout_key, watch=watch, **extra)
     sums = config.objective.losses(model_outputs, batch)
     if sown:
         sums["router"] = RouterSums.of(sown["losses"], _routed(batch))
@@ -58,11 +43,8 @@ def attention_backends(
     """Returns each attention backend of a step -> why a preferred one is not used, or ""."""
     key = jax.random.key(0)
     with record() as reasons:
-        jax.eval_shape(
-            lambda params, batch: batch_sums(model, params, batch, config, mesh, dropout_key=key),
-            params,
-            batch,
-        )
+        sums = lambda params, batch: batch_sums(model, params, batch, config, mesh, dropout_key=key)
+        jax.eval_shape(sums, params, batch)
     return reasons
 
 
@@ -85,13 +67,9 @@ def make_train_step(
     shardings: TrainState,
 ) -> Callable:
     """Returns jit((state, batch) -> (state, metrics)) on these shardings. It donates the state."""
-    batch_sharding, step = NamedSharding(mesh, BATCH), training_step(config, model, optimizer, mesh)
-    return jax.jit(
-        step,
-        in_shardings=(shardings, batch_sharding),
-        out_shardings=(shardings, None),
-        donate_argnums=0,
-    )
+    step = training_step(config, model, optimizer, mesh)
+    inputs, results = (shardings, NamedSharding(mesh, BATCH)), (shardings, None)
+    return jax.jit(step, in_shardings=inputs, out_shardings=results, donate_argnums=0)
 
 
 def training_step(
@@ -105,31 +83,20 @@ def training_step(
 ) -> Callable:
     """Returns (state, batch) -> (state, metrics). A `seed` or `dropout_rate` may be traced."""
     seed = config.seed if seed is None else seed
-    train = config.train
+    train, smoothing = config.train, config.train.label_smoothing
+    options = {"dropout_rate": dropout_rate, "smoothing": smoothing, "z_loss": train.z_loss}
 
     def gradients(params, batch, key, weights) -> tuple[dict[str, Loss], dict]:
         def loss(params):
-            sums = batch_sums(
-                model,
-                params,
-                batch,
-                config,
-                mesh,
-                dropout_key=key,
-                dropout_rate=dropout_rate,
-                smoothing=train.label_smoothing,
-                z_loss=train.z_loss,
-            )
+            sums = batch_sums(model, params, batch, config, mesh, dropout_key=key, **options)
             return sum(part.loss / weights[name] for name, part in sums.items()), sums
 
         grads, sums = jax.grad(loss, has_aux=True)(params)
         return sums, grads
 
     def step(state: TrainState, batch):
-        key, weights = (
-            jax.random.fold_in(jax.random.key(seed + 1), state.step),
-            _weights(config.objective, batch),
-        )
+        key = jax.random.fold_in(jax.random.key(seed + 1), state.step)
+        weights = _weights(config.objective, batch)
         sums, grads = _summed(gradients, train.accumulate, state.params, batch, key, weights)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -189,8 +156,5 @@ def means(sums: dict[str, Loss]) -> dict:
 
 def make_eval_step(config: TrainTask, model: nn.Module, mesh: Mesh, placed_params) -> Callable:
     """Returns jit((params, batch) -> the sums of each loss, without smoothing and z-loss)."""
-    batch_sharding = NamedSharding(mesh, BATCH)
-    return jax.jit(
-        lambda params, batch: batch_sums(model, params, batch, config, mesh),
-        in_shardings=(placed_params, batch_sharding),
-    )
+    sums = lambda params, batch: batch_sums(model, params, batch, config, mesh)
+    return jax.jit(sums, in_shardings=(placed_params, NamedSharding(mesh, BATCH)))

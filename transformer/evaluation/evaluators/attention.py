@@ -69,7 +69,5 @@ def _repeated_tokens(subject: Subject) -> dict[str, jax.Array]:
     batch["inputs"][:, : 2 * (length // 2)] = np.tile(half, 2)
     batch["segments"][:] = 1
     batch["positions"][:] = np.arange(length)
-    local_sequences = subject.share.sequences(count)
-    return subject.share.place(
-        {name: x[local_sequences] for name, x in batch.items() if name != "prefix"}
-    )
+    here = subject.share.sequences(count)
+    return subject.share.place({name: x[here] for name, x in batch.items() if name != "prefix"})

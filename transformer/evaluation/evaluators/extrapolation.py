@@ -82,9 +82,8 @@ class Extrapolation(Evaluator):
             if self.sliding and times > 1:
                 overlaps["extrapolation_sliding"] = longer - length
             for name, overlap in overlaps.items():
-                data = dataclasses.replace(
-                    config.data, length=longer, batch_size=count, eval_overlap=overlap, buckets=()
-                )
+                sizes = {"length": longer, "batch_size": count, "eval_overlap": overlap}
+                data = dataclasses.replace(config.data, buckets=(), **sizes)
                 max_batches = -(-self.tokens // (count * (longer - overlap))) if self.tokens else 0
                 at_length = dataclasses.replace(config, data=data, model=model, train=train)
                 longer_subject = subject.with_config(at_length)

@@ -5,16 +5,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from transformer.evaluation.evaluators.base import (
-    EVALUATORS,
-    NEEDS_TOKENS,
-    Metrics,
-    OneBatch,
-    Snapshot,
-    Subject,
-)
+from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, OneBatch
 from transformer.evaluation.inside import streams
-from transformer.evaluation.subject import token_losses
+from transformer.evaluation.subject import Metrics, Snapshot, Subject, token_losses
 
 
 @EVALUATORS.register("logit_lens")

@@ -8,14 +8,8 @@ import numpy as np
 
 from transformer.checks import at_least
 from transformer.evaluation import losses
-from transformer.evaluation.evaluators.base import (
-    EVALUATORS,
-    NEEDS_TOKENS,
-    Evaluator,
-    Metrics,
-    Snapshot,
-    Subject,
-)
+from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, Evaluator
+from transformer.evaluation.subject import Metrics, Snapshot, Subject
 
 
 @EVALUATORS.register("loss_by_position")

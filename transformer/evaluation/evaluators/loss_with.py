@@ -6,14 +6,8 @@ from typing import ClassVar
 
 from transformer.errors import UserError, nearest
 from transformer.evaluation import losses
-from transformer.evaluation.evaluators.base import (
-    EVALUATORS,
-    NEEDS_TOKENS,
-    Evaluator,
-    Metrics,
-    Snapshot,
-    Subject,
-)
+from transformer.evaluation.evaluators.base import EVALUATORS, NEEDS_TOKENS, Evaluator
+from transformer.evaluation.subject import Metrics, Snapshot, Subject
 from transformer.mapping import apply_overrides
 
 

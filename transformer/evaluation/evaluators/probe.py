@@ -63,9 +63,8 @@ class Probe(Evaluator):
             longest = store.longest(config.model.is_encoder_decoder)
             if (model := reading(config.model, longest)) is None:
                 break  # the position table is too short
-            data = dataclasses.replace(
-                config.data, length=longest, target_length=0, packing=False, buckets=()
-            )
+            layout = {"length": longest, "target_length": 0, "packing": False, "buckets": ()}
+            data = dataclasses.replace(config.data, **layout)
             at_length = subject.with_config(dataclasses.replace(config, data=data, model=model))
             exact, tokens = _right(at_length, store, snapshot)
             yield f"probe/exact/{length:05d}", exact
