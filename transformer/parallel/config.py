@@ -42,7 +42,5 @@ class MeshConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> devices along it, in mesh order. Neighbors along the last communicate most."""
-        return {
-            axis: getattr(self, axis)
-            for axis in ("data", "stage", "fsdp", "expert", "context", "tensor")
-        }
+        axes = ("data", "stage", "fsdp", "expert", "context", "tensor")
+        return {axis: getattr(self, axis) for axis in axes}

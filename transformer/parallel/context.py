@@ -36,8 +36,7 @@ def arrange(batch: dict, order: str, mesh: Mesh) -> dict:
     def constrain(name: str, x: jax.Array) -> jax.Array:
         if x.ndim > 1 and order == "zigzag" and not name.startswith("source"):
             x = zigzag(x, mesh.shape["context"])
-        return jax.lax.with_sharding_constraint(
-            x, NamedSharding(mesh, P(BATCH_AXES, *["context"][: x.ndim - 1]))
-        )
+        spec = P(BATCH_AXES, *["context"][: x.ndim - 1])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return {name: constrain(name, x) for name, x in batch.items()} if mesh.size > 1 else batch

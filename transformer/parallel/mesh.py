@@ -15,7 +15,7 @@ from transformer.errors import UserError
 from transformer.parallel.config import MeshConfig
 from transformer.parallel.host import accelerator, keep_freed_memory, memory
 from transformer.parallel.processes import start_processes
-from transformer.parallel.sharding import RULES, format_bytes
+from transformer.parallel.sharding import RULES, format_bytes, local_bytes
 
 
 def start(platform: str, config: MeshConfig) -> Mesh:
@@ -87,9 +87,8 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
                 f"mesh: {_describe_sizes(sizes)} needs a multiple of {fixed} devices, "
                 f"but there are {len(devices)}; change the fixed axes"
             )
-        sizes = {
-            axis: len(devices) // fixed if size == -1 else size for axis, size in sizes.items()
-        }
+        left = len(devices) // fixed
+        sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
     needed = math.prod(sizes.values())
     if needed > len(devices):
         raise UserError(
@@ -101,14 +100,10 @@ def make_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
             f"mesh: {_describe_sizes(sizes)} leaves {len(devices) - needed} of {len(devices)} "
             f"devices idle in a run of {processes} processes; set an axis to -1"
         )
-    placed = (
-        arrange(sizes, config.slices, devices)
-        if needed == len(devices)
-        else np.asarray(devices[:needed])
-    )
-    return Mesh(
-        placed.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    uses_all = needed == len(devices)
+    placed = arrange(sizes, config.slices, devices) if uses_all else np.asarray(devices[:needed])
+    types = (AxisType.Auto,) * len(sizes)
+    return Mesh(placed.reshape(*sizes.values()), tuple(sizes), axis_types=types)
 
 
 def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
@@ -116,15 +111,10 @@ def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
 
     With several TPU slices, the outer part of axis `across` spans the slices.
     """
-    slices = (
-        len({getattr(device, "slice_index", 0) for device in devices})
-        if devices[0].platform == "tpu"
-        else 1
-    )
+    is_tpu, split = devices[0].platform == "tpu", {"allow_split_physical_axes": True}
+    slices = len({getattr(device, "slice_index", 0) for device in devices}) if is_tpu else 1
     if slices == 1:
-        return mesh_utils.create_device_mesh(
-            tuple(sizes.values()), devices, allow_split_physical_axes=True
-        )
+        return mesh_utils.create_device_mesh(tuple(sizes.values()), devices, **split)
     if sizes[across] % slices:
         raise UserError(
             f"mesh.{across}: {sizes[across]} is not divisible by {slices} slices; "
@@ -132,17 +122,12 @@ def arrange(sizes: dict[str, int], across: str, devices: list) -> np.ndarray:
         )
     inner = [size // slices if axis == across else size for axis, size in sizes.items()]
     outer = [slices if axis == across else 1 for axis in sizes]
-    return mesh_utils.create_hybrid_device_mesh(
-        inner, outer, devices, allow_split_physical_axes=True
-    )
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, **split)
 
 
 def check_memory(shapes, mesh: Mesh, what: str) -> None:
     """Raises UserError if `what`, arrays of these shapes and shardings, exceed device memory."""
-    needed = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(shapes)
-    )
+    needed = local_bytes(shapes)
     devices = mesh.local_devices
     # Simulated devices share the host's memory.
     limit = (devices[0].memory_stats() or {}).get("bytes_limit") or memory() // len(devices)
@@ -155,9 +140,8 @@ def check_memory(shapes, mesh: Mesh, what: str) -> None:
 
 
 def _describe_sizes(sizes: dict[str, int]) -> str:
-    return (
-        " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
-    )
+    axes = [f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1]
+    return " ".join(axes) or "one device"
 
 
 @contextlib.contextmanager

@@ -54,23 +54,16 @@ def start_processes() -> bool:
     settings = _from_variables() or _from_cluster()
     if settings is None:
         return False
-    coordinator, count, index, local_devices = settings
+    coordinator, count, index, _ = settings
     wait = _seconds("TRANSFORMER_WAIT", WAIT)
     heartbeat = _seconds("TRANSFORMER_HEARTBEAT", HEARTBEAT)
     connections = _connect(coordinator, count, index, wait)
     _watch(connections)
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        coordinator,
-        count,
-        index,
-        local_devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=int(wait),
-        heartbeat_timeout_seconds=int(heartbeat),
-        shutdown_timeout_seconds=60,
-    )
+    timeouts = {"initialization_timeout": int(wait), "heartbeat_timeout_seconds": int(heartbeat)}
+    timeouts |= {"shutdown_timeout_seconds": 60}
+    jax.distributed.initialize(*settings, cluster_detection_method="deactivate", **timeouts)
     atexit.register(_leave, connections)  # before JAX's shutdown, which waits for the others
     return True
 
@@ -198,10 +191,8 @@ def _from_cluster() -> tuple[str, int, int, list[int] | None] | None:
     detected = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         None, None, None, None, None, WAIT
     )
-    coordinator, count, index, local_devices = detected
-    return (
-        (coordinator, count, index, local_devices) if coordinator and count and count > 1 else None
-    )
+    coordinator, count, _, _ = detected
+    return detected if coordinator and count and count > 1 else None
 
 
 def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int, socket.socket]:
@@ -233,19 +224,19 @@ def _connect(coordinator: str, count: int, index: int, wait: float) -> dict[int,
                 connection, _ = server.accept()
                 connection.settimeout(10)
                 number, total, hostname = json.loads(_read_line(connection))
+                conflict = ""
                 if total != count:
-                    problem = (
+                    conflict = (
                         f"process {number} on {hostname} is set up for {total} processes, "
                         f"but process 0 for {count}; set the same number for all"
                     )
-                    _reply([connection], UserError(problem))
-                    continue
-                if number in hosts:
-                    problem = (
+                elif number in hosts:
+                    conflict = (
                         f"process {number} runs twice, on {hosts[number]} and {hostname}; "
                         "give each process a different number"
                     )
-                    _reply([connection], UserError(problem))
+                if conflict:
+                    _reply([connection], UserError(conflict))
                     continue
                 hosts[number] = hostname
                 connections[number] = connection
@@ -278,9 +269,8 @@ def _connect_to_first(
     """Connects to process 0, and returns the connection once all processes have arrived."""
     while True:
         try:
-            connection = socket.create_connection(
-                (host, port), timeout=max(deadline - time.monotonic(), 0.1)
-            )
+            remaining = max(deadline - time.monotonic(), 0.1)
+            connection = socket.create_connection((host, port), timeout=remaining)
             connection.sendall((json.dumps([index, count, socket.gethostname()]) + "\n").encode())
             connection.settimeout(max(deadline - time.monotonic(), 0) + 30)
             reply = json.loads(_read_line(connection))

@@ -71,10 +71,8 @@ class Share:
     @functools.cached_property
     def here(self) -> list[int]:
         """The indices of this process's parts."""
-        slices = (
-            NamedSharding(self.mesh, BATCH).addressable_devices_indices_map((self.parts,)).values()
-        )
-        return sorted({part.start or 0 for (part,) in slices})
+        slices = NamedSharding(self.mesh, BATCH).addressable_devices_indices_map((self.parts,))
+        return sorted({part.start or 0 for (part,) in slices.values()})
 
     def sequences(self, count: int) -> np.ndarray:
         """Returns the indices of this process's sequences in a batch of `count` sequences."""
@@ -105,9 +103,7 @@ def _is_box(x) -> bool:
 
 def path_name(path) -> str:
     """Returns a tree path as a string: `params/decoder/layers/...`."""
-    return "/".join(
-        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
-    )
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def shardings(abstract_boxed, mesh: Mesh):
@@ -169,6 +165,12 @@ def format_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
     return f"{n:.1f} TiB"
+
+
+def local_bytes(tree) -> int:
+    """Returns the bytes of these sharded arrays, or of their shapes, that a device holds."""
+    size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def unbox(tree):

@@ -2,12 +2,10 @@
 
 from transformer.planning.hlo import Computation, HloProgram, Instruction
 
-# fmt: off
 _MOVES = {
     "bitcast", "copy", "tuple", "opt-barrier", "reshape", "transpose", "slice-done", "copy-done",
     "copy-start", "slice-start",
-}
-# fmt: on
+}  # fmt: skip
 """Opcodes that only move or reshape their operand."""
 
 _FORWARDS = {"tuple", "while", "get-tuple-element", "bitcast", "conditional", "call", "opt-barrier"}

@@ -9,13 +9,9 @@ import numpy as np
 from transformer.planning.hlo import Computation, HloProgram, Instruction
 
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
     "collective-permute",
-)
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +39,8 @@ def collectives(program: HloProgram) -> list[Collective]:
         ):
             size = sum(array.bytes for array in computation[op.operands[0]].arrays)
             kind = transfer.group(1).lower().replace("_", "-")
-            collectives.append(
-                Collective(kind, size, np.zeros((0, 0), int), times, op.source, between_slices=True)
-            )
+            no_groups = np.zeros((0, 0), int)
+            collectives.append(Collective(kind, size, no_groups, times, op.source, True))
         kind = op.opcode.removesuffix("-start")
         scatters = fused and _scatters(op, computation)
         # An asynchronous collective appears in each fusion that it overlaps. Only its start counts.
@@ -53,13 +48,10 @@ def collectives(program: HloProgram) -> list[Collective]:
             continue
         operands = [computation[name] for name in op.operands if name in computation]
         size = sum(array.bytes for operand in operands for array in operand.arrays)
+        writes_parts = operands and all(_writes_a_part(x, program) for x in operands)
         if scatters:
             kind = "reduce-scatter"
-        elif (
-            kind == "all-reduce"
-            and operands
-            and all(_writes_a_part(operand, program) for operand in operands)
-        ):
+        elif kind == "all-reduce" and writes_parts:
             # On a large torus, the TPU compiler writes all-gathers as sums of zero-padded parts.
             kind = "all-gather"
         elif kind == "all-gather":

@@ -9,13 +9,11 @@ import math
 import re
 from collections.abc import Iterator
 
-# fmt: off
 SIZES = {
     "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
     "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
     "f8e4m3fn": 1, "f8e5m2": 1, "token": 0, "opaque": 0,
-}
-# fmt: on
+}  # fmt: skip
 """Bytes per element of each HLO type."""
 
 
@@ -179,9 +177,8 @@ def _parse(line: str) -> Instruction | None:
         for dtype, dims, layout in re.findall(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", shape)
     )
     operands = tuple(re.findall(r"%([\w.\-]+)", literal))
-    return Instruction(
-        match.group(2), arrays, opcode.strip(), operands, attributes, bool(match.group(1)), literal
-    )
+    root, name = match.groups()
+    return Instruction(name, arrays, opcode.strip(), operands, attributes, bool(root), literal)
 
 
 def _closing(text: str, start: int) -> int:

@@ -39,9 +39,8 @@ def _attention(part: str, op: Instruction) -> KernelWork:
     # Width d_head: q k, and the gradients of q and k. Width d_value: w v, and the gradients of w
     # and v.
     by_keys, by_values = {"forward": (1, 1), "backward": (3, 2)}[part]
-    return KernelWork(
-        2.0 * math.prod(heads) * queries * keys * share * (by_keys * size + by_values * d_value)
-    )
+    width = by_keys * size + by_values * d_value
+    return KernelWork(2.0 * math.prod(heads) * queries * keys * share * width)
 
 
 def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
@@ -58,9 +57,8 @@ def _grouped(part: str, op: Instruction, model: ModelConfig) -> KernelWork:
         local_experts, outer = result_shape[0], second_shape[-1]
     experts = max(kind.num_experts for side in model.sides for kind in _mixtures(model, side))
     local_rows = rows * local_experts / experts
-    return KernelWork(
-        2.0 * local_rows * inner * outer, (rows - local_rows) * (inner + outer) * size
-    )
+    untouched = (rows - local_rows) * (inner + outer) * size
+    return KernelWork(2.0 * local_rows * inner * outer, untouched)
 
 
 def _mixtures(model: ModelConfig, side: str) -> list:

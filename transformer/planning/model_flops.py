@@ -9,7 +9,7 @@ in MaxText. Documents that share a sequence count as one.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -88,20 +88,14 @@ def _plain(model: ModelConfig) -> ModelConfig:
     """Returns the model without blockwise attention, recomputation, capacity and micro-batches."""
 
     def dropless(spec: Choice) -> Choice:
-        return (
-            FrozenDict({k: v for k, v in spec.items() if k != "capacity_factor"})
-            if isinstance(spec, Mapping)
-            else spec
-        )
+        if isinstance(spec, str):
+            return spec
+        return FrozenDict({k: v for k, v in spec.items() if k != "capacity_factor"})
 
     pattern = [
         {k: dropless(v) if k == "feed_forward" else v for k, v in layer.items()}
         for layer in model.layer_pattern
     ]
-    return model.part(
-        attention_backend="reference",
-        pipeline_microbatches=0,
-        remat="none",
-        feed_forward=dropless(model.feed_forward),
-        layer_pattern=tuple(map(FrozenDict, pattern)),
-    )
+    plain = {"attention_backend": "reference", "pipeline_microbatches": 0, "remat": "none"}
+    feed_forward, pattern = dropless(model.feed_forward), tuple(map(FrozenDict, pattern))
+    return model.part(**plain, feed_forward=feed_forward, layer_pattern=pattern)

@@ -118,9 +118,7 @@ def _attention(plan: Plan) -> list[str]:
         for backend, why in part.compiled.attention.items() if part.compiled else ():
             programs.setdefault(backend + (f" ({why})" if why else ""), []).append(name)
     note = "" if plan.topology.is_tpu else "; the machine may use another"
-    return [
-        f"attention   {backend}: {', '.join(names)}{note}" for backend, names in programs.items()
-    ]
+    return [f"attention   {name}: {', '.join(users)}{note}" for name, users in programs.items()]
 
 
 def _memory(plan: Plan) -> list[str]:

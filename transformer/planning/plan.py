@@ -11,6 +11,7 @@ from transformer.config import Experiment
 from transformer.errors import UserError
 from transformer.mapping import to_mapping
 from transformer.output import elapsed
+from transformer.parallel.sharding import local_bytes
 from transformer.planning.buffers import kept, largest
 from transformer.planning.chips import Topology
 from transformer.planning.kernels import kernel
@@ -164,7 +165,7 @@ def make_plan(
             parts[name] = Part(memory, None, None, e)
             continue
         activations = min(kept(compiled.program), compiled.temporaries)
-        memory["cache and inputs"] = programs.bytes(programs.inputs(name))
+        memory["cache and inputs"] = local_bytes(programs.inputs(name))
         memory["padding"] = max(compiled.arguments - sum(memory.values()), 0)
         if name == "train":
             memory["activations"] = activations
@@ -183,11 +184,11 @@ def make_plan(
 def _holdings(programs: Programs, name: str) -> dict[str, float]:
     """Returns the bytes on a device before a program starts, by kind."""
     state = programs.state
-    memory = {"parameters": programs.bytes(state.params)}
+    memory = {"parameters": local_bytes(state.params)}
     if name == "train":
-        memory["optimizer"] = programs.bytes(state.opt_state)
+        memory["optimizer"] = local_bytes(state.opt_state)
         if state.ema is not None:
-            memory["moving average"] = programs.bytes(state.ema)
+            memory["moving average"] = local_bytes(state.ema)
     return memory
 
 

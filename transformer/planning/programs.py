@@ -31,7 +31,7 @@ from transformer.planning.hlo import HloProgram
 from transformer.planning.sample import batch_shapes
 from transformer.runs.fits import check_divisibility
 from transformer.training.optimizer import build_optimizer
-from transformer.training.state import TrainState, abstract_state
+from transformer.training.state import abstract_state
 from transformer.training.step import make_eval_step, make_train_step
 
 PROGRAMS = ("train", "evaluate", "prefill", "decode")
@@ -94,23 +94,19 @@ def start(topology: Topology) -> list:
     }
     from jax.experimental import topologies
 
-    name, options = (
-        str(dataclasses.replace(topology, slices=1)),
-        {"num_slices": topology.slices} if topology.slices > 1 else {},
-    )
+    name = str(dataclasses.replace(topology, slices=1))
+    options = {"num_slices": topology.slices} if topology.slices > 1 else {}
     options |= {"chip_config_name": topology.chip.mode} if topology.chip.mode else {}
     if math.prod(topology.shape) < 4:  # fewer than a host has
         options["chips_per_host_bounds"] = (*topology.shape, 1)[:3]
     try:
         return list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except Exception as e:  # libtpu raises errors of several types
-        host = (
-            "2x4, then multiples of 4" if topology.chip.axes == 2 else "2x2x1, then multiples of 4"
-        )
+        host = "2x4" if topology.chip.axes == 2 else "2x2x1"
+        shapes = f"1x1, 2x2, {host}, then multiples of 4"
         reason = (str(e).splitlines() or [type(e).__name__])[0][:160]
-        raise UserError(
-            f"--topology: {topology} does not exist; shapes are 1x1, 2x2, {host} ({reason})"
-        ) from None
+        message = f"--topology: {topology} does not exist; shapes are {shapes} ({reason})"
+        raise UserError(message) from None
 
 
 class Programs:
@@ -141,16 +137,11 @@ class Programs:
                 compiled, seconds = self._compiled(jitted, args)
             if name == "prefill":
                 self._memory_shardings = compiled.output_shardings[1]
-        memory = compiled.memory_analysis()
-        return Compiled(
-            HloProgram.read(compiled.as_text()),
-            memory.argument_size_in_bytes,
-            memory.output_size_in_bytes - memory.alias_size_in_bytes,
-            memory.temp_size_in_bytes,
-            memory.generated_code_size_in_bytes,
-            attention,
-            seconds,
-        )
+        program, memory = HloProgram.read(compiled.as_text()), compiled.memory_analysis()
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        inputs = (memory.argument_size_in_bytes, results)
+        held = (memory.temp_size_in_bytes, memory.generated_code_size_in_bytes)
+        return Compiled(program, *inputs, *held, attention, seconds)
 
     @staticmethod
     def _compiled(jitted, args):
@@ -175,9 +166,8 @@ class Programs:
     def _prefill(self):
         """The program that reads a batch of prompts (or sources) of half the maximum length."""
         model, sequences = self.config.model, self.sequences
-        array = lambda length, dtype: jax.ShapeDtypeStruct(
-            (sequences, length), dtype, sharding=self._replicated
-        )
+        placed = {"sharding": self._replicated}
+        array = lambda length, dtype: jax.ShapeDtypeStruct((sequences, length), dtype, **placed)
         with_mask = lambda length: (array(length, jnp.int32), array(length, jnp.bool_))
         half = max(model.max_length // 2, 1)
         args = (*with_mask(half), None, None)
@@ -209,11 +199,6 @@ class Programs:
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, P())
 
-    def bytes(self, tree: TrainState | dict) -> int:
-        """Returns the bytes of these arrays that a device holds."""
-        size = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return sum(map(size, jax.tree.leaves(tree)))
-
 
 @contextlib.contextmanager
 def _too_large() -> Iterator[None]:
@@ -231,7 +216,5 @@ def _too_large() -> Iterator[None]:
             r"(?:Operator: op_name=\"([^\"]*)\"(?:.*\n)*?\s+)?Shape: (\S+)",
             str(e),
         )
-        raise TooLarge(
-            size(*match.groups()),
-            [(size(number, unit), shape, source) for number, unit, source, shape in buffers],
-        ) from None
+        buffers = [(size(*number), shape, source) for *number, source, shape in buffers]
+        raise TooLarge(size(*match.groups()), buffers) from None

@@ -19,13 +19,11 @@ def batch_shapes(config: Experiment, mesh: Mesh) -> dict[str, jax.ShapeDtypeStru
     """Returns the shapes of a training batch of full length, sharded over the mesh."""
     data, sharding = config.data, NamedSharding(mesh, BATCH)
     sequences = config.objective.sequences(_SyntheticStore(config), "train", config)
-    sample = assemble(
-        [sequences.segments(0, lambda: np.random.default_rng(0))], data.length, data.decoder_length
-    )
-    shape = lambda x: jax.ShapeDtypeStruct(
-        (data.batch_size, *x.shape[1:]), x.dtype, sharding=sharding
-    )
-    return {name: shape(x) for name, x in sample.items()}
+    segments = sequences.segments(0, lambda: np.random.default_rng(0))
+    sample = assemble([segments], data.length, data.decoder_length)
+    shape = lambda x: (data.batch_size, *x.shape[1:])
+    struct = lambda x: jax.ShapeDtypeStruct(shape(x), x.dtype, sharding=sharding)
+    return {name: struct(x) for name, x in sample.items()}
 
 
 class _SyntheticStore:
@@ -36,17 +34,10 @@ class _SyntheticStore:
         short = max(min(config.data.length, config.data.decoder_length) // 2, 2)
         self._lengths = np.array([short, config.data.length] * 8)
         self._per_text = config.objective.columns[-1] == "label"
-        self.tokenizer = types.SimpleNamespace(
-            vocab_size=size,
-            bos=1,
-            eos=2,
-            pad=0,
-            mask=None,
-            source_prefix_ids=[],
-            text_ids=np.array([3]),
-            starts_word=np.ones(size, bool),
-            find=lambda piece: None,
-        )
+        special = {"pad": 0, "bos": 1, "eos": 2, "mask": None, "source_prefix_ids": []}
+        pieces = {"text_ids": np.array([3]), "starts_word": np.ones(size, bool)}
+        pieces |= {"vocab_size": size, "find": lambda piece: None}
+        self.tokenizer = types.SimpleNamespace(**special, **pieces)
 
     def texts(self, part: str, side: int) -> Texts:
         ends = np.cumsum(self._lengths)

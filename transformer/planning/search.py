@@ -21,17 +21,7 @@ from transformer.planning.chips import Topology
 from transformer.planning.page import seconds, table
 from transformer.planning.plan import Plan, make_plan
 
-LADDER = (
-    ("none", 1),
-    ("dots", 1),
-    ("full", 1),
-    ("full", 2),
-    ("full", 4),
-    ("full", 8),
-    ("full", 16),
-    ("full", 32),
-    ("full", 64),
-)
+LADDER = (("none", 1), ("dots", 1), *(("full", 2**n) for n in range(7)))
 """(remat, factor on train.accumulate), from fast and large to slow and small."""
 
 
@@ -135,11 +125,9 @@ def _with_layout(
     if config.data.batch_size % (accumulate * _replicas(mesh)):
         return None
     config = config.on(dataclasses.replace(config.mesh, **mesh))
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, remat=remat),
-        train=dataclasses.replace(config.train, accumulate=accumulate),
-    )
+    model = dataclasses.replace(config.model, remat=remat)
+    train = dataclasses.replace(config.train, accumulate=accumulate)
+    return dataclasses.replace(config, model=model, train=train)
 
 
 def _parts(mesh: dict[str, int]) -> int:

@@ -9,13 +9,11 @@ import numpy as np
 from transformer.planning.collectives import COLLECTIVES
 from transformer.planning.hlo import Computation, HloProgram, Instruction
 
-# fmt: off
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "iota", "while", "conditional", "call", "async-start", "async-update",
     "async-done", "opt-barrier", "domain", "add-dependency",
-}
-# fmt: on
+}  # fmt: skip
 """Opcodes that move no data themselves."""
 
 
