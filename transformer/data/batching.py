@@ -51,10 +51,8 @@ class Batches:
         self._sizes = [batch_size * length // width for width in self._widths]
         bucket_of = np.searchsorted(self._widths, sequences.lengths)
         self._members = [np.flatnonzero(bucket_of == b) for b in range(len(self._widths))]
-        counts = [
-            -(-len(members) // size)
-            for members, size in zip(self._members, self._sizes, strict=True)
-        ]
+        pairs = zip(self._members, self._sizes, strict=True)
+        counts = [-(-len(members) // size) for members, size in pairs]
         self._order = np.repeat(np.arange(len(counts)), counts)  # the bucket of each batch
         self.per_epoch = len(self._order)
         self._count = self.per_epoch if seed is None else LARGEST  # training repeats epochs
@@ -89,10 +87,8 @@ class Batches:
             if self._seed is not None:
                 generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
                 shuffle = generator.permutation
-            pools = [
-                iter(_chunks(shuffle(members), size))
-                for members, size in zip(self._members, self._sizes, strict=True)
-            ]
+            pairs = zip(self._members, self._sizes, strict=True)
+            pools = [iter(_chunks(shuffle(members), size)) for members, size in pairs]
             current = self._epoch = epoch, [(int(b), next(pools[b])) for b in shuffle(self._order)]
         return current[1]
 

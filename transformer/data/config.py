@@ -153,11 +153,8 @@ class DataConfig:
                 "data.corpus: a known corpus has its own files; leave out data.valid, data.test "
                 "and data.fields, or set data.train instead"
             )
-        one_of(
-            "data.format",
-            self.format,
-            ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe"),
-        )
+        formats = ("tsv", "paired", "text", "jsonl", "arrayrecord", "huggingface", "probe")
+        one_of("data.format", self.format, formats)
         for part in ("train", "valid", "test") if self.format == "probe" else ():
             if path := getattr(self, part):
                 probes.parse(path, f"data.{part}")
@@ -170,11 +167,8 @@ class DataConfig:
                 f"data.eval_overlap: {self.eval_overlap} must be less than "
                 f"data.length = {self.length}"
             )
-        if (
-            self.fields
-            and self.format == "tsv"
-            and not all(f.isascii() and f.isdigit() for f in self.fields)
-        ):
+        are_numbers = all(field.isascii() and field.isdigit() for field in self.fields)
+        if self.format == "tsv" and not are_numbers:
             raise UserError(
                 f"data.fields: {self.fields} must be column numbers from 0 for data.format='tsv', "
                 "such as ('0', '1')"

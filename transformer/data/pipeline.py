@@ -36,15 +36,10 @@ class Data:
         """
         data, train = self.config.data, part == "train"
         sequences = self.objective.sequences(self.store, part, self.config)
-        batches = Batches(
-            sequences,
-            length=data.length,
-            decoder_length=data.decoder_length,
-            batch_size=data.batch_size,
-            buckets=data.buckets,
-            seed=self.config.seed if train else None,
-            share=share,
-        )
+        fields = ("length", "decoder_length", "batch_size", "buckets")
+        sizes = {field: getattr(data, field) for field in fields}
+        seed = self.config.seed if train else None
+        batches = Batches(sequences, **sizes, seed=seed, share=share)
         if not batches.per_epoch:
             reasons = "; ".join(event(number, text) for text, number in batches.report.items())
             raise UserError(
@@ -95,16 +90,12 @@ def open_data(config: Task, tokenizer: Path | None = None) -> Data:
     settings = config.data.tokenizer
     # The config names an existing tokenizer: read the copy in the run.
     if tokenizer is not None and (settings.path or settings.eos_id >= 0):
-        settings = settings.at(tokenizer)
-        config = dataclasses.replace(
-            config, data=dataclasses.replace(config.data, tokenizer=settings)
-        )
+        data = dataclasses.replace(config.data, tokenizer=settings.at(tokenizer))
+        config = dataclasses.replace(config, data=data)
     store = open_store(config.data, config.model.vocab_size)
     if tokenizer is not None and store.tokenizer.content != tokenizer.read_bytes():
-        of_run = config.data.tokenizer.at(tokenizer)
-        store = open_store(
-            dataclasses.replace(config.data, tokenizer=of_run), config.model.vocab_size
-        )
+        data = dataclasses.replace(config.data, tokenizer=config.data.tokenizer.at(tokenizer))
+        store = open_store(data, config.model.vocab_size)
     check_special_tokens(config.model, store.tokenizer)
     if store.classes and len(store.classes) != config.model.num_labels:
         raise UserError(

@@ -36,11 +36,9 @@ VERSION = 4
 """A part of every key. Increase it when a change of the code changes the tokens or counts of some
 config and files; then all stores are rebuilt."""
 
-# fmt: off
 TEXT_FIELDS = (
     "corpus", "format", "train", "valid", "test", "fields", "reverse", "held_out", "max_examples",
-)
-# fmt: on
+)  # fmt: skip
 """Fields of a DataConfig that determine the text and its splits."""
 
 
@@ -107,13 +105,8 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     inputs["tokenizer"] = {k: v for k, v in inputs["tokenizer"].items() if k != "path"}
     existing = read_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
     inputs["tokenizer_sha256"] = "" if existing is None else hashlib.sha256(existing).hexdigest()
-    inputs |= {
-        "vocab_size": vocab_size,
-        "reserved": objective.reserved,
-        "columns": objective.columns,
-        "files": text.fingerprint(),
-        "version": VERSION,
-    }
+    inputs |= {"columns": objective.columns, "reserved": objective.reserved}
+    inputs |= {"files": text.fingerprint(), "version": VERSION, "vocab_size": vocab_size}
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
     folder = corpora.data_home() / "tokens" / key
     if not (folder / "meta.json").exists():
@@ -138,16 +131,11 @@ class _Text:
         self.sides = sum(column not in ("label", "tags") for column in columns)
         if config.corpus:
             corpus, folder = corpora.fetch(config.corpus)
-            self.format, self.paths = (
-                corpus.format,
-                {part: str(folder / file) for part, file in corpus.files.items()},
-            )
+            self.format = corpus.format
+            self.paths = {part: str(folder / file) for part, file in corpus.files.items()}
         else:
-            paths = {"train": config.train, "valid": config.valid, "test": config.test}
-            self.format, self.paths = (
-                config.format,
-                {part: path for part, path in paths.items() if path},
-            )
+            self.format, paths = config.format, {p: getattr(config, p) for p in split.SPLITS}
+            self.paths = {part: path for part, path in paths.items() if path}
         self.held_out, self.max_examples = config.held_out, config.max_examples
         self._assigned: np.ndarray | None = None
 
@@ -182,8 +170,7 @@ class _Text:
                     f"text for training; {f'use at most {limit:,}, or ' if limit else ''}set "
                     "data.valid and data.test"
                 )
-        index = split.SPLITS.index(part)
-        in_part = self._assigned == index
+        in_part = self._assigned == split.SPLITS.index(part)
         for example, is_in_part in zip(self._file("train"), in_part, strict=True):
             if is_in_part:
                 yield example
@@ -205,10 +192,8 @@ class _Text:
         parts = [part for part in ("valid", "test") if part in self.paths]
         if not parts:
             return {}
-        keys = lambda example: [
-            hash((side, split.normalize(text)))
-            for side, text in enumerate(self._texts_to_separate(example))
-        ]
+        texts = lambda example: enumerate(self._texts_to_separate(example))
+        keys = lambda example: [hash((side, split.normalize(x))) for side, x in texts(example)]
         # Memory holds the keys of held-out texts, which are fewer than those of training.
         held_out = {key for part in parts for example in self._file(part) for key in keys(example)}
         shared = {key for example in self.train() for key in keys(example) if key in held_out}
@@ -348,12 +333,9 @@ def _tagged(
 
 def _as_npy(raw: Path, file: Path, dtype) -> None:
     """Converts raw numbers to .npy in pieces. A memory map would not report a full disk."""
-    count = raw.stat().st_size // np.dtype(dtype).itemsize
-    header = {
-        "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
-        "fortran_order": False,
-        "shape": (count,),
-    }
+    dtype = np.dtype(dtype)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+    header |= {"shape": (raw.stat().st_size // dtype.itemsize,)}
     with raw.open("rb") as source, file.open("wb") as out:
         np.lib.format.write_array_header_1_0(out, header)
         shutil.copyfileobj(source, out)

@@ -18,7 +18,7 @@ from transformer.data.paths import as_path
 from transformer.data.tokenizer_base import BOS, EOS, PAD, UNK, SpecialTokens, Tokenizer, as_list
 from transformer.errors import UserError
 
-FILE_DEFAULTS = TokenizerConfig()
+DEFAULTS = TokenizerConfig()
 """The default config: an existing tokenizer keeps the special tokens that its file defines."""
 
 FILES = {".model": "tokenizer.model", ".json": "tokenizer.json", ".pair": "tokenizer.pair"}
@@ -35,9 +35,7 @@ class SentencePiece(Tokenizer):
 
     name = FILES[".model"]
 
-    def __init__(
-        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
-    ):
+    def __init__(self, content: bytes, config: TokenizerConfig = DEFAULTS, name: str = "tokenizer"):
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(content)
@@ -68,10 +66,8 @@ class SentencePiece(Tokenizer):
     @functools.cached_property
     def text_ids(self):
         p = self._processor
-        is_text = lambda i: (
-            not (p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i))
-        )
-        return np.array([i for i in range(self.vocab_size) if is_text(i)])
+        is_other = lambda i: p.is_control(i) or p.is_unknown(i) or p.is_unused(i) or p.is_byte(i)
+        return np.array([i for i in range(self.vocab_size) if not is_other(i)])
 
     @functools.cached_property
     def starts_word(self):
@@ -83,21 +79,16 @@ class Fast(Tokenizer):
 
     name = FILES[".json"]
 
-    def __init__(
-        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
-    ):
+    def __init__(self, content: bytes, config: TokenizerConfig = DEFAULTS, name: str = "tokenizer"):
+        file = f"data.tokenizer.path: {name}"
         try:
             import tokenizers
         except ImportError:
-            raise UserError(
-                f"data.tokenizer.path: {name} needs the extra [hf]: pip install -e '.[hf]'"
-            ) from None
+            raise UserError(f"{file} needs the extra [hf]: pip install -e '.[hf]'") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as e:  # the library raises no narrower class
-            raise UserError(
-                f"data.tokenizer.path: {name} is not a tokenizer.json ({str(e)[:80]})"
-            ) from None
+            raise UserError(f"{file} is not a tokenizer.json ({str(e)[:80]})") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.content, self.vocab_size = content, self._tokenizer.get_vocab_size()
@@ -118,9 +109,8 @@ class Fast(Tokenizer):
     def encode_words(self, words):
         # Pieces may include the space before them, such as GPT-2's "\u0120cat".
         marks_spaces = any(piece.startswith("\u0120") for piece in self._tokenizer.get_vocab())
-        return self.encode(
-            [f" {word}" if i and marks_spaces else word for i, word in enumerate(words)]
-        )
+        space = " " if marks_spaces else ""
+        return self.encode([f"{space}{word}" if i else word for i, word in enumerate(words)])
 
     def _text(self, ids):
         return self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -155,9 +145,7 @@ class TokenizerPair(Tokenizer):
 
     name = FILES[".pair"]
 
-    def __init__(
-        self, content: bytes, config: TokenizerConfig = FILE_DEFAULTS, name: str = "tokenizer"
-    ):
+    def __init__(self, content: bytes, config: TokenizerConfig = DEFAULTS, name: str = "tokenizer"):
         try:
             fields = json.loads(content)
             self.source = base64.b64decode(fields["source"])
@@ -235,20 +223,14 @@ def _special_tokens(
         ids[token] = default if configured < 0 else configured
         if not ids[token] >= 0:
             raise UserError(f"data.tokenizer.{token}_id: must be set; {name} does not define it")
-        if token != "pad" and ids[token] >= vocab_size:
-            raise UserError(
-                f"data.tokenizer.{token}_id: {ids[token]} is not one of the {vocab_size} pieces of "
-                f"{name}"
-            )
-    if config.source_bos_id >= vocab_size:
-        raise UserError(
-            f"data.tokenizer.source_bos_id: {config.source_bos_id} is not one of the {vocab_size} "
-            f"pieces of {name}"
-        )
+    for token, i in (ids | {"source_bos": config.source_bos_id}).items():
+        if token != "pad" and i >= vocab_size:
+            pieces = f"the {vocab_size} pieces of {name}"
+            raise UserError(f"data.tokenizer.{token}_id: {i} is not one of {pieces}")
     return SpecialTokens(**ids, source_bos=config.source_bos_id)
 
 
-def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = FILE_DEFAULTS) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike, config: TokenizerConfig = DEFAULTS) -> Tokenizer:
     """Loads a SentencePiece .model, a tokenizer.json or a .pair."""
     path = os.fspath(path)
     kind = {".json": Fast, ".pair": TokenizerPair}.get(Path(path).suffix, SentencePiece)
@@ -285,6 +267,8 @@ def train_tokenizer(
     lines, training reads a uniform sample, which is always the same.
     """
     model, pieces = io.BytesIO(), vocab_size - reserved
+    special = {"pad_id": PAD, "bos_id": BOS, "eos_id": EOS, "unk_id": UNK}
+    lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     lines = _sample(sentences, config.max_sentences)
     if pieces < 1:
         raise UserError(
@@ -302,13 +286,9 @@ def train_tokenizer(
             hard_vocab_limit=by_pieces,
             add_dummy_prefix=by_pieces,
             character_coverage=config.character_coverage,
-            pad_id=PAD,
-            bos_id=BOS,
-            eos_id=EOS,
-            unk_id=UNK,
             user_defined_symbols=["\n"],
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
+            **special,
+            **lossless,
             max_sentence_length=1 << 16,
             num_threads=8,
             minloglevel=2,

@@ -65,9 +65,8 @@ class Record:
         if parsed["sha256"] != _sha256(content):
             raise Damaged("its record has changed since it was saved")
         if content.pop("format") != FORMAT:
-            raise UserError(
-                f"a later version of this package wrote the checkpoint of step {step:,}"
-            )
+            writer = "a later version of this package"
+            raise UserError(f"{writer} wrote the checkpoint of step {step:,}")
         if content["step"] != step:
             raise Damaged(f"it is the checkpoint of step {content['step']:,}")
         return cls(**content)
@@ -85,10 +84,8 @@ class Record:
             is_complete = len(jax.tree.leaves(tree)) == len(expected)
             for path in sorted(expected.keys() | saved.keys() if is_complete else expected):
                 if expected.get(path) != saved.get(path):
-                    mismatches.append(
-                        f"{path} is {_format_kind(saved.get(path))} in the checkpoint, "
-                        f"{_format_kind(expected.get(path))} in the model"
-                    )
+                    old, new = (_format_kind(kinds.get(path)) for kinds in (saved, expected))
+                    mismatches.append(f"{path} is {old} in the checkpoint, {new} in the model")
         if mismatches:
             first = "; ".join(mismatches[:3])
             more = f"; and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
@@ -103,10 +100,8 @@ class Record:
             if self.arrays[item][path][2] != fingerprint
         ]
         if changed:
-            raise Damaged(
-                f"{len(changed)} of its arrays have changed since they were saved, first "
-                f"{changed[0]}"
-            )
+            problem = f"{len(changed)} of its arrays have changed since they were saved"
+            raise Damaged(f"{problem}, first {changed[0]}")
 
 
 def _kinds(tree: Any) -> dict[str, tuple[str, tuple[int, ...]]]:

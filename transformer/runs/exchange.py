@@ -132,12 +132,8 @@ def _experiment(model: ModelConfig, tokenizer_config: TokenizerConfig) -> Experi
     objective = objectives[model.family]
     if not model.lm_head:
         objective = "tagging" if model.pooling == "none" else "classification"
-    data = DataConfig(
-        objective=objective,
-        length=min(model.max_length, 512),
-        packing=model.lm_head,
-        tokenizer=tokenizer_config,
-    )
+    shape = {"length": min(model.max_length, 512), "packing": model.lm_head}
+    data = DataConfig(objective=objective, tokenizer=tokenizer_config, **shape)
     return Experiment(model, data, train=TrainConfig(steps=1))
 
 

@@ -68,11 +68,8 @@ def _sharded_program(mesh: Mesh, spec: P) -> Callable:
         first = jnp.array([jax.lax.axis_index(name) == 0 for name in replicas] + [True]).all()
         return jnp.where(first, _sums(x, starts, whole), 0)[None]
 
-    return jax.jit(
-        jax.shard_map(
-            block, mesh=mesh, in_specs=spec, out_specs=P(mesh.axis_names), check_vma=False
-        )
-    )
+    specs = {"in_specs": spec, "out_specs": P(mesh.axis_names)}
+    return jax.jit(jax.shard_map(block, mesh=mesh, **specs, check_vma=False))
 
 
 @jax.jit

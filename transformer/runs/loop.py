@@ -38,7 +38,7 @@ def train(config: Experiment, workdir: str | os.PathLike, verbose: bool = False)
             _profile(run.workdir, config.train.profile, run.step) as profile,
         ):
             first = run.step
-            for batch in run.batches.stream(run.step, config.train.steps):
+            for batch in run.text.train.stream(run.step, config.train.steps):
                 batch = run.share.place(batch)
                 with run.progress.compiling() if run.step == first else contextlib.nullcontext():
                     run.state, metrics = run.train_step(run.state, batch)

@@ -23,14 +23,7 @@ class MetricsLog:
     """
 
     def __init__(
-        self,
-        workdir: Path,
-        resume_step: int,
-        *,
-        writes: bool = True,
-        tensorboard: bool,
-        wandb: str,
-        config: dict,
+        self, workdir: Path, resume_step: int, *, writes=True, tensorboard: bool, wandb: str, config
     ):
         self._path, self._writes = workdir / "metrics.jsonl", writes
         lines = [line for line in read_metrics(workdir) if line["step"] <= resume_step]
@@ -90,14 +83,9 @@ def check_wandb(project: str) -> None:
 def _start_wandb(project: str, workdir: Path, config: dict):
     import wandb
 
-    return wandb.init(
-        project=project,
-        name=workdir.name,
-        dir=str(workdir),
-        config=config,
-        resume="allow",
-        id=hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:16],
-    )
+    digest = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()
+    run = {"name": workdir.name, "id": digest[:16], "dir": str(workdir)}
+    return wandb.init(project=project, config=config, resume="allow", **run)
 
 
 def read_metrics(workdir: Path) -> list[dict]:
@@ -194,10 +182,8 @@ def plot_loss(workdir: Path) -> Path | None:
     import matplotlib.pyplot as plt
 
     lines = read_metrics(workdir)
-    curve = lambda name: (
-        tuple(zip(*[(line["step"], line[name]) for line in lines if name in line], strict=True))
-        or ((), ())
-    )
+    points = lambda name: [(line["step"], line[name]) for line in lines if name in line]
+    curve = lambda name: tuple(zip(*points(name), strict=True)) or ((), ())
     train, valid = curve("train/loss"), curve("eval/loss")
     if not train[0]:
         return None

@@ -56,8 +56,7 @@ class Run:
     workdir: Path
     state: TrainState
     step: int
-    batches: Batches
-    valid: Batches
+    text: "Text"
     share: Share
     train_step: Callable
     eval_step: Callable
@@ -65,7 +64,6 @@ class Run:
     log: MetricsLog
     progress: Progress
     recorder: Recorder
-    data: Data
 
     def __enter__(self) -> "Run":
         # Evaluators also measure the untrained model, before the first step.
@@ -104,9 +102,8 @@ class Run:
         """Logs the validation loss and the evaluators' metrics, and prints a line."""
         with self.recorder.untimed():
             params, limit = self.state.eval_params, self.config.train.eval_batches
-            metrics = evaluate_loss(
-                self.eval_step, params, self.valid, self.share, max_batches=limit
-            )
+            batches = (self.text.valid, self.share)
+            metrics = evaluate_loss(self.eval_step, params, *batches, max_batches=limit)
             snapshot = Snapshot(params, self.state.opt_state)
             metrics |= measure(self._subject, snapshot, in_training=True)
             texts = {name: x for name, x in metrics.items() if isinstance(x, str)}
@@ -123,7 +120,7 @@ class Run:
     def _subject(self) -> Subject:
         config, train, mesh = self.config, self.config.train, self.share.mesh
         optimizer = build_optimizer(config.optimizer, train.steps)
-        return Subject(config, self.data, "valid", mesh, train.eval_batches, optimizer)
+        return Subject(config, self.text.data, "valid", mesh, train.eval_batches, optimizer)
 
     def save(self) -> None:
         """Saves a checkpoint with the position in the data and the open logging interval."""
@@ -133,14 +130,16 @@ class Run:
             loop = {
                 "data_step": self.step,
                 "window": dict(self.recorder.window),
-                "text_sha256": self.data.store.meta["train"]["sha256"],
+                "text_sha256": self.text.data.store.meta["train"]["sha256"],
             }
             self.checkpoints.save(self.state, self.step, loop, layout(self.config.model))
 
 
 class Program(NamedTuple):
-    """The model, the optimizer, and the shapes and shardings of the train state."""
+    """An experiment on a mesh: model, optimizer, and shapes and shardings of the train state."""
 
+    config: Experiment
+    mesh: Mesh
     model: nn.Module
     optimizer: optax.GradientTransformation
     abstract: TrainState  # shapes
@@ -181,39 +180,20 @@ def begin(
     program = check(config, workdir, mesh)
     text = read_text(config, workdir, Share(mesh))
     progress = Progress(config.train.steps, None if is_first() and prints else io.StringIO())
-    start = find_state(config, workdir, mesh, program, text, progress.note)
-    record_run(config, workdir, mesh, program, text, start, together, progress.note, verbose)
+    start = find_state(workdir, program, text, progress.note)
+    for line in record_run(workdir, program, text, start, together, verbose):
+        progress.note(line)
     checkpoints = start.checkpoints or Checkpoints(workdir, config.train, progress.note)
-    log = MetricsLog(
-        workdir,
-        start.step,
-        writes=is_first(),
-        tensorboard=config.train.tensorboard,
-        wandb=config.train.wandb,
-        config=to_mapping(config),
-    )
+    targets = {"tensorboard": config.train.tensorboard, "wandb": config.train.wandb}
+    log = MetricsLog(workdir, start.step, writes=is_first(), **targets, config=to_mapping(config))
     barrier("reading of earlier metrics")
     every, steps = config.train.log_every, config.train.steps
     rate = schedule(config.optimizer, steps)
     recorder = Recorder(log, progress, rate, every, steps, start.window, together)
     train_step = make_train_step(config, program.model, program.optimizer, mesh, program.shardings)
     eval_step = make_eval_step(config, program.model, mesh, program.shardings.params)
-    return Run(
-        config,
-        workdir,
-        start.state,
-        start.step,
-        text.train,
-        text.valid,
-        Share(mesh),
-        train_step,
-        eval_step,
-        checkpoints,
-        log,
-        progress,
-        recorder,
-        text.data,
-    )
+    steps, outputs = (train_step, eval_step), (checkpoints, log, progress, recorder)
+    return Run(config, workdir, start.state, start.step, text, Share(mesh), *steps, *outputs)
 
 
 def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
@@ -233,7 +213,7 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     held = "parameters, optimizer statistics and gradients"
     check_memory((abstract, abstract.params), mesh, held)
     check_disk_space(workdir.absolute(), size(abstract), "a checkpoint")
-    return Program(model, optimizer, abstract, shardings)
+    return Program(config, mesh, model, optimizer, abstract, shardings)
 
 
 def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
@@ -247,23 +227,17 @@ def read_text(config: Experiment, workdir: Path, share: Share) -> Text:
     return text
 
 
-def find_state(
-    config: Experiment,
-    workdir: Path,
-    mesh: Mesh,
-    program: Program,
-    text: Text,
-    report: Callable[[str], None],
-) -> Start:
+def find_state(workdir: Path, program: Program, text: Text, report: Callable[[str], None]) -> Start:
     """Step 3: gets the state from the newest checkpoint, from another model, or from the seed."""
+    config = program.config
     checkpoints = _existing_checkpoints(workdir, config, report)
     if checkpoints is None:
         state = init_state(config, program.model, program.optimizer, program.shardings)
         if config.train.init_from:
             check_tokenizer(config.train.init_from, text.data.tokenizer.sha256)
-            state = start_from(config, state, program.shardings, mesh)
+            state = start_from(config, state, program.shardings, program.mesh)
         return Start(state, None, 0, {})
-    state, loop = _resume(config, checkpoints, program.abstract, program.optimizer, mesh)
+    state, loop = _resume(checkpoints, program)
     if loop["text_sha256"] != text.data.store.meta["train"]["sha256"]:
         raise UserError(
             f"workdir: the training text has changed since {workdir} was trained on it; choose "
@@ -273,18 +247,10 @@ def find_state(
 
 
 def record_run(
-    config: Experiment,
-    workdir: Path,
-    mesh: Mesh,
-    program: Program,
-    text: Text,
-    start: Start,
-    together: int,
-    report: Callable[[str], None],
-    verbose: bool,
-) -> None:
-    """Step 4: records the run in its directory and prints a summary."""
-    params, data = program.abstract.params, text.data
+    workdir: Path, program: Program, text: Text, start: Start, together: int, verbose: bool
+) -> list[str]:
+    """Step 4: records the run in its directory and returns a summary."""
+    config, mesh, params, data = program.config, program.mesh, program.abstract.params, text.data
     backends = attention_backends(config, program.model, params, text.train[0], mesh)
     origin = {"data": data.describe(), "attention_backends": backends, "trained_together": together}
     if is_first():
@@ -297,10 +263,7 @@ def record_run(
             f"to {workdir}; use a shared folder"
         )
     where = f"at step {start.step:,} from {start.checkpoints.folder}" if start.step else ""
-    shardings = program.shardings.params
-    lines = summary(config, mesh, params, shardings, data, text.train, backends, where, verbose)
-    for line in lines:
-        report(line)
+    return summary(config, mesh, params, data, text.train, backends, where, verbose)
 
 
 def _existing_checkpoints(
@@ -314,21 +277,17 @@ def _existing_checkpoints(
     return checkpoints if checkpoints.steps else None
 
 
-def _resume(
-    config: Experiment,
-    checkpoints: Checkpoints,
-    abstract: TrainState,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-) -> tuple[TrainState, dict]:
-    """Restores the newest intact checkpoint in `config`'s layout: train state and loop state."""
+def _resume(checkpoints: Checkpoints, program: Program) -> tuple[TrainState, dict]:
+    """Restores the newest intact checkpoint in its config's layout: train state and loop state."""
+    config, abstract = program.config, program.abstract
     model_in = lambda layout: dataclasses.replace(config.model, **layout)
 
     def abstract_in(layout: dict) -> TrainState:
         if (model := model_in(layout)) == config.model:
             return abstract
         saved_config = dataclasses.replace(config, model=model)
-        return abstract_state(saved_config, build_model(model), optimizer, mesh)[0]
+        saved_model = build_model(model)
+        return abstract_state(saved_config, saved_model, program.optimizer, program.mesh)[0]
 
     state, record = checkpoints.newest_intact(lambda step: checkpoints.restore(step, abstract_in))
     if (saved := model_in(record.layout)) != config.model:

@@ -31,33 +31,18 @@ from transformer.parallel.processes import is_first, max_over_processes
 from transformer.version import __version__
 
 OUTPUT_FIELDS = (
-    "platform",
-    "train.log_every",
-    "train.eval_every",
-    "train.tensorboard",
-    "train.wandb",
-    "train.profile",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.strict_checkpoints",
-)
+    "platform", "train.log_every", "train.eval_every", "train.tensorboard", "train.wandb",
+    "train.profile", "train.checkpoint_every", "train.keep_checkpoints", "train.strict_checkpoints",
+)  # fmt: skip
 """Fields that set where a run trains, what it writes beside its parameters, and how often."""
 
 RESUME_FIELDS = (
-    *OUTPUT_FIELDS,
-    "mesh",
-    "decoding",
-    "model.scan_layers",
-    "model.pipeline_rounds",
-    "model.pipeline_microbatches",
-    "model.remat",
-    "train.accumulate",
+    *OUTPUT_FIELDS, "mesh", "decoding", "model.scan_layers", "model.pipeline_rounds",
+    "model.pipeline_microbatches", "model.remat", "train.accumulate",
     # The tokenizer determines the special tokens. The config must agree with it.
     *(f"model.{field}" for field in SPECIAL_TOKENS),
-    "data.eval_overlap",
-    "train.eval_batches",
-    "train.evaluators",
-)
+    "data.eval_overlap", "train.eval_batches", "train.evaluators",
+)  # fmt: skip
 """Fields that may change when a run resumes.
 
 They do not affect the results of training, except for rounding, for the dropout masks if
@@ -151,14 +136,9 @@ def is_converted(workdir: Path) -> bool:
 
 
 _MANIFEST_KINDS = {
-    "data": dict,
-    "versions": dict,
-    "attention_backends": dict,
-    "mesh": dict,
-    "devices": list,
-    "earlier_starts": list,
-    "parameters": int,
-    "trained_together": int,
+    **dict.fromkeys(("data", "versions", "attention_backends", "mesh"), dict),
+    **dict.fromkeys(("devices", "earlier_starts"), list),
+    **dict.fromkeys(("parameters", "trained_together"), int),
 }
 
 
@@ -266,15 +246,13 @@ def record_start(
     _write(file, manifest | {"earlier_starts": earlier})
 
 
-# fmt: off
 _PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "sentencepiece", "numpy",
     "sacrebleu",
-)
+)  # fmt: skip
 _OF_A_START = (
     "started", "command", "commit", "versions", "devices", "platform", "processes", "mesh",
-)
-# fmt: on
+)  # fmt: skip
 
 
 def _commit() -> str:

@@ -51,10 +51,8 @@ class Segment:
         """The inputs and all arrays that have one value per input, by batch field."""
         size, out = len(self.inputs), {"inputs": self.inputs}
         if self.targets is not None:
-            out |= {
-                "targets": self.targets,
-                "weights": np.ones(size, np.float32) if self.weights is None else self.weights,
-            }
+            weights = np.ones(size, np.float32) if self.weights is None else self.weights
+            out |= {"targets": self.targets, "weights": weights}
         if self.prefix is not None:
             out["prefix"] = (np.arange(size) < self.prefix).astype(np.int32)
         return out if self.token_types is None else out | {"token_types": self.token_types}
@@ -106,12 +104,9 @@ class Objective:
     # Every token of a held-out text is a target exactly once, so bits per byte are meaningful.
     scores_every_token: ClassVar[bool] = False
     can_pack: ClassVar[bool] = True  # sequences can be packed (`data.packing`)
-    has_variable_length: ClassVar[bool] = (
-        True  # unpacked sequences differ in length (`data.buckets`)
-    )
-    never_splits: ClassVar[bool] = (
-        False  # texts are never split; `data.too_long` drops or cuts them
-    )
+    # Unpacked sequences differ in length (`data.buckets`).
+    has_variable_length: ClassVar[bool] = True
+    never_splits: ClassVar[bool] = False  # `data.too_long` drops or cuts texts, never splits them
     has_prefix: ClassVar[bool] = False  # a decoder gets a prefix, which it reads bidirectionally
     generates_text: ClassVar[bool] = True  # the model can generate text
 
@@ -175,10 +170,17 @@ def parts(texts: Texts, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     ends = np.asarray(texts.ends)
     counts = -(-texts.lengths // max_tokens)
     first = np.repeat(np.cumsum(counts) - counts, counts)
-    starts = (
-        np.repeat(ends - texts.lengths, counts) + (np.arange(counts.sum()) - first) * max_tokens
-    )
+    starts = np.repeat(ends - texts.lengths, counts)
+    starts = starts + (np.arange(counts.sum()) - first) * max_tokens
     return starts, np.minimum(starts + max_tokens, np.repeat(ends, counts))
+
+
+def keep(too_long: np.ndarray, data) -> tuple[np.ndarray, dict[str, int]]:
+    """The indices of the examples that `data.too_long` keeps, and a report on the others."""
+    drops, count = data.too_long == "drop", int(too_long.sum())
+    indices = np.flatnonzero(~too_long) if drops else np.arange(len(too_long))
+    text = f"examples longer than {data.length} tokens were {'dropped' if drops else 'cut'}"
+    return indices, {text: count} if count else {}
 
 
 def pack(sizes: Sequence[np.ndarray], rooms: Sequence[int], num_open: int = 16) -> list[np.ndarray]:

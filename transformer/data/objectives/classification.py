@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.objectives.base import Draw, Objective, Segment, register
+from transformer.data.objectives.base import Draw, Objective, Segment, keep, register
 
 
 class _Labels(Objective):
@@ -73,23 +73,10 @@ def _check_unpacked(task) -> str | None:
 
 class _LabeledSequences:
     def __init__(self, store, part: str, data, whole: bool):
-        self._texts, self._labels, self._tokenizer = (
-            store.texts(part, 0),
-            store.labels(part),
-            store.tokenizer,
-        )
-        self._room, self._whole = data.length - 1, whole
+        self._texts, self._labels = store.texts(part, 0), store.labels(part)
+        self._tokenizer, self._room, self._whole = store.tokenizer, data.length - 1, whole
         lengths = self._texts.lengths
-        long = lengths > self._room
-        outcome = "dropped" if data.too_long == "drop" else "cut"
-        self.report = (
-            {f"examples longer than {data.length} tokens were {outcome}": int(long.sum())}
-            if long.any()
-            else {}
-        )
-        self._members = (
-            np.flatnonzero(~long) if data.too_long == "drop" else np.arange(len(lengths))
-        )
+        self._members, self.report = keep(lengths > self._room, data)
         self.lengths = np.minimum(lengths[self._members], self._room) + 1
 
     def segments(self, index: int, draw: Draw) -> list[Segment]:
@@ -100,9 +87,5 @@ class _LabeledSequences:
         if self._whole:
             return [Segment(inputs, label=int(self._labels[i]))]
         start = self._texts.ends[i - 1] if i else 0
-        return [
-            Segment(
-                inputs,
-                label=np.concatenate([[-1], self._labels[start : start + len(ids) - 1], [-1]]),
-            )
-        ]
+        tags = self._labels[start : start + len(ids) - 1]
+        return [Segment(inputs, label=np.concatenate([[-1], tags, [-1]]))]

@@ -6,15 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.objectives.base import (
-    Draw,
-    Objective,
-    Segment,
-    continued,
-    parts,
-    register,
-    shifted,
-)
+from transformer.data.objectives.base import Objective, Segment, continued, parts, register, shifted
 
 
 @register("causal_lm")
@@ -54,7 +46,7 @@ class _LMSequences:
             self._reads = np.maximum(self._reads, text_starts[text_of])
         self.lengths = self._stops - self._reads
 
-    def segments(self, index: int, draw: Draw) -> list[Segment]:
+    def segments(self, index, draw) -> list[Segment]:
         read, start, stop = (int(x[index]) for x in (self._reads, self._starts, self._stops))
         first = np.searchsorted(self._ends, read, "right")
         last = np.searchsorted(self._ends, stop, "left")
@@ -114,7 +106,7 @@ class _PrefixSequences:
         dropped = int((~keep).sum())
         self.report = {"parts of one token were dropped": dropped} if dropped else {}
 
-    def segments(self, index: int, draw: Draw) -> list[Segment]:
+    def segments(self, index, draw) -> list[Segment]:
         ids = np.asarray(self._ids[self._starts[index] : self._stops[index]], np.int32)
         cut, tokenizer = int(draw().integers(1, len(ids))), self._tokenizer
         if self._alone:

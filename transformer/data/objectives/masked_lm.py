@@ -57,11 +57,8 @@ class MaskedLM(Objective):
                 f"has mask = {self.mask} and random = {self.random}, which must not be negative or "
                 "add up to more than 1"
             )
-        if self.next_sentence and (model.token_types, model.num_labels, model.pooling) != (
-            2,
-            2,
-            "cls",
-        ):
+        heads = (model.token_types, model.num_labels, model.pooling)
+        if self.next_sentence and heads != (2, 2, "cls"):
             return (
                 "with next_sentence distinguishes two sentences; set model.token_types=2, "
                 "model.num_labels=2, model.pooling='cls'"
@@ -79,9 +76,8 @@ class MaskedLM(Objective):
         return None
 
     def sequences(self, store, part, task):
-        return (_SentencePairs if self.next_sentence else _MaskedSequences)(
-            self, store, part, task.data
-        )
+        sequences = _SentencePairs if self.next_sentence else _MaskedSequences
+        return sequences(self, store, part, task.data)
 
     def corrupt(
         self, ids: np.ndarray, tokenizer, generator: np.random.Generator

@@ -6,18 +6,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from transformer.data.objectives.base import (
-    Draw,
-    Objective,
-    Segment,
-    continued,
-    pack,
-    register,
-    shifted,
-)
+from transformer.data.objectives import OBJECTIVES
+from transformer.data.objectives.base import Objective, Segment, continued, keep, pack, shifted
 
 
-@register("seq2seq")
+@OBJECTIVES.register("seq2seq")
 @dataclasses.dataclass(frozen=True)
 class Seq2Seq(Objective):
     """Predicts a target y from a source x.
@@ -52,10 +45,7 @@ class _Pairs:
         source, target = (texts.lengths for texts in self._texts)
         sizes, rooms = self.sizes(source + len(self._before), target), self.rooms(data)
         self.long = np.any([size > room for size, room in zip(sizes, rooms, strict=True)], axis=0)
-        self.report, outcome = {}, "dropped" if data.too_long == "drop" else "cut"
-        if count := int(self.long.sum()):
-            self.report[f"examples longer than {data.length} tokens were {outcome}"] = count
-        pairs = np.flatnonzero(~self.long) if data.too_long == "drop" else np.arange(len(self.long))
+        pairs, self.report = keep(self.long, data)
         sizes = [np.minimum(size[pairs], room) for size, room in zip(sizes, rooms, strict=True)]
         # A bucket scales the lengths of encoder and decoder sequences by the same factor.
         scaled = [-(-size * data.length // room) for size, room in zip(sizes, rooms, strict=True)]
@@ -88,7 +78,7 @@ class _EncoderDecoderPairs(_Pairs):
     def rooms(self, data):
         return [data.length, data.decoder_length]
 
-    def segments(self, index: int, draw: Draw) -> list[Segment]:
+    def segments(self, index, draw) -> list[Segment]:
         pairs = [self.pair(number, self._rooms) for number in self.members[index]]
         bos = self._tokenizer.bos
         return [Segment(shifted(bos, targets), targets, source) for source, targets in pairs]
@@ -108,7 +98,7 @@ class _DecoderPairs(_Pairs):
     def rooms(self, data):
         return [data.length]
 
-    def segments(self, index: int, draw: Draw) -> list[Segment]:
+    def segments(self, index, draw) -> list[Segment]:
         out = []
         for number in self.members[index]:
             rooms = self._halves if self.long[number] else self._whole
