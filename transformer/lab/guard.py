@@ -87,9 +87,10 @@ def facts(config: Experiment) -> Facts:
     vocabulary = {"vocab_size": config.model.vocab_size, "reserved": config.objective.reserved}
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
     flops = model_flops(config, batch, state.params) / tokens
-    texts = (_settings(data), _settings(tokenizer | vocabulary))
+    attention, text = " + ".join(backends) or "none", _settings(data)
+    pieces = _settings(tokenizer | vocabulary)
     warmup = f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}"
-    return Facts(parameters, flops, " + ".join(backends) or "none", *texts, warmup, tokens)
+    return Facts(parameters, flops, attention, text, pieces, warmup, tokens)
 
 
 def allowed_facts(sweep: Sweep) -> set[str]:

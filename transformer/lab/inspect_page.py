@@ -122,11 +122,9 @@ def _lens(view: View) -> str:
 def _map(attention: Map) -> str:
     bytes_ = np.round(np.clip(attention.weights_LxNxTxS, 0, 1) * 255).astype(np.uint8).tobytes()
     shown = lambda pieces: [piece.replace("\u2581", " ") for piece in pieces]
-    fields = {
-        **{"shape": attention.weights_LxNxTxS.shape, "layers": attention.layers},
-        "weights": base64.b64encode(bytes_).decode(),
-        **{"queries": shown(attention.queries), "keys": shown(attention.keys)},
-    }
+    fields = {"shape": attention.weights_LxNxTxS.shape, "layers": attention.layers}
+    fields |= {"weights": base64.b64encode(bytes_).decode()}
+    fields |= {"queries": shown(attention.queries), "keys": shown(attention.keys)}
     data = json.dumps(fields).replace("<", "\\u003c")
     return (
         f"<section class=map><script type=application/json>{data}</script><div class=heads></div>"

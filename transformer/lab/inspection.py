@@ -94,13 +94,13 @@ def observe_text(trained: LoadedRun, mesh: Mesh, text: str, target: str = "") ->
     if segment.source is not None:
         tokens_of["encoder"] = pieces(segment.source)
     weights_T = segment.weights if segment.weights is not None else np.ones(len(segment.inputs))
-    tokens = (tokens_of[model.sides[-1]], pieces(segment.targets))
-    losses_T = np.where(weights_T > 0, losses_BxT[0], np.nan)
-    top_tokens_LxT = [_top_tokens(tokenizer, ps[0], ids[0]) for ps, ids, _ in lens]
+    answer, inputs = "" if target else answer, tokens_of[model.sides[-1]]
+    targets, losses_T = pieces(segment.targets), np.where(weights_T > 0, losses_BxT[0], np.nan)
+    top_LxT = [_top_tokens(tokenizer, ps[0], ids[0]) for ps, ids, _ in lens]
     mean = lambda x_T: float(np.sum(x_T * weights_T) / max(weights_T.sum(), 1))
-    lens = (top_tokens_LxT, np.array([mean(x_BxT[0]) for *_, x_BxT in lens]))
-    inside = (_maps(subject, watched, tokens_of), _sizes(subject, watched["sizes"]))
-    return View(text, answer if not target else "", *tokens, losses_T, *lens, *inside, cut)
+    lens_L = np.array([mean(x_BxT[0]) for *_, x_BxT in lens])
+    maps, sizes = _maps(subject, watched, tokens_of), _sizes(subject, watched["sizes"])
+    return View(text, answer, inputs, targets, losses_T, top_LxT, lens_L, maps, sizes, cut)
 
 
 def _check(model, tokenizer: Tokenizer | None, text: str) -> None:

@@ -138,10 +138,10 @@ class Programs:
             if name == "prefill":
                 self._memory_shardings = compiled.output_shardings[1]
         program, memory = HloProgram.read(compiled.as_text()), compiled.memory_analysis()
+        arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        inputs = (memory.argument_size_in_bytes, results)
-        held = (memory.temp_size_in_bytes, memory.generated_code_size_in_bytes)
-        return Compiled(program, *inputs, *held, attention, seconds)
+        code = memory.generated_code_size_in_bytes
+        return Compiled(program, arguments, results, temporaries, code, attention, seconds)
 
     @staticmethod
     def _compiled(jitted, args):
