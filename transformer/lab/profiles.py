@@ -134,10 +134,10 @@ def _line(arm: Arm, pattern: re.Pattern, when: str) -> dict[int, Mean]:
     """
     runs = [run for run in arm.runs.values() if run.diverged is None or when == "first"]
     value_of = RunResult.first if when == "first" else RunResult.outcome
-    places: dict[int, set[str]] = {}
-    for key in {key for run in runs for key in run.names}:
+    places: dict[int, list[str]] = {}
+    for key in sorted({key for run in runs for key in run.names}):
         if match := pattern.fullmatch(key):
-            places.setdefault(int(match.group(1)), set()).add(key)
+            places.setdefault(int(match.group(1)), []).append(key)
     mean_of = lambda run, keys: float(np.mean([value_of(run, key) for key in keys]))
     line = {
         place: mean([x for run in runs if math.isfinite(x := mean_of(run, places[place]))])
