@@ -307,5 +307,8 @@ def attention(c, p, x, y, q_info, k_info, causal, window, position, shared):
                 )
             if c.attention_gate:
                 value = value / (1.0 + np.exp(-(x[t] @ p["gate"]["kernel"][:, n])))
-            out[t] += value @ p["out"]["kernel"][n]
-    return out + p["out"].get("bias", 0.0)
+            if c.attention_out:
+                out[t] += value @ p["out"]["kernel"][n]
+            else:
+                out[t, n * len(value) : (n + 1) * len(value)] = value
+    return out + p.get("out", {}).get("bias", 0.0)

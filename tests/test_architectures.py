@@ -45,7 +45,8 @@ TABLE = {
     },
     "minimal": {
         "family": "decoder", "norm_placement": {"name": "none", "residual_scale": 0.0},
-        "activation": "relu",
+        "activation": "relu", "num_heads": 1, "attention_scale": 1.0, "attention_bias": False,
+        "attention_out": False,
     },
     "mit_6390": {**POST, "use_bias": False},
     "jurafsky_martin": {"norm_placement": "pre", "tie_embeddings": True, "attention_bias": False},

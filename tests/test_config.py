@@ -73,6 +73,11 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ),
         ({"position": "sinusoidal", "d_model": 15, "num_heads": 3}, r"even model.d_model"),
         ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
+        (
+            {"attention_out": False, "d_value": 3},
+            r"model.attention_out: False leaves num_heads \* d_value = \d+ outputs, but model.d_model",
+        ),
+        ({"attention_gate": "heads"}, r"model.attention_gate: unknown value 'heads'"),
         ({"norm_placement": "prenorm"}, r"model.norm_placement: unknown value 'prenorm'"),
         (
             {"norm_placement": {"name": "pre", "outnorm": True}},

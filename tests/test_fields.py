@@ -53,7 +53,7 @@ MODEL = {
     "activation": "gelu", "glu": True, "use_bias": False, "attention_bias": False,
     "qkv_bias": False, "qk_norm": True, "qk_norm_joint": (True, DECODER | {"qk_norm": True}),
     "attention_scale": 0.3, "attention_soft_cap": 5.0, "attention_sink": True, "causal": False,
-    "attention_gate": "headwise",
+    "attention_gate": "headwise", "attention_out": False,
     "prefix_lm": (True, DECODER | {"position": "t5"}),
     "window": 2, "attention_backend": "blockwise", "tie_embeddings": False,
     "share_embeddings": (False, BOTH), "logit_bias": True, "logit_scale": 0.5,

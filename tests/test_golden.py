@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from conftest import GENERAL_BACKENDS
 
-from transformer import ModelConfig, build_model
+from transformer import ModelConfig, architecture, build_model
+from transformer.model import positions
 from transformer.model.attention_backends import BACKENDS, Inputs
 from transformer.model.masks import CAUSAL, SAME_SEGMENT, Tokens
 
@@ -148,3 +149,99 @@ def test_disentangled_attention_matches_hugging_face():
     )
     assert length > max_distance  # so that distances are clipped
     np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+
+def attention_only(**fields):
+    """Returns (model, random parameters, tokens) of Hewitt's attention without a nonlinearity."""
+    config = architecture(
+        "minimal", vocab_size=11, d_model=6, max_length=8, feed_forward="none", d_ff=0,
+        activation="relu", scan_layers=False, tie_embeddings=False, **fields,
+    )  # fmt: skip
+    model, tokens = build_model(config), jnp.array([[3, 1, 4, 1, 5, 9]])
+    params = model.init(jax.random.key(0), tokens)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    draw = lambda key, x: 0.5 * jax.random.normal(key, x.shape)
+    params = tree.unflatten(map(draw, keys, leaves))
+    return model, jax.tree.map(np.asarray, params), tokens
+
+
+def test_minimal_attention_is_the_softmax_of_unscaled_products():
+    """Hewitt's eqs. 7 and 8: q = Q x, k = K x, v = V x; alpha = softmax(q . k); h = sum alpha v."""
+    model, params, tokens = attention_only(num_decoder_layers=1)
+    layer = params["decoder"]["layers_0"]
+    assert layer.keys() == {"self_attention"}
+    assert {name: x["kernel"].shape for name, x in layer["self_attention"].items()} == {
+        name: (6, 1, 6) for name in ("query", "key", "value")
+    }
+    x = params["embedding"]["embedding"][tokens[0]] + params["decoder"]["position_embedding"][:6]
+    q, k, v = (x @ layer["self_attention"][n]["kernel"][:, 0] for n in ("query", "key", "value"))
+    alpha = np.where(np.tril(np.ones((6, 6))), np.exp(q @ k.T), 0)
+    expected = alpha / alpha.sum(1, keepdims=True) @ v @ params["unembedding"]["kernel"]
+    np.testing.assert_allclose(model.apply(params, tokens)[0], expected, rtol=2e-4, atol=1e-4)
+
+
+def test_stacked_attention_without_a_nonlinearity_is_one_weighted_mean():
+    """Hewitt's eqs. 14 to 16: two layers average values of one matrix V* = V2 V1."""
+    model, params, tokens = attention_only(num_decoder_layers=2)
+    logits, seen = model.apply(params, tokens, mutable=["maps"])
+    layers = [
+        (seen["maps"]["decoder"][f"layers_{i}"], params["decoder"][f"layers_{i}"]) for i in (0, 1)
+    ]
+    maps = [m["self_attention"]["weights"][0][0, 0] for m, _ in layers]
+    first, second = (p["self_attention"]["value"]["kernel"][:, 0] for _, p in layers)
+    x = params["embedding"]["embedding"][tokens[0]] + params["decoder"]["position_embedding"][:6]
+    expected = (maps[1] @ maps[0]) @ x @ (first @ second) @ params["unembedding"]["kernel"]
+    np.testing.assert_allclose(logits[0], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_attention_without_positions_ignores_the_order_of_tokens():
+    """Hewitt's eqs. 9 to 11: a permutation of the other tokens changes no output."""
+    model, params, tokens = attention_only(num_decoder_layers=1, position="none", causal=False)
+    permuted = tokens[:, jnp.array([4, 2, 0, 1, 3, 5])]
+    a, b = (model.apply(params, x)[0, -1] for x in (tokens, permuted))
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    other = model.apply(params, tokens.at[0, 0].set(7))[0, -1]
+    assert np.abs(other - a).max() > 1e-2
+
+
+def test_attention_without_projections():
+    """J&M 9.6 to 9.8: score(x_i, x_j) = x_i . x_j, alpha = softmax, a_i = sum over j <= i.
+
+    Identity matrices in place of W_Q, W_K and W_V give this form.
+    """
+    model, params, tokens = attention_only(num_decoder_layers=1)
+    for matrix in params["decoder"]["layers_0"]["self_attention"].values():
+        matrix["kernel"] = np.eye(6)[:, None].astype(np.float32)
+    x = params["embedding"]["embedding"][tokens[0]] + params["decoder"]["position_embedding"][:6]
+    for i in range(6):
+        scores = np.array([x[i] @ x[j] for j in range(i + 1)])
+        alpha = np.exp(scores - scores.max())
+        a_i = sum(w / alpha.sum() * x[j] for j, w in enumerate(alpha))
+        logits = model.apply(params, tokens)[0, i]
+        np.testing.assert_allclose(
+            logits, a_i @ params["unembedding"]["kernel"], rtol=1e-3, atol=1e-4
+        )
+
+
+def test_one_hot_times_the_table_selects_a_row():
+    """J&M: an embedding is the product of a one-hot vector and the matrix E."""
+    table = np.random.default_rng(0).normal(size=(7, 4))
+    np.testing.assert_array_equal(np.eye(7)[[5, 2]] @ table, table[[5, 2]])
+
+
+def test_sinusoidal_position_4_is_nearer_to_5_than_to_17():
+    """J&M, section 9.4."""
+    scheme, at = positions.build("sinusoidal"), jnp.arange(18)[None]
+    embedded = scheme.embed(jnp.zeros((1, 18, 16)), at)[0]
+    distance = lambda s, t: float(np.linalg.norm(embedded[s] - embedded[t]))
+    assert distance(4, 5) < distance(4, 17)
+
+
+def test_softmax_of_given_numbers():
+    """Softmax of [1, 7, -143.6, 0] is nearly one-hot, and less so at temperature 10."""
+    logits = jnp.array([1.0, 7.0, -143.6, 0.0])
+    plain, flat = jax.nn.softmax(logits), jax.nn.softmax(logits / 10)
+    np.testing.assert_allclose(plain, [0.00247, 0.99662, 0, 0.00091], atol=1e-5)
+    assert plain[2] == 0 and 0 < flat[2] < 1e-6
+    np.testing.assert_allclose(flat[:2], [0.26832, 0.48890], atol=1e-5)

@@ -29,6 +29,7 @@ VARIANTS = {
     "window": {"window": 3},
     "sink": {"attention_sink": True},
     "gate": {"attention_gate": "elementwise"},
+    "no W_O": {"attention_out": False, "attention_gate": "headwise"},
     "gate per head": {"attention_gate": "headwise", "attention_sink": True},
     "no scaling": {"attention_scale": 1.0},
     "parallel": {"parallel": True},

@@ -28,6 +28,7 @@ VARIANTS = {
     "soft_caps": {"attention_soft_cap": 2.0, "logit_soft_cap": 3.0},
     "sink": {"attention_sink": True},
     "gate": {"attention_gate": "elementwise"},
+    "without_w_o": {"attention_out": False},
     "gate_per_head": {"attention_gate": "headwise"},
     "d_value": {"d_value": 6},
     "d_embedding": {"d_embedding": 8},

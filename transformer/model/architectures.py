@@ -52,11 +52,13 @@ _TRANSFORMER = _sizes("transformer", _VASWANI, (*_BOTH, "dropout"), {
 })  # fmt: skip
 
 _TEXTBOOKS = {
-    # Hewitt's notes, section 2: attention, positions, a nonlinearity and the future (causal) mask.
-    # No norms and no residual connections; d_ff = 5 d_model.
+    # Hewitt's notes, section 2: attention (eqs. 7-8: one head, no scale, no biases, no W_O),
+    # positions, a nonlinearity and the future (causal) mask. No norms and no residual connections;
+    # d_ff = 5 d_model.
     "minimal": {
         "family": "decoder", "vocab_size": 8192, "num_decoder_layers": 2, "d_model": 512,
-        "d_ff": 2560, "num_heads": 8, "position": "learned",
+        "d_ff": 2560, "num_heads": 1, "attention_scale": 1.0, "attention_bias": False,
+        "attention_out": False, "position": "learned",
         "norm_placement": {"name": "none", "residual_scale": 0.0}, "activation": "relu",
     },
     # MIT 6.390, eqs. 9.9-9.12: heads summed through W_c, a feed-forward without biases, LayerNorm

@@ -78,6 +78,8 @@ class ModelConfig:
     attention_sink: bool = False
     # elementwise | headwise: multiply each head's output by sigmoid(x W) (Qiu et al. 2025).
     attention_gate: str = ""
+    # Project the concatenated outputs of the heads with W_O. Without it, their size is d_model.
+    attention_out: bool = True
     # In a decoder, a token attends to itself and earlier tokens. False: also to later tokens,
     # including the one that it predicts.
     causal: bool = True

@@ -43,6 +43,15 @@ class SelfAttention(Mixer):
     hooks = frozenset({"embed", "rotate", "bias", "score", "value"})
     observes = frozenset({"heads", "maps"})
 
+    def check(self, config, side):
+        size = config.num_heads * config.value_size
+        if not config.attention_out and size != config.d_model:
+            return (
+                f"model.attention_out: False leaves num_heads * d_value = {size} outputs, but "
+                f"model.d_model = {config.d_model}; set it to True, or change a size"
+            )
+        return None
+
     def build(self, config, side, gain, out_gain):
         return functools.partial(Attention, config, side, gain, out_gain)
 
@@ -119,6 +128,8 @@ class Attention(nn.Module):
         )
         if cfg.attention_gate:
             out_BxTxNxH *= jax.nn.sigmoid(self._gate(x_BxTxD))
+        if not cfg.attention_out:
+            return out_BxTxNxH.reshape(x_BxTxD.shape)
         out = Linear(
             cfg,
             (cfg.d_model,),

@@ -42,6 +42,7 @@ SHARED_FIELDS = (
     "attention_soft_cap",
     "attention_sink",
     "attention_gate",
+    "attention_out",
     "attention_backend",
     "attention_dropout",
 )
