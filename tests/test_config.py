@@ -75,7 +75,7 @@ MODEL = {"family": "decoder", "vocab_size": 50}
         ({"position": {"name": "t5", "num_buckets": 6}}, r"multiple of 4"),
         (
             {"attention_out": False, "d_value": 3},
-            r"model.attention_out: False leaves num_heads \* d_value = \d+ outputs, but model.d_model",
+            r"model.attention_out: False leaves num_heads \* d_value = \d+ outputs, but model.d_m",
         ),
         ({"attention_gate": "heads"}, r"model.attention_gate: unknown value 'heads'"),
         ({"norm_placement": "prenorm"}, r"model.norm_placement: unknown value 'prenorm'"),
