@@ -37,6 +37,10 @@ MODELS = {
         ),
     },
     "lstm": {"mixer": "lstm", "position": "none", "norm_placement": "res_post"},
+    "gru": {
+        "position": "rotary", "num_decoder_layers": 4,
+        "layer_pattern": ({"mixer": "gru"}, {"mixer": "rnn", "feed_forward": "none"}, {}, {}),
+    },
     "lstm_alone": {
         "mixer": "lstm", "position": "none", "num_heads": 8, "feed_forward": "none", "d_ff": 0,
         "norm_placement": "none",

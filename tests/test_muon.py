@@ -118,14 +118,16 @@ ADAM = {
     "attention": r".*(bias|gain|offset|embedding)",
     "mla": r".*(bias|gain|offset|embedding)",
     "gated_delta": r".*(bias|gain|offset|embedding|convolution|dt|log_rate|(decay|write)/kernel)",
-    "lstm": r".*(bias|gain|offset|embedding|(unembedding|project)/kernel)",
+    "lstm": r".*(bias|gain|offset|embedding)",
+    "gru": r".*(bias|gain|offset|embedding)",
+    "rnn": r".*(bias|gain|offset|embedding)",
 }
 
 
 @pytest.mark.parametrize("mixer", ADAM)
 def test_adamw_updates_all_parameters_but_the_matrices_of_layers(mixer):
     fields = {"mixer": mixer, "position": "none"} if mixer != "attention" else {}
-    if mixer == "lstm":
+    if mixer in ("lstm", "gru", "rnn"):
         fields |= {"num_heads": ModelConfig.num_heads}
     _, params = boxed_params(**fields)
     axes = optimizer().init(params)[0].axes

@@ -18,7 +18,7 @@ from transformer.decoding.beam import beam_search
 from transformer.decoding.prefill import advance
 from transformer.mapping import from_mapping
 from transformer.model.masks import Tokens
-from transformer.model.mixers.lstm import Recurrence
+from transformer.model.mixers.recurrent import GRU, LSTM, RNN, Recurrence
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.optimizer import build_optimizer
@@ -105,42 +105,34 @@ def test_without_attention_decoder_reads_the_last_state(model):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_lstm_layer_matches_pytorch(reverse):
+@pytest.mark.parametrize("kind", [LSTM(), GRU(), RNN()], ids=lambda kind: kind.name)
+def test_recurrent_layer_matches_pytorch(kind, reverse):
     torch = pytest.importorskip("torch", reason="the test extra brings it")
-    config = ModelConfig(**recurrent())
-    layer, x = (
-        Recurrence(config, 8, 1.0, reverse),
-        np.random.default_rng(0).standard_normal((2, 6, 16)).astype(np.float32),
-    )
-    context = Tokens(jnp.arange(6)[None], jnp.ones((2, 6), jnp.int32))
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), x, context, None)
-    rng = np.random.default_rng(1)
     from flax.core import meta
 
-    params = jax.tree.map(
-        lambda shape: rng.standard_normal(shape.shape).astype(np.float32) * 0.5, meta.unbox(shapes)
-    )
+    config, rng = ModelConfig(**recurrent()), np.random.default_rng(0)
+    layer = Recurrence(config, kind, 8, 1.0, reverse)
+    draw = lambda shape: rng.standard_normal(shape).astype(np.float32)
+    x, tokens = draw((2, 6, 16)), Tokens(jnp.arange(6)[None], jnp.ones((2, 6), jnp.int32))
+    shapes = meta.unbox(jax.eval_shape(layer.init, jax.random.key(0), x, tokens, None))
+    params = jax.tree.map(lambda shape: 0.5 * draw(shape.shape), shapes)
     p = params["params"]
-    torch_lstm = torch.nn.LSTM(16, 8, batch_first=True)
-    order = [0, 1, 3, 2]  # PyTorch's order is i, f, g, o
-    with torch.no_grad():
-        torch_lstm.weight_ih_l0.copy_(
-            torch.tensor(p["input"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 16))
-        )
-        torch_lstm.weight_hh_l0.copy_(
-            torch.tensor(p["hidden"]["kernel"][:, order].transpose(1, 2, 0).reshape(32, 8))
-        )
-        # The package adds 1 to f.
-        bias = p["input"]["bias"] + np.array([0, 1, 0, 0], np.float32)[:, None]
-        torch_lstm.bias_ih_l0.copy_(torch.tensor(bias[order].reshape(-1)))
-        torch_lstm.bias_hh_l0.zero_()
-        torch_input = torch.tensor(x[:, ::-1].copy() if reverse else x)
-        expected = torch_lstm(torch_input)[0].numpy()
-    np.testing.assert_allclose(
-        layer.apply(params, x, context, None)[0],
-        expected[:, ::-1] if reverse else expected,
-        atol=2e-6,
+    theirs = getattr(torch.nn, kind.name.upper())(16, 8, batch_first=True)
+    # PyTorch's order is i, f, g, o. The package adds 1 to f.
+    order = [0, 1, 3, 2] if kind.gates == 4 else list(range(kind.gates))
+    bias = p["input"]["bias"].copy()
+    bias[1:2] += kind.gates == 4
+    matrix = lambda kernel: torch.tensor(
+        kernel[:, order].transpose(1, 2, 0).reshape(-1, len(kernel))
     )
+    with torch.no_grad():
+        theirs.weight_ih_l0.copy_(matrix(p["input"]["kernel"]))
+        theirs.weight_hh_l0.copy_(matrix(p["hidden"]["kernel"]))
+        theirs.bias_ih_l0.copy_(torch.tensor(bias[order].reshape(-1)))
+        theirs.bias_hh_l0.zero_()
+        expected = theirs(torch.tensor(x[:, ::-1].copy() if reverse else x))[0].numpy()
+    expected = expected[:, ::-1] if reverse else expected
+    np.testing.assert_allclose(layer.apply(params, x, tokens, None)[0], expected, atol=2e-6)
 
 
 def test_padding_packing_and_batch_order_do_not_change_logits(model):

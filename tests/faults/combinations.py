@@ -33,7 +33,15 @@ from transformer.runs.recorder import Diverged
 SIZES = {"vocab_size": 480, "d_model": 16, "d_ff": 24, "num_heads": 4, "max_length": 16}
 
 OPTIONS = {
-    "mixer": ("attention", "mla", "gated_delta", "lstm", {"name": "lstm", "source": "attention"}),
+    "mixer": (
+        "attention",
+        "mla",
+        "gated_delta",
+        "lstm",
+        "gru",
+        "rnn",
+        {"name": "lstm", "source": "attention"},
+    ),
     "position": tuple(SCHEMES),
     "norm_placement": tuple(PLACEMENTS),
     "norm": ("layernorm", "rmsnorm"),
@@ -143,7 +151,11 @@ def _tree(rng: random.Random) -> dict:
     for side in ("encoder", "decoder"):
         if side in family:
             sizes[f"num_{side}_layers"] = rng.choice((1, 2, 2, 4))
-    if fields.get("mixer") == "lstm" and "layer_pattern" not in fields and family == "decoder":
+    if (
+        fields.get("mixer") in ("lstm", "gru", "rnn")
+        and "layer_pattern" not in fields
+        and family == "decoder"
+    ):
         del sizes["num_heads"]
     if fields.get("feed_forward") == "none":
         del sizes["d_ff"]

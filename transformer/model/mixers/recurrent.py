@@ -1,13 +1,14 @@
-"""LSTMs, the recurrent networks that attention replaced, with and without attention to a source.
+"""Recurrent networks, which attention replaced, with and without attention to a source.
 
-Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model, G units
-per direction, E sources, K sequences per source (the beams of a sentence; otherwise 1), B = E K.
+Shape suffixes: B batch, T length of the stack's tokens, S length of the source, D d_model, F gates,
+G units per direction, E sources, K sequences per source (the beams of a sentence; otherwise 1),
+B = E K.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,36 +23,26 @@ from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Context, Mixer
 from transformer.model.positions import Position
 
 
-class LSTMState(NamedTuple):
+class RecurrentState(NamedTuple):
     """The decoding state: h and c, the document they belong to, and what is kept of the source."""
 
     h_BxG: jax.Array  # float32
-    c_BxG: jax.Array  # float32
+    c_BxG: jax.Array | None  # float32; only LSTMs have it
     segment_B: jax.Array
     source: Shared | None = None
 
 
-def empty_lstm_state(batch: int, units: int) -> LSTMState:
-    """Returns the state before the first token, h = c = 0."""
-    zeros = jnp.zeros((batch, units), jnp.float32)
-    return LSTMState(zeros, zeros, jnp.zeros((batch,), jnp.int32))
-
-
-@MIXERS.register("lstm")
 @dataclasses.dataclass(frozen=True)
-class LSTM(Mixer):
-    """Long short-term memory (Hochreiter & Schmidhuber 1997; Gers et al. 2000).
+class Recurrent(Mixer):
+    """The base class of recurrent networks: h' = cell(x W + h U + b, h), and h' is the output.
 
-    x W + h U + b is split into i, f, o and g. Then
-
-        c' = sigmoid(f + 1) c + sigmoid(i) tanh(g),   h' = sigmoid(o) tanh(c')
-
-    and h' is the output. A decoder layer has one direction of d_model units. An encoder layer has
-    two directions of d_model / 2 units each, whose outputs are concatenated. A document starts with
-    h = c = 0, and padding leaves both unchanged. A sequence takes one sequential step per token.
+    A decoder layer has one direction of d_model units. An encoder layer has two directions of
+    d_model / 2 units each, whose outputs are concatenated. A document starts with h = c = 0, and
+    padding leaves both unchanged. A sequence takes one sequential step per token.
     """
 
-    scope = "lstm"
+    gates: ClassVar[int]
+    has_memory: ClassVar[bool] = False  # c, beside h
     fields = frozenset({"use_bias"})
     in_order = True
 
@@ -63,6 +54,16 @@ class LSTM(Mixer):
     # "none": not at all
     source: str = "cross_attention"
 
+    def cell(self, z_BxFxG, u_BxFxG, h_BxG, c_BxG) -> tuple[jax.Array, jax.Array | None]:
+        """Returns h' and c', float32[B, G], from z = x W + h U + b and u = h U."""
+        raise NotImplementedError
+
+    def empty(self, batch: int, units: int) -> RecurrentState:
+        """Returns the state before the first token."""
+        zeros = jnp.zeros((batch, units), jnp.float32)
+        segments = jnp.zeros((batch,), jnp.int32)
+        return RecurrentState(zeros, zeros if self.has_memory else None, segments)
+
     def __post_init__(self):
         one_of("model.mixer.source", self.source, (*SOURCE_MIXERS, "attention", "last", "none"))
 
@@ -70,11 +71,11 @@ class LSTM(Mixer):
         if side == "encoder" and config.d_model % 2:
             return (
                 f"model.d_model: {config.d_model} must be even: "
-                "model.mixer = 'lstm' has two directions in an encoder"
+                f"model.mixer = {self.name!r} has two directions in an encoder"
             )
         if side == "decoder" and (not config.causal or config.prefix_lm):
             return (
-                "model.mixer: 'lstm' is causal in a decoder; "
+                f"model.mixer: {self.name!r} is causal in a decoder; "
                 "set model.causal=True and model.prefix_lm=False"
             )
         if not config.is_encoder_decoder and self.source != "cross_attention":
@@ -86,21 +87,71 @@ class LSTM(Mixer):
 
     def build(self, config, side, gain, out_gain):
         if side == "encoder":
-            return functools.partial(Bidirectional, config, gain * out_gain)
+            return functools.partial(Bidirectional, config, self, gain * out_gain)
         if self.source in ("attention", "last"):
-            return functools.partial(Attentive, config, gain, out_gain, self.source == "last")
-        return functools.partial(Unidirectional, config, gain * out_gain)
+            last = self.source == "last"
+            return functools.partial(Attentive, config, self, gain, out_gain, last)
+        return functools.partial(Unidirectional, config, self, gain * out_gain)
 
     def empty_state(self, config, batch, slots):
-        return empty_lstm_state(batch, config.d_model)
+        return self.empty(batch, config.d_model)
+
+
+@MIXERS.register("rnn")
+class RNN(Recurrent):
+    """A simple recurrent network: h' = tanh(x W + h U + b) (Elman 1990)."""
+
+    scope = "rnn"
+    gates = 1
+
+    def cell(self, z_BxFxG, u_BxFxG, h_BxG, c_BxG):
+        return jnp.tanh(z_BxFxG[:, 0].astype(jnp.float32)), None
+
+
+@MIXERS.register("gru")
+class GRU(Recurrent):
+    """A gated recurrent unit (Cho et al. 2014), in the form of cuDNN and PyTorch.
+
+    x W + h U + b is split into r, z and n, of which n has the part n_h from h. Then
+
+        h' = (1 - sigmoid(z)) tanh(n - n_h + sigmoid(r) n_h) + sigmoid(z) h
+    """
+
+    scope = "gru"
+    gates = 3
+
+    def cell(self, z_BxFxG, u_BxFxG, h_BxG, c_BxG):
+        r, z, n = (z_BxFxG[:, i].astype(jnp.float32) for i in range(3))
+        n = jnp.tanh(n + (jax.nn.sigmoid(r) - 1.0) * u_BxFxG[:, 2].astype(jnp.float32))
+        z = jax.nn.sigmoid(z)
+        return (1.0 - z) * n + z * h_BxG, None
+
+
+@MIXERS.register("lstm")
+class LSTM(Recurrent):
+    """Long short-term memory (Hochreiter & Schmidhuber 1997; Gers et al. 2000).
+
+    x W + h U + b is split into i, f, o and g. Then
+
+        c' = sigmoid(f + 1) c + sigmoid(i) tanh(g),   h' = sigmoid(o) tanh(c')
+    """
+
+    scope = "lstm"
+    gates, has_memory = 4, True
+
+    def cell(self, z_BxFxG, u_BxFxG, h_BxG, c_BxG):
+        i, f, o, g = (z_BxFxG[:, n].astype(jnp.float32) for n in range(4))
+        c_BxG = jax.nn.sigmoid(f + 1.0) * c_BxG + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(c_BxG), c_BxG
 
 
 class Recurrence(nn.Module):
     """One direction: its matrices, and the loop over the tokens."""
 
     config: ModelConfig
+    kind: Recurrent
     units: int
-    gain: float  # scales the initial W; the output is roughly linear in g while g is small
+    gain: float  # scales the initial W; the output is roughly linear in x W while it is small
     reverse: bool = False
 
     @nn.compact
@@ -108,46 +159,46 @@ class Recurrence(nn.Module):
         self,
         x_BxTxD: jax.Array,
         tokens: Tokens,
-        state: LSTMState | None,
+        state: RecurrentState | None,
         context_BxTxD: jax.Array | None = None,
         read: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
         source_mask_BxTxS: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array | None, LSTMState]:
+    ) -> tuple[jax.Array, jax.Array | None, RecurrentState]:
         """Returns h of each token, [B, T, G], the context of each token, and the last state.
 
         The context, if any, enters the gates through a third matrix. It is either `context_BxTxD`,
         or computed at each step as `read(h before the token, source_mask_BxS)`.
         """
-        cfg, batch, units = self.config, len(x_BxTxD), self.units
-        names = ("embed", None, None)
-        z = Linear(cfg, (4, units), names, cfg.use_bias, self.gain, name="input")(x_BxTxD)
-        w_hidden = Kernel(cfg, (units,), (4, units), names, name="hidden")()
+        cfg, batch, kind = self.config, len(x_BxTxD), self.kind
+        names, outputs = ("embed", None, None), (kind.gates, self.units)
+        z = Linear(cfg, outputs, names, cfg.use_bias, self.gain, name="input")(x_BxTxD)
+        w_hidden = Kernel(cfg, (self.units,), outputs, names, name="hidden")()
         if context_BxTxD is not None:
-            z += Linear(cfg, (4, units), names, False, name="context")(context_BxTxD)
+            z += Linear(cfg, outputs, names, False, name="context")(context_BxTxD)
         if read is not None:
-            w_context = Kernel(cfg, (cfg.d_model,), (4, units), names, name="context")()
+            w_context = Kernel(cfg, (cfg.d_model,), outputs, names, name="context")()
 
-        def step(previous: LSTMState, token):
-            z_Bx4xG, segment_B, source_mask_BxS = token
+        def step(previous: RecurrentState, token):
+            z_BxFxG, segment_B, source_mask_BxS = token
             real_Bx1 = (segment_B > 0)[:, None]
             continues_Bx1 = (segment_B == previous.segment_B)[:, None]
-            h, c = (jnp.where(continues_Bx1, x, 0.0) for x in previous[:2])
-            z_Bx4xG += jnp.einsum("BG,GFH->BFH", h.astype(cfg.dtype), w_hidden)
+            h, c = jax.tree.map(lambda x: jnp.where(continues_Bx1, x, 0.0), previous[:2])
+            u_BxFxG = jnp.einsum("BG,GFH->BFH", h.astype(cfg.dtype), w_hidden)
+            z_BxFxG += u_BxFxG
             context_BxD = None
             if read is not None:
                 context_BxD = read(h.astype(cfg.dtype), source_mask_BxS)
-                z_Bx4xG += jnp.einsum("BD,DFH->BFH", context_BxD, w_context)
-            h, c = cell(z_Bx4xG, c)
+                z_BxFxG += jnp.einsum("BD,DFH->BFH", context_BxD, w_context)
+            h, c = kind.cell(z_BxFxG, u_BxFxG, h, c)
             out_BxG = jnp.where(real_Bx1, h, 0.0).astype(cfg.dtype)
-            carried = (
-                jnp.where(real_Bx1, new, x) for new, x in zip((h, c), previous[:2], strict=True)
-            )
+            keep = lambda new, x: jnp.where(real_Bx1, new, x)
+            carried = jax.tree.map(keep, (h, c), previous[:2])
             segment_B = jnp.where(real_Bx1[:, 0], segment_B, previous.segment_B)
-            return LSTMState(*carried, segment_B), (out_BxG, context_BxD)
+            return RecurrentState(*carried, segment_B), (out_BxG, context_BxD)
 
         segments_BxT = jnp.broadcast_to(tokens.segments_BxT, x_BxTxD.shape[:2])
         time_major = lambda x: jnp.moveaxis(x, 1, 0)
-        initial = LSTMState(*state[:3]) if state else empty_lstm_state(batch, units)
+        initial = RecurrentState(*state[:3]) if state else kind.empty(batch, self.units)
         state, out = jax.lax.scan(
             step,
             initial,
@@ -158,17 +209,11 @@ class Recurrence(nn.Module):
         return h_BxTxG, context_BxTxD if read is None else read_BxTxD, state
 
 
-def cell(z_Bx4xG: jax.Array, c_BxG: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns h' and c', float32[B, G]."""
-    i, f, o, g = (z_Bx4xG[:, n].astype(jnp.float32) for n in range(4))
-    c_BxG = jax.nn.sigmoid(f + 1.0) * c_BxG + jax.nn.sigmoid(i) * jnp.tanh(g)
-    return jax.nn.sigmoid(o) * jnp.tanh(c_BxG), c_BxG
-
-
 class Unidirectional(nn.Module):
-    """An LSTM from the first token to the last, without a source."""
+    """A recurrence from the first token to the last, without a source."""
 
     config: ModelConfig
+    kind: Recurrent
     gain: float
 
     @nn.compact
@@ -177,18 +222,20 @@ class Unidirectional(nn.Module):
         x_BxTxD: jax.Array,
         context: Context,
         position: Position,
-        state: LSTMState | None,
+        state: RecurrentState | None,
         deterministic: bool,
-    ) -> tuple[jax.Array, LSTMState]:
-        lstm = Recurrence(self.config, self.config.d_model, self.gain, name="forward")
-        h_BxTxD, _, state = lstm(x_BxTxD, context.tokens, state)
+    ) -> tuple[jax.Array, RecurrentState]:
+        units = self.config.d_model
+        forward = Recurrence(self.config, self.kind, units, self.gain, name="forward")
+        h_BxTxD, _, state = forward(x_BxTxD, context.tokens, state)
         return h_BxTxD, state
 
 
 class Bidirectional(nn.Module):
-    """Two LSTMs, one from each end, with concatenated outputs (Schuster & Paliwal 1997)."""
+    """Two recurrences, one from each end, with concatenated outputs (Schuster & Paliwal 1997)."""
 
     config: ModelConfig
+    kind: Recurrent
     gain: float
 
     @nn.compact
@@ -200,33 +247,28 @@ class Bidirectional(nn.Module):
         state: Any,
         deterministic: bool,
     ) -> tuple[jax.Array, None]:
-        outputs = []
+        outputs, arguments = [], (self.config, self.kind, self.config.d_model // 2, self.gain)
         for direction in ("forward", "backward"):
-            lstm = Recurrence(
-                self.config,
-                self.config.d_model // 2,
-                self.gain,
-                direction == "backward",
-                name=direction,
-            )
-            outputs.append(lstm(x_BxTxD, context.tokens, None)[0])
+            one_way = Recurrence(*arguments, direction == "backward", name=direction)
+            outputs.append(one_way(x_BxTxD, context.tokens, None)[0])
         return jnp.concatenate(outputs, axis=-1), None
 
 
 class Attentive(nn.Module):
-    """An LSTM that attends to the source before each step.
+    """A recurrence that attends to the source before each step.
 
     With h the previous state and y_j the encoder's outputs,
 
         e_j = v . tanh(h W_q + y_j W_k),   a = softmax(e),   context = sum_j a_j y_j
-        h' = LSTM([x, context], h),        output = tanh([h', context, x] W_o + b_o)
+        h' = cell([x, context], h),        output = tanh([h', context, x] W_o + b_o)
 
     This follows Bahdanau et al. (2015, sec. 3.1 and appendix A.2). They use a GRU that starts from
-    the encoder's first backward state, and a maxout output; this is an LSTM that starts from zero,
-    with a tanh output. With `last`, the context is y at the source's last token instead.
+    the encoder's first backward state, and a maxout output. Here, h starts from zero, and the
+    output is a tanh. With `last`, the context is y at the source's last token instead.
     """
 
     config: ModelConfig
+    kind: Recurrent
     gain: float  # scales the initial W (see Recurrence) and W_o
     out_gain: float  # additionally scales the initial W_o
     last: bool  # no attention: read the source's last token
@@ -237,9 +279,9 @@ class Attentive(nn.Module):
         x_BxTxD: jax.Array,
         context: Context,
         position: Position,
-        state: LSTMState | None,
+        state: RecurrentState | None,
         deterministic: bool,
-    ) -> tuple[jax.Array, LSTMState]:
+    ) -> tuple[jax.Array, RecurrentState]:
         cfg, (batch, length) = self.config, x_BxTxD.shape[:2]
         source = (
             state.source
@@ -247,7 +289,7 @@ class Attentive(nn.Module):
             else self._source_state(context.source_BxSxD)
         )
         y_ExSxD = source.value[0]
-        lstm = Recurrence(cfg, cfg.d_model, self.gain, name="forward")
+        forward = Recurrence(cfg, self.kind, cfg.d_model, self.gain, name="forward")
         source_mask_BxTxS = self._source_mask(context, batch, length, len(y_ExSxD))
         if self.last:
             source_mask_ExKTxS = source_mask_BxTxS.reshape(
@@ -255,10 +297,10 @@ class Attentive(nn.Module):
             )
             read = jnp.einsum("EQS,ESD->EQD", source_mask_ExKTxS.astype(cfg.dtype), y_ExSxD)
             read_BxTxD = read.reshape(x_BxTxD.shape)
-            h_BxTxD, read_BxTxD, new_state = lstm(x_BxTxD, context.tokens, state, read_BxTxD)
+            h_BxTxD, read_BxTxD, new_state = forward(x_BxTxD, context.tokens, state, read_BxTxD)
         else:
             read = self._attention(*source.value)
-            h_BxTxD, read_BxTxD, new_state = lstm(
+            h_BxTxD, read_BxTxD, new_state = forward(
                 x_BxTxD, context.tokens, state, read=read, source_mask_BxTxS=source_mask_BxTxS
             )
         features = jnp.concatenate([h_BxTxD, read_BxTxD, x_BxTxD], axis=-1)
