@@ -70,7 +70,40 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 
+ROBERTA = {"max_position_embeddings": 42, "type_vocab_size": 1}
+DISTILBERT = {
+    "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40,
+}  # fmt: skip
+
+
+def roberta(prefix: str) -> list:
+    options = ENCODERS_AND_DECODERS | ROBERTA
+    return [
+        (f"{prefix}ForMaskedLM", options),
+        (f"{prefix}ForMaskedLM", options | {
+            "tie_word_embeddings": False, "type_vocab_size": 3, "layer_norm_eps": 1e-3,
+            "pad_token_id": 3,
+        }),
+        (f"{prefix}Model", options | {"hidden_act": "relu"}),
+        (f"{prefix}Model", options | {"add_pooling_layer": False, "pad_token_id": 0}),
+        (f"{prefix}ForSequenceClassification", options | {"num_labels": 5}),
+        (f"{prefix}ForSequenceClassification", options | {"hidden_act": "gelu_new"}),
+        (f"{prefix}ForTokenClassification", options | {"num_labels": 5}),
+    ]  # fmt: skip
+
+
 CASES = {
+    "roberta": roberta("Roberta"),
+    "xlm-roberta": roberta("XLMRoberta"),
+    "camembert": roberta("Camembert"),
+    "distilbert": [
+        ("DistilBertForMaskedLM", DISTILBERT),
+        ("DistilBertForMaskedLM", DISTILBERT | {
+            "tie_word_embeddings": False, "activation": "relu", "sinusoidal_pos_embds": True,
+        }),
+        ("DistilBertModel", DISTILBERT),
+        ("DistilBertForTokenClassification", DISTILBERT | {"num_labels": 5}),
+    ],
     "bert": [
         ("BertForPreTraining", ENCODERS_AND_DECODERS),
         ("BertForMaskedLM", ENCODERS_AND_DECODERS | {
@@ -85,6 +118,7 @@ CASES = {
         ("BertModel", ENCODERS_AND_DECODERS),
         ("BertModel", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False}),
         ("BertForTokenClassification", ENCODERS_AND_DECODERS | {"tie_word_embeddings": False}),
+        ("BertModel", ENCODERS_AND_DECODERS | {"add_pooling_layer": False}),
     ],
     "modernbert": [
         ("ModernBertForMaskedLM", MODERN | {"local_attention": 6, "num_hidden_layers": 7}),
@@ -326,10 +360,13 @@ FLAT = [
 def make_hf_model(name: str, options: dict, seed: int = 0):
     """Returns a model of Transformers; all parameters and buffers that it saves are perturbed."""
     cls = getattr(transformers, name)
-    config = cls.config_class(vocab_size=VOCAB, **options)
+    settings = {name: x for name, x in options.items() if name == "add_pooling_layer"}
+    config = cls.config_class(
+        vocab_size=VOCAB, **{name: x for name, x in options.items() if name not in settings}
+    )
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
-    model = cls(config).eval().float()
+    model = cls(config, **settings).eval().float()
     # Marian's sinusoids are a fixed buffer. T5 does not scale its attention logits, so large
     # weights make it ill-conditioned.
     fixed, noise = (
@@ -343,7 +380,7 @@ def make_hf_model(name: str, options: dict, seed: int = 0):
         if name.startswith(("Bart", "Marian")):  # encoder and decoder share one table, tied or not
             for side in (model.model.encoder, model.model.decoder):
                 side.embed_tokens.weight.copy_(model.model.shared.weight)
-        if name.startswith("BertFor") and hasattr(model, "cls"):
-            # One of the two biases is unused when they are not tied.
-            model.cls.predictions.bias.copy_(model.cls.predictions.decoder.bias)
+        head = getattr(model, "lm_head", getattr(getattr(model, "cls", None), "predictions", None))
+        if isinstance(getattr(head, "decoder", None), torch.nn.Linear) and hasattr(head, "bias"):
+            head.bias.copy_(head.decoder.bias)  # one of the two is unused when they are not tied
     return model

@@ -76,12 +76,10 @@ def both_logits(model, config, params, name):
                 our_inputs | {"token_types": types},
             )
         out = model(tensor(ids), attention_mask=tensor(mask).long(), **their_inputs)
-    if name == "BertModel":
-        return (
-            our_model.apply(params, ids, **our_inputs),
-            out.pooler_output.numpy(),
-            np.ones(len(ids), bool),
-        )
+    if name.endswith("Model"):
+        h = out.get("pooler_output") if config.pooler else out.last_hidden_state
+        real = np.ones(len(ids), bool) if config.pooler else mask
+        return our_model.apply(params, ids, **our_inputs), h.numpy(), real
     if name == "BertForPreTraining":
         labels = our_model.apply(params, ids, **our_inputs, method="classify")
         np.testing.assert_allclose(labels, out.seq_relationship_logits.numpy(), atol=1e-4)

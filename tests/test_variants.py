@@ -191,7 +191,11 @@ def test_language_model_may_also_classify():
     with pytest.raises(UserError, match=r"model\.num_labels: an encoder_decoder generates text"):
         small("encoder_decoder", num_labels=2)
     with pytest.raises(UserError, match=r"model\.lm_head: False leaves the model without outputs"):
-        small("encoder", lm_head=False)
+        small("decoder", lm_head=False)
+    model, params = make(small("encoder", lm_head=False))
+    assert params.keys() == {"embedding", "encoder"}
+    h_BxTxD, _ = model.apply(params, x, method="hidden")
+    np.testing.assert_array_equal(model.apply(params, x), h_BxTxD)
 
 
 def test_layer_pattern_is_scanned_by_its_period():

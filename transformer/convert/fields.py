@@ -163,9 +163,6 @@ class Fields:
         Raises UserError for a value of the wrong type or range, and for a missing required field.
         """
         self._seen.add(name)
-        if name.endswith("_token_id"):
-            value = self._values.get(name)
-            return default if value is None else value
         spec = self.table[name]
         default = spec.default if default is _MISSING else default
         if name not in self._values:

@@ -98,7 +98,7 @@ class ModelConfig:
     logit_soft_cap: float = 0.0
     # Apply norm(act(h W + b)) before the unembedding (BERT's masked-language-model head).
     head_transform: bool = False
-    # Compute logits over the vocabulary. An encoder or a decoder with labels or a pooler may omit
+    # Compute logits over the vocabulary. An encoder, or a decoder with labels or a pooler, may omit
     # them.
     lm_head: bool = True
     # none | cls | mean | last: how hidden states are pooled for labels. none: one label per token.

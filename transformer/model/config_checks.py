@@ -119,11 +119,12 @@ def _check_sizes(config) -> None:
 def _check_combinations(config) -> None:
     """Checks fields that require or exclude each other."""
     if not config.lm_head and (
-        config.is_encoder_decoder or not (config.num_labels or config.pooler)
+        config.is_encoder_decoder
+        or (config.family == "decoder" and not (config.num_labels or config.pooler))
     ):
         raise UserError(
             "model.lm_head: False leaves the model without outputs; set it to True, or set "
-            "model.num_labels in an encoder or decoder"
+            "model.num_labels in a decoder"
         )
     if (config.num_labels or config.pooler) and config.is_encoder_decoder:
         raise UserError(

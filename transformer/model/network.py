@@ -165,7 +165,7 @@ class _OneStack(_Family):
         setattr(self, self.side, Stack(cfg, self.side))
         if cfg.lm_head:
             self.unembedding = Unembedding(cfg)
-        if cfg.pooler or cfg.num_labels:
+        if cfg.pooler or cfg.num_labels or not cfg.lm_head:
             self.classifier = Classifier(cfg)
 
     def hidden(
@@ -193,7 +193,7 @@ class _OneStack(_Family):
     def classify(self, tokens_BxT, **options) -> jax.Array:
         """Returns the label logits, float32[B, num_labels], or [B, T, num_labels] without pooling.
 
-        Without labels, it returns the pooled hidden state.
+        Without labels, it returns the pooled hidden state: [B, D], or [B, T, D] without pooling.
         """
         return self.classifier(*self.hidden(tokens_BxT, **options))
 

@@ -1,7 +1,13 @@
-"""BERT (Devlin et al. 2019).
+"""BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), XLM-RoBERTa (Conneau et al. 2020),
+CamemBERT (Martin et al. 2020) and DistilBERT (Sanh et al. 2019).
 
-A post-norm encoder with learned positions and token types, and its two heads.
+Post-norm encoders with learned positions, and their heads.
 """
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from transformer.convert.family import Family
 from transformer.convert.fields import (
@@ -9,11 +15,14 @@ from transformer.convert.fields import (
     ACTIVATIONS_BACK,
     Field,
     Fields,
+    count,
     layer_count,
     optional,
     positive,
 )
+from transformer.convert.rope import options
 from transformer.convert.weights import Copy, attention, linear, norm, same, tied
+from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -34,32 +43,122 @@ _FIELDS = {
 }
 
 
-def _read(f: Fields, tensors: frozenset[str]) -> dict:
+class _Kind(NamedTuple):
+    """A model type as its differences from BERT, whose names of tensors and fields the code uses.
+
+    `tensors` maps parts of the names of tensors to their replacements, which are made in turn.
+    """
+
+    title: str = "Bert"  # the names of classes begin with it
+    changed: Mapping[str, Any] = {}  # fields with another default
+    named: Mapping[str, str] = {}  # fields with another name
+    fixed: Mapping[str, Any] = {}  # fields that this type lacks, with their values
+    tensors: Mapping[str, str] = {}
+    prefix: str = "bert."
+    head: str = "cls.predictions."
+    sequence: tuple[str, ...] = ("bert.pooler.dense", "classifier")  # to classify sequences
+    next_sentence: bool = False  # the head for pre-training also predicts the next sentence
+    after_pad: bool = False  # the first position is the ID of the pad token plus 1
+    special_tokens: Mapping[str, int] = {"pad_token_id": 0}
+
+    def fields(self) -> dict:
+        """Returns this type's fields, with their defaults."""
+        own = {name: x for name, x in _FIELDS.items() if name not in self.fixed}
+        return {self.named.get(name, name): x for name, x in own.items()} | self.changed
+
+    def tensor(self, name: str) -> str:
+        """Returns this type's name of a tensor."""
+        return functools.reduce(lambda name, pair: name.replace(*pair), self.tensors.items(), name)
+
+
+_ROBERTA = _Kind(
+    "Roberta",
+    {"vocab_size": 50265, "pad_token_id": count(1)},
+    tensors={
+        "bert.": "roberta.", "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
+        "cls.predictions.transform.": "lm_head.", "cls.predictions.": "lm_head.",
+    },
+    prefix="roberta.",
+    head="lm_head.",
+    sequence=("classifier.dense", "classifier.out_proj"),
+    after_pad=True,
+    special_tokens={"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+)  # fmt: skip
+_XLM = {"pad_token_id": count(1)}
+_KINDS = {
+    "bert": _Kind(next_sentence=True),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA._replace(title="XLMRoberta", changed=_XLM),
+    "camembert": _ROBERTA._replace(title="Camembert", changed=_XLM),
+    "distilbert": _Kind(
+        "DistilBert",
+        {"n_layers": layer_count(6)},
+        {
+            "hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
+            "intermediate_size": "hidden_dim", "hidden_act": "activation",
+            "hidden_dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout",
+        },
+        fixed={"type_vocab_size": 0, "layer_norm_eps": 1e-12},
+        tensors={
+            "bert.": "distilbert.", "encoder.layer": "transformer.layer",
+            "self.query": "q_lin", "self.key": "k_lin", "self.value": "v_lin",
+            "attention.output.dense": "attention.out_lin",
+            "attention.output.LayerNorm": "sa_layer_norm",
+            "intermediate.dense": "ffn.lin1", "output.dense": "ffn.lin2",
+            "output.LayerNorm": "output_layer_norm",
+            "cls.predictions.transform.dense": "vocab_transform",
+            "cls.predictions.transform.LayerNorm": "vocab_layer_norm",
+            "cls.predictions.decoder": "vocab_projector",
+            "cls.predictions.bias": "vocab_projector.bias",
+        },
+        prefix="distilbert.",
+        head="vocab_",
+        sequence=(),
+    ),
+}  # fmt: skip
+
+
+def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
     f.must("position_embedding_type", "absolute")
     f.must("is_decoder", False)
     f.must("add_cross_attention", False)
+    get = lambda name: kind.fixed[name] if name in kind.fixed else f.get(kind.named.get(name, name))
     has = lambda fragment: any(fragment in name for name in tensors)
+    if has("pre_classifier."):
+        raise UserError(
+            f"pre_classifier: {f.family} classifies sequences with a ReLU, which is not supported; "
+            "load an encoder without labels (DistilBertModel) or with a label per token"
+        )
+    f.ignore("sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout")
     id2label, num_labels = f.get("id2label"), 0
     if has("classifier."):  # config.json omits the default, two labels
         num_labels = len(id2label) if id2label is not None else f.get("num_labels") or 2
-    elif has("cls.seq_relationship."):
+    elif kind.next_sentence and has("cls.seq_relationship."):
         num_labels = 2
-    head = has("cls.predictions.")
-    pooler = has("pooler.")
+    head = has(kind.head)
+    # RoBERTa's files may have a pooler besides their classifier, which Transformers ignores.
+    pooler = has("pooler.") and not has("classifier.")
+    pooler = bool(kind.sequence) and (pooler or has(f"{kind.sequence[0]}."))
+    length, position = f.get("max_position_embeddings"), "learned"
+    if kind.after_pad:
+        position = {"name": "learned", "offset": f.get("pad_token_id") + 1}
+        length -= position["offset"]
+        if head:
+            f.must("hidden_act", "gelu", "the language-model head applies gelu")
     return {
         "family": "encoder",
         "vocab_size": f.get("vocab_size"),
-        "d_model": f.get("hidden_size"),
-        "d_ff": f.get("intermediate_size"),
-        "num_heads": f.get("num_attention_heads"),
-        "num_encoder_layers": f.get("num_hidden_layers"),
-        "max_length": f.get("max_position_embeddings"),
-        "token_types": f.get("type_vocab_size"),
-        "position": "learned",
+        "d_model": get("hidden_size"),
+        "d_ff": get("intermediate_size"),
+        "num_heads": get("num_attention_heads"),
+        "num_encoder_layers": get("num_hidden_layers"),
+        "max_length": length,
+        "token_types": get("type_vocab_size"),
+        "position": position,
         "norm_placement": "post",
-        "norm_epsilon": f.get("layer_norm_eps"),
+        "norm_epsilon": get("layer_norm_eps"),
         "embedding_norm": True,
-        "activation": f.one_of("hidden_act", ACTIVATIONS),
+        "activation": f.one_of(kind.named.get("hidden_act", "hidden_act"), ACTIVATIONS),
         "lm_head": head,
         "head_transform": head,
         "logit_bias": head,
@@ -67,48 +166,55 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
         "pooler": pooler,
         "num_labels": num_labels,
         "tie_embeddings": f.get("tie_word_embeddings") or not head,
-        "dropout": f.get("hidden_dropout_prob"),
-        "attention_dropout": f.get("attention_probs_dropout_prob"),
+        "dropout": get("hidden_dropout_prob"),
+        "attention_dropout": get("attention_probs_dropout_prob"),
         "initializer": "normal",
         "embedding_init_std": 0.02,
     }
 
 
-def _write(c: ModelConfig) -> dict:
-    theirs = {
+def _write(kind: _Kind, c: ModelConfig) -> dict:
+    offset = options(c.position).get("offset", 0) if kind.after_pad else 0
+    fields = {
         "vocab_size": c.vocab_size,
         "hidden_size": c.d_model,
         "num_hidden_layers": c.num_encoder_layers,
         "num_attention_heads": c.num_heads,
         "intermediate_size": c.ff_size,
         "hidden_act": ACTIVATIONS_BACK[c.activation],
-        "max_position_embeddings": c.max_length,
+        "max_position_embeddings": c.max_length + offset,
         "type_vocab_size": c.token_types,
         "layer_norm_eps": c.norm_epsilon,
         "tie_word_embeddings": c.tie_embeddings,
-        "architectures": [_architecture(c)],
     }
-    if c.num_labels and not _next_sentence(c):
+    theirs = {kind.named.get(k, k): x for k, x in fields.items() if k not in kind.fixed}
+    theirs["architectures"] = [f"{kind.title}{_architecture(kind, c)}"]
+    if c.num_labels and not _next_sentence(kind, c):
         theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.num_labels)}
         theirs["label2id"] = {label: int(i) for i, label in theirs["id2label"].items()}
     return theirs
 
 
-def _next_sentence(c: ModelConfig) -> bool:
+def _next_sentence(kind: _Kind, c: ModelConfig) -> bool:
     """Returns whether the labels are those of BERT's next-sentence prediction."""
-    return c.lm_head and c.num_labels == 2 and c.pooler
+    return kind.next_sentence and c.lm_head and c.num_labels == 2 and c.pooler
 
 
-def _architecture(c: ModelConfig) -> str:
-    if c.num_labels and not _next_sentence(c):
-        return "BertForSequenceClassification" if c.pooler else "BertForTokenClassification"
-    return "BertForPreTraining" if c.num_labels else "BertForMaskedLM" if c.lm_head else "BertModel"
+def _architecture(kind: _Kind, c: ModelConfig) -> str:
+    if c.num_labels and not _next_sentence(kind, c):
+        return "ForSequenceClassification" if c.pooler else "ForTokenClassification"
+    return "ForPreTraining" if c.num_labels else "ForMaskedLM" if c.lm_head else "Model"
 
 
 _ATTENTION = ("self.query", "self.key", "self.value", "output.dense")
 
 
-def _weights(c: ModelConfig):
+def _weights(kind: _Kind, c: ModelConfig):
+    for weight in _bert_weights(kind, c):
+        yield dataclasses.replace(weight, theirs=kind.tensor(weight.theirs))
+
+
+def _bert_weights(kind: _Kind, c: ModelConfig):
     root = "bert.embeddings"
     yield same(f"{root}.word_embeddings.weight", "embedding/embedding")
     yield same(f"{root}.position_embeddings.weight", "encoder/position_embedding")
@@ -126,11 +232,13 @@ def _weights(c: ModelConfig):
         yield from linear(f"{theirs}.intermediate.dense", f"{ours}/feed_forward/in", bias=True)
         yield from linear(f"{theirs}.output.dense", f"{ours}/feed_forward/out", bias=True)
         yield from norm(f"{theirs}.output.LayerNorm", f"{ours}/feed_forward_residual/out_norm")
+    both = c.pooler and c.num_labels and kind.sequence
+    pooler, labels = both or ("bert.pooler.dense", "classifier")
     if c.pooler:
-        yield from linear("bert.pooler.dense", "classifier/pooler", bias=True)
+        yield from linear(pooler, "classifier/pooler", bias=True)
     if c.num_labels:
-        head = "cls.seq_relationship" if _next_sentence(c) else "classifier"
-        yield from linear(head, "classifier/labels", bias=True)
+        labels = "cls.seq_relationship" if _next_sentence(kind, c) else labels
+        yield from linear(labels, "classifier/labels", bias=True)
     if c.lm_head:
         yield from linear("cls.predictions.transform.dense", "unembedding/transform", bias=True)
         yield from norm("cls.predictions.transform.LayerNorm", "unembedding/norm")
@@ -140,29 +248,32 @@ def _weights(c: ModelConfig):
             yield from linear("cls.predictions.decoder", "unembedding", bias=True)
 
 
-def _copies(c: ModelConfig) -> tuple[Copy, ...]:
+def _copies(kind: _Kind, c: ModelConfig) -> tuple[Copy, ...]:
     if not c.lm_head:
         return ()
-    head, bias = "cls.predictions.decoder", "cls.predictions.bias"
+    decoder, bias = map(kind.tensor, ("cls.predictions.decoder", "cls.predictions.bias"))
     if c.tie_embeddings:
-        table = "bert.embeddings.word_embeddings.weight"
-        return (*tied(c, f"{head}.weight", table), Copy(f"{head}.bias", bias))
-    return (Copy(bias, f"{head}.bias", written=True, compared=False),)
+        table = kind.tensor("bert.embeddings.word_embeddings.weight")
+        copies = (*tied(c, f"{decoder}.weight", table), Copy(f"{decoder}.bias", bias))
+    else:
+        copies = (Copy(bias, f"{decoder}.bias", written=True, compared=False),)
+    return tuple(copy for copy in copies if copy.theirs != copy.of)
 
 
 FAMILIES = [
     Family(
-        "bert",
-        "BertForPreTraining",
+        model_type,
+        f"{kind.title}{'ForPreTraining' if kind.next_sentence else 'ForMaskedLM'}",
         "encoder",
-        _read,
-        _write,
-        _weights,
-        _FIELDS,
-        special_tokens={"pad_token_id": 0},
-        prefix="bert.",
-        heads=("cls.", "classifier."),
-        copies=_copies,
-        unused=(r".*embeddings\.position_ids",),  # 0, 1, 2, ...
+        *(functools.partial(f, kind) for f in (_read, _write, _weights)),
+        kind.fields(),
+        special_tokens=kind.special_tokens,
+        aliases={k: x for k, x in kind.named.items() if k.startswith(("hidden_s", "num_"))},
+        prefix=kind.prefix,
+        heads=("cls.", kind.head, "classifier."),
+        copies=functools.partial(_copies, kind),
+        # The first is 0, 1, 2, ...
+        unused=(r".*embeddings\.position_ids", *[r"roberta\.pooler\.dense\..*"] * kind.after_pad),
     )
+    for model_type, kind in _KINDS.items()
 ]

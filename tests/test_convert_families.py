@@ -1,0 +1,65 @@
+"""Properties of single families of Transformers: positions, and heads that cannot be loaded."""
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the test extra brings it")
+pytest.importorskip("transformers", reason="the test extra brings it")
+
+import test_convert
+import torch
+import transformers
+from test_convert_faults import copy_directory, load_error
+
+from transformer import build_model, load_hf
+
+CASES, saved_model = test_convert.CASES, test_convert.saved_model
+padded_sequences = test_convert.padded_sequences
+
+
+@pytest.mark.parametrize("family", ["roberta", "camembert"])
+def test_padding_on_both_sides_equals_transformers(saved_model, family):
+    """Transformers counts positions from the first token that is not the pad token."""
+    model, folder = saved_model(*CASES[family][0])
+    config, params = load_hf(folder)
+    ids, mask = padded_sequences(config.pad_id)
+    ids, mask = np.roll(ids, 3, axis=1), np.roll(mask, 3, axis=1)
+    ids, mask = ids[1:], mask[1:]
+    assert not mask[:, :3].any() and not mask[:, -1].any()
+    positions = np.maximum(np.cumsum(mask, 1) - 1, 0)
+    with torch.no_grad():
+        expected = model(torch.tensor(ids), attention_mask=torch.tensor(mask).long()).logits
+    ours = build_model(config).apply(params, ids, padding_mask=mask, positions=positions)
+    np.testing.assert_allclose(ours[mask], expected.numpy()[mask], atol=1e-4)
+
+
+def test_unused_pooler_is_ignored_and_unsupported_heads_raise(saved_model, tmp_path):
+    """Classifiers of RoBERTa on the hub often have a pooler, which Transformers ignores."""
+    _, folder = saved_model(*CASES["roberta"][4])
+    pooler = {"roberta.pooler.dense.weight": torch.ones(32, 32)}
+    extra = copy_directory(folder, tmp_path / "x", alter=lambda tensors: tensors.update(pooler))
+    jax.tree.map(np.testing.assert_array_equal, load_hf(extra)[1], load_hf(folder)[1])
+    _, folder = saved_model("DistilBertForSequenceClassification", CASES["distilbert"][0][1])
+    assert load_error(folder).startswith("pre_classifier: distilbert classifies sequences with a")
+    _, folder = saved_model("BertForQuestionAnswering", CASES["bert"][0][1])
+    assert load_error(folder).startswith("unexpected tensors, which a bert model with this")
+
+
+def test_sinusoidal_table_must_match_its_formula(saved_model, tmp_path):
+    _, folder = saved_model(*CASES["marian"][0])
+    name = "model.encoder.embed_positions.weight"
+    marian = transformers.models.marian.modeling_marian.MarianSinusoidalPositionalEmbedding
+    table = marian(40, 32).create_weight()
+    same = copy_directory(
+        folder, tmp_path / "same", alter=lambda tensors: tensors.update({name: table})
+    )
+    assert load_hf(same)[0] == load_hf(folder)[0]
+    rounded = copy_directory(
+        folder, tmp_path / "half", alter=lambda tensors: tensors.update({name: table.half()})
+    )
+    load_hf(rounded)
+    different = copy_directory(
+        folder, tmp_path / "other", alter=lambda tensors: tensors.update({name: table + 0.01})
+    )
+    assert load_error(different) == f"{name}: differs from the values its formula gives"
