@@ -172,6 +172,19 @@ CASES = {
         ("MarianMTModel", BART | {"activation_function": "relu", "decoder_layers": 1}),
         ("MarianMTModel", BART | {"tie_word_embeddings": False}),
     ],
+    "mbart": [
+        ("MBartForConditionalGeneration", BART),
+        ("MBartForConditionalGeneration", BART | {
+            "scale_embedding": True, "activation_function": "relu", "tie_word_embeddings": False,
+        }),
+    ],
+    "m2m_100": [
+        ("M2M100ForConditionalGeneration", BART),
+        ("M2M100ForConditionalGeneration", BART | {
+            "scale_embedding": False, "activation_function": "gelu", "tie_word_embeddings": False,
+            "pad_token_id": 3, "d_model": 28,
+        }),
+    ],
     "opt": [
         ("OPTForCausalLM", {
             "hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 48, "num_attention_heads": 4,
@@ -377,7 +390,9 @@ def make_hf_model(name: str, options: dict, seed: int = 0):
         for key, x in model.state_dict().items():
             if x.is_floating_point() and not (fixed and fixed in key):
                 x.add_(noise * torch.randn_like(x))
-        if name.startswith(("Bart", "Marian")):  # encoder and decoder share one table, tied or not
+        if name.startswith(
+            ("Bart", "Marian", "MBart", "M2M100")
+        ):  # encoder and decoder share one table, tied or not
             for side in (model.model.encoder, model.model.decoder):
                 side.embed_tokens.weight.copy_(model.model.shared.weight)
         head = getattr(model, "lm_head", getattr(getattr(model, "cls", None), "predictions", None))

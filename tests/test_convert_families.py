@@ -34,6 +34,25 @@ def test_padding_on_both_sides_equals_transformers(saved_model, family):
     np.testing.assert_allclose(ours[mask], expected.numpy()[mask], atol=1e-4)
 
 
+def test_m2m_100_counts_positions_from_the_first_real_token(saved_model, tmp_path):
+    """Older files contain its sinusoids, which Transformers computes instead of reading."""
+    model, folder = saved_model(*CASES["m2m_100"][0])
+    old = {"model.encoder.embed_positions.weights": torch.ones(42, 32)}
+    extra = copy_directory(folder, tmp_path / "x", alter=lambda tensors: tensors.update(old))
+    config, params = load_hf(extra)
+    ids, mask = (np.roll(x, 3, axis=1)[1:] for x in padded_sequences(config.pad_id))
+    target = np.full((2, 4), 7)
+    tensor = lambda x: torch.tensor(np.ascontiguousarray(x))
+    with torch.no_grad():
+        expected = model(
+            tensor(ids), attention_mask=tensor(mask).long(), decoder_input_ids=tensor(target)
+        ).logits
+    positions = np.maximum(np.cumsum(mask, 1) - 1, 0)
+    options = {"source_padding_mask": mask, "source_positions": positions}
+    ours = build_model(config).apply(params, ids, target, **options)
+    np.testing.assert_allclose(ours, expected.numpy(), atol=1e-4)
+
+
 def test_unused_pooler_is_ignored_and_unsupported_heads_raise(saved_model, tmp_path):
     """Classifiers of RoBERTa on the hub often have a pooler, which Transformers ignores."""
     _, folder = saved_model(*CASES["roberta"][4])

@@ -134,6 +134,8 @@ REFUSED = [
     ("camembert", {"pad_token_id": None}, "pad_token_id = None must be a whole number"),
     ("xlm-roberta", {"pad_token_id": 41}, "model.max_length: 0 is too small"),
     ("distilbert", {"dim": -32}, "dim = -32 is too small; it must be more than 0"),
+    ("m2m_100", {"d_model": 3}, "d_model = 3 is too small; its sinusoids need at least 4"),
+    ("mbart", {"normalize_before": False}, "normalize_before = False is not supported"),
     ("bert", {"hidden_act": ["gelu"]}, r"hidden_act = \['gelu'\] must be a string"),
     (
         "t5",
@@ -205,6 +207,8 @@ def test_reshaped_square_matrix_raises(saved_model, tmp_path):
         ("bart", 0),
         ("bart", 2),
         ("marian", 2),
+        ("mbart", 0),
+        ("m2m_100", 1),
         ("opt", 0),
         ("gpt_neox", 2),
         ("gemma2", 0),

@@ -1,14 +1,24 @@
-"""BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018; OPUS-MT).
+"""BART (Lewis et al. 2020), Marian (Junczys-Dowmunt et al. 2018; OPUS-MT), mBART (Liu et al. 2020)
+and M2M-100 (Fan et al. 2021), whose type NLLB (NLLB team 2022) shares.
 
-Both are post-norm encoder-decoders with a bias on the logits.
+The first two are post-norm encoder-decoders, the others are pre-norm with final norms.
 """
 
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, optional
+from transformer.convert.fields import (
+    ACTIVATIONS,
+    ACTIVATIONS_BACK,
+    Fields,
+    count,
+    layer_count,
+    optional,
+)
 from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same, tied
 from transformer.model.config import ModelConfig
 
@@ -29,10 +39,70 @@ _FIELDS = {
     "attention_dropout": 0.0,
     "activation_dropout": 0.0,
 }
-_FIELDS_OF = {
-    "bart": _FIELDS,
-    "marian": _FIELDS | {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
-}
+
+
+def _sinusoids(shape: Shape) -> np.ndarray | None:
+    """Returns sin(t / 10000^(2i/d)) for all pairs i, then their cosines.
+
+    Returns None if the shape is not that of a matrix.
+    """
+    if len(shape) != 2:
+        return None
+    length, d = shape
+    angles = np.arange(length)[:, None] / 10_000.0 ** (2 * np.arange((d + 1) // 2) / d)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :d]
+
+
+_TOKENS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+
+
+class _Kind(NamedTuple):
+    """What differs between the model types. The defaults are those of BART."""
+
+    architecture: str
+    fields: Mapping[str, Any] = {}  # fields with another default
+    special_tokens: Mapping[str, int] = _TOKENS | {"decoder_start_token_id": 2}
+    learned: bool = True  # learned positions, and a norm after them
+    pre: bool = False  # pre-norm
+    logit_bias: bool = True
+    source_begins: bool = False
+    constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = {}
+    unused: tuple[str, ...] = ()
+
+
+_POSITIONS = r"model\.(encoder|decoder)\.embed_positions\.weight"
+_KINDS = {
+    "bart": _Kind("BartForConditionalGeneration", source_begins=True),
+    "marian": _Kind(
+        "MarianMTModel",
+        {"vocab_size": 58101, "decoder_vocab_size": optional(int)},
+        {"pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100},
+        learned=False,
+        constants={_POSITIONS: _sinusoids},
+    ),
+    "mbart": _Kind("MBartForConditionalGeneration", special_tokens=_TOKENS, pre=True),
+    "m2m_100": _Kind(
+        "M2M100ForConditionalGeneration",
+        {"vocab_size": 128112, "activation_function": "relu", "scale_embedding": True,
+         "attention_dropout": 0.1, "pad_token_id": count(1)},
+        learned=False,
+        pre=True,
+        logit_bias=False,
+        unused=(_POSITIONS + "s",),
+    ),
+}  # fmt: skip
+
+
+def _position(kind: str, f: Fields) -> dict:
+    """Returns our position scheme. fairseq's sinusoids have exponents i / (d / 2 - 1), up to 1."""
+    if kind != "m2m_100":
+        learned = {"name": "learned", "offset": 2}
+        return learned if _KINDS[kind].learned else {"name": "sinusoidal", "layout": "halves"}
+    half = f.get("d_model") // 2
+    if half < 2:
+        raise f.error("d_model", "is too small; its sinusoids need at least 4")
+    base, offset = 10_000.0 ** (half / (half - 1)), f.get("pad_token_id") + 1
+    return {"name": "sinusoidal", "layout": "halves", "base": base, "offset": offset}
 
 
 def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
@@ -41,9 +111,10 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
         shared[name] = f.get(f"encoder_{name}")
         f.same(f"decoder_{name}", shared[name], "encoder and decoder share this setting")
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
-    f.must("add_final_layer_norm", False)
-    f.must("normalize_before", False)
-    f.must("normalize_embedding", kind == "bart")
+    pre, learned = _KINDS[kind].pre, _KINDS[kind].learned
+    f.must("add_final_layer_norm", pre)
+    f.must("normalize_before", pre)
+    f.must("normalize_embedding", learned)
     f.must("add_bias_logits", False, "it adds a second bias to the logits")
     vocab = f.get("vocab_size")
     if kind == "marian":
@@ -52,8 +123,6 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
         f.must(
             "share_encoder_decoder_embeddings", True, "source and target must share a vocabulary"
         )
-    learned = {"name": "learned", "offset": 2}
-    sinusoids = {"name": "sinusoidal", "layout": "halves"}
     return {
         "family": "encoder_decoder",
         "vocab_size": vocab,
@@ -63,14 +132,14 @@ def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
         "num_encoder_layers": f.get("encoder_layers"),
         "num_decoder_layers": f.get("decoder_layers"),
         "max_length": f.get("max_position_embeddings"),
-        "position": learned if kind == "bart" else sinusoids,
-        "norm_placement": "post",
+        "position": _position(kind, f),
+        "norm_placement": "pre" if pre else "post",
         "norm_epsilon": 1e-5,
-        "embedding_norm": kind == "bart",
+        "embedding_norm": learned,
         "embedding_scale": f.get("scale_embedding"),
         "activation": f.one_of("activation_function", ACTIVATIONS),
         "tie_embeddings": f.get("tie_word_embeddings"),
-        "logit_bias": True,
+        "logit_bias": _KINDS[kind].logit_bias,
         "dropout": f.get("dropout"),
         "attention_dropout": f.get("attention_dropout"),
         "activation_dropout": f.get("activation_dropout"),
@@ -101,9 +170,11 @@ def _write(kind: str, c: ModelConfig) -> dict:
 
 def _weights(kind: str, c: ModelConfig):
     yield same("model.shared.weight", "embedding/embedding")
-    yield row("final_logits_bias", "unembedding/bias")
+    if c.logit_bias:
+        yield row("final_logits_bias", "unembedding/bias")
+    place = "in_norm" if _KINDS[kind].pre else "out_norm"
     for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
-        if kind == "bart":
+        if _KINDS[kind].learned:
             yield same(f"model.{side}.embed_positions.weight", f"{side}/position_embedding")
             yield from norm(f"model.{side}.layernorm_embedding", f"{side}/embedding_norm")
         for i in range(depth):
@@ -113,10 +184,12 @@ def _weights(kind: str, c: ModelConfig):
                 attentions["encoder_attn"] = "cross_attention"
             for name, part in attentions.items():
                 yield from attention(f"{theirs}.{name}", f"{ours}/{part}", bias=True)
-                yield from norm(f"{theirs}.{name}_layer_norm", f"{ours}/{part}_residual/out_norm")
+                yield from norm(f"{theirs}.{name}_layer_norm", f"{ours}/{part}_residual/{place}")
             yield from linear(f"{theirs}.fc1", f"{ours}/feed_forward/in", bias=True)
             yield from linear(f"{theirs}.fc2", f"{ours}/feed_forward/out", bias=True)
-            yield from norm(f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/out_norm")
+            yield from norm(f"{theirs}.final_layer_norm", f"{ours}/feed_forward_residual/{place}")
+        if _KINDS[kind].pre:
+            yield from norm(f"model.{side}.layer_norm", f"{side}/final_norm")
     if not c.tie_embeddings:
         yield from linear("lm_head", "unembedding", bias=False)
 
@@ -133,47 +206,23 @@ def _copies(c: ModelConfig) -> tuple[Copy, ...]:
     return (*sides, *tied(c, "lm_head.weight", "model.shared.weight"))
 
 
-def _sinusoids(shape: Shape) -> np.ndarray | None:
-    """Returns sin(t / 10000^(2i/d)) for all pairs i, then their cosines.
-
-    Returns None if the shape is not that of a matrix.
-    """
-    if len(shape) != 2:
-        return None
-    length, d = shape
-    angles = np.arange(length)[:, None] / 10_000.0 ** (2 * np.arange((d + 1) // 2) / d)
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)[:, :d]
-
-
-_CONSTANTS = {
-    "bart": {},
-    "marian": {r"model\.(encoder|decoder)\.embed_positions\.weight": _sinusoids},
-}
-
-_SPECIAL_TOKENS = {
-    "bart": {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
-    "marian": {"pad_token_id": 58_100, "eos_token_id": 0, "decoder_start_token_id": 58_100},
-}
-
 FAMILIES = [
     Family(
-        kind,
-        architecture,
+        name,
+        kind.architecture,
         "encoder_decoder",
-        *(functools.partial(f, kind) for f in (_read, _write, _weights)),
-        _FIELDS_OF[kind],
-        special_tokens=_SPECIAL_TOKENS[kind],
+        *(functools.partial(f, name) for f in (_read, _write, _weights)),
+        _FIELDS | kind.fields,
+        special_tokens=kind.special_tokens,
         aliases={
             "num_attention_heads": "encoder_attention_heads",
             "hidden_size": "d_model",
             "num_hidden_layers": "encoder_layers",
         },
         copies=_copies,
-        constants=_CONSTANTS[kind],
-        source_begins=kind == "bart",
+        constants=kind.constants,
+        unused=kind.unused,
+        source_begins=kind.source_begins,
     )
-    for kind, architecture in {
-        "bart": "BartForConditionalGeneration",
-        "marian": "MarianMTModel",
-    }.items()
+    for name, kind in _KINDS.items()
 ]

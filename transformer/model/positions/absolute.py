@@ -56,7 +56,7 @@ class Sinusoidal(Position):
         PE(t)_{2i} = sin(t / base^(2i/d)),   PE(t)_{2i+1} = cos(t / base^(2i/d))
 
     `layout="halves"` permutes the values: all sines come before all cosines, as in tensor2tensor
-    and Marian.
+    and Marian. `offset` is added to t; fairseq counts from 2.
 
     Parameters: none.
     Cross-attention: not applied.
@@ -67,6 +67,7 @@ class Sinusoidal(Position):
 
     base: float = option(10_000.0)
     layout: str = option("interleaved")
+    offset: int = option(0)
 
     def check(self, facts: StackFacts) -> str | None:
         if self.layout not in ("interleaved", "halves"):
@@ -74,6 +75,8 @@ class Sinusoidal(Position):
             return f"model.position.layout: unknown value {self.layout!r}; {layouts}"
         if self.base <= 0:
             return f"model.position.base: {self.base} must be more than 0"
+        if self.offset < 0:
+            return f"model.position.offset: {self.offset} is too small; at least 0"
         return (
             "model.position: 'sinusoidal' needs an even model.d_model; change one of them"
             if facts.d_model % 2
@@ -82,9 +85,8 @@ class Sinusoidal(Position):
 
     def embed(self, x_BxTxD, positions_BxT):
         d_model = x_BxTxD.shape[-1]
-        return x_BxTxD + sinusoids(positions_BxT, d_model, self.base, self.layout).astype(
-            x_BxTxD.dtype
-        )
+        values = sinusoids(positions_BxT + self.offset, d_model, self.base, self.layout)
+        return x_BxTxD + values.astype(x_BxTxD.dtype)
 
 
 def sinusoids(
