@@ -157,6 +157,13 @@ CASES = {
             "layer_norm_epsilon": 1e-3,
         }),
     ],
+    "mt5": [
+        ("MT5ForConditionalGeneration", T5),
+        ("MT5ForConditionalGeneration", T5 | {
+            "feed_forward_proj": "relu", "num_decoder_layers": 2, "layer_norm_epsilon": 1e-3,
+            "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
+        }),
+    ],
     "bart": [
         ("BartForConditionalGeneration", BART),
         ("BartForConditionalGeneration", BART | {
@@ -384,7 +391,7 @@ def make_hf_model(name: str, options: dict, seed: int = 0):
     # weights make it ill-conditioned.
     fixed, noise = (
         ("embed_positions" if name.startswith("Marian") else None),
-        0.1 if name.startswith("T5") else 0.3,
+        0.1 if name.startswith(("T5", "MT5")) else 0.3,
     )
     with torch.no_grad():
         for key, x in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020), v1.0 and v1.1.
+"""T5 (Raffel et al. 2020), v1.0 and v1.1, and mT5 (Xue et al. 2021), with unscaled logits.
 
 A pre-norm encoder-decoder with bucketed relative distances, RMSNorm and no biases.
 """
@@ -58,6 +58,7 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     buckets = f.get("relative_attention_num_buckets")
     distance = f.get("relative_attention_max_distance")
     scaled = f.get("scale_decoder_outputs", f.get("tie_word_embeddings") is not False)
+    scaled = scaled and f.family != "mt5"
     return {
         "family": "encoder_decoder",
         "vocab_size": f.get("vocab_size"),
@@ -134,16 +135,19 @@ def _weights(c: ModelConfig):
         yield from linear("lm_head", "unembedding", bias=False)
 
 
+_MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": layer_count(8), "num_heads": 6}
+_MT5 |= {"feed_forward_proj": "gated-gelu"}
+
 FAMILIES = [
     Family(
-        "t5",
-        "T5ForConditionalGeneration",
+        model_type,
+        f"{model_type.upper()}ForConditionalGeneration",
         "encoder_decoder",
         _read,
         _write,
         _weights,
-        _FIELDS,
-        special_tokens={"pad_token_id": 0, "eos_token_id": 1},
+        _FIELDS | changed,
+        special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start,
         aliases={
             "hidden_size": "d_model",
             "num_attention_heads": "num_heads",
@@ -157,4 +161,5 @@ FAMILIES = [
             r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
         ),  # Transformers never reads it
     )
+    for model_type, changed, start in (("t5", {}, {}), ("mt5", _MT5, {"decoder_start_token_id": 0}))
 ]
