@@ -1,6 +1,7 @@
 """Properties of single families of Transformers: positions, and heads that cannot be loaded."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,9 +14,34 @@ import transformers
 from test_convert_faults import copy_directory, load_error
 
 from transformer import build_model, load_hf
+from transformer.convert import FAMILIES
+from transformer.convert.hf import _tensors
 
 CASES, saved_model = test_convert.CASES, test_convert.saved_model
 padded_sequences = test_convert.padded_sequences
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_gradients_equal_transformers(saved_model, family):
+    """Our gradients, renamed and reshaped as weights are, equal PyTorch's."""
+    generates = lambda case: any(x in case[0] for x in ("ForM", "ForC", "LMHead", "MT"))
+    model, folder = saved_model(*next(filter(generates, CASES[family])))
+    config, params = load_hf(folder)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(4, test_convert.VOCAB - 2, (len(config.sides), 2, 9))
+    weights = rng.standard_normal((2, 9, test_convert.VOCAB)).astype(np.float32)
+    loss = lambda params: jnp.sum(build_model(config).apply(params, *ids) * weights)
+    ours = dict(_tensors(FAMILIES[family], config, jax.jit(jax.grad(loss))(params)))
+    target = {"decoder_input_ids": torch.tensor(ids[-1])} if config.is_encoder_decoder else {}
+    model.zero_grad()
+    torch.sum(model(torch.tensor(ids[0]), **target).logits * torch.tensor(weights)).backward()
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    compared = theirs.keys() & ours.keys()
+    assert len(compared) > 0.6 * len(theirs), sorted(theirs.keys() - ours.keys())
+    largest = {name: float(x.abs().max()) for name, x in theirs.items()}
+    for name in compared:  # the gradients of key biases are 0, up to rounding
+        atol = 1e-3 * largest[name] + 1e-6 * max(largest.values())
+        np.testing.assert_allclose(ours[name], theirs[name], atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("family", ["roberta", "camembert"])

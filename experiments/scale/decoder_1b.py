@@ -23,19 +23,19 @@ Compare   no published measurement was found for this chip and size; MaxText's 1
       cache and inputs       640.0 KiB      640.0 KiB      320.0 KiB        1.5 GiB
       padding                  1.5 KiB            0 B            0 B          764 B
       activations              3.5 GiB
-      temporaries              6.9 GiB        1.4 GiB        2.5 GiB        2.0 GiB
-      results, code           32.5 MiB        7.4 MiB        1.5 GiB       35.3 MiB
-      peak of 16.0 GiB  11.4 GiB (71%)  1.7 GiB (11%)  4.4 GiB (27%)  3.8 GiB (24%)
+      temporaries              6.9 GiB        1.4 GiB        2.5 GiB        1.8 GiB
+      results, code           32.5 MiB        7.4 MiB        1.5 GiB       35.4 MiB
+      peak of 16.0 GiB  11.4 GiB (71%)  1.7 GiB (11%)  4.4 GiB (27%)  3.7 GiB (23%)
 
     minimum time                       train      evaluate       prefill        decode
       compute at 197.0 TFLOP/s        1.80 s      473.9 ms       58.6 ms         53 us
-      HBM at 819.0 GB/s               1.32 s      178.6 ms       26.6 ms        9.7 ms
-      network                        93.1 ms       28.4 ms       28.4 ms       28.4 ms
-      step                            1.80 s      473.9 ms       58.6 ms       28.4 ms
+      HBM at 819.0 GB/s               1.32 s      178.6 ms       26.6 ms        9.5 ms
+      network                        93.1 ms       28.4 ms       28.4 ms       27.1 ms
+      step                            1.80 s      473.9 ms       58.6 ms       27.1 ms
       bound by                       compute       compute       compute       network
       MFU at most 77.5%; 18.2k tokens/s per chip, 25.1B tokens per day in total
       run: at least 25 h 2 min, 401 chip-hours, without evaluation and checkpoints
-      decoding: 2.3k tokens/s for 64 sequences
+      decoding: 2.4k tokens/s for 64 sequences
 
     sent per device in one training step         count  within the slice
       all-gather                                   338           4.5 GiB

@@ -24,18 +24,18 @@ Compare   MaxText measured 38.6 % MFU for this model (v6e, 256), and 66.2 % for 
       padding                769.5 KiB     256.0 KiB     256.0 KiB     256.5 KiB
       activations             17.5 GiB
       temporaries             19.0 GiB       3.0 GiB       2.5 GiB       1.6 GiB
-      results, code           33.9 MiB       8.7 MiB     514.7 MiB     172.6 MiB
+      results, code           33.9 MiB       8.7 MiB     514.7 MiB     173.1 MiB
       peak of 95.0 GiB  41.0 GiB (43%)  4.5 GiB (5%)  4.5 GiB (5%)  3.7 GiB (4%)
 
     minimum time                       train      evaluate       prefill        decode
       compute at 459.0 TFLOP/s       28.27 s        7.53 s      955.0 ms         18 us
-      HBM at 2.8 TB/s                 4.04 s        1.54 s      275.9 ms       75.7 ms
-      network                        10.37 s        4.71 s      589.8 ms      279.6 ms
-      step                           28.27 s        7.53 s      955.0 ms      279.6 ms
+      HBM at 2.8 TB/s                 4.04 s        1.54 s      275.9 ms       75.5 ms
+      network                        10.37 s        4.71 s      589.8 ms      278.2 ms
+      step                           28.27 s        7.53 s      955.0 ms      278.2 ms
       bound by                       compute       compute       compute       network
       MFU at most 79.7%; 145 tokens/s per chip, 12.8B tokens per day in total
       run: at least 32.7 days, 804,047 chip-hours, without evaluation and checkpoints
-      decoding: 458 tokens/s for 128 sequences
+      decoding: 460 tokens/s for 128 sequences
 
     sent per device in one training step         count  within the slice
       all-gather                                 2,528         849.9 GiB

@@ -25,18 +25,18 @@ Compare   MaxText measured 45.5 % MFU (7,207 tokens/s per chip) at this size and
       padding                  1.5 KiB           0 B           0 B         764 B
       activations              4.6 GiB
       temporaries             11.9 GiB       3.8 GiB       4.0 GiB       4.8 GiB
-      results, code           65.9 MiB      21.6 MiB       1.0 GiB     320.2 MiB
+      results, code           65.9 MiB      21.6 MiB       1.0 GiB     318.2 MiB
       peak of 95.0 GiB  18.0 GiB (19%)  4.3 GiB (5%)  5.5 GiB (6%)  6.6 GiB (7%)
 
     minimum time                       train      evaluate       prefill        decode
       compute at 459.0 TFLOP/s        2.34 s      617.2 ms      154.5 ms          9 us
-      HBM at 2.8 TB/s               651.9 ms       90.6 ms       42.4 ms       25.3 ms
-      network                       119.0 ms       31.2 ms       31.2 ms       35.0 ms
-      step                            2.34 s      617.2 ms      154.5 ms       35.0 ms
+      HBM at 2.8 TB/s               651.9 ms       90.6 ms       42.4 ms       23.4 ms
+      network                       119.0 ms       31.2 ms       31.2 ms       31.2 ms
+      step                            2.34 s      617.2 ms      154.5 ms       31.2 ms
       bound by                       compute       compute       compute       network
       MFU at most 78.6%; 7.0k tokens/s per chip, 38.8B tokens per day in total
       run: at least 2.7 days, 4,156 chip-hours, without evaluation and checkpoints
-      decoding: 1.8k tokens/s for 64 sequences
+      decoding: 2.1k tokens/s for 64 sequences
 
     sent per device in one training step         count  within the slice
       all-reduce                                   164          31.4 GiB

@@ -28,19 +28,19 @@ capacity_factor=1.25, the minimum time is 4.63 s and the MFU at most 61.5 %.
       cache and inputs       320.0 KiB       320.0 KiB       1.2 MiB     512.0 MiB
       padding                  1.5 KiB             0 B           0 B         508 B
       activations              5.8 GiB
-      temporaries             39.0 GiB        19.6 GiB       4.0 GiB       1.4 GiB
-      results, code           72.2 MiB        24.1 MiB     526.5 MiB      58.0 MiB
-      peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (22%)  6.2 GiB (7%)  3.7 GiB (4%)
+      temporaries             39.0 GiB        19.6 GiB       4.0 GiB       1.2 GiB
+      results, code           72.2 MiB        24.1 MiB     526.5 MiB      58.3 MiB
+      peak of 95.0 GiB  50.0 GiB (53%)  21.4 GiB (22%)  6.2 GiB (7%)  3.4 GiB (4%)
 
     minimum time                       train      evaluate       prefill        decode
       compute at 459.0 TFLOP/s        3.83 s      953.2 ms      120.4 ms         54 us
-      HBM at 2.8 TB/s                 2.79 s      648.2 ms       88.4 ms       13.0 ms
-      network                       840.5 ms      334.3 ms       41.8 ms       37.7 ms
-      step                            3.83 s      953.2 ms      120.4 ms       37.7 ms
+      HBM at 2.8 TB/s                 2.79 s      648.2 ms       88.4 ms       12.9 ms
+      network                       840.5 ms      334.3 ms       41.8 ms       37.0 ms
+      step                            3.83 s      953.2 ms      120.4 ms       37.0 ms
       bound by                       compute       compute       compute       network
       MFU at most 74.4%; 4.3k tokens/s per chip, 47.4B tokens per day in total
       run: at least 4.4 days, 13,601 chip-hours, without evaluation and checkpoints
-      decoding: 3.4k tokens/s for 128 sequences
+      decoding: 3.5k tokens/s for 128 sequences
 
     sent per device in one training step         count  within the slice
       all-gather                                   674         108.9 GiB
