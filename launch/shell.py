@@ -76,7 +76,7 @@ def bucket(text: str) -> str:
 def option(command: list[str], name: str) -> str:
     """Returns the value of an option, --name=VALUE or --name VALUE, or "" if it is missing."""
     value = ""
-    for word, following in zip(command, [*command[1:], ""], strict=True):
+    for word, following in zip(command, [*command, ""][1:], strict=True):
         if word == name or word.startswith(f"{name}="):
             value = following if word == name else word.removeprefix(f"{name}=")
     return value

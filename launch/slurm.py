@@ -77,7 +77,10 @@ def script(args) -> str:
 
 
 def check(args) -> None:
-    """Exits with code 2 if SLURM would reject or misread an option. Warns if .venv is missing."""
+    """Exits with code 2 if SLURM would reject or misread an option, or if .venv is missing.
+
+    Warns if the folder is not on this machine, so that its .venv cannot be seen.
+    """
     check_command(args.command, Path(args.folder))
     check_numbers(args, nodes=1, gpus_per_node=0, cpus_per_task=0, array=0, restarts=0)
     if not re.fullmatch(r"(\d+-)?\d+(:[0-5]?\d){,2}", args.time):
@@ -90,12 +93,13 @@ def check(args) -> None:
         mistake(f"--array: {args.array} splits a sweep, not {args.command[0]}; leave it out")
     if args.array and option(args.command, "--shard"):
         mistake(f"--shard: is set for every task by --array={args.array}; leave it out")
-    if not (Path(args.folder) / ".venv").is_dir():
-        print(
-            f"launch: no {args.folder}/.venv on this machine; "
-            "create it before the job starts, since the job runs its bin/python",
-            file=sys.stderr,
+    folder = Path(args.folder)
+    if folder.is_dir() and not (folder / ".venv").is_dir() and not args.dry_run:
+        mistake(
+            f"--folder: no {folder}/.venv, whose bin/python the job runs; run make install there"
         )
+    if not folder.is_dir():
+        print(f"launch: {folder} is not on this machine; it must have a .venv", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,14 +19,22 @@ runs. The exit code is that of the run. A run that exits with code 2 (user error
 The TPU stays up, unless --delete is given and the run succeeds. Each run of a sweep uses the whole
 TPU, one run after another. To split a sweep instead, start several TPUs with --shard=1/4,
 --shard=2/4, ...
+
+--env=WANDB_API_KEY sets a variable for the run to its value here, --env=NAME=VALUE to another.
+Values are copied in a file and never printed. Other options of gcloud are given once for each:
+--create=--network=vpc --create=--internal-ips --create=--reserved --create=--service-account=SA for
+the creation, --ssh=--tunnel-through-iap for connections.
 """
 
+import ast
+import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from shell import (
     HOST,
@@ -41,6 +49,7 @@ from shell import (
     installed,
     machine,
     mistake,
+    option,
     parse,
     run,
     start,
@@ -67,7 +76,7 @@ STAYS = re.compile(r"(?i)quota\b.*\bexceeded")
 
 GCLOUD = ("gcloud", "compute", "tpus", "tpu-vm")
 
-ARCHIVE = "transformer.tar.gz"
+ARCHIVE, VARIABLES = "transformer.tar.gz", "transformer.env"
 
 PYTHON = "3.12"
 """The version that `install` gets. The system's own is older than this project requires."""
@@ -103,16 +112,15 @@ class Tpu:
 
     def on(self, worker: str, command: str) -> int:
         """Runs a shell command on one worker, or on "all"."""
-        return self.gcloud("ssh", f"--worker={worker}", f"--command={command}")
+        return self.gcloud("ssh", f"--worker={worker}", *self.args.ssh, f"--command={command}")
 
     def create(self) -> int:
         """Creates the TPU. Returns MISTAKE if a second try would also fail."""
         kind, image = product(self.args.type)
         spot = ["--spot"] if self.args.spot else []
         lines: list[str] = []
-        code = self.gcloud(
-            "create", f"--accelerator-type={kind}", f"--version={image}", *spot, stderr_lines=lines
-        )
+        options = [f"--accelerator-type={kind}", f"--version={image}", *spot, *self.args.create]
+        code = self.gcloud("create", *options, stderr_lines=lines)
         errors = "".join(lines)
         return MISTAKE if code and (STAYS.search(errors) or not PASSES.search(errors)) else code
 
@@ -130,43 +138,39 @@ class Tpu:
             "--editable '.[tpu,gcs]'",
         ]
         if self.args.bucket:
-            steps.append(
+            steps += [
+                "(command -v gcsfuse > /dev/null || sudo apt-get install --quiet --yes gcsfuse)",
                 "(mountpoint -q runs || gcsfuse --implicit-dirs --rename-dir-limit=100000 "
-                f"{self.args.bucket} runs)"
-            )
-        with tempfile.TemporaryDirectory() as folder:
-            archive = f"{'/tmp' if self.dry else folder}/{ARCHIVE}"
+                f"{self.args.bucket} runs)",
+            ]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path("/tmp" if self.dry else temporary)
+            archive, variables = folder / ARCHIVE, folder / VARIABLES
+            files = [archive, variables] if self.args.env else [archive]
+            if self.args.env and not self.dry:
+                variables.touch(mode=0o600)
+                lines = (f"export {name}={shlex.quote(x)}\n" for name, x in self.args.env.items())
+                variables.write_text("".join(lines))
+            git = ["git", "-C", str(ROOT), "archive", "--format=tar.gz", f"--output={archive}"]
+            copy = [*GCLOUD, "scp", *self.where[1:], *map(str, files), f"{self.args.name}:"]
             return (
-                run(
-                    [
-                        "git",
-                        "-C",
-                        str(ROOT),
-                        "archive",
-                        "--format=tar.gz",
-                        f"--output={archive}",
-                        "HEAD",
-                    ],
-                    self.dry,
-                )
-                or run(
-                    [
-                        *GCLOUD,
-                        "scp",
-                        *self.where[1:],
-                        archive,
-                        f"{self.args.name}:",
-                        "--worker=all",
-                    ],
-                    self.dry,
-                )
+                run([*git, "HEAD"], self.dry)
+                or run([*copy, "--worker=all", *self.args.ssh], self.dry)
                 or self.on("all", f"{{ {' && '.join(steps)}; }} || exit {MISTAKE}")
             )
 
     def start(self) -> int:
-        """Starts the command on all workers. They write run.log and, at the end, run.code."""
+        """Starts the command on all workers. They write run.log and, at the end, run.code.
+
+        Before that, all workers copy run.log to runs/logs/NAME/ in the bucket.
+        """
         command = shlex.join([".venv/bin/python", "-m", "transformer", *self.args.command])
-        script = f"{command} > run.log 2>&1; echo $? > run.code"
+        if self.args.env:
+            command = f". ../{VARIABLES}; {command}"
+        logs = f"runs/logs/{self.args.name}"
+        keep = f"mkdir -p {logs} && cp run.log {logs}/$(hostname)-$(date +%s).log; "
+        script = f"{command} > run.log 2>&1; code=$?; {keep * bool(self.args.bucket)}"
+        script += "echo $code > run.code"
         return self.on(
             "all",
             "cd transformer && rm -f run.code run.stopped && "
@@ -246,12 +250,54 @@ class Tpu:
         return code
 
 
-def _uncommitted() -> str:
-    """Returns the names of files with changes that are not committed, at most five."""
-    command = ["git", "-C", str(ROOT), "status", "--porcelain"]
+def _uncommitted() -> list[str]:
+    """Returns the files with changes that are not committed, relative to ROOT."""
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=all"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    names = [line[3:] for line in lines]
-    return ", ".join(names[:5] + [f"and {len(names) - 5} more"] * (len(names) > 5))
+    return [line[3:] for line in lines]
+
+
+def _check_files(command: list[str], changed: list[str]) -> None:
+    """Exits with code 2 if the run reads files that are not copied. Reports other changes.
+
+    The run reads the experiment file, the modules next to it that it imports, and text. A path of
+    text is refused if it exists here outside of the commit.
+    """
+    config = option(command, "--config").partition(":")[0]
+    needed, texts = [config] if config else [], []
+    for file in needed:
+        if not (ROOT / file).is_file():
+            continue
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules = [f"{name.replace('.', '/')}.py" for name in names]
+            found = [m for name in modules for m in (name, str(Path(file).parent / name))]
+            needed += [m for m in found if (ROOT / m).is_file() and m not in needed]
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts += [node.value] if node.value.startswith(("/", "~")) else []
+    if missing := [file for file in needed if file in changed]:
+        mistake(
+            f"--config: {missing[0]} has changes that are not committed, so it would not travel"
+        )
+    texts += [option(command, f"--config.data.{part}") for part in ("train", "valid", "test")]
+    for text in filter(None, texts):
+        path = Path(text).expanduser()
+        if (path if path.is_absolute() else ROOT / path).exists():
+            mistake(f"text: {text!r} is a path of this machine; copy it to a bucket, gs://...")
+    names = changed[:5] + [f"and {len(changed) - 5} more"] * (len(changed) > 5)
+    if names:
+        print(f"launch: uncommitted changes are not copied: {', '.join(names)}", file=sys.stderr)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    """Returns (name, value) of a variable, from NAME=VALUE or NAME, with its value here."""
+    name, is_set, value = text.partition("=")
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        mistake(f"--env: {name!r} is not the name of a variable; write NAME or NAME=VALUE")
+    if not is_set and name not in os.environ:
+        mistake(f"--env: {name} is not set here; set it, or write {name}=VALUE")
+    return name, value if is_set else os.environ[name]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -270,11 +316,15 @@ def main(argv: list[str] | None = None) -> int:
         "--restarts", type=int, default=20, help="attempts after the first one (default: 20)"
     )
     parser.add_argument("--wait", type=float, default=60, help="seconds before a restart")
+    parser.add_argument("--env", type=_variable, action="append", default=[], metavar="NAME")
+    parser.add_argument("--create", action="append", default=[], metavar="--OPTION=VALUE")
+    parser.add_argument("--ssh", action="append", default=[], metavar="--OPTION=VALUE")
     parser.add_argument("--delete", action="store_true", help="delete the TPU when `up` succeeds")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the commands without running them"
     )
     args = parse(parser, argv)
+    args.env = dict(args.env)
     check_name(args.name)
     check_numbers(args, restarts=0)
     if args.verb in ("up", "start"):
@@ -302,8 +352,8 @@ def main(argv: list[str] | None = None) -> int:
         check_workdir(args.command, args.bucket)
     if not args.dry_run:
         installed("gcloud")
-    if args.verb in ("up", "install") and (changed := _uncommitted()):
-        print(f"launch: uncommitted changes are not copied: {changed}", file=sys.stderr)
+    if args.verb in ("up", "install"):
+        _check_files(args.command, _uncommitted())
     return getattr(Tpu(args), args.verb)()
 
 

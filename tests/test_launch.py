@@ -257,16 +257,80 @@ esac
     assert "touch transformer/run.stopped" in stop and "rm -f run.code run.stopped" in start
 
 
-def test_uncommitted_changes_are_reported(tmp_path, monkeypatch):
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """The module tpu_vm, for a new repository with a committed experiment that imports a module."""
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
     import tpu_vm
 
-    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "mine.py").write_text("import sizes\n")
+    (tmp_path / "experiments" / "sizes.py").write_text("SIZE = 3\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "start"]):
+        subprocess.run([*git, *command], check=True)
     monkeypatch.setattr(tpu_vm, "ROOT", tmp_path)
-    assert tpu_vm._uncommitted() == ""
+    return tpu_vm
+
+
+def test_uncommitted_changes_are_reported(repository, tmp_path, capsys):
+    assert repository._uncommitted() == []
     for i in range(7):
         (tmp_path / f"{i}.py").touch()
-    assert tpu_vm._uncommitted() == "0.py, 1.py, 2.py, 3.py, 4.py, and 2 more"
+    repository._check_files(["train", "--config=experiments/mine.py"], repository._uncommitted())
+    assert "not copied: 0.py, 1.py, 2.py, 3.py, 4.py, and 2 more\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["mine.py", "sizes.py"])
+def test_experiment_that_is_not_committed_raises(repository, tmp_path, capsys, file):
+    """The archive holds the last commit, so the run would read the file's old version, or none."""
+    (tmp_path / "experiments" / file).write_text("import sizes\nSIZE = 4\n")
+    with pytest.raises(SystemExit) as error:
+        repository._check_files(
+            ["train", "--config=experiments/mine.py"], repository._uncommitted()
+        )
+    assert error.value.code == 2
+    assert f"--config: experiments/{file} has changes that are not" in capsys.readouterr().err
+
+
+def test_text_of_this_machine_raises(repository, tmp_path, capsys):
+    (tmp_path / "text.txt").touch()
+    (tmp_path / "experiments" / "mine.py").write_text(f"TRAIN = {str(tmp_path / 'text.txt')!r}\n")
+    for option in ("--config=experiments/mine.py", "--config.data.train=text.txt"):
+        with pytest.raises(SystemExit):
+            repository._check_files(["train", option], [])
+        assert "is a path of this machine; copy it to a bucket" in capsys.readouterr().err
+    repository._check_files(["train", "--config.data.train=gs://b/text.txt"], [])
+    assert not capsys.readouterr().err
+
+
+def test_variables_and_options_of_gcloud(fake_tool, tmp_path, monkeypatch):
+    """Secrets are copied in a file that only their owner can read, and appear in no command."""
+    script = f"""
+for word in "$@"; do case $word in *.env) cp -p $word {tmp_path}/copied;; esac; done
+echo "$@" >> {tmp_path}/log
+case "$*" in *describe*) exit 1;; *run.code*exit*) exit 0;; esac
+"""
+    monkeypatch.setenv("WANDB_API_KEY", "the secret")
+    options = ["--env=WANDB_API_KEY", "--env=LEVEL=2", "--ssh=--tunnel-through-iap", "--bucket=b"]
+    options += ["--create=--network=vpc", "--create=--internal-ips"]
+    out = launch("tpu_vm.py", *UP, *options, *TRAIN, path=fake_tool("gcloud", script))
+    assert (tmp_path / "copied").read_text() == (
+        "export WANDB_API_KEY='the secret'\nexport LEVEL=2\n"
+    )
+    assert (tmp_path / "copied").stat().st_mode & 0o077 == 0
+    log = (tmp_path / "log").read_text()
+    assert "the secret" not in out + log
+    words = (" create ", " scp ", "uv pip install", "setsid")
+    create, scp, install, start = (
+        next(line for line in log.splitlines() if word in line) for word in words
+    )
+    assert "--network=vpc --internal-ips" in create and "tunnel" not in create
+    assert all("--tunnel-through-iap" in line for line in (scp, install, start))
+    assert (
+        ". ../transformer.env; .venv/bin/python" in start and "cp run.log runs/logs/my-tpu" in start
+    )
+    assert "is not set here" in launch("tpu_vm.py", *UP, "--env=ABSENT_", *TRAIN, code=2)
 
 
 MACHINES = [  # name in `plan`, gcloud's accelerator type, GKE's node selector
