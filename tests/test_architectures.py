@@ -19,7 +19,8 @@ HF_FAMILIES = {
     "bert": "bert", "modernbert": "modernbert", "gpt2": "gpt2", "gpt3": "gpt2", "bloom": "bloom",
     "t5": "t5", "bart": "bart", "marian": "marian", "opt": "opt", "gpt_neox": "gpt_neox",
     "pythia": "gpt_neox", "llama2": "llama", "llama3": "llama", "llama3.1": "llama",
-    "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
+    "mistral": "mistral", "qwen2": "qwen2", "qwen3_30b_a3b": "qwen3_moe", "qwen3": "qwen3",
+    "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2", "mixtral": "mixtral",
 }  # fmt: skip
 """Architecture -> the family of Transformers that can express it."""
 
@@ -32,7 +33,10 @@ PUBLISHED = {
     "gpt_neox_20b": 20.55e9, "pythia_70m": 70.4e6, "pythia_12b": 11.85e9, "llama2_7b": 6.74e9,
     "llama3_8b": 8.03e9, "llama3.1_405b": 405.8e9, "mistral_7b": 7.24e9, "qwen2_0.5b": 494e6,
     "qwen2_72b": 72.7e9, "qwen3_0.6b": 596e6, "qwen3_32b": 32.76e9, "gemma2_2b": 2.61e9,
-    "gemma2_27b": 27.2e9, "modernbert_base": 149e6, "modernbert_large": 395e6,
+    "gemma2_27b": 27.2e9, "gemma3_1b": 1.0e9, "gemma3_4b": 3.88e9, "gemma3_12b": 11.77e9,
+    "gemma3_27b": 27.0e9, "olmo2_1b": 1.48e9, "olmo2_7b": 7.3e9, "olmo2_13b": 13.7e9,
+    "olmo2_32b": 32.2e9, "mixtral_8x7b": 46.7e9, "qwen3_30b_a3b": 30.5e9,
+    "modernbert_base": 149e6, "modernbert_large": 395e6,
 }  # fmt: skip
 """Architecture -> its number of parameters as the authors report it."""
 
@@ -91,6 +95,12 @@ TABLE = {
         **RMS, "norm_placement": "peri", "attention_soft_cap": 50.0, "logit_soft_cap": 30.0,
         "embedding_scale": True,
     },
+    "gemma3_1b gemma3_27b": {
+        **RMS, "norm_placement": "peri", "attention_soft_cap": 0.0, "qk_norm": True,
+        "embedding_scale": True,
+    },
+    "olmo2_1b olmo2_32b": {**LLAMA, "norm_placement": "res_post", "qk_norm_joint": True},
+    "mixtral_8x7b": {**LLAMA, "num_kv_heads": 8, "window": 0},
     "modernbert_base modernbert_large": {
         "family": "encoder", "first_norm": False, "glu": True, "norm_offset": False,
     },
@@ -122,7 +132,8 @@ def count_parameters(config) -> int:
 def small(name: str):
     """Returns the config of an architecture with few and narrow layers."""
     published = architecture(name)
-    depth = {f"num_{side}_layers": min(published.num_layers(side), 3) for side in published.sides}
+    most = max(3, len(published.layer_pattern))
+    depth = {f"num_{s}_layers": min(published.num_layers(s), most) for s in published.sides}
     fields = SMALL | depth | {"num_kv_heads": 2 if published.kv_heads < published.num_heads else 0}
     fields |= {
         "d_head": 12 if published.head_size * published.num_heads != published.d_model else 0
@@ -163,8 +174,8 @@ def test_parameter_count_matches_published_count(name):
 def test_parameter_count_equals_transformers(name):
     """The number of parameters equals that of the model in Transformers.
 
-    Models of three and four layers are built there. Each further layer adds as many parameters as
-    the fourth.
+    Models of n and n + 1 layers are built there. Each further layer adds as many parameters as the
+    last one.
     """
     if name in ("gpt3_13b", "gpt3_xl"):
         pytest.skip(
@@ -176,12 +187,13 @@ def test_parameter_count_equals_transformers(name):
         family,
         dataclasses.replace(config, **{f"num_{side}_layers": layers for side in config.sides}),
     )
-    three, four = at_depth(3), at_depth(4)
-    assert four > three and depth > 4
+    n = max(3, len(config.layer_pattern))
+    shallow, deeper = at_depth(n), at_depth(n + 1)
+    assert deeper > shallow and depth > n + 1
     ours = count_parameters(config)
     if family.model_type in ("bart", "marian"):
         ours -= config.vocab_size  # the bias on the logits is a buffer in Transformers
-    assert ours == three + (depth - 3) * (four - three)
+    assert ours == shallow + (depth - n) * (deeper - shallow)
 
 
 def transformers_parameters(family, config) -> int:
@@ -208,7 +220,7 @@ def transformers_parameters(family, config) -> int:
     "transformer_base", "minimal", "mit_6390", "jurafsky_martin", "bert_base", "gpt2", "gpt3_small",
     "bloom_560m", "t5_small", "t5_v1_1_small", "bart_base", "marian", "opt_125m", "opt_350m",
     "pythia_70m", "llama2_7b", "llama3.1_8b", "mistral_7b", "qwen2_0.5b", "qwen3_0.6b", "gemma2_2b",
-    "modernbert_base",
+    "gemma3_1b", "olmo2_1b", "modernbert_base",
 ])  # fmt: skip
 def test_small_version_matches_oracle(name):
     """Compares a scaled-down version with the oracle."""

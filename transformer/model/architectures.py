@@ -297,7 +297,54 @@ _GEMMA2 = _sizes("gemma2", _LLAMA_SHARED | {
     "27b": (46, 4608, 32, 36_864, 16, 128, 144**-0.5),
 })  # fmt: skip
 
+
+# Gemma team 2025: in five of six layers, attention within a window and another rotary base.
+def _gemma3(window: int, **scaling) -> tuple[dict, ...]:
+    local = {"window": window, "position": {"name": "rotary", "theta": 10_000.0}}
+    whole = {"name": "rotary", "theta": 1_000_000.0} | scaling
+    return (*[local] * 5, {"window": 0, "position": whole})
+
+
+_GEMMA3_LARGE = _gemma3(1024, scaling={"name": "linear", "factor": 8.0})
+_GEMMA3 = _sizes("gemma3", {k: x for k, x in _LLAMA_SHARED.items() if k != "position"} | {
+    "norm_placement": "peri", "norm_epsilon": 1e-6, "norm_zero_centered": True, "qk_norm": True,
+    "activation": "gelu_tanh", "embedding_scale": True, "tie_embeddings": True,
+}, (
+    *_DECODER, "num_kv_heads", "d_head", "attention_scale", "vocab_size", "max_length",
+    "layer_pattern",
+), {
+    "1b": (26, 1152, 4, 6912, 1, 256, 256**-0.5, 262_144, 32_768, _gemma3(512)),
+    "4b": (34, 2560, 8, 10_240, 4, 256, 256**-0.5, 262_208, 131_072, _GEMMA3_LARGE),
+    "12b": (48, 3840, 16, 15_360, 8, 256, 256**-0.5, 262_208, 131_072, _GEMMA3_LARGE),
+    "27b": (62, 5376, 32, 21_504, 16, 128, 168**-0.5, 262_208, 131_072, _GEMMA3_LARGE),
+})  # fmt: skip
+
+# OLMo team 2025.
+_OLMO2 = _sizes("olmo2", _LLAMA_SHARED | {
+    "vocab_size": 100_352, "max_length": 4096, "position": {"name": "rotary", "theta": 500_000.0},
+    "norm_placement": "res_post", "norm_epsilon": 1e-6, "qk_norm": True, "qk_norm_joint": True,
+}, (*_DECODER, "num_kv_heads"), {
+    "1b": (16, 2048, 16, 8192, 16),
+    "7b": (32, 4096, 32, 11_008, 32),
+    "13b": (40, 5120, 40, 13_824, 40),
+    "32b": (64, 5120, 40, 27_648, 8),
+})  # fmt: skip
+
+# Jiang et al. 2024; Yang et al. 2025. d_ff is the width of one expert.
+_EXPERTS = _sizes("mixtral", _LLAMA_SHARED | {
+    "vocab_size": 32_000, "max_length": 32_768,
+    "position": {"name": "rotary", "theta": 1_000_000.0},
+    "feed_forward": {"name": "experts", "num_experts": 8, "top_k": 2},
+}, (*_DECODER, "num_kv_heads"), {
+    "8x7b": (32, 4096, 32, 14_336, 8),
+}) | _sizes("qwen3", _QWEN_SHARED | {
+    "max_length": 40_960, "d_head": 128, "qk_norm": True,
+    "feed_forward": {"name": "experts", "num_experts": 128, "top_k": 8},
+}, (*_DECODER, "num_kv_heads"), {
+    "30b_a3b": (48, 2048, 32, 768, 4),
+})  # fmt: skip
+
 ARCHITECTURES: dict[str, dict] = (
     _TRANSFORMER | _TEXTBOOKS | _BERT | _MODERNBERT | _GPT2 | _GPT3 | _BLOOM | _T5 | _BART
-    | _OPT | _NEOX | _LLAMA | _MISTRAL | _QWEN | _GEMMA2
+    | _OPT | _NEOX | _LLAMA | _MISTRAL | _QWEN | _GEMMA2 | _GEMMA3 | _OLMO2 | _EXPERTS
 )  # fmt: skip
