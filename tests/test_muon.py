@@ -1,5 +1,6 @@
 """Muon: which parameters it updates, with what, and on how many devices."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from conftest import model_fields
 
-from transformer.config import MeshConfig, ModelConfig, OptimizerConfig
+from transformer.config import Experiment, MeshConfig, ModelConfig, OptimizerConfig
 from transformer.errors import UserError
+from transformer.mapping import from_mapping
 from transformer.model.layout import flatten, unroll
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
@@ -18,6 +20,7 @@ from transformer.planning.collectives import collectives
 from transformer.planning.hlo import HloProgram
 from transformer.training.optimizer import build_optimizer
 from transformer.training.optimizers.muon import COEFFICIENTS
+from transformer.training.state import abstract_state, init_state, relayout
 
 RATE = dict(schedule="constant", warmup_steps=0, learning_rate=1.0)
 
@@ -157,6 +160,32 @@ def test_parameters_without_logical_axes_raise():
     _, params = boxed_params()
     with pytest.raises(UserError, match=r"optimizer\.name: 'muon' needs the logical axes of deco"):
         optimizer().init(unbox(params))
+
+
+def test_state_converts_between_layouts():
+    fields = {"data": {"corpus": "pydoc", "length": 8, "batch_size": 8}, "mesh": {"data": 1}}
+    fields |= {"model": model_fields("decoder"), "optimizer": {"name": "muon"}}
+    config = from_mapping(Experiment, fields)
+    unrolled = dataclasses.replace(config.model, scan_layers=False)
+    rule = build_optimizer(config.optimizer, 10)
+    with use(make_mesh(config.mesh)) as mesh:
+        _, placed = abstract_state(config, build_model(config.model), rule, mesh)
+        other = dataclasses.replace(config, model=unrolled)
+        target, _ = abstract_state(other, build_model(unrolled), rule, mesh)
+        state = init_state(config, build_model(config.model), rule, placed)
+        _, opt_state = rule.update(gradients(state.params), state.opt_state, state.params)
+        state = dataclasses.replace(state, opt_state=opt_state)
+        new = relayout(state, config.model, unrolled, target)
+    fill = lambda m, x: jnp.zeros_like(x) if m is None else m
+    momentum = lambda state: jax.tree.map(
+        fill, state.opt_state[0].momentum, state.params, is_leaf=lambda m: m is None
+    )
+    _, expected = unroll(config.model, momentum(state))
+    assert "layers_0" in momentum(new)["decoder"] and "layers" in momentum(state)["decoder"]
+    assert np.any(expected["decoder"]["layers_1"]["feed_forward"]["in"]["kernel"])
+    jax.tree.map(np.testing.assert_array_equal, momentum(new), expected)
+    assert len(new.opt_state[0].axes) > len(state.opt_state[0].axes)
+    rule.update(gradients(new.params), new.opt_state, new.params)
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(data=2, fsdp=4), MeshConfig(fsdp=4, tensor=2)])

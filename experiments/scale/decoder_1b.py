@@ -9,6 +9,9 @@ Hardware  a TPU slice. This was planned, not run: compiled by libtpu 0.0.42.1 (j
 Compare   no published measurement was found for this chip and size; MaxText's 16 B model reached
           61.1 % MFU on a v5e-256
 
+With optimizer.name=muon, the minimum time of a step is 1.82 s. Six all-to-alls of 705 MiB in all
+spread the matrices of the layers over the devices.
+
     machine     v5e:4x4: 16 x TPU v5e, 16.0 GiB each
     mesh        fsdp 16
     model       1,364,297,728 parameters, 8.4 GFLOPs per token in training
