@@ -17,21 +17,11 @@ ENCODERS_AND_DECODERS = {
 }
 
 
-MODERN = ENCODERS_AND_DECODERS | {
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODERN = ENCODERS_AND_DECODERS | _TOKENS | {"cls_token_id": 1, "sep_token_id": 2}
 
 
-LLAMA = ENCODERS_AND_DECODERS | {
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+LLAMA = ENCODERS_AND_DECODERS | _TOKENS | {"num_key_value_heads": 2}
 
 
 BART = {

@@ -15,7 +15,9 @@ from transformer.convert.families.llama import (
 from transformer.convert.fields import Field, Fields, layer_count, optional, positive
 from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import expert, linear, matrix
+from transformer.errors import UserError
 from transformer.model.config import ModelConfig
+from transformer.model.feed_forwards.experts import Mixture
 
 _ROUTER = {"router_aux_loss_coef": Field(0.001, float), "num_experts_per_tok": 2}
 
@@ -35,6 +37,10 @@ def _experts(f: Fields, count: str, normalize: bool = True) -> dict:
 
 def _write_experts(c: ModelConfig, count: str) -> dict:
     kind = c.feed_forward_kind
+    if not isinstance(kind, Mixture):
+        raise UserError(
+            f"model.feed_forward: {kind.name!r} cannot be expressed by a family of expert mixtures"
+        )
     return {
         count: kind.num_experts,
         "num_experts_per_tok": kind.top_k,
@@ -66,11 +72,11 @@ def _read_qwen3(f: Fields) -> dict:
 
 def _write_qwen3(c: ModelConfig) -> dict:
     return write_rotary(c) | {
+        **_write_experts(c, "num_experts"),
         "moe_intermediate_size": c.ff_size,
         "norm_topk_prob": c.feed_forward_kind.normalize,
         "use_sliding_window": c.window > 0,
         "sliding_window": c.window or None,
-        **_write_experts(c, "num_experts"),
     }
 
 
