@@ -76,7 +76,7 @@ def both_logits(model, config, params, name):
                 our_inputs | {"token_types": types},
             )
         out = model(tensor(ids), attention_mask=tensor(mask).long(), **their_inputs)
-    if name.endswith("Model") and "LM" not in name:
+    if name.endswith("Model") and "LMHead" not in name:
         h = out.get("pooler_output") if config.pooler else out.last_hidden_state
         real = np.ones(len(ids), bool) if config.pooler else mask
         return our_model.apply(params, ids, **our_inputs), h.numpy(), real
