@@ -51,7 +51,10 @@ def step_collectives(family: str, mesh: dict, **model):
     ids = np.arange(LENGTH, dtype=np.int32) % 50 + 4
     segment = Segment(ids, ids, ids if family == "encoder_decoder" else None)
     with use(make_mesh(config.mesh)) as devices:
-        module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
+        module, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, 10, config.model),
+        )
         abstract, shardings = abstract_state(config, module, optimizer, devices)
         step = make_train_step(config, module, optimizer, devices, shardings)
         hlo = step.lower(abstract, assemble([[segment]] * ROWS, LENGTH)).compile().as_text()

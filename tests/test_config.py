@@ -339,7 +339,7 @@ def test_every_experiment_file_builds_every_arm(file):
             abstract, _ = abstract_state(
                 config,
                 build_model(config.model),
-                build_optimizer(config.optimizer, config.train.steps),
+                build_optimizer(config.optimizer, config.train.steps, config.model),
                 mesh,
             )
         assert len(jax.tree.leaves(abstract.params)) > 5

@@ -77,7 +77,7 @@ def measure_at_start(config, max_batches=3, in_training=False, like=None):
 
     Returns (metrics, loss of the same batches, parameters, first batch).
     """
-    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
+    model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4, config.model)
     with use(make_mesh(config.mesh)) as mesh:
         abstract, placed = abstract_state(config, model, optimizer, mesh)
         if like is None:
@@ -296,7 +296,7 @@ def test_order_has_no_effect_without_mask_and_positions(family, position, blind)
 
 def test_order_averages_over_full_sequences():
     config = experiment("order")
-    optimizer = build_optimizer(config.optimizer, 4)
+    optimizer = build_optimizer(config.optimizer, 4, config.model)
     with use(make_mesh(config.mesh)) as mesh:
         params = initial_state(config, optimizer, mesh).params
         batch = open_data(config).batches("valid")[0]
@@ -328,7 +328,10 @@ def test_evaluators_do_not_change_the_training_step():
     programs = []
     for names in ((), ("depth_profile", "attention", "logit_lens", "order", "loss_by_position")):
         config = experiment(*names)
-        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 4)
+        model, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, 4, config.model),
+        )
         with use(make_mesh(config.mesh)) as mesh:
             state, placed = abstract_state(config, model, optimizer, mesh)
             programs.append(

@@ -57,7 +57,10 @@ def state_and_shardings(config):
     """Returns (abstract state, shardings) of a config on its mesh."""
     with use(make_mesh(config.mesh)) as mesh:
         return abstract_state(
-            config, build_model(config.model), build_optimizer(config.optimizer, 3), mesh
+            config,
+            build_model(config.model),
+            build_optimizer(config.optimizer, 3, config.model),
+            mesh,
         )
 
 
@@ -74,7 +77,10 @@ def unstack(model: ModelConfig, params):
 def fresh_and_initialized(config):
     """Returns (newly initialized parameters, parameters after `start_from`), by unrolled name."""
     with use(make_mesh(config.mesh)) as mesh:
-        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 3)
+        model, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, 3, config.model),
+        )
         _, placed = abstract_state(config, model, optimizer, mesh)
         fresh = init_state(config, model, optimizer, placed)
         initialized = start_from(config, fresh, placed, mesh)

@@ -27,7 +27,8 @@ RATE = dict(schedule="constant", warmup_steps=0, learning_rate=1.0)
 
 def optimizer(**options):
     fields = {key: options.pop(key) for key in ("momentum", "weight_decay") if key in options}
-    return build_optimizer(OptimizerConfig(name={"name": "muon", **options}, **RATE, **fields), 10)
+    config = OptimizerConfig(name={"name": "muon", **options}, **RATE, **fields)
+    return build_optimizer(config, 10, ModelConfig(**model_fields("decoder")))
 
 
 def boxed_params(family="decoder", seed=0, **fields):
@@ -167,7 +168,7 @@ def test_state_converts_between_layouts():
     fields |= {"model": model_fields("decoder"), "optimizer": {"name": "muon"}}
     config = from_mapping(Experiment, fields)
     unrolled = dataclasses.replace(config.model, scan_layers=False)
-    rule = build_optimizer(config.optimizer, 10)
+    rule = build_optimizer(config.optimizer, 10, config.model)
     with use(make_mesh(config.mesh)) as mesh:
         _, placed = abstract_state(config, build_model(config.model), rule, mesh)
         other = dataclasses.replace(config, model=unrolled)

@@ -41,7 +41,10 @@ def test_token_and_label_losses_count_equally_and_accumulate(text):
             train=dataclasses.replace(data.config.train, accumulate=accumulate),
         )
         with use(make_mesh(mesh_config)) as mesh:
-            model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
+            model, optimizer = (
+                build_model(config.model),
+                build_optimizer(config.optimizer, 10, config.model),
+            )
             _, placed = abstract_state(config, model, optimizer, mesh)
             state = init_state(config, model, optimizer, placed)
             if not results:

@@ -277,7 +277,7 @@ def test_every_optimizer_field_has_an_effect():
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
 
     def of_update(tree):
-        optimizer = build_optimizer(OptimizerConfig(**tree), 2000)
+        optimizer = build_optimizer(OptimizerConfig(**tree), 2000, ModelConfig(**DECODER))
         return program_text(
             optimizer.update, params, jax.eval_shape(optimizer.init, params), params
         )
@@ -299,7 +299,7 @@ def test_every_train_field_that_a_step_reads_has_an_effect():
         config = from_mapping(Experiment, tree)
         model, optimizer = (
             build_model(config.model),
-            build_optimizer(config.optimizer, config.train.steps),
+            build_optimizer(config.optimizer, config.train.steps, config.model),
         )
         with use(make_mesh(MeshConfig(data=1))) as mesh:
             state, _ = abstract_state(config, model, optimizer, mesh)

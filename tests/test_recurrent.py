@@ -231,7 +231,10 @@ def test_learns_the_same_on_every_mesh(dtype):
             config, mesh=dataclasses.replace(config.mesh, **mesh_fields)
         )
         with use(make_mesh(mesh_config.mesh)) as mesh:
-            model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
+            model, optimizer = (
+                build_model(config.model),
+                build_optimizer(config.optimizer, 10, config.model),
+            )
             _, placed = abstract_state(mesh_config, model, optimizer, mesh)
             state, batch = (
                 init_state(mesh_config, model, optimizer, placed),

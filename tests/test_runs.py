@@ -56,7 +56,7 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(run_config, tmp_path, monk
             abstract, _ = abstract_state(
                 run_config,
                 build_model(run_config.model),
-                build_optimizer(run_config.optimizer, 12),
+                build_optimizer(run_config.optimizer, 12, run_config.model),
                 mesh,
             )
             states.append(
@@ -319,7 +319,10 @@ def test_average_of_checkpoints(run_config, tmp_path):
     train(config, tmp_path / "run")
     with use(make_mesh(config.mesh)) as mesh:
         abstract, _ = abstract_state(
-            config, build_model(config.model), build_optimizer(config.optimizer, 12), mesh
+            config,
+            build_model(config.model),
+            build_optimizer(config.optimizer, 12, config.model),
+            mesh,
         )
         folder = Checkpoints(tmp_path / "run", config.train)
         assert folder.steps == [5, 10, 12]

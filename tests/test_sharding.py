@@ -127,7 +127,10 @@ def test_model_larger_than_memory_raises_before_allocation():
     )
     with use(make_mesh(MeshConfig(data=2, fsdp=4))) as mesh:
         abstract, _ = abstract_state(
-            config, build_model(config.model), build_optimizer(config.optimizer, 1), mesh
+            config,
+            build_model(config.model),
+            build_optimizer(config.optimizer, 1, config.model),
+            mesh,
         )
         with pytest.raises(
             UserError,
@@ -267,7 +270,7 @@ def test_optimizer_statistics_that_cannot_be_converted_raise():
             abstract_state(
                 dataclasses.replace(config, model=model),
                 build_model(model),
-                build_optimizer(config.optimizer, 1),
+                build_optimizer(config.optimizer, 1, config.model),
                 mesh,
             )[0]
             for model in (config.model, new)

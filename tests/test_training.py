@@ -14,12 +14,15 @@ from transformer.config import Experiment, MeshConfig, OptimizerConfig
 from transformer.data.batching import assemble
 from transformer.data.objectives.base import Segment
 from transformer.mapping import from_mapping
+from transformer.model.config import ModelConfig
 from transformer.model.network import build_model
 from transformer.parallel.mesh import make_mesh, use
 from transformer.training.optimizer import build_optimizer, schedule
 from transformer.training.optimizers import OPTIMIZERS
 from transformer.training.state import abstract_state, init_state
 from transformer.training.step import make_eval_step, make_train_step
+
+MODEL = ModelConfig(family="decoder", vocab_size=8)  # for parameters without multipliers
 
 
 def experiment(family="encoder_decoder", mesh=None, model=(), **train):
@@ -67,7 +70,7 @@ def train_steps(config, steps=3):
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = (
             build_model(config.model),
-            build_optimizer(config.optimizer, config.train.steps),
+            build_optimizer(config.optimizer, config.train.steps, config.model),
         )
         _, placed = abstract_state(config, model, optimizer, mesh)
         state = init_state(config, model, optimizer, placed)
@@ -222,7 +225,10 @@ def test_every_optimizer_learns_and_shards(name):
         ),
     )
     with use(make_mesh(config.mesh)) as mesh:
-        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
+        model, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, 10, config.model),
+        )
         _, placed = abstract_state(config, model, optimizer, mesh)
         state, batch = init_state(config, model, optimizer, placed), random_batch(config)
         step, losses = make_train_step(config, model, optimizer, mesh, placed), []
@@ -257,7 +263,7 @@ def test_optimizers_may_have_options():
     updates = []
     for rate in (0.5, 0.9):
         name = {"name": "adafactor", "decay_rate": rate, "clip_threshold": 9.0}
-        optimizer = build_optimizer(OptimizerConfig(name=name, warmup_steps=0), 10)
+        optimizer = build_optimizer(OptimizerConfig(name=name, warmup_steps=0), 10, MODEL)
         state = optimizer.init(grads[0])
         for grad in grads:
             update, state = optimizer.update(grad, state, grads[0])
@@ -271,7 +277,7 @@ def test_weight_decay_is_decoupled_in_every_optimizer(name):
     config = OptimizerConfig(
         name=name, schedule="constant", learning_rate=0.1, warmup_steps=0, weight_decay=0.5
     )
-    optimizer = build_optimizer(config, 10)
+    optimizer = build_optimizer(config, 10, MODEL)
     params = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
     state = optimizer.init(params)
     for step in range(1, 4):
@@ -292,7 +298,7 @@ def test_adamw_matches_the_textbook_update():
         epsilon=1e-8,
         weight_decay=0.5,
     )
-    optimizer = build_optimizer(config, 10)
+    optimizer = build_optimizer(config, 10, MODEL)
     params = {"kernel": jnp.array([[2.0]]), "bias": jnp.array([2.0])}
     state, m, v, expected = optimizer.init(params), 0.0, 0.0, {"kernel": 2.0, "bias": 2.0}
     for t, g in enumerate([1.0, -0.5, 0.25], 1):
@@ -337,7 +343,10 @@ def test_schedules_match_their_formulas():
 def test_ema_follows_the_parameters():
     config = experiment("decoder", ema_decay=0.5)
     with use(make_mesh(config.mesh)) as mesh:
-        model, optimizer = build_model(config.model), build_optimizer(config.optimizer, 10)
+        model, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, 10, config.model),
+        )
         _, placed = abstract_state(config, model, optimizer, mesh)
         state = init_state(config, model, optimizer, placed)
         step, average = (

@@ -13,8 +13,10 @@ from transformer.decoding.config import DecodingConfig
 from transformer.errors import UserError
 from transformer.evaluation.evaluators import EVALUATORS
 from transformer.model.config import ModelConfig
+from transformer.model.parametrizations import PARAMETRIZATIONS
 from transformer.parallel.config import MeshConfig
 from transformer.training.config import OptimizerConfig, TrainConfig
+from transformer.training.optimizers import OPTIMIZERS
 
 __all__ = [
     "Choice", "DataConfig", "DecodingConfig", "Experiment", "MeshConfig", "ModelConfig",
@@ -71,6 +73,7 @@ class Experiment:
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = "
                 f"{self.data.batch_size}; change one of them"
             )
+        self._check_parametrization()
         objective = self.objective
         choice = self.data.objective
         name = choice if isinstance(choice, str) else choice["name"]
@@ -104,6 +107,21 @@ class Experiment:
                 raise UserError(f"train.evaluators: {evaluator.name} {problem}")
         if problem := objective.check(self):
             raise UserError(f"data.objective: {name!r} {problem}")
+
+    def _check_parametrization(self) -> None:
+        """Checks that the optimizer can apply the multipliers of the parametrization."""
+        chosen, rule = PARAMETRIZATIONS.build(self.model.parametrization), self.optimizer.rule
+        if self.model.base != self.model and not rule.scales_with_size:
+            names = [repr(n) for n in OPTIMIZERS if OptimizerConfig(name=n).rule.scales_with_size]
+            raise UserError(
+                f"model.parametrization: {chosen.name!r} has no rule for optimizer.name = "
+                f"{rule.name!r}; use {' or '.join(names)}"
+            )
+        if "epsilon" in chosen.sets and "epsilon" not in rule.fields:
+            raise UserError(
+                f"model.parametrization: a multiplier of epsilon has no effect on optimizer.name = "
+                f"{rule.name!r}; leave it out"
+            )
 
     @property
     def objective(self) -> Objective:

@@ -37,7 +37,10 @@ def measure_in_this_process(depth: int, scan: bool) -> None:
         Experiment, {"model": model, "data": {"corpus": "pydoc", "length": 128, "batch_size": 8}}
     )
     with use(make_mesh(config.mesh)) as mesh:
-        module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
+        module, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, 100, config.model),
+        )
         abstract, sharding = abstract_state(config, module, optimizer, mesh)
         step = make_train_step(config, module, optimizer, mesh, sharding)
         shape = (8, 128)

@@ -39,7 +39,7 @@ def side(keep: bool) -> None:
     with use(make_mesh(config.mesh)) as mesh:
         model, optimizer = (
             build_model(config.model),
-            build_optimizer(config.optimizer, config.train.steps),
+            build_optimizer(config.optimizer, config.train.steps, config.model),
         )
         _, sharding = abstract_state(config, model, optimizer, mesh)
         state, step = (

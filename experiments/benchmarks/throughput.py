@@ -158,7 +158,10 @@ def jax_side(case: str, dropout: float) -> None:
 
     config, batch = experiment(case, dropout, scan_layers=False), jax_batch(case)
     with use(make_mesh(config.mesh)) as mesh:
-        module, optimizer = build_model(config.model), build_optimizer(config.optimizer, 100)
+        module, optimizer = (
+            build_model(config.model),
+            build_optimizer(config.optimizer, 100, config.model),
+        )
         _, sharding = abstract_state(config, module, optimizer, mesh)
         state = init_state(config, module, optimizer, sharding)
         parameters = sum(x.size for x in jax.tree.leaves(state.params))

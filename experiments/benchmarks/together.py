@@ -104,7 +104,7 @@ def measure(config, whole, runs: int, trials: int) -> tuple[float, float]:
     from transformer.training.step import make_train_step
 
     model, batch = build_model(config.model), random_batch()
-    optimizer = build_optimizer(config.optimizer, config.train.steps)
+    optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
     with use(whole):
         _, sharding = abstract_state(config, model, optimizer, whole)
         alone = make_train_step(config, model, optimizer, whole, sharding)

@@ -130,7 +130,7 @@ class CheckpointSubject:
             self.abstract, _ = abstract_state(
                 config,
                 build_model(config.model),
-                build_optimizer(config.optimizer, config.train.steps),
+                build_optimizer(config.optimizer, config.train.steps, config.model),
                 mesh,
             )
             self.steps = Checkpoints(run, config.train).steps

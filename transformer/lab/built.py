@@ -81,7 +81,7 @@ def programs(config: Experiment) -> str:
     """Returns a hash of the lowered programs: initialization, loss and gradients, update."""
     config = _without_wide_windows(config.on(MeshConfig(data=1)))
     model_hash, params = _of_model(dataclasses.replace(config, optimizer=OptimizerConfig(), seed=0))
-    optimizer = build_optimizer(config.optimizer, config.train.steps)
+    optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
     state = jax.eval_shape(optimizer.init, params)
     return model_hash + _hash(jax.jit(optimizer.update).lower(params, state, params))
 

@@ -75,7 +75,7 @@ def facts(config: Experiment) -> Facts:
     """Returns the facts of the model and training program of a config, computed on shapes."""
     config = config.on(MeshConfig(data=1))
     model = build_model(config.model)
-    optimizer = build_optimizer(config.optimizer, config.train.steps)
+    optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
     mesh = make_mesh(config.mesh, jax.local_devices()[:1])
     with use(mesh):
         state, _ = abstract_state(config, model, optimizer, mesh)
@@ -262,7 +262,7 @@ def _in_time(sweep: Sweep, configs: Configs, before: Configs, report) -> dict[st
 def seconds_per_step(config: Experiment, steps: int = 10) -> float:
     """Returns the median time of a training step on this machine, on dummy data, in seconds."""
     model = build_model(config.model)
-    optimizer = build_optimizer(config.optimizer, config.train.steps)
+    optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
     with use(make_mesh(config.mesh)) as mesh:
         _, shardings = abstract_state(config, model, optimizer, mesh)
         state = init_state(config, model, optimizer, shardings)

@@ -171,7 +171,7 @@ def make_step(config: Experiment, mesh: Mesh, over: Mesh):
     def step_one(numbers, state, batch):
         fields = ("learning_rate", "weight_decay")
         rates = {field: numbers.get(f"optimizer.{field}") for field in fields}
-        optimizer = build_optimizer(config.optimizer, config.train.steps, **rates)
+        optimizer = build_optimizer(config.optimizer, config.train.steps, config.model, **rates)
         traced = {"seed": numbers["seed"], "dropout_rate": numbers.get("model.dropout")}
         step = training_step(config, build_model(config.model), optimizer, mesh, **traced)
         return step(state, batch)

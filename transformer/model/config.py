@@ -14,6 +14,7 @@ from transformer.model.effects import EFFECTS, mixer_reads
 from transformer.model.feed_forwards.base import FEED_FORWARDS, FeedForward
 from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Mixer
 from transformer.model.norms import Norm
+from transformer.model.parametrizations import PARAMETRIZATIONS
 from transformer.model.placements import PLACEMENTS, Placement
 
 
@@ -117,6 +118,9 @@ class ModelConfig:
     embedding_init_std: float = 0.0  # standard deviation of embeddings; 0: 1 / sqrt(d_model)
     # Divide the initial W_O and feed-forward output matrix by sqrt(number of sublayers) (GPT-2).
     residual_init_scale: bool = False
+    # How initial values, learning rates and multipliers depend on the model's size: standard | mup
+    # | completep, or dict(name=..., base=dict(d_model=...)) (docs/parametrizations.md).
+    parametrization: Choice = "standard"
 
     scan_layers: bool = True  # compile one layer and scan over layers; False: unroll them
     # Micro-batches per batch in the pipeline over mesh.stage. 0: as many as stages.
@@ -240,6 +244,15 @@ class ModelConfig:
         """The feed-forward that `feed_forward` selects, with its options."""
         return FEED_FORWARDS.build(self.feed_forward)
 
+    @property
+    def base(self) -> "ModelConfig":
+        """The config of the model at whose sizes hyperparameters are stated. It is not checked."""
+        return PARAMETRIZATIONS.build(self.parametrization).base_of(self)
+
+    def m_L(self, side: str) -> float:
+        """Returns the number of layers of a stack, relative to the base."""
+        return self.num_layers(side) / self.base.num_layers(side)
+
     def num_layers(self, side: str) -> int:
         """Returns the number of layers of a stack; 0 if the family does not have it."""
         return getattr(self, f"num_{side}_layers") if side in self.sides else 0
@@ -294,8 +307,10 @@ class ModelConfig:
         The config is a layer's, or the model's for layers whose `layer_pattern` entry does not set
         `norm_placement`.
         """
-        depths = {f"{s}_layers": self.num_layers(s) for s in ("encoder", "decoder")}
-        return PLACEMENTS.build(self.norm_placement).in_stack(side, **depths)
+        depths = {f"{s}_layers": self.base.num_layers(s) for s in ("encoder", "decoder")}
+        placement = PLACEMENTS.build(self.norm_placement).in_stack(side, **depths)
+        scale = PARAMETRIZATIONS.build(self.parametrization).branch_scale(self.m_L(side))
+        return dataclasses.replace(placement, branch_scale=scale * placement.branch_scale)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -345,6 +360,7 @@ class ModelConfig:
         """Returns the facts about a layer that a position scheme may depend on."""
         facts = positions.StackFacts(
             d_model=self.d_model,
+            base_d_model=self.base.d_model,
             num_heads=self.num_heads,
             d_head=self.head_size,
             d_value=self.value_size,

@@ -28,7 +28,7 @@ class Embedding(nn.Module):
 
     def setup(self):
         cfg = self.config
-        std = cfg.embedding_init_std or cfg.d_model**-0.5
+        std = cfg.embedding_init_std or cfg.base.d_model**-0.5
         init = nn.with_logical_partitioning(nn.initializers.normal(std), ("vocab", "embed"))
         self.table_VxE = self.param(
             "embedding", init, (cfg.vocab_size, cfg.embedding_size), cfg.param_dtype
@@ -60,7 +60,7 @@ class Embedding(nn.Module):
         if cfg.embedding_size != cfg.d_model:
             x_BxTxD = self.project(x_BxTxD)
         if cfg.embedding_scale:
-            x_BxTxD *= cfg.d_model**0.5
+            x_BxTxD *= cfg.base.d_model**0.5
         if cfg.token_types:
             types = jnp.zeros_like(tokens_BxT) if token_types_BxT is None else token_types_BxT
             x_BxTxD += self.types_YxD[types].astype(cfg.dtype)
@@ -128,7 +128,8 @@ class Unembedding(nn.Module):
 
     The matrix is the tied embedding (J&M eq. 9.45) or a separate parameter; the bias is optional.
     The input is the last hidden state, optionally transformed (`head_transform`; Devlin et al.
-    2019), projected (`d_embedding`) and scaled (`logit_scale`; Raffel et al. 2020).
+    2019), projected (`d_embedding`) and scaled (`logit_scale`; Raffel et al. 2020), which also
+    divides it by its width relative to the base of `parametrization`.
     """
 
     config: ModelConfig
@@ -147,8 +148,9 @@ class Unembedding(nn.Module):
             h_BxTxE = Linear(cfg, (cfg.embedding_size,), ("embed", None), False, name="project")(
                 h_BxTxE
             )
-        if cfg.logit_scale != 1.0:
-            h_BxTxE = h_BxTxE * cfg.logit_scale
+        scale = cfg.logit_scale * cfg.base.embedding_size / cfg.embedding_size
+        if scale != 1.0:
+            h_BxTxE = h_BxTxE * scale
         matrix_VxE, bias_V = embedding_VxE, None
         if not cfg.tie_embeddings:
             init = nn.with_logical_partitioning(

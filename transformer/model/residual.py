@@ -1,10 +1,10 @@
 """The residual connection of every sublayer: one formula for every norm placement.
 
-    y = out_norm( a * x + gate * res_norm( dropout( f( in_norm(x) ) ) ) )
+    y = out_norm( a * x + s * gate * res_norm( dropout( f( in_norm(x) ) ) ) )
 
-An absent norm is the identity. Parallel sublayers (GPT-J, GPT-NeoX, PaLM) are one sum over
-branches, each with separate norms and a separate gate. The collection "sizes" (watch.py) records
-the root mean squares of the residual stream and of the branch.
+a and s are constants, and an absent norm is the identity. Parallel sublayers (GPT-J, GPT-NeoX,
+PaLM) are one sum over branches, each with separate norms and a separate gate. The collection
+"sizes" (watch.py) records the root mean squares of the residual stream and of the branch.
 
 Shape suffixes: B batch, T length, D d_model.
 """
@@ -25,7 +25,7 @@ from transformer.model.watch import watched
 class Residual(nn.Module):
     """Wraps sublayers f with the same input x.
 
-    y = out_norm(a x + sum over f of gate res_norm(dropout(f(in_norm(x)))))
+    y = out_norm(a x + s * sum over f of gate res_norm(dropout(f(in_norm(x)))))
     """
 
     config: ModelConfig
@@ -57,6 +57,7 @@ class Residual(nn.Module):
                     self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype)
                     * h
                 )
+            h = h * p.branch_scale if p.branch_scale != 1.0 else h
             y = h if y is None else y + h
         if watched(self, "sizes"):
             size = lambda x: rms(x, segments_BxT)

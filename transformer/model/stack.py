@@ -231,14 +231,15 @@ class Stack(nn.Module):
         return functools.partial(cls, config, self.side, out_gain, deterministic)
 
     def _out_gain(self) -> float:
-        """Returns 1 / sqrt(number of the stack's sublayers) with `residual_init_scale`, else 1.
+        """Returns 1 / sqrt(number of the base's sublayers) with `residual_init_scale`, else 1.
 
         (Radford et al. 2019, sec. 2.3)
         """
         if not self.config.residual_init_scale:
             return 1.0
         layers = self.config.layers(self.side)
-        return sum(layer.num_sublayers(self.side) for layer in layers) ** -0.5
+        sublayers = sum(layer.num_sublayers(self.side) for layer in layers)
+        return (sublayers / self.config.m_L(self.side)) ** -0.5
 
     def _loop(self, length: int, deterministic: bool) -> tuple[type[nn.Module], tuple]:
         """Returns a module class that scans `length` periods of layers, and its arguments."""

@@ -116,7 +116,7 @@ class Programs:
         self.config, self.mesh = config, make_mesh(config.mesh, devices)
         check_divisibility(config, self.mesh)
         model = build_model(config.model)
-        optimizer = build_optimizer(config.optimizer, config.train.steps)
+        optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
         self.model, self.optimizer = model, optimizer
         with use(self.mesh):
             self.state, self.shardings = abstract_state(config, model, optimizer, self.mesh)

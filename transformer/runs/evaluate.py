@@ -78,7 +78,7 @@ def load_trained(workdir: str | os.PathLike, config: Experiment, mesh: Mesh) -> 
             "train.checkpoint_every"
         )
     config = dataclasses.replace(config, model=checkpoints.layout(config.model))
-    optimizer = build_optimizer(config.optimizer, train.steps)
+    optimizer = build_optimizer(config.optimizer, train.steps, config.model)
     abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
     check_memory(abstract.params, mesh, "parameters")
     params = checkpoints.evaluation_params(abstract.params)

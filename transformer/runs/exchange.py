@@ -61,7 +61,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
         disk_errors(workdir),
         tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
     ):
-        optimizer = build_optimizer(config.optimizer, 1)
+        optimizer = build_optimizer(config.optimizer, 1, config.model)
         abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
         check_memory(abstract.params, mesh, "parameters")
         sharding_of = flatten(shardings.params)

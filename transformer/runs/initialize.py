@@ -79,7 +79,7 @@ def _source(
         if not checkpoints.steps:
             raise UserError(f"train.init_from: {directory} has no checkpoint yet")
         config = dataclasses.replace(config, model=checkpoints.layout(config.model))
-        optimizer = build_optimizer(config.optimizer, config.train.steps)
+        optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
         abstract, _ = abstract_state(config, build_model(config.model), optimizer, mesh)
         flat = flatten(checkpoints.evaluation_params(abstract.params))
         places = where(config.model, flat)

@@ -119,7 +119,7 @@ class Run:
     @functools.cached_property
     def _subject(self) -> Subject:
         config, train, mesh = self.config, self.config.train, self.share.mesh
-        optimizer = build_optimizer(config.optimizer, train.steps)
+        optimizer = build_optimizer(config.optimizer, train.steps, config.model)
         return Subject(config, self.text.data, "valid", mesh, train.eval_batches, optimizer)
 
     def save(self) -> None:
@@ -208,7 +208,7 @@ def check(config: Experiment, workdir: Path, mesh: Mesh) -> Program:
     if config.train.init_from and not rundir.has_checkpoint(workdir):
         check_source(config.train.init_from)
     model = build_model(config.model)
-    optimizer = build_optimizer(config.optimizer, config.train.steps)
+    optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
     abstract, shardings = abstract_state(config, model, optimizer, mesh)
     held = "parameters, optimizer statistics and gradients"
     check_memory((abstract, abstract.params), mesh, held)

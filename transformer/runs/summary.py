@@ -11,6 +11,9 @@ from transformer.checks import plain
 from transformer.config import Experiment
 from transformer.data.batching import Batches
 from transformer.data.pipeline import Data
+from transformer.model.network import FAMILIES
+from transformer.model.parametrizations.base import ROLES
+from transformer.model.roles import parameter_rules
 from transformer.output import count, event, human_tokens
 from transformer.parallel.sharding import format_bytes, local_bytes, path_name
 
@@ -28,7 +31,9 @@ def summary(
     resumed: str,
     verbose: bool,
 ) -> list[str]:
-    """Returns at most five lines; with `verbose`, also the largest parameters and other details.
+    """Returns at most five lines, and one per role of parameters that has multipliers.
+
+    With `verbose`, it also returns the largest parameters and other details.
 
     `params` are the parameters' shapes, with shardings. `backends` are the attention backends, each
     with the reason why it is used. `resumed` describes where the run resumes, if it does.
@@ -40,6 +45,7 @@ def summary(
     return [
         _model(config, mesh, params),
         *(_table(params) if verbose else ()),
+        *_multipliers(config),
         _text(config, data, verbose),
         _batches(config, batches),
         *([f"resumed     {resumed}"] if resumed else ()),
@@ -70,6 +76,21 @@ def _table(params: Any) -> list[str]:
         lines.append(f"            {cells} {format_bytes(local):>9}")
     if len(rows) > LARGEST:
         lines.append(f"            and {len(rows) - LARGEST} more")
+    return lines
+
+
+def _multipliers(config: Experiment) -> list[str]:
+    """Returns the multipliers of each group of parameters with the same role and multipliers."""
+    groups: dict[tuple, int] = {}
+    for place, rule in parameter_rules(FAMILIES[config.model.family], config.model).values():
+        key = (place.role, config.optimizer.rule.learning_rate(place, rule), *rule[1:])
+        groups[key] = groups.get(key, 0) + 1
+    names = ("learning rate", "weight decay", "epsilon", "init")
+    lines = []
+    for role, *values in sorted(groups, key=lambda group: ROLES.index(group[0])):
+        parts = [f"{name} x {x:.3g}" for name, x in zip(names, values, strict=True) if x != 1.0]
+        number = count(groups[role, *values], "array")
+        lines.append(f"{'groups' * (not lines):<12}{role}, {number}: {', '.join(parts) or 'x 1'}")
     return lines
 
 

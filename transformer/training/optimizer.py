@@ -1,10 +1,16 @@
 """The update rule and the learning rate, which depends on the step alone and so needs no state."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from transformer.checks import is_zero
+from transformer.model.config import ModelConfig
+from transformer.model.network import FAMILIES
+from transformer.model.roles import parameter_rules
+from transformer.parallel.sharding import path_name
 from transformer.training.config import OptimizerConfig
 
 Number = float | jax.Array
@@ -52,22 +58,55 @@ def schedule(
 def build_optimizer(
     config: OptimizerConfig,
     steps: int,
+    model: ModelConfig,
     *,
     learning_rate: Number | None = None,
     weight_decay: Number | None = None,
 ) -> optax.GradientTransformation:
-    """Builds the optimizer: global-norm clipping, then the rule with decoupled weight decay.
+    """Builds the optimizer of a model: global-norm clipping, then the rule with weight decay.
 
-    Weight decay applies to `decayed` parameters. Numbers default to the config's.
+        w <- w - rate_t (r direction(g) + d weight_decay w)        d = 0 unless w is `decayed`
+
+    r and d are the multipliers of the model's `parametrization` (model/parametrizations/). Its
+    multiplier of epsilon divides the gradient, which has the same effect on Adam. Numbers default
+    to the config's.
     """
-    rate = schedule(config, steps, learning_rate)
+    rate, rules = (
+        schedule(config, steps, learning_rate),
+        parameter_rules(FAMILIES[model.family], model),
+    )
     weight_decay = config.weight_decay if weight_decay is None else weight_decay
-    direction = config.rule.direction(config)
-    decays = not is_zero(weight_decay)
-    decay = optax.add_decayed_weights(weight_decay, decayed) if decays else optax.identity()
-    rule = optax.chain(direction, decay, optax.scale_by_learning_rate(rate))
+    decay = optax.identity()
+    if not is_zero(weight_decay):
+        decay = optax.add_decayed_weights(weight_decay, decayed)
+        if rules:
+            decay = _decay(weight_decay, rules)
+    parts = [config.rule.direction(config), decay, optax.scale_by_learning_rate(rate)]
+    if rules:
+        by_epsilon = {path: 1.0 / rule.epsilon for path, (_, rule) in rules.items()}
+        rates = {path: config.rule.learning_rate(*of) for path, of in rules.items()}
+        parts = [_scale(by_epsilon), parts[0], _scale(rates), *parts[1:]]
+    rule = optax.chain(*parts)
     clip = optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, rule) if config.clip_norm else rule
+
+
+def _scale(multipliers: Mapping[str, float]) -> optax.GradientTransformation:
+    """Multiplies the update of each parameter by its own number."""
+    scaled = lambda path, u: u * multipliers[path_name(path)]
+    return optax.stateless(lambda us, _: jax.tree_util.tree_map_with_path(scaled, us))
+
+
+def _decay(weight_decay: Number, rules) -> optax.GradientTransformation:
+    """Adds weight decay to the updates of `decayed` parameters, each with its multiplier."""
+
+    def add(path, u, w, is_decayed):
+        multiplier = rules[path_name(path)][1].weight_decay
+        return u + weight_decay * multiplier * w if is_decayed else u
+
+    return optax.stateless(
+        lambda us, ws: jax.tree_util.tree_map_with_path(add, us, ws, decayed(ws))
+    )
 
 
 def decayed(params):

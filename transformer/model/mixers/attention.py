@@ -228,7 +228,8 @@ def inner_attention(
 ) -> jax.Array:
     """Returns softmax(scale Q K^T) V, [B, T, N, H], from the backend that the config selects.
 
-    The scale is 1 / sqrt(size) unless the config sets it. `index` is the cache slot of the first
+    The scale is 1 / sqrt(size), times sqrt(d_head of the base / d_head), unless the config sets it.
+    `index` is the cache slot of the first
     query; None outside decoding. Also creates the attention sink's
     parameter, passes on dropout, and records statistics if `module` is watched (model/watch.py).
     """
@@ -237,7 +238,8 @@ def inner_attention(
     if cfg.attention_sink:
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("heads",))
         sink_N = module.param("sink", zeros, (cfg.num_heads,), cfg.param_dtype)
-    scale = size**-0.5 if cfg.attention_scale is None else cfg.attention_scale
+    scale = size**-0.5 * (cfg.base.head_size / cfg.head_size) ** 0.5
+    scale = scale if cfg.attention_scale is None else cfg.attention_scale
     inputs = attention_backends.Inputs(
         mask, q_tokens, k_tokens, position, scale, cfg.attention_soft_cap, sink_N
     )

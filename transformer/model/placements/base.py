@@ -1,6 +1,6 @@
 """The parts of the residual formula, which every placement fills in.
 
-    y = out_norm( a * x + g * res_norm( dropout( f( in_norm(x) ) ) ) )
+    y = out_norm( a * x + s * g * res_norm( dropout( f( in_norm(x) ) ) ) )
 
 An absent norm is the identity. A placement sets which norms are present, whether the stack ends in
 a norm, how branches are initialized, and a recommended warm-up. A config may change each part.
@@ -30,6 +30,7 @@ class Placement:
     # End the stack with a norm, which is needed if the residual stream is not normalized.
     final_norm: bool = False
     residual_scale: float = 1.0  # a; 0 means no residual connection
+    branch_scale: float = 1.0  # s
     branch_gain: float = 1.0  # scales the initial W_V, W_O and both feed-forward matrices
     gate: bool = False  # g is a learned scalar per sublayer, initially 0; without a gate, g = 1
     warmup_hint: int = 0  # warm-up steps without which training is known to fail; 0: none

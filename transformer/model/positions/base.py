@@ -49,6 +49,7 @@ class StackFacts:
     """The properties of a stack (encoder or decoder) that its position scheme may use."""
 
     d_model: int
+    base_d_model: int  # in the base of the parametrization
     num_heads: int
     d_head: int
     d_value: int

@@ -118,7 +118,7 @@ class T5Bias(Position):
 
     def bind(self, param: Param, facts: StackFacts) -> "T5Bias":
         init = nn.with_logical_partitioning(
-            nn.initializers.normal(facts.d_model**-0.5), ("buckets", "heads")
+            nn.initializers.normal(facts.base_d_model**-0.5), ("buckets", "heads")
         )
         table = param("relative_bias", init, (self.num_buckets, facts.num_heads), facts.param_dtype)
         return self.replace(causal=facts.causal, table_RxN=table)

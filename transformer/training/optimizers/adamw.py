@@ -14,6 +14,7 @@ class AdamW(Optimizer):
 
     fields = frozenset({"b1", "b2", "epsilon"})
     moments = 2
+    scales_with_size = True
 
     def direction(self, config):
         return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)

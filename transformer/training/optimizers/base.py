@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import optax
 
+from transformer.model.parametrizations.base import Place, Rule
 from transformer.training.optimizers import OPTIMIZERS
 
 __all__ = ["OPTIMIZERS", "Config", "Optimizer"]
@@ -30,6 +31,13 @@ class Optimizer:
 
     moments: ClassVar[int] = 0
     """The number of arrays in its state that have the shape of the parameters."""
+
+    scales_with_size: ClassVar[bool] = False
+    """Whether the multipliers of muP and CompleteP are derived for it."""
+
+    def learning_rate(self, place: Place, rule: Rule) -> float:
+        """Returns the multiplier of a parameter's update; by default, the rule's, for Adam."""
+        return rule.learning_rate
 
     def direction(self, config: Config) -> optax.GradientTransformation:
         """Returns the map from gradient to direction. Weight decay, rate and negation follow it."""

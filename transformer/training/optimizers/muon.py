@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,12 @@ from jax.sharding import PartitionSpec as P
 
 from transformer.checks import positive
 from transformer.errors import UserError
+from transformer.model.roles import STACKED, Axes, matrix_axes, role
 from transformer.parallel.sharding import path_name
 from transformer.training.optimizers.base import OPTIMIZERS, Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the polynomial that moves singular values towards 1, to between about 0.7 and 1.2."""
-
-STACKED = {"layers", "rounds", "expert"}
-"""The logical names of axes along which a parameter holds several matrices."""
 
 
 @OPTIMIZERS.register("muon")
@@ -47,6 +45,7 @@ class Muon(Optimizer):
 
     fields = frozenset({"b1", "b2", "epsilon", "momentum"})
     moments = 2
+    scales_with_size = True
 
     rms: float = 0.2  # root mean square of an update, before the learning rate
     steps: int = 5  # Newton-Schulz iterations
@@ -55,13 +54,16 @@ class Muon(Optimizer):
     def __post_init__(self):
         positive("optimizer.name", self, "rms", "steps")
 
+    def learning_rate(self, place, rule):
+        return rule.learning_rate * (place.m_N**0.5 if place.role == "matrix" else 1.0)
+
     def direction(self, config):
         beta, adam = config.momentum, optax.scale_by_adam(config.b1, config.b2, config.epsilon)
         mix = lambda m, g: beta * m + (1.0 - beta) * g
 
         def init(params):
             leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_box)
-            axes = tuple(matrix_axes(path_name(path), x, self.per_head) for path, x in leaves)
+            axes = tuple(_axes(path_name(path), x, self.per_head) for path, x in leaves)
             matrices, others = _split(tree, [x for _, x in leaves], axes)
             return MuonState(jax.tree.map(jnp.zeros_like, matrices), adam.init(others), axes)
 
@@ -80,14 +82,6 @@ class Muon(Optimizer):
         return optax.GradientTransformation(init, update)
 
 
-class Axes(NamedTuple):
-    """The axes of a stack of matrices. Each matrix maps its input axes to its output axes."""
-
-    stack: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
 @struct.dataclass
 class MuonState:
     """The momentum of matrices and the AdamW state of other parameters.
@@ -100,28 +94,21 @@ class MuonState:
     axes: tuple[Axes | None, ...] = struct.field(pytree_node=False)
 
 
-def matrix_axes(path: str, x: Any, per_head: bool = False) -> Axes | None:
-    """Returns the axes of a parameter that Muon updates, from its logical names; else None.
+def _axes(path: str, x: Any, per_head: bool) -> Axes | None:
+    """Returns the axes of a parameter that Muon updates; None for the others.
 
-    These are the parameters of layers with at least one input and one output axis, except routers
-    and gates, which have one output per expert or head. Raises UserError without logical names.
+    Raises UserError without logical names.
     """
-    if not re.match(r"(encoder|decoder)/layers", path):
-        return None
     if not _is_box(x):
+        if not re.match(r"(encoder|decoder)/layers", path):
+            return None
         raise UserError(
             f"optimizer.name: 'muon' needs the logical axes of {path}; initialize its state with "
             "the parameters that model.init_with_axes returns"
         )
-    names = [name for name in x.names if name not in STACKED]
-    is_kernel = path.endswith("/kernel") and any(names)
-    if len(names) < 2 or names == ["embed", "heads"] or not (is_kernel or "embed" in names):
+    if role(path, x.names) != "matrix":
         return None
-    stacked = STACKED | {"heads", "kv_heads"} if per_head else STACKED
-    stack = tuple(i for i, name in enumerate(x.names) if name in stacked)
-    rest = tuple(i for i in range(len(x.names)) if i not in stack)
-    inputs = len(rest) - 1 if names[-1] == "embed" else 1
-    return Axes(stack, rest[:inputs], rest[inputs:])
+    return matrix_axes(x.names, STACKED | ({"heads", "kv_heads"} if per_head else set()))
 
 
 def orthogonalized(

@@ -1,0 +1,104 @@
+"""muP and CompleteP: the best learning rate of a small model is also that of a large one."""
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import ClassVar
+
+from flax.core import FrozenDict
+
+from transformer.checks import LARGEST
+from transformer.errors import UserError, nearest
+from transformer.model.parametrizations.base import NONE, PARAMETRIZATIONS, Parametrization, Rule
+
+WIDTHS = ("d_model", "d_ff", "num_heads", "d_head", "d_value")
+
+
+@PARAMETRIZATIONS.register("mup")
+@dataclasses.dataclass(frozen=True)
+class MuP(Parametrization):
+    """The maximal update parametrization, for width (Yang et al. 2022, Tensor Programs V, table 8).
+
+    The initial values of a matrix have a variance proportional to 1 / m_N, and its learning rate is
+    multiplied by 1 / m_N. Logits are divided by m_N of d_model. Queries times keys are divided by
+    d_head / sqrt(d_head of the base) instead of sqrt(d_head). Embeddings, norms and biases keep
+    their initial values and learning rates. Epsilon is multiplied by 1 / m_N.
+
+    Weight decay is not multiplied. An update is w - rate (multiplier adam + decay w), so this
+    equals decay times m_N where the multiplier applies to the whole update, as in the paper's code.
+
+    The updates of Muon have a fixed root mean square (optimizers/muon.py), so that the learning
+    rate of its matrices is multiplied by m_N^(-1/2).
+
+    `base` holds the sizes of the base model by the names of the model's fields, such as
+    dict(d_model=256). Its `d_ff` and `num_heads` are in proportion to d_model unless they are
+    given, so that the size of heads is the same. Sizes that are options of a mixer or of experts
+    are the same.
+    """
+
+    sizes: ClassVar[tuple[str, ...]] = WIDTHS
+    alpha: ClassVar[float] = 1.0  # without effect, because the base has the same depth
+
+    base: FrozenDict = NONE  # sizes of the base model: dict(d_model=256)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, size in self.base.items():
+            if name not in self.sizes:
+                raise UserError(
+                    f"model.parametrization.base: {self.name!r} has no size {name!r}; "
+                    f"{nearest(name, self.sizes)}"
+                )
+            if type(size) is not int or not 1 <= size <= LARGEST:
+                raise UserError(f"model.parametrization.base.{name}: {size!r} is not a size")
+        if not self.base:
+            raise UserError(
+                f"model.parametrization.base: {self.name!r} needs the sizes of the base model; set "
+                "them, for example base=dict(d_model=256)"
+            )
+
+    def base_of(self, config):
+        sizes = {"d_model": config.d_model} | dict(self.base)
+        for name in ("d_ff", "num_heads"):
+            size = Fraction(getattr(config, name) * sizes["d_model"], config.d_model)
+            if name not in sizes and size.denominator > 1:
+                raise UserError(
+                    f"model.parametrization.base: model.{name} = {getattr(config, name)} times "
+                    f"{sizes['d_model']} / {config.d_model} is not an integer; set base.{name}"
+                )
+            sizes.setdefault(name, int(size))
+        if not config.d_head and sizes["d_model"] % sizes["num_heads"]:
+            raise UserError(
+                f"model.parametrization.base: d_model = {sizes['d_model']} is not divisible by "
+                f"num_heads = {sizes['num_heads']}; change one"
+            )
+        return config.part(**sizes, num_kv_heads=math.gcd(config.kv_heads, sizes["num_heads"]))
+
+    def branch_scale(self, m_L):
+        return m_L**-self.alpha
+
+    def rule(self, place):
+        m_N, depth_rate = place.m_N, place.m_L ** (self.alpha - 1) if place.in_branch else 1.0
+        epsilon = (place.m_L**-self.alpha if place.in_branch else 1.0) / place.m_D
+        if place.role in ("matrix", "readout"):
+            init = place.std_ratio * m_N**-0.5
+            return Rule(depth_rate / m_N, depth_rate, epsilon * place.m_D / m_N, init)
+        return Rule(depth_rate, 1.0, epsilon, place.std_ratio)
+
+
+@PARAMETRIZATIONS.register("completep")
+@dataclasses.dataclass(frozen=True)
+class CompleteP(MuP):
+    """CompleteP: muP, with multipliers for depth (Dey et al. 2025, table 1).
+
+    A residual branch is multiplied by m_L^(-alpha). In layers, learning rates and weight decay are
+    multiplied by m_L^(alpha - 1), and epsilon by m_L^(-alpha). Parts of a norm placement and of
+    the initialization that depend on depth have the values of the base.
+
+    The paper covers pre-norm. docs/parametrizations.md derives the rule for other placements and
+    shows coordinate checks.
+    """
+
+    sizes = (*WIDTHS, "num_encoder_layers", "num_decoder_layers")
+
+    alpha: float = 1.0  # 1, or 1/2 (Yang et al. 2023, Tensor Programs VI)
