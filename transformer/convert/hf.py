@@ -1,7 +1,6 @@
 """Loads and saves Hugging Face directories: config.json, and safetensors in one file or in shards.
 
-Tensors are read directly from their files and converted one parameter at a time. The model is never
-in memory twice.
+Parameters are converted one at a time. The model is never in memory twice.
 """
 
 import importlib
@@ -73,14 +72,12 @@ def open_directory(directory: Path) -> tuple[Family, dict, Tensors]:
             f"{directory}: no config.json; choose a directory written by save_pretrained"
         )
     theirs = read_json(file)
-    family = look_up(FAMILIES, _name(theirs.get("model_type", "")), f"{file}: model_type")
+    kind = theirs.get("model_type", "")
+    name = printable(kind) if isinstance(kind, str) else shown(kind)
+    family = look_up(FAMILIES, name, f"{file}: model_type")
     if family.ours != "encoder":
         theirs |= read_both(directory, theirs)
     return family, theirs, Tensors(directory, family)
-
-
-def _name(value: Any) -> str:
-    return printable(value) if isinstance(value, str) else shown(value)
 
 
 def open_hf(
@@ -102,10 +99,9 @@ def read_params(
 ) -> Any:
     """Returns our parameters, converted from their tensors one at a time."""
     _, fetch = _by_layer(family, config, tensors)
-    put = lambda path, x: place(
-        path, np.asarray(join(config, path, fetch, np.stack)).astype(x.dtype)
-    )
-    return unflatten({path: put(path, x) for path, x in abstract_shapes(config).items()})
+    read = lambda path, dtype: np.asarray(join(config, path, fetch, np.stack)).astype(dtype)
+    shapes = abstract_shapes(config)
+    return unflatten({path: place(path, read(path, x.dtype)) for path, x in shapes.items()})
 
 
 def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
@@ -193,10 +189,7 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     flat = flatten(params)
     locations = where(config, flat)
-    copies: dict[str, list[str]] = {}
-    for copy in family.copies(config):
-        if copy.written:
-            copies.setdefault(copy.of, []).append(copy.theirs)
+    copies = [copy for copy in family.copies(config) if copy.written]
 
     def ours(name: str) -> np.ndarray:
         name, _, number = name.partition("#")  # of an expert
@@ -206,8 +199,8 @@ def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple
 
     for weight in family.weights(config):
         x = np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))
-        for name in (weight.theirs, *copies.get(weight.theirs, ())):
-            yield name, x
+        yield weight.theirs, x
+        yield from ((copy.theirs, x) for copy in copies if copy.of == weight.theirs)
 
 
 def _write_tensors(target: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:

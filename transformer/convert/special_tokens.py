@@ -59,17 +59,14 @@ def read_both(directory: Path, theirs: Mapping) -> dict:
 def read_id(theirs: Mapping, name: str, vocab_size: int, default: int | None = None):
     """Returns a token ID, None, or, for several end tokens, a tuple. Some files use -1 for None.
 
+    `theirs` is a config.json that `Fields` has accepted.
+
     An ID outside the vocabulary becomes None, with a warning if the file contains it. Transformers
     writes the family's default into every file, so models with a small vocabulary have such IDs.
     """
     value = theirs.get(name, default)
-    several = isinstance(value, list) and name == NAMES["eos_id"]
-    ids = [token for token in (value if several else [value]) if token is not None]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise UserError(
-                f"config.json: {name} = {value!r} is not a token ID; set an integer or null"
-            )
         if token >= vocab_size and name in theirs:
             warnings.warn(
                 f"{name} = {token} is outside the vocabulary of {vocab_size} tokens; read as null",
