@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from transformer.convert import special_tokens
-from transformer.convert.fields import Fields
+from transformer.convert.fields import ACTIVATIONS_BACK, Fields, field
 from transformer.convert.weights import Copy, Shape, Weight
 from transformer.errors import UserError
 from transformer.model import positions
@@ -21,18 +21,28 @@ TRAINING = frozenset(
 )
 """Fields of ModelConfig that set how a model is trained and run. Outside configs may omit them."""
 
+_RESOLVED = {
+    "d_ff": "ff_size",
+    "d_head": "head_size",
+    "d_embedding": "embedding_size",
+    "num_kv_heads": "kv_heads",
+    "attention_bias": "attention_has_bias",
+}
+"""Fields of ModelConfig whose defaults follow from others -> the property that resolves them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One `model_type` of Transformers.
 
-    `read(fields, names of the tensors in the directory)` returns the fields of a ModelConfig,
-    `write(config)` returns config.json, and `weights(config)` yields every tensor that holds
+    `fields` are the fields of config.json, with the defaults of Transformers' config class. Those
+    paired with a field of ModelConfig are converted in both directions. `read(fields, names of the
+    tensors in the directory)` returns the other fields of a ModelConfig, and `write(config)` those
+    of config.json; both take precedence. `weights(config)` yields every tensor that holds
     parameters.
 
-    `fields` are the fields that `read` reads, with the defaults of Transformers' config class;
-    `aliases` are other names of these fields. `prefix` is an optional prefix of tensor names
-    (GPT-2's files on the hub omit it); names that begin with one of `heads` never have it.
+    `aliases` are other names of `fields`. `prefix` is an optional prefix of tensor names (GPT-2's
+    files on the hub omit it); names that begin with one of `heads` never have it.
 
     A tensor that `weights` does not name raises an error unless it is one of three:
 
@@ -54,7 +64,7 @@ class Family:
     fields: Mapping[str, Any]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
-    heads: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ("lm_head.",)
     copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
     constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = dataclasses.field(
         default_factory=dict
@@ -71,7 +81,9 @@ class Family:
         fields = Fields(theirs, self.model_type, self.fields, self.aliases)
         if self.ours != "encoder":
             fields.must("is_causal", True, "the decoder would attend to later tokens")
-        config = self.read(fields, tensors) | ours
+        read = self.read(fields, tensors)
+        config = {"family": self.ours, "initializer": "normal", "embedding_init_std": 0.02}
+        config |= fields.paired() | read | ours
         config = special_tokens.read(theirs, self.special_tokens, config) | config
         fields.check_all_read()
         return ModelConfig(**config)
@@ -87,16 +99,34 @@ class Family:
                 f"which is {self.ours!r}"
             )
         theirs = {"architectures": [self.architecture], "model_type": self.model_type}
-        theirs |= special_tokens.write(config, self.special_tokens) | self.write(config)
+        theirs |= special_tokens.write(config, self.special_tokens)
+        theirs |= paired(self.fields, config) | self.write(config)
         tensors = frozenset(weight.theirs for weight in self.weights(config))
         restored = meaning(self.our_config(theirs, tensors))
-        for field, value in meaning(config).items():
-            if restored[field] != value:
+        for name, value in meaning(config).items():
+            if restored[name] != value:
                 raise UserError(
-                    f"model.{field}: {value!r} cannot be expressed by {self.model_type}, which "
-                    f"would turn it into {restored[field]!r}"
+                    f"model.{name}: {value!r} cannot be expressed by {self.model_type}, which "
+                    f"would turn it into {restored[name]!r}"
                 )
         return theirs
+
+
+def paired(table: Mapping[str, Any], config: ModelConfig) -> dict:
+    """Returns the fields of config.json that a table pairs with fields of ModelConfig.
+
+    Those of training are left out. 0 is null where null is permitted. `Fields.paired` is the
+    inverse.
+    """
+    theirs = {}
+    for name, default in table.items():
+        x = field(default)
+        if x.ours == "activation":
+            theirs[name] = ACTIVATIONS_BACK[config.activation]
+        elif x.ours and x.ours not in TRAINING:
+            value = getattr(config, _RESOLVED.get(x.ours, x.ours))
+            theirs[name] = None if x.nullable and not value else value
+    return theirs
 
 
 def _feed_forward(kind: FeedForward) -> dict:

@@ -1,9 +1,9 @@
 """Reads an outside config.json. Every field is read with its type, known to be harmless, or
 rejected by name.
 
-A family lists the fields that it reads, with the defaults of its config class in Transformers. A
-missing field has its default. `null` is a separate value: `"final_logit_softcapping": null` turns
-capping off, while a missing field means 30.
+A family lists the fields that it reads, with the defaults of its config class in Transformers, and
+may pair each with a field of ModelConfig. A missing field has its default. `null` is a separate
+value: `"final_logit_softcapping": null` turns capping off, while a missing field means 30.
 """
 
 import dataclasses
@@ -50,7 +50,8 @@ class Field:
 
     default: Any
     kind: type
-    nullable: bool = False  # the family's code handles null
+    ours: str = ""  # the paired field of ModelConfig: same value, but for the names of activations
+    nullable: bool = False  # null is our default, or the family's code handles it
     above: float | None = None  # numbers must be greater than this
     max_magnitude: float = LARGEST  # the largest permitted magnitude
 
@@ -75,21 +76,20 @@ class Field:
         return names[self.kind] + (" or null" if self.nullable else "")
 
 
-def field(default: Any) -> Field:
+def field(default: Any, ours: str = "") -> Field:
     """Returns a Field with the type of its default. A whole number must be at least 1.
 
     A `default` that is already a Field is returned unchanged.
     """
     if isinstance(default, Field):
         return default
-    if isinstance(default, int) and not isinstance(default, bool):
-        return Field(default, int, above=0)
-    return Field(default, type(default))
+    above = 0 if isinstance(default, int) and not isinstance(default, bool) else None
+    return Field(default, type(default), ours, above=above)
 
 
-def optional(kind: type, default: Any = None) -> Field:
+def optional(kind: type, default: Any = None, ours: str = "") -> Field:
     """Returns a Field that may be null. Numbers must be greater than 0."""
-    return Field(default, kind, nullable=True, above=0 if kind in (int, float) else None)
+    return Field(default, kind, ours, nullable=True, above=0 if kind in (int, float) else None)
 
 
 def count(default: int) -> Field:
@@ -97,19 +97,29 @@ def count(default: int) -> Field:
     return Field(default, int, above=-1)
 
 
-def layer_count(default: int | None) -> Field:
+def layer_count(default: int | None, ours: str = "") -> Field:
     """Returns a Field for a number of layers. It may be null if its default is null."""
-    return Field(default, int, nullable=default is None, above=0, max_magnitude=MAX_LAYERS)
+    return Field(default, int, ours, default is None, above=0, max_magnitude=MAX_LAYERS)
 
 
-def positive(default: float) -> Field:
+def positive(default: float, ours: str = "") -> Field:
     """Returns a Field for a number greater than 0."""
-    return Field(default, float, above=0)
+    return Field(default, float, ours, above=0)
 
 
-def needed(kind: type) -> Field:
+def needed(kind: type, ours: str = "") -> Field:
     """Returns a Field without a default. Numbers must be greater than 0."""
-    return Field(_MISSING, kind, above=0 if kind in (int, float) else None)
+    return Field(_MISSING, kind, ours, above=0 if kind in (int, float) else None)
+
+
+def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Field]:
+    """Returns a table with fields added or replaced. A replaced field keeps its `ours`."""
+    ours = {name: field(x).ours for name, x in table.items()}
+    fields = {name: field(x) for name, x in (table | changes).items()}
+    return {
+        name: dataclasses.replace(x, ours=x.ours or ours.get(name, ""))
+        for name, x in fields.items()
+    }
 
 
 _MISSING = object()
@@ -155,10 +165,12 @@ class Fields:
     def error(self, name: str, problem: str, value: Any = _MISSING, note: str = "") -> UserError:
         """Returns a UserError about a field and its value. `note` follows the value."""
         value = self._values.get(name) if value is _MISSING else value
-        return UserError(f"config.json: {self._inside}{name} = {shown(value)}{note} {problem}")
+        return UserError(
+            f"config.json: {self._inside}{printable(name)} = {shown(value)}{note} {problem}"
+        )
 
     def get(self, name: str, default: Any = _MISSING):
-        """Returns the field's value, or its default if it is missing.
+        """Returns the field's value, or its default if it is missing. Numbers are of its kind.
 
         Raises UserError for a value of the wrong type or range, and for a missing required field.
         """
@@ -173,7 +185,21 @@ class Fields:
             return default
         if problem := spec.problem(self._values[name]):
             raise self.error(name, problem)
-        return self._values[name]
+        value = self._values[name]
+        return float(value) if spec.kind is float and value is not None else value
+
+    def paired(self) -> dict:
+        """Returns our fields that the table pairs with fields that are not null.
+
+        A paired list holds numbers.
+        """
+        values = {}
+        for name, x in self.table.items():
+            if x.ours == "activation":
+                values[x.ours] = self.one_of(name, ACTIVATIONS)
+            elif x.ours and (value := self.get(name)) is not None:
+                values[x.ours] = self.numbers(name) if x.kind is list else value
+        return values
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Returns a field that holds a list of numbers greater than 0."""
@@ -190,17 +216,15 @@ class Fields:
         """Returns the entry of `table` for the field's value. Raises UserError without an entry."""
         value = self.get(name)
         if value not in table:
-            raise UserError(
-                f"config.json: {self._inside}{name} = {shown(value)} is not supported; use one "
-                f"of {', '.join(map(repr, table))}"
-            )
+            problem = f"is not supported; use one of {', '.join(map(repr, table))}"
+            raise self.error(name, problem, value)
         return table[value]
 
     def same(self, name: str, target, why: str) -> None:
         """Raises UserError unless the field, or its default, is `target`, the value of another."""
         value = self.get(name)
         if value != target:
-            note = "" if self.has(name) else " (the default)"
+            value, note = self._values.get(name, value), "" if self.has(name) else " (the default)"
             raise self.error(name, f"is not supported: {why}; it must be {target!r}", value, note)
 
     def must(self, name: str, target, why: str = "") -> None:
@@ -211,29 +235,20 @@ class Fields:
         self._seen.add(name)
         value = self._values.get(name, target)
         if value != target and (value is not None or target):
-            raise self.error(
-                name, f"is not supported{why and ': ' + why}; it must be {target!r}", value
-            )
+            problem = f"is not supported{why and ': ' + why}; it must be {target!r}"
+            raise self.error(name, problem, value)
 
     def ignore(self, *names: str) -> None:
         """Marks fields as read that do not change what is computed."""
         self._seen.update(names)
 
-    def rest(self) -> list[str]:
-        """Returns the fields that are set, have not been read and are not known to be harmless."""
-        return sorted(
-            name for name in self._values.keys() - self._seen - HARMLESS if self._values[name]
-        )
-
     def check_all_read(self) -> None:
-        """Raises UserError with the names of the fields in `rest()`, if any."""
-        if unknown := self.rest():
-            more = ", ".join(map(printable, unknown[1:6]))
-            raise UserError(
-                f"config.json: {self._inside}{printable(unknown[0])} = "
-                f"{shown(self._values[unknown[0]])} is not a known field of a {self.family} model"
-                + (f" (nor is any of {more})" if more else "")
-            )
+        """Raises UserError if a field that is set was neither read nor known to be harmless."""
+        rest = self._values.keys() - self._seen - HARMLESS
+        if unknown := sorted(name for name in rest if self._values[name]):
+            others = ", ".join(map(printable, unknown[1:6]))
+            more = f" (nor is any of {others})" if others else ""
+            raise self.error(unknown[0], f"is not a known field of a {self.family} model{more}")
 
 
 def layer_kinds(f: Fields, layers: int) -> list[str] | None:
@@ -268,7 +283,7 @@ def per_layer(**fields: list) -> dict:
 
 
 def printable(name: str, max_length: int = 100) -> str:
-    """Returns a name from outside as one printable line of at most `max_magnitude` characters."""
+    """Returns a name from outside as one printable line of at most `max_length` characters."""
     text = name.encode("unicode_escape").decode("ascii") if not name.isprintable() else name
     return text if len(text) <= max_length else text[:max_length] + "..."
 
@@ -293,12 +308,5 @@ ACTIVATIONS = {
 }
 """Activation in Transformers -> ours."""
 
-ACTIVATIONS_BACK = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_new",
-    "silu": "silu",
-    "relu_squared": "relu2",
-    "linear": "linear",
-}
-"""Our activation -> the name in Transformers."""
+ACTIVATIONS_BACK = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+"""Our activation -> the first of its names in Transformers."""

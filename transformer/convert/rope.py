@@ -3,10 +3,9 @@ the fields of earlier versions."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from transformer.checks import Choice
-from transformer.convert.fields import Field, Fields, needed, optional, positive, printable
+from transformer.convert.fields import Field, Fields, field, needed, optional, positive, printable
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
@@ -17,50 +16,35 @@ FIELDS = {
 }
 """The fields that a family with rotary positions reads."""
 
-_FACTOR = {"factor": needed(float)}
+_FACTOR = {"factor": needed(float, "factor")}
 _ORIGINAL = {"original_max_position_embeddings": optional(int)}
 _YARN = {
-    "beta_fast": optional(float),
-    "beta_slow": optional(float),
-    "attention_factor": optional(float),
-    "truncate": True,
+    "beta_fast": optional(float, ours="beta_fast"),
+    "beta_slow": optional(float, ours="beta_slow"),
+    "attention_factor": optional(float, ours="attention_factor"),
+    "truncate": field(True, "truncate"),
+    "mscale": optional(float),
+    "mscale_all_dim": optional(float),
 }
 _LONG = {
-    "short_factor": needed(list),
-    "long_factor": needed(list),
-    "attention_factor": optional(float),
+    "short_factor": needed(list, "short_factors"),
+    "long_factor": needed(list, "long_factors"),
+    "attention_factor": optional(float, ours="attention_factor"),
+    "factor": optional(float),
 }
-_SCALINGS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "default": ("none", {}, {}),
-    "linear": ("linear", _FACTOR, {"factor": "factor"}),
-    "dynamic": ("dynamic", _FACTOR, {"factor": "factor"}),
-    "yarn": (
-        "yarn",
-        _FACTOR | _ORIGINAL | _YARN | dict.fromkeys(("mscale", "mscale_all_dim"), optional(float)),
-        {name: name for name in _FACTOR | _YARN},
-    ),
-    "longrope": (
-        "longrope",
-        _ORIGINAL | _LONG | {"factor": optional(float)},
-        {
-            "short_factor": "short_factors",
-            "long_factor": "long_factors",
-            "attention_factor": "attention_factor",
-        },
-    ),
-    "llama3": (
-        "llama3",
-        _FACTOR | _ORIGINAL | {"low_freq_factor": needed(float), "high_freq_factor": needed(float)},
-        {
-            "factor": "factor",
-            "low_freq_factor": "low_frequency_factor",
-            "high_freq_factor": "high_frequency_factor",
-        },
-    ),
+_LLAMA = {
+    "low_freq_factor": needed(float, "low_frequency_factor"),
+    "high_freq_factor": needed(float, "high_frequency_factor"),
 }
-"""Their rope_type -> our scaling, the fields that it reads, and their option names -> ours."""
-
-_KINDS = {kind: kind for kind in _SCALINGS}
+_SCALINGS: dict[str, tuple[str, dict[str, Field]]] = {
+    "default": ("none", {}),
+    "linear": ("linear", _FACTOR),
+    "dynamic": ("dynamic", _FACTOR),
+    "yarn": ("yarn", _FACTOR | _ORIGINAL | _YARN),
+    "longrope": ("longrope", _ORIGINAL | _LONG),
+    "llama3": ("llama3", _FACTOR | _ORIGINAL | _LLAMA),
+}
+"""Their rope_type -> our scaling, and its fields, paired with our options."""
 
 
 def rotary(f: Fields, theta: str = "rope_theta", fraction: str = "") -> dict:
@@ -123,8 +107,9 @@ def rope(
     values = {k: v for k, v in values.items() if v is not None or k in kept_as_null}
     legacy_type = values.pop("type", "default")
     values.setdefault("rope_type", legacy_type)
-    kind = Fields(values, family, {"rope_type": ""}, inside=inside).one_of("rope_type", _KINDS)
-    name, table, our_names = _SCALINGS[kind]
+    of_type = Fields(values, family, {"rope_type": ""}, inside=inside)
+    name, table = of_type.one_of("rope_type", _SCALINGS)
+    kind = values["rope_type"]
     common = {
         "rope_type": "",
         "rope_theta": positive(theta),
@@ -132,24 +117,13 @@ def rope(
     }
     f = Fields(values, f"{family} ({kind!r} rotary)", common | table, inside=inside)
     f.ignore("rope_type", "finetuned")
-    out = {"name": "rotary", "theta": float(f.get("rope_theta"))}
-    rotated = f.get("partial_rotary_factor")
-    if rotated != 1.0:
-        if not partial:
-            raise f.error(
-                "partial_rotary_factor",
-                "is not supported: Transformers ignores it in this family; it must be 1.0",
-                rotated,
-            )
-        out["fraction"] = float(rotated)
-    scaling = {"name": name}
-    for theirs, ours in our_names.items():
-        value = f.get(theirs)
-        if isinstance(value, list):
-            scaling[ours] = f.numbers(theirs)
-        elif value is not None:
-            scaling[ours] = value if isinstance(value, bool) else float(value)
-    if kind in ("yarn", "llama3", "longrope"):
+    out = {"name": "rotary", "theta": f.get("rope_theta")}
+    if not partial:
+        f.same("partial_rotary_factor", 1.0, "Transformers ignores it in this family")
+    if (rotated := f.get("partial_rotary_factor")) != 1.0:
+        out["fraction"] = rotated
+    scaling = {"name": name} | f.paired()
+    if "original_max_position_embeddings" in table:
         scaling["original_length"] = f.get("original_max_position_embeddings") or length
     if "attention_factor" not in scaling and kind in ("yarn", "longrope"):
         scaling |= _attention_factor(kind, f, length, scaling["original_length"])
@@ -213,7 +187,7 @@ def write_rope(position: Choice) -> dict:
     """
     position = options(position)
     scaling = dict(position.get("scaling") or {"name": "none"})
-    theirs = {ours: kind for kind, (ours, _, _) in _SCALINGS.items()}
+    theirs = {ours: kind for kind, (ours, _) in _SCALINGS.items()}
     if scaling["name"] not in theirs:
         raise UserError(
             f"model.position.scaling: {scaling['name']!r} has no counterpart in Transformers; "
@@ -226,4 +200,5 @@ def write_rope(position: Choice) -> dict:
     if "original_length" in scaling and kind != "dynamic":
         out["original_max_position_embeddings"] = scaling["original_length"]
     plain = lambda value: list(value) if isinstance(value, tuple) else value
-    return out | {t: plain(scaling[o]) for t, o in _SCALINGS[kind][2].items() if o in scaling}
+    pairs = {name: x.ours for name, x in _SCALINGS[kind][1].items()}
+    return out | {name: plain(scaling[x]) for name, x in pairs.items() if x in scaling}

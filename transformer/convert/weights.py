@@ -15,6 +15,9 @@ from transformer.model.config import ModelConfig
 
 Shape = tuple[int, ...]
 
+QKV = ("query", "key", "value")
+"""The linear layers at the start of attention."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -77,24 +80,12 @@ def same(theirs: str, ours: str) -> Weight:
 
 def flat(theirs: str, ours: str) -> Weight:
     """A bias whose heads are flattened into one axis."""
-    return Weight(
-        theirs,
-        (ours,),
-        lambda shapes: (math.prod(shapes[0]),),
-        lambda x, shapes: [x.reshape(shapes[0])],
-        lambda xs: xs[0].reshape(-1),
-    )
+    return _joined(theirs, (ours,), lambda shape: (math.prod(shape),))
 
 
 def row(theirs: str, ours: str) -> Weight:
     """A vector, stored as a matrix with one row."""
-    return Weight(
-        theirs,
-        (ours,),
-        lambda shapes: (1, *shapes[0]),
-        lambda x, shapes: [x[0]],
-        lambda xs: xs[0][None],
-    )
+    return _joined(theirs, (ours,), lambda shape: (1, *shape))
 
 
 def matrix(theirs: str, ours: str, inputs: int = 1, transposed: bool = True) -> Weight:
@@ -102,15 +93,38 @@ def matrix(theirs: str, ours: str, inputs: int = 1, transposed: bool = True) -> 
 
     The first `inputs` axes of our kernel are its inputs.
     """
-    turn = (lambda x: x.T) if transposed else (lambda x: x)
-    flip = (lambda shape: shape[::-1]) if transposed else (lambda shape: shape)
-    return Weight(
-        theirs,
-        (ours,),
-        lambda shapes: flip((math.prod(shapes[0][:inputs]), math.prod(shapes[0][inputs:]))),
-        lambda x, shapes: [turn(x).reshape(shapes[0])],
-        lambda xs: turn(_as_matrix(xs[0], inputs)),
-    )
+    as_matrix = lambda shape: (math.prod(shape[:inputs]), math.prod(shape[inputs:]))
+    return _joined(theirs, (ours,), as_matrix, transposed)
+
+
+def _joined(
+    theirs: str,
+    ours: tuple[str, ...],
+    reshaped: Callable[[Shape], Shape],
+    transposed: bool = False,
+) -> Weight:
+    """Parameters that are reshaped and then concatenated along their last axis.
+
+    `reshaped` returns the new shape of a parameter of a given shape. `transposed`: the tensor is a
+    matrix, and transposed.
+    """
+
+    def shape(shapes):
+        parts = [reshaped(shape) for shape in shapes]
+        joined = (*parts[0][:-1], sum(part[-1] for part in parts))
+        return joined[::-1] if transposed else joined
+
+    def read(x, shapes):
+        ends = np.cumsum([reshaped(shape)[-1] for shape in shapes])
+        parts = np.split(x.T if transposed else x, ends[:-1], axis=-1)
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def write(xs):
+        parts = [x.reshape(reshaped(x.shape)) for x in xs]
+        x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        return x.T if transposed else x
+
+    return Weight(theirs, ours, shape, read, write)
 
 
 def linear(
@@ -129,7 +143,7 @@ def attention(
     names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "out_proj"),
 ) -> Iterator[Weight]:
     """Yields the four linear layers of attention. `names`: of query, key, value and output."""
-    for name, part in zip(names, ("query", "key", "value", "out"), strict=True):
+    for name, part in zip(names, (*QKV, "out"), strict=True):
         yield from linear(f"{theirs}.{name}", f"{ours}/{part}", bias, inputs=1 + (part == "out"))
 
 
@@ -142,58 +156,37 @@ def norm(theirs: str, ours: str, offset: bool = True, gain: bool = True) -> Iter
 
 
 def fused(
-    theirs: str, ours: tuple[str, ...], bias: bool, transposed: bool = True
+    theirs: str, ours: str, bias: bool, parts: tuple[str, ...] = QKV, transposed: bool = True
 ) -> Iterator[Weight]:
-    """Yields several linear layers with the same inputs as one, with concatenated outputs."""
-    turn = (lambda x: x.T) if transposed else (lambda x: x)
-    flip = (lambda shape: shape[::-1]) if transposed else (lambda shape: shape)
+    """Yields the linear layers `parts` of `ours`, which have the same inputs, as one.
 
-    def split(columns, shapes, sizes):
-        parts = np.split(columns, np.cumsum(sizes)[:-1], axis=-1)
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    yield Weight(
-        f"{theirs}.weight",
-        tuple(f"{name}/kernel" for name in ours),
-        lambda shapes: flip((shapes[0][0], sum(math.prod(s[1:]) for s in shapes))),
-        lambda x, shapes: split(turn(x), shapes, [math.prod(s[1:]) for s in shapes]),
-        lambda xs: turn(np.concatenate([_as_matrix(x, 1) for x in xs], axis=1)),
-    )
+    Their outputs are concatenated.
+    """
+    kernels, biases = (tuple(f"{ours}/{x}/{kind}" for x in parts) for kind in ("kernel", "bias"))
+    as_matrix = lambda shape: (shape[0], math.prod(shape[1:]))
+    yield _joined(f"{theirs}.weight", kernels, as_matrix, transposed)
     if bias:
-        yield Weight(
-            f"{theirs}.bias",
-            tuple(f"{name}/bias" for name in ours),
-            lambda shapes: (sum(map(math.prod, shapes)),),
-            lambda x, shapes: split(x, shapes, [math.prod(s) for s in shapes]),
-            lambda xs: np.concatenate([x.reshape(-1) for x in xs]),
-        )
+        yield _joined(f"{theirs}.bias", biases, lambda shape: (math.prod(shape),))
 
 
-def fused_by_head(theirs: str, ours: tuple[str, ...], bias: bool) -> Iterator[Weight]:
+def fused_by_head(theirs: str, ours: str, bias: bool) -> Iterator[Weight]:
     """Yields the query, key and value layers as one, interleaved by head (GPT-NeoX, BLOOM).
 
     The rows of its matrix are [heads, 3, d_head].
     """
 
-    def read(x, shapes):  # kernel [D, N, H] from [N * 3 * H, D]
-        heads, size = shapes[0][-2:]
-        per_head = x.reshape(heads, len(ours), size, *x.shape[1:])
-        parts = [per_head[:, i] for i in range(len(ours))]
-        return [np.moveaxis(part, -1, 0) for part in parts] if x.ndim == 2 else parts
-
-    def write(xs):
-        xs = [np.moveaxis(x, 0, -1) if x.ndim == 3 else x for x in xs]  # [N, H, D] or [N, H]
-        joined = np.stack(xs, axis=1)
-        return joined.reshape(-1, *joined.shape[3:])
-
     def shape(shapes):  # of kernels [D, N, H] or biases [N, H]
         *inputs, heads, size = shapes[0]
-        return (heads * len(ours) * size, *inputs)
+        return (heads * len(QKV) * size, *inputs)
 
-    yield Weight(f"{theirs}.weight", tuple(f"{name}/kernel" for name in ours), shape, read, write)
-    if bias:
-        yield Weight(f"{theirs}.bias", tuple(f"{name}/bias" for name in ours), shape, read, write)
+    def read(x, shapes):  # x is [N * 3 * H, D] or [N * 3 * H]
+        *inputs, heads, size = shapes[0]
+        return list(np.moveaxis(x.T.reshape(*inputs, heads, len(QKV), size), -2, 0))
 
+    def write(xs):
+        joined = np.stack(xs, axis=-2)  # [D, N, 3, H] or [N, 3, H]
+        return joined.reshape(*joined.shape[:-3], -1).T
 
-def _as_matrix(x: np.ndarray, inputs: int) -> np.ndarray:
-    return x.reshape(math.prod(x.shape[:inputs]), -1)
+    for name, kind in (("weight", "kernel"), ("bias", "bias"))[: 1 + bias]:
+        ours_of_kind = tuple(f"{ours}/{part}/{kind}" for part in QKV)
+        yield Weight(f"{theirs}.{name}", ours_of_kind, shape, read, write)

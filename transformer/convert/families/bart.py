@@ -11,33 +11,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transformer.convert.family import Family
-from transformer.convert.fields import (
-    ACTIVATIONS,
-    ACTIVATIONS_BACK,
-    Fields,
-    count,
-    layer_count,
-    optional,
-)
+from transformer.convert.fields import Fields, changed, count, field, layer_count, optional
 from transformer.convert.weights import Copy, Shape, attention, linear, norm, row, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 50265,
-    "d_model": 1024,
-    "encoder_layers": layer_count(12),
-    "decoder_layers": layer_count(12),
-    "encoder_ffn_dim": 4096,
-    "decoder_ffn_dim": 4096,
-    "encoder_attention_heads": 16,
-    "decoder_attention_heads": 16,
-    "max_position_embeddings": 1024,
-    "activation_function": "gelu",
-    "scale_embedding": False,
-    "tie_word_embeddings": True,
-    "dropout": 0.1,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
+    "vocab_size": field(50265, "vocab_size"),
+    "d_model": field(1024, "d_model"),
+    "encoder_layers": layer_count(12, "num_encoder_layers"),
+    "decoder_layers": layer_count(12, "num_decoder_layers"),
+    "encoder_ffn_dim": field(4096, "d_ff"),
+    "decoder_ffn_dim": field(4096, "d_ff"),
+    "encoder_attention_heads": field(16, "num_heads"),
+    "decoder_attention_heads": field(16, "num_heads"),
+    "max_position_embeddings": field(1024, "max_length"),
+    "activation_function": field("gelu", "activation"),
+    "scale_embedding": field(False, "embedding_scale"),
+    "tie_word_embeddings": field(True, "tie_embeddings"),
+    "dropout": field(0.1, "dropout"),
+    "attention_dropout": field(0.0, "attention_dropout"),
+    "activation_dropout": field(0.0, "activation_dropout"),
 }
 
 
@@ -106,66 +99,33 @@ def _position(kind: str, f: Fields) -> dict:
 
 
 def _read(kind: str, f: Fields, tensors: frozenset[str]) -> dict:
-    shared = {}
     for name in ("ffn_dim", "attention_heads"):
-        shared[name] = f.get(f"encoder_{name}")
-        f.same(f"decoder_{name}", shared[name], "encoder and decoder share this setting")
+        why = "encoder and decoder share this setting"
+        f.same(f"decoder_{name}", f.get(f"encoder_{name}"), why)
     f.must("is_decoder", False, "only encoder-decoders can be loaded")
     pre, learned = _KINDS[kind].pre, _KINDS[kind].learned
     f.must("add_final_layer_norm", pre)
     f.must("normalize_before", pre)
     f.must("normalize_embedding", learned)
     f.must("add_bias_logits", False, "it adds a second bias to the logits")
-    vocab = f.get("vocab_size")
     if kind == "marian":
+        why = "source and target must share a vocabulary"
         if f.get("decoder_vocab_size") is not None:
-            f.same("decoder_vocab_size", vocab, "source and target must share a vocabulary")
-        f.must(
-            "share_encoder_decoder_embeddings", True, "source and target must share a vocabulary"
-        )
+            f.same("decoder_vocab_size", f.get("vocab_size"), why)
+        f.must("share_encoder_decoder_embeddings", True, why)
     return {
-        "family": "encoder_decoder",
-        "vocab_size": vocab,
-        "d_model": f.get("d_model"),
-        "d_ff": shared["ffn_dim"],
-        "num_heads": shared["attention_heads"],
-        "num_encoder_layers": f.get("encoder_layers"),
-        "num_decoder_layers": f.get("decoder_layers"),
-        "max_length": f.get("max_position_embeddings"),
         "position": _position(kind, f),
         "norm_placement": "pre" if pre else "post",
         "norm_epsilon": 1e-5,
         "embedding_norm": learned,
-        "embedding_scale": f.get("scale_embedding"),
-        "activation": f.one_of("activation_function", ACTIVATIONS),
-        "tie_embeddings": f.get("tie_word_embeddings"),
         "logit_bias": _KINDS[kind].logit_bias,
-        "dropout": f.get("dropout"),
-        "attention_dropout": f.get("attention_dropout"),
-        "activation_dropout": f.get("activation_dropout"),
-        "initializer": "normal",
-        "embedding_init_std": 0.02,
     }
 
 
 def _write(kind: str, c: ModelConfig) -> dict:
-    theirs = {
-        "vocab_size": c.vocab_size,
-        "d_model": c.d_model,
-        "encoder_layers": c.num_encoder_layers,
-        "decoder_layers": c.num_decoder_layers,
-        "encoder_ffn_dim": c.ff_size,
-        "decoder_ffn_dim": c.ff_size,
-        "encoder_attention_heads": c.num_heads,
-        "decoder_attention_heads": c.num_heads,
-        "max_position_embeddings": c.max_length,
-        "activation_function": ACTIVATIONS_BACK[c.activation],
-        "scale_embedding": c.embedding_scale,
-        "tie_word_embeddings": c.tie_embeddings,
-    }
-    if kind == "marian":
-        theirs |= {"decoder_vocab_size": c.vocab_size, "share_encoder_decoder_embeddings": True}
-    return theirs
+    if kind != "marian":
+        return {}
+    return {"decoder_vocab_size": c.vocab_size, "share_encoder_decoder_embeddings": True}
 
 
 def _weights(kind: str, c: ModelConfig):
@@ -212,7 +172,7 @@ FAMILIES = [
         kind.architecture,
         "encoder_decoder",
         *(functools.partial(f, name) for f in (_read, _write, _weights)),
-        _FIELDS | kind.fields,
+        changed(_FIELDS, kind.fields),
         special_tokens=kind.special_tokens,
         aliases={
             "num_attention_heads": "encoder_attention_heads",

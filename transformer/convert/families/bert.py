@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from transformer.convert.family import Family
 from transformer.convert.fields import (
-    ACTIVATIONS,
-    ACTIVATIONS_BACK,
     Field,
     Fields,
+    changed,
     count,
+    field,
     layer_count,
     optional,
     positive,
@@ -26,18 +26,18 @@ from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_attention_heads": 12,
-    "num_hidden_layers": layer_count(12),
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": positive(1e-12),
-    "hidden_act": "gelu",
-    "tie_word_embeddings": True,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
+    "vocab_size": field(30522, "vocab_size"),
+    "hidden_size": field(768, "d_model"),
+    "intermediate_size": field(3072, "d_ff"),
+    "num_attention_heads": field(12, "num_heads"),
+    "num_hidden_layers": layer_count(12, "num_encoder_layers"),
+    "max_position_embeddings": field(512, "max_length"),
+    "type_vocab_size": field(2, "token_types"),
+    "layer_norm_eps": positive(1e-12, "norm_epsilon"),
+    "hidden_act": field("gelu", "activation"),
+    "tie_word_embeddings": field(True, "tie_embeddings"),
+    "hidden_dropout_prob": field(0.1, "dropout"),
+    "attention_probs_dropout_prob": field(0.1, "attention_dropout"),
     "num_labels": optional(int),
     "id2label": Field(None, dict, nullable=True),
 }
@@ -50,9 +50,9 @@ class _Kind(NamedTuple):
     """
 
     title: str = "Bert"  # the names of classes begin with it
-    changed: Mapping[str, Any] = {}  # fields with another default
+    changes: Mapping[str, Any] = {}  # fields with another default
     named: Mapping[str, str] = {}  # fields with another name
-    fixed: Mapping[str, Any] = {}  # fields that this type lacks, with their values
+    fixed: Mapping[str, Any] = {}  # fields of ModelConfig that this type lacks, with their values
     tensors: Mapping[str, str] = {}
     prefix: str = "bert."
     head: str = "cls.predictions."
@@ -63,8 +63,8 @@ class _Kind(NamedTuple):
 
     def fields(self) -> dict:
         """Returns this type's fields, with their defaults."""
-        own = {name: x for name, x in _FIELDS.items() if name not in self.fixed}
-        return {self.named.get(name, name): x for name, x in own.items()} | self.changed
+        own = {name: x for name, x in _FIELDS.items() if field(x).ours not in self.fixed}
+        return changed({self.named.get(name, name): x for name, x in own.items()}, self.changes)
 
     def tensor(self, name: str) -> str:
         """Returns this type's name of a tensor."""
@@ -88,8 +88,8 @@ _XLM = {"pad_token_id": count(1)}
 _KINDS = {
     "bert": _Kind(next_sentence=True),
     "roberta": _ROBERTA,
-    "xlm-roberta": _ROBERTA._replace(title="XLMRoberta", changed=_XLM),
-    "camembert": _ROBERTA._replace(title="Camembert", changed=_XLM),
+    "xlm-roberta": _ROBERTA._replace(title="XLMRoberta", changes=_XLM),
+    "camembert": _ROBERTA._replace(title="Camembert", changes=_XLM),
     "distilbert": _Kind(
         "DistilBert",
         {"n_layers": layer_count(6)},
@@ -98,7 +98,7 @@ _KINDS = {
             "intermediate_size": "hidden_dim", "hidden_act": "activation",
             "hidden_dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout",
         },
-        fixed={"type_vocab_size": 0, "layer_norm_eps": 1e-12},
+        fixed={"token_types": 0, "norm_epsilon": 1e-12},
         tensors={
             "bert.": "distilbert.", "encoder.layer": "transformer.layer",
             "self.query": "q_lin", "self.key": "k_lin", "self.value": "v_lin",
@@ -122,7 +122,6 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
     f.must("position_embedding_type", "absolute")
     f.must("is_decoder", False)
     f.must("add_cross_attention", False)
-    get = lambda name: kind.fixed[name] if name in kind.fixed else f.get(kind.named.get(name, name))
     has = lambda fragment: any(fragment in name for name in tensors)
     if has("pre_classifier."):
         raise UserError(
@@ -146,19 +145,11 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
         if head:
             f.must("hidden_act", "gelu", "the language-model head applies gelu")
     return {
-        "family": "encoder",
-        "vocab_size": f.get("vocab_size"),
-        "d_model": get("hidden_size"),
-        "d_ff": get("intermediate_size"),
-        "num_heads": get("num_attention_heads"),
-        "num_encoder_layers": get("num_hidden_layers"),
+        **kind.fixed,
         "max_length": length,
-        "token_types": get("type_vocab_size"),
         "position": position,
         "norm_placement": "post",
-        "norm_epsilon": get("layer_norm_eps"),
         "embedding_norm": True,
-        "activation": f.one_of(kind.named.get("hidden_act", "hidden_act"), ACTIVATIONS),
         "lm_head": head,
         "head_transform": head,
         "logit_bias": head,
@@ -166,29 +157,15 @@ def _read(kind: _Kind, f: Fields, tensors: frozenset[str]) -> dict:
         "pooler": pooler,
         "num_labels": num_labels,
         "tie_embeddings": f.get("tie_word_embeddings") or not head,
-        "dropout": get("hidden_dropout_prob"),
-        "attention_dropout": get("attention_probs_dropout_prob"),
-        "initializer": "normal",
-        "embedding_init_std": 0.02,
     }
 
 
 def _write(kind: _Kind, c: ModelConfig) -> dict:
     offset = options(c.position).get("offset", 0) if kind.after_pad else 0
-    fields = {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.d_model,
-        "num_hidden_layers": c.num_encoder_layers,
-        "num_attention_heads": c.num_heads,
-        "intermediate_size": c.ff_size,
-        "hidden_act": ACTIVATIONS_BACK[c.activation],
+    theirs = {
+        "architectures": [f"{kind.title}{_architecture(kind, c)}"],
         "max_position_embeddings": c.max_length + offset,
-        "type_vocab_size": c.token_types,
-        "layer_norm_eps": c.norm_epsilon,
-        "tie_word_embeddings": c.tie_embeddings,
     }
-    theirs = {kind.named.get(k, k): x for k, x in fields.items() if k not in kind.fixed}
-    theirs["architectures"] = [f"{kind.title}{_architecture(kind, c)}"]
     if c.num_labels and not _next_sentence(kind, c):
         theirs["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.num_labels)}
         theirs["label2id"] = {label: int(i) for i, label in theirs["id2label"].items()}

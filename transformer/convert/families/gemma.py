@@ -8,16 +8,16 @@ from transformer.convert.families.llama import (
     ATTENTION_BIAS,
     LAYER_TYPES,
     Variant,
-    largest_window,
-    layer_types,
     local_and_global,
     windows,
     write_local_and_global,
+    write_windows,
 )
 from transformer.convert.fields import (
     ACTIVATIONS,
     ACTIVATIONS_BACK,
     Fields,
+    changed,
     layer_count,
     optional,
     per_layer,
@@ -46,19 +46,22 @@ _GEMMA_2 = (
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
         "sliding_window": optional(int, 4096),
-        "final_logit_softcapping": optional(float, 30.0),
-        "attn_logit_softcapping": optional(float, 50.0),
+        "final_logit_softcapping": optional(float, 30.0, "logit_soft_cap"),
+        "attn_logit_softcapping": optional(float, 50.0, "attention_soft_cap"),
     }
 )
-_GEMMA_3 = _GEMMA_2 | {
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
-    "final_logit_softcapping": optional(float),
-    "attn_logit_softcapping": optional(float),
-    "rope_theta": positive(1_000_000.0),
-    "rope_local_base_freq": positive(10_000.0),
-    "sliding_window_pattern": 6,
-}
+_GEMMA_3 = changed(
+    _GEMMA_2,
+    {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "final_logit_softcapping": optional(float),
+        "attn_logit_softcapping": optional(float),
+        "rope_theta": positive(1_000_000.0),
+        "rope_local_base_freq": positive(10_000.0),
+        "sliding_window_pattern": 6,
+    },
+)
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 _PERI_NORMS = {
     "input_layernorm": "self_attention_residual/in_norm",
@@ -89,8 +92,7 @@ def _activation(c: ModelConfig) -> str:
 
 def _read_gemma2(f: Fields) -> dict:
     local = [i % 2 == 0 for i in range(f.get("num_hidden_layers"))]
-    window = windows(f, f.get("sliding_window"), local)
-    return rotary(f) | _peri(f) | per_layer(window=window)
+    return rotary(f) | _peri(f) | per_layer(window=windows(f, local))
 
 
 def _peri(f: Fields) -> dict:
@@ -98,14 +100,11 @@ def _peri(f: Fields) -> dict:
         "norm_placement": "peri",
         "activation": f.one_of("hidden_activation", ACTIVATIONS),
         "attention_scale": float(f.get("query_pre_attn_scalar")) ** -0.5,
-        "attention_soft_cap": f.get("attn_logit_softcapping") or 0.0,
-        "logit_soft_cap": f.get("final_logit_softcapping") or 0.0,
     }
 
 
 def _write_gemma2(c: ModelConfig) -> dict:
-    windows = {"layer_types": layer_types(c), "sliding_window": largest_window(c) or 4096}
-    return write_rotary(c) | _write_peri(c) | windows
+    return write_rotary(c) | _write_peri(c) | write_windows(c)
 
 
 def _write_peri(c: ModelConfig) -> dict:
@@ -113,8 +112,6 @@ def _write_peri(c: ModelConfig) -> dict:
         "hidden_act": _activation(c),
         "hidden_activation": _activation(c),
         "query_pre_attn_scalar": round((c.attention_scale or c.head_size**-0.5) ** -2),
-        "attn_logit_softcapping": c.attention_soft_cap or None,
-        "final_logit_softcapping": c.logit_soft_cap or None,
     }
 
 

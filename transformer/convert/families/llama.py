@@ -5,16 +5,17 @@ which states how it differs from Llama. gemma.py, olmo.py and mixtral.py add oth
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformer.convert.family import Family
 from transformer.convert.fields import (
-    ACTIVATIONS,
-    ACTIVATIONS_BACK,
     Field,
     Fields,
+    changed,
     count,
+    field,
     layer_count,
     layer_kinds,
     optional,
@@ -23,22 +24,22 @@ from transformer.convert.fields import (
 )
 from transformer.convert.rope import FIELDS as ROTARY
 from transformer.convert.rope import options, rotary, rotary_by_type, write_rope, write_rotary
-from transformer.convert.weights import Weight, fused, linear, norm, same, tied
+from transformer.convert.weights import QKV, Weight, fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 FIELDS = ROTARY | {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": layer_count(32),
-    "num_attention_heads": 32,
-    "num_key_value_heads": optional(int),
-    "head_dim": optional(int),
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": positive(1e-6),
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_dropout": Field(0.0, float, nullable=True),
+    "vocab_size": field(32000, "vocab_size"),
+    "hidden_size": field(4096, "d_model"),
+    "intermediate_size": field(11008, "d_ff"),
+    "num_hidden_layers": layer_count(32, "num_decoder_layers"),
+    "num_attention_heads": field(32, "num_heads"),
+    "num_key_value_heads": optional(int, ours="num_kv_heads"),
+    "head_dim": optional(int, ours="d_head"),
+    "max_position_embeddings": field(2048, "max_length"),
+    "rms_norm_eps": positive(1e-6, "norm_epsilon"),
+    "hidden_act": field("silu", "activation"),
+    "tie_word_embeddings": field(False, "tie_embeddings"),
+    "attention_dropout": Field(0.0, float, "attention_dropout", nullable=True),
 }
 LAYER_TYPES = {"layer_types": Field(None, list, nullable=True)}
 ATTENTION_BIAS = {"attention_bias": False}
@@ -50,28 +51,21 @@ PRE_NORMS = {
 }
 """The norms of a layer in their model -> ours."""
 
+Parts = Mapping[str, tuple[str, ...]]
+PROJECTIONS: Parts = {"q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",)}
+"""The linear layers at the start of attention -> those of ours that each holds."""
+
+GATED: Parts = {"gate_proj": ("gate",), "up_proj": ("in",), "down_proj": ("out",)}
+"""The linear layers of a gated feed-forward -> those of ours that each holds."""
+
 Weights = Callable[[str, str, ModelConfig], Iterator[Weight]]
 """weights(theirs, ours, config) yields the tensors of a sublayer, whose names begin with these."""
 
 
-def separate_projections(theirs: str, ours: str, c: ModelConfig) -> Iterator[Weight]:
-    for name, part in {"q_proj": "query", "k_proj": "key", "v_proj": "value"}.items():
-        yield from linear(f"{theirs}.{name}", f"{ours}/{part}", c.qkv_has_bias)
-
-
-def fused_projections(theirs: str, ours: str, c: ModelConfig) -> Iterator[Weight]:
-    parts = tuple(f"{ours}/{part}" for part in ("query", "key", "value"))
-    return fused(f"{theirs}.qkv_proj", parts, c.qkv_has_bias)
-
-
-def gated(theirs: str, ours: str, c: ModelConfig) -> Iterator[Weight]:
-    for name, part in {"gate_proj": "gate", "up_proj": "in", "down_proj": "out"}.items():
-        yield from linear(f"{theirs}.mlp.{name}", f"{ours}/{part}", c.use_bias)
-
-
-def fused_gated(theirs: str, ours: str, c: ModelConfig) -> Iterator[Weight]:
-    yield from fused(f"{theirs}.mlp.gate_up_proj", (f"{ours}/gate", f"{ours}/in"), c.use_bias)
-    yield from linear(f"{theirs}.mlp.down_proj", f"{ours}/out", c.use_bias)
+def gated(theirs: str, ours: str, c: ModelConfig, names: Parts = GATED) -> Iterator[Weight]:
+    """Yields the linear layers of a gated feed-forward."""
+    for name, parts in names.items():
+        yield from fused(f"{theirs}.mlp.{name}", ours, c.use_bias, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +76,15 @@ class Variant:
     read, write: the fields of a ModelConfig, or of config.json, that are added or replaced. They
         include those of positions.
     norms: the norms of a layer, as in PRE_NORMS.
-    projections, feed_forward: the tensors of queries, keys and values, and of the feed-forward.
+    projections: the linear layers of queries, keys and values, as in PROJECTIONS.
+    feed_forward: the tensors of the feed-forward.
     """
 
     fields: Mapping[str, Any]
     read: Callable[[Fields], dict] = rotary
     write: Callable[[ModelConfig], dict] = write_rotary
     norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: PRE_NORMS)
-    projections: Weights = separate_projections
+    projections: Parts = dataclasses.field(default_factory=lambda: PROJECTIONS)
     feed_forward: Weights = gated
     special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -103,67 +98,39 @@ class Variant:
             self._read,
             self._write,
             self._weights,
-            FIELDS | self.fields,
+            changed(FIELDS, self.fields),
             aliases=self.aliases,
             special_tokens=self.special_tokens,
             prefix="model.",
-            heads=("lm_head.",),
             copies=lambda c: tied(c, "lm_head.weight", "model.embed_tokens.weight"),
             unused=(r".*rotary_emb\.inv_freq",),  # angles, which config.json determines
         )
 
     def _read(self, f: Fields, tensors: frozenset[str]) -> dict:
-        d_model, heads = f.get("hidden_size"), f.get("num_attention_heads")
+        heads = f.get("num_attention_heads")
         bias = lambda name: name in self.fields and f.get(name)
         mlp, attention = bias("mlp_bias"), bias("attention_bias")
         return {
-            "family": "decoder",
-            "vocab_size": f.get("vocab_size"),
-            "d_model": d_model,
-            "d_ff": f.get("intermediate_size"),
-            "num_heads": heads,
             "num_kv_heads": f.get("num_key_value_heads") or heads,
-            "d_head": f.get("head_dim") or d_model // heads,
-            "num_decoder_layers": f.get("num_hidden_layers"),
-            "max_length": f.get("max_position_embeddings"),
-            "norm_placement": "pre",
+            "d_head": f.get("head_dim") or f.get("hidden_size") // heads,
             "norm": "rmsnorm",
-            "norm_epsilon": f.get("rms_norm_eps"),
-            "activation": f.one_of("hidden_act", ACTIVATIONS),
             "glu": True,
             "use_bias": mlp,
             **({} if mlp == attention else {"attention_bias": attention}),
-            "tie_embeddings": f.get("tie_word_embeddings"),
-            "attention_dropout": f.get("attention_dropout") or 0.0,
-            "initializer": "normal",
-            "embedding_init_std": 0.02,
             **self.read(f),
         }
 
     def _write(self, c: ModelConfig) -> dict:
-        theirs = {
-            "vocab_size": c.vocab_size,
-            "hidden_size": c.d_model,
-            "intermediate_size": c.ff_size,
-            "num_hidden_layers": c.num_decoder_layers,
-            "num_attention_heads": c.num_heads,
-            "num_key_value_heads": c.kv_heads,
-            "rms_norm_eps": c.norm_epsilon,
-            "tie_word_embeddings": c.tie_embeddings,
-            "max_position_embeddings": c.max_length,
-            "head_dim": c.head_size,
-            "hidden_act": ACTIVATIONS_BACK[c.activation],
-        }
         biases = {"attention_bias": c.qkv_has_bias, "mlp_bias": c.use_bias}
-        theirs |= {name: bias for name, bias in biases.items() if name in self.fields}
-        return theirs | self.write(c)
+        return {name: x for name, x in biases.items() if name in self.fields} | self.write(c)
 
     def _weights(self, c: ModelConfig) -> Iterator[Weight]:
         yield same("model.embed_tokens.weight", "embedding/embedding")
         for i in range(c.num_decoder_layers):
             theirs, ours = f"model.layers.{i}", f"decoder/layers_{i}"
             attn, attention = f"{theirs}.self_attn", f"{ours}/self_attention"
-            yield from self.projections(attn, attention, c)
+            for name, parts in self.projections.items():
+                yield from fused(f"{attn}.{name}", attention, c.qkv_has_bias, parts)
             yield from linear(f"{attn}.o_proj", f"{attention}/out", c.attention_has_bias, inputs=2)
             if c.qk_norm:
                 yield from norm(f"{attn}.q_norm", f"{attention}/query_norm", offset=False)
@@ -176,30 +143,32 @@ class Variant:
             yield from linear("lm_head", "unembedding", bias=False)
 
 
-def windows(f: Fields, size: int | None, is_local: list[bool]) -> list[int]:
-    """Returns the window of each layer: `size`, or 0 (none) where `is_local` is False.
+def used_window(f: Fields) -> int:
+    """Returns `sliding_window`, or 0 (none) if it is null or `use_sliding_window` is false."""
+    size, switch = f.get("sliding_window"), "use_sliding_window"
+    return (size or 0) if switch not in f.table or f.get(switch) else 0
+
+
+def windows(f: Fields, is_local: list[bool]) -> list[int]:
+    """Returns the window of each layer: `used_window`, or 0 (none) where `is_local` is False.
 
     `layer_types`, if present, takes the place of `is_local`.
     """
+    size = used_window(f)
     if kinds := layer_kinds(f, len(is_local)):
         is_local = [kind == "sliding_attention" for kind in kinds]
-    return [(size or 0) if local else 0 for local in is_local]
+    return [size if local else 0 for local in is_local]
 
 
-def used_window(f: Fields) -> int | None:
-    """Returns the `sliding_window` of config.json, or None if it is not used."""
-    size, is_used = f.get("sliding_window"), f.get("use_sliding_window")
-    return size if is_used else None
-
-
-def layer_types(c: ModelConfig) -> list[str]:
-    """Returns the `layer_types` of config.json."""
-    return ["sliding_attention" if x.window else "full_attention" for x in c.layers("decoder")]
-
-
-def largest_window(c: ModelConfig) -> int | None:
-    """Returns the `sliding_window` of config.json."""
-    return max(layer.window for layer in c.layers("decoder")) or None
+def write_windows(c: ModelConfig, has_switch: bool = False) -> dict:
+    """Returns `layer_types`, `sliding_window` and, with `has_switch`, `use_sliding_window`."""
+    layers = c.layers("decoder")
+    size = max(layer.window for layer in layers)
+    kinds = ["sliding_attention" if layer.window else "full_attention" for layer in layers]
+    if has_switch:
+        switch = {"use_sliding_window": size > 0, "sliding_window": size or None}
+        return {"layer_types": kinds} | switch
+    return {"layer_types": kinds, "sliding_window": size or 4096}
 
 
 def local_and_global(f: Fields, thetas: Mapping[str, float], is_local: list[bool]) -> dict:
@@ -208,46 +177,26 @@ def local_and_global(f: Fields, thetas: Mapping[str, float], is_local: list[bool
     `thetas` are the default bases by layer type.
     """
     positions = rotary_by_type(f, thetas, f.get("rope_scaling"))
-    window = windows(f, f.get("sliding_window"), is_local)
+    window = windows(f, is_local)
     kinds = ["sliding_attention" if x else "full_attention" for x in window]
     return per_layer(window=window, position=[positions[kind] for kind in kinds])
 
 
 def write_local_and_global(c: ModelConfig) -> dict:
-    layers = c.layers("decoder")
-    positions = {kind: x.position for kind, x in zip(layer_types(c), layers, strict=True)}
-    return {
-        "layer_types": layer_types(c),
-        "sliding_window": largest_window(c) or 4096,
-        "rope_parameters": {kind: write_rope(x) for kind, x in positions.items()},
-    }
-
-
-def one_window(f: Fields) -> dict:
-    """Reads rotary positions and a window of all layers."""
-    return rotary(f) | {"window": f.get("sliding_window") or 0}
-
-
-def write_one_window(c: ModelConfig) -> dict:
-    return write_rotary(c) | {"sliding_window": c.window or None}
+    """Returns the fields of config.json that `local_and_global` reads."""
+    fields, ropes = write_windows(c), [write_rope(x.position) for x in c.layers("decoder")]
+    return fields | {"rope_parameters": dict(zip(fields["layer_types"], ropes, strict=True))}
 
 
 def _read_qwen(f: Fields) -> dict:
     first, layers = f.get("max_window_layers"), f.get("num_hidden_layers")
-    size = used_window(f)
-    local = [i >= first for i in range(layers)]
-    return rotary(f) | per_layer(window=windows(f, size, local))
+    return rotary(f) | per_layer(window=windows(f, [i >= first for i in range(layers)]))
 
 
 def _write_qwen(c: ModelConfig) -> dict:
-    types, size = layer_types(c), largest_window(c)
-    first = types.index("sliding_attention") if size else c.num_decoder_layers
-    return write_rotary(c) | {
-        "layer_types": types,
-        "use_sliding_window": size is not None,
-        "sliding_window": size,
-        "max_window_layers": first,
-    }
+    is_local = [layer.window > 0 for layer in c.layers("decoder")]
+    first = is_local.index(True) if any(is_local) else len(is_local)
+    return write_rotary(c) | write_windows(c, has_switch=True) | {"max_window_layers": first}
 
 
 def _read_smollm3(f: Fields) -> dict:
@@ -255,23 +204,18 @@ def _read_smollm3(f: Fields) -> dict:
     rotated = f.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
     if len(rotated) < layers:
         raise f.error("no_rope_layers", f"has {len(rotated)} entries for {layers} layers")
-    size = used_window(f)
     fields = rotary(f)
     scheme = fields.pop("position")
     position = [scheme if x else "none" for x in rotated[:layers]]
-    window = windows(f, size, [not x for x in rotated[:layers]])
+    window = windows(f, [not x for x in rotated[:layers]])
     return fields | per_layer(window=window, position=position)
 
 
 def _write_smollm3(c: ModelConfig) -> dict:
-    positions, size = [layer.position for layer in c.layers("decoder")], largest_window(c)
+    positions = [layer.position for layer in c.layers("decoder")]
     rotated = next((x for x in positions if x != "none"), "rotary")
-    return write_rotary(c.part(position=rotated)) | {
-        "no_rope_layers": [int(x != "none") for x in positions],
-        "layer_types": layer_types(c),
-        "use_sliding_window": size is not None,
-        "sliding_window": size,
-    }
+    fields = write_rotary(c.part(position=rotated)) | write_windows(c, has_switch=True)
+    return fields | {"no_rope_layers": [int(x != "none") for x in positions]}
 
 
 def _read_phi3(f: Fields) -> dict:
@@ -279,13 +223,12 @@ def _read_phi3(f: Fields) -> dict:
     if fields["position"].get("scaling", {"name": "longrope"})["name"] != "longrope":
         raise f.error("rope_parameters", "is not supported: rope_type is 'default' or 'longrope'")
     f.ignore("embd_pdrop")  # Transformers ignores it, too
-    window, dropout = f.get("sliding_window") or 0, f.get("resid_pdrop")
-    return fields | {"window": window, "dropout": dropout}
+    return fields
 
 
 def _write_phi3(c: ModelConfig) -> dict:
     original = options(options(c.position).get("scaling", "none")).get("original_length")
-    return write_one_window(c) | {"original_max_position_embeddings": original or c.max_length}
+    return write_rotary(c) | {"original_max_position_embeddings": original or c.max_length}
 
 
 _QWEN = LAYER_TYPES | {
@@ -307,11 +250,9 @@ FAMILIES = [
             "intermediate_size": 14336,
             "num_key_value_heads": optional(int, 8),
             "max_position_embeddings": 131072,
-            "sliding_window": optional(int, 4096),
+            "sliding_window": optional(int, 4096, "window"),
             "attention_dropout": 0.0,
         },
-        one_window,
-        write_one_window,
         special_tokens=_LLAMA_TOKENS,
     ).family("mistral", "MistralForCausalLM"),
     Variant(_QWEN, lambda f: _read_qwen(f) | {"qkv_bias": True}, _write_qwen).family(
@@ -354,15 +295,17 @@ FAMILIES = [
             "intermediate_size": 8192,
             "max_position_embeddings": 4096,
             "rms_norm_eps": positive(1e-5),
-            "sliding_window": optional(int),
-            "resid_pdrop": 0.0,
+            "sliding_window": optional(int, ours="window"),
+            "resid_pdrop": field(0.0, "dropout"),
             "original_max_position_embeddings": 4096,
             "partial_rotary_factor": positive(1.0),
         },
         _read_phi3,
         _write_phi3,
-        projections=fused_projections,
-        feed_forward=fused_gated,
+        projections={"qkv_proj": QKV},
+        feed_forward=functools.partial(
+            gated, names={"gate_up_proj": ("gate", "in"), "down_proj": ("out",)}
+        ),
         special_tokens={"pad_token_id": 32_000, "bos_token_id": 1, "eos_token_id": 32_000},
     ).family("phi3", "Phi3ForCausalLM"),
 ]

@@ -5,13 +5,7 @@ Mistral and Qwen 3 with an expert mixture in place of each feed-forward.
 
 import functools
 
-from transformer.convert.families.llama import (
-    ATTENTION_BIAS,
-    Variant,
-    one_window,
-    used_window,
-    write_one_window,
-)
+from transformer.convert.families.llama import ATTENTION_BIAS, Variant, used_window
 from transformer.convert.fields import Field, Fields, layer_count, optional, positive
 from transformer.convert.rope import rotary, write_rotary
 from transformer.convert.weights import expert, linear, matrix
@@ -30,7 +24,7 @@ def _experts(f: Fields, count: str, normalize: bool = True) -> dict:
             "num_experts": f.get(count),
             "top_k": f.get("num_experts_per_tok"),
             "normalize": normalize,
-            "load_balance": float(f.get("router_aux_loss_coef")),
+            "load_balance": f.get("router_aux_loss_coef"),
         }
     }
 
@@ -60,12 +54,11 @@ def _weights(block: str, names: dict[str, str], theirs: str, ours: str, c: Model
 def _read_qwen3(f: Fields) -> dict:
     f.must("decoder_sparse_step", 1, "all layers are expert mixtures")
     f.must("mlp_only_layers", [], "all layers are expert mixtures")
-    f.ignore("intermediate_size", "max_window_layers")  # of layers without experts; not used
-    window = used_window(f)
+    f.ignore("max_window_layers")  # not used
     return rotary(f) | {
         "qk_norm": True,
         "d_ff": f.get("moe_intermediate_size"),
-        "window": window or 0,
+        "window": used_window(f),
         **_experts(f, "num_experts", f.get("norm_topk_prob")),
     }
 
@@ -89,11 +82,11 @@ FAMILIES = [
             "max_position_embeddings": 131072,
             "rms_norm_eps": positive(1e-5),
             "rope_theta": positive(1_000_000.0),
-            "sliding_window": optional(int),
+            "sliding_window": optional(int, ours="window"),
             "num_local_experts": 8,
         },
-        lambda f: one_window(f) | _experts(f, "num_local_experts"),
-        lambda c: write_one_window(c) | _write_experts(c, "num_local_experts"),
+        lambda f: rotary(f) | _experts(f, "num_local_experts"),
+        lambda c: write_rotary(c) | _write_experts(c, "num_local_experts"),
         feed_forward=functools.partial(
             _weights, "block_sparse_moe", {"w1": "gate", "w3": "in", "w2": "out"}
         ),

@@ -7,9 +7,9 @@ layer attends globally, and the others attend within a local window.
 from transformer.convert.family import Family
 from transformer.convert.fields import (
     ACTIVATIONS,
-    ACTIVATIONS_BACK,
     Field,
     Fields,
+    field,
     layer_count,
     layer_kinds,
     positive,
@@ -20,34 +20,33 @@ from transformer.convert.weights import fused, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 50368,
-    "hidden_size": 768,
-    "intermediate_size": 1152,
-    "num_hidden_layers": layer_count(22),
-    "num_attention_heads": 12,
-    "max_position_embeddings": 8192,
+    "vocab_size": field(50368, "vocab_size"),
+    "hidden_size": field(768, "d_model"),
+    "intermediate_size": field(1152, "d_ff"),
+    "num_hidden_layers": layer_count(22, "num_encoder_layers"),
+    "num_attention_heads": field(12, "num_heads"),
+    "max_position_embeddings": field(8192, "max_length"),
     "local_attention": 128,
     "global_attn_every_n_layers": 3,
     "layer_types": Field(None, list, nullable=True),
     "rope_parameters": Field(None, dict, nullable=True),
     "global_rope_theta": positive(160_000.0),
     "local_rope_theta": positive(10_000.0),
-    "norm_eps": positive(1e-5),
-    "norm_bias": False,
-    "mlp_bias": False,
-    "attention_bias": False,
-    "classifier_bias": False,
-    "hidden_activation": "gelu",
-    "classifier_activation": "gelu",
-    "tie_word_embeddings": True,
-    "attention_dropout": 0.0,
-    "mlp_dropout": 0.0,
+    "norm_eps": positive(1e-5, "norm_epsilon"),
+    "norm_bias": field(False, "norm_offset"),
+    "mlp_bias": field(False, "use_bias"),
+    "attention_bias": field(False, "attention_bias"),
+    "classifier_bias": field(False, "use_bias"),
+    "hidden_activation": field("gelu", "activation"),
+    "classifier_activation": field("gelu", "activation"),
+    "tie_word_embeddings": field(True, "tie_embeddings"),
+    "attention_dropout": field(0.0, "attention_dropout"),
+    "mlp_dropout": field(0.0, "activation_dropout"),
 }
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    layers, length = f.get("num_hidden_layers"), f.get("max_position_embeddings")
-    every = f.get("global_attn_every_n_layers")
+    layers, every = f.get("num_hidden_layers"), f.get("global_attn_every_n_layers")
     by_default = ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
     kinds = layer_kinds(f, layers) or by_default
     of_kind = {
@@ -59,41 +58,19 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     thetas = {"full_attention": theta, "sliding_attention": local_theta}
     for kind, position in rotary_by_type(f, thetas).items():
         of_kind[kind]["position"] = position
-    bias = f.get("mlp_bias")
-    f.same("classifier_bias", bias, "feed-forward and head share one bias setting")
-    activation = f.one_of("hidden_activation", ACTIVATIONS)
-    if f.one_of("classifier_activation", ACTIVATIONS) != activation:
-        f.same(
-            "classifier_activation",
-            f.get("hidden_activation"),
-            "feed-forward and head share an activation",
-        )
+    why = "feed-forward and head share one bias setting"
+    f.same("classifier_bias", f.get("mlp_bias"), why)
+    hidden, head = "hidden_activation", "classifier_activation"
+    if f.one_of(head, ACTIVATIONS) != f.one_of(hidden, ACTIVATIONS):
+        f.same(head, f.get(hidden), "feed-forward and head share an activation")
     f.must("decoder_bias", True)
     return {
-        "family": "encoder",
-        "vocab_size": f.get("vocab_size"),
-        "d_model": f.get("hidden_size"),
-        "d_ff": f.get("intermediate_size"),
-        "num_heads": f.get("num_attention_heads"),
-        "num_encoder_layers": layers,
-        "max_length": length,
         "layer_pattern": tuple(of_kind[kind] for kind in shortest_period(kinds)),
-        "norm_placement": "pre",
-        "norm_epsilon": f.get("norm_eps"),
-        "norm_offset": f.get("norm_bias"),
         "embedding_norm": True,
         "first_norm": False,
-        "activation": activation,
         "glu": True,
-        "use_bias": bias,
-        "attention_bias": f.get("attention_bias"),
         "head_transform": True,
         "logit_bias": True,
-        "tie_embeddings": f.get("tie_word_embeddings"),
-        "attention_dropout": f.get("attention_dropout"),
-        "activation_dropout": f.get("mlp_dropout"),
-        "initializer": "normal",
-        "embedding_init_std": 0.02,
     }
 
 
@@ -102,20 +79,6 @@ def _write(c: ModelConfig) -> dict:
     first_layer = {bool(layer.window): layer for layer in reversed(layers)}
     full, local = first_layer.get(False, layers[0]), first_layer.get(True, layers[0])
     return {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.d_model,
-        "intermediate_size": c.ff_size,
-        "num_hidden_layers": c.num_encoder_layers,
-        "num_attention_heads": c.num_heads,
-        "hidden_activation": ACTIVATIONS_BACK[c.activation],
-        "classifier_activation": ACTIVATIONS_BACK[c.activation],
-        "max_position_embeddings": c.max_length,
-        "norm_eps": c.norm_epsilon,
-        "norm_bias": c.norm_offset,
-        "mlp_bias": c.use_bias,
-        "classifier_bias": c.use_bias,
-        "attention_bias": c.attention_has_bias,
-        "tie_word_embeddings": c.tie_embeddings,
         "layer_types": ["sliding_attention" if x.window else "full_attention" for x in layers],
         "local_attention": 2 * (local.window - 1) if local.window else 128,
         "rope_parameters": {
@@ -135,15 +98,12 @@ def _weights(c: ModelConfig):
             yield from norm(
                 f"{theirs}.attn_norm", f"{ours}/self_attention_residual/in_norm", offset
             )
-        qkv = tuple(f"{ours}/self_attention/{part}" for part in ("query", "key", "value"))
-        yield from fused(f"{theirs}.attn.Wqkv", qkv, c.qkv_has_bias)
+        yield from fused(f"{theirs}.attn.Wqkv", f"{ours}/self_attention", c.qkv_has_bias)
         yield from linear(
             f"{theirs}.attn.Wo", f"{ours}/self_attention/out", c.attention_has_bias, inputs=2
         )
         yield from norm(f"{theirs}.mlp_norm", f"{ours}/feed_forward_residual/in_norm", offset)
-        yield from fused(
-            f"{theirs}.mlp.Wi", (f"{ours}/feed_forward/gate", f"{ours}/feed_forward/in"), bias
-        )
+        yield from fused(f"{theirs}.mlp.Wi", f"{ours}/feed_forward", bias, ("gate", "in"))
         yield from linear(f"{theirs}.mlp.Wo", f"{ours}/feed_forward/out", bias)
     yield from norm("model.final_norm", "encoder/final_norm", offset)
     yield from linear("head.dense", "unembedding/transform", bias)

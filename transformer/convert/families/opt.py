@@ -4,74 +4,46 @@ OPT-350m is post-norm, with a narrower embedding.
 """
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, ACTIVATIONS_BACK, Fields, layer_count, optional
+from transformer.convert.fields import Fields, field, layer_count, optional
 from transformer.convert.weights import attention, linear, norm, same, tied
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "word_embed_proj_dim": optional(int),
-    "ffn_dim": 3072,
-    "num_attention_heads": 12,
-    "num_hidden_layers": layer_count(12),
-    "max_position_embeddings": 2048,
+    "vocab_size": field(50272, "vocab_size"),
+    "hidden_size": field(768, "d_model"),
+    "word_embed_proj_dim": optional(int, ours="d_embedding"),
+    "ffn_dim": field(3072, "d_ff"),
+    "num_attention_heads": field(12, "num_heads"),
+    "num_hidden_layers": layer_count(12, "num_decoder_layers"),
+    "max_position_embeddings": field(2048, "max_length"),
     "do_layer_norm_before": True,
     "_remove_final_layer_norm": False,
-    "layer_norm_elementwise_affine": True,
-    "activation_function": "relu",
-    "enable_bias": True,
-    "tie_word_embeddings": True,
-    "dropout": 0.1,
-    "attention_dropout": 0.0,
+    "layer_norm_elementwise_affine": field(True, "norm_gain"),
+    "activation_function": field("relu", "activation"),
+    "enable_bias": field(True, "use_bias"),
+    "tie_word_embeddings": field(True, "tie_embeddings"),
+    "dropout": field(0.1, "dropout"),
+    "attention_dropout": field(0.0, "attention_dropout"),
 }
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    d_model, pre = f.get("hidden_size"), f.get("do_layer_norm_before")
-    d_embedding = f.get("word_embed_proj_dim") or d_model
+    width = f.get("word_embed_proj_dim")
     before = {"name": "pre", "final_norm": False} if f.get("_remove_final_layer_norm") else "pre"
-    affine = f.get("layer_norm_elementwise_affine")
     return {
-        "family": "decoder",
-        "vocab_size": f.get("vocab_size"),
-        "d_model": d_model,
-        "d_ff": f.get("ffn_dim"),
-        "num_heads": f.get("num_attention_heads"),
-        "num_decoder_layers": f.get("num_hidden_layers"),
-        "max_length": f.get("max_position_embeddings"),
-        "d_embedding": 0 if d_embedding == d_model else d_embedding,
+        "d_embedding": 0 if width in (None, f.get("hidden_size")) else width,
         "position": {"name": "learned", "offset": 2},
-        "norm_placement": before if pre else "post",
+        "norm_placement": before if f.get("do_layer_norm_before") else "post",
         "norm_epsilon": 1e-5,
-        "norm_gain": affine,
-        "norm_offset": affine,
-        "activation": f.one_of("activation_function", ACTIVATIONS),
-        "use_bias": f.get("enable_bias"),
-        "tie_embeddings": f.get("tie_word_embeddings"),
-        "dropout": f.get("dropout"),
-        "attention_dropout": f.get("attention_dropout"),
-        "initializer": "normal",
-        "embedding_init_std": 0.02,
+        "norm_offset": f.get("layer_norm_elementwise_affine"),
     }
 
 
 def _write(c: ModelConfig) -> dict:
     placement = c.placement("decoder")
     return {
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.d_model,
-        "num_hidden_layers": c.num_decoder_layers,
-        "ffn_dim": c.ff_size,
-        "max_position_embeddings": c.max_length,
         "do_layer_norm_before": placement.in_norm,
-        "word_embed_proj_dim": c.embedding_size,
         "_remove_final_layer_norm": placement.in_norm and not placement.final_norm,
-        "num_attention_heads": c.num_heads,
-        "activation_function": ACTIVATIONS_BACK[c.activation],
-        "enable_bias": c.use_bias,
-        "layer_norm_elementwise_affine": c.norm_gain,
-        "tie_word_embeddings": c.tie_embeddings,
     }
 
 
@@ -112,7 +84,6 @@ FAMILIES = [
         _FIELDS,
         special_tokens={"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2},
         prefix="model.",
-        heads=("lm_head.",),
         copies=lambda c: tied(c, "lm_head.weight", "model.decoder.embed_tokens.weight"),
     )
 ]

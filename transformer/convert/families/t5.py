@@ -4,7 +4,15 @@ A pre-norm encoder-decoder with bucketed relative distances, RMSNorm and no bias
 """
 
 from transformer.convert.family import Family
-from transformer.convert.fields import ACTIVATIONS, Field, Fields, layer_count, positive
+from transformer.convert.fields import (
+    ACTIVATIONS,
+    Field,
+    Fields,
+    changed,
+    field,
+    layer_count,
+    positive,
+)
 from transformer.convert.rope import options
 from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
@@ -25,17 +33,17 @@ In T5, gated gelu is the tanh approximation, and ungated gelu is exact.
 """
 
 _FIELDS = {
-    "vocab_size": 32128,
-    "d_model": 512,
-    "d_kv": 64,
-    "d_ff": 2048,
-    "num_layers": layer_count(6),
-    "num_decoder_layers": layer_count(None),
-    "num_heads": 8,
-    "n_positions": 512,
+    "vocab_size": field(32128, "vocab_size"),
+    "d_model": field(512, "d_model"),
+    "d_kv": field(64, "d_head"),
+    "d_ff": field(2048, "d_ff"),
+    "num_layers": layer_count(6, "num_encoder_layers"),
+    "num_decoder_layers": layer_count(None, "num_decoder_layers"),
+    "num_heads": field(8, "num_heads"),
+    "n_positions": field(512, "max_length"),
     "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
-    "layer_norm_epsilon": positive(1e-6),
+    "layer_norm_epsilon": positive(1e-6, "norm_epsilon"),
     "feed_forward_proj": "relu",
     "dense_act_fn": "",
     "is_gated_act": False,
@@ -46,7 +54,6 @@ _FIELDS = {
 
 
 def _read(f: Fields, tensors: frozenset[str]) -> dict:
-    d_model, layers = f.get("d_model"), f.get("num_layers")
     activation, glu = f.one_of("feed_forward_proj", _PROJECTIONS)
     # Transformers derives dense_act_fn and is_gated_act from feed_forward_proj, writes both, and
     # reads them in preference to it.
@@ -59,29 +66,21 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
     distance = f.get("relative_attention_max_distance")
     scaled = f.get("scale_decoder_outputs", f.get("tie_word_embeddings") is not False)
     scaled = scaled and f.family != "mt5"
+    dropout = f.get("dropout_rate")
     return {
-        "family": "encoder_decoder",
-        "vocab_size": f.get("vocab_size"),
-        "d_model": d_model,
-        "d_ff": f.get("d_ff"),
-        "num_heads": f.get("num_heads"),
-        "d_head": f.get("d_kv"),
-        "num_encoder_layers": layers,
-        "num_decoder_layers": f.get("num_decoder_layers") or layers,
-        "max_length": f.get("n_positions"),
+        "num_decoder_layers": f.get("num_decoder_layers") or f.get("num_layers"),
         "position": {"name": "t5", "num_buckets": buckets, "max_distance": distance},
-        "norm_placement": "pre",
         "norm": "rmsnorm",
-        "norm_epsilon": f.get("layer_norm_epsilon"),
         "activation": activation,
         "glu": glu,
         "use_bias": False,
         "attention_scale": 1.0,
         "tie_embeddings": "lm_head.weight" not in tensors,
-        "logit_scale": d_model**-0.5 if scaled else 1.0,
-        "dropout": f.get("dropout_rate"),
-        "attention_dropout": f.get("dropout_rate"),
-        "activation_dropout": f.get("dropout_rate"),
+        "logit_scale": f.get("d_model") ** -0.5 if scaled else 1.0,
+        "dropout": dropout,
+        "attention_dropout": dropout,
+        "activation_dropout": dropout,
+        "initializer": "xavier_uniform",
         "embedding_init_std": 1.0,
     }
 
@@ -94,15 +93,6 @@ def _write(c: ModelConfig) -> dict:
             f"{', '.join(_PROJECTIONS)}"
         )
     return {
-        "vocab_size": c.vocab_size,
-        "d_model": c.d_model,
-        "d_kv": c.head_size,
-        "d_ff": c.ff_size,
-        "num_layers": c.num_encoder_layers,
-        "num_decoder_layers": c.num_decoder_layers,
-        "num_heads": c.num_heads,
-        "layer_norm_epsilon": c.norm_epsilon,
-        "n_positions": c.max_length,
         "relative_attention_num_buckets": options(c.position).get("num_buckets", 32),
         "relative_attention_max_distance": options(c.position).get("max_distance", 128),
         "feed_forward_proj": projections[c.activation, c.glu],
@@ -146,7 +136,7 @@ FAMILIES = [
         _read,
         _write,
         _weights,
-        _FIELDS | changed,
+        changed(_FIELDS, changes),
         special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start,
         aliases={
             "hidden_size": "d_model",
@@ -161,5 +151,5 @@ FAMILIES = [
             r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
         ),  # Transformers never reads it
     )
-    for model_type, changed, start in (("t5", {}, {}), ("mt5", _MT5, {"decoder_start_token_id": 0}))
+    for model_type, changes, start in (("t5", {}, {}), ("mt5", _MT5, {"decoder_start_token_id": 0}))
 ]
