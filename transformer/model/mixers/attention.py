@@ -84,14 +84,7 @@ class Attention(nn.Module):
     out_gain: float  # additionally scales the initial W_O
 
     @nn.compact
-    def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        context: Context,
-        position: Position,
-        state: KeyValue | None,
-        deterministic: bool,
-    ) -> tuple[jax.Array, KeyValue]:
+    def __call__(self, x_BxTxD, context: Context, position: Position, state, deterministic):
         """Returns the output and the keys and values so far."""
         position = position.bind_layer(self.param, self.config.stack_facts(self.side))
         q_BxTxNxH, (k_BxTxKxH, v_BxTxKxH) = self._queries(x_BxTxD), self._keys_and_values(x_BxTxD)
@@ -100,11 +93,11 @@ class Attention(nn.Module):
         k_tokens = context.key_tokens
         if state is not None:
             kv, k_tokens, new = extend(state, new, context)
-        mask = self_mask(self.config, self.side)
-        tokens = (context.tokens, k_tokens)
-        index = context.index
-        qkv = q_BxTxNxH, kv
-        return self._attend(x_BxTxD, qkv, mask, tokens, position, deterministic, index), new
+        mask, tokens = self_mask(self.config, self.side), (context.tokens, k_tokens)
+        out_BxTxD = self._attend(
+            x_BxTxD, (q_BxTxNxH, kv), mask, tokens, position, deterministic, context.index
+        )
+        return out_BxTxD, new
 
     def _queries(self, x_BxTxD: jax.Array) -> jax.Array:
         """Returns the queries, [B, T, N, H]."""
@@ -130,24 +123,14 @@ class Attention(nn.Module):
             out_BxTxNxH *= jax.nn.sigmoid(self._gate(x_BxTxD))
         if not cfg.attention_out:
             return out_BxTxNxH.reshape(x_BxTxD.shape)
-        out = Linear(
-            cfg,
-            (cfg.d_model,),
-            ("heads", "head", "embed"),
-            cfg.attention_has_bias,
-            self.gain * self.out_gain,
-            name="out",
-        )
-        return out(_shard_heads(out_BxTxNxH))
+        return merge_heads(self, out_BxTxNxH, cfg.attention_has_bias)
 
     def _heads(self, name: str, heads: int, gain: float = 1.0) -> Callable[[jax.Array], jax.Array]:
         """Returns the projection D -> heads x H."""
-        cfg, axis = self.config, "heads" if name == "query" else "kv_heads"
+        cfg, names = self.config, ("embed", "heads" if name == "query" else "kv_heads", "head")
         size = cfg.value_size if name == "value" else cfg.head_size
-        project = Linear(
-            cfg, (heads, size), ("embed", axis, "head"), cfg.qkv_has_bias, gain, name=name
-        )
-        return lambda x_BxTxD: _shard_heads(project(x_BxTxD))
+        project = Linear(cfg, (heads, size), names, cfg.qkv_has_bias, gain, name=name)
+        return lambda x_BxTxD: shard_heads(project(x_BxTxD))
 
     def _gate(self, x_BxTxD: jax.Array) -> jax.Array:
         """Returns the logits of the gate, [B, T, N, H], or [B, T, N, 1] for one per head."""
@@ -165,8 +148,16 @@ class Attention(nn.Module):
         return norm(x_BxTxNxH.reshape(*axes, -1)).reshape(x_BxTxNxH.shape)
 
 
-def _shard_heads(x_BxTxNxH: jax.Array) -> jax.Array:
+def shard_heads(x_BxTxNxH: jax.Array) -> jax.Array:
+    """Shards values of heads over devices."""
     return constrain(x_BxTxNxH, ("batch", "length", "activation_heads", "head"))
+
+
+def merge_heads(module: nn.Module, out_BxTxNxH: jax.Array, bias: bool) -> jax.Array:
+    """Returns the output projection of a mixer's heads, [B, T, D]; its matrix is W_O."""
+    cfg, names, gain = module.config, ("heads", "head", "embed"), module.gain * module.out_gain
+    out = Linear(cfg, (cfg.d_model,), names, bias, gain, name="out")
+    return out(shard_heads(out_BxTxNxH))
 
 
 class SourceAttention(Attention):
@@ -177,36 +168,20 @@ class SourceAttention(Attention):
     """
 
     @nn.compact
-    def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        context: Context,
-        position: Position,
-        state: Shared | None,
-        deterministic: bool,
-    ) -> tuple[jax.Array, Shared]:
+    def __call__(self, x_BxTxD, context: Context, position, state: Shared | None, deterministic):
         """Returns the output and the keys and values of the source. Does not use `position`."""
-        kv = (
-            KeyValue(*map(by_head, self._keys_and_values(context.source_BxSxD)))
-            if state is None
-            else state.value
-        )
-        batch, sources = len(x_BxTxD), len(kv.k_BxKxSxH)
-        group = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])).reshape(
-            sources, -1, *x.shape[2:]
-        )
+        if state is None:
+            kv = KeyValue(*map(by_head, self._keys_and_values(context.source_BxSxD)))
+            state = Shared(kv)
+        batch, sources = len(x_BxTxD), len(state.value.k_BxKxSxH)
+        all_rows = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:]))
+        group = lambda x: all_rows(x).reshape(sources, -1, *x.shape[2:])
         x_ExQxD, tokens = x_BxTxD, context.tokens
         if batch != sources:
             x_ExQxD, tokens = group(x_BxTxD), jax.tree.map(group, context.tokens)
-        out_ExQxD = self._attend(
-            x_ExQxD,
-            (self._queries(x_ExQxD), kv),
-            SAME_SEGMENT,
-            (tokens, context.source_tokens),
-            None,
-            deterministic,
-        )
-        return out_ExQxD.reshape(x_BxTxD.shape), Shared(kv)
+        q_and_kv, tokens = (self._queries(x_ExQxD), state.value), (tokens, context.source_tokens)
+        out_ExQxD = self._attend(x_ExQxD, q_and_kv, SAME_SEGMENT, tokens, None, deterministic)
+        return out_ExQxD.reshape(x_BxTxD.shape), state
 
 
 def self_mask(config: ModelConfig, side: str) -> Mask:
@@ -229,9 +204,9 @@ def inner_attention(
     """Returns softmax(scale Q K^T) V, [B, T, N, H], from the backend that the config selects.
 
     The scale is 1 / sqrt(size), times sqrt(d_head of the base / d_head), unless the config sets it.
-    `index` is the cache slot of the first
-    query; None outside decoding. Also creates the attention sink's
-    parameter, passes on dropout, and records statistics if `module` is watched (model/watch.py).
+    `index` is the cache slot of the first query; None outside decoding. Also creates the attention
+    sink's parameter, passes on dropout, and records statistics if `module` is watched
+    (model/watch.py).
     """
     cfg = module.config
     sink_N = None
@@ -246,14 +221,11 @@ def inner_attention(
     if index is not None:
         inputs = inputs.replace(first=jnp.stack([index, jnp.zeros_like(index)]))
     if cfg.attention_dropout and not deterministic:
-        inputs = inputs.replace(
-            dropout=cfg.attention_dropout, dropout_key=module.make_rng("dropout")
-        )
+        key = module.make_rng("dropout")
+        inputs = inputs.replace(dropout=cfg.attention_dropout, dropout_key=key)
     if watched(module, "heads"):
-        statistics = attention_statistics.heads(*qkv[:2], inputs)
-        module.sow("heads", "heads", statistics)
+        module.sow("heads", "heads", attention_statistics.heads(*qkv[:2], inputs))
     if watched(module, "maps"):
-        weights, *_ = attention_statistics.weights(*qkv[:2], inputs)
-        module.sow("maps", "weights", weights)
+        module.sow("maps", "weights", attention_statistics.weights(*qkv[:2], inputs)[0])
     arguments = (*qkv, inputs.by_index())
     return attention_backends.choose(cfg.attention_backend, *arguments)(*arguments)

@@ -29,23 +29,10 @@ SOURCE_MIXERS = Registry("model.mixer.source", __package__)
 """The mixers of the sublayer in which a decoder layer reads the encoder."""
 
 SHARED_FIELDS = (
-    "num_heads",
-    "num_kv_heads",
-    "d_head",
-    "d_value",
-    "window",
-    "attention_bias",
-    "qkv_bias",
-    "qk_norm",
-    "qk_norm_joint",
-    "attention_scale",
-    "attention_soft_cap",
-    "attention_sink",
-    "attention_gate",
-    "attention_out",
-    "attention_backend",
-    "attention_dropout",
-)
+    "num_heads", "num_kv_heads", "d_head", "d_value", "window", "attention_bias", "qkv_bias",
+    "qk_norm", "qk_norm_joint", "attention_scale", "attention_soft_cap", "attention_sink",
+    "attention_gate", "attention_out", "attention_backend", "attention_dropout",
+)  # fmt: skip
 """The fields of ModelConfig that configure mixers; each mixer lists those that it reads."""
 
 NORM_FIELDS = ("norm", "norm_gain", "norm_offset", "norm_epsilon", "norm_zero_centered")

@@ -18,9 +18,8 @@ from transformer.checks import at_least
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Linear
 from transformer.model.masks import Tokens
+from transformer.model.mixers.attention import merge_heads
 from transformer.model.mixers.base import MIXERS, Context, Mixer
-from transformer.model.positions import Position
-from transformer.model.sharding import constrain
 
 
 class GatedDeltaState(NamedTuple):
@@ -73,12 +72,8 @@ class GatedDelta(Mixer):
         return functools.partial(GatedDeltaNet, config, self, gain, out_gain)
 
     def empty_state(self, config, batch, slots):
-        width, heads, d_head, d_value = (
-            max(self.conv - 1, 1),
-            config.num_heads,
-            config.head_size,
-            config.value_size,
-        )
+        width, heads = max(self.conv - 1, 1), config.num_heads
+        d_head, d_value = config.head_size, config.value_size
         return GatedDeltaState(
             jnp.zeros((batch, heads, d_head, d_value), jnp.float32),
             jnp.zeros((batch, width, heads, 2 * d_head + d_value), config.dtype),
@@ -95,20 +90,11 @@ class GatedDeltaNet(nn.Module):
     out_gain: float  # additionally scales the initial W_O
 
     @nn.compact
-    def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        context: Context,
-        position: Position,
-        state: GatedDeltaState | None,
-        deterministic: bool,
-    ) -> tuple[jax.Array, GatedDeltaState | None]:
-        cfg, kind, decoding = self.config, self.kind, state is not None
-        (batch, length), d_head = x_BxTxD.shape[:2], cfg.head_size
-        tokens = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (batch, length)), context.tokens.replace(until_BxT=None)
-        )
-        state = state if decoding else kind.empty_state(cfg, batch, length)
+    def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
+        cfg, kind, (batch, length) = self.config, self.kind, x_BxTxD.shape[:2]
+        d_head, to_batch = cfg.head_size, lambda x: jnp.broadcast_to(x, (batch, length))
+        tokens = jax.tree.map(to_batch, context.tokens.replace(until_BxT=None))
+        state = kind.empty_state(cfg, batch, length) if state is None else state
         real_BxTx1 = (tokens.segments_BxT > 0)[..., None]
 
         qkv_BxTxNxF = [
@@ -126,9 +112,8 @@ class GatedDeltaNet(nn.Module):
         log_a_BxTxN = jnp.where(real_BxTx1, log_a_BxTxN, 0.0)  # padding does not decay S
         b_BxTxN = jnp.where(real_BxTx1, b_BxTxN, 0.0)  # or write to it
         document_BxT = documents(tokens, state.segments_BxW[:, -1:])
-        recurrence = (
-            single_step if length == 1 else functools.partial(chunked_recurrence, size=kind.chunk)
-        )
+        chunked = functools.partial(chunked_recurrence, size=kind.chunk)
+        recurrence = single_step if length == 1 else chunked
         o_BxTxNxV, s = recurrence(q, k, v, log_a_BxTxN, b_BxTxN, document_BxT, state.s_BxNxHxV)
 
         norm = functools.partial(
@@ -136,21 +121,9 @@ class GatedDeltaNet(nn.Module):
         )
         gate_BxTxNxV = self._heads("gate", cfg.value_size)(x_BxTxD)
         o_BxTxNxV = norm(name="norm")(o_BxTxNxV.astype(cfg.dtype)) * nn.silu(gate_BxTxNxV)
-        o_BxTxNxV = constrain(o_BxTxNxV, ("batch", "length", "activation_heads", "head"))
-        out = Linear(
-            cfg,
-            (cfg.d_model,),
-            ("heads", "head", "embed"),
-            False,
-            self.gain * self.out_gain,
-            name="out",
-        )
-        if not decoding:
-            return out(o_BxTxNxV), None
         width = state.segments_BxW.shape[1]
-        return out(o_BxTxNxV), GatedDeltaState(
-            s, inputs_BxLxNxF[:, -width:], segments_BxL[:, -width:]
-        )
+        new_state = GatedDeltaState(s, inputs_BxLxNxF[:, -width:], segments_BxL[:, -width:])
+        return merge_heads(self, o_BxTxNxV, bias=False), new_state
 
     def _heads(self, name: str, size: int, gain: float = 1.0) -> Linear:
         names = ("embed", "heads", "head")
@@ -162,9 +135,8 @@ class GatedDeltaNet(nn.Module):
         Tokens of other documents than that of token t count as zero.
         """
         cfg, width, total = self.config, self.kind.conv, segments_BxL.shape[1]
-        init = lambda key, shape, dtype: jax.random.uniform(
-            key, shape, dtype, -(width**-0.5), width**-0.5
-        )
+        bounds = (-(width**-0.5), width**-0.5)
+        init = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, *bounds)
         init = nn.with_logical_partitioning(init, (None, "heads", "head"))
         shape = (width, *x_BxLxNxF.shape[2:])
         kernel = self.param("convolution", init, shape, cfg.param_dtype).astype(cfg.dtype)
@@ -172,9 +144,8 @@ class GatedDeltaNet(nn.Module):
         for i in range(width):
             shifted = slice(total - length - i, total - i)
             same_document_BxT = segments_BxL[:, shifted] == segments_BxL[:, -length:]
-            y_BxTxNxF += (
-                jnp.where(same_document_BxT[..., None, None], x_BxLxNxF[:, shifted], 0) * kernel[i]
-            )
+            x_BxTxNxF = jnp.where(same_document_BxT[..., None, None], x_BxLxNxF[:, shifted], 0)
+            y_BxTxNxF += x_BxTxNxF * kernel[i]
         return y_BxTxNxF
 
     def _gates(self, x_BxTxD: jax.Array) -> tuple[jax.Array, jax.Array]:

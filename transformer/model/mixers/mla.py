@@ -17,10 +17,9 @@ from transformer.checks import at_least
 from transformer.model.cache import empty_slots, extend
 from transformer.model.config import ModelConfig
 from transformer.model.linear import Kernel, Linear
-from transformer.model.mixers.attention import inner_attention, self_mask
+from transformer.model.mixers.attention import inner_attention, merge_heads, self_mask, shard_heads
 from transformer.model.mixers.base import MIXERS, NORM_FIELDS, Context, Mixer
 from transformer.model.positions import Position, build
-from transformer.model.sharding import constrain
 
 
 class Latent(NamedTuple):
@@ -46,20 +45,10 @@ class MLA(Mixer):
     """
 
     scope = "self_attention"
-    fields = frozenset(
-        {
-            "num_heads",
-            "d_head",
-            "d_value",
-            "window",
-            "attention_scale",
-            "attention_soft_cap",
-            "attention_sink",
-            "attention_backend",
-            "attention_dropout",
-            *NORM_FIELDS,
-        }
-    )
+    fields = frozenset({
+        "num_heads", "d_head", "d_value", "window", "attention_scale", "attention_soft_cap",
+        "attention_sink", "attention_backend", "attention_dropout", *NORM_FIELDS,
+    })  # fmt: skip
     hooks = frozenset({"embed", "rotate", "bias"})
     observes = frozenset({"heads", "maps"})
 
@@ -89,10 +78,9 @@ class MLA(Mixer):
         return dataclasses.replace(facts, d_head=self.sizes(config)[1])
 
     def build(self, config, side, gain, out_gain):
-        rank, rope = self.sizes(config)
-        return functools.partial(
-            LatentAttention, config, side, gain, out_gain, rank, self.q_rank, rope
-        )
+        kv_rank, rope = self.sizes(config)
+        sizes = (kv_rank, self.q_rank, rope)
+        return functools.partial(LatentAttention, config, side, gain, out_gain, *sizes)
 
     def empty_state(self, config, batch, slots):
         facts = config.stack_facts("decoder")
@@ -114,14 +102,7 @@ class LatentAttention(nn.Module):
     d_rope: int
 
     @nn.compact
-    def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        context: Context,
-        position: Position,
-        state: Latent | None,
-        deterministic: bool,
-    ) -> tuple[jax.Array, Latent | None]:
+    def __call__(self, x_BxTxD, context: Context, position: Position, state, deterministic):
         cfg, k_tokens = self.config, context.key_tokens
         position = position.bind_layer(self.param, cfg.stack_facts(self.side))
         q_BxTxNxH, q_BxTxNxP, new = self._project(x_BxTxD, position)
@@ -144,29 +125,14 @@ class LatentAttention(nn.Module):
         k_BxSxKxP = jnp.broadcast_to(latent.k_BxSxP[:, :, None], shape)
         q = jnp.concatenate([q_BxTxNxH, q_BxTxNxP], axis=-1)
         k = jnp.concatenate([k_BxSxKxH, k_BxSxKxP], axis=-1)
+        qkv, mask, size = (q, k, v_BxSxKxV), self_mask(cfg, self.side), cfg.head_size + self.d_rope
+        tokens = (context.tokens, k_tokens)
         out = inner_attention(
-            self,
-            (q, k, v_BxSxKxV),
-            self_mask(cfg, self.side),
-            context.tokens,
-            k_tokens,
-            position,
-            cfg.head_size + self.d_rope,
-            deterministic,
-            context.index,
+            self, qkv, mask, *tokens, position, size, deterministic, context.index
         )
         if absorbed:
             out = jnp.einsum("BTNR,RNV->BTNV", out, w_v_RxNxV)
-        out = constrain(out, ("batch", "length", "activation_heads", "head"))
-        project = Linear(
-            cfg,
-            (cfg.d_model,),
-            ("heads", "head", "embed"),
-            False,
-            self.gain * self.out_gain,
-            name="out",
-        )
-        return project(out), state
+        return merge_heads(self, out, bias=False), state
 
     def _project(
         self, x_BxTxD: jax.Array, position: Position
@@ -178,8 +144,7 @@ class LatentAttention(nn.Module):
             q_input, q_axis = cfg.norm_module(name="query_norm")(down(x_BxTxD)), None
         shape = (cfg.num_heads, cfg.head_size + self.d_rope)
         q = Linear(cfg, shape, (q_axis, "heads", "head"), False, name="query")(q_input)
-        q = constrain(q, ("batch", "length", "activation_heads", "head"))
-        q_BxTxNxH, q_BxTxNxP = jnp.split(q, [cfg.head_size], axis=-1)
+        q_BxTxNxH, q_BxTxNxP = jnp.split(shard_heads(q), [cfg.head_size], axis=-1)
         shape = (self.kv_rank + self.d_rope,)
         latent_and_key = Linear(cfg, shape, ("embed", None), False, name="key_value_down")(x_BxTxD)
         c_BxTxR, k_BxTxP = jnp.split(latent_and_key, [self.kv_rank], axis=-1)

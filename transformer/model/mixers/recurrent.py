@@ -8,7 +8,7 @@ B = E K.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from transformer.model.config import ModelConfig
 from transformer.model.linear import Kernel, Linear
 from transformer.model.masks import SAME_SEGMENT, Tokens
 from transformer.model.mixers.base import MIXERS, SOURCE_MIXERS, Context, Mixer
-from transformer.model.positions import Position
 
 
 class RecurrentState(NamedTuple):
@@ -86,12 +85,11 @@ class Recurrent(Mixer):
         return None
 
     def build(self, config, side, gain, out_gain):
-        if side == "encoder":
-            return functools.partial(Bidirectional, config, self, gain * out_gain)
-        if self.source in ("attention", "last"):
+        if side == "decoder" and self.source in ("attention", "last"):
             last = self.source == "last"
             return functools.partial(Attentive, config, self, gain, out_gain, last)
-        return functools.partial(Unidirectional, config, self, gain * out_gain)
+        directions = ("forward", "backward") if side == "encoder" else ("forward",)
+        return functools.partial(Directions, config, self, gain * out_gain, directions)
 
     def empty_state(self, config, batch, slots):
         return self.empty(batch, config.d_model)
@@ -199,59 +197,34 @@ class Recurrence(nn.Module):
         segments_BxT = jnp.broadcast_to(tokens.segments_BxT, x_BxTxD.shape[:2])
         time_major = lambda x: jnp.moveaxis(x, 1, 0)
         initial = RecurrentState(*state[:3]) if state else kind.empty(batch, self.units)
-        state, out = jax.lax.scan(
-            step,
-            initial,
-            jax.tree.map(time_major, (z, segments_BxT, source_mask_BxTxS)),
-            reverse=self.reverse,
-        )
+        inputs = jax.tree.map(time_major, (z, segments_BxT, source_mask_BxTxS))
+        state, out = jax.lax.scan(step, initial, inputs, reverse=self.reverse)
         h_BxTxG, read_BxTxD = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
         return h_BxTxG, context_BxTxD if read is None else read_BxTxD, state
 
 
-class Unidirectional(nn.Module):
-    """A recurrence from the first token to the last, without a source."""
+class Directions(nn.Module):
+    """A recurrence from the first token to the last, without a source.
+
+    With several `directions`, a recurrence from each end, whose outputs are concatenated (Schuster
+    & Paliwal 1997).
+    """
 
     config: ModelConfig
     kind: Recurrent
     gain: float
+    directions: tuple[str, ...]  # forward | backward
 
     @nn.compact
-    def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        context: Context,
-        position: Position,
-        state: RecurrentState | None,
-        deterministic: bool,
-    ) -> tuple[jax.Array, RecurrentState]:
-        units = self.config.d_model
-        forward = Recurrence(self.config, self.kind, units, self.gain, name="forward")
-        h_BxTxD, _, state = forward(x_BxTxD, context.tokens, state)
-        return h_BxTxD, state
-
-
-class Bidirectional(nn.Module):
-    """Two recurrences, one from each end, with concatenated outputs (Schuster & Paliwal 1997)."""
-
-    config: ModelConfig
-    kind: Recurrent
-    gain: float
-
-    @nn.compact
-    def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        context: Context,
-        position: Position,
-        state: Any,
-        deterministic: bool,
-    ) -> tuple[jax.Array, None]:
-        outputs, arguments = [], (self.config, self.kind, self.config.d_model // 2, self.gain)
-        for direction in ("forward", "backward"):
-            one_way = Recurrence(*arguments, direction == "backward", name=direction)
-            outputs.append(one_way(x_BxTxD, context.tokens, None)[0])
-        return jnp.concatenate(outputs, axis=-1), None
+    def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
+        outputs, units = [], self.config.d_model // len(self.directions)
+        for name in self.directions:
+            one_way = Recurrence(
+                self.config, self.kind, units, self.gain, name == "backward", name=name
+            )
+            h_BxTxG, _, new_state = one_way(x_BxTxD, context.tokens, state)
+            outputs.append(h_BxTxG)
+        return jnp.concatenate(outputs, axis=-1), new_state
 
 
 class Attentive(nn.Module):
@@ -274,35 +247,20 @@ class Attentive(nn.Module):
     last: bool  # no attention: read the source's last token
 
     @nn.compact
-    def __call__(
-        self,
-        x_BxTxD: jax.Array,
-        context: Context,
-        position: Position,
-        state: RecurrentState | None,
-        deterministic: bool,
-    ) -> tuple[jax.Array, RecurrentState]:
-        cfg, (batch, length) = self.config, x_BxTxD.shape[:2]
-        source = (
-            state.source
-            if context.source_BxSxD is None
-            else self._source_state(context.source_BxSxD)
-        )
+    def __call__(self, x_BxTxD, context: Context, position, state, deterministic):
+        cfg, source = self.config, state and state.source
+        if context.source_BxSxD is not None:
+            source = self._source_state(context.source_BxSxD)
         y_ExSxD = source.value[0]
         forward = Recurrence(cfg, self.kind, cfg.d_model, self.gain, name="forward")
-        source_mask_BxTxS = self._source_mask(context, batch, length, len(y_ExSxD))
+        mask_ExKTxS = self._source_mask(context, *x_BxTxD.shape[:2], len(y_ExSxD))
         if self.last:
-            source_mask_ExKTxS = source_mask_BxTxS.reshape(
-                len(y_ExSxD), -1, source_mask_BxTxS.shape[-1]
-            )
-            read = jnp.einsum("EQS,ESD->EQD", source_mask_ExKTxS.astype(cfg.dtype), y_ExSxD)
-            read_BxTxD = read.reshape(x_BxTxD.shape)
-            h_BxTxD, read_BxTxD, new_state = forward(x_BxTxD, context.tokens, state, read_BxTxD)
+            read = jnp.einsum("EQS,ESD->EQD", mask_ExKTxS.astype(cfg.dtype), y_ExSxD)
+            reading = {"context_BxTxD": read.reshape(x_BxTxD.shape)}
         else:
-            read = self._attention(*source.value)
-            h_BxTxD, read_BxTxD, new_state = forward(
-                x_BxTxD, context.tokens, state, read=read, source_mask_BxTxS=source_mask_BxTxS
-            )
+            mask_BxTxS = mask_ExKTxS.reshape(*x_BxTxD.shape[:2], -1)
+            reading = {"read": self._attention(*source.value), "source_mask_BxTxS": mask_BxTxS}
+        h_BxTxD, read_BxTxD, new_state = forward(x_BxTxD, context.tokens, state, **reading)
         features = jnp.concatenate([h_BxTxD, read_BxTxD, x_BxTxD], axis=-1)
         gain = self.gain * self.out_gain
         out = Linear(cfg, (cfg.d_model,), ("embed", None), cfg.use_bias, gain, name="out")
@@ -317,14 +275,14 @@ class Attentive(nn.Module):
         return Shared((y_ExSxD, keys(y_ExSxD)))
 
     def _source_mask(self, context: Context, batch: int, length: int, sources: int) -> jax.Array:
-        """Returns bool[B, T, S]: the source tokens that each token may read."""
+        """Returns bool[E, K T, S]: the source tokens that each token may read."""
         by_source = lambda x: jnp.broadcast_to(x, (batch, length)).reshape(sources, -1)
         tokens = jax.tree.map(by_source, context.tokens.replace(until_BxT=None))
-        source_mask_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
+        mask_ExKTxS = SAME_SEGMENT(tokens, context.source_tokens)
         if self.last:
             ends_ExS = jnp.diff(context.source_tokens.segments_BxT, axis=1, append=0) != 0
-            source_mask_ExKTxS &= ends_ExS[:, None]
-        return source_mask_ExKTxS.reshape(batch, length, -1)
+            mask_ExKTxS &= ends_ExS[:, None]
+        return mask_ExKTxS
 
     def _attention(self, y_ExSxD: jax.Array, keys_ExSxD: jax.Array):
         """Returns the function `read(h_BxD, source_mask_BxS) -> context_BxD`."""
