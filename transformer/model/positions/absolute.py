@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.positions.base import Param, Position, StackFacts, option, register
+from transformer.model.positions.base import Position, declare, option, register
 
 
 @register("learned")
@@ -30,19 +30,18 @@ class Learned(Position):
     init_std: float = option(0.02)
     table_MxD: jax.Array | None = None
 
-    def check(self, facts: StackFacts) -> str | None:
+    def check(self, facts):
         if self.offset < 0:
             return f"model.position.offset: {self.offset} is too small; at least 0"
         if self.init_std < 0:
             return f"model.position.init_std: {self.init_std} is too small; at least 0"
         return None
 
-    def bind(self, param: Param, facts: StackFacts) -> "Learned":
-        init = nn.with_logical_partitioning(
-            nn.initializers.normal(self.init_std), ("positions", "embed")
-        )
-        shape = (facts.max_length + self.offset, facts.d_model)
-        return self.replace(table_MxD=param("position_embedding", init, shape, facts.param_dtype))
+    def bind(self, param, facts):
+        shape, names = (facts.max_length + self.offset, facts.d_model), ("positions", "embed")
+        init = nn.initializers.normal(self.init_std)
+        table = declare(param, facts, "position_embedding", shape, names, init)
+        return self.replace(table_MxD=table)
 
     def embed(self, x_BxTxD, positions_BxT):
         return x_BxTxD + self.table_MxD[positions_BxT + self.offset].astype(x_BxTxD.dtype)
@@ -69,7 +68,7 @@ class Sinusoidal(Position):
     layout: str = option("interleaved")
     offset: int = option(0)
 
-    def check(self, facts: StackFacts) -> str | None:
+    def check(self, facts):
         if self.layout not in ("interleaved", "halves"):
             layouts = "choose from: halves, interleaved"
             return f"model.position.layout: unknown value {self.layout!r}; {layouts}"
@@ -77,11 +76,9 @@ class Sinusoidal(Position):
             return f"model.position.base: {self.base} must be more than 0"
         if self.offset < 0:
             return f"model.position.offset: {self.offset} is too small; at least 0"
-        return (
-            "model.position: 'sinusoidal' needs an even model.d_model; change one of them"
-            if facts.d_model % 2
-            else None
-        )
+        if facts.d_model % 2:
+            return "model.position: 'sinusoidal' needs an even model.d_model; change one of them"
+        return None
 
     def embed(self, x_BxTxD, positions_BxT):
         d_model = x_BxTxD.shape[-1]

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import struct
 
 from transformer.errors import UserError
@@ -37,6 +38,11 @@ def option(default):
 def fact(default=None):
     """Declares a static field that `bind` fills in from the stack."""
     return struct.field(pytree_node=False, default=default)
+
+
+def declare(param: Param, facts: "StackFacts", name: str, shape, names, init) -> jax.Array:
+    """Declares a parameter with axes of these logical names, and returns it."""
+    return param(name, nn.with_logical_partitioning(init, names), shape, facts.param_dtype)
 
 
 def per_head(x_N: jax.Array, distance: jax.Array) -> jax.Array:
@@ -137,10 +143,9 @@ class Position:
         A scheme that depends on distances alone overrides `distance_bias` instead.
         """
         distance_BxTxS = q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]
-        bias = self.distance_bias(distance_BxTxS)
+        bias, shape = self.distance_bias(distance_BxTxS), list(distance_BxTxS.shape)
         if bias is None:
             return None
-        shape = list(distance_BxTxS.shape)
         if list(bias.shape[1:]) != shape:
             raise UserError(
                 f"model.position: {getattr(self, 'name', type(self).__name__)!r}: distance_bias "
@@ -168,8 +173,11 @@ class Position:
     @property
     def is_distance_bias(self) -> bool:
         """Whether the scheme adds `distance_bias` to the logits and nothing else."""
-        overrides = lambda name: getattr(type(self), name) is not getattr(Position, name)
-        return overrides("distance_bias") and not any(map(overrides, ("bias", "score", "value")))
+        others = map(self._overrides, ("bias", "score", "value"))
+        return self._overrides("distance_bias") and not any(others)
+
+    def _overrides(self, hook: str) -> bool:
+        return getattr(type(self), hook) is not getattr(Position, hook)
 
     pairwise: ClassVar[bool] = True
     """Whether `bias`, `score` and `value` at a query and a key depend on this pair alone."""
@@ -188,8 +196,7 @@ class Position:
     def hooks(self) -> frozenset[str]:
         """The hooks that the scheme overrides, among embed, rotate, bias, score and value."""
         names = ("embed", "rotate", "distance_bias", "bias", "score", "value")
-        overrides = lambda name: getattr(type(self), name) is not getattr(Position, name)
-        return frozenset(name.removeprefix("distance_") for name in names if overrides(name))
+        return frozenset(name.removeprefix("distance_") for name in names if self._overrides(name))
 
     @property
     def reads_positions(self) -> bool:

@@ -17,20 +17,36 @@ from flax import linen as nn
 from flax import struct
 
 from transformer.model.positions.absolute import sinusoids
-from transformer.model.positions.base import Pair, Param, Position, StackFacts, option, register
+from transformer.model.positions.base import Pair, Position, declare, option, register
 
 
-def _table(
-    param: Param, name: str, facts: StackFacts, shape: tuple[int, ...], names: tuple
-) -> jax.Array:
-    """Declares a learned table with initial values of standard deviation 1 / sqrt(shape[-1])."""
-    init = nn.with_logical_partitioning(nn.initializers.normal(shape[-1] ** -0.5), names)
-    return param(name, init, shape, facts.param_dtype)
+def _table(param, facts, name: str, rows: int, size: int, axis: str = "head") -> jax.Array:
+    """Declares a learned table. Its initial values have standard deviation 1 / sqrt(base size)."""
+    init = nn.initializers.normal((facts.base_d_model if axis == "embed" else size) ** -0.5)
+    return declare(param, facts, name, (rows, size), ("positions", axis), init)
+
+
+def _projection(param, facts, name: str) -> jax.Array:
+    """Declares a matrix from d_model to the heads, [D, N, H]."""
+    shape, names = (facts.d_model, facts.num_heads, facts.d_head), ("embed", "heads", "head")
+    return declare(param, facts, name, shape, names, nn.initializers.normal(facts.d_model**-0.5))
+
+
+def _products(x_BxTxNxH: jax.Array, table_RxH: jax.Array) -> jax.Array:
+    """Returns the products of queries with the vectors of a table, float32[B, N, T, R]."""
+    equation = "BTNH,RH->BNTR"
+    return jnp.einsum(equation, x_BxTxNxH, table_RxH, preferred_element_type=jnp.float32)
 
 
 def _pick(x_BxNxTxR: jax.Array, index_BxTxS: jax.Array) -> jax.Array:
     """Returns x[b, n, t, index[b, t, s]], [B, N, T, S]."""
     return jnp.take_along_axis(x_BxNxTxR, index_BxTxS[:, None], axis=-1)
+
+
+def _check_distance(max_distance: int) -> str | None:
+    if max_distance < 1:
+        return f"model.position.max_distance: {max_distance} must be positive"
+    return None
 
 
 @register("shaw")
@@ -56,41 +72,29 @@ class Shaw(Position):
     keys_RxH: jax.Array | None = None
     values_RxH: jax.Array | None = None
 
-    def check(self, facts: StackFacts) -> str | None:
-        return (
-            f"model.position.max_distance: {self.max_distance} must be positive"
-            if self.max_distance < 1
-            else None
-        )
+    def check(self, facts):
+        return _check_distance(self.max_distance)
 
-    def bind_layer(self, param: Param, facts: StackFacts) -> "Shaw":
-        distances, names = 2 * self.max_distance + 1, ("positions", "head")
-        keys = _table(param, "relative_keys", facts, (distances, facts.d_head), names)
-        values = (
-            _table(param, "relative_values", facts, (distances, facts.d_value), names)
-            if self.values
-            else None
-        )
+    def bind_layer(self, param, facts):
+        distances, values = 2 * self.max_distance + 1, None
+        keys = _table(param, facts, "relative_keys", distances, facts.d_head)
+        if self.values:
+            values = _table(param, facts, "relative_values", distances, facts.d_value)
         return self.replace(keys_RxH=keys, values_RxH=values)
 
     def _index(self, pair: Pair) -> jax.Array:
-        return (
-            jnp.clip(-pair.distance_BxTxS, -self.max_distance, self.max_distance)
-            + self.max_distance
-        )
+        k = self.max_distance
+        return jnp.clip(-pair.distance_BxTxS, -k, k) + k
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
-        products_BxNxTxR = jnp.einsum(
-            "BTNH,RH->BNTR", q_BxTxNxH, self.keys_RxH, preferred_element_type=jnp.float32
-        )
+        products_BxNxTxR = _products(q_BxTxNxH, self.keys_RxH)
         return logits_BxNxTxS + pair.scale * _pick(products_BxNxTxR, self._index(pair))
 
     def value(self, out_BxTxNxH, weights_BxNxTxS, pair):
         if self.values_RxH is None:
             return out_BxTxNxH
-        one_hot_BxTxSxR = jax.nn.one_hot(
-            self._index(pair), self.values_RxH.shape[0], dtype=weights_BxNxTxS.dtype
-        )
+        distances, dtype = self.values_RxH.shape[0], weights_BxNxTxS.dtype
+        one_hot_BxTxSxR = jax.nn.one_hot(self._index(pair), distances, dtype=dtype)
         weights_BxTxNxR = jnp.einsum("BNTS,BTSR->BTNR", weights_BxNxTxS, one_hot_BxTxSxR)
         return out_BxTxNxH + weights_BxTxNxR @ self.values_RxH.astype(out_BxTxNxH.dtype)
 
@@ -116,26 +120,20 @@ class TransformerXL(Position):
     u_NxH: jax.Array | None = None
     v_NxH: jax.Array | None = None
 
-    def check(self, facts: StackFacts) -> str | None:
-        return (
-            "model.position: 'transformer_xl' needs an even model.d_model; change one of them"
-            if facts.d_model % 2
-            else None
-        )
+    def check(self, facts):
+        if facts.d_model % 2:
+            problem = "'transformer_xl' needs an even model.d_model; change one of them"
+            return f"model.position: {problem}"
+        return None
 
-    def bind_layer(self, param: Param, facts: StackFacts) -> "TransformerXL":
-        heads = (facts.num_heads, facts.d_head)
-        matrix = nn.with_logical_partitioning(
-            nn.initializers.normal(facts.d_model**-0.5), ("embed", "heads", "head")
-        )
-        zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("heads", "head"))
+    def bind_layer(self, param, facts):
+        heads, names = (facts.num_heads, facts.d_head), ("heads", "head")
+        zero = lambda name: declare(param, facts, name, heads, names, nn.initializers.zeros)
         return self.replace(
             d_model=facts.d_model,
-            project_DxNxH=param(
-                "relative_kernel", matrix, (facts.d_model, *heads), facts.param_dtype
-            ),
-            u_NxH=param("content_bias", zeros, heads, facts.param_dtype),
-            v_NxH=param("position_bias", zeros, heads, facts.param_dtype),
+            project_DxNxH=_projection(param, facts, "relative_kernel"),
+            u_NxH=zero("content_bias"),
+            v_NxH=zero("position_bias"),
         )
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
@@ -171,55 +169,29 @@ class Deberta(Position):
     keys_RxNxH: jax.Array | None = None
     queries_RxNxH: jax.Array | None = None
 
-    def check(self, facts: StackFacts) -> str | None:
-        return (
-            f"model.position.max_distance: {self.max_distance} must be positive"
-            if self.max_distance < 1
-            else None
-        )
+    def check(self, facts):
+        return _check_distance(self.max_distance)
 
-    def bind(self, param: Param, facts: StackFacts) -> "Deberta":
-        distances = 2 * self.max_distance
-        return self.replace(
-            table_RxD=_table(
-                param,
-                "relative_embedding",
-                facts,
-                (distances, facts.d_model),
-                ("positions", "embed"),
-            )
-        )
+    def bind(self, param, facts):
+        name, distances = "relative_embedding", 2 * self.max_distance
+        table = _table(param, facts, name, distances, facts.d_model, "embed")
+        return self.replace(table_RxD=table)
 
-    def bind_layer(self, param: Param, facts: StackFacts) -> "Deberta":
-        init = nn.with_logical_partitioning(
-            nn.initializers.normal(facts.d_model**-0.5), ("embed", "heads", "head")
-        )
-
+    def bind_layer(self, param, facts):
         def project(name):
-            kernel = param(
-                name, init, (facts.d_model, facts.num_heads, facts.d_head), facts.param_dtype
-            )
-            return jnp.einsum(
-                "RD,DNH->RNH", self.table_RxD.astype(jnp.float32), kernel.astype(jnp.float32)
-            )
+            kernel = _projection(param, facts, name).astype(jnp.float32)
+            return jnp.einsum("RD,DNH->RNH", self.table_RxD.astype(jnp.float32), kernel)
 
-        return self.replace(
-            keys_RxNxH=project("relative_key"), queries_RxNxH=project("relative_query")
-        )
+        keys, queries = project("relative_key"), project("relative_query")
+        return self.replace(keys_RxNxH=keys, queries_RxNxH=queries)
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
-        k = self.max_distance
+        k, transposed = self.max_distance, lambda x: jnp.swapaxes(x, -2, -1)
         index_BxTxS = jnp.clip(pair.distance_BxTxS + k, 0, 2 * k - 1)
-        to_position_BxNxTxR = jnp.einsum(
-            "BTNH,RNH->BNTR", q_BxTxNxH.astype(jnp.float32), self.keys_RxNxH
-        )
-        from_position_BxNxSxR = jnp.einsum(
-            "BSNH,RNH->BNSR", k_BxSxNxH.astype(jnp.float32), self.queries_RxNxH
-        )
-        terms_BxNxTxS = _pick(to_position_BxNxTxR, index_BxTxS)
-        terms_BxNxTxS += jnp.swapaxes(
-            _pick(from_position_BxNxSxR, jnp.swapaxes(index_BxTxS, 1, 2)), 2, 3
-        )
+        products = lambda x, table: jnp.einsum("BTNH,RNH->BNTR", x.astype(jnp.float32), table)
+        terms_BxNxTxS = _pick(products(q_BxTxNxH, self.keys_RxNxH), index_BxTxS)
+        from_position_BxNxSxR = products(k_BxSxNxH, self.queries_RxNxH)
+        terms_BxNxTxS += transposed(_pick(from_position_BxNxSxR, transposed(index_BxTxS)))
         return (logits_BxNxTxS + pair.scale * terms_BxNxTxS) / 3**0.5
 
 
@@ -247,43 +219,26 @@ class CoPE(Position):
     max_positions: int = option(64)
     table_RxH: jax.Array | None = None
 
-    def check(self, facts: StackFacts) -> str | None:
+    def check(self, facts):
         if not facts.causal:
             return (
                 "model.position: 'cope' counts the tokens before a query and needs a causal mask; "
                 "choose another scheme"
             )
-        return (
-            f"model.position.max_positions: {self.max_positions} must be at least 2"
-            if self.max_positions < 2
-            else None
-        )
+        if self.max_positions < 2:
+            return f"model.position.max_positions: {self.max_positions} must be at least 2"
+        return None
 
-    def bind_layer(self, param: Param, facts: StackFacts) -> "CoPE":
-        return self.replace(
-            table_RxH=_table(
-                param,
-                "contextual_positions",
-                facts,
-                (self.max_positions, facts.d_head),
-                ("positions", "head"),
-            )
-        )
+    def bind_layer(self, param, facts):
+        table = _table(param, facts, "contextual_positions", self.max_positions, facts.d_head)
+        return self.replace(table_RxH=table)
 
     def score(self, logits_BxNxTxS, q_BxTxNxH, k_BxSxNxH, pair):
         gates_BxNxTxS = jnp.where(pair.mask_BxTxS[:, None], jax.nn.sigmoid(logits_BxNxTxS), 0.0)
         count_BxNxTxS = jnp.flip(jnp.cumsum(jnp.flip(gates_BxNxTxS, -1), axis=-1), -1)
         count_BxNxTxS = jnp.minimum(count_BxNxTxS, self.max_positions - 1)
-        products_BxNxTxR = jnp.einsum(
-            "BTNH,RH->BNTR", q_BxTxNxH, self.table_RxH, preferred_element_type=jnp.float32
-        )
-        below = jnp.floor(count_BxNxTxS)
-        product_at = lambda index: jnp.take_along_axis(
-            products_BxNxTxR, index.astype(jnp.int32), axis=-1
-        )
+        products_BxNxTxR = _products(q_BxTxNxH, self.table_RxH)
+        at = lambda i: jnp.take_along_axis(products_BxNxTxR, i.astype(jnp.int32), axis=-1)
+        below, above = jnp.floor(count_BxNxTxS), jnp.ceil(count_BxNxTxS)
         fraction = count_BxNxTxS - below
-        return (
-            logits_BxNxTxS
-            + (1.0 - fraction) * product_at(below)
-            + fraction * product_at(jnp.ceil(count_BxNxTxS))
-        )
+        return logits_BxNxTxS + (1.0 - fraction) * at(below) + fraction * at(above)

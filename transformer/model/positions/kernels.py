@@ -5,22 +5,14 @@ In equations, d = |t - s| is the distance between query and key.
 Shape suffixes: B batch, T query length, S key length, N heads.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.positions.base import (
-    Param,
-    Position,
-    StackFacts,
-    fact,
-    option,
-    per_head,
-    register,
-)
-
-_PER_HEAD = ("heads",)
+from transformer.model.positions.base import Position, declare, fact, option, per_head, register
 
 
 @register("kerple")
@@ -40,16 +32,11 @@ class Kerple(Position):
     r_N: jax.Array | None = None
     a_N: jax.Array | None = None
 
-    def bind(self, param: Param, facts: StackFacts) -> "Kerple":
-        learned = lambda name, high: param(
-            name,
-            nn.with_logical_partitioning(
-                lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, maxval=high),
-                _PER_HEAD,
-            ),
-            (facts.num_heads,),
-            facts.param_dtype,
-        )
+    def bind(self, param, facts):
+        def learned(name, high):
+            init = lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, maxval=high)
+            return declare(param, facts, name, (facts.num_heads,), ("heads",), init)
+
         return self.replace(r_N=learned("kernel_r", 2.0), a_N=learned("kernel_a", 1.0))
 
     def distance_bias(self, distance):
@@ -78,21 +65,20 @@ class Sandwich(Position):
     first_index: int = option(0)
     num_heads: int = fact()
 
-    def check(self, facts: StackFacts) -> str | None:
+    def check(self, facts):
         if self.first_index not in (0, 1):
             return f"model.position.first_index: {self.first_index} must be 0 or 1"
         if self.width < 2 or self.width % 2:
             return f"model.position.width: {self.width} must be even and positive"
         return None
 
-    def bind(self, param: Param, facts: StackFacts) -> "Sandwich":
+    def bind(self, param, facts):
         return self.replace(num_heads=facts.num_heads)
 
     def distance_bias(self, distance):
         d = jnp.abs(distance).astype(jnp.float32)
-        frequencies = 10_000.0 ** (
-            -2.0 * (jnp.arange(self.width // 2, dtype=jnp.float32) + self.first_index) / self.width
-        )
+        index = jnp.arange(self.width // 2, dtype=jnp.float32) + self.first_index
+        frequencies = 10_000.0 ** (-2.0 * index / self.width)
         add = lambda i, total: total + jnp.cos(d * frequencies[i])
         total = jax.lax.fori_loop(0, self.width // 2, add, jnp.zeros_like(d))
         divisor_N = 8.0 * jnp.arange(1, self.num_heads + 1, dtype=jnp.float32) / self.num_heads
@@ -122,40 +108,32 @@ class Fire(Position):
     length: jax.Array | None = None
     layers: tuple = ()
 
-    def check(self, facts: StackFacts) -> str | None:
+    def check(self, facts):
         for name in ("width", "threshold"):
             if getattr(self, name) <= 0:
                 return f"model.position.{name}: {getattr(self, name)} must be more than 0"
         return None
 
-    def bind(self, param: Param, facts: StackFacts) -> "Fire":
-        def layer(i: int, inputs: int, outputs: int, names) -> tuple[jax.Array, jax.Array]:
-            kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
-            bias = nn.with_logical_partitioning(nn.initializers.zeros, names[1:])
-            return (
-                param(f"fire_kernel_{i}", kernel, (inputs, outputs), facts.param_dtype),
-                param(f"fire_bias_{i}", bias, (outputs,), facts.param_dtype),
-            )
+    def bind(self, param, facts):
+        new = functools.partial(declare, param, facts)
 
-        scalar = lambda name, value: param(
-            name, nn.initializers.constant(value), (), facts.param_dtype
-        )
-        layers = (
-            layer(0, 1, self.width, (None, None)),
-            layer(1, self.width, self.width, (None, None)),
-            layer(2, self.width, facts.num_heads, (None, "heads")),
-        )
-        return self.replace(
-            c=scalar("fire_c", 0.1), length=scalar("fire_threshold", self.threshold), layers=layers
-        )
+        def layer(i: int, inputs: int, outputs: int, axis=None) -> tuple[jax.Array, jax.Array]:
+            init = nn.initializers.lecun_normal()
+            kernel = new(f"fire_kernel_{i}", (inputs, outputs), (None, axis), init)
+            return kernel, new(f"fire_bias_{i}", (outputs,), (axis,), nn.initializers.zeros)
+
+        scalar = lambda name, x: param(name, nn.initializers.constant(x), (), facts.param_dtype)
+        hidden = layer(0, 1, self.width), layer(1, self.width, self.width)
+        layers = (*hidden, layer(2, self.width, facts.num_heads, "heads"))
+        c, length = scalar("fire_c", 0.1), scalar("fire_threshold", self.threshold)
+        return self.replace(c=c, length=length, layers=layers)
 
     def bias(self, q_positions_BxT, k_positions_BxS):
         c = jnp.maximum(self.c.astype(jnp.float32), 1e-6)
         psi = lambda x: jnp.log1p(c * x)
         distance = (q_positions_BxT[:, :, None] - k_positions_BxS[:, None, :]).astype(jnp.float32)
-        longest = jnp.maximum(
-            q_positions_BxT.astype(jnp.float32), jnp.maximum(self.length.astype(jnp.float32), 1.0)
-        )
+        threshold = jnp.maximum(self.length.astype(jnp.float32), 1.0)
+        longest = jnp.maximum(q_positions_BxT.astype(jnp.float32), threshold)
         h = (jnp.sign(distance) * psi(jnp.abs(distance)) / psi(longest)[:, :, None])[..., None]
         for i, (kernel, bias) in enumerate(self.layers):
             h = h @ kernel.astype(jnp.float32) + bias.astype(jnp.float32)

@@ -10,15 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from transformer.model.positions.base import (
-    Param,
-    Position,
-    StackFacts,
-    fact,
-    option,
-    per_head,
-    register,
-)
+from transformer.model.positions.base import Position, declare, fact, option, per_head, register
 
 
 @register("alibi")
@@ -44,7 +36,7 @@ class ALiBi(Position):
     num_heads: int = fact()
     slopes_N: jax.Array | None = None  # learned
 
-    def check(self, facts: StackFacts) -> str | None:
+    def check(self, facts):
         if self.slopes in ("geometric", "learned"):
             return None
         if isinstance(self.slopes, str):
@@ -58,12 +50,11 @@ class ALiBi(Position):
             )
         return None
 
-    def bind(self, param: Param, facts: StackFacts) -> "ALiBi":
+    def bind(self, param, facts):
         slopes_N = None
         if self.slopes == "learned":
             start = lambda key, shape, dtype: jnp.asarray(alibi_slopes(*shape), dtype)
-            init = nn.with_logical_partitioning(start, ("heads",))
-            slopes_N = param("slopes", init, (facts.num_heads,), facts.param_dtype)
+            slopes_N = declare(param, facts, "slopes", (facts.num_heads,), ("heads",), start)
         return self.replace(num_heads=facts.num_heads, slopes_N=slopes_N)
 
     def distance_bias(self, distance):
@@ -104,23 +95,19 @@ class T5Bias(Position):
     causal: bool = fact(False)
     table_RxN: jax.Array | None = None
 
-    def check(self, facts: StackFacts) -> str | None:
-        if (
-            self.num_buckets < 4
-            or self.num_buckets % 4
-            or self.max_distance <= self.num_buckets // 2
-        ):
+    def check(self, facts):
+        buckets, longest = self.num_buckets, self.max_distance
+        if buckets < 4 or buckets % 4 or longest <= buckets // 2:
             return (
                 "model.position: 't5' needs num_buckets to be a multiple of 4 and max_distance to "
-                f"be more than num_buckets / 2, got {self.num_buckets} and {self.max_distance}"
+                f"be more than num_buckets / 2, got {buckets} and {longest}"
             )
         return None
 
-    def bind(self, param: Param, facts: StackFacts) -> "T5Bias":
-        init = nn.with_logical_partitioning(
-            nn.initializers.normal(facts.base_d_model**-0.5), ("buckets", "heads")
-        )
-        table = param("relative_bias", init, (self.num_buckets, facts.num_heads), facts.param_dtype)
+    def bind(self, param, facts):
+        shape, names = (self.num_buckets, facts.num_heads), ("buckets", "heads")
+        init = nn.initializers.normal(facts.base_d_model**-0.5)
+        table = declare(param, facts, "relative_bias", shape, names, init)
         return self.replace(causal=facts.causal, table_RxN=table)
 
     def distance_bias(self, distance):
@@ -139,8 +126,7 @@ def t5_bucket(distance: jax.Array, num_buckets: int, max_distance: int, causal: 
         num_buckets //= 2
         offset, distance = jnp.where(distance > 0, num_buckets, 0), jnp.abs(distance)
     exact = num_buckets // 2
-    wide = jnp.log(jnp.maximum(distance, exact).astype(jnp.float32) / exact) / math.log(
-        max_distance / exact
-    )
-    wide = exact + (wide * (num_buckets - exact)).astype(jnp.int32)
+    ratio = jnp.maximum(distance, exact).astype(jnp.float32) / exact
+    share = jnp.log(ratio) / math.log(max_distance / exact)
+    wide = exact + (share * (num_buckets - exact)).astype(jnp.int32)
     return offset + jnp.where(distance < exact, distance, jnp.minimum(wide, num_buckets - 1))

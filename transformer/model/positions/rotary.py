@@ -68,13 +68,11 @@ class Rotary(Position):
 
     def at(self, positions_BxT):
         rotated = int(self.d_head * self.fraction)
-        frequency_BxP = self._scaling.frequencies(
-            self.theta, rotated, jnp.max(positions_BxT, axis=1) + 1
-        )
+        length_B = jnp.max(positions_BxT, axis=1) + 1
+        frequency_BxP = self._scaling.frequencies(self.theta, rotated, length_B)
         frequency_BxP = jnp.broadcast_to(frequency_BxP, (positions_BxT.shape[0], rotated // 2))
-        phase_BxTx1xP = (positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None])[
-            :, :, None
-        ]
+        phase_BxTxP = positions_BxT[..., None].astype(jnp.float32) * frequency_BxP[:, None]
+        phase_BxTx1xP = phase_BxTxP[:, :, None]
         magnitude = self._scaling.magnitude
         return self.replace(
             sin_BxTx1xP=magnitude * jnp.sin(phase_BxTx1xP),
