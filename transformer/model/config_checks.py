@@ -24,6 +24,12 @@ Transformer has 1,000."""
 MAX_UNROLLED_LAYERS = 1000
 """The most layers of a stack without model.scan_layers. JAX traces each of them by itself."""
 
+_NOT_NEGATIVE = (
+    "d_ff", "d_head", "d_value", "d_embedding", "token_types", "num_labels", "num_kv_heads",
+    "embedding_init_std", "random_positions", "window", "attention_soft_cap", "logit_soft_cap",
+    "pipeline_microbatches",
+)  # fmt: skip
+
 FORMER_FAMILIES = {
     "recurrent_encoder_decoder": "set model.family='encoder_decoder' and model.mixer='lstm', with "
     "the layers of experiments/findings/recurrence.py; runs of the former family need the version "
@@ -50,24 +56,7 @@ def _check_values(config) -> None:
         )
     one_of("model.family", config.family, ("encoder", "decoder", "encoder_decoder"))
     at_least("model", config, 1, "vocab_size", "d_model", "num_heads", "max_length")
-    at_least(
-        "model",
-        config,
-        0,
-        "d_ff",
-        "d_head",
-        "d_value",
-        "d_embedding",
-        "token_types",
-        "num_labels",
-        "num_kv_heads",
-        "embedding_init_std",
-        "random_positions",
-        "window",
-        "attention_soft_cap",
-        "logit_soft_cap",
-        "pipeline_microbatches",
-    )
+    at_least("model", config, 0, *_NOT_NEGATIVE)
     at_least("model", config, 1, "pipeline_rounds")
     why = "above it, nothing is capped"
     at_most("model", config, 10**9, attention_soft_cap=why, logit_soft_cap=why)

@@ -4,6 +4,8 @@ Shape suffixes: B batch, T length, D d_model, E d_embedding (usually d_model), V
 Y token types.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -29,17 +31,14 @@ class Embedding(nn.Module):
     def setup(self):
         cfg = self.config
         std = cfg.embedding_init_std or cfg.base.d_model**-0.5
-        init = nn.with_logical_partitioning(nn.initializers.normal(std), ("vocab", "embed"))
-        self.table_VxE = self.param(
-            "embedding", init, (cfg.vocab_size, cfg.embedding_size), cfg.param_dtype
-        )
+        normal = functools.partial(nn.with_logical_partitioning, nn.initializers.normal(std))
+        shape = (cfg.vocab_size, cfg.embedding_size)
+        self.table_VxE = self.param("embedding", normal(("vocab", "embed")), shape, cfg.param_dtype)
         if cfg.embedding_size != cfg.d_model:
             self.project = Linear(cfg, (cfg.d_model,), (None, "embed"), False)
         if cfg.token_types:
-            init = nn.with_logical_partitioning(nn.initializers.normal(std), (None, "embed"))
-            self.types_YxD = self.param(
-                "token_types", init, (cfg.token_types, cfg.d_model), cfg.param_dtype
-            )
+            shape, init = (cfg.token_types, cfg.d_model), normal((None, "embed"))
+            self.types_YxD = self.param("token_types", init, shape, cfg.param_dtype)
 
     def __call__(
         self, tokens_BxT: jax.Array, token_types_BxT: jax.Array | None = None
@@ -137,28 +136,24 @@ class Unembedding(nn.Module):
     @nn.compact
     def __call__(self, h_BxTxD: jax.Array, embedding_VxE: jax.Array) -> tuple[jax.Array, Head]:
         """Returns the input of the head, [B, T, E], and the head."""
-        cfg = self.config
-        h_BxTxE = h_BxTxD
+        cfg, h_BxTxE = self.config, h_BxTxD
         if cfg.head_transform:
-            h = Linear(cfg, (cfg.d_model,), ("embed", "transform"), cfg.use_bias, name="transform")(
-                h_BxTxE
-            )
-            h_BxTxE = cfg.norm_module(name="norm")(ACTIVATIONS[cfg.activation](h))
+            names = ("embed", "transform")
+            transform = Linear(cfg, (cfg.d_model,), names, cfg.use_bias, name="transform")
+            act = ACTIVATIONS[cfg.activation]
+            h_BxTxE = cfg.norm_module(name="norm")(act(transform(h_BxTxE)))
         if cfg.embedding_size != cfg.d_model:
-            h_BxTxE = Linear(cfg, (cfg.embedding_size,), ("embed", None), False, name="project")(
-                h_BxTxE
-            )
+            project = Linear(cfg, (cfg.embedding_size,), ("embed", None), False, name="project")
+            h_BxTxE = project(h_BxTxE)
         scale = cfg.logit_scale * cfg.base.embedding_size / cfg.embedding_size
         if scale != 1.0:
             h_BxTxE = h_BxTxE * scale
         matrix_VxE, bias_V = embedding_VxE, None
         if not cfg.tie_embeddings:
-            init = nn.with_logical_partitioning(
-                matrix_init(cfg.initializer, cfg.init_std), ("embed", "vocab")
-            )
-            matrix_VxE = self.param(
-                "kernel", init, (cfg.embedding_size, cfg.vocab_size), cfg.param_dtype
-            ).T
+            init = matrix_init(cfg.initializer, cfg.init_std)
+            init = nn.with_logical_partitioning(init, ("embed", "vocab"))
+            shape = (cfg.embedding_size, cfg.vocab_size)
+            matrix_VxE = self.param("kernel", init, shape, cfg.param_dtype).T
         if cfg.logit_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab",))
             bias_V = self.param("bias", zeros, (cfg.vocab_size,), cfg.param_dtype)

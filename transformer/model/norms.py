@@ -29,18 +29,14 @@ class Norm(nn.Module):
         if self.kind == "layernorm":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        size = (x.shape[-1],)
-        if self.gain:
-            start = nn.initializers.zeros if self.zero_centered else nn.initializers.ones
-            gain = self.param(
-                "gain", nn.with_logical_partitioning(start, ("norm",)), size, self.param_dtype
-            )
-            x = x * (1.0 + gain if self.zero_centered else gain)
+        if self.gain and self.zero_centered:
+            x = x * (1.0 + self._vector("gain", nn.initializers.zeros, x))
+        elif self.gain:
+            x = x * self._vector("gain", nn.initializers.ones, x)
         if self.offset and self.kind == "layernorm":
-            x = x + self.param(
-                "offset",
-                nn.with_logical_partitioning(nn.initializers.zeros, ("norm",)),
-                size,
-                self.param_dtype,
-            )
+            x = x + self._vector("offset", nn.initializers.zeros, x)
         return x.astype(x_BxTxD.dtype)
+
+    def _vector(self, name, init, x):
+        init = nn.with_logical_partitioning(init, ("norm",))
+        return self.param(name, init, (x.shape[-1],), self.param_dtype)

@@ -41,23 +41,13 @@ class MLP(nn.Module):
     def __call__(self, x_BxTxD: jax.Array, tokens: Tokens, deterministic: bool) -> jax.Array:
         cfg = self.config
         act = ACTIVATIONS[cfg.activation]
-        h_BxTxF = Linear(cfg, (cfg.ff_size,), ("embed", "ff"), cfg.use_bias, self.gain, name="in")(
-            x_BxTxD
+        up = functools.partial(
+            Linear, cfg, (cfg.ff_size,), ("embed", "ff"), cfg.use_bias, self.gain
         )
-        if cfg.glu:
-            gate_BxTxF = Linear(
-                cfg, (cfg.ff_size,), ("embed", "ff"), cfg.use_bias, self.gain, name="gate"
-            )(x_BxTxD)
-            h_BxTxF = act(gate_BxTxF) * h_BxTxF
-        else:
-            h_BxTxF = act(h_BxTxF)
+        h_BxTxF = up(name="in")(x_BxTxD)
+        h_BxTxF = act(up(name="gate")(x_BxTxD)) * h_BxTxF if cfg.glu else act(h_BxTxF)
         h_BxTxF = constrain(h_BxTxF, ("batch", "length", "activation_ff"))
         h_BxTxF = Dropout(cfg.activation_dropout)(h_BxTxF, deterministic)
-        return Linear(
-            cfg,
-            (cfg.d_model,),
-            ("ff", "embed"),
-            cfg.use_bias,
-            self.gain * self.out_gain,
-            name="out",
-        )(h_BxTxF)
+        gain = self.gain * self.out_gain
+        out = Linear(cfg, (cfg.d_model,), ("ff", "embed"), cfg.use_bias, gain, name="out")
+        return out(h_BxTxF)

@@ -64,23 +64,11 @@ class Mixture(FeedForward):
     router_z_loss: float = 0.001  # weight of the loss on large router logits (Zoph et al. 2022)
 
     def __post_init__(self):
-        at_least("model.feed_forward", self, 1, "num_experts", "top_k")
-        at_least(
-            "model.feed_forward",
-            self,
-            0,
-            "shared",
-            "capacity_factor",
-            "load_balance",
-            "router_z_loss",
-        )
-        at_most(
-            "model.feed_forward",
-            self,
-            MAX_EXPERTS,
-            num_experts="the largest published model has 2,048 (Switch-C)",
-            shared="published models have 1 or 2",
-        )
+        section, few = "model.feed_forward", "published models have 1 or 2"
+        at_least(section, self, 1, "num_experts", "top_k")
+        at_least(section, self, 0, "shared", "capacity_factor", "load_balance", "router_z_loss")
+        largest = "the largest published model has 2,048 (Switch-C)"
+        at_most(section, self, MAX_EXPERTS, num_experts=largest, shared=few)
         if self.top_k > self.num_experts:
             raise UserError(
                 f"model.feed_forward.top_k: {self.top_k} is more than num_experts = "
@@ -97,6 +85,15 @@ class Matrix:
 
     kernel_ExIxO: jax.Array
     bias_ExO: jax.Array | None
+
+
+_AXES = {"in": ("embed", "ff"), "gate": ("embed", "ff"), "out": ("ff", "embed")}
+"""The logical names of the input and the output axis of each matrix."""
+
+
+def _map_kernels(f: Callable, matrices: dict[str, Matrix]) -> dict[str, Matrix]:
+    """Applies f(name, kernel) to each kernel."""
+    return {name: m.replace(kernel_ExIxO=f(name, m.kernel_ExIxO)) for name, m in matrices.items()}
 
 
 Product = Callable[[jax.Array, Matrix], jax.Array]
@@ -126,13 +123,9 @@ class Experts(nn.Module):
         if kind.normalize:
             weights_BxTxK /= jnp.sum(weights_BxTxK, axis=-1, keepdims=True)
         weights_BxTxK = jnp.where(real_BxT[..., None], weights_BxTxK, 0.0)
-        matrices = {
-            name: Matrices(
-                cfg, name == "out", self.gain * (self.out_gain if name == "out" else 1.0), name=name
-            )()
-            for name in ("in", "gate", "out")
-            if cfg.glu or name != "gate"
-        }
+        gains = {"in": self.gain} | ({"gate": self.gain} if cfg.glu else {})
+        gains["out"] = self.gain * self.out_gain
+        matrices = {name: Matrices(cfg, name == "out", gains[name], name=name)() for name in gains}
         rate = 0.0 if deterministic else cfg.activation_dropout
         key = self.make_rng("dropout") if rate else None
 
@@ -147,11 +140,8 @@ class Experts(nn.Module):
             x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key
         )
         if not self.is_initializing():
-            self.sow(
-                "losses",
-                "costs",
-                _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost),
-            )
+            costs = _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost)
+            self.sow("losses", "costs", costs)
         if kind.shared:
             width = cfg.part(d_ff=kind.shared * cfg.ff_size)
             shared = MLP(width, self.gain, self.out_gain, name="shared")
@@ -173,23 +163,22 @@ class Matrices(nn.Module):
     @nn.compact
     def __call__(self) -> Matrix:
         cfg, count = self.config, self.config.feed_forward_kind.num_experts
-        sizes, names = (cfg.d_model, cfg.ff_size), ("embed", "ff")
-        if self.outwards:
-            sizes, names = sizes[::-1], names[::-1]
+        names = _AXES["out" if self.outwards else "in"]
+        sizes = tuple({"embed": cfg.d_model, "ff": cfg.ff_size}[name] for name in names)
         init_expert = matrix_init(cfg.initializer, cfg.init_std, self.gain)
-        init = lambda key, shape, dtype: jax.vmap(lambda key: init_expert(key, sizes, dtype))(
-            jax.random.split(key, count)
-        )
-        partitioned = nn.with_logical_partitioning(init, ("expert", *names))
-        kernel = self.param("kernel", partitioned, (count, *sizes), cfg.param_dtype).astype(
-            cfg.dtype
-        )
-        if not cfg.use_bias:
-            return Matrix(kernel, None)
-        zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("expert", names[1]))
-        return Matrix(
-            kernel, self.param("bias", zeros, (count, sizes[1]), cfg.param_dtype).astype(cfg.dtype)
-        )
+
+        def init(key, shape, dtype):
+            keys = jax.random.split(key, count)
+            return jax.vmap(lambda key: init_expert(key, sizes, dtype))(keys)
+
+        def declare(name, init, sizes, names):
+            init = nn.with_logical_partitioning(init, ("expert", *names))
+            return self.param(name, init, (count, *sizes), cfg.param_dtype).astype(cfg.dtype)
+
+        kernel, bias = declare("kernel", init, sizes, names), None
+        if cfg.use_bias:
+            bias = declare("bias", nn.initializers.zeros, sizes[1:], names[1:])
+        return Matrix(kernel, bias)
 
 
 def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[str, jax.Array]:
@@ -202,12 +191,11 @@ def _costs(kind, logits_BxTxE, p_BxTxE, experts_BxTxK, real_BxT, lost) -> dict[s
     lost     the share of choices that were dropped because no slot was free
     """
     count = jnp.maximum(jnp.sum(real_BxT), 1)
-    mean = lambda x: (
-        jnp.sum(
-            jnp.where(real_BxT.reshape(*real_BxT.shape, *[1] * (x.ndim - 2)), x, 0), axis=(0, 1)
-        )
-        / count
-    )
+
+    def mean(x):
+        real = real_BxT.reshape(*real_BxT.shape, *[1] * (x.ndim - 2))
+        return jnp.sum(jnp.where(real, x, 0), axis=(0, 1)) / count
+
     chosen_BxTxE = jnp.sum(jax.nn.one_hot(experts_BxTxK, kind.num_experts), axis=2) / kind.top_k
     balance = kind.num_experts * jnp.sum(mean(chosen_BxTxE) * mean(p_BxTxE))
     z = mean(jnp.square(jax.nn.logsumexp(logits_BxTxE, axis=-1)))
@@ -222,33 +210,20 @@ def with_capacity(factor: float):
     """
 
     def dispatch(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, key):
-        (B, T, D), K, E = (
-            x_BxTxD.shape,
-            experts_BxTxK.shape[2],
-            matrices["in"].kernel_ExIxO.shape[0],
-        )
-        names = {
-            name: ("expert", "ff", "embed") if name == "out" else ("expert", "embed", "ff")
-            for name in matrices
-        }
-        matrices = {
-            name: m.replace(kernel_ExIxO=gathered(m.kernel_ExIxO, names[name]))
-            for name, m in matrices.items()
-        }
+        (B, T, D), K, E = x_BxTxD.shape, experts_BxTxK.shape[2], len(matrices["in"].kernel_ExIxO)
+        gather = lambda name, x: gathered(x, ("expert", *_AXES[name]))
+        matrices = _map_kernels(gather, matrices)
         C = min(T, math.ceil(factor * T * K / E))
-        chosen_BxTKxE = jax.nn.one_hot(
-            jnp.where(real_BxT[..., None], experts_BxTxK, E), E, dtype=jnp.int32
-        ).reshape(B, T * K, E)
+        expert_BxTxK = jnp.where(real_BxT[..., None], experts_BxTxK, E)
+        chosen_BxTKxE = jax.nn.one_hot(expert_BxTxK, E, dtype=jnp.int32).reshape(B, T * K, E)
         earlier_BxTKxE = jnp.cumsum(chosen_BxTKxE, axis=1) - chosen_BxTKxE
         rank_BxTK = jnp.sum(earlier_BxTKxE * chosen_BxTKxE, axis=2)
         has_slot_BxTK = (rank_BxTK < C) & jnp.any(chosen_BxTKxE > 0, axis=2)
         # Pairs without a slot have index E C; empty slots have token T.
         slot_BxTK = jnp.where(has_slot_BxTK, experts_BxTxK.reshape(B, T * K) * C + rank_BxTK, E * C)
         token_TK = jnp.arange(T * K, dtype=jnp.int32) // K
-        fill = lambda slot_TK: (
-            jnp.full((E * C + 1,), T, jnp.int32).at[slot_TK].set(token_TK)[: E * C]
-        )
-        token_BxEC = jax.vmap(fill)(slot_BxTK)
+        empty = jnp.full((E * C + 1,), T, jnp.int32)
+        token_BxEC = jax.vmap(lambda slot_TK: empty.at[slot_TK].set(token_TK)[: E * C])(slot_BxTK)
         x_BxECxD = _take(jnp.pad(x_BxTxD, ((0, 0), (0, 1), (0, 0))), token_BxEC)
         to_experts = lambda x_BxExCxD: constrain(
             x_BxExCxD, ("expert_batch", "expert", "capacity", "activation_embed")
@@ -258,16 +233,12 @@ def with_capacity(factor: float):
             y_BxExCxO = jnp.einsum("BECI,EIO->BECO", x_BxExCxI, m.kernel_ExIxO)
             return y_BxExCxO if m.bias_ExO is None else y_BxExCxO + m.bias_ExO[:, None]
 
-        y_BxExCxD = to_experts(
-            apply(to_experts(x_BxECxD.reshape(B, E, C, D)), matrices, product, key)
-        )
-        y_BxECxD = constrain(
-            y_BxExCxD.reshape(B, E * C, D), ("batch", "capacity", "activation_embed")
-        )
+        x_BxExCxD = to_experts(x_BxECxD.reshape(B, E, C, D))
+        y_BxECxD = to_experts(apply(x_BxExCxD, matrices, product, key)).reshape(B, E * C, D)
+        y_BxECxD = constrain(y_BxECxD, ("batch", "capacity", "activation_embed"))
         y_BxTKxD = _take(jnp.pad(y_BxECxD, ((0, 0), (0, 1), (0, 0))), slot_BxTK)
-        y_BxTxD = jnp.einsum(
-            "BTK,BTKD->BTD", weights_BxTxK.astype(x_BxTxD.dtype), y_BxTKxD.reshape(B, T, K, D)
-        )
+        y_BxTxKxD = y_BxTKxD.reshape(B, T, K, D)
+        y_BxTxD = jnp.einsum("BTK,BTKD->BTD", weights_BxTxK.astype(x_BxTxD.dtype), y_BxTxKxD)
         return y_BxTxD, jnp.sum(chosen_BxTKxE) - jnp.sum(has_slot_BxTK)
 
     return dispatch
@@ -283,67 +254,35 @@ def dropless(x_BxTxD, experts_BxTxK, weights_BxTxK, real_BxT, matrices, apply, k
 
     All mesh axes are manual (shard_map), so that each device sorts the pairs that it holds.
     """
-    E, D, F = matrices["in"].kernel_ExIxO.shape
-    sizes = {
-        "batch": x_BxTxD.shape[0],
-        "length": x_BxTxD.shape[1],
-        "expert": E,
-        "embed": D,
-        "activation_ff": F,
-    }
-    batch, length, expert, embed, ff = (fitting(name, size) for name, size in sizes.items())
-    arguments = (x_BxTxD, experts_BxTxK, weights_BxTxK, matrices, key)
+    names = ("batch", "length", "expert", "embed", "activation_ff")
+    sizes = (*x_BxTxD.shape[:2], *matrices["in"].kernel_ExIxO.shape)
+    batch, length, expert, embed, ff = map(fitting, names, sizes)
     axes = tuple(dict.fromkeys((*batch, *length, *expert, *ff)))
-    local = functools.partial(
-        _sorted,
-        axes=axes,
-        expert=expert,
-        embed=embed,
-        ff=ff,
-        gather_tokens=expert and expert[0] in batch,
-        apply=apply,
-    )
+    gather_tokens = expert and expert[0] in batch
+    local = functools.partial(_sorted, apply, axes, expert, embed, ff, gather_tokens)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and (manual := set(mesh.axis_names) - set(mesh.manual_axes)):
-        by_token = P(batch or None, length or None)
-        kernel_spec = {
-            "in": P(expert or None, embed or None, ff or None),
-            "out": P(expert or None, ff or None, embed or None),
-        }
-        bias_spec = {"in": P(expert or None, ff or None), "out": P(expert or None)}
-        direction = lambda name: "out" if name == "out" else "in"
-        by_matrix = {
-            name: Matrix(
-                kernel_spec[direction(name)],
-                None if m.bias_ExO is None else bias_spec[direction(name)],
-            )
-            for name, m in matrices.items()
-        }
+        by_token, of_axis = P(batch or None, length or None), {"embed": embed, "ff": ff}
+
+        def by_matrix(name: str, matrix: Matrix) -> Matrix:
+            kernel = P(expert or None, *(of_axis[axis] or None for axis in _AXES[name]))
+            bias = P(expert or None) if name == "out" else P(expert or None, ff or None)
+            return Matrix(kernel, None if matrix.bias_ExO is None else bias)
+
+        by_name = {name: by_matrix(name, matrix) for name, matrix in matrices.items()}
         local = jax.shard_map(
             local,
-            in_specs=(by_token, by_token, by_token, by_matrix, P()),
+            in_specs=(by_token, by_name, P()),
             out_specs=by_token,
             axis_names=manual,
             check_vma=False,
         )
-    return local(*arguments), jnp.zeros(())
+    return local((x_BxTxD, experts_BxTxK, weights_BxTxK), matrices, key), jnp.zeros(())
 
 
-def _sorted(
-    x_BxTxD,
-    experts_BxTxK,
-    weights_BxTxK,
-    matrices,
-    key,
-    *,
-    axes,
-    expert,
-    embed,
-    ff,
-    gather_tokens,
-    apply,
-):
-    """Computes the dropless mixture on one device.
+def _sorted(apply, axes, expert, embed, ff, gather_tokens, tokens, matrices, key):
+    """Computes the dropless mixture of `tokens`, (x_BxTxD, experts_BxTxK, weights_BxTxK), on one
+    device.
 
     axes: all mesh axes over which tokens or experts are spread.
     expert, ff: the mesh axes of the experts and of their d_ff.
@@ -352,18 +291,15 @@ def _sorted(
     """
     if embed:
         gather_embed = lambda name, x: jax.lax.all_gather(
-            x, embed, axis=2 if name == "out" else 1, tiled=True
+            x, embed, axis=1 + _AXES[name].index("embed"), tiled=True
         )
-        matrices = {
-            name: m.replace(kernel_ExIxO=gather_embed(name, m.kernel_ExIxO))
-            for name, m in matrices.items()
-        }
+        matrices = _map_kernels(gather_embed, matrices)
     if key is not None and axes:
         key = jax.random.fold_in(key, jax.lax.axis_index(axes))
     if gather_tokens:
-        gather = lambda x: jax.lax.all_gather(x, expert, axis=0, tiled=True)
-        x_BxTxD, experts_BxTxK, weights_BxTxK = map(gather, (x_BxTxD, experts_BxTxK, weights_BxTxK))
-    num_local, K = matrices["in"].kernel_ExIxO.shape[0], experts_BxTxK.shape[2]
+        tokens = [jax.lax.all_gather(x, expert, axis=0, tiled=True) for x in tokens]
+    x_BxTxD, experts_BxTxK, weights_BxTxK = tokens
+    num_local, K = len(matrices["in"].kernel_ExIxO), experts_BxTxK.shape[2]
     local_n = experts_BxTxK.reshape(-1) - (jax.lax.axis_index(expert) * num_local if expert else 0)
     # Index `num_local` stands for an expert of another device.
     local_n = jnp.where((local_n >= 0) & (local_n < num_local), local_n, num_local)
