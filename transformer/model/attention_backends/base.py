@@ -66,11 +66,9 @@ class Inputs:
             and (position is None or position.by_distance)
         ):
             return self
-        first, until = (0, 0) if self.first is None else self.first, q.until_BxT
-        q_indices, k_indices = (
-            start + jnp.arange(tokens.positions_BxT.shape[1], dtype=jnp.int32)[None]
-            for start, tokens in zip(first, (q, k), strict=True)
-        )
+        (q_first, k_first), until = (0, 0) if self.first is None else self.first, q.until_BxT
+        count = lambda tokens: jnp.arange(tokens.positions_BxT.shape[1], dtype=jnp.int32)[None]
+        q_indices, k_indices = q_first + count(q), k_first + count(k)
         if q.order == "zigzag":
             q_indices, k_indices = (zigzag(x, axis_of("length")[1]) for x in (q_indices, k_indices))
         if until is not None:
@@ -85,25 +83,14 @@ class Inputs:
 
         Returns (inputs with gradients, inputs without gradients, function that joins the two).
         """
-        learned, fixed = (
-            (self.position, self.sink_N),
-            (self.q_tokens, self.k_tokens, self.dropout_key),
-        )
-        program = self.replace(
-            position=None, sink_N=None, q_tokens=None, k_tokens=None, dropout_key=None
-        )
+        names = ("position", "sink_N", "q_tokens", "k_tokens", "dropout_key")
+        arrays = tuple(getattr(self, name) for name in names)
+        program = self.replace(**dict.fromkeys(names))
 
         def merge(learned: tuple, fixed: tuple) -> "Inputs":
-            (position, sink_N), (q_tokens, k_tokens, key) = learned, fixed
-            return program.replace(
-                position=position,
-                sink_N=sink_N,
-                q_tokens=q_tokens,
-                k_tokens=k_tokens,
-                dropout_key=key,
-            )
+            return program.replace(**dict(zip(names, (*learned, *fixed), strict=True)))
 
-        return learned, fixed, merge
+        return arrays[:2], arrays[2:], merge
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Inputs], jax.Array]
@@ -143,13 +130,7 @@ def logits(
     return logits_BxNxTxS, mask_BxTxS
 
 
-def read(
-    weights_BxNxTxS: jax.Array,
-    v_BxSxKxH: jax.Array,
-    inputs: Inputs,
-    mask_BxTxS: jax.Array,
-    dtype=None,
-) -> jax.Array:
+def read(weights_BxNxTxS, v_BxSxKxH, inputs: Inputs, mask_BxTxS, dtype=None) -> jax.Array:
     """Returns weights v, [B, T, N, H] of `dtype`, with dropout and the position scheme applied.
 
     The result is linear in the weights.

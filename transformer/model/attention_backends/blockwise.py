@@ -66,21 +66,16 @@ def needed(inputs: Inputs, T: int, S: int, sizes: tuple[int, int]) -> tuple[tupl
     """
     t, s = sizes
     pairs = [(i, j) for i in range(-(-T // t)) for j in range(-(-S // s))]
-    if not (
-        inputs.mask.within
-        and inputs.q_tokens.order == inputs.k_tokens.order in ("contiguous", "increasing")
-        and T == S
-    ):
+    sorted_orders = ("contiguous", "increasing")
+    is_sorted = inputs.q_tokens.order == inputs.k_tokens.order in sorted_orders
+    if not (inputs.mask.within and is_sorted and T == S):
         return tuple(pairs)
-    first, last = (lambda n, size: n * size), (lambda n, size: (n + 1) * size - 1)
+    past = lambda i, j: i * t - (j + 1) * s + 1  # from the last key to the first query
+    future = lambda i, j: j * s - (i + 1) * t + 1  # from the last query to the first key
     if inputs.mask.causal and inputs.q_tokens.until_BxT is None:
-        pairs = [(i, j) for i, j in pairs if first(j, s) <= last(i, t)]
+        pairs = [pair for pair in pairs if future(*pair) <= 0]
     if w := inputs.mask.window:
-        pairs = [
-            (i, j)
-            for i, j in pairs
-            if first(i, t) - last(j, s) < w and first(j, s) - last(i, t) < w
-        ]
+        pairs = [pair for pair in pairs if past(*pair) < w and future(*pair) < w]
     return tuple(pairs)
 
 
@@ -131,16 +126,16 @@ class Einsum:
 
         `lse` and `delta`, float32[B, N, t], are over all keys of the queries.
         """
-        score = lambda q, k, position: logits(q, k, inputs.replace(position=position))
+        with_scheme = lambda position: inputs.replace(position=position)
+        score = lambda q, k, position: logits(q, k, with_scheme(position))
         logits_BxNxtxs, pull_logits, mask_Bxtxs = jax.vjp(
             score, q, k, inputs.position, has_aux=True
         )
         mask = mask_Bxtxs[:, None]
-        weights = jnp.where(
-            mask, jnp.exp(jnp.where(mask, logits_BxNxtxs - lse[..., None], 0.0)), 0.0
-        )
+        log_weights = jnp.where(mask, logits_BxNxtxs - lse[..., None], 0.0)
+        weights = jnp.where(mask, jnp.exp(log_weights), 0.0)
         apply_weights = lambda w, v, position: read(
-            w, v, inputs.replace(position=position), mask_Bxtxs, jnp.float32
+            w, v, with_scheme(position), mask_Bxtxs, jnp.float32
         )
         _, pull_read = jax.vjp(apply_weights, weights, v, inputs.position)
         d_weights, d_v, d_position_of_read = pull_read(d_out.astype(jnp.float32))
@@ -186,25 +181,18 @@ def accumulate(running: Running, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inn
 
 
 def accumulate_gradients(
-    q_Ixs,
-    k_Jxs,
-    v_Jxs,
-    inputs: Inputs,
-    pairs,
-    inner,
-    lse_IxBxNxt,
-    d_out_Ixs,
-    delta_IxBxNxt,
-    grads: "Gradients",
+    grads: "Gradients", q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inner, *of_queries
 ) -> "Gradients":
-    """Returns `grads` plus the gradients of these pairs of blocks."""
+    """Returns `grads` plus the gradients of these pairs of blocks.
+
+    `of_queries` are the log-sum-exp, delta and the gradients of the outputs, in blocks.
+    """
 
     def add(grads: Gradients, pair):
         i, j = pair
         qkv, block = _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs)
-        d_q, d_k, d_v, d_position = inner.backward(
-            *qkv, block, lse_IxBxNxt[i], delta_IxBxNxt[i], d_out_Ixs[i]
-        )
+        of_block = (x[i] for x in of_queries)
+        d_q, d_k, d_v, d_position = inner.backward(*qkv, block, *of_block)
         add_at = lambda total, index, x: total.at[index].add(x.astype(total.dtype))
         return Gradients(
             add_at(grads.q_Ixs, i, d_q),
@@ -233,9 +221,8 @@ class Gradients:
 
     @staticmethod
     def zero(q_Ixs, k_Jxs, v_Jxs, position) -> "Gradients":
-        return jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32), Gradients(q_Ixs, k_Jxs, v_Jxs, position)
-        )
+        zeros = lambda x: jnp.zeros(x.shape, jnp.float32)
+        return jax.tree.map(zeros, Gradients(q_Ixs, k_Jxs, v_Jxs, position))
 
 
 def _block(i, j, q_Ixs, k_Jxs, v_Jxs, inputs: Inputs) -> tuple[tuple[jax.Array, ...], Inputs]:
@@ -262,9 +249,8 @@ def attend(q_Ixs, k_Jxs, v_Jxs, inputs: Inputs, pairs, inner) -> jax.Array:
         q, k, v, learned, fixed, out, lse = residuals
         delta_IxBxNxt = row_products(d_out, out)
         zero = Gradients.zero(q, k, v, learned[0])
-        grads = accumulate_gradients(
-            q, k, v, merge(learned, fixed), pairs, inner, lse, d_out, delta_IxBxNxt, zero
-        )
+        inputs, of_queries = merge(learned, fixed), (lse, delta_IxBxNxt, d_out)
+        grads = accumulate_gradients(zero, q, k, v, inputs, pairs, inner, *of_queries)
         d_sink = None if learned[1] is None else sink_gradient(learned[1], lse, delta_IxBxNxt)
         cast_like = lambda d, x: d.astype(x.dtype)
         d_q, d_k, d_v = map(cast_like, (grads.q_Ixs, grads.k_Jxs, grads.v_Jxs), (q, k, v))

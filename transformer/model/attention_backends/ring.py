@@ -15,7 +15,6 @@ size, I blocks of queries, J blocks of keys, t queries per block, s keys per blo
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -52,22 +51,20 @@ def ring(
     learned, fixed, merge = inputs.replace(position=inputs.logits_position).split()
     lengths = (q_BxTxNxH.shape[1] // count, k_BxSxKxH.shape[1] // count)
     plan = _Plan.of(axis, count, inputs, *lengths, inner or blockwise.Einsum())
-    by_token, replicated = P(None, axis), P()
-    by_query = P(None, None, axis)
+    by_token, by_query, replicated = P(None, axis), P(None, None, axis), P()
     in_specs = (by_token, by_token, by_token, replicated, (by_token, by_token, replicated))
-    manual = functools.partial(jax.shard_map, axis_names={axis}, check_vma=False)
 
-    device_forward = manual(
-        lambda q, k, v, learned, fixed: _forward(plan, q, k, v, merge(learned, fixed)),
-        in_specs=in_specs,
-        out_specs=(by_token, by_query),
-    )
-    device_backward = manual(
-        lambda q, k, v, learned, fixed, *residuals: _backward(
-            plan, q, k, v, merge(learned, fixed), *residuals
-        ),
-        in_specs=(*in_specs, by_token, by_query, by_token),
-        out_specs=(by_token, by_token, by_token, (replicated, replicated)),
+    def on_devices(f, in_specs, out_specs):
+        def local(q, k, v, learned, fixed, *more):
+            return f(plan, q, k, v, merge(learned, fixed), *more)
+
+        return jax.shard_map(
+            local, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check_vma=False
+        )
+
+    device_forward = on_devices(_forward, in_specs, (by_token, by_query))
+    device_backward = on_devices(
+        _backward, (*in_specs, by_token, by_query, by_token), (by_token,) * 3 + (replicated,)
     )
 
     def forward(*args):
@@ -102,17 +99,10 @@ class _Plan:
 
     @staticmethod
     def of(axis: str, count: int, inputs: Inputs, T: int, S: int, inner) -> "_Plan":
-        orders = {inputs.q_tokens.order, inputs.k_tokens.order}
-        has_prefix = (
-            inputs.q_tokens.until_BxT is not None
-        )  # tokens of a prefix attend to later ones
-        zigzag = (
-            orders == {"zigzag"}
-            and inputs.mask.within
-            and inputs.mask.causal
-            and not has_prefix
-            and T == S
-        )
+        mask, q_tokens = inputs.mask, inputs.q_tokens
+        in_zigzag = q_tokens.order == inputs.k_tokens.order == "zigzag" and T == S
+        has_prefix = q_tokens.until_BxT is not None  # tokens of a prefix attend to later ones
+        zigzag = in_zigzag and mask.within and mask.causal and not has_prefix
         sizes = tuple(_block_size(n // (1 + zigzag), inner.block) for n in (T, S))
         return _Plan(axis, count, sizes, (T // sizes[0], S // sizes[1]), zigzag, inner)
 
@@ -167,9 +157,8 @@ def _scan_ring(plan: _Plan, inputs: Inputs, carry, process: Callable):
         stays, travels = carry
         travels = _pass_on(plan, travels)
         source = (device - distance) % plan.count
-        return process(
-            (stays, travels), plan.other_pairs(device, source), inputs_from(source, travels[-1])
-        ), None
+        pairs = plan.other_pairs(device, source)
+        return process((stays, travels), pairs, inputs_from(source, travels[-1])), None
 
     carry = process(carry, plan.own_pairs(), inputs_from(device, carry[1][-1]))
     return jax.lax.scan(step, carry, jnp.arange(1, plan.count))[0]
@@ -177,10 +166,8 @@ def _scan_ring(plan: _Plan, inputs: Inputs, carry, process: Callable):
 
 def _forward(plan: _Plan, q, k, v, inputs: Inputs):
     """Returns a device's outputs, and the log-sum-exp of its queries."""
-    (q, q_tokens), kv = (
-        cut((q, inputs.q_tokens), plan.sizes[0]),
-        cut((k, v, inputs.k_tokens), plan.sizes[1]),
-    )
+    q, q_tokens = cut((q, inputs.q_tokens), plan.sizes[0])
+    kv = cut((k, v, inputs.k_tokens), plan.sizes[1])
     inputs = inputs.replace(q_tokens=q_tokens)
 
     def process(carry, pairs, inputs: Inputs):
@@ -207,25 +194,19 @@ def _backward(plan: _Plan, q, k, v, inputs: Inputs, out, lse_BxNxT, d_out):
         (d_q, d_position), (k, v, d_k, d_v, tokens) = carry
         grads = Gradients(d_q, d_k, d_v, d_position)
         grads = blockwise.accumulate_gradients(
-            q, k, v, inputs, pairs, plan.inner, lse, d_out, delta, grads
+            grads, q, k, v, inputs, pairs, plan.inner, lse, delta, d_out
         )
         return (grads.q_Ixs, grads.position), (k, v, grads.k_Jxs, grads.v_Jxs, tokens)
 
     zero = Gradients.zero(q, k, v, inputs.position)
-    travels = (k, v, zero.k_Jxs, zero.v_Jxs, k_tokens)
-    (d_q, d_position), travels = _scan_ring(
-        plan, inputs, ((zero.q_Ixs, zero.position), travels), process
-    )
+    carry = (zero.q_Ixs, zero.position), (k, v, zero.k_Jxs, zero.v_Jxs, k_tokens)
+    (d_q, d_position), travels = _scan_ring(plan, inputs, carry, process)
     d_k, d_v = _pass_on(plan, travels[2:4])
     d_sink = None if inputs.sink_N is None else blockwise.sink_gradient(inputs.sink_N, lse, delta)
-    d_shared = jax.tree.map(
-        lambda d, x: jax.lax.psum(d.astype(jnp.float32), plan.axis).astype(x.dtype),
-        (d_position, d_sink),
-        learned,
-    )
-    return *(
-        join(d).astype(dtype) for d, dtype in zip((d_q, d_k, d_v), dtypes, strict=True)
-    ), d_shared
+    total = lambda d, x: jax.lax.psum(d.astype(jnp.float32), plan.axis).astype(x.dtype)
+    d_learned = jax.tree.map(total, (d_position, d_sink), learned)
+    joined = lambda d, dtype: join(d).astype(dtype)
+    return *map(joined, (d_q, d_k, d_v), dtypes), d_learned
 
 
 def _join_rows(x_IxBxNxt: jax.Array) -> jax.Array:

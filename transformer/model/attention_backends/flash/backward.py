@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from transformer.model.attention_backends.flash import toeplitz
+from transformer.model.attention_backends.flash import tiles, toeplitz
 from transformer.model.attention_backends.flash.settings import (
     NN,
     NT,
@@ -33,13 +33,7 @@ from transformer.model.attention_backends.flash.settings import (
     row_spec,
     vector_spec,
 )
-from transformer.model.attention_backends.flash.tiles import (
-    LANES,
-    Limits,
-    Schedule,
-    widen,
-    write_column,
-)
+from transformer.model.attention_backends.flash.tiles import LANES, Limits, widen
 
 
 def backward(
@@ -63,7 +57,7 @@ def backward(
     t, s = settings.q_block, settings.k_block
     vector = None if bias_NxD is None else toeplitz.packed(bias_NxD[:, ::-1])
     gradient = vector if learned else None
-    schedule = Schedule.of(jnp.swapaxes(limits.states(t, s), 1, 2))
+    schedule = tiles.Schedule.of(jnp.swapaxes(limits.states(t, s), 1, 2))
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     of_queries = head_spec(T, lambda n, j: (n, 0))
     of_keys = head_spec(s, lambda n, j: (lax.div(n, heads // kv_heads), j))
@@ -100,7 +94,7 @@ def backward(
     return d_q, d_k, d_v, *([toeplitz.unpacked(d_vector)[:, ::-1]] if learned else [])
 
 
-def _kernel(settings: Settings, schedule: Schedule, seed_ref, *refs):
+def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
     q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, lse_ref, delta_ref, d_out_ref = refs[:9]
     d_q_ref, d_k_ref, d_v_ref, d_vector_ref, d_q_sum, d_k_sum, d_v_sum = refs[9:16]
     table_ref, d_table_ref, column_refs, bits_ref = refs[16:]
@@ -117,7 +111,7 @@ def _kernel(settings: Settings, schedule: Schedule, seed_ref, *refs):
     pl.when(block == 0)(lambda: _clear(d_q_sum))
     _clear(d_k_sum)
     _clear(d_v_sum)
-    jax.tree.map(write_column, column_refs, key_refs)
+    jax.tree.map(tiles.write_column, column_refs, key_refs)
     if settings.dropout:
         bits = settings.token_bits(seed_ref)
         bits_ref[...] = bits(1, block, s, bits_ref.shape)

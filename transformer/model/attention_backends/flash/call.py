@@ -90,9 +90,7 @@ class Call:
             seed = jnp.concatenate([seeds(inputs.dropout_key), first])
         bias_NxD = None
         if position is not None:
-            q_start, k_start = (
-                tokens.positions_BxT[0, 0] for tokens in (inputs.q_tokens, inputs.k_tokens)
-            )
+            q_start, k_start = (x.positions_BxT[0, 0] for x in (inputs.q_tokens, inputs.k_tokens))
             distances_D = q_start - k_start + jnp.arange(1 - reach, T + more_T, dtype=jnp.int32)
             bias_NxD = position.distance_bias(distances_D)
             bias_NxD = jnp.broadcast_to(bias_NxD, (N, distances_D.size)).astype(jnp.float32)
@@ -103,15 +101,7 @@ class Call:
         vmem = max(T + more_T, S + more_S) * bytes_per_token(*sizes) + TILES
         call = Call(
             Settings(
-                t,
-                s,
-                reach,
-                inputs.soft_cap,
-                dropout,
-                N,
-                not whole,
-                vmem,
-                platform() == "cpu",
+                t, s, reach, inputs.soft_cap, dropout, N, not whole, vmem, platform() == "cpu"
             ),
             # The share of pairs that a causal mask allows differs between pairs of blocks.
             pairs(inputs.mask if whole else REAL, inputs.q_tokens, T + more_T, S + more_S),
@@ -131,18 +121,9 @@ class Call:
 
         `of_queries` are the log-sum-exp, delta and the gradients of the outputs (backward.py).
         """
-        d_q, d_k, d_v, *d_bias = self._on_each_device(
-            functools.partial(backward, learned=self.learned),
-            3,
-            q_BxNxTxH,
-            k_BxKxSxH,
-            v_BxKxSxV,
-            bias_NxD,
-            limits,
-            seed,
-            *of_queries,
-            learned=self.learned,
-        )
+        kernel = functools.partial(backward, learned=self.learned)
+        args = (q_BxNxTxH, k_BxKxSxH, v_BxKxSxV, bias_NxD, limits, seed, *of_queries)
+        d_q, d_k, d_v, *d_bias = self._on_each_device(kernel, 3, *args, learned=self.learned)
         kv_heads = k_BxKxSxH.shape[1]
         of_group = lambda x: jnp.sum(x.reshape(len(x), kv_heads, -1, *x.shape[2:]), axis=2)
         zero = None if bias_NxD is None else jnp.zeros_like(bias_NxD)

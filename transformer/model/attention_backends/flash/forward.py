@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from transformer.model.attention_backends.blockwise import LOWEST
-from transformer.model.attention_backends.flash import toeplitz
+from transformer.model.attention_backends.flash import tiles, toeplitz
 from transformer.model.attention_backends.flash.settings import (
     NN,
     NT,
@@ -31,13 +31,7 @@ from transformer.model.attention_backends.flash.settings import (
     row_spec,
     vector_spec,
 )
-from transformer.model.attention_backends.flash.tiles import (
-    LANES,
-    Limits,
-    Schedule,
-    widen,
-    write_column,
-)
+from transformer.model.attention_backends.flash.tiles import LANES, Limits, widen
 
 
 def forward(
@@ -51,7 +45,7 @@ def forward(
     (batch, heads, T, H), (_, kv_heads, S, V) = q_BxNxTxH.shape, v_BxKxSxV.shape
     t, s = settings.q_block, settings.k_block
     vector = None if bias_NxD is None else toeplitz.packed(bias_NxD)
-    schedule = Schedule.of(limits.states(t, s))
+    schedule = tiles.Schedule.of(limits.states(t, s))
     queries, keys = jax.tree.map(lambda x: x[:, None], (limits.queries, limits.keys))
     of_queries = head_spec(t, lambda n, i: (n, i))
     of_keys = head_spec(S, lambda n, i: (lax.div(n, heads // kv_heads), 0))
@@ -60,9 +54,7 @@ def forward(
         name="flash_forward",
         grid=(heads, batch, T // t),
         in_specs=[
-            of_queries(H),
-            of_keys(H),
-            of_keys(V),
+            *(of_queries(H), of_keys(H), of_keys(V)),
             jax.tree.map(functools.partial(row_spec, block=t), queries),
             jax.tree.map(row_spec, keys),
             vector_spec(vector),
@@ -86,31 +78,15 @@ def forward(
     return out, lse[:, :, 0]
 
 
-def _kernel(
-    settings: Settings,
-    schedule: Schedule,
-    seed_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    query_refs,
-    key_refs,
-    vector_ref,
-    out_ref,
-    lse_ref,
-    m_ref,
-    l_ref,
-    sum_ref,
-    table_ref,
-    column_refs,
-    bits_ref,
-):
+def _kernel(settings: Settings, schedule: tiles.Schedule, seed_ref, *refs):
+    q_ref, k_ref, v_ref, query_refs, key_refs, vector_ref, out_ref, lse_ref = refs[:8]
+    m_ref, l_ref, sum_ref, table_ref, column_refs, bits_ref = refs[8:]
     t, s = settings.q_block, settings.k_block
     block, V = pl.program_id(2), v_ref.shape[-1]
     if table_ref is not None:
         in_first = (pl.program_id(1) == 0) & (block == 0)
         pl.when(in_first)(lambda: toeplitz.build(vector_ref, table_ref))
-    jax.tree.map(write_column, column_refs, query_refs)
+    jax.tree.map(tiles.write_column, column_refs, query_refs)
     m_ref[...] = jnp.full_like(m_ref, LOWEST)
     l_ref[...] = jnp.zeros_like(l_ref)
     sum_ref[...] = jnp.zeros_like(sum_ref)

@@ -88,22 +88,20 @@ class Limits:
 
         A tile may be PARTIAL although its mask is empty or full.
         """
-        ends = lambda x, size: (
-            (None, None)
-            if x is None
-            else tuple(f(x.reshape(len(x), -1, size), axis=-1) for f in (jnp.min, jnp.max))
+        ends = lambda x, size: tuple(
+            f(x.reshape(len(x), -1, size), axis=-1) for f in (jnp.min, jnp.max)
         )
-        of_queries = lambda x: tuple(y if y is None else y[:, :, None] for y in ends(x, t))
+        of_queries = lambda x: tuple(y[:, :, None] for y in ends(x, t))
         of_keys = lambda x: tuple(y[:, None, :] for y in ends(x, s))
         (q_low, q_high), (k_low, k_high) = of_queries(self.q_segments), of_keys(self.k_segments)
         (near, far) = of_keys(self.k_positions)
         empty = (q_high < k_low) | (k_high < q_low)
         full = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-        lowest, highest = of_queries(self.q_first)
-        if lowest is not None:
+        if self.q_first is not None:
+            lowest, highest = of_queries(self.q_first)
             empty, full = empty | (far < lowest), full & (near >= highest)
-        lowest, highest = of_queries(self.q_last)
-        if lowest is not None:
+        if self.q_last is not None:
+            lowest, highest = of_queries(self.q_last)
             empty, full = empty | (near > highest), full & (far <= lowest)
         return jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int32)
 
