@@ -75,15 +75,10 @@ def heads(q_BxTxNxH: jax.Array, k_BxSxKxH: jax.Array, inputs: Inputs) -> dict[st
         lowest = jnp.finfo(jnp.float32).min
         return sums, jnp.max(jnp.where(mask_BxtxS[:, None], logits_BxNxtxS, lowest), axis=(0, 2, 3))
 
-    tokens = inputs.q_tokens
-    batched = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (q_BxTxNxH.shape[0], *x.shape[1:])), tokens
-    )
-    sums, largest_IxN = jax.lax.map(
-        block_statistics, cut((q_BxTxNxH, batched), min(BLOCK, q_BxTxNxH.shape[1]))
-    )
-    means = {
-        name: jnp.sum(x, axis=0) / jnp.maximum(jnp.sum(count), 1)
-        for name, (x, count) in sums.items()
-    }
+    to_batch = lambda x: jnp.broadcast_to(x, (len(q_BxTxNxH), *x.shape[1:]))
+    q_and_tokens = q_BxTxNxH, jax.tree.map(to_batch, inputs.q_tokens)
+    blocks = cut(q_and_tokens, min(BLOCK, q_BxTxNxH.shape[1]))
+    sums, largest_IxN = jax.lax.map(block_statistics, blocks)
+    mean = lambda x, count: jnp.sum(x, axis=0) / jnp.maximum(jnp.sum(count), 1)
+    means = {name: mean(*sum_and_count) for name, sum_and_count in sums.items()}
     return means | {"logit": jnp.max(largest_IxN, axis=0)}

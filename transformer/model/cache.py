@@ -32,6 +32,10 @@ class Shared:
     value: Any
 
 
+def _is_shared(x: Any) -> bool:
+    return isinstance(x, Shared)
+
+
 @struct.dataclass
 class LayerState:
     """The state of one decoder layer.
@@ -72,9 +76,8 @@ class Cache:
 
     def reorder(self, select: Callable[[jax.Array], jax.Array]) -> "Cache":
         """Applies `select`, an indexing of axis 0, to the batch axis of everything but `Shared`."""
-        is_shared = lambda x: isinstance(x, Shared)
-        move = lambda x: x if is_shared(x) else select(x)
-        layers = jax.tree.map(move, self.layers, is_leaf=is_shared)
+        move = lambda x: x if _is_shared(x) else select(x)
+        layers = jax.tree.map(move, self.layers, is_leaf=_is_shared)
         return self.replace(layers=layers, tokens=jax.tree.map(select, self.tokens))
 
 
@@ -117,9 +120,8 @@ def check_cache_padding(config: ModelConfig, cache: Cache, tokens: Tokens) -> No
 
 def check_cache_source(cache: Cache, encoded_BxSxD: jax.Array | None) -> None:
     """Raises UserError for an encoder's output if the cache already has what it needs of one."""
-    is_shared = lambda x: isinstance(x, Shared)
-    leaves = jax.tree.leaves(cache.layers, is_leaf=is_shared)
-    if encoded_BxSxD is not None and any(map(is_shared, leaves)):
+    leaves = jax.tree.leaves(cache.layers, is_leaf=_is_shared)
+    if encoded_BxSxD is not None and any(map(_is_shared, leaves)):
         raise UserError(
             "encoded_BxSxD: the cache already has a source; pass None, or begin with an empty cache"
         )
@@ -127,9 +129,8 @@ def check_cache_source(cache: Cache, encoded_BxSxD: jax.Array | None) -> None:
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """Returns a cache that can hold `slots` tokens per sequence."""
-    layers = tuple(
-        LayerState(_empty_state(layer, batch, slots)) for layer in config.layers("decoder")
-    )
+    states = (_empty_state(layer, batch, slots) for layer in config.layers("decoder"))
+    layers = tuple(map(LayerState, states))
     zeros = jnp.zeros((batch, slots), jnp.int32)
     return Cache(layers, Tokens(zeros, zeros), jnp.zeros((), jnp.int32))
 
@@ -181,15 +182,13 @@ def extend(slots: Any, new: Any, context: Context) -> tuple[Any, Tokens, Any]:
         return slots, tokens, slots
     num_written = min(length, count)
     ring = (index + length - num_written + jnp.arange(num_written)) % count
-    put = lambda old, x: old.at[..., ring, :].set(
-        x[..., length - num_written :, :].astype(old.dtype)
-    )
+    last = lambda x: x[..., length - num_written :, :]
+    put = lambda old, x: old.at[..., ring, :].set(last(x).astype(old.dtype))
     written = jax.tree.map(put, slots, new)
     if length == 1:
         return written, _in_ring(tokens, index, count), written
-    join = lambda a, b, axis=1: jnp.concatenate(
-        [a, jnp.broadcast_to(b, (len(a), *b.shape[1:]))], axis
-    )
+    like = lambda a, b: jnp.broadcast_to(b, (len(a), *b.shape[1:]))
+    join = lambda a, b, axis=1: jnp.concatenate([a, like(a, b)], axis)
     new_tokens = context.tokens.replace(until_BxT=None, order="")
     readable_tokens = jax.tree.map(join, _in_ring(tokens, index - 1, count), new_tokens)
     readable = jax.tree.map(lambda old, x: join(old, x.astype(old.dtype), -2), slots, new)

@@ -39,9 +39,8 @@ def locate(
     Raises UserError for inputs that do not match; `name` is the name of the tokens in its message.
     """
     check_tokens(config, tokens_BxT, name)
-    _check_options(
-        config, tokens_BxT.shape, name, positions, segment_ids, padding_mask, prefix_mask
-    )
+    options = positions, segment_ids, padding_mask, prefix_mask
+    _check_options(config, tokens_BxT.shape, name, *options)
     if positions is None:
         order = order or ("contiguous" if before is None else "")
         positions = jnp.arange(tokens_BxT.shape[1], dtype=jnp.int32)[None]

@@ -98,9 +98,8 @@ def _causal(q: Tokens, k: Tokens) -> jax.Array:
 
 
 def _same_segment(q: Tokens, k: Tokens) -> jax.Array:
-    return (q.segments_BxT[:, :, None] == k.segments_BxT[:, None, :]) & (
-        k.segments_BxT[:, None, :] > 0
-    )
+    k_segments_Bx1xS = k.segments_BxT[:, None, :]
+    return (q.segments_BxT[:, :, None] == k_segments_Bx1xS) & (k_segments_Bx1xS > 0)
 
 
 CAUSAL = Mask(_causal, "causal", causal=True, plain=True)

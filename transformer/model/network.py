@@ -205,9 +205,7 @@ class _OneStack(_Family):
         h_BxTxD, tokens = self.hidden(tokens_BxT, **options)
         return self.read(h_BxTxD), self.classifier(h_BxTxD, tokens)
 
-    def __call__(  # type: ignore[override]
-        self, tokens_BxT, **options
-    ) -> jax.Array:
+    def __call__(self, tokens_BxT, **options) -> jax.Array:  # type: ignore[override]
         """Returns the logits, float32[B, T, V]; without `lm_head`, the result of `classify`.
 
         Options as for `hidden`.
@@ -249,13 +247,11 @@ class EncoderDecoder(_Family):
     """An encoder-decoder model: the decoder attends to its tokens and to the encoder's output."""
 
     def setup(self):
-        self.embedding = Embedding(self.config)
-        self.target_embedding = (
-            self.embedding if self.config.share_embeddings else Embedding(self.config)
-        )
-        self.encoder = Stack(self.config, "encoder")
-        self.decoder = Stack(self.config, "decoder")
-        self.unembedding = Unembedding(self.config)
+        cfg = self.config
+        self.embedding = Embedding(cfg)
+        self.target_embedding = self.embedding if cfg.share_embeddings else Embedding(cfg)
+        self.encoder, self.decoder = Stack(cfg, "encoder"), Stack(cfg, "decoder")
+        self.unembedding = Unembedding(cfg)
 
     def features(
         self,
@@ -285,7 +281,7 @@ class EncoderDecoder(_Family):
             order=source_order,
         )
         h_BxTxD, _ = self._decoder(
-            target_BxT, *encoded, None, deterministic, dropout_rate=dropout_rate, **options
+            target_BxT, encoded, None, deterministic, dropout_rate, **options
         )
         return self.read(h_BxTxD)
 
@@ -298,12 +294,8 @@ class EncoderDecoder(_Family):
     ) -> tuple[jax.Array, Tokens]:
         """Returns the encoder's output, [B, S, D], and its tokens."""
         tokens = locate(self.config, source_BxS, "source", **options)
-        encoded_BxSxD, _ = self.encoder(
-            self.embedding(source_BxS),
-            tokens,
-            deterministic=deterministic,
-            dropout_rate=dropout_rate,
-        )
+        dropout = {"deterministic": deterministic, "dropout_rate": dropout_rate}
+        encoded_BxSxD, _ = self.encoder(self.embedding(source_BxS), tokens, **dropout)
         return encoded_BxSxD, tokens
 
     def decode(
@@ -321,23 +313,13 @@ class EncoderDecoder(_Family):
         With `last_only`, only the logits of the last token are computed. The first call takes the
         encoder's output and stores its keys and values in the cache; later calls pass None for it.
         """
-        h_BxTxD, cache = self._decoder(
-            target_BxT, encoded_BxSxD, encoded_tokens, cache, True, **options
-        )
+        encoded = encoded_BxSxD, encoded_tokens
+        h_BxTxD, cache = self._decoder(target_BxT, encoded, cache, deterministic=True, **options)
         h_BxTxE, head = self.read(h_BxTxD[:, -1:] if last_only else h_BxTxD)
         return head(h_BxTxE), cache
 
-    def _decoder(
-        self,
-        target_BxT,
-        encoded_BxSxD,
-        encoded_tokens,
-        cache,
-        deterministic,
-        dropout_rate=None,
-        **options,
-    ):
-        before = None if cache is None else cache.tokens
+    def _decoder(self, target_BxT, encoded, cache, deterministic, dropout_rate=None, **options):
+        (encoded_BxSxD, encoded_tokens), before = encoded, None if cache is None else cache.tokens
         tokens = locate(self.config, target_BxT, "target", before=before, **options)
         check_sources(len(encoded_tokens.segments_BxT), len(target_BxT), shared=cache is not None)
         if cache is not None:
@@ -345,9 +327,7 @@ class EncoderDecoder(_Family):
             check_cache_source(cache, encoded_BxSxD)
             check_cache_padding(self.config, cache, tokens)
         x_BxTxD = self.target_embedding(target_BxT)
-        return self.decoder(
-            x_BxTxD, tokens, encoded_BxSxD, encoded_tokens, cache, deterministic, dropout_rate
-        )
+        return self.decoder(x_BxTxD, tokens, *encoded, cache, deterministic, dropout_rate)
 
 
 FAMILIES = {"encoder": Encoder, "decoder": Decoder, "encoder_decoder": EncoderDecoder}

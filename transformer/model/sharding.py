@@ -25,10 +25,8 @@ def gathered(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
 
     Its gradient is constrained to the stored sharding, so that it is summed in shards.
     """
-    stored, used = (
-        _spec(x, names),
-        _spec(x, ["activation_embed" if name == "embed" else name for name in names]),
-    )
+    used_names = ["activation_embed" if name == "embed" else name for name in names]
+    stored, used = _spec(x, names), _spec(x, used_names)
     if stored == used:
         return _place(x, used)
     gather = jax.custom_vjp(lambda x: _place(x, used))
@@ -37,19 +35,15 @@ def gathered(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
 
 
 def _spec(x: jax.Array, names) -> P:
-    return P(
-        *((name and fitting(name, size)) or None for name, size in zip(names, x.shape, strict=True))
-    )
+    axes = [name and fitting(name, size) for name, size in zip(names, x.shape, strict=True)]
+    return P(*(axis or None for axis in axes))
 
 
 def _place(x: jax.Array, spec: P) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     is_sharded = any(size > 1 for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
-    return (
-        jax.lax.with_sharding_constraint(x, spec)
-        if is_sharded and nn.get_logical_axis_rules()
-        else x
-    )
+    has_rules = is_sharded and nn.get_logical_axis_rules()
+    return jax.lax.with_sharding_constraint(x, spec) if has_rules else x
 
 
 def fitting(name: str, size: int) -> tuple[str, ...]:
