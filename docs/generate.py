@@ -154,6 +154,25 @@ def _placements() -> str:
     return f"{presets}\nThe parts:\n\n{every}"
 
 
+def _parametrizations() -> str:
+    from transformer.model.parametrizations import PARAMETRIZATIONS, Parametrization
+    from transformer.model.parametrizations.base import ROLES
+
+    names = table(
+        ("name", "definition"),
+        ((f"`{name}`", summary(cls)) for name, cls in sorted(PARAMETRIZATIONS.items())),
+    )
+    notes = {role: note.removeprefix("multipliers of ") for role, note in _notes(Parametrization)}
+    roles = table(("role", "parameters"), ((f"`{role}`", notes[role]) for role in ROLES))
+    return f"{names}\nThe roles of parameters:\n\n{roles}"
+
+
+def _notes(cls) -> list[tuple[str, str]]:
+    """Returns (field, comment with a lower-case beginning and without a full stop)."""
+    lower = lambda note: note[0].lower() + note[1:].rstrip(".")
+    return [(name, lower(note)) for name, note in comments(cls).items()]
+
+
 def _mixers() -> str:
     from transformer.model.mixers.base import MIXERS
     from transformer.model.positions import SCHEMES
@@ -245,6 +264,7 @@ TABLES = {
     "backends": _backends,
     "placements": _placements,
     "mixers": _mixers,
+    "parametrizations": _parametrizations,
     "feed_forwards": _feed_forwards,
     "objectives": _objectives,
     "evaluators": _evaluators,

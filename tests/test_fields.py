@@ -62,6 +62,7 @@ MODEL = {
     "dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "initializer": "normal",
     "init_std": (0.5, DECODER | {"initializer": "normal"}), "embedding_init_std": 0.5,
     "residual_init_scale": True, "scan_layers": True, "pipeline_rounds": (2, SCANNED),
+    "parametrization": {"name": "mup", "base": {"d_model": 4}},
     "remat": "full", "dtype": "bfloat16", "param_dtype": "bfloat16",
 }  # fmt: skip
 """Another value of each field, or (value, model) if the field has no effect on DECODER."""

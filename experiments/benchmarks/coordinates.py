@@ -14,8 +14,7 @@ must grow.
     branch change     root mean square of its change since initialization
     features change   the same for the last hidden state, after the final norm
     attention logits  mean absolute value of scale * q k in the last layer
-    logits at init    root mean square of the logits at initialization
-    logits change     root mean square of their change
+    logits change     root mean square of the change of the logits, which are 0 at initialization
 
 Yang et al. 2022 (Tensor Programs V), app. D.1; Dey et al. 2025 (CompleteP).
 """
@@ -36,17 +35,18 @@ from transformer.model.layout import flatten
 from transformer.training.optimizer import build_optimizer
 
 WIDTHS, BASE_WIDTH = (32, 64, 128, 256), 32
-DEPTHS, BASE_DEPTH = (2, 4, 8, 16, 32), 2
+DEPTHS, BASE_DEPTH = (2, 4, 8, 16), 2
 HEAD, STEPS, SEEDS = 16, 5, 3
+RATES = {"width": 3e-4, "depth": 1e-3}
+"""Learning rates at which the normed features of the control still grow. At higher rates, their
+change is limited by the norm."""
+
 PLACEMENTS = ("pre", "post", "peri", "res_post", "deepnorm", "rezero")
-QUANTITIES = (
-    "branch", "branch change", "features change", "attention logits", "logits at init",
-    "logits change",
-)  # fmt: skip
+QUANTITIES = ("branch", "branch change", "features change", "attention logits", "logits change")
 
 
-def model(placement: str, width: int, depth: int, parametrization="standard") -> ModelConfig:
-    """Returns a decoder with heads of size 16 and an untied unembedding."""
+def model(placement: str, width: int, depth: int, parametrization: dict) -> ModelConfig:
+    """Returns a decoder with heads of size 16 and an untied unembedding that starts at zero."""
     return ModelConfig(
         family="decoder",
         vocab_size=256,
@@ -60,7 +60,7 @@ def model(placement: str, width: int, depth: int, parametrization="standard") ->
         embedding_init_std=1.0,
         tie_embeddings=False,
         scan_layers=False,
-        parametrization=parametrization,
+        parametrization={**parametrization, "unembedding": {"init": 0.0}},
     )
 
 
@@ -118,7 +118,6 @@ def measure(config: ModelConfig, optimizer: OptimizerConfig, key, steps: int) ->
         "branch change": size(end["branch"] - start["branch"]),
         "features change": size(end["features"] - start["features"]),
         "attention logits": jnp.mean(jnp.abs(end["scores"])),
-        "logits at init": size(start["logits"]),
         "logits change": size(end["logits"] - start["logits"]),
         "loss": loss(params),
     }
@@ -147,9 +146,9 @@ def cases() -> dict[str, tuple[str, dict]]:
     """Returns the rows of each table: name -> (axis, the option `parametrization`)."""
     width, depth = {"d_model": BASE_WIDTH}, {"num_decoder_layers": BASE_DEPTH}
     return {
-        "width, standard": ("width", "standard"),
+        "width, standard": ("width", {"name": "standard"}),
         "width, mup": ("width", {"name": "mup", "base": width}),
-        "depth, standard": ("depth", "standard"),
+        "depth, standard": ("depth", {"name": "standard"}),
         "depth, completep 1/2": ("depth", {"name": "completep", "base": depth, "alpha": 0.5}),
         "depth, completep 1": ("depth", {"name": "completep", "base": depth}),
     }
@@ -158,7 +157,6 @@ def cases() -> dict[str, tuple[str, dict]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--placements", nargs="+", default=PLACEMENTS, choices=PLACEMENTS)
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     args = parser.parse_args()
     heading = "".join(f" | {name}" for name in QUANTITIES)
     print(f"| placement | parametrization{heading} | loss, smallest to largest |")
@@ -174,7 +172,7 @@ def main() -> None:
                 )
                 for size in (WIDTHS if axis == "width" else DEPTHS)
             }
-            fits, losses = slopes(configs, args.rate)
+            fits, losses = slopes(configs, RATES[axis])
             cells = [f"{slope:+.2f} ± {half:.2f}" for slope, half in fits.values()]
             print(f"| {placement} | {name} | {' | '.join(cells)} | "
                   f"{losses[0]:.2f} to {losses[-1]:.2f} |", flush=True)  # fmt: skip

@@ -59,8 +59,7 @@ class Parametrization:
     learning rate of 0 freezes the parameters.
     """
 
-    # Multipliers of embedding tables, and of tables of absolute positions.
-    embedding: FrozenDict = NONE
+    embedding: FrozenDict = NONE  # multipliers of tables of embeddings and of absolute positions
     unembedding: FrozenDict = NONE  # multipliers of the untied matrix to the vocabulary
     matrix: FrozenDict = NONE  # multipliers of the matrices of layers
     # Multipliers of other matrices: routers, head-wise gates, poolers, classifiers.

@@ -30,16 +30,16 @@ class Placement:
     # End the stack with a norm, which is needed if the residual stream is not normalized.
     final_norm: bool = False
     residual_scale: float = 1.0  # a; 0 means no residual connection
-    branch_scale: float = 1.0  # s
+    branch_scale: float = 1.0  # s, which multiplies the branch after its norm and gate
     branch_gain: float = 1.0  # scales the initial W_V, W_O and both feed-forward matrices
     gate: bool = False  # g is a learned scalar per sublayer, initially 0; without a gate, g = 1
     warmup_hint: int = 0  # warm-up steps without which training is known to fail; 0: none
 
     def __post_init__(self):
-        if self.branch_gain is not None and self.branch_gain <= 0:
-            raise UserError(
-                f"model.norm_placement.branch_gain: {self.branch_gain} must be more than 0"
-            )
+        for part in ("branch_gain", "branch_scale"):
+            value = getattr(self, part)
+            if value is not None and value <= 0:
+                raise UserError(f"model.norm_placement.{part}: {value} must be more than 0")
 
     def in_stack(self, side: str, encoder_layers: int, decoder_layers: int) -> "Placement":
         """Returns the placement in one stack, with numbers for all parts that depend on depth."""
