@@ -268,7 +268,8 @@ def test_every_tokenizer_field_has_an_effect():
 
 OPTIMIZER = {
     "name": "lion", "learning_rate": 2e-3, "schedule": "linear", "warmup_steps": 7,
-    "decay_fraction": (0.5, {"schedule": "wsd"}), "final_fraction": 0.5, "b1": 0.8, "b2": 0.9,
+    "decay_fraction": (0.5, {"schedule": "wsd"}),
+    "decay_ends": ((1500,), {"schedule": "wsd"}), "final_fraction": 0.5, "b1": 0.8, "b2": 0.9,
     "epsilon": 1e-6, "momentum": (0.5, {"name": "sgd"}), "weight_decay": 0.1, "clip_norm": 1.0,
 }  # fmt: skip
 

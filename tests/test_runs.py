@@ -69,6 +69,29 @@ def test_resumed_run_equals_uninterrupted_run_bitwise(run_config, tmp_path, monk
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+def test_the_end_of_each_decay_is_evaluated(run_config, tmp_path):
+    from transformer.runs.loop import train
+
+    fields = {"schedule": "wsd", "warmup_steps": 1, "decay_ends": (3,)}
+    config = dataclasses.replace(
+        run_config,
+        optimizer=dataclasses.replace(run_config.optimizer, **fields),
+        train=dataclasses.replace(run_config.train, steps=6, eval_every=0),
+    )
+    train(config, tmp_path / "run")
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows if "eval/loss" in row] == [3, 6]
+    with pytest.raises(UserError, match=r"decay_ends: 6 must be less than train\.steps = 6"):
+        dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, decay_ends=(3, 6))
+        )
+    for ends in ((3, 3), (1, 4)):
+        with pytest.raises(
+            UserError, match=r"decay_ends: .* must increase, after warmup_steps = 1"
+        ):
+            dataclasses.replace(config.optimizer, decay_ends=ends)
+
+
 def test_resumes_on_another_mesh(run_config, tmp_path):
     from transformer.runs.loop import train
 

@@ -340,6 +340,18 @@ def test_schedules_match_their_formulas():
     ]
 
 
+def test_wsd_may_decay_several_times():
+    """Up to its end, each period is a WSD schedule of its own (WSD-S)."""
+    fields = {"schedule": "wsd", "learning_rate": 0.5, "warmup_steps": 10, "decay_fraction": 0.25}
+    rate = schedule(OptimizerConfig(**fields, decay_ends=(40,)), 100)
+    short = schedule(OptimizerConfig(**fields), 40)
+    assert [float(rate(n)) for n in range(40)] == [float(short(n)) for n in range(40)]
+    assert float(short(40)) == 0.0
+    seen = {n: float(rate(n)) for n in (4, 9, 30, 35, 39, 40, 85, 90, 100)}
+    expected = {4: 0.25, 9: 0.5, 30: 0.5, 35: 0.25, 39: 0.05, 40: 0.5, 85: 0.5, 90: 1 / 3, 100: 0.0}
+    assert seen == pytest.approx(expected)
+
+
 def test_ema_follows_the_parameters():
     config = experiment("decoder", ema_decay=0.5)
     with use(make_mesh(config.mesh)) as mesh:

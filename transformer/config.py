@@ -73,6 +73,11 @@ class Experiment:
                 f"train.accumulate: {self.train.accumulate} does not divide data.batch_size = "
                 f"{self.data.batch_size}; change one of them"
             )
+        if self.optimizer.decay_ends and self.optimizer.decay_ends[-1] >= self.train.steps:
+            raise UserError(
+                f"optimizer.decay_ends: {self.optimizer.decay_ends[-1]} must be less than "
+                f"train.steps = {self.train.steps}, where the last decay ends"
+            )
         self._check_parametrization()
         objective = self.objective
         choice = self.data.objective

@@ -92,7 +92,8 @@ class Run:
         return self._due(self.config.train.checkpoint_every)
 
     def evaluation_due(self) -> bool:
-        return self._due(self.config.train.eval_every)
+        ends_decay = self.step in self.config.optimizer.decay_ends
+        return ends_decay or self._due(self.config.train.eval_every)
 
     def _due(self, every: int) -> bool:
         """Whether this is the last step or, with `every` > 0, a multiple of it."""

@@ -1,6 +1,7 @@
 """Configs of the optimizer and of the training loop."""
 
 import dataclasses
+import itertools
 from typing import Protocol
 
 from transformer.checks import (
@@ -29,7 +30,11 @@ def _of_optimizers(field: str) -> Effect:
 
 _OPTIMIZER_EFFECTS = (
     *map(_of_optimizers, ("b1", "b2", "epsilon", "momentum")),
-    Effect(("decay_fraction",), "optimizer.schedule='wsd'", lambda c: c.schedule == "wsd"),
+    Effect(
+        ("decay_fraction", "decay_ends"),
+        "optimizer.schedule='wsd'",
+        lambda c: c.schedule == "wsd",
+    ),
     Effect(
         ("final_fraction",),
         "a schedule with a final rate: optimizer.schedule='cosine', 'linear' or 'wsd'",
@@ -48,6 +53,9 @@ class OptimizerConfig:
     schedule: str = "cosine"  # inverse_sqrt | cosine | linear | wsd | constant
     warmup_steps: int = 1000  # steps of linear warm-up from 0
     decay_fraction: float = 0.2  # wsd: fraction of all steps, at the end, in which the rate decays
+    # wsd: steps, before the last, at which earlier decays end. The run is evaluated there, and the
+    # rate returns to its peak (WSD-S; Wen et al. 2024).
+    decay_ends: tuple[int, ...] = ()
     final_fraction: float = 0.0  # cosine, linear, wsd: final rate / peak rate
     b1: float = 0.9  # decay of the first moment
     b2: float = 0.98  # decay of the second moment
@@ -68,6 +76,11 @@ class OptimizerConfig:
         in_unit_interval("optimizer", self, "b1", "b2", "momentum")
         if not 0 < self.decay_fraction <= 1:
             raise UserError(f"optimizer.decay_fraction: {self.decay_fraction} must lie in (0, 1]")
+        if any(b <= a for a, b in itertools.pairwise((self.warmup_steps, *self.decay_ends))):
+            raise UserError(
+                f"optimizer.decay_ends: {self.decay_ends} must increase, after warmup_steps = "
+                f"{self.warmup_steps}"
+            )
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
             raise UserError(
                 "optimizer.warmup_steps: 0, but schedule 'inverse_sqrt' divides by it; set it to 1 "

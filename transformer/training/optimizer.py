@@ -1,5 +1,6 @@
 """The update rule and the learning rate, which depends on the step alone and so needs no state."""
 
+import itertools
 from collections.abc import Mapping
 
 import jax
@@ -29,7 +30,8 @@ def schedule(
                        Vaswani et al. 2017, eq. 3, where the peak is (d_model * w)^(-1/2)
         cosine, linear from the peak to final_fraction * peak at the last step
         wsd            at the peak, then linear decay over the last decay_fraction of all steps
-                       (warmup-stable-decay)
+                       (warmup-stable-decay). With `decay_ends`, the same up to each of these steps,
+                       counted from the one before (WSD-S; Wen et al. 2024).
         constant       at the peak
     """
     peak = config.learning_rate if learning_rate is None else learning_rate
@@ -42,11 +44,18 @@ def schedule(
 
         return inverse_sqrt
     remaining = max(steps - warmup, 1)
-    decay = max(round(steps * config.decay_fraction), 1)
+
+    def stable_then_decay(start: int, end: int):
+        decay = max(round((end - start) * config.decay_fraction), 1)
+        length = end - max(start, warmup)
+        return optax.linear_schedule(peak, final, decay, max(length - decay, 0))
+
+    ends = [*config.decay_ends, steps]
+    periods = [stable_then_decay(*period) for period in itertools.pairwise([0, *ends])]
     after_warmup = {
         "cosine": optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction),
         "linear": optax.linear_schedule(peak, final, remaining),
-        "wsd": optax.linear_schedule(peak, final, decay, max(remaining - decay, 0)),
+        "wsd": optax.join_schedules(periods, [end - warmup for end in config.decay_ends]),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
     if not warmup:
