@@ -153,6 +153,8 @@ def norm(c, p, x):
     """Normalizes over the last axis."""
     if c.norm == "layernorm":
         x = x - x.mean(-1, keepdims=True)
+    if c.norm == "dynamic_tanh":
+        return np.tanh(p["alpha"] * x) * p.get("gain", 1.0) + p.get("offset", 0.0)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + c.norm_epsilon)
     gain = p.get("gain", 1.0 - c.norm_zero_centered)
     return x * (gain + c.norm_zero_centered) + p.get("offset", 0.0)
@@ -191,14 +193,14 @@ def embed_positions(c, p, x, info, specs, suffix):
 
 
 def residual(c, r, x, fs, parts, bare):
-    """out_norm(a x + sum over f of gate res_norm(f(in_norm(x)))); `bare` omits in_norm."""
+    """out_norm(a x + sum over f of gate l res_norm(f(in_norm(x)))); `bare` omits in_norm."""
     in_norm, res_norm, out_norm, _, gate, a = parts
     y = a * x
     for j, f in enumerate(fs):
         suffix = f"_{j}" if j else ""
         h = f(norm(c, r.get("in_norm" + suffix, {}), x) if in_norm and not bare else x)
         h = norm(c, r.get("res_norm" + suffix, {}), h) if res_norm else h
-        y = y + (r["gate" + suffix] * h if gate else h)
+        y = y + (r["gate" + suffix] * h if gate else h) * r.get("layer_scale" + suffix, 1.0)
     return norm(c, r.get("out_norm", {}), y) if out_norm else y
 
 

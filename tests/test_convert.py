@@ -290,6 +290,7 @@ def test_unsupported_directory_raises_and_names_the_cause(
         ("llama", {"position": "alibi"}, "position"),
         ("gpt2", {"norm": "rmsnorm"}, "norm"),
         ("gpt2", {"window": 4}, "window"),
+        ("gpt2", {"parametrization": {"name": "mup", "base": {"d_model": 8}}}, "parametrization"),
         ("t5", {"logit_soft_cap": 3.0}, "logit_soft_cap"),
     ],
 )

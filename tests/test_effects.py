@@ -79,6 +79,7 @@ WITHOUT_EFFECT = {
     # Norms, initial values, heads.
     "model.norm ": lambda: small("decoder", norm_placement="none", norm="rmsnorm"),
     "model.norm_offset": lambda: small("decoder", norm="rmsnorm", norm_offset=False),
+    "model.norm_epsilon": lambda: small("decoder", norm="dynamic_tanh", norm_epsilon=1e-3),
     "model.norm_zero_centered": lambda: small("decoder", norm_gain=False, norm_zero_centered=True),
     "model.first_norm": lambda: small("decoder", norm_placement="post", first_norm=False),
     "model.init_std": lambda: small("decoder", init_std=0.01),
@@ -252,6 +253,10 @@ def test_field_without_effect_raises(field):
             "model.num_decoder_layers: 1,001 is too large; at most 1,000; set model.scan_la",
         ),
         (
+            lambda: small("decoder", attention_dropout=0.99999),
+            "model.attention_dropout: 0.99999 is too large; at most 0.9999: almost nothing",
+        ),
+        (
             lambda: OptimizerConfig(b2=0.99999999999),
             "optimizer.b2: 0.99999999999 must lie in [0, 1), also in float32",
         ),
@@ -279,6 +284,10 @@ def test_field_without_effect_raises(field):
         (
             lambda: small("decoder", norm_placement={"name": "pre", "branch_gain": -1.0}),
             "branch_gain: -1.0 must be more than 0",
+        ),
+        (
+            lambda: small("decoder", norm_placement={"name": "pre", "layer_scale": -1.0}),
+            "layer_scale: -1.0 is less than 0",
         ),
         (
             lambda: experiment({"position": "learned"}, train={"evaluators": ["extrapolation"]}),

@@ -203,8 +203,9 @@ def test_a_mesh_gives_the_same_initial_values():
     states = []
     for mesh in (MeshConfig(data=1), MeshConfig(data=2, fsdp=2, tensor=2)):
         config = dataclasses.replace(from_mapping(Experiment, fields), mesh=mesh)
-        rule = build_optimizer(config.optimizer, 10, config.model)
+        parameter_rules.cache_clear()
         with use(make_mesh(mesh)) as devices:
+            rule = build_optimizer(config.optimizer, 10, config.model)
             _, placed = abstract_state(config, build_model(config.model), rule, devices)
             states.append(
                 jax.device_get(init_state(config, build_model(config.model), rule, placed))

@@ -146,6 +146,8 @@ def meaning(config: ModelConfig) -> dict:
         "window": [layer.window for layer in layers],
         "feed_forward": [_feed_forward(layer.feed_forward_kind) for layer in layers],
         "layer_pattern": (),
+        # Without a smaller base, a parametrization only determines how a model is trained.
+        "parametrization": "standard" if config.base == config else config.parametrization,
         "norm_placement": [config.placement(side) for side in config.sides],
         "norm_offset": config.norm_offset and config.norm == "layernorm",
         "attention_bias": config.attention_has_bias,

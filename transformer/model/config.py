@@ -49,9 +49,9 @@ class ModelConfig:
     layer_pattern: tuple[FrozenDict, ...] = ()
     # pre | post | peri | res_post | deepnorm | none | rezero, or dict(name=..., parts)
     norm_placement: Choice = "pre"
-    norm: str = "layernorm"  # layernorm | rmsnorm
+    norm: str = "layernorm"  # layernorm | rmsnorm | dynamic_tanh
     norm_gain: bool = True  # norms have a learned gain
-    norm_offset: bool = True  # norms have a learned offset (layernorm only)
+    norm_offset: bool = True  # norms have a learned offset (not rmsnorm)
     # The gain is 1 + w; w starts at 0, and weight decay pulls it to 0 (Gemma).
     norm_zero_centered: bool = False
     norm_epsilon: float = 1e-6  # added to the variance (layernorm) or mean square (rmsnorm)
@@ -360,13 +360,13 @@ class ModelConfig:
         """Returns the facts about a layer that a position scheme may depend on."""
         facts = positions.StackFacts(
             d_model=self.d_model,
-            base_d_model=self.base.d_model,
             num_heads=self.num_heads,
             d_head=self.head_size,
             d_value=self.value_size,
             max_length=max(self.max_length, self.random_positions),
             causal=side == "decoder" and self.causal and not self.prefix_lm,
             param_dtype=self.param_dtype,
+            m_D=self.d_model / self.base.d_model,
         )
         return self.token_mixer.facts(self, facts)
 

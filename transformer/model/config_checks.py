@@ -63,7 +63,9 @@ def _check_values(config) -> None:
     positive("model", config, "norm_epsilon", "init_std", "logit_scale")
     if config.attention_scale is not None:
         positive("model", config, "attention_scale")
-    in_unit_interval("model", config, "dropout", "attention_dropout", "activation_dropout")
+    dropouts = ("dropout", "attention_dropout", "activation_dropout")
+    in_unit_interval("model", config, *dropouts)
+    at_most("model", config, 0.9999, **dict.fromkeys(dropouts, "almost nothing would be kept"))
     for field, names in {
         "norm": NORMS,
         "activation": ACTIVATIONS,

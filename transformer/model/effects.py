@@ -7,6 +7,7 @@ not hold. Add a line here for every new field that depends on another one.
 from transformer.checks import Effect
 from transformer.model.feed_forwards.base import FEED_FORWARDS
 from transformer.model.mixers.base import SHARED_FIELDS
+from transformer.model.norms import WITH_OFFSET
 
 PER_LAYER_FIELDS = ("mixer", "position", "window", "feed_forward", "norm_placement")
 """The fields that `layer_pattern` may set per layer."""
@@ -103,9 +104,16 @@ EFFECTS = (
         for field in ("norm", "norm_gain", "norm_epsilon")
     ),
     Effect(
+        ("norm_epsilon",),
+        "a norm that divides by a statistic: model.norm='layernorm'",
+        lambda c: (
+            c.norm != "dynamic_tanh" or any("norm_epsilon" in m.fields for m in c.mixers_of())
+        ),
+    ),
+    Effect(
         ("norm_offset",),
         "a norm with an offset: model.norm='layernorm'",
-        lambda c: c.norm == "layernorm" and norm_reads("norm_offset")(c),
+        lambda c: c.norm in WITH_OFFSET and norm_reads("norm_offset")(c),
     ),
     Effect(
         ("norm_zero_centered",),

@@ -30,7 +30,7 @@ from transformer.model.embedding import Embedding, Head, Unembedding
 from transformer.model.heads import Classifier
 from transformer.model.inputs import check_same_documents, check_sources, check_token_types, locate
 from transformer.model.masks import Tokens
-from transformer.model.roles import abstract_with_axes, initialized, parameter_rules
+from transformer.model.roles import initialized, parameter_rules
 from transformer.model.stack import Stack
 from transformer.model.watch import WATCHED
 
@@ -361,4 +361,5 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 def abstract_params(config: ModelConfig) -> Any:
     """Returns the shapes and types of the parameters, without allocating them."""
-    return meta.unbox(abstract_with_axes(FAMILIES[config.family], config))
+    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * len(config.sides)
+    return jax.eval_shape(build_model(config).init, jax.random.key(0), *tokens)

@@ -1,8 +1,9 @@
 """The residual connection of every sublayer: one formula for every norm placement.
 
-    y = out_norm( a * x + s * gate * res_norm( dropout( f( in_norm(x) ) ) ) )
+    y = out_norm( a * x + s * gate * l * res_norm( dropout( f( in_norm(x) ) ) ) )
 
-a and s are constants, and an absent norm is the identity. Parallel sublayers (GPT-J, GPT-NeoX,
+a and s are constants, gate is a learned scalar and l a learned vector. An absent norm is the
+identity. Parallel sublayers (GPT-J, GPT-NeoX,
 PaLM) are one sum over branches, each with separate norms and a separate gate. The collection
 "sizes" (watch.py) records the root mean squares of the residual stream and of the branch.
 
@@ -25,7 +26,7 @@ from transformer.model.watch import watched
 class Residual(nn.Module):
     """Wraps sublayers f with the same input x.
 
-    y = out_norm(a x + s * sum over f of gate res_norm(dropout(f(in_norm(x)))))
+    y = out_norm(a x + s * sum over f of gate l res_norm(dropout(f(in_norm(x)))))
     """
 
     config: ModelConfig
@@ -52,11 +53,10 @@ class Residual(nn.Module):
             h = Dropout(rate_of(self.config, dropout_rate))(h, deterministic)
             h = norm(name="res_norm" + suffix)(h) if p.res_norm else h
             if p.gate:
-                zero = nn.with_logical_partitioning(nn.initializers.zeros, ())
-                h = (
-                    self.param("gate" + suffix, zero, (), self.config.param_dtype).astype(h.dtype)
-                    * h
-                )
+                h = self._learned("gate" + suffix, 0.0, ()).astype(h.dtype) * h
+            if p.layer_scale:
+                scale_D = self._learned("layer_scale" + suffix, p.layer_scale, h.shape[-1:])
+                h = scale_D.astype(h.dtype) * h
             h = h * p.branch_scale if p.branch_scale != 1.0 else h
             y = h if y is None else y + h
         if watched(self, "sizes"):
@@ -65,6 +65,12 @@ class Residual(nn.Module):
             self.sow("sizes", "sizes", {"stream": size(x_BxTxD), "kept": kept, "branch": branch})
         y = norm(name="out_norm")(y) if p.out_norm else y
         return constrain(y, ("batch", "stream", "activation_embed"))
+
+    def _learned(self, name: str, start: float, shape: tuple[int, ...]) -> jax.Array:
+        init = nn.with_logical_partitioning(
+            nn.initializers.constant(start), ("norm",)[: len(shape)]
+        )
+        return self.param(name, init, shape, self.config.param_dtype)
 
 
 def rms(x_BxTxD: jax.Array, segments_BxT: jax.Array) -> jax.Array:

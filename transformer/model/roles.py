@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import meta
 
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, unflatten
@@ -67,13 +66,16 @@ def parameter_rules(
         return {}
     chosen, base = PARAMETRIZATIONS.build(config.parametrization), config.base
     depths = {f"num_{side}_layers": config.num_layers(side) for side in config.sides}
-    params, base_params = (
-        flatten(abstract_with_axes(family, c.part(parametrization="standard")))
-        for c in (config, base.part(**depths))
-    )
+    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * len(config.sides)
+
+    def shapes(c: ModelConfig) -> dict:
+        model = family(c.part(parametrization="standard"))
+        return flatten(jax.eval_shape(model.init_with_axes, jax.random.key(0), *tokens))
+
+    params, base_params = shapes(config), shapes(base.part(**depths))
 
     def rule(path: str) -> tuple[Place, Rule]:
-        x, base_x = meta.unbox(params[path]), meta.unbox(base_params[path])
+        x, base_x = (getattr(tree[path], "value", tree[path]) for tree in (params, base_params))
         names = getattr(params[path], "names", (None,) * x.ndim)
         kind, m_D, ratio = role(path, names), config.d_model / base.d_model, 1.0
         m_N, side = m_D, path.split("/")[0]
@@ -92,12 +94,6 @@ def parameter_rules(
         return place, chosen.multipliers(place)
 
     return {path: rule(path) for path in params}
-
-
-def abstract_with_axes(family: type[nn.Module], config: ModelConfig) -> Any:
-    """Returns the shapes of a model's parameters, boxed with the logical names of their axes."""
-    tokens = (jax.ShapeDtypeStruct((1, 1), jnp.int32),) * len(config.sides)
-    return jax.eval_shape(family(config).init_with_axes, jax.random.key(0), *tokens)
 
 
 def initialized(params: Any, rules: Mapping[str, tuple[Place, Rule]]) -> Any:

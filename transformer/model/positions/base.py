@@ -55,13 +55,13 @@ class StackFacts:
     """The properties of a stack (encoder or decoder) that its position scheme may use."""
 
     d_model: int
-    base_d_model: int  # in the base of the parametrization
     num_heads: int
     d_head: int
     d_value: int
     max_length: int
     causal: bool
     param_dtype: str = "float32"
+    m_D: float = 1.0  # d_model, relative to the base of the parametrization
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformer.model.positions.base import Pair, Position, declare, option, re
 
 def _table(param, facts, name: str, rows: int, size: int, axis: str = "head") -> jax.Array:
     """Declares a learned table. Its initial values have standard deviation 1 / sqrt(base size)."""
-    init = nn.initializers.normal((facts.base_d_model if axis == "embed" else size) ** -0.5)
+    init = nn.initializers.normal((size / (facts.m_D if axis == "embed" else 1.0)) ** -0.5)
     return declare(param, facts, name, (rows, size), ("positions", axis), init)
 
 

@@ -106,7 +106,7 @@ class T5Bias(Position):
 
     def bind(self, param, facts):
         shape, names = (self.num_buckets, facts.num_heads), ("buckets", "heads")
-        init = nn.initializers.normal(facts.base_d_model**-0.5)
+        init = nn.initializers.normal((facts.d_model / facts.m_D) ** -0.5)
         table = declare(param, facts, "relative_bias", shape, names, init)
         return self.replace(causal=facts.causal, table_RxN=table)
 
