@@ -80,10 +80,8 @@ def build_optimizer(
     multiplier of epsilon divides the gradient, which has the same effect on Adam. Numbers default
     to the config's.
     """
-    rate, rules = (
-        schedule(config, steps, learning_rate),
-        parameter_rules(FAMILIES[model.family], model),
-    )
+    rate = schedule(config, steps, learning_rate)
+    rules = parameter_rules(FAMILIES[model.family], model)
     weight_decay = config.weight_decay if weight_decay is None else weight_decay
     decay = optax.identity()
     if not is_zero(weight_decay):
