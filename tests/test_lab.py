@@ -27,17 +27,17 @@ from transformer.runs.metrics import read_metrics
 
 
 def test_runs_trained_together_equal_runs_trained_alone(tmp_path):
-    """Each run has its own seed, learning rate, weight decay and dropout.
+    """Each run has its own seed, dropout, learning rate, weight decay, warm-up and b2.
 
     A run that diverges does not affect the others. Each of six devices trains one run.
     """
     numbers = [
-        (0, 1e-3, 0.1, 0.1),
-        (1, 1e-3, 0.1, 0.1),
-        (0, 3e-3, 0.1, 0.1),
-        (0, 1e-3, 0.3, 0.1),
-        (0, 1e-3, 0.1, 0.4),
-        (0, 1e30, 0.1, 0.1),
+        (0, 0.1, 1e-3, 0.1, 4, 0.98),
+        (1, 0.1, 1e-3, 0.1, 4, 0.98),
+        (0, 0.1, 3e-3, 0.1, 4, 0.9),
+        (0, 0.1, 1e-3, 0.3, 2, 0.98),
+        (0, 0.4, 1e-3, 0.1, 4, 0.98),
+        (0, 0.1, 1e30, 0.1, 4, 0.98),
     ]
     configs = [
         experiment(

@@ -8,6 +8,7 @@ those of a run that is trained alone, up to rounding.
 """
 
 import contextlib
+import copy
 import json
 import operator
 from collections.abc import Callable, Sequence
@@ -31,7 +32,11 @@ from transformer.runs.rundir import flatten_fields, locked
 from transformer.training.optimizer import build_optimizer
 from transformer.training.step import training_step
 
-NUMBERS = ("seed", "optimizer.learning_rate", "optimizer.weight_decay", "model.dropout")
+NUMBERS = (
+    "seed",
+    "model.dropout",
+    *(f"optimizer.{name}" for name in ("learning_rate", "weight_decay", "warmup_steps", "b2")),
+)
 """The fields in which runs of one program may differ."""
 
 
@@ -156,11 +161,11 @@ def _loop(group: _Group, mesh: Mesh, stopped: Callable[[int], bool]) -> None:
 
 
 def _numbers(configs: Sequence[Experiment]) -> dict[str, np.ndarray]:
-    """Returns the numbers of all runs, [R] each: NUMBERS without those that are 0 in all runs."""
+    """Returns the seeds, and those of NUMBERS that differ between the runs, [R] each."""
     numbers = {"seed": np.array([config.seed for config in configs], np.int32)}
     for field in NUMBERS[1:]:
         values = list(map(operator.attrgetter(field), configs))
-        if values[0]:
+        if len(set(values)) > 1:
             numbers[field] = np.array(values, np.float32)
     return numbers
 
@@ -169,11 +174,13 @@ def make_step(config: Experiment, mesh: Mesh, over: Mesh):
     """Returns jit(numbers, states, batches) -> (states, metrics), all [R, ...]."""
 
     def step_one(numbers, state, batch):
-        fields = ("learning_rate", "weight_decay")
-        rates = {field: numbers.get(f"optimizer.{field}") for field in fields}
-        optimizer = build_optimizer(config.optimizer, config.train.steps, config.model, **rates)
-        traced = {"seed": numbers["seed"], "dropout_rate": numbers.get("model.dropout")}
-        step = training_step(config, build_model(config.model), optimizer, mesh, **traced)
+        traced = copy.copy(config.optimizer)  # unchecked: the checks cannot read traced numbers
+        for field, number in numbers.items():
+            if field.startswith("optimizer."):
+                object.__setattr__(traced, field.partition(".")[2], number)
+        optimizer = build_optimizer(traced, config.train.steps, config.model)
+        others = {"seed": numbers["seed"], "dropout_rate": numbers.get("model.dropout")}
+        step = training_step(config, build_model(config.model), optimizer, mesh, **others)
         return step(state, batch)
 
     step = jax.vmap(step_one)

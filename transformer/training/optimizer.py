@@ -14,17 +14,11 @@ from transformer.model.roles import parameter_rules
 from transformer.parallel.sharding import path_name
 from transformer.training.config import OptimizerConfig
 
-Number = float | jax.Array
-"""A hyperparameter. It is traced if it differs between runs of one program (lab/together.py)."""
-
-
-def schedule(
-    config: OptimizerConfig, steps: int, learning_rate: Number | None = None
-) -> optax.Schedule:
+def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the schedule: update number (from 0) -> learning rate.
 
-    All schedules start with a linear warm-up to the peak over `warmup_steps`. The peak is
-    `learning_rate`, by default the config's.
+    All schedules start with a linear warm-up to the peak over `warmup_steps`. The peak is the
+    config's learning rate.
 
         inverse_sqrt   peak * min(n / w, sqrt(w / n)) with n = update + 1 and w = warm-up steps:
                        Vaswani et al. 2017, eq. 3, where the peak is (d_model * w)^(-1/2)
@@ -33,9 +27,10 @@ def schedule(
                        (warmup-stable-decay). With `decay_ends`, the same up to each of these steps,
                        counted from the one before (WSD-S; Wen et al. 2024).
         constant       at the peak
+
+    The learning rate and the warm-up may be traced (lab/together.py).
     """
-    peak = config.learning_rate if learning_rate is None else learning_rate
-    final, warmup = peak * config.final_fraction, config.warmup_steps
+    peak, warmup = config.learning_rate, config.warmup_steps
     if config.schedule == "inverse_sqrt":
 
         def inverse_sqrt(update):
@@ -43,51 +38,53 @@ def schedule(
             return peak * jnp.minimum(n / warmup, jnp.sqrt(warmup / n))
 
         return inverse_sqrt
-    remaining = max(steps - warmup, 1)
+    final, remaining = peak * config.final_fraction, jnp.maximum(steps - warmup, 1)
+
+    def linear(start, end, length):
+        """Returns update -> a value that moves from `start` to `end` within `length` updates."""
+        left = lambda n: 1 - jnp.clip(n, 0, length) / length
+        return lambda n: (start - end) * left(n) + end
+
+    def cosine(n):
+        share = 0.5 * (1 + jnp.cos(jnp.pi * jnp.minimum(n, remaining) / remaining))
+        return peak * ((1 - config.final_fraction) * share + config.final_fraction)
 
     def stable_then_decay(start: int, end: int):
         decay = max(round((end - start) * config.decay_fraction), 1)
-        length = end - max(start, warmup)
-        return optax.linear_schedule(peak, final, decay, max(length - decay, 0))
+        stable = jnp.maximum(end - jnp.maximum(start, warmup) - decay, 0)
+        return lambda n: linear(peak, final, decay)(n - stable)
 
     ends = [*config.decay_ends, steps]
     periods = [stable_then_decay(*period) for period in itertools.pairwise([0, *ends])]
     after_warmup = {
-        "cosine": optax.cosine_decay_schedule(peak, remaining, alpha=config.final_fraction),
-        "linear": optax.linear_schedule(peak, final, remaining),
+        "cosine": cosine,
+        "linear": linear(peak, final, remaining),
         "wsd": optax.join_schedules(periods, [end - warmup for end in config.decay_ends]),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
-    if not warmup:
+    if is_zero(warmup):
         return after_warmup
-    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    rise = linear(peak / warmup, peak, jnp.maximum(warmup - 1, 1))
     return optax.join_schedules([rise, after_warmup], [warmup])
 
 
 def build_optimizer(
-    config: OptimizerConfig,
-    steps: int,
-    model: ModelConfig,
-    *,
-    learning_rate: Number | None = None,
-    weight_decay: Number | None = None,
+    config: OptimizerConfig, steps: int, model: ModelConfig
 ) -> optax.GradientTransformation:
     """Builds the optimizer of a model: global-norm clipping, then the rule with weight decay.
 
         w <- w - rate_t (r direction(g) + d weight_decay w)        d = 0 unless w is `decayed`
 
     r and d are the multipliers of the model's `parametrization` (model/parametrizations/). Its
-    multiplier of epsilon divides the gradient, which has the same effect on Adam. Numbers default
-    to the config's.
+    multiplier of epsilon divides the gradient, which has the same effect on Adam.
     """
-    rate = schedule(config, steps, learning_rate)
+    rate = schedule(config, steps)
     rules = parameter_rules(FAMILIES[model.family], model)
-    weight_decay = config.weight_decay if weight_decay is None else weight_decay
     decay = optax.identity()
-    if not is_zero(weight_decay):
-        decay = optax.add_decayed_weights(weight_decay, decayed)
+    if not is_zero(config.weight_decay):
+        decay = optax.add_decayed_weights(config.weight_decay, decayed)
         if rules:
-            decay = _decay(weight_decay, rules)
+            decay = _decay(config.weight_decay, rules)
     parts = [config.rule.direction(config), decay, optax.scale_by_learning_rate(rate)]
     if rules:
         by_epsilon = {path: 1.0 / rule.epsilon for path, (_, rule) in rules.items()}
@@ -104,7 +101,7 @@ def _scale(multipliers: Mapping[str, float]) -> optax.GradientTransformation:
     return optax.stateless(lambda us, _: jax.tree_util.tree_map_with_path(scaled, us))
 
 
-def _decay(weight_decay: Number, rules) -> optax.GradientTransformation:
+def _decay(weight_decay: float, rules) -> optax.GradientTransformation:
     """Adds weight decay to the updates of `decayed` parameters, each with its multiplier."""
 
     def add(path, u, w, is_decayed):
