@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformer.model.network import build_model
     from transformer.model.placements import PLACEMENTS, Placement
     from transformer.model.positions import SCHEMES, Position
-    from transformer.sweeps import Sweep, arms, chain, product, scan, vary, zipped
+    from transformer.sweeps import Sweep, arms, chain, product, scan, tuned, vary, zipped
     from transformer.training.optimizer import build_optimizer
     from transformer.training.optimizers import OPTIMIZERS
     from transformer.training.state import TrainState, abstract_state, init_state
@@ -54,7 +54,7 @@ _MODULES = {
     "transformer.model.network": ("build_model",),
     "transformer.model.placements": ("PLACEMENTS", "Placement"),
     "transformer.model.positions": ("SCHEMES", "Position"),
-    "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "vary", "zipped"),
+    "transformer.sweeps": ("Sweep", "arms", "chain", "product", "scan", "tuned", "vary", "zipped"),
     "transformer.training.optimizer": ("build_optimizer",),
     "transformer.training.optimizers": ("OPTIMIZERS",),
     "transformer.training.state": ("TrainState", "abstract_state", "init_state"),

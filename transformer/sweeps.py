@@ -17,6 +17,7 @@ seed. All arms use the same seeds, and therefore the same data in the same order
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -109,7 +110,74 @@ def chain(*grids: Grid) -> Grid:
     return Grid(tuple(itertools.chain.from_iterable(grid.points for grid in grids)))
 
 
-RESERVED = ("claims", "logs", "report")
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """A number that is tuned for each arm; `tuned` describes the fields."""
+
+    field: str
+    low: float
+    high: float
+    points: int = 5
+    more: int = 2
+
+    def __post_init__(self):
+        what = f"sweep: tuned({self.field!r}, {self.low!r}, {self.high!r})"
+        highest = 1 if self.is_decay else math.inf
+        if not 0 < self.low < self.high < highest:
+            raise UserError(f"{what}: use 0 < low < high{' < 1' * self.is_decay}")
+        if self.points < 3 or self.more < 0:
+            raise UserError(
+                f"{what}: points={self.points}, more={self.more}; a parabola needs 3 points or "
+                "more, and more=0 or more"
+            )
+
+    @property
+    def name(self) -> str:
+        """The last part of the field."""
+        return self.field.rpartition(".")[2]
+
+    @property
+    def is_decay(self) -> bool:
+        """Whether the number is the decay of a mean: 1 - x is searched on a log scale, not x."""
+        return self.name in ("b1", "b2", "momentum", "ema_decay")
+
+    def x(self, value: float) -> float:
+        """Returns the coordinate of a value, in powers of 2."""
+        return -math.log2(1 - value) if self.is_decay else math.log2(value)
+
+    def value(self, x: float) -> float:
+        """Returns the value at a coordinate, rounded to 2 digits; to integers if `low` is one."""
+        rounded = float(f"{2.0 ** (-x if self.is_decay else x):.1e}")
+        if self.is_decay:
+            return round(1 - rounded, 9)
+        return max(round(rounded), 1) if isinstance(self.low, int) else rounded
+
+    @property
+    def step(self) -> float:
+        """The distance between neighbors of the grid, in powers of 2."""
+        return (self.x(self.high) - self.x(self.low)) / (self.points - 1)
+
+    @property
+    def grid(self) -> list[float]:
+        """The values that are tried first, in ascending order."""
+        start = self.x(self.low)
+        values = [self.value(start + n * self.step) for n in range(self.points)]
+        return sorted(set(values))
+
+
+def tuned(field: str, low: float, high: float, points: int = 5, more: int = 2) -> Tuned:
+    """Tunes one number for each arm, for `Sweep(tune=...)`.
+
+    First, `points` values from `low` to `high` are tried, evenly spaced on a log scale (decays such
+    as b2: on a log scale of 1 - b2). Then `more` values follow, one by one: beyond the grid if the
+    best value is at its edge, otherwise halfway between the best value and its better neighbor. All
+    arms try equally many values. They are rounded to two digits, and to integers if `low` is one.
+    Example: tuned("optimizer.learning_rate", 1e-3, 3e-2).
+    """
+    return Tuned(field, low, high, points, more)
+
+
+RESERVED = ("claims", "logs", "report", "tuning", "tuned")
 """Folders in the directory of a sweep that do not hold an arm."""
 
 
@@ -139,6 +207,8 @@ class Sweep:
     declared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     match: str = ""
     controls: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tune: Tuned | tuple[Tuned, ...] = ()
+    tune_seeds: int = 1
 
     def __post_init__(self):
         if not isinstance(self.grid, Grid):
@@ -188,6 +258,26 @@ class Sweep:
         object.__setattr__(self, "higher_is_better", direction)
         object.__setattr__(self, "baseline", self.baseline or names[0])
         object.__setattr__(self, "seeds", seeds)
+        self._check_tuning()
+
+    def _check_tuning(self) -> None:
+        numbers = (self.tune,) if isinstance(self.tune, Tuned) else tuple(self.tune)
+        object.__setattr__(self, "tune", numbers)
+        for number in numbers:
+            if not isinstance(number, Tuned):
+                raise UserError(
+                    f"sweep: tune: {number!r}; set tuned(FIELD, LOW, HIGH), or several of them"
+                )
+            if number.field in self.fields:
+                raise UserError(
+                    f"sweep: tune: {number.field!r} also varies in the grid; remove it from one"
+                )
+        if len({number.field for number in numbers}) < len(numbers) or len(numbers) > 3:
+            raise UserError(f"sweep: tune: {len(numbers)} numbers; set up to three different ones")
+        if type(self.tune_seeds) is not int or self.tune_seeds < 1:
+            raise UserError(f"sweep: tune_seeds: {self.tune_seeds!r}; set a positive number")
+        if self.tune_seeds > 1 and not numbers:
+            raise UserError("sweep: tune_seeds: has no effect without tune=tuned(...)")
 
     @property
     def arms(self) -> dict[str, Changes]:

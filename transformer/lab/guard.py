@@ -89,8 +89,12 @@ def facts(config: Experiment) -> Facts:
     flops = model_flops(config, batch, state.params) / tokens
     attention, text = " + ".join(backends) or "none", _settings(data)
     pieces = _settings(tokenizer | vocabulary)
-    warmup = f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}"
-    return Facts(parameters, flops, attention, text, pieces, warmup, tokens)
+    return Facts(parameters, flops, attention, text, pieces, warmup(config), tokens)
+
+
+def warmup(config: Experiment) -> str:
+    """Returns the warm-up and the schedule of a config, as `Facts` has them."""
+    return f"{config.optimizer.warmup_steps:,} steps, then {config.optimizer.schedule}"
 
 
 def allowed_facts(sweep: Sweep) -> set[str]:

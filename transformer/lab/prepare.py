@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformer.config_io import load_arms
 from transformer.errors import UserError
+from transformer.lab import tuning
 from transformer.lab.guard import SET_BY, check, facts, matched
 from transformer.lab.runner import share_of
 from transformer.lab.study import Study, load_study
@@ -27,6 +28,7 @@ def study(
     configs = matched(sweep, configs, before, report)
     facts_of = {arm: facts(config) for arm, config in configs.items()}
     check(sweep, configs, facts_of)
+    tuning.check(sweep, configs)
     text = Path(file.partition(":")[0]).read_text()
     return Study(folder, sweep, configs, facts_of, file, text, overrides)
 
@@ -73,6 +75,14 @@ def describe(study: Study) -> str:
     lines.append(f"metric      {sweep.metric}, {better} is better")
     seeds = f"{count(len(sweep.seeds), 'seed')} ({', '.join(map(str, sweep.seeds))})"
     lines.append(f"runs        {count(len(sweep.arms), 'arm')} x {seeds}, {trained}")
+    for number in sweep.tune:
+        more = f" and {number.more} more" if number.more else ""
+        first = ", ".join(f"{value:g}" for value in number.grid)
+        lines.append(f"tuned       {number.field}: {first}{more}, for each arm")
+    if sweep.tune:
+        runs = f"{tuning.runs_per_arm(sweep)} runs per arm by {tuning.METRIC}"
+        seeds = ", ".join(map(str, tuning.tuning_seeds(sweep)))
+        lines.append(f"            {runs} (seeds {seeds}); then the runs above, tuned and untuned")
     declared = {name: sweep.declared[name] for name in SET_BY if name in sweep.declared}
     lines += [f"declared    {name}: {reason}" for name, reason in declared.items()]
     lines += [f"control     {arm}: {reason}" for arm, reason in sweep.controls.items()]

@@ -211,7 +211,7 @@ def _of_study(folder: Path) -> tuple[Sweep, dict[str, Arm], list[str]]:
         for run in (run for run in study.runs if run.arm == name):
             if (status := run.status()).kind == "failed":
                 left_out.append(f"{name}, seed {run.config.seed}: {status.kind}: {status.why}")
-            elif loaded := _run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
+            elif loaded := load_run(run.folder, left_out, f"{name}, seed {run.config.seed}"):
                 runs[run.config.seed] = loaded
         facts = study.facts[name]
         arms[name] = Arm(name, changes, runs, facts.flops, facts.flops_per_step, facts.parameters)
@@ -224,7 +224,7 @@ def _of_runs(folders: Sequence[Path]) -> tuple[Sweep, dict[str, Arm], list[str]]
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"compare: no directory {folder}")
-        if run := _run(folder, left_out, str(folder), required=True):
+        if run := load_run(folder, left_out, str(folder), required=True):
             settings = to_mapping(dataclasses.replace(run.config, seed=0))
             groups.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     if not groups:
@@ -253,7 +253,10 @@ def _name(folder: Path) -> str:
     return f"{name}_" if name in RESERVED else name
 
 
-def _run(folder: Path, left_out: list[str], name: str, required: bool = False) -> RunResult | None:
+def load_run(
+    folder: Path, left_out: list[str], name: str, required: bool = False
+) -> RunResult | None:
+    """Reads a run. If it cannot be read, adds the reason to `left_out` and returns None."""
     if not (folder / "config.json").exists():
         if required:
             runs = sorted(str(file.parent) for file in folder.glob("*/config.json"))

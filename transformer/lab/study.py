@@ -18,7 +18,7 @@ from transformer.lab.guard import Facts
 from transformer.mapping import from_mapping, to_mapping
 from transformer.runs.metrics import read_metrics
 from transformer.runs.rundir import different_fields
-from transformer.sweeps import Grid, Point, Sweep
+from transformer.sweeps import Grid, Point, Sweep, Tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +220,7 @@ def load_study(folder: Path) -> Study:
         arms = tree.pop("arms")
         source = {key: tree.pop(key) for key in ("file", "text", "overrides") if key in tree}
         points = [Point(arm, x["changes"], x.get("called", {})) for arm, x in arms.items()]
+        tree["tune"] = tuple(Tuned(**number) for number in tree.get("tune", ()))
         sweep = Sweep(Grid(tuple(points)), **tree | {"seeds": tuple(tree["seeds"])})
         configs = {arm: from_mapping(Experiment, entry["config"]) for arm, entry in arms.items()}
         frozen = lambda value: tuple(value) if isinstance(value, list) else value

@@ -14,6 +14,7 @@ from transformer.model.roles import parameter_rules
 from transformer.parallel.sharding import path_name
 from transformer.training.config import OptimizerConfig
 
+
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the schedule: update number (from 0) -> learning rate.
 

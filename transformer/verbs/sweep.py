@@ -15,15 +15,18 @@ and the others continue. The same command continues an interrupted sweep. Before
 command shows what each arm changes in the model, and rejects arms that differ in an undeclared
 property.
 
+If the sweep has numbers to tune, it first trains every arm with several values of them. Then it
+trains each arm with its best values, and with those of the file. --untuned does only the last.
+
   python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
   python -m transformer sweep --config=... --workdir=/shared/ablation --shard=2/4
       on the second of four machines that share this folder
   python -m transformer sweep --workdir=runs/ablation
       resumes the sweep in that folder
 
-Runs that differ only in numbers (seed, learning rate, weight decay, dropout) are trained as one
-program. On a pod, start this command on every host. Each run then uses all chips, one run after
-another.
+Runs that differ only in numbers (seed, learning rate, weight decay, warm-up, b2, dropout) are
+trained as one program. On a pod, start this command on every host. Each run then uses all chips,
+one run after another.
 """
 
 
@@ -39,6 +42,8 @@ def arguments(parser) -> None:
     add("--together", type=int, default=8, metavar="N", help=together)
     left = "show the arms and the runs that are left; write nothing"
     add("--dry-run", action="store_true", help=left)
+    untuned = "tune nothing: compare the arms only at the settings of the file"
+    add("--untuned", action="store_true", help=untuned)
     only = "train and evaluate only these runs of DIR, in this process"
     add("--runs", metavar="ARM/seed-S,...", help=only)
     add("--prepare", action="store_true", help=argparse.SUPPRESS)
@@ -46,7 +51,7 @@ def arguments(parser) -> None:
 
 def run(args, overrides) -> int:
     from transformer.api import cache_compiled_programs, evaluate
-    from transformer.lab import prepare, runner
+    from transformer.lab import prepare, runner, tuning
     from transformer.lab.study import load_study
     from transformer.parallel.processes import barrier, process_index_and_count
 
@@ -67,17 +72,17 @@ def run(args, overrides) -> int:
             f"--jobs: {args.jobs}, but each run uses all {this_process[1]} processes, "
             "one after another; leave it out"
         )
-    together = args.together if this_process[1] == 1 else 1
+    together, is_first = args.together if this_process[1] == 1 else 1, this_process[0] == 0
+    say = print if is_first else lambda *_, **__: None
+    log = lambda line: say(line, file=sys.stderr)
     if args.config and (args.prepare or args.dry_run):
         cache_compiled_programs()
-        print_once = print if this_process[0] == 0 else lambda *_, **__: None
-        log = lambda line: print_once(line, file=sys.stderr)
         study = prepare.study(args.config, args.workdir, overrides, log)
-        print_once(prepare.describe(study), end="")
+        say(prepare.describe(study), end="")
         study.check()
         if args.prepare:
             barrier("the sweep is built")
-            if this_process[0] == 0:
+            if is_first:
                 study.write()
             return 0
     elif args.config:
@@ -87,14 +92,22 @@ def run(args, overrides) -> int:
             f"--config.{next(iter(overrides))}: needs an experiment file; add --config=FILE.py"
         )
     study = study if args.dry_run and args.config else load_study(args.workdir)
-    if args.dry_run:
-        if this_process[0] == 0:
-            print(prepare.describe_runs(study, shard, together), end="")
-        return 0
     options = {"jobs": args.jobs, "shard": shard, "max_group": together, "host": this_process}
-    code = runner.run_study(study, **options)
+    for stage in [study] if args.untuned else tuning.stages(study):
+        if args.dry_run:
+            say(prepare.describe_runs(stage, shard, together), end="")
+            return 0
+        if stage is not study:
+            log(f"{stage.folder.name}:")
+            tuning.publish(stage, is_first)
+        elif study.sweep.tune and not args.untuned:
+            log("untuned:")
+        if code := runner.run_study(stage, **options):
+            break
+        if stage is not study:
+            tuning.wait_for(stage, log)
     if code == 143:
-        print("stopped; the same command resumes", file=sys.stderr)
-    elif code == 0 and this_process[0] == 0:
-        print(f"next: python -m transformer compare {args.workdir}", file=sys.stderr)
+        log("stopped; the same command resumes")
+    elif code == 0:
+        log(f"next: python -m transformer compare {args.workdir}")
     return code

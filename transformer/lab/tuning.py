@@ -1,0 +1,283 @@
+"""Tunes numbers for each arm of a sweep, so that every arm is compared at its best.
+
+A sweep with `tune` has three studies, which run one after another:
+
+    DIR/tuning   every arm with the values that are tried, on seeds of their own
+    DIR/tuned    the comparison, with each arm at its optimum
+    DIR          the comparison at the settings of the experiment file
+
+The search is replayed from the finished runs, so it resumes, and all machines that share DIR agree.
+The optimum is the minimum of a parabola in log2 of the number. Its interval is Fieller's (1954):
+that of the ratio -c1 / 2 c2 of two estimated coefficients.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from transformer.config import Experiment
+from transformer.errors import UserError
+from transformer.lab.guard import warmup
+from transformer.lab.parabola import Parabola
+from transformer.lab.results import load_run
+from transformer.lab.study import Study, load_study
+from transformer.mapping import from_mapping, override, to_mapping
+from transformer.output import count
+from transformer.sweeps import Grid, Point, Sweep, Tuned
+
+METRIC = "eval/loss"
+"""The metric that is tuned: the validation loss after the last step."""
+
+NEAR = 2
+"""The parabola is fitted to the best value and up to this many neighbors on either side."""
+
+FAR = 0.3
+"""Nats above the least loss at which a value is too far away for a parabola."""
+
+PATIENCE = 2.0
+"""Seconds between two looks at the runs of other machines."""
+
+Losses = Mapping[float, Mapping[int, float]]
+"""Value -> seed -> loss, which is infinite if the run diverged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """The values of one number that an arm has tried, and its optimum."""
+
+    arm: str
+    number: Tuned
+    setting: Mapping[str, float]  # the arm's optima of the numbers tuned before
+    losses: Losses
+
+    @property
+    def tried(self) -> list[float]:
+        return sorted(self.losses)
+
+    def mean(self, value: float) -> float:
+        """Returns the mean loss at a value, infinite if a run diverged."""
+        return float(np.mean(list(self.losses[value].values())))
+
+    @property
+    def best(self) -> float:
+        """The value with the least mean loss. Raises UserError if every value diverged."""
+        best = min(self.tried, key=self.mean)
+        if not math.isfinite(self.mean(best)):
+            raise UserError(
+                f"sweep: tune: arm {self.arm!r} diverged at every {self.number.name} from "
+                f"{self.tried[0]:g} to {self.tried[-1]:g}; tune over another range"
+            )
+        return best
+
+    @property
+    def bracketed(self) -> bool:
+        """Whether a smaller and a larger value than the best one are worse."""
+        return self.tried[0] < self.best < self.tried[-1]
+
+    @property
+    def parabola(self) -> Parabola | None:
+        """The parabola around the best value; None with fewer than three values near it."""
+        at = self.tried.index(self.best)
+        near = [
+            value
+            for value in self.tried[max(at - NEAR, 0) : at + NEAR + 1]
+            if self.mean(value) <= self.mean(self.best) + FAR
+        ]
+        if len(near) < 3:
+            return None
+        rows = [(self.number.x(v), x, seed) for v in near for seed, x in self.losses[v].items()]
+        return Parabola.of(*zip(*rows, strict=True))
+
+    @property
+    def optimum(self) -> float:
+        """The value at the minimum of the parabola, between the neighbors of the best value.
+
+        It is the best value itself if the optimum is not bracketed or the parabola has no minimum.
+        """
+        fit, at = self.parabola, self.tried.index(self.best)
+        if fit is None or math.isnan(fit.minimum) or not self.bracketed:
+            return self.best
+        low, high = (self.number.x(self.tried[n]) for n in (at - 1, at + 1))
+        return self.number.value(min(max(fit.minimum, low), high))
+
+    def interval(self) -> tuple[float, float]:
+        """Returns the 95 % interval of the optimum; NaN if unknown, infinite if not identified."""
+        if self.parabola is None:
+            return math.nan, math.nan
+        low, high = self.parabola.interval()
+        spell = lambda x: self.number.value(x) if math.isfinite(x) else x
+        return spell(low), spell(high)
+
+    @property
+    def flatness(self) -> float:
+        """The loss that a factor of 2 from the minimum costs, in nats; NaN without a minimum."""
+        fit = self.parabola
+        return float(fit.c[2]) if fit is not None and fit.c[2] > 0 else math.nan
+
+    def next_values(self, config: Experiment) -> list[float]:
+        """Returns the values to try next: the grid, then one at a time, then none."""
+        number, tried = self.number, self.tried
+        if not tried:
+            return number.grid
+        if len(tried) >= len(number.grid) + number.more:
+            return []
+        at, x = tried.index(self.best), number.x
+        if self.bracketed:
+            neighbors = sorted((tried[at - 1], tried[at + 1]), key=self.mean)
+            candidates = [number.value((x(self.best) + x(value)) / 2) for value in neighbors]
+        else:
+            candidates = [number.value(x(self.best) + (number.step if at else -number.step))]
+        new = lambda value: value not in tried and _is_valid(config, number, value)
+        return list(filter(new, candidates))[:1]
+
+
+def _is_valid(config: Experiment, number: Tuned, value: float) -> bool:
+    try:
+        return value > 0 and bool(changed(config, {number.field: value}))
+    except UserError:
+        return False
+
+
+def changed(config: Experiment, numbers: Mapping[str, float]) -> Experiment:
+    """Returns an experiment with other numbers. Raises UserError if one is invalid."""
+    tree = to_mapping(config)
+    for field, value in numbers.items():
+        override(tree, field, value, Experiment, "sweep: tune: ")
+    return from_mapping(Experiment, tree)
+
+
+def check(sweep: Sweep, configs: Mapping[str, Experiment]) -> None:
+    """Raises UserError if a value that is tried first is invalid in an arm."""
+    for config in configs.values():
+        for number in sweep.tune:
+            for value in number.grid:
+                changed(config, {number.field: value})
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """An arm with values of the tuned numbers. It is an arm of the study DIR/tuning."""
+
+    arm: str
+    numbers: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        spelled = (f"{field.rpartition('.')[2]}={x:g}" for field, x in self.numbers.items())
+        return "-".join([self.arm, *spelled])
+
+    def losses(self, study: Study) -> dict[int, float]:
+        """Returns seed -> validation loss; nothing while a run is unfinished."""
+        losses = {}
+        for seed in tuning_seeds(study.sweep):
+            folder = study.folder / "tuning" / self.name / f"seed-{seed}"
+            run = load_run(folder, [], self.name)
+            if run is None or (run.diverged is None and math.isnan(run.outcome(METRIC))):
+                return {}
+            losses[seed] = run.outcome(METRIC) if run.diverged is None else math.inf
+        return losses
+
+
+def search(study: Study) -> tuple[list[Curve], list[Trial]]:
+    """Replays the search with the finished runs of DIR/tuning.
+
+    Returns the finished curves, by arm and number, and all trials so far with those that are next.
+    """
+    curves, trials = [], []
+    for arm, config in study.configs.items():
+        setting: dict[str, float] = {}
+        for number in study.sweep.tune:
+            curve, known = Curve(arm, number, dict(setting), {}), True
+            while known and (values := curve.next_values(config)):
+                new = [Trial(arm, setting | {number.field: value}) for value in values]
+                trials += new
+                losses = dict(zip(values, (trial.losses(study) for trial in new), strict=True))
+                known = all(losses.values())
+                curve = dataclasses.replace(curve, losses=curve.losses | losses)
+            if not known:
+                break
+            curves.append(curve)
+            setting[number.field] = curve.optimum
+    return curves, trials
+
+
+def tuning_seeds(sweep: Sweep) -> tuple[int, ...]:
+    """Returns the seeds of the tuning runs: those after the seeds of the comparison."""
+    start = max(sweep.seeds) + 1
+    return tuple(range(start, start + sweep.tune_seeds))
+
+
+def runs_per_arm(sweep: Sweep) -> int:
+    """Returns the number of tuning runs of each arm."""
+    return sweep.tune_seeds * sum(len(number.grid) + number.more for number in sweep.tune)
+
+
+def stages(study: Study) -> Iterator[Study]:
+    """Yields the studies of a sweep in order. Each must be finished before the next is requested.
+
+    The last one is the study itself.
+    """
+    while study.sweep.tune:
+        curves, trials = search(study)
+        if len(curves) == len(study.configs) * len(study.sweep.tune):
+            yield tuned_study(study, curves)
+            break
+        yield _tuning_study(study, trials)
+    yield study
+
+
+def _tuning_study(study: Study, trials: Sequence[Trial]) -> Study:
+    sweep, arm_of = study.sweep, {trial.name: trial.arm for trial in trials}
+    points = [Point(trial.name, {**sweep.arms[trial.arm], **trial.numbers}) for trial in trials]
+    number_of = {trial.name: trial.numbers for trial in trials}
+    names = " and ".join(number.name for number in sweep.tune)
+    question = f"Which {names} is best for each arm?"
+    tuning = Sweep(Grid(tuple(points)), question, seeds=tuning_seeds(sweep), metric=METRIC)
+    configs = {name: changed(study.configs[arm], number_of[name]) for name, arm in arm_of.items()}
+    facts = {name: study.facts[arm] for name, arm in arm_of.items()}
+    return _part(study, "tuning", tuning, configs, facts)
+
+
+def tuned_study(study: Study, curves: Sequence[Curve]) -> Study:
+    """Returns the comparison in DIR/tuned, with each arm at its optimum."""
+    optima: dict[str, dict[str, float]] = {}
+    for curve in curves:
+        optima.setdefault(curve.arm, {})[curve.number.field] = curve.optimum
+    configs = {arm: changed(config, optima[arm]) for arm, config in study.configs.items()}
+    return _part(study, "tuned", study.sweep, configs, study.facts)
+
+
+def _part(study: Study, name: str, sweep: Sweep, configs, facts) -> Study:
+    facts = {arm: dataclasses.replace(facts[arm], warmup=warmup(c)) for arm, c in configs.items()}
+    sweep = dataclasses.replace(sweep, tune=(), tune_seeds=1)
+    return dataclasses.replace(
+        study, folder=study.folder / name, sweep=sweep, configs=configs, facts=facts
+    )
+
+
+def publish(study: Study, is_first: bool) -> None:
+    """Writes a stage on the first host of a pod. The other hosts wait for it."""
+    if is_first:
+        study.write()
+    written = lambda: (study.folder / "sweep.json").exists() and load_study(study.folder).configs
+    while not is_first and not (written() or {}).keys() >= study.configs.keys():
+        time.sleep(PATIENCE)
+
+
+def wait_for(study: Study, report: Callable[[str], None]) -> None:
+    """Waits until all runs of a stage are finished, also those of other machines and hosts.
+
+    Raises UserError if one has failed.
+    """
+    told = False
+    while unfinished := [run for run in study.runs if not run.status().is_finished]:
+        for run in unfinished:
+            if (status := run.status()).kind == "failed":
+                raise UserError(f"sweep: tuning needs all runs, but {run.name}: {status.why}")
+        if not told:
+            report(f"waiting for {count(len(unfinished), 'run')} of other machines")
+        told = True
+        time.sleep(PATIENCE)
