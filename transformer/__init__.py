@@ -74,7 +74,7 @@ __all__ = [
     "UserError", "__version__", "abstract_state", "architecture", "arms", "beam_search",
     "build_model", "build_optimizer", "chain", "evaluate", "generate", "init_state",
     "load_experiment", "load_hf", "load_run", "make_train_step", "product", "sample", "save_hf",
-    "scan", "train", "vary", "zipped",
+    "scan", "train", "tuned", "vary", "zipped",
 ]  # fmt: skip
 
 
