@@ -114,7 +114,7 @@ def _profile(profile: Profile, shown: Sequence[str], style: Style) -> Figure:
         axes.set_yscale("log")
     axes.set_xlabel(profile.x_label)
     axes.set_ylabel(textwrap.fill(profile.y_label, 34))
-    _legend(figure, axes)
+    add_legend(figure, axes)
     return figure
 
 
@@ -131,7 +131,7 @@ def _scan(verdict: Verdict, field: str, y_label: str) -> Figure:
     axes.set_xlabel(field)
     axes.set_ylabel(y_label)
     if any(scan.setting for scan in lines):
-        _legend(figure, axes)
+        add_legend(figure, axes)
     return figure
 
 
@@ -144,7 +144,7 @@ def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], name: str, sty
         axes.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
+def add_legend(figure: Figure, axes: Axes) -> None:
     """Adds a legend: inside the axes for up to 4 lines, else below them in a taller figure."""
     names = axes.get_legend_handles_labels()[1]
     if len(names) <= 4:
@@ -236,7 +236,7 @@ def _curves(
     axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    _legend(figure, axes)
+    add_legend(figure, axes)
     if max(x for _, xs, _ in drawn for x in xs) >= 1000:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure

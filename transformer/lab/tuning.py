@@ -31,8 +31,8 @@ from transformer.sweeps import Grid, Point, Sweep, Tuned
 METRIC = "eval/loss"
 """The metric that is tuned: the validation loss after the last step."""
 
-NEAR = 2
-"""The parabola is fitted to the best value and up to this many neighbors on either side."""
+NEAR = 2.0
+"""The parabola is fitted to the values within this many steps of the grid around the best one."""
 
 FAR = 0.3
 """Nats above the least loss at which a value is too far away for a parabola."""
@@ -78,18 +78,20 @@ class Curve:
         return self.tried[0] < self.best < self.tried[-1]
 
     @property
+    def near(self) -> list[float]:
+        """The values to which the parabola is fitted: those near the best one."""
+        reach, x = NEAR * self.number.step * (1 + 1e-6), self.number.x
+        is_near = lambda v: abs(x(v) - x(self.best)) <= reach
+        is_close = lambda v: self.mean(v) <= self.mean(self.best) + FAR
+        return [value for value in self.tried if is_near(value) and is_close(value)]
+
+    @property
     def parabola(self) -> Parabola | None:
         """The parabola around the best value; None with fewer than three values near it."""
-        at = self.tried.index(self.best)
-        near = [
-            value
-            for value in self.tried[max(at - NEAR, 0) : at + NEAR + 1]
-            if self.mean(value) <= self.mean(self.best) + FAR
+        rows = [
+            (self.number.x(v), x, seed) for v in self.near for seed, x in self.losses[v].items()
         ]
-        if len(near) < 3:
-            return None
-        rows = [(self.number.x(v), x, seed) for v in near for seed, x in self.losses[v].items()]
-        return Parabola.of(*zip(*rows, strict=True))
+        return Parabola.of(*zip(*rows, strict=True)) if len(self.near) > 2 else None
 
     @property
     def optimum(self) -> float:

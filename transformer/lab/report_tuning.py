@@ -1,0 +1,155 @@
+"""The part of a report on tuning: curves, optima, and the comparison with and without tuning."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from transformer.lab.figures import Style, add_legend, new_figure, styles
+from transformer.lab.formatting import number, signed, spell, spell_range
+from transformer.lab.statistics import Difference, difference
+from transformer.lab.tuning import METRIC, Curve, runs_per_arm, tuning_seeds
+from transformer.lab.verdict import Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """A tuned sweep: its curves, and both comparisons. The tuned one is that of the report."""
+
+    curves: tuple[Curve, ...]
+    tuned: Verdict
+    untuned: Verdict
+
+    @property
+    def numbers(self) -> list[str]:
+        """The names of the tuned numbers."""
+        return list(dict.fromkeys(curve.number.name for curve in self.curves))
+
+    def gain(self, arm: str) -> Difference:
+        """Returns tuned - untuned, paired by seed."""
+        metric = self.tuned.results.sweep.metric
+        values = lambda verdict: verdict.results.arms[arm].values(metric)
+        return difference(values(self.tuned), values(self.untuned))
+
+    @property
+    def sentences(self) -> list[str]:
+        """What tuning changes, and which optima are uncertain."""
+        best = [_best(verdict) for verdict in (self.untuned, self.tuned)]
+        lines = []
+        if all(best):
+            lines.append(
+                f"Without tuning, {best[0]} has the best mean; tuned, {best[1]} has."
+                if best[0] != best[1]
+                else f"{best[0]} has the best mean with and without tuning."
+            )
+        for curve in self.curves:
+            if not curve.bracketed:
+                edge = "smallest" if curve.best == curve.tried[0] else "largest"
+                lines.append(
+                    f"The best {curve.number.name} of {curve.arm} is not bracketed: "
+                    f"{curve.best:g} is the {edge} value tried."
+                )
+        return lines
+
+    def optima(self) -> list[list[str]]:
+        """Returns a table of the optima, with a row for each arm."""
+        head = [f"{name}: optimum [95 %], cost of a factor of 2" for name in self.numbers]
+        rows: dict[str, list[str]] = {}
+        for curve in self.curves:
+            rows.setdefault(curve.arm, [curve.arm]).append(_optimum(curve))
+        return [["arm", *head], *rows.values()]
+
+    def both(self) -> list[list[str]]:
+        """Returns a table of the results at the settings of the file and tuned."""
+        base = self.tuned.results.sweep.baseline
+        versus = f"from {base}"
+        head = ["arm", "untuned", versus, "tuned", versus, "gain of tuning"]
+        rows = []
+        for arm in self.tuned.rows:
+            cells = [arm]
+            for verdict in (self.untuned, self.tuned):
+                row = verdict.rows[arm]
+                cells += [spell(row.value), _difference(row.to_baseline)]
+            rows.append([*cells, _difference(self.gain(arm))])
+        return [head, *rows]
+
+    @property
+    def note(self) -> str:
+        """How the numbers were tuned."""
+        sweep = self.untuned.results.sweep
+        runs, seeds = runs_per_arm(sweep), tuning_seeds(sweep)
+        more = "" if len(self.numbers) == 1 else " The numbers are tuned one after another."
+        return (
+            f"Each arm is tuned by {METRIC} with up to {runs} runs (seeds "
+            f"{', '.join(map(str, seeds))}, which the comparison does not use).{more} The optimum "
+            "is the minimum of a parabola in the logarithm of the number, through the best value "
+            "and its neighbors; its interval is Fieller's. The cost is that of a number twice or "
+            "half as large, in nats."
+        )
+
+    def draw(self) -> dict[str, tuple[str, Figure]]:
+        """Returns name -> (caption, figure): the tuning curves of each number."""
+        pictures = {}
+        for name in self.numbers:
+            caption = (
+                f"Tuning: {METRIC} against {name}, for each run (marks) with the parabola around "
+                "the best value. A large mark is the optimum with its 95 % interval."
+            )
+            curves = [curve for curve in self.curves if curve.number.name == name]
+            pictures[f"tuning_{name}"] = (caption, _draw(curves, styles(list(self.tuned.rows))))
+        return pictures
+
+
+def _best(verdict: Verdict) -> str:
+    """Returns the arm with the best mean, or "" if no run is finished."""
+    sign = -1 if verdict.results.sweep.higher_is_better else 1
+    finished = {arm: sign * row.value.mean for arm, row in verdict.rows.items() if row.value.count}
+    return min(finished, key=finished.get, default="")
+
+
+def _optimum(curve: Curve) -> str:
+    low, high = curve.interval()
+    interval = f" [{low:g}, {high:g}]" if math.isfinite(low) else ""
+    if not curve.bracketed:
+        return f"{curve.optimum:g} (not bracketed)"
+    if math.isinf(low):
+        interval = " (not identified)"
+    cost = "" if math.isnan(curve.flatness) else f", {number(curve.flatness)}"
+    return f"{curve.optimum:g}{interval}{cost}"
+
+
+def _difference(versus: Difference | None) -> str:
+    if versus is None or not versus.mean.count:
+        return "-"
+    center = signed(versus.mean.mean, versus.mean.half)
+    return f"{center} [{spell_range(versus.mean)}]" if versus.mean.count > 1 else center
+
+
+def _draw(curves: Sequence[Curve], style: Style) -> Figure:
+    figure, axes = new_figure(3.5)
+    number = curves[0].number
+    for curve in curves:
+        look, fit, x = style[curve.arm], curve.parabola, number.x
+        runs = [(x(v), y) for v in curve.tried for y in curve.losses[v].values() if y < math.inf]
+        mark = {"color": look["color"], "marker": look["marker"], "linestyle": ""}
+        axes.plot(*zip(*runs, strict=True), markersize=4, alpha=0.6, **mark)
+        height = curve.mean(curve.best)
+        if fit is not None:
+            xs = np.linspace(x(curve.near[0]), x(curve.near[-1]), 100)
+            line = {"color": look["color"], "linestyle": look["linestyle"], "linewidth": 1.2}
+            axes.plot(xs, fit(xs), **line)
+            height = float(fit(x(curve.optimum)))
+        interval = [x(v) for v in curve.interval() if math.isfinite(v)]
+        axes.plot(interval, [height] * len(interval), color=look["color"], linewidth=2.5, alpha=0.5)
+        large = {"markersize": 8, "markeredgecolor": "black", "label": curve.arm}
+        axes.plot(x(curve.optimum), height, **mark, **large)
+    ticks = sorted(
+        {*number.grid, *(v for curve in curves for v in (curve.tried[0], curve.tried[-1]))}
+    )
+    axes.set_xticks([number.x(v) for v in ticks], [f"{v:g}" for v in ticks])
+    axes.set_xlabel(number.field)
+    axes.set_ylabel(METRIC)
+    add_legend(figure, axes)
+    return figure
