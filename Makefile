@@ -2,6 +2,7 @@
 # make install   only install
 # make test      install the test dependencies and run the tests
 # make ablation  train norm placements and position schemes with three seeds, and write the report
+# make ablation-tuned   the same, with the learning rate of each arm tuned
 # make faults    inject random faults for an hour (kills, flipped bits, damaged files, odd configs)
 # make slice     with the newest supported Python that is installed: install, import, train a small
 #                model, evaluate it, generate, plan
@@ -31,6 +32,11 @@ run: .venv/installed
 install: .venv/installed
 
 ablation: .venv/installed
+	$(BIN)/python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation \
+		--untuned
+	$(BIN)/python -m transformer compare runs/ablation
+
+ablation-tuned: .venv/installed
 	$(BIN)/python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
 	$(BIN)/python -m transformer compare runs/ablation
 
@@ -76,4 +82,4 @@ lint: .venv/installed-test
 		--constraint constraints.txt --editable '.[docs]'
 	@touch $@ .venv/installed
 
-.PHONY: run install docs ablation test faults slice lint
+.PHONY: run install docs ablation ablation-tuned test faults slice lint

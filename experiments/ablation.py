@@ -1,9 +1,11 @@
 """Is post-norm or pre-norm better, and does the answer depend on the position scheme?
 
-    python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation
+    python -m transformer sweep --config=experiments/ablation.py --workdir=runs/ablation --untuned
     python -m transformer compare runs/ablation
 
-`make ablation` runs both commands. To train one arm: --config=experiments/ablation.py:post-alibi.
+`make ablation` runs both commands. Without --untuned (`make ablation-tuned`), the sweep also tunes
+the learning rate of each arm, and compares the arms at their best. To train one arm:
+--config=experiments/ablation.py:post-alibi.
 
 The study is small on purpose. A result for four layers and 0.8 M tokens need not hold for deeper
 models or longer training: Xiong et al. (2020) find that post-norm becomes harder to train with
@@ -27,7 +29,7 @@ difference between post-rotary and post-alibi.
 
 import ml_collections
 
-from transformer import Sweep, product, vary
+from transformer import Sweep, product, tuned, vary
 
 
 def get_config():
@@ -67,4 +69,5 @@ def sweep():
         "the position scheme?",
         declared={"parameters": "post-norm has no final norm, so 128 parameters fewer"},
         seeds=3,
+        tune=tuned("optimizer.learning_rate", 1e-3, 3e-2, points=4, more=1),
     )

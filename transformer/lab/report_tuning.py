@@ -1,6 +1,7 @@
 """The part of a report on tuning: curves, optima, and the comparison with and without tuning."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 
 from transformer.lab.figures import Style, add_legend, new_figure, styles
 from transformer.lab.formatting import number, signed, spell, spell_range
-from transformer.lab.statistics import Difference, difference
+from transformer.lab.statistics import Difference, difference, slope_interval
 from transformer.lab.tuning import METRIC, Curve, runs_per_arm, tuning_seeds
 from transformer.lab.verdict import Verdict
 
@@ -74,6 +75,38 @@ class Tuning:
                 cells += [spell(row.value), _difference(row.to_baseline)]
             rows.append([*cells, _difference(self.gain(arm))])
         return [head, *rows]
+
+    def shifts(self) -> list[list[str]]:
+        """Returns a table of slopes of log2(optimum) against log2 of a varied size, with intervals.
+
+        It has a row for each tuned number, varied size and setting of the other fields, with three
+        sizes or more.
+        """
+        head = ["tuned number", "against", "setting", "slope [95 %]", "optima"]
+        rows, points = [], self.tuned.results.sweep.points
+        for name, field in itertools.product(self.numbers, self.tuned.results.sweep.fields):
+            groups: dict[str, dict[float, Curve]] = {}
+            for curve in (curve for curve in self.curves if curve.number.name == name):
+                size = points[curve.arm].changes.get(field)
+                if type(size) in (int, float) and size > 0:
+                    others = [x for x in points[curve.arm].changes if not self._follows(x, field)]
+                    setting = "-".join(map(points[curve.arm].call, others))
+                    groups.setdefault(setting, {})[size] = curve
+            for setting, by_size in groups.items():
+                if len(by_size) > 2:
+                    x = [math.log2(size) for size in by_size]
+                    y = [curve.number.x(curve.optimum) for curve in by_size.values()]
+                    low, high = slope_interval(x, y)
+                    optima = ", ".join(f"{curve.optimum:g}" for curve in by_size.values())
+                    slope = f"{(low + high) / 2:+.2f} [{low:+.2f}, {high:+.2f}]"
+                    rows.append([name, field, setting, slope, optima])
+        return [head, *rows] if rows else []
+
+    def _follows(self, other: str, field: str) -> bool:
+        """Returns whether the value of `field` determines that of `other`, as d_model does d_ff."""
+        changes = self.tuned.results.sweep.arms.values()
+        pairs = {(str(x.get(field)), str(x.get(other))) for x in changes}
+        return len(pairs) == len({first for first, _ in pairs})
 
     @property
     def note(self) -> str:

@@ -88,3 +88,10 @@ def corrected(differences: dict[str, Difference]) -> dict[str, Difference]:
         largest = max(largest, min(1.0, p * (len(ranked) - n)))
         result[name] = dataclasses.replace(differences[name], p=largest)
     return result
+
+
+def slope_interval(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the slope of a line through three or more points."""
+    line = stats.linregress(x, y)
+    half = stats.t.ppf((1 + LEVEL) / 2, len(x) - 2) * line.stderr
+    return line.slope - half, line.slope + half

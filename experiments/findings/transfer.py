@@ -1,0 +1,115 @@
+"""Does the best learning rate carry over to other widths and depths, for each norm placement?
+
+In the standard parametrization, the best learning rate depends on the size of the model. muP (Yang
+et al. 2022) carries it over to other widths, and CompleteP (Dey et al. 2025) to other depths. Both
+were published for pre-norm. Here each combination of size, parametrization and placement is tuned.
+The report states the slope of log2(best learning rate) against log2(size): 0 means that the rate
+transfers. The standard parametrization is the control, whose slope should not be 0.
+
+    for axis in width depth; do
+        python -m transformer sweep --config=experiments/findings/transfer.py:$axis \
+            --workdir=runs/transfer_$axis
+        python -m transformer compare runs/transfer_$axis
+    done
+
+The models have heads of size 16, as in experiments/benchmarks/coordinates.py, which checks that the
+changes of activations do not depend on the size. At a larger scale (TPU v5e-16):
+--config=experiments/findings/transfer.py:paper_width (or paper_depth)
+
+Hardware  two CPU cores, 288 runs (width) and 432 runs (depth)
+"""
+
+import ml_collections
+
+from transformer import Sweep, product, tuned, vary, zipped
+
+ARGUMENTS = ("width", "depth", "paper_width", "paper_depth")
+WIDTHS, DEPTHS = {"": (32, 64, 128, 256), "paper": (256, 512, 1024, 2048)}, (2, 4, 8, 16)
+HEAD = {"": 16, "paper": 64}
+
+
+def get_config(axis="width"):
+    scale, _, axis = axis.rpartition("_")
+    width = {"width": WIDTHS[scale][0], "depth": WIDTHS[scale][1]}[axis]
+    config = ml_collections.ConfigDict()
+    config.model = dict(
+        family="decoder",
+        vocab_size=2048,
+        num_decoder_layers=4,
+        d_model=width,
+        num_heads=width // HEAD[scale],
+        max_length=64,
+        position="rotary",
+        norm_placement="pre",
+        tie_embeddings=False,
+        attention_backend="reference",
+    )
+    config.data = dict(corpus="wikitext2", objective="causal_lm", length=64, batch_size=16)
+    config.optimizer = dict(
+        name="adamw", learning_rate=4e-3, schedule="cosine", warmup_steps=100, epsilon=1e-12
+    )
+    config.train = dict(steps=300, log_every=20, eval_every=100, eval_batches=40, tensorboard=False)
+    if scale:
+        config.model.update(
+            vocab_size=32000, max_length=1024, dtype="bfloat16", remat="full",
+            attention_backend="auto",
+        )  # fmt: skip
+        config.data = dict(
+            train="data/fineweb/train.txt",
+            valid="data/fineweb/valid.txt",
+            test="data/fineweb/test.txt",
+            format="text",
+            objective="causal_lm",
+            length=1024,
+            batch_size=256,
+            tokenizer=dict(kind="bpe"),
+        )
+        config.optimizer.update(warmup_steps=500)
+        config.train.update(
+            steps=5000, log_every=100, eval_every=1000, checkpoint_every=1000, eval_batches=40
+        )
+        config.mesh = dict(fsdp=-1, data=1)
+        config.platform = "accelerator"
+    return config
+
+
+def sweep(axis="width"):
+    scale, _, axis = axis.rpartition("_")
+    widths = WIDTHS[scale]
+    sizes, rules = {
+        "width": (
+            zipped(
+                vary("model.d_model", *widths),
+                vary("model.num_heads", *(width // HEAD[scale] for width in widths)),
+            ),
+            {
+                "mup": dict(
+                    name="mup", base=dict(d_model=widths[0], num_heads=widths[0] // HEAD[scale])
+                )
+            },
+        ),
+        "depth": (
+            vary("model.num_decoder_layers", *DEPTHS),
+            {
+                f"completep_{name}": dict(
+                    name="completep", base=dict(num_decoder_layers=DEPTHS[0]), alpha=alpha
+                )
+                for name, alpha in {"half": 0.5, "1": 1.0}.items()
+            },
+        ),
+    }[axis]
+    placements = ("pre", "post", "peri", "deepnorm")
+    same = "at the base, alpha has no effect"
+    at_base = f"completep_1-num_decoder_layers={DEPTHS[0]}"
+    return Sweep(
+        product(
+            vary("model.norm_placement", *placements),
+            vary("model.parametrization", standard=dict(name="standard"), **rules),
+            sizes,
+        ),
+        question=f"Under which parametrization does the best learning rate not depend on {axis}?",
+        declared={"parameters": "sizes vary", "flops": "sizes vary"},
+        controls={f"{p}-{at_base}": same for p in placements} if axis == "depth" else {},
+        tune=tuned("optimizer.learning_rate", 5e-4, 3.2e-2, points=7, more=1),
+        seeds=1,
+    )
