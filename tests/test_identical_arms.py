@@ -97,6 +97,12 @@ def test_numeric_fields_distinguish_arms():
     assert not twins(configs, dict.fromkeys(configs))
 
 
+def test_optimizers_that_read_logical_axes_can_be_compared():
+    sweep = Sweep(arms(adamw={}, muon={"optimizer.name": "muon"}, again={"optimizer.name": "muon"}))
+    with pytest.raises(UserError, match="arms 'muon' and 'again' are the same experiment"):
+        guard.check(sweep, *configs_and_facts(sweep))
+
+
 def test_logging_fields_do_not_distinguish_arms():
     sweep = Sweep(vary("train.log_every", 1, 2))
     configs = {

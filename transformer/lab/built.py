@@ -82,8 +82,10 @@ def programs(config: Experiment) -> str:
     config = _without_wide_windows(config.on(MeshConfig(data=1)))
     model_hash, params = _of_model(dataclasses.replace(config, optimizer=OptimizerConfig(), seed=0))
     optimizer = build_optimizer(config.optimizer, config.train.steps, config.model)
-    state = jax.eval_shape(optimizer.init, params)
-    return model_hash + _hash(jax.jit(optimizer.update).lower(params, state, params))
+    with use(make_mesh(config.mesh, jax.local_devices()[:1])) as mesh:
+        state, _ = abstract_state(config, build_model(config.model), optimizer, mesh)
+        update = jax.jit(optimizer.update).lower(params, state.opt_state, params)
+    return model_hash + _hash(update)
 
 
 def _without_wide_windows(config: Experiment) -> Experiment:
