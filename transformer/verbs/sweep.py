@@ -92,22 +92,31 @@ def run(args, overrides) -> int:
             f"--config.{next(iter(overrides))}: needs an experiment file; add --config=FILE.py"
         )
     study = study if args.dry_run and args.config else load_study(args.workdir)
+    stages = [study] if args.untuned else tuning.stages(study)
+    if args.dry_run:
+        say(prepare.describe_runs(next(iter(stages)), shard, together), end="")
+        return 0
     options = {"jobs": args.jobs, "shard": shard, "max_group": together, "host": this_process}
-    for stage in [study] if args.untuned else tuning.stages(study):
-        if args.dry_run:
-            say(prepare.describe_runs(stage, shard, together), end="")
-            return 0
-        if stage is not study:
-            log(f"{stage.folder.name}:")
-            tuning.publish(stage, is_first)
-        elif study.sweep.tune and not args.untuned:
-            log("untuned:")
-        if code := runner.run_study(stage, **options):
-            break
-        if stage is not study:
-            tuning.wait_for(stage, log)
+    code = _run_stages(study, stages, options, log)
     if code == 143:
         log("stopped; the same command resumes")
     elif code == 0:
         log(f"next: python -m transformer compare {args.workdir}")
     return code
+
+
+def _run_stages(study, stages, options, log) -> int:
+    """Runs the studies of a sweep one after another. Returns the exit code."""
+    from transformer.lab import runner, tuning
+
+    for stage in stages:
+        if stage is not study:
+            log(f"{stage.folder.name}:")
+            tuning.publish(stage, options["host"][0] == 0)
+        elif study.sweep.tune:
+            log("untuned:")
+        if code := runner.run_study(stage, **options):
+            return code
+        if stage is not study:
+            tuning.wait_for(stage, log)
+    return 0
