@@ -8,7 +8,7 @@ import numpy as np
 
 from transformer.convert import special_tokens
 from transformer.convert.fields import ACTIVATIONS_BACK, Fields, field
-from transformer.convert.weights import Copy, Shape, Weight
+from transformer.convert.weights import Copy, Shape, Weight, linear, same
 from transformer.errors import UserError
 from transformer.model import positions
 from transformer.model.config import ModelConfig
@@ -38,15 +38,16 @@ class Family:
     `fields` are the fields of config.json, with the defaults of Transformers' config class. Those
     paired with a field of ModelConfig are converted in both directions. `read(fields, names of the
     tensors in the directory)` returns the other fields of a ModelConfig, and `write(config)` those
-    of config.json; both take precedence. `weights(config)` yields every tensor that holds
-    parameters.
+    of config.json; both take precedence. `table` and `head` are the modules of the embedding and
+    of a language model's output layer, which may be tied. `weights(config)` yields every other
+    tensor that holds parameters.
 
     `aliases` are other names of `fields`. `prefix` is an optional prefix of tensor names (GPT-2's
-    files on the hub omit it); names that begin with one of `heads` never have it.
+    files on the hub omit it); names that begin with `head` or one of `heads` never have it.
 
     A tensor that `weights` does not name raises an error unless it is one of three:
 
-    - a copy of another tensor (`copies`), which must hold the same numbers;
+    - a copy of another tensor (`copies`, or a tied head), which must hold the same numbers;
     - a constant (`constants`: pattern -> function of its shape), which must hold the values that
       the function returns;
     - a buffer that Transformers does not read either (`unused`: patterns).
@@ -62,9 +63,11 @@ class Family:
     write: Callable[[ModelConfig], dict]
     weights: Callable[[ModelConfig], Iterator[Weight]]
     fields: Mapping[str, Any]
+    table: str
+    head: str = ""
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prefix: str = ""
-    heads: tuple[str, ...] = ("lm_head.",)
+    heads: tuple[str, ...] = ()
     copies: Callable[[ModelConfig], tuple[Copy, ...]] = lambda config: ()
     constants: Mapping[str, Callable[[Shape], np.ndarray | None]] = dataclasses.field(
         default_factory=dict
@@ -72,6 +75,18 @@ class Family:
     unused: tuple[str, ...] = ()
     source_begins: bool = False
     special_tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def all_weights(self, config: ModelConfig) -> Iterator[Weight]:
+        """Yields every tensor that holds parameters."""
+        yield same(f"{self.table}.weight", "embedding/embedding")
+        yield from self.weights(config)
+        if self.head and not config.tie_embeddings:
+            yield from linear(self.head, "unembedding", bias=False)
+
+    def all_copies(self, config: ModelConfig) -> tuple[Copy, ...]:
+        """Returns the tensors that are copies of others, such as a tied head."""
+        tied = (Copy(f"{self.head}.weight", f"{self.table}.weight"),)
+        return self.copies(config) + (tied if self.head and config.tie_embeddings else ())
 
     def our_config(self, theirs: Mapping, tensors: frozenset[str], **ours) -> ModelConfig:
         """Returns the ModelConfig for a config.json; the fields in `ours` take precedence.
@@ -101,7 +116,7 @@ class Family:
         theirs = {"architectures": [self.architecture], "model_type": self.model_type}
         theirs |= special_tokens.write(config, self.special_tokens)
         theirs |= paired(self.fields, config) | self.write(config)
-        tensors = frozenset(weight.theirs for weight in self.weights(config))
+        tensors = frozenset(weight.theirs for weight in self.all_weights(config))
         restored = meaning(self.our_config(theirs, tensors))
         for name, value in meaning(config).items():
             if restored[name] != value:

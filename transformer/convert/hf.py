@@ -100,7 +100,7 @@ def read_params(
     """Returns our parameters, converted from their tensors one at a time."""
     _, fetch = _by_layer(family, config, tensors)
     read = lambda path, dtype: np.asarray(join(config, path, fetch, np.stack)).astype(dtype)
-    shapes = abstract_shapes(config)
+    shapes = flatten(abstract_params(config))
     return unflatten({path: place(path, read(path, x.dtype)) for path, x in shapes.items()})
 
 
@@ -110,9 +110,11 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
     Raises UserError unless tensors and parameters correspond, with the right shapes.
     """
     holder = {
-        ours: (weight, i) for weight in family.weights(config) for i, ours in enumerate(weight.ours)
+        ours: (weight, i)
+        for weight in family.all_weights(config)
+        for i, ours in enumerate(weight.ours)
     }
-    whole = layer_shapes(config, abstract_shapes(config))
+    whole = layer_shapes(config, flatten(abstract_params(config)))
     shapes = by_expert(whole, holder)
     check(family, config, tensors, holder, shapes)
 
@@ -123,11 +125,6 @@ def _by_layer(family: Family, config: ModelConfig, tensors: Tensors):
         return weight.read(tensors.read(weight.theirs), [shapes[name] for name in weight.ours])[i]
 
     return whole, fetch
-
-
-def abstract_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns path -> shape and dtype of every parameter of a model."""
-    return flatten(abstract_params(config))
 
 
 def save_hf(
@@ -189,7 +186,7 @@ def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:
 def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     flat = flatten(params)
     locations = where(config, flat)
-    copies = [copy for copy in family.copies(config) if copy.written]
+    copies = [copy for copy in family.all_copies(config) if copy.written]
 
     def ours(name: str) -> np.ndarray:
         name, _, number = name.partition("#")  # of an expert
@@ -197,7 +194,7 @@ def _tensors(family: Family, config: ModelConfig, params: Any) -> Iterator[tuple
         x = np.asarray(part(flat[path], index))
         return x[int(number)] if number else x
 
-    for weight in family.weights(config):
+    for weight in family.all_weights(config):
         x = np.ascontiguousarray(weight.write([ours(name) for name in weight.ours]))
         yield weight.theirs, x
         yield from ((copy.theirs, x) for copy in copies if copy.of == weight.theirs)

@@ -123,15 +123,14 @@ def rope(
     if (rotated := f.get("partial_rotary_factor")) != 1.0:
         out["fraction"] = rotated
     scaling = {"name": name} | f.paired()
-    if "original_max_position_embeddings" in table:
-        scaling["original_length"] = f.get("original_max_position_embeddings") or length
+    original = "original_max_position_embeddings"
+    if original in table:
+        scaling["original_length"] = f.get(original) or length
     if "attention_factor" not in scaling and kind in ("yarn", "longrope"):
         scaling |= _attention_factor(kind, f, length, scaling["original_length"])
     if kind == "dynamic":
         # Dynamic scaling starts at max_position_embeddings, whatever the other fields are.
-        f.must(
-            "original_max_position_embeddings", length, "max_position_embeddings sets this length"
-        )
+        f.must(original, length, "max_position_embeddings sets this length")
         scaling["original_length"] = length
     f.check_all_read()
     unscaled = scaling.get("factor") == 1.0 and not scaling.get("attention_factor")
@@ -160,19 +159,16 @@ def rotary_by_type(f: Fields, thetas: Mapping[str, float], scaling: Mapping | No
     `thetas` are the layer types and their default bases. `scaling` holds legacy settings of the
     type "full_attention", which take precedence.
     """
-    entries = dict(f.get("rope_parameters") or {})
+    name = "rope_parameters"
+    entries = dict(f.get(name) or {})
     if unknown := sorted(entries.keys() - thetas):
-        raise f.error(
-            "rope_parameters", f"has {printable(unknown[0])!r}, which is not a layer type"
-        )
+        raise f.error(name, f"has {printable(unknown[0])!r}, which is not a layer type")
     if wrong := [x for x, entry in entries.items() if not isinstance(entry, dict | None)]:
-        raise f.error("rope_parameters", f"must have an object for {wrong[0]!r}")
+        raise f.error(name, f"must have an object for {wrong[0]!r}")
     if scaling:
         entries["full_attention"] = (entries.get("full_attention") or {}) | dict(scaling)
     if any((entry or {}).get("truncate") is False for entry in entries.values()):
-        raise f.error(
-            "rope_parameters", "is not supported: Transformers ignores truncate in this family"
-        )
+        raise f.error(name, "is not supported: Transformers ignores truncate in this family")
     length, positions = f.get("max_position_embeddings"), {}
     for kind, theta in thetas.items():
         inside = f"rope_parameters.{kind}."

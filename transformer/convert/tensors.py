@@ -38,10 +38,10 @@ class Tensors:
                     f"{printable(file)} disagree about {listed(sorted(names ^ present))}"
                 )
             self._where |= dict.fromkeys(present, opened)
-        prefix = family.prefix
+        prefix, heads = family.prefix, (f"{family.head}.", *family.heads)
         lacks_prefix = prefix and not any(key.startswith(prefix) for key in self._where)
         self._given = {
-            (prefix + key if lacks_prefix and not key.startswith(family.heads) else key): key
+            (prefix + key if lacks_prefix and not key.startswith(heads) else key): key
             for key in self._where
         }
         self.names = frozenset(self._given)
@@ -151,22 +151,27 @@ def check(
     kind = family.model_type
     if unnamed := sorted(shapes.keys() - holder.keys()):
         raise UserError(f"{kind} has no tensor for {listed(unnamed)}")
-    weights = list(family.weights(config))
+    weights = list(family.all_weights(config))
     required = {weight.theirs for weight in weights}
     if missing := sorted(required - tensors.names):
         raise UserError(f"missing tensors of a {kind} model: {listed(missing)}")
-    copies = [copy for copy in family.copies(config) if copy.theirs in tensors.names]
+    copies = [copy for copy in family.all_copies(config) if copy.theirs in tensors.names]
     extra = tensors.names - required - {copy.theirs for copy in copies}
     matching = lambda name, patterns: [p for p in patterns if re.fullmatch(p, name)]
     constants = {n: family.constants[p] for n in extra for p in matching(n, family.constants)}
-    extra = sorted(n for n in extra - constants.keys() if not matching(n, family.unused))
-    if extra:
+    unused = [n for n in extra if matching(n, family.unused)]
+    if extra := sorted(extra - constants.keys() - set(unused)):
         raise UserError(
             f"unexpected tensors, which a {kind} model with this config.json does not have: "
             f"{listed(extra)}"
         )
+    for name in sorted(tensors.names - set(unused)):
+        if tensors.dtype(name) not in FLOATS:
+            raise UserError(
+                f"{printable(name)}: holds numbers of type {tensors.dtype(name)}; a parameter is "
+                f"one of {', '.join(FLOATS)}"
+            )
     for weight in weights:
-        _check_type(tensors, weight.theirs)
         shape = tensors.shape(weight.theirs)
         expected_shape = weight.shape([shapes[name] for name in weight.ours])
         if shape != tuple(expected_shape):
@@ -175,7 +180,9 @@ def check(
                 f"{spell(expected_shape)}"
             )
     for copy in copies:
-        if copy.compared and not _equal(tensors, copy.theirs, copy.of):
+        same_shape = tensors.shape(copy.theirs) == tensors.shape(copy.of)
+        equal = lambda a, b: np.array_equal(tensors.read(a), tensors.read(b))
+        if copy.compared and not (same_shape and equal(copy.theirs, copy.of)):
             raise UserError(
                 f"{copy.theirs} and {copy.of} hold different numbers, but this package has one "
                 f"tensor for both; separate tensors are not supported for {kind}"
@@ -184,27 +191,11 @@ def check(
         _check_constant(tensors, name, expected(tensors.shape(name)))
 
 
-def _check_type(tensors: Tensors, name: str) -> None:
-    if tensors.dtype(name) not in FLOATS:
-        raise UserError(
-            f"{printable(name)}: holds numbers of type {tensors.dtype(name)}; a parameter is one "
-            f"of {', '.join(FLOATS)}"
-        )
-
-
-def _equal(tensors: Tensors, name: str, of: str) -> bool:
-    _check_type(tensors, name)
-    if tensors.shape(name) != tensors.shape(of):
-        return False
-    return np.array_equal(tensors.read(name), tensors.read(of))
-
-
 def _check_constant(tensors: Tensors, name: str, expected: np.ndarray | None) -> None:
     """Raises UserError unless a tensor equals `expected` to the precision of its type.
 
     The precision is 2^-10 for float16 and 2^-7 for bfloat16.
     """
-    _check_type(tensors, name)
     tolerance = {"F16": 1e-3, "BF16": 1e-2}.get(tensors.dtype(name), 1e-5)
     values = tensors.read(name).astype(np.float64)
     has_shape = expected is not None and values.shape == expected.shape

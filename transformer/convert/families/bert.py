@@ -21,7 +21,7 @@ from transformer.convert.fields import (
     positive,
 )
 from transformer.convert.rope import options
-from transformer.convert.weights import Copy, attention, linear, norm, same, tied
+from transformer.convert.weights import Copy, attention, linear, norm, same
 from transformer.errors import UserError
 from transformer.model.config import ModelConfig
 
@@ -183,6 +183,7 @@ def _architecture(kind: _Kind, c: ModelConfig) -> str:
     return "ForPreTraining" if c.num_labels else "ForMaskedLM" if c.lm_head else "Model"
 
 
+_TABLE = "bert.embeddings.word_embeddings"
 _ATTENTION = ("self.query", "self.key", "self.value", "output.dense")
 
 
@@ -193,7 +194,6 @@ def _weights(kind: _Kind, c: ModelConfig):
 
 def _bert_weights(kind: _Kind, c: ModelConfig):
     root = "bert.embeddings"
-    yield same(f"{root}.word_embeddings.weight", "embedding/embedding")
     yield same(f"{root}.position_embeddings.weight", "encoder/position_embedding")
     if c.token_types:
         yield same(f"{root}.token_type_embeddings.weight", "embedding/token_types")
@@ -230,8 +230,8 @@ def _copies(kind: _Kind, c: ModelConfig) -> tuple[Copy, ...]:
         return ()
     decoder, bias = map(kind.tensor, ("cls.predictions.decoder", "cls.predictions.bias"))
     if c.tie_embeddings:
-        table = kind.tensor("bert.embeddings.word_embeddings.weight")
-        copies = (*tied(c, f"{decoder}.weight", table), Copy(f"{decoder}.bias", bias))
+        table = kind.tensor(_TABLE)
+        copies = (Copy(f"{decoder}.weight", f"{table}.weight"), Copy(f"{decoder}.bias", bias))
     else:
         copies = (Copy(bias, f"{decoder}.bias", written=True, compared=False),)
     return tuple(copy for copy in copies if copy.theirs != copy.of)
@@ -244,6 +244,7 @@ FAMILIES = [
         "encoder",
         *(functools.partial(f, kind) for f in (_read, _write, _weights)),
         kind.fields(),
+        table=kind.tensor(_TABLE),
         special_tokens=kind.special_tokens,
         aliases={k: x for k, x in kind.named.items() if k.startswith(("hidden_s", "num_"))},
         prefix=kind.prefix,

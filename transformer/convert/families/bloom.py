@@ -2,7 +2,7 @@
 
 from transformer.convert.family import Family
 from transformer.convert.fields import Fields, field, layer_count, positive
-from transformer.convert.weights import fused_by_head, linear, norm, same, tied
+from transformer.convert.weights import fused_by_head, linear, norm
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -35,7 +35,6 @@ def _read(f: Fields, tensors: frozenset[str]) -> dict:
 
 
 def _weights(c: ModelConfig):
-    yield same("transformer.word_embeddings.weight", "embedding/embedding")
     yield from norm("transformer.word_embeddings_layernorm", "decoder/embedding_norm")
     for i in range(c.num_decoder_layers):
         theirs, ours = f"transformer.h.{i}", f"decoder/layers_{i}"
@@ -49,8 +48,6 @@ def _weights(c: ModelConfig):
         yield from linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/feed_forward/in", bias=True)
         yield from linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/feed_forward/out", bias=True)
     yield from norm("transformer.ln_f", "decoder/final_norm")
-    if not c.tie_embeddings:
-        yield from linear("lm_head", "unembedding", bias=False)
 
 
 FAMILIES = [
@@ -62,6 +59,8 @@ FAMILIES = [
         lambda c: {},
         _weights,
         _FIELDS,
+        table="transformer.word_embeddings",
+        head="lm_head",
         special_tokens={"bos_token_id": 1, "eos_token_id": 2},
         aliases={
             "n_embed": "hidden_size",
@@ -69,6 +68,5 @@ FAMILIES = [
             "num_hidden_layers": "n_layer",
         },
         prefix="transformer.",
-        copies=lambda c: tied(c, "lm_head.weight", "transformer.word_embeddings.weight"),
     )
 ]

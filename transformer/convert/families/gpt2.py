@@ -2,7 +2,7 @@
 
 from transformer.convert.family import Family
 from transformer.convert.fields import Fields, field, layer_count, optional, positive
-from transformer.convert.weights import fused, linear, norm, same, tied
+from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -39,7 +39,6 @@ def _write(c: ModelConfig) -> dict:
 
 
 def _weights(c: ModelConfig):
-    yield same("transformer.wte.weight", "embedding/embedding")
     yield same("transformer.wpe.weight", "decoder/position_embedding")
     for i in range(c.num_decoder_layers):
         theirs, ours = f"transformer.h.{i}", f"decoder/layers_{i}"
@@ -55,8 +54,6 @@ def _weights(c: ModelConfig):
                 f"{theirs}.mlp.{name}", f"{ours}/feed_forward/{part}", bias=True, transposed=False
             )
     yield from norm("transformer.ln_f", "decoder/final_norm")
-    if not c.tie_embeddings:
-        yield from linear("lm_head", "unembedding", bias=False)
 
 
 FAMILIES = [
@@ -68,6 +65,8 @@ FAMILIES = [
         _write,
         _weights,
         _FIELDS,
+        table="transformer.wte",
+        head="lm_head",
         special_tokens={"bos_token_id": 50_256, "eos_token_id": 50_256},
         prefix="transformer.",
         aliases={
@@ -76,7 +75,6 @@ FAMILIES = [
             "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
-        copies=lambda c: tied(c, "lm_head.weight", "transformer.wte.weight"),
         unused=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
     )
 ]

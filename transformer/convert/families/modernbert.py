@@ -16,7 +16,7 @@ from transformer.convert.fields import (
     shortest_period,
 )
 from transformer.convert.rope import rotary_by_type, write_rope
-from transformer.convert.weights import fused, linear, norm, same, tied
+from transformer.convert.weights import fused, linear, norm, same
 from transformer.model.config import ModelConfig
 
 _FIELDS = {
@@ -90,7 +90,6 @@ def _write(c: ModelConfig) -> dict:
 
 def _weights(c: ModelConfig):
     offset, bias = c.norm_offset, c.use_bias
-    yield same("model.embeddings.tok_embeddings.weight", "embedding/embedding")
     yield from norm("model.embeddings.norm", "encoder/embedding_norm", offset)
     for i in range(c.num_encoder_layers):
         theirs, ours = f"model.layers.{i}", f"encoder/layers_{i}"
@@ -109,8 +108,6 @@ def _weights(c: ModelConfig):
     yield from linear("head.dense", "unembedding/transform", bias)
     yield from norm("head.norm", "unembedding/norm", offset)
     yield same("decoder.bias", "unembedding/bias")
-    if not c.tie_embeddings:
-        yield from linear("decoder", "unembedding", bias=False)
 
 
 FAMILIES = [
@@ -122,9 +119,10 @@ FAMILIES = [
         _write,
         _weights,
         _FIELDS,
+        table="model.embeddings.tok_embeddings",
+        head="decoder",
         special_tokens={"pad_token_id": 50_283, "bos_token_id": 50_281, "eos_token_id": 50_282},
         prefix="model.",
-        heads=("head.", "decoder.", "classifier."),
-        copies=lambda c: tied(c, "decoder.weight", "model.embeddings.tok_embeddings.weight"),
+        heads=("head.", "classifier."),
     )
 ]

@@ -102,7 +102,6 @@ def _write(c: ModelConfig) -> dict:
 
 
 def _weights(c: ModelConfig):
-    yield same("shared.weight", "embedding/embedding")
     for side, depth in (("encoder", c.num_encoder_layers), ("decoder", c.num_decoder_layers)):
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield same(bias, f"{side}/relative_bias")
@@ -121,8 +120,6 @@ def _weights(c: ModelConfig):
                     continue
                 yield from attention(f"{theirs}.{name}", ours, False, names=("q", "k", "v", "o"))
         yield from norm(f"{side}.final_layer_norm", f"{side}/final_norm", offset=False)
-    if not c.tie_embeddings:
-        yield from linear("lm_head", "unembedding", bias=False)
 
 
 _MT5 = {"vocab_size": 250112, "d_ff": 1024, "num_layers": layer_count(8), "num_heads": 6}
@@ -137,6 +134,8 @@ FAMILIES = [
         _write,
         _weights,
         changed(_FIELDS, changes),
+        table="shared",
+        head="lm_head",
         special_tokens={"pad_token_id": 0, "eos_token_id": 1} | start,
         aliases={
             "hidden_size": "d_model",
