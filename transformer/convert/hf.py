@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import pkgutil
-import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from transformer.convert.special_tokens import read_both
 from transformer.convert.tensors import Tensors, check, require_safetensors
 from transformer.convert.weights import by_expert, expert
 from transformer.errors import UserError, look_up
-from transformer.files import disk_errors, read_json
+from transformer.files import new_folder, read_json
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten, join, layer_shapes, part, unflatten, where
 from transformer.model.network import abstract_params
@@ -147,15 +146,7 @@ def save_hf(
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory}: exists and is not an empty directory; choose another")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        disk_errors(directory),
-        tempfile.TemporaryDirectory(
-            dir=directory.parent, prefix=directory.name + "."
-        ) as unfinished,
-    ):
-        target = Path(unfinished) / "whole"
-        target.mkdir()
+    with new_folder(directory) as target:
         _write_tensors(target, _tensors(chosen, config, unbox(params)))
         (target / "config.json").write_text(
             json.dumps(theirs | {"dtype": config.param_dtype} | dict(fields), indent=2) + "\n",
@@ -163,9 +154,6 @@ def save_hf(
         )
         for name, content in files.items():
             (target / name).write_bytes(content)
-        if directory.exists():
-            directory.rmdir()
-        target.rename(directory)
 
 
 def _choose(config: ModelConfig, family: str | None) -> tuple[Family, dict]:

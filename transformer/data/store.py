@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from transformer.data.tokenizer import (
     train_tokenizer,
 )
 from transformer.errors import UserError
-from transformer.files import disk_errors
+from transformer.files import new_folder
 from transformer.mapping import to_mapping
 
 VERSION = 4
@@ -110,13 +109,8 @@ def open_store(config: DataConfig, vocab_size: int) -> Store:
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
     folder = corpora.data_home() / "tokens" / key
     if not (folder / "meta.json").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with disk_errors(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            new = Path(scratch) / "store"
-            new.mkdir()
+        with new_folder(folder, keep=True) as new:
             _build(new, text, config, vocab_size)
-            if not folder.exists():  # another process may have been faster
-                new.rename(folder)  # atomic: complete or absent
     tokenizer = load_tokenizer(find_tokenizer(folder), config.tokenizer)
     _check_size(tokenizer, config, vocab_size)
     return Store(folder, tokenizer, json.loads((folder / "meta.json").read_text()))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from transformer.data.tokenizer import (
     load_tokenizer,
 )
 from transformer.errors import UserError
-from transformer.files import disk_errors, read_json
+from transformer.files import new_folder, read_json
 from transformer.mapping import apply_overrides
 from transformer.model.config import ModelConfig
 from transformer.model.layout import flatten
@@ -55,12 +54,7 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
     config = apply_overrides(_experiment(model, tokenizer_config), overrides)
     if tokenizer is not None:
         check_special_tokens(config.model, tokenizer)
-    workdir.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        use(start(config.platform, config.mesh)) as mesh,
-        disk_errors(workdir),
-        tempfile.TemporaryDirectory(dir=workdir.parent, prefix=workdir.name + ".") as unfinished,
-    ):
+    with use(start(config.platform, config.mesh)) as mesh, new_folder(workdir) as unfinished:
         optimizer = build_optimizer(config.optimizer, 1, config.model)
         abstract, shardings = abstract_state(config, build_model(config.model), optimizer, mesh)
         check_memory(abstract.params, mesh, "parameters")
@@ -69,15 +63,12 @@ def from_hf(directory: Path, workdir: Path, overrides: Mapping[str, str]) -> Exp
             x.shape, sharding_of[path], lambda index: x[index]
         )
         params = read_params(family, config.model, tensors, put)
-        finished, origin = Path(unfinished) / "run", {"converted_from": str(directory.resolve())}
+        origin = {"converted_from": str(directory.resolve())}
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
-        rundir.record_start(finished, config, mesh, parameters, tokenizer, origin)
-        checkpoints = Checkpoints(finished, config.train)
+        rundir.record_start(unfinished, config, mesh, parameters, tokenizer, origin)
+        checkpoints = Checkpoints(unfinished, config.train)
         checkpoints.save_params(params)
         checkpoints.close()
-        if workdir.exists():
-            workdir.rmdir()
-        finished.rename(workdir)
     return config
 
 

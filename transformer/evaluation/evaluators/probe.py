@@ -9,7 +9,7 @@ import numpy as np
 from transformer.checks import at_least
 from transformer.data import probes
 from transformer.data.store import Texts
-from transformer.errors import UserError
+from transformer.errors import UserError, look_up
 from transformer.evaluation.evaluators.base import EVALUATORS, Evaluator, Metrics, Snapshot, Subject
 from transformer.evaluation.losses import reading
 from transformer.output import count
@@ -33,7 +33,7 @@ class Probe(Evaluator):
     def __post_init__(self):
         at_least("train.evaluators", self, 1, "examples")
         if self.task:
-            probes.look_up_task("train.evaluators: probe: task", self.task)
+            look_up(probes.TASKS, self.task, "train.evaluators: probe: task")
         if not all(isinstance(length, int) and length > 0 for length in self.lengths):
             raise UserError(
                 f"train.evaluators: probe: lengths: {self.lengths} must be positive whole numbers"
